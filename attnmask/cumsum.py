@@ -1,0 +1,323 @@
+"""Cumulative sums over time that start anew at every chunk or sequence.
+
+With ``T = 8``, ``chunk_size = 4`` and two packed sequences, ``cu_seqlens = [0, 5, 8]``::
+
+    g                1 1 1 1 1 1 1 1
+    global           1 2 3 4 5 6 7 8
+    global, packed   1 2 3 4 5│1 2 3
+    local            1 2 3 4│1 2 3 4
+    local, packed    1 2 3 4│1│1 2 3     chunks are counted from each sequence's start
+    local, reverse   4 3 2 1│4 3 2 1
+
+Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]`` or ``[B, H, T, S]``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+
+_Vjp = Callable[[ArrayLike], NDArray[Any]]
+
+_PARAMETERS = """
+    reverse : bool
+        Sum from the end of each chunk or sequence towards its start.
+    softmax_scale : float, optional
+        A factor for the sums.
+    cu_seqlens : array_like of integers, shape [sequences + 1], optional
+        The batch is one row of packed sequences, and sums start anew at each. From 0 to T, never decreasing.
+    head_first : bool
+        Time is the third axis and not the second.
+    output_dtype : dtype, optional
+        Of the result; the input's if not given. float16 and bfloat16 are summed in float32, integers in int64 (with
+        OverflowError where a result does not fit).
+    out : ndarray, optional
+        Takes the result, and is returned. Of the result's shape and type, sharing no memory with the inputs.
+"""
+
+
+def _with_parameters(function: Any) -> Any:
+    """Describe the shared parameters in one place."""
+    if function.__doc__:  # python -OO leaves none
+        function.__doc__ = function.__doc__.replace("    <parameters>", _PARAMETERS.strip("\n"))
+    return function
+
+
+def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
+    ndim = np.ndim(array)
+    if ndim != rank:
+        layout = ("[B, H, T" if head_first else "[B, T, H") + (", S]" if rank == 4 else "]")
+        raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
+
+
+@_with_parameters
+def chunk_local_cumsum(
+    g: ArrayLike,
+    chunk_size: int,
+    reverse: bool = False,
+    softmax_scale: float | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Running sums inside chunks of `chunk_size` steps.
+
+    Parameters
+    ----------
+    g : array_like, shape [B, T, H] or [B, T, H, S]
+        Read in place, whatever its strides.
+    chunk_size : int
+        A power of two. The last chunk of a sequence may be shorter.
+    <parameters>
+
+    Returns
+    -------
+    ndarray
+        Of the shape of `g`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> g = np.ones((1, 8, 1))
+    >>> attnmask.chunk_local_cumsum(g, 4).ravel()
+    array([1., 2., 3., 4., 1., 2., 3., 4.])
+    >>> attnmask.chunk_local_cumsum(g, 4, reverse=True, cu_seqlens=[0, 5, 8]).ravel()
+    array([4., 3., 2., 1., 1., 3., 2., 1.])
+    """
+    return _core.chunk_local_cumsum(
+        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
+    )
+
+
+@_with_parameters
+def chunk_global_cumsum(
+    s: ArrayLike,
+    reverse: bool = False,
+    cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Running sums over whole sequences.
+
+    The error of float32 sums stays below a millionth of the sum of absolute values, however long the sequence.
+
+    Parameters
+    ----------
+    s : array_like, shape [B, T, H] or [B, T, H, S]
+        Read in place, whatever its strides.
+    <parameters>
+
+    Returns
+    -------
+    ndarray
+        Of the shape of `s`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> s = np.arange(5).reshape(1, 5, 1)
+    >>> attnmask.chunk_global_cumsum(s).ravel()
+    array([ 0,  1,  3,  6, 10])
+    >>> attnmask.chunk_global_cumsum(s, cu_seqlens=[0, 3, 5]).ravel()
+    array([0, 1, 3, 3, 7])
+    """
+    return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
+
+
+def chunk_local_cumsum_scalar(
+    g: ArrayLike,
+    chunk_size: int,
+    reverse: bool = False,
+    softmax_scale: float | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    cu_seqlens: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """`chunk_local_cumsum` for one number a head: `g` is ``[B, T, H]``.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.chunk_local_cumsum_scalar(np.ones((1, 3, 1)), 2).ravel()
+    array([1., 2., 1.])
+    """
+    _check_rank(g, "g", 3, head_first)
+    return _core.chunk_local_cumsum(
+        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
+    )
+
+
+def chunk_local_cumsum_vector(
+    g: ArrayLike,
+    chunk_size: int,
+    reverse: bool = False,
+    softmax_scale: float | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    cu_seqlens: ArrayLike | None = None,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """`chunk_local_cumsum` for a vector a head: `g` is ``[B, T, H, S]``.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.chunk_local_cumsum_vector(np.ones((1, 3, 1, 2)), 2)[0, :, 0].tolist()
+    [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
+    """
+    _check_rank(g, "g", 4, head_first)
+    return _core.chunk_local_cumsum(
+        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
+    )
+
+
+def chunk_global_cumsum_scalar(
+    s: ArrayLike,
+    reverse: bool = False,
+    cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """`chunk_global_cumsum` for one number a head: `s` is ``[B, T, H]``.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.chunk_global_cumsum_scalar(np.ones((1, 3, 1)), reverse=True).ravel()
+    array([3., 2., 1.])
+    """
+    _check_rank(s, "s", 3, head_first)
+    return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
+
+
+def chunk_global_cumsum_vector(
+    s: ArrayLike,
+    reverse: bool = False,
+    cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """`chunk_global_cumsum` for a vector a head: `s` is ``[B, T, H, S]``.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.chunk_global_cumsum_vector(np.ones((1, 2, 1, 2)), softmax_scale=0.5)[0, :, 0].tolist()
+    [[0.5, 0.5], [1.0, 1.0]]
+    """
+    _check_rank(s, "s", 4, head_first)
+    return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
+
+
+def _pullback(sum_back: Callable[..., NDArray[Any]], primal: ArrayLike, name: str) -> _Vjp:
+    """The gradient of running sums: `sum_back`, running the other way, of the gradient that comes in."""
+    primal = np.asarray(primal)
+    shape, dtype = primal.shape, primal.dtype
+    if dtype.kind in "iu":
+        raise TypeError(f"{name} must be floating-point to have a gradient, got {dtype}")
+
+    def vjp(dout: ArrayLike) -> NDArray[Any]:
+        dout = np.asarray(dout)
+        if dout.shape != shape:
+            raise ValueError(f"dout must have the shape {shape} of {name}, got {dout.shape}")
+        return sum_back(dout, output_dtype=dtype)
+
+    return vjp
+
+
+def chunk_local_cumsum_vjp(
+    g: ArrayLike,
+    chunk_size: int,
+    reverse: bool = False,
+    softmax_scale: float | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    out: NDArray[Any] | None = None,
+) -> tuple[NDArray[Any], _Vjp]:
+    """`chunk_local_cumsum` and its gradient.
+
+    Parameters
+    ----------
+    g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
+        As of `chunk_local_cumsum`; `g` is floating-point.
+
+    Returns
+    -------
+    out : ndarray
+    vjp : callable
+        Takes the gradient of `out`, returns that of `g`: the same sums, running the other way.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> out, vjp = attnmask.chunk_local_cumsum_vjp(np.ones((1, 4, 1)), 2)
+    >>> vjp(np.ones((1, 4, 1))).ravel()
+    array([2., 1., 2., 1.])
+    """
+    result = chunk_local_cumsum(
+        g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out=out
+    )
+
+    def sum_back(dout: ArrayLike, output_dtype: DTypeLike) -> NDArray[Any]:
+        return chunk_local_cumsum(
+            dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, output_dtype
+        )
+
+    return result, _pullback(sum_back, g, "g")
+
+
+def chunk_global_cumsum_vjp(
+    s: ArrayLike,
+    reverse: bool = False,
+    cu_seqlens: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    head_first: bool = False,
+    output_dtype: DTypeLike | None = None,
+    *,
+    out: NDArray[Any] | None = None,
+) -> tuple[NDArray[Any], _Vjp]:
+    """`chunk_global_cumsum` and its gradient.
+
+    Parameters
+    ----------
+    s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out
+        As of `chunk_global_cumsum`; `s` is floating-point.
+
+    Returns
+    -------
+    out : ndarray
+    vjp : callable
+        Takes the gradient of `out`, returns that of `s`: the same sums, running the other way.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> out, vjp = attnmask.chunk_global_cumsum_vjp(np.ones((1, 3, 1)))
+    >>> vjp(np.ones((1, 3, 1))).ravel()
+    array([3., 2., 1.])
+    """
+    result = chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out=out)
+
+    def sum_back(dout: ArrayLike, output_dtype: DTypeLike) -> NDArray[Any]:
+        return chunk_global_cumsum(dout, not reverse, cu_seqlens, softmax_scale, head_first, output_dtype)
+
+    return result, _pullback(sum_back, s, "s")

@@ -1,0 +1,279 @@
+"""Facts about packed sequences: several sequences laid end to end in one row of tokens.
+
+Where they begin and end is told by ``cu_seqlens``, the lengths summed up from zero::
+
+    tokens       a b c d e f g h i        three sequences: abc, de, fghi
+    lengths      3     2   4
+    cu_seqlens   0     3   5       9      one more entry than sequences
+
+    positions    0 1 2 0 1 0 1 2 3        prepare_position_ids
+    sequences    0 0 0 1 1 2 2 2 2        prepare_sequence_ids
+
+A sequence may be empty; it keeps its number. Results have the integer type of ``cu_seqlens``.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+
+_T = TypeVar("_T")
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """Divide integers and round up: how many blocks of `b` cover `a`.
+
+    Parameters
+    ----------
+    a : int or array_like of integers
+        May be negative; -7 / 2 rounds up to -3.
+    b : int or array_like of integers
+        Positive. The two broadcast against each other.
+
+    Returns
+    -------
+    int or ndarray
+        An int of any size for two ints. Else an array, of the type that NumPy would give the pair. Nothing overflows
+        on the way.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.cdiv(130, 64)
+    3
+    >>> attnmask.cdiv(np.array([-3, 0, 64, 65]), 64)
+    array([0, 0, 1, 2])
+    """
+    if type(b) is int:
+        if b < 1:
+            raise ValueError(f"b must be positive, got {b}")
+        if type(a) is int:
+            return -(-a // b)
+        b = min(b, 2**64 - 1)  # no array holds numbers that a larger divisor would tell apart
+    return _core.cdiv(a, b)
+
+
+def prepare_lens(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
+    """Lengths of the sequences.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases.
+
+    Returns
+    -------
+    ndarray, shape [sequences]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_lens([0, 3, 5, 9])
+    array([3, 2, 4])
+    """
+    return _core.prepare_lens(cu_seqlens)
+
+
+def prepare_lens_from_mask(mask: ArrayLike) -> NDArray[np.int32]:
+    """How many tokens of each row are kept by a padding mask.
+
+    Parameters
+    ----------
+    mask : array_like, shape [batch, length]
+        bool, or numbers of which the non-zero ones count. Read in place.
+
+    Returns
+    -------
+    ndarray of int32, shape [batch]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_lens_from_mask([[1, 1, 0], [1, 1, 1]])
+    array([2, 3], dtype=int32)
+    """
+    return _core.prepare_lens_from_mask(mask)
+
+
+def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = np.int32) -> NDArray[np.integer]:
+    """Where the rows of a padded batch begin once their padding is taken out and they are packed.
+
+    Parameters
+    ----------
+    mask : array_like, shape [batch, length]
+        bool, or numbers of which the non-zero ones count. Read in place.
+    out_dtype : dtype
+        An integer type. OverflowError if the total does not fit it.
+
+    Returns
+    -------
+    ndarray, shape [batch + 1]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_cu_seqlens_from_mask([[1, 1, 0], [1, 1, 1]])
+    array([0, 2, 5], dtype=int32)
+    """
+    return _core.prepare_cu_seqlens_from_mask(mask, out_dtype)
+
+
+def prepare_position_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
+    """The place of every token in its own sequence, from 0.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases.
+
+    Returns
+    -------
+    ndarray, shape [tokens]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_position_ids([0, 3, 5, 9])
+    array([0, 1, 2, 0, 1, 0, 1, 2, 3])
+    """
+    return _core.prepare_position_ids(cu_seqlens)
+
+
+def prepare_sequence_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
+    """The number of the sequence that every token belongs to.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases. Sequence ``i`` is the one from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``,
+        counted also when it or one before it is empty.
+
+    Returns
+    -------
+    ndarray, shape [tokens]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_sequence_ids([0, 2, 2, 5])
+    array([0, 0, 2, 2, 2])
+    """
+    return _core.prepare_sequence_ids(cu_seqlens)
+
+
+def prepare_token_indices(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
+    """The number of its sequence and the place in it, for every token.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases.
+
+    Returns
+    -------
+    ndarray, shape [tokens, 2]
+        Columns as of `prepare_sequence_ids` and `prepare_position_ids`.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_token_indices([0, 2, 5]).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
+    """
+    return _core.prepare_token_indices(cu_seqlens)
+
+
+def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.integer]:
+    """The number of its sequence and the place in it, for every chunk.
+
+    Each sequence is cut into chunks of `chunk_size` tokens from its start; its last one may be shorter.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases.
+    chunk_size : int
+        Tokens a chunk, at least 1.
+
+    Returns
+    -------
+    ndarray, shape [chunks, 2]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_chunk_indices([0, 5, 7], 2).tolist()
+    [[0, 0], [0, 1], [0, 2], [1, 0]]
+    """
+    return _core.prepare_chunk_indices(cu_seqlens, chunk_size)
+
+
+def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.integer]:
+    """How many chunks lie before each sequence, and in all.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases.
+    chunk_size : int
+        Tokens a chunk, at least 1.
+
+    Returns
+    -------
+    ndarray, shape [sequences + 1]
+        The ``cu_seqlens`` of the chunks.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.prepare_chunk_offsets([0, 5, 7], 2)
+    array([0, 3, 4])
+    """
+    return _core.prepare_chunk_offsets(cu_seqlens, chunk_size)
+
+
+class _IdentityDtypeConvert(Generic[_T]):
+    """What `identity_dtype_convert` returns."""
+
+    def __init__(self, dtype: DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def __call__(self, x: _T) -> _T:
+        """Return `x` itself."""
+        return x
+
+    def vjp(self, x: _T) -> tuple[_T, Callable[[ArrayLike], NDArray[Any]]]:
+        """Return `x` itself, and a function that casts a gradient to the chosen type."""
+        return x, lambda gradient: np.asarray(gradient).astype(self.dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"identity_dtype_convert({self.dtype})"
+
+
+def identity_dtype_convert(dtype: DTypeLike) -> _IdentityDtypeConvert[Any]:
+    """A function that changes nothing on the way forward, and the type of the gradient on the way back.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of the gradient.
+
+    Returns
+    -------
+    callable
+        ``f(x)`` is `x`. ``f.vjp(x)`` is `x` and a pullback, which casts its argument to `dtype`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> to_float32 = attnmask.identity_dtype_convert(np.float32)
+    >>> x, pullback = to_float32.vjp(np.ones(2, np.float16))
+    >>> x.dtype, pullback(x).dtype
+    (dtype('float16'), dtype('float32'))
+    """
+    if dtype is None:  # which NumPy reads as float64
+        raise TypeError("dtype must be a dtype, got None")
+    return _IdentityDtypeConvert(dtype)

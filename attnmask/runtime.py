@@ -1,0 +1,76 @@
+"""Threads, and what this build and this machine offer."""
+
+from typing import Any
+
+from attnmask import _core
+
+__version__: str = _core.config()["version"]
+
+
+def get_num_threads() -> int:
+    """The number of threads that a large call may use.
+
+    Returns
+    -------
+    int
+        What `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS`` asked for, else what OpenMP's own
+        rules give (``OMP_NUM_THREADS``, or the processors that this process may run on).
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.get_num_threads() >= 1
+    True
+    """
+    return _core.get_num_threads()
+
+
+def set_num_threads(n: int) -> None:
+    """Let large calls use up to `n` threads; small ones stay on the calling thread.
+
+    Results do not depend on it: the same inputs give the same bits for any number of threads.
+
+    Parameters
+    ----------
+    n : int
+        At least 1.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.set_num_threads(2)
+    >>> attnmask.get_num_threads()
+    2
+    """
+    _core.set_num_threads(n)
+
+
+def show_config(mode: str = "stdout") -> dict[str, Any] | None:
+    """Print, or return, how the library was built and what it runs on.
+
+    Parameters
+    ----------
+    mode : {"stdout", "dict"}
+        Whether to print, or to return a dictionary.
+
+    Returns
+    -------
+    dict or None
+        With ``mode="dict"``: ``version``; ``compiler``; ``openmp`` (the date of the standard, or None for a build
+        without); ``threads``; ``isa``, the instruction set whose kernels are in use; ``isa_available``, those that
+        this build has and this processor runs, best last. The environment variable ``ATTNMASK_ISA`` chooses one.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.show_config(mode="dict")["isa_available"][0]
+    'baseline'
+    """
+    if mode not in ("stdout", "dict"):
+        raise ValueError(f"mode must be 'stdout' or 'dict', got {mode!r}")
+    config = _core.config()
+    if mode == "dict":
+        return config
+    for key, value in config.items():
+        print(f"{key + ':':14}{', '.join(value) if isinstance(value, list) else value}")
+    return None

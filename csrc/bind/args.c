@@ -1,0 +1,384 @@
+/* args.c – what users pass, turned into what the core takes. */
+#include "bind/args.h"
+
+#include <string.h>
+
+#include "core/convert.h"
+
+int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params, Py_ssize_t count)
+{
+    if (nargs != count) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, got %zd", function, count, nargs);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (params[i].convert(args[i], params[i].name, params[i].dst) < 0) return -1;
+    }
+    return 0;
+}
+
+PyObject *am_describe(PyObject *object)
+{
+    if (PyArray_Check(object)) {
+        PyArrayObject *array = (PyArrayObject *)object;
+        PyObject *shape = PyObject_GetAttrString(object, "shape");
+        if (!shape) return NULL;
+        PyObject *text = PyUnicode_FromFormat("%S array of shape %R", (PyObject *)PyArray_DESCR(array), shape);
+        Py_DECREF(shape);
+        return text;
+    }
+    if (PyNumber_Check(object) || PyUnicode_Check(object) || object == Py_None) return PyUnicode_FromFormat("%.200R", object);
+    return PyUnicode_FromFormat("an object of type %s", Py_TYPE(object)->tp_name);
+}
+
+int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
+{
+    PyObject *what = am_describe(got);
+    if (what) PyErr_Format(exception, "%s must be %s, got %U", name, expected, what);
+    Py_XDECREF(what);
+    return -1;
+}
+
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index, long long value)
+{
+    int ndim = PyArray_NDIM(array);
+    npy_intp position[NPY_MAXDIMS];
+    for (int i = ndim - 1; i >= 0; i--) {
+        position[i] = index % PyArray_DIM(array, i);
+        index /= PyArray_DIM(array, i);
+    }
+    PyObject *where = ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
+    if (where) PyErr_Format(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
+    Py_XDECREF(where);
+    return -1;
+}
+
+/* bfloat16 belongs to ml_dtypes, which may not be installed: it is known by its name. */
+static bool is_bfloat16(PyArray_Descr *dtype)
+{
+    const char *name = dtype->typeobj->tp_name, *dot = strrchr(name, '.');
+    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == 2 && strcmp(dot ? dot + 1 : name, "bfloat16") == 0;
+}
+
+am_dtype am_dtype_of(PyArray_Descr *dtype)
+{
+    int size = (int)PyDataType_ELSIZE(dtype);
+    if (dtype->type_num == NPY_BOOL) return AM_BOOL;
+    if (PyTypeNum_ISINTEGER(dtype->type_num)) {
+        bool is_signed = PyTypeNum_ISSIGNED(dtype->type_num);
+        switch (size) {
+        case 1: return is_signed ? AM_INT8 : AM_UINT8;
+        case 2: return is_signed ? AM_INT16 : AM_UINT16;
+        case 4: return is_signed ? AM_INT32 : AM_UINT32;
+        case 8: return is_signed ? AM_INT64 : AM_UINT64;
+        default: return AM_OTHER;
+        }
+    }
+    switch (dtype->type_num) {
+    case NPY_HALF: return AM_FLOAT16;
+    case NPY_FLOAT: return AM_FLOAT32;
+    case NPY_DOUBLE: return AM_FLOAT64;
+    default: return is_bfloat16(dtype) ? AM_BFLOAT16 : AM_OTHER;
+    }
+}
+
+/* Elements are read where they lie, or through a pointer of their type: both want them on multiples of their size. */
+static bool is_aligned(PyArrayObject *array)
+{
+    size_t size = am_size_of(am_dtype_of(PyArray_DESCR(array)));
+    if (size <= 1 || PyArray_SIZE(array) == 0) return true;
+    uintptr_t bits = (uintptr_t)PyArray_DATA(array);
+    for (int i = 0; i < PyArray_NDIM(array); i++) {
+        if (PyArray_DIM(array, i) > 1) bits |= (uintptr_t)PyArray_STRIDE(array, i);
+    }
+    return bits % size == 0;
+}
+
+static PyArrayObject *convert_array_like(PyObject *object)
+{
+    int has_array = PyObject_HasAttrString(object, "__array__");
+    if (!has_array && PyObject_HasAttrString(object, "__dlpack__")) {
+        PyObject *numpy = PyImport_ImportModule("numpy");
+        if (!numpy) return NULL;
+        PyObject *array = PyObject_CallMethod(numpy, "from_dlpack", "O", object);
+        Py_DECREF(numpy);
+        return (PyArrayObject *)array;
+    }
+    return (PyArrayObject *)PyArray_FROM_O(object);
+}
+
+int am_to_array(PyObject *object, const char *name, void *dst)
+{
+    PyArrayObject *array;
+    if (PyArray_Check(object)) {
+        array = (PyArrayObject *)object;
+        Py_INCREF(array);
+    } else {
+        array = convert_array_like(object);
+        if (!array) return -1;
+    }
+    if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
+        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers", (PyObject *)array);
+        Py_DECREF(array);
+        return -1;
+    }
+    if (!PyArray_ISNOTSWAPPED(array) || !is_aligned(array)) {
+        PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
+        PyArrayObject *copy = native ? (PyArrayObject *)PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0) : NULL;
+        if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
+        Py_DECREF(array);
+        if (!copy) return -1;
+        array = copy;
+    }
+    *(PyArrayObject **)dst = array;
+    return 0;
+}
+
+int am_to_out(PyObject *object, const char *name, void *dst)
+{
+    if (object == Py_None) return 0;
+    if (!PyArray_Check(object)) return am_reject(PyExc_TypeError, name, "a NumPy array or None", object);
+    Py_INCREF(object);
+    *(PyObject **)dst = object;
+    return 0;
+}
+
+int am_to_bool(PyObject *object, const char *name, void *dst)
+{
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) return am_reject(PyExc_TypeError, name, "a bool", object);
+    *(bool *)dst = PyObject_IsTrue(object) == 1;
+    return 0;
+}
+
+int am_to_count(PyObject *object, const char *name, void *dst)
+{
+    if (PyBool_Check(object) || !PyIndex_Check(object)) return am_reject(PyExc_TypeError, name, "a positive integer", object);
+    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL); /* clips */
+    if (value == -1 && PyErr_Occurred()) return -1;
+    if (value < 1) return am_reject(PyExc_ValueError, name, "a positive integer", object);
+    *(npy_intp *)dst = value;
+    return 0;
+}
+
+int am_to_scale(PyObject *object, const char *name, void *dst)
+{
+    am_scale *scale = dst;
+    if (object == Py_None) return 0;
+    bool number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)) ||
+                  PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
+    if (!number) return am_reject(PyExc_TypeError, name, "a real number or None", object);
+    scale->value = PyFloat_AsDouble(object);
+    if (scale->value == -1 && PyErr_Occurred()) return -1;
+    scale->given = true;
+    return 0;
+}
+
+int am_to_dtype(PyObject *object, const char *name, void *dst)
+{
+    if (object == Py_None) return 0;
+    PyArray_Descr *dtype = NULL;
+    if (!PyArray_DescrConverter(object, &dtype)) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) am_reject(PyExc_TypeError, name, "a dtype", object);
+        return -1;
+    }
+    if (am_dtype_of(dtype) == AM_OTHER || !PyArray_ISNBO(dtype->byteorder)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
+                     name, dtype);
+        Py_DECREF(dtype);
+        return -1;
+    }
+    *(PyArray_Descr **)dst = dtype;
+    return 0;
+}
+
+int am_to_integer_dtype(PyObject *object, const char *name, void *dst)
+{
+    PyArray_Descr **dtype = dst;
+    if (am_to_dtype(object, name, dst) < 0) return -1;
+    if (*dtype && am_is_integer(am_dtype_of(*dtype))) return 0;
+    return am_reject(PyExc_TypeError, name, "an integer dtype", object);
+}
+
+int am_to_object(PyObject *object, const char *name, void *dst)
+{
+    (void)name;
+    *(PyObject **)dst = object;
+    return 0;
+}
+
+PyArrayObject *am_starts_array(PyObject *object, const char *name)
+{
+    PyArrayObject *array = NULL;
+    if (am_to_array(object, name, &array) < 0) return NULL;
+    static const char expected[] = "a 1-D array of integers with at least one entry";
+    /* An empty list is an array of float64, but what is wrong with it is that it is empty. */
+    PyObject *wrong = NULL;
+    if (PyArray_NDIM(array) != 1 || PyArray_SIZE(array) == 0) wrong = PyExc_ValueError;
+    else if (!am_is_integer(am_dtype_of(PyArray_DESCR(array)))) wrong = PyExc_TypeError;
+    if (wrong) {
+        am_reject(wrong, name, expected, (PyObject *)array);
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+/* Widens the entries to ptrdiff_t; false with the exception set if one does not fit. */
+static bool widen_starts(am_starts *s, const char *name)
+{
+    npy_intp count = PyArray_DIM(s->array, 0), stride = PyArray_STRIDE(s->array, 0);
+    const char *data = PyArray_BYTES(s->array);
+    am_dtype type = am_dtype_of(PyArray_DESCR(s->array));
+    for (npy_intp i = 0; i < count; i++, data += stride) {
+        switch (type) {
+        case AM_INT32: s->starts[i] = *(const int32_t *)data; break;
+        case AM_INT64: s->starts[i] = (ptrdiff_t)*(const int64_t *)data; break;
+        case AM_INT8: s->starts[i] = *(const int8_t *)data; break;
+        case AM_UINT8: s->starts[i] = *(const uint8_t *)data; break;
+        case AM_INT16: s->starts[i] = *(const int16_t *)data; break;
+        case AM_UINT16: s->starts[i] = *(const uint16_t *)data; break;
+        case AM_UINT32: s->starts[i] = *(const uint32_t *)data; break;
+        default:
+            if (*(const uint64_t *)data > PTRDIFF_MAX) {
+                PyErr_Format(PyExc_ValueError, "%s must hold values below 2**63, got %llu at index %zd", name,
+                             (unsigned long long)*(const uint64_t *)data, i);
+                return false;
+            }
+            s->starts[i] = (ptrdiff_t)*(const uint64_t *)data;
+        }
+    }
+    return true;
+}
+
+int am_check_starts(am_starts *s, const char *name)
+{
+    npy_intp count = PyArray_DIM(s->array, 0);
+    s->sequences = count - 1;
+    s->starts = PyMem_Malloc((size_t)count * sizeof *s->starts);
+    if (!s->starts) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (!widen_starts(s, name)) return -1;
+    if (s->starts[0] != 0) {
+        PyErr_Format(PyExc_ValueError, "%s must start at 0, got %zd at index 0", name, s->starts[0]);
+        return -1;
+    }
+    for (npy_intp i = 1; i < count; i++) {
+        if (s->starts[i] < s->starts[i - 1]) {
+            PyErr_Format(PyExc_ValueError, "%s must never decrease, got %zd after %zd at index %zd", name, s->starts[i],
+                         s->starts[i - 1], i);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int am_to_starts(PyObject *object, const char *name, void *dst)
+{
+    am_starts *s = dst;
+    s->array = am_starts_array(object, name);
+    return s->array ? am_check_starts(s, name) : -1;
+}
+
+int am_to_starts_or_none(PyObject *object, const char *name, void *dst)
+{
+    return object == Py_None ? 0 : am_to_starts(object, name, dst);
+}
+
+void am_free_starts(am_starts *s)
+{
+    Py_CLEAR(s->array);
+    PyMem_Free(s->starts);
+    s->starts = NULL;
+}
+
+/* The bytes that an array may touch: [low, high). */
+static void extent(PyArrayObject *array, const char **low, const char **high)
+{
+    *low = *high = PyArray_BYTES(array);
+    if (PyArray_SIZE(array) == 0) return;
+    for (int i = 0; i < PyArray_NDIM(array); i++) {
+        npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
+        if (reach < 0) *low += reach;
+        else *high += reach;
+    }
+    *high += PyArray_ITEMSIZE(array);
+}
+
+/* 1 or 0, or -1 with the exception set. Views that interleave without touching are told apart by NumPy. */
+static int shares_memory(PyArrayObject *a, PyArrayObject *b)
+{
+    const char *a_low, *a_high, *b_low, *b_high;
+    extent(a, &a_low, &a_high);
+    extent(b, &b_low, &b_high);
+    if (a_high <= b_low || b_high <= a_low) return 0;
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    if (!numpy) return -1;
+    /* Bounded work: undecided cases raise, and count as shared. */
+    PyObject *answer = PyObject_CallMethod(numpy, "shares_memory", "OOi", a, b, 10000);
+    Py_DECREF(numpy);
+    if (!answer) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
+        PyErr_Clear();
+        return 1;
+    }
+    int shared = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return shared;
+}
+
+/* Whether two elements of `array` may be one in memory: no axis may reach into the next larger one's stride. */
+static bool overlaps_itself(PyArrayObject *array)
+{
+    npy_intp size = PyArray_ITEMSIZE(array), span = size;
+    bool used[NPY_MAXDIMS] = {false};
+    for (int n = 0; n < PyArray_NDIM(array); n++) {
+        int next = -1;
+        for (int i = 0; i < PyArray_NDIM(array); i++) {
+            if (used[i] || PyArray_DIM(array, i) < 2) continue;
+            if (next < 0 || Py_ABS(PyArray_STRIDE(array, i)) < Py_ABS(PyArray_STRIDE(array, next))) next = i;
+        }
+        if (next < 0) return false;
+        used[next] = true;
+        npy_intp stride = Py_ABS(PyArray_STRIDE(array, next));
+        if (stride < span) return true;
+        span += stride * (PyArray_DIM(array, next) - 1);
+    }
+    return false;
+}
+
+int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
+                 PyArrayObject *const *inputs, const char *const *input_names, int input_count)
+{
+    if (PyArray_NDIM(out) != ndim || !PyArray_CompareLists(PyArray_DIMS(out), shape, ndim) ||
+        am_dtype_of(PyArray_DESCR(out)) != am_dtype_of(dtype)) {
+        PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape), *what = am_describe((PyObject *)out);
+        if (expected && what) {
+            PyErr_Format(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype, expected, what);
+        }
+        Py_XDECREF(expected);
+        Py_XDECREF(what);
+        return -1;
+    }
+    if (!PyArray_ISWRITEABLE(out)) {
+        PyErr_Format(PyExc_ValueError, "%s must be writeable, got a read-only array", name);
+        return -1;
+    }
+    if (!PyArray_ISNOTSWAPPED(out) || !is_aligned(out)) {
+        PyErr_Format(PyExc_ValueError, "%s must be aligned and in native byte order, got %R", name, PyArray_DESCR(out));
+        return -1;
+    }
+    if (PyArray_SIZE(out) > 0 && overlaps_itself(out)) {
+        PyErr_Format(PyExc_ValueError, "%s must not overlap itself, got strides that lead to one element twice", name);
+        return -1;
+    }
+    for (int i = 0; i < input_count; i++) {
+        int shared = inputs[i] ? shares_memory(out, inputs[i]) : 0;
+        if (shared < 0) return -1;
+        if (shared) {
+            PyErr_Format(PyExc_ValueError, "%s must share no memory with %s", name, input_names[i]);
+            return -1;
+        }
+    }
+    return 0;
+}

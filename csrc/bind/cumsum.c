@@ -1,0 +1,156 @@
+/* cumsum.c – bindings of the chunked cumulative sums. */
+#include "bind/args.h"
+#include "core/cumsum.h"
+
+/* Arguments of both functions; the global one has no chunks. */
+typedef struct {
+    PyArrayObject *array, *out;
+    am_starts starts;
+    PyArray_Descr *dtype;
+    npy_intp chunk_size;
+    am_scale scale;
+    bool reverse, head_first;
+} arguments;
+
+static int to_chunk_size(PyObject *object, const char *name, void *dst)
+{
+    npy_intp value;
+    if (am_to_count(object, name, &value) < 0) return -1;
+    if (value & (value - 1)) return am_reject(PyExc_ValueError, name, "a power of two up to 2**62", object);
+    *(npy_intp *)dst = value;
+    return 0;
+}
+
+/* Checks the array and what depends on it, and settles the type of the result. */
+static int check(arguments *a, const char *name)
+{
+    PyArrayObject *array = a->array;
+    am_dtype type = am_dtype_of(PyArray_DESCR(array));
+    int ndim = PyArray_NDIM(array);
+    if (ndim != 3 && ndim != 4) {
+        return am_reject(PyExc_ValueError, name, a->head_first ? "[B, H, T] or [B, H, T, S]" : "[B, T, H] or [B, T, H, S]",
+                         (PyObject *)array);
+    }
+    if (type == AM_BOOL) return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers", (PyObject *)array);
+    if (!a->dtype) {
+        a->dtype = PyArray_DESCR(array);
+        Py_INCREF(a->dtype);
+    }
+    am_dtype result = am_dtype_of(a->dtype);
+    if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result))) {
+        PyErr_Format(PyExc_TypeError, "output_dtype must be %s for %s of %S, got %S",
+                     am_is_integer(type) ? "an integer or floating-point type" : "a floating-point type", name,
+                     PyArray_DESCR(array), a->dtype);
+        return -1;
+    }
+    if (a->starts.array) {
+        npy_intp batch = PyArray_DIM(array, 0), time = PyArray_DIM(array, a->head_first ? 2 : 1);
+        if (batch != 1) {
+            PyErr_Format(PyExc_ValueError, "%s must have batch size 1 when cu_seqlens is given, got %zd", name, batch);
+            return -1;
+        }
+        if (a->starts.starts[a->starts.sequences] != time) {
+            PyErr_Format(PyExc_ValueError, "cu_seqlens must end at the %zd steps of %s, got %zd at index %zd", time, name,
+                         a->starts.starts[a->starts.sequences], a->starts.sequences);
+            return -1;
+        }
+    }
+    if (!a->out) return 0;
+    PyArrayObject *const inputs[] = {array, a->starts.array};
+    const char *const names[] = {name, "cu_seqlens"};
+    return am_check_out(a->out, "out", ndim, PyArray_DIMS(array), a->dtype, inputs, names, 2);
+}
+
+static PyObject *compute(PyObject *module, arguments *a, const char *name)
+{
+    if (check(a, name) < 0) return NULL;
+    PyArrayObject *array = a->array, *out = a->out;
+    int ndim = PyArray_NDIM(array), time = a->head_first ? 2 : 1;
+    if (out) Py_INCREF(out);
+    else out = am_new_array(ndim, PyArray_DIMS(array), a->dtype);
+    if (!out) return NULL;
+
+    ptrdiff_t whole[2] = {0, PyArray_DIM(array, time)};
+    am_cumsum job = {
+        .src_type = am_dtype_of(PyArray_DESCR(array)),
+        .dst_type = am_dtype_of(a->dtype),
+        .src = PyArray_BYTES(array),
+        .dst = PyArray_BYTES(out),
+        .steps = PyArray_DIM(array, time),
+        .src_step = PyArray_STRIDE(array, time),
+        .dst_step = PyArray_STRIDE(out, time),
+        .shape = {1, 1, 1},
+        .starts = a->starts.array ? a->starts.starts : whole,
+        .sequences = a->starts.array ? a->starts.sequences : 1,
+        .chunk = a->chunk_size,
+        .reverse = a->reverse,
+        .scaled = a->scale.given,
+        .scale = a->scale.value,
+    };
+    for (int i = 0, n = 0; i < ndim; i++) {
+        if (i == time) continue;
+        job.shape[n] = PyArray_DIM(array, i);
+        job.src_stride[n] = PyArray_STRIDE(array, i);
+        job.dst_stride[n++] = PyArray_STRIDE(out, i);
+    }
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = am_cumsum_compute(&call.run, &job);
+    am_leave(&call);
+    if (status == AM_OK) return (PyObject *)out;
+    Py_DECREF(out);
+    return am_raise(status, "a sum does not fit the result's integer type");
+}
+
+static void release(arguments *a)
+{
+    Py_XDECREF(a->array);
+    Py_XDECREF(a->out);
+    Py_XDECREF(a->dtype);
+    am_free_starts(&a->starts);
+}
+
+static PyObject *chunk_local_cumsum(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    PyObject *result = NULL;
+    const am_param params[] = {
+        {"g", am_to_array, &a.array},
+        {"chunk_size", to_chunk_size, &a.chunk_size},
+        {"reverse", am_to_bool, &a.reverse},
+        {"softmax_scale", am_to_scale, &a.scale},
+        {"cu_seqlens", am_to_starts_or_none, &a.starts},
+        {"head_first", am_to_bool, &a.head_first},
+        {"output_dtype", am_to_dtype, &a.dtype},
+        {"out", am_to_out, &a.out},
+    };
+    if (am_parse("chunk_local_cumsum", args, nargs, params, 8) == 0) result = compute(module, &a, "g");
+    release(&a);
+    return result;
+}
+
+static PyObject *chunk_global_cumsum(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    PyObject *result = NULL;
+    const am_param params[] = {
+        {"s", am_to_array, &a.array},
+        {"reverse", am_to_bool, &a.reverse},
+        {"cu_seqlens", am_to_starts_or_none, &a.starts},
+        {"softmax_scale", am_to_scale, &a.scale},
+        {"head_first", am_to_bool, &a.head_first},
+        {"output_dtype", am_to_dtype, &a.dtype},
+        {"out", am_to_out, &a.out},
+    };
+    if (am_parse("chunk_global_cumsum", args, nargs, params, 7) == 0) result = compute(module, &a, "s");
+    release(&a);
+    return result;
+}
+
+PyMethodDef am_cumsum_methods[] = {
+    {"chunk_local_cumsum", (PyCFunction)(void *)chunk_local_cumsum, METH_FASTCALL,
+     "chunk_local_cumsum($module, g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out, /)\n--\n\n"},
+    {"chunk_global_cumsum", (PyCFunction)(void *)chunk_global_cumsum, METH_FASTCALL,
+     "chunk_global_cumsum($module, s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out, /)\n--\n\n"},
+    {NULL},
+};

@@ -1,0 +1,30 @@
+/* convert_tpl.h – the integer type T to and from int64, with checks that vanish where nothing can overflow. */
+
+static bool FN(load)(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+{
+    (void)kernels;
+    int64_t *to = dst;
+    const T *from = src;
+    bool fits = true;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        to[i] = (int64_t)from[i];
+        fits &= (to[i] < 0) == (from[i] < (T)1 && from[i] != 0);
+    }
+    return fits;
+}
+
+static bool FN(store)(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+{
+    (void)kernels;
+    T *to = dst;
+    const int64_t *from = src;
+    bool fits = true;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        to[i] = (T)from[i];
+        fits &= (int64_t)to[i] == from[i] && (to[i] < (T)1 && to[i] != 0) == (from[i] < 0);
+    }
+    return fits;
+}
+
+#undef T
+#undef FN

@@ -1,0 +1,330 @@
+/* cumsum.c – plans running sums: which axis lies along the vectors, what one task is, where tiles are needed.
+ *
+ * A segment is what one sum runs over: a chunk, or a sequence when there are no chunks. Segments, and the lanes beside
+ * the time axis, know nothing of each other, so tasks may cut between them anywhere without changing a bit.
+ *
+ *     rows   the lanes lie side by side in memory: vectors across the lanes, one step after the other
+ *     scan   time lies side by side in memory: vectors along time, one lane after the other
+ *
+ * Where source or result is of another type than the sum, or lies neither way, its elements pass through a tile in the
+ * first-level cache.
+ */
+#include "core/cumsum.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "core/convert.h"
+
+enum {
+    TILE = 2048,      /* elements; 16 KB of float64 */
+    MAX_LANES = 256,  /* in one band, so that a tile holds a block of steps */
+    LINE_LANES = 16,  /* bands are cut at cache lines of float32 */
+    PIECE = 1 << 17,  /* elements between two looks at the clock, about 50 µs */
+    TASK = 1 << 15,   /* elements worth handing to another thread */
+    MANY_TASKS = 4,   /* below it, lanes are divided to keep threads about equally busy */
+};
+
+typedef struct {
+    ptrdiff_t begin, end; /* steps; both are borders of segments */
+    ptrdiff_t sequence;   /* that `begin` lies in */
+} span;
+
+typedef struct {
+    const am_cumsum *cumsum;
+    const am_kernels *kernels;
+    am_dtype type; /* that sums are taken in: AM_INT64, AM_FLOAT32, AM_FLOAT64 */
+    bool scan;
+    bool src_direct, dst_direct; /* the kernel may read, write in place */
+    bool stream;
+    ptrdiff_t lanes, src_lane, dst_lane; /* the lane axis and its strides in bytes; in a scan, one lane a task */
+    ptrdiff_t band, bands;               /* lanes a task, tasks a lane axis */
+    ptrdiff_t outer[2], src_outer[2], dst_outer[2];
+    span *spans;
+    ptrdiff_t span_count;
+} plan;
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+
+/* A region of memory: `rows` lines of `columns` elements, strides in bytes. Steps × lanes, or one line of steps. */
+typedef struct {
+    ptrdiff_t rows, columns, row_stride, column_stride;
+} grid;
+
+/* Room for one region on its way through the cache. */
+typedef struct {
+    _Alignas(64) double in[TILE], out[TILE], raw[TILE];
+} tiles;
+
+static bool load_tile(const plan *p, tiles *tile, const char *src, grid g)
+{
+    am_convert_row *convert = am_converter(p->cumsum->src_type, p->type);
+    size_t size = am_size_of(p->cumsum->src_type), wide = am_size_of(p->type);
+    ptrdiff_t line = g.columns * (ptrdiff_t)size;
+    if (g.column_stride != (ptrdiff_t)size) {
+        am_copy_2d((char *)tile->raw, line, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns, size);
+        return convert(p->kernels, tile->in, tile->raw, g.rows * g.columns);
+    }
+    if (g.row_stride == line) return convert(p->kernels, tile->in, src, g.rows * g.columns);
+    bool fits = true;
+    for (ptrdiff_t r = 0; r < g.rows; r++) {
+        fits &= convert(p->kernels, (char *)tile->in + (size_t)(r * g.columns) * wide, src + r * g.row_stride, g.columns);
+    }
+    return fits;
+}
+
+static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const void *from, tiles *tile)
+{
+    am_convert_row *convert = am_converter(type, p->cumsum->dst_type);
+    size_t size = am_size_of(p->cumsum->dst_type), wide = am_size_of(type);
+    ptrdiff_t line = g.columns * (ptrdiff_t)size;
+    bool fits = true;
+    if (g.column_stride != (ptrdiff_t)size) {
+        fits = convert(p->kernels, tile->raw, from, g.rows * g.columns);
+        am_copy_2d(dst, g.row_stride, g.column_stride, (const char *)tile->raw, line, (ptrdiff_t)size, g.rows, g.columns, size);
+        return fits;
+    }
+    if (g.row_stride == line) return convert(p->kernels, dst, from, g.rows * g.columns);
+    for (ptrdiff_t r = 0; r < g.rows; r++) {
+        fits &= convert(p->kernels, dst + r * g.row_stride, (const char *)from + (size_t)(r * g.columns) * wide, g.columns);
+    }
+    return fits;
+}
+
+/* Integer sums become what the caller asked for: scaled in float64, cut off towards zero, or floating. */
+static bool store_integers(const plan *p, char *dst, grid g, tiles *tile)
+{
+    const am_cumsum *c = p->cumsum;
+    if (!c->scaled && am_is_integer(c->dst_type)) return store_tile(p, AM_INT64, dst, g, tile->out, tile);
+    am_converter(AM_INT64, AM_FLOAT64)(p->kernels, tile->in, tile->out, g.rows * g.columns);
+    if (c->scaled) {
+        for (ptrdiff_t i = 0; i < g.rows * g.columns; i++) tile->in[i] *= c->scale;
+    }
+    if (!am_is_integer(c->dst_type)) return store_tile(p, AM_FLOAT64, dst, g, tile->in, tile);
+    return am_converter(AM_FLOAT64, AM_INT64)(p->kernels, tile->out, tile->in, g.rows * g.columns) &&
+           store_tile(p, AM_INT64, dst, g, tile->out, tile);
+}
+
+static bool sum_integers(int64_t *dst, const int64_t *src, ptrdiff_t steps, ptrdiff_t lanes, bool reverse,
+                         int64_t *carry)
+{
+    bool overflow = false;
+    for (ptrdiff_t i = 0; i < steps; i++) {
+        ptrdiff_t row = (reverse ? steps - 1 - i : i) * lanes;
+        for (ptrdiff_t l = 0; l < lanes; l++) {
+            overflow |= __builtin_add_overflow(carry[l], src[row + l], &carry[l]);
+            dst[row + l] = carry[l];
+        }
+    }
+    return !overflow;
+}
+
+static void sum_floats(const plan *p, void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step,
+                       ptrdiff_t steps, ptrdiff_t lanes, double *carry)
+{
+    const am_cumsum *c = p->cumsum;
+    const am_kernels *k = p->kernels;
+    double scale = c->scaled ? c->scale : 1;
+    if (p->scan && p->type == AM_FLOAT32) {
+        k->cumsum_scan_f32(dst, src, steps, c->reverse, carry, (float)scale, p->stream);
+    } else if (p->scan) {
+        k->cumsum_scan_f64(dst, src, steps, c->reverse, carry, scale, p->stream);
+    } else {
+        ptrdiff_t size = (ptrdiff_t)am_size_of(p->type);
+        char *to = dst;
+        const char *from = src;
+        if (c->reverse) {
+            to += (steps - 1) * dst_step, dst_step = -dst_step;
+            from += (steps - 1) * src_step, src_step = -src_step;
+        }
+        dst_step /= size, src_step /= size;
+        if (p->type == AM_FLOAT32) {
+            k->cumsum_rows_f32((float *)to, dst_step, (const float *)from, src_step, steps, lanes, carry, (float)scale,
+                               p->stream);
+        } else {
+            k->cumsum_rows_f64((double *)to, dst_step, (const double *)from, src_step, steps, lanes, carry, scale,
+                               p->stream);
+        }
+    }
+}
+
+/* One region of a segment: steps × lanes elements whose first step in memory is at src and dst. */
+static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t lanes, void *carry)
+{
+    const am_cumsum *c = p->cumsum;
+    if (p->src_direct && p->dst_direct) {
+        sum_floats(p, dst, c->dst_step, src, c->src_step, steps, lanes, carry);
+        return true;
+    }
+    tiles tile;
+    grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
+    if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
+    bool fits = p->src_direct || load_tile(p, &tile, src, from);
+    if (p->type == AM_INT64) {
+        fits &= sum_integers((int64_t *)tile.out, (const int64_t *)tile.in, steps, lanes, c->reverse, carry);
+        return fits && store_integers(p, dst, to, &tile);
+    }
+    ptrdiff_t tile_step = lanes * (ptrdiff_t)am_size_of(p->type);
+    sum_floats(p, p->dst_direct ? (void *)dst : tile.out, p->dst_direct ? c->dst_step : tile_step,
+               p->src_direct ? (const void *)src : tile.in, p->src_direct ? c->src_step : tile_step, steps, lanes, carry);
+    return p->dst_direct || store_tile(p, p->type, dst, to, tile.out, &tile);
+}
+
+/* The segments of one span, for one band of lanes. */
+static am_status sum_span(const plan *p, char *dst, const char *src, const span *s, ptrdiff_t lanes, am_team *team)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t room = p->src_direct && p->dst_direct ? PIECE : TILE;
+    ptrdiff_t piece = max(room / lanes / AM_CUMSUM_VECTOR * AM_CUMSUM_VECTOR, AM_CUMSUM_BLOCK);
+    ptrdiff_t sequence = s->sequence, done = 0;
+    for (ptrdiff_t begin = s->begin, end; begin < s->end; begin = end) {
+        while (c->starts[sequence + 1] <= begin) sequence++;
+        end = c->starts[sequence + 1];
+        if (c->chunk && end - begin > c->chunk) end = begin + c->chunk;
+        double carry[MAX_LANES] = {0}; /* or int64, whose zero looks the same */
+        for (ptrdiff_t left = end - begin; left > 0;) {
+            ptrdiff_t steps = min(piece, left);
+            ptrdiff_t at = c->reverse ? begin + left - steps : end - left;
+            if (!sum_region(p, dst + at * c->dst_step, src + at * c->src_step, steps, lanes, carry)) return AM_OVERFLOW;
+            left -= steps;
+            done += steps * lanes;
+            if (done >= PIECE) {
+                am_status status = am_checkpoint(team);
+                if (status != AM_OK) return status;
+                done = 0;
+            }
+        }
+    }
+    return AM_OK;
+}
+
+static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
+{
+    const plan *p = job;
+    const am_cumsum *c = p->cumsum;
+    const span *s = &p->spans[index % p->span_count];
+    index /= p->span_count;
+    ptrdiff_t first_lane = index % p->bands * p->band;
+    index /= p->bands;
+    ptrdiff_t i = index / p->outer[1], j = index % p->outer[1];
+    char *dst = c->dst + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
+    const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
+    return sum_span(p, dst, src, s, min(p->band, p->lanes - first_lane), team);
+}
+
+/* Cuts time into spans of at least `target` steps (but for the last of a sequence) at borders of segments. */
+static am_status cut_time(plan *p, ptrdiff_t target)
+{
+    const am_cumsum *c = p->cumsum;
+    if (c->chunk) target = (target / c->chunk + (target % c->chunk != 0)) * c->chunk;
+    p->spans = malloc((size_t)(c->steps / target + 1) * sizeof *p->spans);
+    if (!p->spans) return AM_NO_MEMORY;
+    ptrdiff_t begin = 0, first = 0;
+    for (ptrdiff_t sequence = 0; sequence < c->sequences; sequence++) {
+        ptrdiff_t end = c->starts[sequence + 1];
+        if (c->chunk) {
+            /* Whole chunks of this sequence complete the span, and then fill spans of their own. */
+            ptrdiff_t start = c->starts[sequence];
+            while (end - begin > target) {
+                ptrdiff_t cut = start + max(begin + target - start + c->chunk - 1, 0) / c->chunk * c->chunk;
+                if (cut >= end) break;
+                p->spans[p->span_count++] = (span){begin, cut, first};
+                begin = cut, first = sequence;
+            }
+        }
+        if (end - begin >= target) {
+            p->spans[p->span_count++] = (span){begin, end, first};
+            begin = end, first = sequence + 1;
+        }
+    }
+    if (begin < c->steps) p->spans[p->span_count++] = (span){begin, c->steps, first};
+    return AM_OK;
+}
+
+typedef struct {
+    ptrdiff_t length, src, dst; /* strides in bytes */
+} axis;
+
+static ptrdiff_t distance(ptrdiff_t stride) { return stride < 0 ? -stride : stride; }
+
+/* Drops axes of length one and joins those that are one in memory; returns how many are left. */
+static int join_axes(const am_cumsum *c, axis *axes)
+{
+    int count = 0;
+    for (int i = 0; i < AM_CUMSUM_AXES; i++) {
+        axis a = {c->shape[i], c->src_stride[i], c->dst_stride[i]};
+        if (a.length == 1) continue;
+        axis *outer = count ? &axes[count - 1] : NULL;
+        if (outer && outer->src == a.length * a.src && outer->dst == a.length * a.dst) {
+            *outer = (axis){outer->length * a.length, a.src, a.dst};
+        } else {
+            axes[count++] = a;
+        }
+    }
+    return count;
+}
+
+/* Chooses the axis that lies along the vectors, and hands the others to the tasks. */
+static void choose_axes(plan *p)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t src_size = (ptrdiff_t)am_size_of(c->src_type), dst_size = (ptrdiff_t)am_size_of(c->dst_type);
+    axis axes[AM_CUMSUM_AXES];
+    int count = join_axes(c, axes);
+    while (count < AM_CUMSUM_AXES) axes[count++] = (axis){1, 0, 0};
+    int lane = 0;
+    for (int i = 1; i < AM_CUMSUM_AXES; i++) {
+        if (axes[i].length > 1 && distance(axes[i].dst) <= distance(axes[lane].dst)) lane = i;
+    }
+    axis lanes = axes[lane];
+    axes[lane] = axes[AM_CUMSUM_AXES - 1];
+    p->lanes = lanes.length, p->src_lane = lanes.src, p->dst_lane = lanes.dst;
+    for (int i = 0; i < 2; i++) {
+        p->outer[i] = axes[i].length, p->src_outer[i] = axes[i].src, p->dst_outer[i] = axes[i].dst;
+    }
+
+    bool beside = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
+    p->scan = !beside && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
+    p->src_direct = c->src_type == p->type && p->type != AM_INT64 && (p->scan ? c->src_step : p->src_lane) == src_size;
+    p->dst_direct = c->dst_type == p->type && p->type != AM_INT64 && (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+}
+
+/* Results too large to be found in the cache by whoever reads them next are written around it. */
+static bool should_stream(const plan *p)
+{
+    static const uintptr_t LINE = 64;
+    const am_cumsum *c = p->cumsum;
+    uintptr_t misaligned = (uintptr_t)c->dst | (uintptr_t)p->dst_outer[0] | (uintptr_t)p->dst_outer[1];
+    misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst_step);
+    misaligned |= (uintptr_t)(p->scan ? 0 : p->lanes * p->dst_lane);
+    return p->dst_direct && misaligned % LINE == 0 &&
+           p->outer[0] * p->outer[1] * p->lanes >= am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst_type) / c->steps;
+}
+
+am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
+{
+    am_cumsum c = *cumsum;
+    if (c.steps == 0 || c.shape[0] == 0 || c.shape[1] == 0 || c.shape[2] == 0) return AM_OK;
+    if (c.chunk >= c.steps) c.chunk = 0;
+    plan p = {.cumsum = &c, .kernels = run->kernels, .type = AM_FLOAT32};
+    if (am_is_integer(c.src_type)) p.type = AM_INT64;
+    else if (c.src_type == AM_FLOAT64 || c.dst_type == AM_FLOAT64) p.type = AM_FLOAT64;
+    choose_axes(&p);
+    p.stream = should_stream(&p);
+
+    p.bands = p.scan ? p.lanes : (p.lanes + MAX_LANES - 1) / MAX_LANES;
+    p.band = p.scan ? 1 : min(p.lanes, MAX_LANES);
+    am_status status = cut_time(&p, max(TASK / p.band, 1));
+    if (status != AM_OK) return status;
+    ptrdiff_t outer = p.outer[0] * p.outer[1];
+    if (!p.scan && outer * p.bands * p.span_count < MANY_TASKS) {
+        ptrdiff_t share = p.lanes * outer * p.span_count / MANY_TASKS;
+        p.band = min(p.band, max(share / LINE_LANES, 1) * LINE_LANES);
+        p.bands = (p.lanes + p.band - 1) / p.band;
+    }
+    ptrdiff_t grain = TASK / max(p.band * (c.steps / p.span_count), 1);
+    status = am_parallel(run, outer * p.bands * p.span_count, grain, sum_task, &p);
+    free(p.spans);
+    return status;
+}

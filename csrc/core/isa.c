@@ -1,0 +1,65 @@
+/* isa.c – asks the processor once what it can do. Compiled for any processor. */
+#include "core/isa.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#    include <cpuid.h>
+
+static const unsigned LEAF1_ECX = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;         /* FMA, OSXSAVE, AVX, F16C */
+static const unsigned LEAF7_EBX_AVX2 = 1u << 3 | 1u << 5 | 1u << 8;                  /* BMI1, AVX2, BMI2 */
+static const unsigned LEAF7_EBX_AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  /* F, DQ, BW, VL */
+static const unsigned LEAF7_1_EAX_BF16 = 1u << 5;
+static const unsigned XCR0_YMM = 0x6;  /* the system saves the XMM and YMM registers */
+static const unsigned XCR0_ZMM = 0xe6; /* and the mask and ZMM registers */
+
+static unsigned saved_registers(void)
+{
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
+static int highest_level(void)
+{
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & LEAF1_ECX) != LEAF1_ECX) return 0;
+    unsigned saved = saved_registers();
+    if ((saved & XCR0_YMM) != XCR0_YMM) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & LEAF7_EBX_AVX2) != LEAF7_EBX_AVX2) return 0;
+    if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM) return 1;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & LEAF7_1_EAX_BF16)) return 2;
+    return 3;
+}
+#else
+static int highest_level(void) { return 0; }
+#endif
+
+/* By level. A compiler that cannot build one cannot build those above it. */
+static const am_kernels *const ladder[] = {
+    &am_kernels_baseline,
+#ifdef AM_HAVE_AVX2
+    &am_kernels_avx2,
+#endif
+#ifdef AM_HAVE_AVX512
+    &am_kernels_avx512,
+#endif
+#ifdef AM_HAVE_AVX512BF16
+    &am_kernels_avx512bf16,
+#endif
+};
+
+const am_kernels *am_isa_level(int level)
+{
+    int built = (int)(sizeof ladder / sizeof *ladder);
+    return level < built && level <= highest_level() ? ladder[level] : NULL;
+}
+
+const am_kernels *am_isa_find(const char *name)
+{
+    const am_kernels *kernels;
+    for (int level = 0; (kernels = am_isa_level(level)); level++) {
+        if (strcmp(kernels->name, name) == 0) return kernels;
+    }
+    return NULL;
+}

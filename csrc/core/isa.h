@@ -1,0 +1,13 @@
+/* isa.h – which kernels this build has and this processor can run. */
+#ifndef AM_ISA_H
+#define AM_ISA_H
+
+#include "kernels/table.h"
+
+/* The level's kernels, from the plainest (0) to the best that runs here; NULL past the end. */
+const am_kernels *am_isa_level(int level);
+
+/* The level called `name`, or NULL if it is unknown or does not run here. */
+const am_kernels *am_isa_find(const char *name);
+
+#endif

@@ -1,0 +1,133 @@
+/* packed.c – one pass over tokens, sequences or a mask. */
+#include "core/packed.h"
+
+#include "core/convert.h"
+
+enum {
+    TASK_TOKENS = 1 << 15,
+    TASK_BYTES = 1 << 17,
+    TILE_BYTES = 1 << 13,
+};
+
+typedef struct {
+    const am_kernels *kernels;
+    am_token_fact fact;
+    am_dtype type;
+    char *dst;
+    const ptrdiff_t *starts;
+    ptrdiff_t sequences;
+} token_job;
+
+ptrdiff_t am_sequence_of(const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t t)
+{
+    ptrdiff_t low = 0, high = sequences; /* starts[low] <= t < starts[high] */
+    while (high - low > 1) {
+        ptrdiff_t middle = low + (high - low) / 2;
+        if (starts[middle] <= t) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    (void)team;
+    const token_job *job = arg;
+    const am_kernels *k = job->kernels;
+    ptrdiff_t total = job->starts[job->sequences];
+    ptrdiff_t begin = index * TASK_TOKENS, end = total - begin < TASK_TOKENS ? total : begin + TASK_TOKENS;
+    ptrdiff_t sequence = am_sequence_of(job->starts, job->sequences, begin);
+    char *dst = job->dst + begin * (job->fact == AM_PAIRS ? 2 : 1) * (ptrdiff_t)am_size_of(job->type);
+    if (job->type == AM_INT32) {
+        am_fill_tokens_32 *const fill[] = {
+            [AM_POSITIONS] = k->fill_positions_32, [AM_SEQUENCES] = k->fill_sequences_32, [AM_PAIRS] = k->fill_pairs_32};
+        fill[job->fact]((int32_t *)dst, job->starts, sequence, begin, end);
+    } else {
+        am_fill_tokens_64 *const fill[] = {
+            [AM_POSITIONS] = k->fill_positions_64, [AM_SEQUENCES] = k->fill_sequences_64, [AM_PAIRS] = k->fill_pairs_64};
+        fill[job->fact]((int64_t *)dst, job->starts, sequence, begin, end);
+    }
+    return AM_OK;
+}
+
+am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, void *dst, const ptrdiff_t *starts,
+                         ptrdiff_t sequences)
+{
+    token_job job = {run->kernels, fact, type, dst, starts, sequences};
+    ptrdiff_t total = starts[sequences];
+    return am_parallel(run, total / TASK_TOKENS + (total % TASK_TOKENS != 0), 1, fill_task, &job);
+}
+
+void am_chunk_offsets(ptrdiff_t *offsets, const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t chunk)
+{
+    offsets[0] = 0;
+    if (starts[sequences] <= UINT32_MAX && chunk > 1 && chunk <= UINT32_MAX) {
+        /* n / d = n * ceil(2^64 / d) >> 64 for all n, d below 2^32: a multiplication instead of a division. */
+        uint64_t reciprocal = UINT64_MAX / (uint64_t)chunk + 1;
+        for (ptrdiff_t s = 0; s < sequences; s++) {
+            uint64_t len = (uint64_t)(starts[s + 1] - starts[s]);
+            uint64_t rounded_up = len + (uint64_t)chunk - 1;
+            if (rounded_up > UINT32_MAX) offsets[s + 1] = offsets[s] + (ptrdiff_t)(rounded_up / (uint64_t)chunk);
+            else offsets[s + 1] = offsets[s] + (ptrdiff_t)((unsigned __int128)rounded_up * reciprocal >> 64);
+        }
+        return;
+    }
+    for (ptrdiff_t s = 0; s < sequences; s++) {
+        ptrdiff_t len = starts[s + 1] - starts[s];
+        offsets[s + 1] = offsets[s] + len / chunk + (len % chunk != 0);
+    }
+}
+
+typedef struct {
+    const am_mask_lens *mask;
+    am_count_nonzero *count;
+    ptrdiff_t size;
+    const am_kernels *kernels;
+} count_job;
+
+static am_count_nonzero *counter(const am_kernels *k, am_dtype type)
+{
+    switch (type) {
+    case AM_FLOAT16:
+    case AM_BFLOAT16: return k->nonzero_f16;
+    case AM_FLOAT32: return k->nonzero_f32;
+    case AM_FLOAT64: return k->nonzero_f64;
+    default: break;
+    }
+    switch (am_size_of(type)) {
+    case 1: return k->nonzero_8;
+    case 2: return k->nonzero_16;
+    case 4: return k->nonzero_32;
+    default: return k->nonzero_64;
+    }
+}
+
+static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
+{
+    const count_job *job = arg;
+    const am_mask_lens *m = job->mask;
+    const char *src = m->mask + row * m->row_stride;
+    _Alignas(8) char tile[TILE_BYTES];
+    ptrdiff_t columns = m->column_stride == job->size ? TASK_BYTES : TILE_BYTES / job->size;
+    int64_t len = 0;
+    for (ptrdiff_t begin = 0; begin < m->columns; begin += columns) {
+        ptrdiff_t count = m->columns - begin < columns ? m->columns - begin : columns;
+        const char *from = src + begin * m->column_stride;
+        if (m->column_stride != job->size) {
+            am_copy_2d(tile, 0, job->size, from, 0, m->column_stride, 1, count, (size_t)job->size);
+            from = tile;
+        }
+        len += job->count(from, count);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    m->lens[row] = len;
+    return AM_OK;
+}
+
+am_status am_count_rows(const am_run *run, const am_mask_lens *mask)
+{
+    count_job job = {mask, counter(run->kernels, mask->type), (ptrdiff_t)am_size_of(mask->type), run->kernels};
+    ptrdiff_t row_bytes = mask->columns * job.size;
+    return am_parallel(run, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task, &job);
+}

@@ -1,0 +1,44 @@
+/* threads.h – one parallel loop for the whole library: dynamic, interruptible, safe after fork.
+ *
+ * Tasks are numbered by the shape of the problem, never by the number of threads, and share no floating-point
+ * accumulator: that is what makes every result the same for any number of threads.
+ */
+#ifndef AM_THREADS_H
+#define AM_THREADS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "core/status.h"
+#include "kernels/table.h"
+
+/* What a call runs with. The binding fills it in, the core passes it down. */
+typedef struct {
+    const am_kernels *kernels;
+    int threads;
+    bool (*stop)(void *arg); /* asked now and then by the calling thread: has the user had enough? */
+    void *stop_arg;
+} am_run;
+
+typedef struct am_team am_team;
+
+/* Does task `index`. Long tasks ask am_checkpoint every millisecond or so and return at once if it says no. */
+typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
+
+/* Runs tasks 0 … count-1, `grain` consecutive ones at a time; the first status that is not AM_OK ends the loop
+ * and is returned. */
+am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
+
+/* AM_OK, or the reason to stop. */
+am_status am_checkpoint(am_team *team);
+
+/* The number of threads that OpenMP would use here. */
+int am_default_threads(void);
+
+/* The size of the last-level cache, or a guess. */
+ptrdiff_t am_cache_bytes(void);
+
+/* Once per process, before the first am_parallel. */
+void am_threads_init(void);
+
+#endif

@@ -1,0 +1,107 @@
+/* level.h – every kernel, compiled for the instruction set that the including file has named (LEVEL) and whose vector
+ * operations it has included. */
+#include <stdbool.h>
+#include <string.h>
+
+#include "core/half.h"
+#include "kernels/table.h"
+
+static inline vf carry_load_f32(const double *carry)
+{
+    return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
+}
+static inline void carry_add_f32(double *carry, vf sum)
+{
+    vd_store(carry, vd_add(vd_load(carry), vf_widen_low(sum)));
+    vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
+}
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define FN(name) name##_f32
+#define LANES VF_LANES
+#include "kernels/cumsum_tpl.h"
+
+static inline vd carry_load_f64(const double *carry) { return vd_load(carry); }
+static inline void carry_add_f64(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define FN(name) name##_f64
+#define LANES VD_LANES
+#include "kernels/cumsum_tpl.h"
+
+#define FN(name) name##_f16
+#include "kernels/half_tpl.h"
+#define FN(name) name##_bf16
+#include "kernels/half_tpl.h"
+
+#define T int32_t
+#define UNSIGNED uint32_t
+#define FN(name) name##_32
+#include "kernels/tokens_tpl.h"
+#define T int64_t
+#define UNSIGNED uint64_t
+#define FN(name) name##_64
+#include "kernels/tokens_tpl.h"
+
+#define T uint8_t
+#define MASK 0xff
+#define FN(name) name##_8
+#include "kernels/nonzero_tpl.h"
+#define T uint16_t
+#define MASK 0xffff
+#define FN(name) name##_16
+#include "kernels/nonzero_tpl.h"
+#define T uint32_t
+#define MASK 0xffffffff
+#define FN(name) name##_32
+#include "kernels/nonzero_tpl.h"
+#define T uint64_t
+#define MASK UINT64_MAX
+#define FN(name) name##_64
+#include "kernels/nonzero_tpl.h"
+#define T uint16_t
+#define MASK 0x7fff
+#define FN(name) name##_f16
+#include "kernels/nonzero_tpl.h"
+#define T uint32_t
+#define MASK 0x7fffffff
+#define FN(name) name##_f32
+#include "kernels/nonzero_tpl.h"
+#define T uint64_t
+#define MASK (UINT64_MAX >> 1)
+#define FN(name) name##_f64
+#include "kernels/nonzero_tpl.h"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define STRING_(a) #a
+#define STRING(a) STRING_(a)
+
+const am_kernels JOIN(am_kernels_, LEVEL) = {
+    .name = STRING(LEVEL),
+    .cumsum_rows_f32 = cumsum_rows_f32,
+    .cumsum_rows_f64 = cumsum_rows_f64,
+    .cumsum_scan_f32 = cumsum_scan_f32,
+    .cumsum_scan_f64 = cumsum_scan_f64,
+    .widen_f16 = widen_f16,
+    .widen_bf16 = widen_bf16,
+    .narrow_f16 = narrow_f16,
+    .narrow_bf16 = narrow_bf16,
+    .fill_positions_32 = fill_positions_32,
+    .fill_positions_64 = fill_positions_64,
+    .fill_sequences_32 = fill_sequences_32,
+    .fill_sequences_64 = fill_sequences_64,
+    .fill_pairs_32 = fill_pairs_32,
+    .fill_pairs_64 = fill_pairs_64,
+    .lens_32 = lens_32,
+    .lens_64 = lens_64,
+    .nonzero_8 = nonzero_8,
+    .nonzero_16 = nonzero_16,
+    .nonzero_32 = nonzero_32,
+    .nonzero_64 = nonzero_64,
+    .nonzero_f16 = nonzero_f16,
+    .nonzero_f32 = nonzero_f32,
+    .nonzero_f64 = nonzero_f64,
+};

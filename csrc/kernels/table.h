@@ -1,0 +1,78 @@
+/* table.h – what every instruction set offers: each kernel's signature, written once.
+ *
+ * Kernels see tiles: plain pointers, steps in elements, no Python, no checks. Callers guarantee what is stated here.
+ */
+#ifndef AM_TABLE_H
+#define AM_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Running sums of many lanes side by side. For each lane l and step t = 0 … steps-1:
+ *     carry[l] += src[t * src_step + l];    dst[t * dst_step + l] = scale * carry[l]
+ * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type; `carry`, a double, moves from block to
+ * block. So the error stays below 10 roundings of the sum of absolute values, however long the row. Blocks count from
+ * the first step: a caller that splits a segment splits it at a multiple of the block. Negative steps run backwards.
+ * With `stream`, dst and dst_step are multiples of a cache line and the stores go around the caches. */
+#define AM_CUMSUM_BLOCK 8
+typedef void am_cumsum_rows_f32(float *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t src_step, ptrdiff_t steps,
+                                ptrdiff_t lanes, double *carry, float scale, bool stream);
+typedef void am_cumsum_rows_f64(double *dst, ptrdiff_t dst_step, const double *src, ptrdiff_t src_step,
+                                ptrdiff_t steps, ptrdiff_t lanes, double *carry, double scale, bool stream);
+
+/* The running sum of one contiguous row, from its end if `reverse`: the sum inside a vector is a tree, `carry` moves
+ * from vector to vector. Pieces of a split row are multiples of AM_CUMSUM_VECTOR elements, but for the last. Streaming
+ * happens where dst turns out to be aligned to a vector. */
+#define AM_CUMSUM_VECTOR 16
+typedef void am_cumsum_scan_f32(float *dst, const float *src, ptrdiff_t steps, bool reverse, double *carry,
+                                float scale, bool stream);
+typedef void am_cumsum_scan_f64(double *dst, const double *src, ptrdiff_t steps, bool reverse, double *carry,
+                                double scale, bool stream);
+
+/* Sixteen-bit floats to float32 and back, rounding to nearest even. */
+typedef void am_widen_16(float *dst, const uint16_t *src, ptrdiff_t count);
+typedef void am_narrow_16(uint16_t *dst, const float *src, ptrdiff_t count);
+
+/* Per-token facts of packed sequences for tokens begin … end-1, the first of which lies in `sequence`; dst points at
+ * the entry of token `begin`. Sequence s owns tokens starts[s] … starts[s+1]-1 and may be empty. */
+typedef void am_fill_tokens_32(int32_t *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
+                               ptrdiff_t end);
+typedef void am_fill_tokens_64(int64_t *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
+                               ptrdiff_t end);
+
+/* lens[i] = starts[i+1] - starts[i] for i < count; false if one is negative. */
+typedef bool am_lens_32(int32_t *lens, const int32_t *starts, ptrdiff_t count);
+typedef bool am_lens_64(int64_t *lens, const int64_t *starts, ptrdiff_t count);
+
+/* How many of `count` elements are non-zero; the second form takes floating-point numbers, whose sign does not count. */
+typedef ptrdiff_t am_count_nonzero(const void *src, ptrdiff_t count);
+
+typedef struct {
+    const char *name;
+    am_cumsum_rows_f32 *cumsum_rows_f32;
+    am_cumsum_rows_f64 *cumsum_rows_f64;
+    am_cumsum_scan_f32 *cumsum_scan_f32;
+    am_cumsum_scan_f64 *cumsum_scan_f64;
+    am_widen_16 *widen_f16, *widen_bf16;
+    am_narrow_16 *narrow_f16, *narrow_bf16;
+    am_fill_tokens_32 *fill_positions_32, *fill_sequences_32, *fill_pairs_32;
+    am_fill_tokens_64 *fill_positions_64, *fill_sequences_64, *fill_pairs_64;
+    am_lens_32 *lens_32;
+    am_lens_64 *lens_64;
+    am_count_nonzero *nonzero_8, *nonzero_16, *nonzero_32, *nonzero_64;
+    am_count_nonzero *nonzero_f16, *nonzero_f32, *nonzero_f64; /* bfloat16 counts like float16 */
+} am_kernels;
+
+extern const am_kernels am_kernels_baseline;
+#ifdef AM_HAVE_AVX2
+extern const am_kernels am_kernels_avx2;
+#endif
+#ifdef AM_HAVE_AVX512
+extern const am_kernels am_kernels_avx512;
+#endif
+#ifdef AM_HAVE_AVX512BF16
+extern const am_kernels am_kernels_avx512bf16;
+#endif
+
+#endif

@@ -1,0 +1,107 @@
+/* vec_avx2.h – vectors of 32 bytes with AVX2, FMA and F16C. */
+#ifndef AM_VEC_H
+#define AM_VEC_H
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define VF_LANES 8
+#define VD_LANES 4
+typedef __m256 vf;
+typedef __m256d vd;
+
+/* The first `count` of eight lanes, or of four: a window on ones and zeros. */
+static inline __m256i v_mask_32(ptrdiff_t count)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline __m256i v_mask_64(ptrdiff_t count)
+{
+    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
+}
+
+static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline vf vf_load_part(const float *p, ptrdiff_t count) { return _mm256_maskload_ps(p, v_mask_32(count)); }
+static inline void vf_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+static inline void vf_store_part(float *p, vf v, ptrdiff_t count) { _mm256_maskstore_ps(p, v_mask_32(count), v); }
+static inline void vf_stream(float *p, vf v) { _mm256_stream_ps(p, v); }
+static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
+static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+static inline vf vf_reverse(vf v)
+{
+    return _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
+}
+static inline vf vf_shift(vf v, const int bytes)
+{
+    return _mm256_castsi256_ps(bytes == 4 ? _mm256_slli_si256(_mm256_castps_si256(v), 4)
+                                          : _mm256_slli_si256(_mm256_castps_si256(v), 8));
+}
+static inline vf vf_scan(vf v)
+{
+    v = vf_add(v, vf_shift(v, 4));
+    v = vf_add(v, vf_shift(v, 8));
+    vf low_half = _mm256_permute2f128_ps(v, v, 0x08);
+    return vf_add(v, _mm256_permute_ps(low_half, 0xff));
+}
+static inline float vf_last(vf v)
+{
+    __m128 high = _mm256_extractf128_ps(v, 1);
+    return _mm_cvtss_f32(_mm_permute_ps(high, 0xff));
+}
+
+static inline vd vd_load(const double *p) { return _mm256_loadu_pd(p); }
+static inline vd vd_load_part(const double *p, ptrdiff_t count) { return _mm256_maskload_pd(p, v_mask_64(count)); }
+static inline void vd_store(double *p, vd v) { _mm256_storeu_pd(p, v); }
+static inline void vd_store_part(double *p, vd v, ptrdiff_t count) { _mm256_maskstore_pd(p, v_mask_64(count), v); }
+static inline void vd_stream(double *p, vd v) { _mm256_stream_pd(p, v); }
+static inline vd vd_set1(double x) { return _mm256_set1_pd(x); }
+static inline vd vd_add(vd a, vd b) { return _mm256_add_pd(a, b); }
+static inline vd vd_mul(vd a, vd b) { return _mm256_mul_pd(a, b); }
+static inline vd vd_reverse(vd v) { return _mm256_permute4x64_pd(v, 0x1b); }
+static inline vd vd_scan(vd v)
+{
+    v = vd_add(v, _mm256_castps_pd(vf_shift(_mm256_castpd_ps(v), 8)));
+    vd low_half = _mm256_permute2f128_pd(v, v, 0x08);
+    return vd_add(v, _mm256_permute_pd(low_half, 0xf));
+}
+static inline double vd_last(vd v)
+{
+    __m128d high = _mm256_extractf128_pd(v, 1);
+    return _mm_cvtsd_f64(_mm_unpackhi_pd(high, high));
+}
+
+static inline vd vf_widen_low(vf v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+static inline vd vf_widen_high(vf v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+static inline vf vd_narrow(vd low, vd high)
+{
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(low)), _mm256_cvtpd_ps(high), 1);
+}
+
+static inline vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+static inline void vf_store_f16(uint16_t *p, vf v)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static inline void vf_store_bf16(uint16_t *p, vf v)
+{
+    __m256i bits = _mm256_castps_si256(v);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    __m256i half = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    _mm_storeu_si128((__m128i *)p, packed);
+}
+
+/* Streaming stores become visible to other threads. */
+static inline void v_fence(void) { _mm_sfence(); }
+
+#endif

@@ -1,0 +1,100 @@
+/* vec_avx512.h – vectors of 64 bytes with AVX-512 F, BW, DQ and VL. */
+#ifndef AM_VEC_H
+#define AM_VEC_H
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define VF_LANES 16
+#define VD_LANES 8
+typedef __m512 vf;
+typedef __m512d vd;
+
+static inline __mmask16 v_mask_32(ptrdiff_t count) { return (__mmask16)((1u << count) - 1); }
+static inline __mmask8 v_mask_64(ptrdiff_t count) { return (__mmask8)((1u << count) - 1); }
+
+static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline vf vf_load_part(const float *p, ptrdiff_t count) { return _mm512_maskz_loadu_ps(v_mask_32(count), p); }
+static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
+static inline void vf_store_part(float *p, vf v, ptrdiff_t count) { _mm512_mask_storeu_ps(p, v_mask_32(count), v); }
+static inline void vf_stream(float *p, vf v) { _mm512_stream_ps(p, v); }
+static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
+static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf vf_reverse(vf v)
+{
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), v);
+}
+/* Lanes move up by 16 - `from`, zeros come in. */
+#define V_SHIFT_32(v, from)                                                                                            \
+    _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(v), _mm512_setzero_si512(), from))
+#define V_SHIFT_64(v, from)                                                                                            \
+    _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), _mm512_setzero_si512(), from))
+static inline vf vf_scan(vf v)
+{
+    v = vf_add(v, V_SHIFT_32(v, 15));
+    v = vf_add(v, V_SHIFT_32(v, 14));
+    v = vf_add(v, V_SHIFT_32(v, 12));
+    return vf_add(v, V_SHIFT_32(v, 8));
+}
+static inline float vf_last(vf v)
+{
+    __m128 high = _mm512_extractf32x4_ps(v, 3);
+    return _mm_cvtss_f32(_mm_permute_ps(high, 0xff));
+}
+
+static inline vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
+static inline vd vd_load_part(const double *p, ptrdiff_t count) { return _mm512_maskz_loadu_pd(v_mask_64(count), p); }
+static inline void vd_store(double *p, vd v) { _mm512_storeu_pd(p, v); }
+static inline void vd_store_part(double *p, vd v, ptrdiff_t count) { _mm512_mask_storeu_pd(p, v_mask_64(count), v); }
+static inline void vd_stream(double *p, vd v) { _mm512_stream_pd(p, v); }
+static inline vd vd_set1(double x) { return _mm512_set1_pd(x); }
+static inline vd vd_add(vd a, vd b) { return _mm512_add_pd(a, b); }
+static inline vd vd_mul(vd a, vd b) { return _mm512_mul_pd(a, b); }
+static inline vd vd_reverse(vd v) { return _mm512_permutexvar_pd(_mm512_setr_epi64(7, 6, 5, 4, 3, 2, 1, 0), v); }
+static inline vd vd_scan(vd v)
+{
+    v = vd_add(v, V_SHIFT_64(v, 7));
+    v = vd_add(v, V_SHIFT_64(v, 6));
+    return vd_add(v, V_SHIFT_64(v, 4));
+}
+static inline double vd_last(vd v)
+{
+    __m128d high = _mm512_extractf64x2_pd(v, 3);
+    return _mm_cvtsd_f64(_mm_unpackhi_pd(high, high));
+}
+
+static inline vd vf_widen_low(vf v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+static inline vd vf_widen_high(vf v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+static inline vf vd_narrow(vd low, vd high)
+{
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
+}
+
+static inline vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline void vf_store_f16(uint16_t *p, vf v)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+/* Not VCVTNEPS2BF16: that flushes subnormal numbers to zero. */
+static inline void vf_store_bf16(uint16_t *p, vf v)
+{
+    __m512i bits = _mm512_castps_si512(v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    __m512i half = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
+}
+
+/* Streaming stores become visible to other threads. */
+static inline void v_fence(void) { _mm_sfence(); }
+
+#endif

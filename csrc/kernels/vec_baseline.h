@@ -1,0 +1,92 @@
+/* vec_baseline.h – vectors of sixteen bytes in the compilers' portable notation: SSE2, NEON, or plain scalars. */
+#ifndef AM_VEC_H
+#define AM_VEC_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "core/half.h"
+
+#define VF_LANES 4
+#define VD_LANES 2
+typedef float vf __attribute__((vector_size(16)));
+typedef double vd __attribute__((vector_size(16)));
+
+static inline vf vf_load(const float *p)
+{
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline vf vf_load_part(const float *p, ptrdiff_t count)
+{
+    vf v = {0};
+    for (ptrdiff_t i = 0; i < count; i++) v[i] = p[i];
+    return v;
+}
+static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+static inline void vf_store_part(float *p, vf v, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) p[i] = v[i];
+}
+static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
+static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
+static inline vf vf_add(vf a, vf b) { return a + b; }
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+static inline vf vf_reverse(vf v) { return (vf){v[3], v[2], v[1], v[0]}; }
+static inline vf vf_scan(vf v)
+{
+    v += (vf){0, v[0], v[1], v[2]};
+    return v + (vf){0, 0, v[0], v[1]};
+}
+static inline float vf_last(vf v) { return v[3]; }
+
+static inline vd vd_load(const double *p)
+{
+    vd v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline vd vd_load_part(const double *p, ptrdiff_t count) { return (vd){count > 0 ? p[0] : 0, count > 1 ? p[1] : 0}; }
+static inline void vd_store(double *p, vd v) { memcpy(p, &v, sizeof v); }
+static inline void vd_store_part(double *p, vd v, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) p[i] = v[i];
+}
+static inline void vd_stream(double *p, vd v) { vd_store(p, v); }
+static inline vd vd_set1(double x) { return (vd){x, x}; }
+static inline vd vd_add(vd a, vd b) { return a + b; }
+static inline vd vd_mul(vd a, vd b) { return a * b; }
+static inline vd vd_reverse(vd v) { return (vd){v[1], v[0]}; }
+static inline vd vd_scan(vd v) { return v + (vd){0, v[0]}; }
+static inline double vd_last(vd v) { return v[1]; }
+
+static inline vd vf_widen_low(vf v) { return (vd){v[0], v[1]}; }
+static inline vd vf_widen_high(vf v) { return (vd){v[2], v[3]}; }
+static inline vf vd_narrow(vd low, vd high) { return (vf){(float)low[0], (float)low[1], (float)high[0], (float)high[1]}; }
+
+static inline vf vf_load_f16(const uint16_t *p)
+{
+    vf v;
+    for (int i = 0; i < VF_LANES; i++) v[i] = am_widen_one_f16(p[i]);
+    return v;
+}
+static inline void vf_store_f16(uint16_t *p, vf v)
+{
+    for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_f16(v[i]);
+}
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    vf v;
+    for (int i = 0; i < VF_LANES; i++) v[i] = am_widen_one_bf16(p[i]);
+    return v;
+}
+static inline void vf_store_bf16(uint16_t *p, vf v)
+{
+    for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_bf16(v[i]);
+}
+
+static inline void v_fence(void) {}
+
+#endif

@@ -1,0 +1,106 @@
+"""Builds the C core: one object per instruction set with its own flags, everything else for any processor.
+
+Switches, read from the environment:
+
+ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
+ATTNMASK_SANITIZE=address,undefined    build with these sanitizers
+ATTNMASK_WERROR=1                      warnings are errors
+ATTNMASK_OPENMP=0                      build without OpenMP (one thread)
+"""
+
+import os
+import platform
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
+
+ROOT = Path(__file__).parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+# Floating-point contraction stays off: a result must not depend on where a vector ends and its tail begins.
+CFLAGS = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
+
+# Kernel file -> flags. Levels in the order in which the dispatcher climbs them.
+X86_KERNELS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"],
+    "avx512": ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
+    + ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
+}
+X86_KERNELS["avx512bf16"] = [*X86_KERNELS["avx512"], "-mavx512bf16"]
+
+
+def switch(name: str, default: str = "0") -> bool:
+    return os.environ.get(name, default) not in ("", "0")
+
+
+class BuildExt(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        flags = list(CFLAGS)
+        flags += ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1"]
+        flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
+        if sanitizers := os.environ.get("ATTNMASK_SANITIZE"):
+            sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+            flags += [*sanitize, "-fno-omit-frame-pointer", "-UNDEBUG"]
+            ext.extra_link_args += sanitize
+        if switch("ATTNMASK_OPENMP", "1"):
+            if self.understands(["-fopenmp"], "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }"):
+                flags += ["-fopenmp"]
+                ext.extra_link_args += ["-fopenmp"]
+            else:
+                print("attnmask: this compiler has no OpenMP; the library will run on one thread", file=sys.stderr)
+
+        levels = {"baseline": []}
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            levels |= {level: isa for level, isa in X86_KERNELS.items() if self.understands(isa)}
+        ext.define_macros += [(f"AM_HAVE_{level.upper()}", "1") for level in levels]
+        ext.extra_compile_args += flags
+        for level, isa in levels.items():
+            ext.extra_objects += self.compiler.compile(
+                [f"csrc/kernels/{level}.c"],
+                output_dir=self.build_temp,
+                macros=ext.define_macros,
+                include_dirs=ext.include_dirs,
+                extra_postargs=[*flags, *isa, "-fno-lto"],
+                depends=ext.depends,
+            )
+        super().build_extension(ext)
+
+    def understands(self, flags: list[str], program: str = "int main(void) { return 0; }") -> bool:
+        """Whether the compiler builds `program` with `flags`."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.c")
+            source.write_text(program)
+            try:
+                objects = self.compiler.compile([str(source)], output_dir="/", extra_postargs=[*flags, "-Werror"])
+                self.compiler.link_executable(objects, str(source.with_suffix("")), extra_postargs=flags)
+            except (CompileError, LinkError):
+                return False
+        return True
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "attnmask._core",
+            sources=sorted(
+                ["csrc/module.c"]
+                + [str(path.relative_to(ROOT)) for layer in ("bind", "core") for path in ROOT.glob(f"csrc/{layer}/*.c")]
+            ),
+            depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")),
+            include_dirs=["csrc", numpy.get_include()],
+            define_macros=[
+                ("AM_VERSION", f'"{VERSION}"'),
+                ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
+                ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"),
+            ],
+        )
+    ],
+    cmdclass={"build_ext": BuildExt},
+)
