@@ -1,6 +1,6 @@
 """Builds the C core: one object per instruction set with its own flags, everything else for any processor.
 
-Switches, read from the environment:
+Switches, read from the environment; a build with others than the last one starts afresh:
 
 ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
 ATTNMASK_SANITIZE=address,undefined    build with these sanitizers
@@ -28,12 +28,15 @@ CFLAGS = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-e
 CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
 
 # Kernel file -> flags. Levels in the order in which the dispatcher climbs them.
-X86_KERNELS = {
-    "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"],
-    "avx512": ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
-    + ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
-}
-X86_KERNELS["avx512bf16"] = [*X86_KERNELS["avx512"], "-mavx512bf16"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+
+OPENMP_PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }"
+
+
+def sources(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
 def switch(name: str, default: str = "0") -> bool:
@@ -50,17 +53,21 @@ class BuildExt(build_ext):
             flags += [*sanitize, "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
         if switch("ATTNMASK_OPENMP", "1"):
-            if self.understands(["-fopenmp"], "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }"):
+            if self.understands(["-fopenmp"], OPENMP_PROBE):
                 flags += ["-fopenmp"]
                 ext.extra_link_args += ["-fopenmp"]
             else:
-                print("attnmask: this compiler has no OpenMP; the library will run on one thread", file=sys.stderr)
+                print("attnmask: no OpenMP in this compiler; building for one thread", file=sys.stderr)
 
         levels = {"baseline": []}
         if platform.machine().lower() in ("x86_64", "amd64"):
             levels |= {level: isa for level, isa in X86_KERNELS.items() if self.understands(isa)}
         ext.define_macros += [(f"AM_HAVE_{level.upper()}", "1") for level in levels]
         ext.extra_compile_args += flags
+        command = " ".join([*self.compiler.compiler_so, *flags, *levels])
+        record = Path(self.build_temp, "command.txt")
+        if not record.exists() or record.read_text() != command:
+            self.force = True
         for level, isa in levels.items():
             ext.extra_objects += self.compiler.compile(
                 [f"csrc/kernels/{level}.c"],
@@ -71,6 +78,7 @@ class BuildExt(build_ext):
                 depends=ext.depends,
             )
         super().build_extension(ext)
+        record.write_text(command)
 
     def understands(self, flags: list[str], program: str = "int main(void) { return 0; }") -> bool:
         """Whether the compiler builds `program` with `flags`."""
@@ -78,7 +86,10 @@ class BuildExt(build_ext):
             source = Path(folder, "probe.c")
             source.write_text(program)
             try:
-                objects = self.compiler.compile([str(source)], output_dir="/", extra_postargs=[*flags, "-Werror"])
+                # The object lands beside its source: its path is the source's own, below output_dir.
+                objects = self.compiler.compile(
+                    [str(source)], output_dir="/", extra_postargs=[*flags, "-Werror"]
+                )
                 self.compiler.link_executable(objects, str(source.with_suffix("")), extra_postargs=flags)
             except (CompileError, LinkError):
                 return False
@@ -89,11 +100,8 @@ setup(
     ext_modules=[
         Extension(
             "attnmask._core",
-            sources=sorted(
-                ["csrc/module.c"]
-                + [str(path.relative_to(ROOT)) for layer in ("bind", "core") for path in ROOT.glob(f"csrc/{layer}/*.c")]
-            ),
-            depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")),
+            sources=["csrc/module.c", *sources("csrc/bind/*.c"), *sources("csrc/core/*.c")],
+            depends=[*sources("csrc/**/*.h"), *sources("csrc/kernels/*.c"), "setup.py", "pyproject.toml"],
             include_dirs=["csrc", numpy.get_include()],
             define_macros=[
                 ("AM_VERSION", f'"{VERSION}"'),

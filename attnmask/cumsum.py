@@ -48,7 +48,7 @@ def _with_parameters(function: Any) -> Any:
 
 def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
     ndim = np.ndim(array)
-    if ndim != rank:
+    if ndim != rank and ndim in (3, 4):  # what is neither, the core refuses
         layout = ("[B, H, T" if head_first else "[B, T, H") + (", S]" if rank == 4 else "]")
         raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
 
@@ -226,18 +226,23 @@ def chunk_global_cumsum_vector(
     return _core.chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out)
 
 
-def _pullback(sum_back: Callable[..., NDArray[Any]], primal: ArrayLike, name: str) -> _Vjp:
+def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
+    """`array` as an array, if its type has gradients."""
+    array = np.asarray(array)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name} must be floating-point for gradients, got {array.dtype}")
+    return array
+
+
+def _pullback(sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str) -> _Vjp:
     """The gradient of running sums: `sum_back`, running the other way, of the gradient that comes in."""
-    primal = np.asarray(primal)
-    shape, dtype = primal.shape, primal.dtype
-    if dtype.kind in "iu":
-        raise TypeError(f"{name} must be floating-point to have a gradient, got {dtype}")
+    shape, dtype = primal.shape, primal.dtype.newbyteorder("=")
 
     def vjp(dout: ArrayLike) -> NDArray[Any]:
-        dout = np.asarray(dout)
+        dout = _floating(dout, "dout")
         if dout.shape != shape:
             raise ValueError(f"dout must have the shape {shape} of {name}, got {dout.shape}")
-        return sum_back(dout, output_dtype=dtype)
+        return sum_back(dout, dtype)
 
     return vjp
 
@@ -273,13 +278,16 @@ def chunk_local_cumsum_vjp(
     >>> vjp(np.ones((1, 4, 1))).ravel()
     array([2., 1., 2., 1.])
     """
+    g = _floating(g, "g")
+    if cu_seqlens is not None:
+        cu_seqlens = np.array(cu_seqlens)  # vjp may be called after the caller's array has changed
     result = chunk_local_cumsum(
         g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out=out
     )
 
-    def sum_back(dout: ArrayLike, output_dtype: DTypeLike) -> NDArray[Any]:
+    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
         return chunk_local_cumsum(
-            dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, output_dtype
+            dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, dtype
         )
 
     return result, _pullback(sum_back, g, "g")
@@ -315,9 +323,12 @@ def chunk_global_cumsum_vjp(
     >>> vjp(np.ones((1, 3, 1))).ravel()
     array([3., 2., 1.])
     """
+    s = _floating(s, "s")
+    if cu_seqlens is not None:
+        cu_seqlens = np.array(cu_seqlens)  # vjp may be called after the caller's array has changed
     result = chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out=out)
 
-    def sum_back(dout: ArrayLike, output_dtype: DTypeLike) -> NDArray[Any]:
-        return chunk_global_cumsum(dout, not reverse, cu_seqlens, softmax_scale, head_first, output_dtype)
+    def sum_back(dout: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
+        return chunk_global_cumsum(dout, not reverse, cu_seqlens, softmax_scale, head_first, dtype)
 
     return result, _pullback(sum_back, s, "s")

@@ -53,6 +53,10 @@ def cdiv(a: Any, b: Any) -> Any:
         if type(a) is int:
             return -(-a // b)
         b = min(b, 2**64 - 1)  # no array holds numbers that a larger divisor would tell apart
+    if type(a) is int and not -(2**63) <= a < 2**64:  # Python's own integers, as no machine type holds it
+        divisors = np.asarray(b)
+        _core.cdiv(0, divisors)  # refuses what is not positive integers
+        return np.asarray(-(-a // divisors.astype(object))).astype(divisors.dtype)[()]
     return _core.cdiv(a, b)
 
 
@@ -238,8 +242,8 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
 class _IdentityDtypeConvert(Generic[_T]):
     """What `identity_dtype_convert` returns."""
 
-    def __init__(self, dtype: DTypeLike) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
 
     def __call__(self, x: _T) -> _T:
         """Return `x` itself."""
@@ -274,6 +278,9 @@ def identity_dtype_convert(dtype: DTypeLike) -> _IdentityDtypeConvert[Any]:
     >>> x.dtype, pullback(x).dtype
     (dtype('float16'), dtype('float32'))
     """
-    if dtype is None:  # which NumPy reads as float64
-        raise TypeError("dtype must be a dtype, got None")
-    return _IdentityDtypeConvert(dtype)
+    try:
+        if dtype is not None:  # which NumPy reads as float64
+            return _IdentityDtypeConvert(np.dtype(dtype))
+    except TypeError:
+        pass
+    raise TypeError(f"dtype must be a dtype, got {dtype!r}")

@@ -34,7 +34,8 @@ static const am_kernels *find_kernels(const char *source, const char *name)
 {
     const am_kernels *kernels = am_isa_find(name);
     PyObject *names = kernels ? NULL : available_levels();
-    if (names) PyErr_Format(PyExc_ValueError, "%s must be one of %R on this machine, got '%s'", source, names, name);
+    if (names)
+        PyErr_Format(PyExc_ValueError, "%s must be one of %R on this machine, got '%s'", source, names, name);
     Py_XDECREF(names);
     return kernels;
 }
@@ -78,9 +79,10 @@ static PyObject *config(PyObject *module, PyObject *unused)
 #else
     long openmp = 0;
 #endif
-    return Py_BuildValue("{s:s, s:s, s:N, s:i, s:s, s:N}", "version", AM_VERSION, "compiler", COMPILER, "openmp",
-                         openmp ? PyLong_FromLong(openmp) : Py_NewRef(Py_None), "threads", am_threads(state), "isa",
-                         atomic_load(&state->kernels)->name, "isa_available", available_levels());
+    return Py_BuildValue("{s:s, s:s, s:N, s:i, s:s, s:N}", "version", AM_VERSION, "compiler", COMPILER,
+                         "openmp", openmp ? PyLong_FromLong(openmp) : Py_NewRef(Py_None), "threads",
+                         am_threads(state), "isa", atomic_load(&state->kernels)->name, "isa_available",
+                         available_levels());
 }
 
 static PyMethodDef runtime_methods[] = {
@@ -146,7 +148,8 @@ static PyModuleDef_Slot slots[] = {
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "attnmask._core",
-    .m_doc = "The C core. Its functions take every argument by position; the package's own modules document them.",
+    .m_doc =
+        "The C core. Its functions take every argument by position; the package's own modules document them.",
     .m_size = sizeof(am_state),
     .m_slots = slots,
 };

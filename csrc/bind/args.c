@@ -5,7 +5,8 @@
 
 #include "core/convert.h"
 
-int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params, Py_ssize_t count)
+int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
+             Py_ssize_t count)
 {
     if (nargs != count) {
         PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, got %zd", function, count, nargs);
@@ -23,23 +24,27 @@ PyObject *am_describe(PyObject *object)
         PyArrayObject *array = (PyArrayObject *)object;
         PyObject *shape = PyObject_GetAttrString(object, "shape");
         if (!shape) return NULL;
-        PyObject *text = PyUnicode_FromFormat("%S array of shape %R", (PyObject *)PyArray_DESCR(array), shape);
+        PyObject *text =
+            PyUnicode_FromFormat("%S array of shape %R", (PyObject *)PyArray_DESCR(array), shape);
         Py_DECREF(shape);
         return text;
     }
-    if (PyNumber_Check(object) || PyUnicode_Check(object) || object == Py_None) return PyUnicode_FromFormat("%.200R", object);
+    if (PyNumber_Check(object) || PyUnicode_Check(object) || object == Py_None)
+        return PyUnicode_FromFormat("%.200R", object);
     return PyUnicode_FromFormat("an object of type %s", Py_TYPE(object)->tp_name);
 }
 
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
 {
+    PyErr_Clear(); /* of what found out; this says more */
     PyObject *what = am_describe(got);
     if (what) PyErr_Format(exception, "%s must be %s, got %U", name, expected, what);
     Py_XDECREF(what);
     return -1;
 }
 
-int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index, long long value)
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
+                      long long value)
 {
     int ndim = PyArray_NDIM(array);
     npy_intp position[NPY_MAXDIMS];
@@ -48,7 +53,8 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
         index /= PyArray_DIM(array, i);
     }
     PyObject *where = ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
-    if (where) PyErr_Format(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
+    if (where)
+        PyErr_Format(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
     Py_XDECREF(where);
     return -1;
 }
@@ -57,7 +63,8 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
 static bool is_bfloat16(PyArray_Descr *dtype)
 {
     const char *name = dtype->typeobj->tp_name, *dot = strrchr(name, '.');
-    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == 2 && strcmp(dot ? dot + 1 : name, "bfloat16") == 0;
+    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == 2 &&
+           strcmp(dot ? dot + 1 : name, "bfloat16") == 0;
 }
 
 am_dtype am_dtype_of(PyArray_Descr *dtype)
@@ -82,7 +89,8 @@ am_dtype am_dtype_of(PyArray_Descr *dtype)
     }
 }
 
-/* Elements are read where they lie, or through a pointer of their type: both want them on multiples of their size. */
+/* Elements are read where they lie, or through a pointer of their type: both want them on multiples of their
+ * size. */
 static bool is_aligned(PyArrayObject *array)
 {
     size_t size = am_size_of(am_dtype_of(PyArray_DESCR(array)));
@@ -118,13 +126,15 @@ int am_to_array(PyObject *object, const char *name, void *dst)
         if (!array) return -1;
     }
     if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
-        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers", (PyObject *)array);
+        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
+                  (PyObject *)array);
         Py_DECREF(array);
         return -1;
     }
     if (!PyArray_ISNOTSWAPPED(array) || !is_aligned(array)) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
-        PyArrayObject *copy = native ? (PyArrayObject *)PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0) : NULL;
+        PyArrayObject *copy =
+            native ? (PyArrayObject *)PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0) : NULL;
         if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
         Py_DECREF(array);
         if (!copy) return -1;
@@ -145,15 +155,20 @@ int am_to_out(PyObject *object, const char *name, void *dst)
 
 int am_to_bool(PyObject *object, const char *name, void *dst)
 {
-    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) return am_reject(PyExc_TypeError, name, "a bool", object);
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
+        return am_reject(PyExc_TypeError, name, "a bool", object);
     *(bool *)dst = PyObject_IsTrue(object) == 1;
     return 0;
 }
 
 int am_to_count(PyObject *object, const char *name, void *dst)
 {
-    if (PyBool_Check(object) || !PyIndex_Check(object)) return am_reject(PyExc_TypeError, name, "a positive integer", object);
+    if (PyBool_Check(object) || !PyIndex_Check(object))
+        return am_reject(PyExc_TypeError, name, "a positive integer", object);
     Py_ssize_t value = PyNumber_AsSsize_t(object, NULL); /* clips */
+    if (value == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) { /* an array of several integers, say */
+        return am_reject(PyExc_TypeError, name, "a positive integer", object);
+    }
     if (value == -1 && PyErr_Occurred()) return -1;
     if (value < 1) return am_reject(PyExc_ValueError, name, "a positive integer", object);
     *(npy_intp *)dst = value;
@@ -168,7 +183,9 @@ int am_to_scale(PyObject *object, const char *name, void *dst)
                   PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
     if (!number) return am_reject(PyExc_TypeError, name, "a real number or None", object);
     scale->value = PyFloat_AsDouble(object);
-    if (scale->value == -1 && PyErr_Occurred()) return -1;
+    if (scale->value == -1 && PyErr_Occurred()) { /* an int beyond all floats */
+        return am_reject(PyExc_ValueError, name, "a number that fits float64", object);
+    }
     scale->given = true;
     return 0;
 }
@@ -182,7 +199,8 @@ int am_to_dtype(PyObject *object, const char *name, void *dst)
         return -1;
     }
     if (am_dtype_of(dtype) == AM_OTHER || !PyArray_ISNBO(dtype->byteorder)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
+        PyErr_Format(PyExc_TypeError,
+                     "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
                      name, dtype);
         Py_DECREF(dtype);
         return -1;
@@ -213,8 +231,10 @@ PyArrayObject *am_starts_array(PyObject *object, const char *name)
     static const char expected[] = "a 1-D array of integers with at least one entry";
     /* An empty list is an array of float64, but what is wrong with it is that it is empty. */
     PyObject *wrong = NULL;
-    if (PyArray_NDIM(array) != 1 || PyArray_SIZE(array) == 0) wrong = PyExc_ValueError;
-    else if (!am_is_integer(am_dtype_of(PyArray_DESCR(array)))) wrong = PyExc_TypeError;
+    if (PyArray_NDIM(array) != 1 || PyArray_SIZE(array) == 0)
+        wrong = PyExc_ValueError;
+    else if (!am_is_integer(am_dtype_of(PyArray_DESCR(array))))
+        wrong = PyExc_TypeError;
     if (wrong) {
         am_reject(wrong, name, expected, (PyObject *)array);
         Py_CLEAR(array);
@@ -265,8 +285,8 @@ int am_check_starts(am_starts *s, const char *name)
     }
     for (npy_intp i = 1; i < count; i++) {
         if (s->starts[i] < s->starts[i - 1]) {
-            PyErr_Format(PyExc_ValueError, "%s must never decrease, got %zd after %zd at index %zd", name, s->starts[i],
-                         s->starts[i - 1], i);
+            PyErr_Format(PyExc_ValueError, "%s must never decrease, got %zd after %zd at index %zd", name,
+                         s->starts[i], s->starts[i - 1], i);
             return -1;
         }
     }
@@ -299,8 +319,10 @@ static void extent(PyArrayObject *array, const char **low, const char **high)
     if (PyArray_SIZE(array) == 0) return;
     for (int i = 0; i < PyArray_NDIM(array); i++) {
         npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
-        if (reach < 0) *low += reach;
-        else *high += reach;
+        if (reach < 0)
+            *low += reach;
+        else
+            *high += reach;
     }
     *high += PyArray_ITEMSIZE(array);
 }
@@ -327,7 +349,8 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
     return shared;
 }
 
-/* Whether two elements of `array` may be one in memory: no axis may reach into the next larger one's stride. */
+/* Whether two elements of `array` may be one in memory: no axis may reach into the next larger one's stride.
+ */
 static bool overlaps_itself(PyArrayObject *array)
 {
     npy_intp size = PyArray_ITEMSIZE(array), span = size;
@@ -354,7 +377,8 @@ int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const 
         am_dtype_of(PyArray_DESCR(out)) != am_dtype_of(dtype)) {
         PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape), *what = am_describe((PyObject *)out);
         if (expected && what) {
-            PyErr_Format(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype, expected, what);
+            PyErr_Format(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype,
+                         expected, what);
         }
         Py_XDECREF(expected);
         Py_XDECREF(what);
@@ -365,11 +389,13 @@ int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const 
         return -1;
     }
     if (!PyArray_ISNOTSWAPPED(out) || !is_aligned(out)) {
-        PyErr_Format(PyExc_ValueError, "%s must be aligned and in native byte order, got %R", name, PyArray_DESCR(out));
+        PyErr_Format(PyExc_ValueError, "%s must be aligned and in native byte order, got %R", name,
+                     PyArray_DESCR(out));
         return -1;
     }
     if (PyArray_SIZE(out) > 0 && overlaps_itself(out)) {
-        PyErr_Format(PyExc_ValueError, "%s must not overlap itself, got strides that lead to one element twice", name);
+        PyErr_Format(PyExc_ValueError,
+                     "%s must not overlap itself, got strides that lead to one element twice", name);
         return -1;
     }
     for (int i = 0; i < input_count; i++) {

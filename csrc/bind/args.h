@@ -1,7 +1,7 @@
 /* args.h – one set of converters from Python arguments to C, and the errors they raise.
  *
- * Every message names the argument, says what was expected and what came. The Python functions above call with every
- * argument in its place, so a converter table is all the parsing there is:
+ * Every message names the argument, says what was expected and what came. The Python functions above call
+ * with every argument in its place, so a converter table is all the parsing there is:
  *
  *     am_array g = {0};
  *     bool reverse;
@@ -22,7 +22,8 @@ typedef struct {
     void *dst;
 } am_param;
 
-int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params, Py_ssize_t count);
+int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
+             Py_ssize_t count);
 
 am_dtype am_dtype_of(PyArray_Descr *dtype);
 
@@ -46,8 +47,8 @@ am_to am_to_dtype, am_to_integer_dtype;
 am_to am_to_object;
 /* am_starts *: sequence starts, checked: 1-D integers from 0 that never fall; or `array` NULL for None. */
 typedef struct {
-    PyArrayObject *array;     /* as it came */
-    ptrdiff_t *starts;        /* owned; NULL where the checks were left to the caller */
+    PyArrayObject *array; /* as it came */
+    ptrdiff_t *starts;    /* owned; NULL where the checks were left to the caller */
     ptrdiff_t sequences;
 } am_starts;
 am_to am_to_starts, am_to_starts_or_none;
@@ -65,7 +66,8 @@ PyObject *am_describe(PyObject *object);
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
 
 /* The same for element `index` (counted in C order) of an array; ValueError. */
-int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index, long long value);
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
+                      long long value);
 
 /* Checks `out` against what will be written to it and read meanwhile; 0 or -1. */
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,

@@ -12,13 +12,26 @@ typedef struct {
     bool reverse, head_first;
 } arguments;
 
+/* 1 or 0, or -1 with the exception set; of an integer of any size. */
+static int is_power_of_two(PyObject *object)
+{
+    PyObject *number = PyNumber_Index(object), *one = PyLong_FromLong(1), *less = NULL, *common = NULL;
+    if (number && one) less = PyNumber_Subtract(number, one);
+    if (less) common = PyNumber_And(number, less);
+    int answer = common ? PyObject_Not(common) : -1;
+    Py_XDECREF(number);
+    Py_XDECREF(one);
+    Py_XDECREF(less);
+    Py_XDECREF(common);
+    return answer;
+}
+
 static int to_chunk_size(PyObject *object, const char *name, void *dst)
 {
-    npy_intp value;
-    if (am_to_count(object, name, &value) < 0) return -1;
-    if (value & (value - 1)) return am_reject(PyExc_ValueError, name, "a power of two up to 2**62", object);
-    *(npy_intp *)dst = value;
-    return 0;
+    if (am_to_count(object, name, dst) < 0) return -1;
+    int answer = is_power_of_two(object);
+    if (answer == 0) return am_reject(PyExc_ValueError, name, "a power of two", object);
+    return answer < 0 ? -1 : 0;
 }
 
 /* Checks the array and what depends on it, and settles the type of the result. */
@@ -28,10 +41,13 @@ static int check(arguments *a, const char *name)
     am_dtype type = am_dtype_of(PyArray_DESCR(array));
     int ndim = PyArray_NDIM(array);
     if (ndim != 3 && ndim != 4) {
-        return am_reject(PyExc_ValueError, name, a->head_first ? "[B, H, T] or [B, H, T, S]" : "[B, T, H] or [B, T, H, S]",
+        return am_reject(PyExc_ValueError, name,
+                         a->head_first ? "[B, H, T] or [B, H, T, S]" : "[B, T, H] or [B, T, H, S]",
                          (PyObject *)array);
     }
-    if (type == AM_BOOL) return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers", (PyObject *)array);
+    if (type == AM_BOOL)
+        return am_reject(PyExc_TypeError, name, "an array of integers or real floating-point numbers",
+                         (PyObject *)array);
     if (!a->dtype) {
         a->dtype = PyArray_DESCR(array);
         Py_INCREF(a->dtype);
@@ -39,19 +55,20 @@ static int check(arguments *a, const char *name)
     am_dtype result = am_dtype_of(a->dtype);
     if (result == AM_BOOL || (am_is_floating(type) && am_is_integer(result))) {
         PyErr_Format(PyExc_TypeError, "output_dtype must be %s for %s of %S, got %S",
-                     am_is_integer(type) ? "an integer or floating-point type" : "a floating-point type", name,
-                     PyArray_DESCR(array), a->dtype);
+                     am_is_integer(type) ? "an integer or floating-point type" : "a floating-point type",
+                     name, PyArray_DESCR(array), a->dtype);
         return -1;
     }
     if (a->starts.array) {
         npy_intp batch = PyArray_DIM(array, 0), time = PyArray_DIM(array, a->head_first ? 2 : 1);
         if (batch != 1) {
-            PyErr_Format(PyExc_ValueError, "%s must have batch size 1 when cu_seqlens is given, got %zd", name, batch);
+            PyErr_Format(PyExc_ValueError, "%s must have batch size 1 when cu_seqlens is given, got %zd",
+                         name, batch);
             return -1;
         }
         if (a->starts.starts[a->starts.sequences] != time) {
-            PyErr_Format(PyExc_ValueError, "cu_seqlens must end at the %zd steps of %s, got %zd at index %zd", time, name,
-                         a->starts.starts[a->starts.sequences], a->starts.sequences);
+            PyErr_Format(PyExc_ValueError, "cu_seqlens must end at the %zd steps of %s, got %zd at index %zd",
+                         time, name, a->starts.starts[a->starts.sequences], a->starts.sequences);
             return -1;
         }
     }
@@ -66,8 +83,10 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     if (check(a, name) < 0) return NULL;
     PyArrayObject *array = a->array, *out = a->out;
     int ndim = PyArray_NDIM(array), time = a->head_first ? 2 : 1;
-    if (out) Py_INCREF(out);
-    else out = am_new_array(ndim, PyArray_DIMS(array), a->dtype);
+    if (out)
+        Py_INCREF(out);
+    else
+        out = am_new_array(ndim, PyArray_DIMS(array), a->dtype);
     if (!out) return NULL;
 
     ptrdiff_t whole[2] = {0, PyArray_DIM(array, time)};
@@ -149,8 +168,10 @@ static PyObject *chunk_global_cumsum(PyObject *module, PyObject *const *args, Py
 
 PyMethodDef am_cumsum_methods[] = {
     {"chunk_local_cumsum", (PyCFunction)(void *)chunk_local_cumsum, METH_FASTCALL,
-     "chunk_local_cumsum($module, g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out, /)\n--\n\n"},
+     "chunk_local_cumsum($module, g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, "
+     "output_dtype, out, /)\n--\n\n"},
     {"chunk_global_cumsum", (PyCFunction)(void *)chunk_global_cumsum, METH_FASTCALL,
-     "chunk_global_cumsum($module, s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out, /)\n--\n\n"},
+     "chunk_global_cumsum($module, s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out, "
+     "/)\n--\n\n"},
     {NULL},
 };

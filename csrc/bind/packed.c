@@ -24,8 +24,12 @@ static int check_fits(npy_intp value, PyArray_Descr *dtype, const char *what)
     return -1;
 }
 
-/* Results are computed as int32 or int64; this is the type to compute in, and what turns it into the caller's. */
-static int working_type(PyArray_Descr *dtype) { return am_dtype_of(dtype) == AM_INT32 ? NPY_INT32 : NPY_INT64; }
+/* Results are computed as int32 or int64; this is the type to compute in, and what turns it into the
+ * caller's. */
+static int working_type(PyArray_Descr *dtype)
+{
+    return am_dtype_of(dtype) == AM_INT32 ? NPY_INT32 : NPY_INT64;
+}
 
 static PyObject *finish(PyArrayObject *result, PyArray_Descr *dtype)
 {
@@ -49,7 +53,8 @@ static PyObject *counts_as(const ptrdiff_t *counts, npy_intp count, PyArray_Desc
     return finish(result, dtype);
 }
 
-/* The lengths of a native contiguous array in one pass; NULL without an exception where that does not apply. */
+/* The lengths of a native contiguous array in one pass; NULL without an exception where that does not apply.
+ */
 static PyObject *quick_lens(PyObject *module, PyArrayObject *array)
 {
     am_dtype type = am_dtype_of(PyArray_DESCR(array));
@@ -91,8 +96,8 @@ fail:
 }
 
 /* One fact of every token: shape [total], or [total, 2] for pairs. */
-static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff_t *starts, npy_intp sequences,
-                             PyArray_Descr *dtype)
+static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff_t *starts,
+                             npy_intp sequences, PyArray_Descr *dtype)
 {
     npy_intp shape[2] = {starts[sequences], 2};
     if (fact != AM_POSITIONS && shape[0] > 0) {
@@ -113,8 +118,8 @@ static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff
     return finish(result, dtype);
 }
 
-static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *function,
-                                am_token_fact fact)
+static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                const char *function, am_token_fact fact)
 {
     am_starts s = {0};
     PyObject *result = NULL;
@@ -142,8 +147,8 @@ static PyObject *prepare_token_indices(PyObject *module, PyObject *const *args, 
 }
 
 /* Chunks are to the sequences' offsets what tokens are to their starts. */
-static PyObject *prepare_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *function,
-                                bool offsets_only)
+static PyObject *prepare_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                const char *function, bool offsets_only)
 {
     am_starts s = {0};
     npy_intp chunk_size;
@@ -158,8 +163,10 @@ static PyObject *prepare_chunks(PyObject *module, PyObject *const *args, Py_ssiz
     }
     am_chunk_offsets(offsets, s.starts, s.sequences, chunk_size);
     PyArray_Descr *dtype = PyArray_DESCR(s.array);
-    if (offsets_only) result = counts_as(offsets, s.sequences + 1, dtype);
-    else result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, dtype);
+    if (offsets_only)
+        result = counts_as(offsets, s.sequences + 1, dtype);
+    else
+        result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, dtype);
 fail:
     PyMem_Free(offsets);
     am_free_starts(&s);
@@ -273,7 +280,8 @@ static int to_integers(PyObject *object, const char *name, void *dst)
     PyArrayObject **array = dst;
     if (!PyBool_Check(object) && am_to_array(object, name, array) < 0) return -1;
     if (*array && am_is_integer(am_dtype_of(PyArray_DESCR(*array)))) return 0;
-    return am_reject(PyExc_TypeError, name, "an integer or an array of integers", *array ? (PyObject *)*array : object);
+    return am_reject(PyExc_TypeError, name, "an integer or an array of integers",
+                     *array ? (PyObject *)*array : object);
 }
 
 static PyArrayObject *widened(PyArrayObject *array)
@@ -293,8 +301,8 @@ static PyArray_Descr *cdiv_type(PyArrayObject *a, bool a_is_int, PyArrayObject *
     }
     dtype = PyArray_PromoteTypes(PyArray_DESCR(a), PyArray_DESCR(b));
     if (dtype && !PyTypeNum_ISINTEGER(dtype->type_num)) {
-        PyErr_Format(PyExc_TypeError, "a and b must have a common integer type, got %S and %S", PyArray_DESCR(a),
-                     PyArray_DESCR(b));
+        PyErr_Format(PyExc_TypeError, "a and b must have a common integer type, got %S and %S",
+                     PyArray_DESCR(a), PyArray_DESCR(b));
         Py_CLEAR(dtype);
     }
     return dtype;
@@ -316,7 +324,14 @@ static PyArrayObject *divide(PyArrayObject *a, PyArrayObject *b)
 {
     PyArrayObject *result = NULL;
     PyArrayMultiIterObject *pairs = (PyArrayMultiIterObject *)PyArray_MultiIterNew(2, a, b);
-    if (!pairs) return NULL;
+    if (!pairs) {
+        PyErr_Clear();
+        PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
+        if (what_a && what_b) PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
+        Py_XDECREF(what_a);
+        Py_XDECREF(what_b);
+        return NULL;
+    }
     result = am_new_array_of(pairs->nd, pairs->dimensions, PyArray_TYPE(a));
     if (result) {
         bool is_signed = PyArray_ISSIGNED(a);
@@ -332,7 +347,8 @@ static PyArrayObject *divide(PyArrayObject *a, PyArrayObject *b)
     return result;
 }
 
-/* A Python integer may give a quotient that the array's type cannot hold; a quotient of two arrays always fits. */
+/* A Python integer may give a quotient that the array's type cannot hold; a quotient of two arrays always
+ * fits. */
 static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
 {
     Py_INCREF(dtype);
@@ -382,7 +398,8 @@ fail:
 
 PyMethodDef am_packed_methods[] = {
     {"cdiv", (PyCFunction)(void *)cdiv, METH_FASTCALL, "cdiv($module, a, b, /)\n--\n\n"},
-    {"prepare_lens", (PyCFunction)(void *)prepare_lens, METH_FASTCALL, "prepare_lens($module, cu_seqlens, /)\n--\n\n"},
+    {"prepare_lens", (PyCFunction)(void *)prepare_lens, METH_FASTCALL,
+     "prepare_lens($module, cu_seqlens, /)\n--\n\n"},
     {"prepare_lens_from_mask", (PyCFunction)(void *)prepare_lens_from_mask, METH_FASTCALL,
      "prepare_lens_from_mask($module, mask, /)\n--\n\n"},
     {"prepare_cu_seqlens_from_mask", (PyCFunction)(void *)prepare_cu_seqlens_from_mask, METH_FASTCALL,

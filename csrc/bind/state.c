@@ -48,8 +48,8 @@ PyObject *am_raise(am_status status, const char *overflow)
     return NULL; /* interrupted: the signal handler's exception is set */
 }
 
-/* Memory for large results. The first touch of a 4 KB page costs four times what writing it does, that of a 2 MB page
- * a seventh; NumPy asks for large pages from 4 MB on, and on any alignment. */
+/* Memory for large results. The first touch of a 4 KB page costs four times what writing it does, that of a 2
+ * MB page a seventh; NumPy asks for large pages from 4 MB on, and on any alignment. */
 #ifdef __linux__
 enum { LARGE_PAGE = 2 << 20, LARGE_RESULT = 1 << 20 };
 
@@ -86,7 +86,10 @@ static void large_free(void *context, void *memory, size_t size)
 static PyDataMem_Handler large_handler = {
     .name = "attnmask_large",
     .version = 1,
-    .allocator = {.malloc = large_malloc, .calloc = large_calloc, .realloc = large_realloc, .free = large_free},
+    .allocator = {.malloc = large_malloc,
+                  .calloc = large_calloc,
+                  .realloc = large_realloc,
+                  .free = large_free},
 };
 #endif
 
@@ -95,7 +98,8 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
     Py_INCREF(dtype);
 #ifdef __linux__
     npy_intp bytes = PyDataType_ELSIZE(dtype);
-    for (int i = 0; i < ndim && bytes < LARGE_RESULT; i++) bytes = shape[i] > LARGE_RESULT ? LARGE_RESULT : bytes * shape[i];
+    for (int i = 0; i < ndim && bytes < LARGE_RESULT; i++)
+        bytes = shape[i] > LARGE_RESULT ? LARGE_RESULT : bytes * shape[i];
     for (int i = 0; i < ndim; i++) bytes = shape[i] == 0 ? 0 : bytes;
     if (bytes >= LARGE_RESULT) {
         PyObject *handler = PyCapsule_New(&large_handler, "mem_handler", NULL);
@@ -105,7 +109,8 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
             Py_DECREF(dtype);
             return NULL;
         }
-        PyArrayObject *array = (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
+        PyArrayObject *array =
+            (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
         PyObject *ours = PyDataMem_SetHandler(previous);
         Py_XDECREF(ours);
         Py_DECREF(previous);

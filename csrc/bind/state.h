@@ -16,7 +16,8 @@ static inline am_state *am_state_of(PyObject *module) { return (am_state *)PyMod
 
 int am_threads(am_state *state);
 
-/* Between am_enter and am_leave the GIL is released, unless `work` (elements touched) is too little to be worth it. */
+/* Between am_enter and am_leave the GIL is released, unless `work` (elements touched) is too little to be
+ * worth it. */
 typedef struct {
     am_run run;
     PyThreadState *python;
@@ -27,7 +28,8 @@ void am_leave(am_call *call);
 /* Sets the exception for `status`; `overflow` says which result does not fit. Returns NULL. */
 PyObject *am_raise(am_status status, const char *overflow);
 
-/* A new C-contiguous array, or NULL with the exception set. Steals nothing. Large ones are backed by huge pages. */
+/* A new C-contiguous array, or NULL with the exception set. Steals nothing. Large ones are backed by huge
+ * pages. */
 PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype);
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num);
 

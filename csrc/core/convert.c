@@ -5,11 +5,14 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "core/half.h"
+
 size_t am_size_of(am_dtype type)
 {
     static const unsigned char sizes[] = {
-        [AM_BOOL] = 1,  [AM_INT8] = 1,  [AM_UINT8] = 1,   [AM_INT16] = 2,    [AM_UINT16] = 2,  [AM_INT32] = 4,   [AM_UINT32] = 4,
-        [AM_INT64] = 8, [AM_UINT64] = 8, [AM_FLOAT16] = 2, [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_OTHER] = 0,
+        [AM_BOOL] = 1,     [AM_INT8] = 1,    [AM_UINT8] = 1,   [AM_INT16] = 2,  [AM_UINT16] = 2,
+        [AM_INT32] = 4,    [AM_UINT32] = 4,  [AM_INT64] = 8,   [AM_UINT64] = 8, [AM_FLOAT16] = 2,
+        [AM_BFLOAT16] = 2, [AM_FLOAT32] = 4, [AM_FLOAT64] = 8, [AM_OTHER] = 0,
     };
     return sizes[type];
 }
@@ -50,14 +53,16 @@ static bool copy_4(const am_kernels *kernels, void *dst, const void *src, ptrdif
     return true;
 }
 
-static bool i64_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+static bool i64_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
+                       ptrdiff_t count)
 {
     (void)kernels;
     for (ptrdiff_t i = 0; i < count; i++) ((double *)dst)[i] = (double)((const int64_t *)src)[i];
     return true;
 }
 
-static bool f64_to_i64(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+static bool f64_to_i64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
+                       ptrdiff_t count)
 {
     (void)kernels;
     bool fits = true;
@@ -70,14 +75,16 @@ static bool f64_to_i64(const am_kernels *kernels, void *restrict dst, const void
     return fits;
 }
 
-static bool f32_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+static bool f32_to_f64(const am_kernels *kernels, void *restrict dst, const void *restrict src,
+                       ptrdiff_t count)
 {
     (void)kernels;
     for (ptrdiff_t i = 0; i < count; i++) ((double *)dst)[i] = (double)((const float *)src)[i];
     return true;
 }
 
-static bool f64_to_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+static bool f64_to_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src,
+                       ptrdiff_t count)
 {
     (void)kernels;
     for (ptrdiff_t i = 0; i < count; i++) ((float *)dst)[i] = (float)((const double *)src)[i];
@@ -111,8 +118,8 @@ static bool f32_to_bf16(const am_kernels *kernels, void *dst, const void *src, p
 /* float64 meets the sixteen-bit types, and int64 the floating ones, by way of a type that both sides know. */
 enum { STEP = 256 };
 
-static bool two_steps(const am_kernels *kernels, void *dst, size_t dst_size, am_convert_row *second, const void *src,
-                      size_t src_size, am_convert_row *first, ptrdiff_t count)
+static bool two_steps(const am_kernels *kernels, void *dst, size_t dst_size, am_convert_row *second,
+                      const void *src, size_t src_size, am_convert_row *first, ptrdiff_t count)
 {
     double middle[STEP];
     bool fits = true;
@@ -134,49 +141,50 @@ static bool bf16_to_f64(const am_kernels *kernels, void *dst, const void *src, p
     return two_steps(kernels, dst, 8, f32_to_f64, src, 2, bf16_to_f32, count);
 }
 
+/* Rounding twice may differ from rounding once, unless the first time is to an odd last bit where inexact. */
+static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+{
+    (void)kernels;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        double value = ((const double *)src)[i];
+        float nearest = (float)value;
+        uint32_t bits = am_bits_of_float(nearest);
+        bits -= fabs((double)nearest) > fabs(value);
+        bits |= (double)nearest < value || (double)nearest > value;
+        ((float *)dst)[i] = am_float_of_bits(bits);
+    }
+    return true;
+}
+
 static bool f64_to_f16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
 {
-    return two_steps(kernels, dst, 2, f32_to_f16, src, 8, f64_to_f32, count);
+    return two_steps(kernels, dst, 2, f32_to_f16, src, 8, f64_to_odd_f32, count);
 }
 
 static bool f64_to_bf16(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count)
 {
-    return two_steps(kernels, dst, 2, f32_to_bf16, src, 8, f64_to_f32, count);
+    return two_steps(kernels, dst, 2, f32_to_bf16, src, 8, f64_to_odd_f32, count);
 }
 
 static am_convert_row *const converters[AM_OTHER][AM_OTHER] = {
-    [AM_INT8][AM_INT64] = load_i8,
-    [AM_UINT8][AM_INT64] = load_u8,
-    [AM_INT16][AM_INT64] = load_i16,
-    [AM_UINT16][AM_INT64] = load_u16,
-    [AM_INT32][AM_INT64] = load_i32,
-    [AM_UINT32][AM_INT64] = load_u32,
-    [AM_INT64][AM_INT64] = copy_8,
-    [AM_UINT64][AM_INT64] = load_u64,
+    [AM_INT8][AM_INT64] = load_i8,         [AM_UINT8][AM_INT64] = load_u8,
+    [AM_INT16][AM_INT64] = load_i16,       [AM_UINT16][AM_INT64] = load_u16,
+    [AM_INT32][AM_INT64] = load_i32,       [AM_UINT32][AM_INT64] = load_u32,
+    [AM_INT64][AM_INT64] = copy_8,         [AM_UINT64][AM_INT64] = load_u64,
     [AM_FLOAT64][AM_INT64] = f64_to_i64,
 
-    [AM_INT64][AM_INT8] = store_i8,
-    [AM_INT64][AM_UINT8] = store_u8,
-    [AM_INT64][AM_INT16] = store_i16,
-    [AM_INT64][AM_UINT16] = store_u16,
-    [AM_INT64][AM_INT32] = store_i32,
-    [AM_INT64][AM_UINT32] = store_u32,
-    [AM_INT64][AM_UINT64] = store_u64,
-    [AM_INT64][AM_FLOAT64] = i64_to_f64,
+    [AM_INT64][AM_INT8] = store_i8,        [AM_INT64][AM_UINT8] = store_u8,
+    [AM_INT64][AM_INT16] = store_i16,      [AM_INT64][AM_UINT16] = store_u16,
+    [AM_INT64][AM_INT32] = store_i32,      [AM_INT64][AM_UINT32] = store_u32,
+    [AM_INT64][AM_UINT64] = store_u64,     [AM_INT64][AM_FLOAT64] = i64_to_f64,
 
-    [AM_FLOAT16][AM_FLOAT32] = f16_to_f32,
-    [AM_BFLOAT16][AM_FLOAT32] = bf16_to_f32,
-    [AM_FLOAT32][AM_FLOAT32] = copy_4,
-    [AM_FLOAT64][AM_FLOAT32] = f64_to_f32,
-    [AM_FLOAT32][AM_FLOAT16] = f32_to_f16,
-    [AM_FLOAT32][AM_BFLOAT16] = f32_to_bf16,
+    [AM_FLOAT16][AM_FLOAT32] = f16_to_f32, [AM_BFLOAT16][AM_FLOAT32] = bf16_to_f32,
+    [AM_FLOAT32][AM_FLOAT32] = copy_4,     [AM_FLOAT64][AM_FLOAT32] = f64_to_f32,
+    [AM_FLOAT32][AM_FLOAT16] = f32_to_f16, [AM_FLOAT32][AM_BFLOAT16] = f32_to_bf16,
 
-    [AM_FLOAT16][AM_FLOAT64] = f16_to_f64,
-    [AM_BFLOAT16][AM_FLOAT64] = bf16_to_f64,
-    [AM_FLOAT32][AM_FLOAT64] = f32_to_f64,
-    [AM_FLOAT64][AM_FLOAT64] = copy_8,
-    [AM_FLOAT64][AM_FLOAT16] = f64_to_f16,
-    [AM_FLOAT64][AM_BFLOAT16] = f64_to_bf16,
+    [AM_FLOAT16][AM_FLOAT64] = f16_to_f64, [AM_BFLOAT16][AM_FLOAT64] = bf16_to_f64,
+    [AM_FLOAT32][AM_FLOAT64] = f32_to_f64, [AM_FLOAT64][AM_FLOAT64] = copy_8,
+    [AM_FLOAT64][AM_FLOAT16] = f64_to_f16, [AM_FLOAT64][AM_BFLOAT16] = f64_to_bf16,
 };
 
 am_convert_row *am_converter(am_dtype from, am_dtype to) { return converters[from][to]; }
@@ -200,7 +208,8 @@ void am_copy_2d(char *dst, ptrdiff_t dst_row, ptrdiff_t dst_column, const char *
                 ptrdiff_t src_column, ptrdiff_t rows, ptrdiff_t columns, size_t size)
 {
     bool from_tile = magnitude(src_column) == (ptrdiff_t)size;
-    bool turned = from_tile ? magnitude(dst_row) < magnitude(dst_column) : magnitude(src_row) < magnitude(src_column);
+    bool turned =
+        from_tile ? magnitude(dst_row) < magnitude(dst_column) : magnitude(src_row) < magnitude(src_column);
     if (turned) {
         ptrdiff_t swap = dst_row;
         dst_row = dst_column, dst_column = swap;

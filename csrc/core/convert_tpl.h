@@ -1,4 +1,5 @@
-/* convert_tpl.h – the integer type T to and from int64, with checks that vanish where nothing can overflow. */
+/* convert_tpl.h – the integer type T to and from int64, with checks that vanish where nothing can overflow.
+ */
 
 static bool FN(load)(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
 {
@@ -13,7 +14,8 @@ static bool FN(load)(const am_kernels *kernels, void *restrict dst, const void *
     return fits;
 }
 
-static bool FN(store)(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+static bool FN(store)(const am_kernels *kernels, void *restrict dst, const void *restrict src,
+                      ptrdiff_t count)
 {
     (void)kernels;
     T *to = dst;

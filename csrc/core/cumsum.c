@@ -1,33 +1,35 @@
 /* cumsum.c – plans running sums: which axis lies along the vectors, what one task is, where tiles are needed.
  *
- * A segment is what one sum runs over: a chunk, or a sequence when there are no chunks. Segments, and the lanes beside
- * the time axis, know nothing of each other, so tasks may cut between them anywhere without changing a bit.
+ * A segment is what one sum runs over: a chunk, or a sequence when there are no chunks. Segments, and the
+ * lanes beside the time axis, know nothing of each other, so tasks may cut between them anywhere without
+ * changing a bit.
  *
  *     rows   the lanes lie side by side in memory: vectors across the lanes, one step after the other
  *     scan   time lies side by side in memory: vectors along time, one lane after the other
  *
- * Where source or result is of another type than the sum, or lies neither way, its elements pass through a tile in the
- * first-level cache.
+ * Where source or result is of another type than the sum, or lies neither way, its elements pass through a
+ * tile in the first-level cache.
  */
 #include "core/cumsum.h"
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/convert.h"
+#include "core/packed.h"
 
 enum {
-    TILE = 2048,      /* elements; 16 KB of float64 */
-    MAX_LANES = 256,  /* in one band, so that a tile holds a block of steps */
-    LINE_LANES = 16,  /* bands are cut at cache lines of float32 */
-    PIECE = 1 << 17,  /* elements between two looks at the clock, about 50 µs */
-    TASK = 1 << 15,   /* elements worth handing to another thread */
-    MANY_TASKS = 4,   /* below it, lanes are divided to keep threads about equally busy */
+    TILE = 2048,     /* elements; 16 KB of float64 */
+    MAX_LANES = 256, /* in one band, so that a tile holds a block of steps */
+    LINE_LANES = 16, /* bands are cut at cache lines of float32 */
+    PIECE = 1 << 17, /* elements between two looks at the clock, about 50 µs */
+    TASK = 1 << 15,  /* elements worth handing to another thread */
+    MANY_TASKS = 4,  /* below it, lanes are divided to keep threads about equally busy */
 };
 
 typedef struct {
     ptrdiff_t begin, end; /* steps; both are borders of segments */
-    ptrdiff_t sequence;   /* that `begin` lies in */
 } span;
 
 typedef struct {
@@ -37,8 +39,9 @@ typedef struct {
     bool scan;
     bool src_direct, dst_direct; /* the kernel may read, write in place */
     bool stream;
-    ptrdiff_t lanes, src_lane, dst_lane; /* the lane axis and its strides in bytes; in a scan, one lane a task */
-    ptrdiff_t band, bands;               /* lanes a task, tasks a lane axis */
+    ptrdiff_t lanes, src_lane,
+        dst_lane;          /* the lane axis and its strides in bytes; in a scan, one lane a task */
+    ptrdiff_t band, bands; /* lanes a task, tasks a lane axis */
     ptrdiff_t outer[2], src_outer[2], dst_outer[2];
     span *spans;
     ptrdiff_t span_count;
@@ -47,7 +50,8 @@ typedef struct {
 static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 
-/* A region of memory: `rows` lines of `columns` elements, strides in bytes. Steps × lanes, or one line of steps. */
+/* A region of memory: `rows` lines of `columns` elements, strides in bytes. Steps × lanes, or one line of
+ * steps. */
 typedef struct {
     ptrdiff_t rows, columns, row_stride, column_stride;
 } grid;
@@ -63,13 +67,15 @@ static bool load_tile(const plan *p, tiles *tile, const char *src, grid g)
     size_t size = am_size_of(p->cumsum->src_type), wide = am_size_of(p->type);
     ptrdiff_t line = g.columns * (ptrdiff_t)size;
     if (g.column_stride != (ptrdiff_t)size) {
-        am_copy_2d((char *)tile->raw, line, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns, size);
+        am_copy_2d((char *)tile->raw, line, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows,
+                   g.columns, size);
         return convert(p->kernels, tile->in, tile->raw, g.rows * g.columns);
     }
     if (g.row_stride == line) return convert(p->kernels, tile->in, src, g.rows * g.columns);
     bool fits = true;
     for (ptrdiff_t r = 0; r < g.rows; r++) {
-        fits &= convert(p->kernels, (char *)tile->in + (size_t)(r * g.columns) * wide, src + r * g.row_stride, g.columns);
+        fits &= convert(p->kernels, (char *)tile->in + (size_t)(r * g.columns) * wide, src + r * g.row_stride,
+                        g.columns);
     }
     return fits;
 }
@@ -82,12 +88,14 @@ static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const vo
     bool fits = true;
     if (g.column_stride != (ptrdiff_t)size) {
         fits = convert(p->kernels, tile->raw, from, g.rows * g.columns);
-        am_copy_2d(dst, g.row_stride, g.column_stride, (const char *)tile->raw, line, (ptrdiff_t)size, g.rows, g.columns, size);
+        am_copy_2d(dst, g.row_stride, g.column_stride, (const char *)tile->raw, line, (ptrdiff_t)size, g.rows,
+                   g.columns, size);
         return fits;
     }
     if (g.row_stride == line) return convert(p->kernels, dst, from, g.rows * g.columns);
     for (ptrdiff_t r = 0; r < g.rows; r++) {
-        fits &= convert(p->kernels, dst + r * g.row_stride, (const char *)from + (size_t)(r * g.columns) * wide, g.columns);
+        fits &= convert(p->kernels, dst + r * g.row_stride,
+                        (const char *)from + (size_t)(r * g.columns) * wide, g.columns);
     }
     return fits;
 }
@@ -106,95 +114,122 @@ static bool store_integers(const plan *p, char *dst, grid g, tiles *tile)
            store_tile(p, AM_INT64, dst, g, tile->out, tile);
 }
 
-static bool sum_integers(int64_t *dst, const int64_t *src, ptrdiff_t steps, ptrdiff_t lanes, bool reverse,
-                         int64_t *carry)
+static bool sum_integers(int64_t *dst, const int64_t *src, const am_cumsum_tile *tile, int64_t *carry)
 {
     bool overflow = false;
-    for (ptrdiff_t i = 0; i < steps; i++) {
-        ptrdiff_t row = (reverse ? steps - 1 - i : i) * lanes;
-        for (ptrdiff_t l = 0; l < lanes; l++) {
-            overflow |= __builtin_add_overflow(carry[l], src[row + l], &carry[l]);
-            dst[row + l] = carry[l];
+    for (ptrdiff_t i = 0; i < tile->steps; i++) {
+        ptrdiff_t t = tile->reverse ? tile->steps - 1 - i : i;
+        bool first = tile->period && (i == 0 || (t + tile->reverse) % tile->period == 0);
+        if (first) memset(carry, 0, (size_t)tile->lanes * sizeof *carry);
+        for (ptrdiff_t l = t * tile->lanes, lane = 0; lane < tile->lanes; l++, lane++) {
+            overflow |= __builtin_add_overflow(carry[lane], src[l], &carry[lane]);
+            dst[l] = carry[lane];
         }
     }
     return !overflow;
 }
 
-static void sum_floats(const plan *p, void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step,
-                       ptrdiff_t steps, ptrdiff_t lanes, double *carry)
+static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsum_tile *tile, double *carry)
 {
-    const am_cumsum *c = p->cumsum;
     const am_kernels *k = p->kernels;
-    double scale = c->scaled ? c->scale : 1;
-    if (p->scan && p->type == AM_FLOAT32) {
-        k->cumsum_scan_f32(dst, src, steps, c->reverse, carry, (float)scale, p->stream);
-    } else if (p->scan) {
-        k->cumsum_scan_f64(dst, src, steps, c->reverse, carry, scale, p->stream);
-    } else {
-        ptrdiff_t size = (ptrdiff_t)am_size_of(p->type);
-        char *to = dst;
-        const char *from = src;
-        if (c->reverse) {
-            to += (steps - 1) * dst_step, dst_step = -dst_step;
-            from += (steps - 1) * src_step, src_step = -src_step;
-        }
-        dst_step /= size, src_step /= size;
-        if (p->type == AM_FLOAT32) {
-            k->cumsum_rows_f32((float *)to, dst_step, (const float *)from, src_step, steps, lanes, carry, (float)scale,
-                               p->stream);
-        } else {
-            k->cumsum_rows_f64((double *)to, dst_step, (const double *)from, src_step, steps, lanes, carry, scale,
-                               p->stream);
-        }
-    }
+    double scale = p->cumsum->scaled ? p->cumsum->scale : 1;
+    if (p->type == AM_FLOAT32)
+        (p->scan ? k->cumsum_scan_f32 : k->cumsum_rows_f32)(dst, src, tile, carry, (float)scale);
+    else
+        (p->scan ? k->cumsum_scan_f64 : k->cumsum_rows_f64)(dst, src, tile, carry, scale);
 }
 
-/* One region of a segment: steps × lanes elements whose first step in memory is at src and dst. */
-static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t lanes, void *carry)
+/* One region whose first step in memory is at src and dst. */
+static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t period, ptrdiff_t lanes,
+                       void *carry)
 {
     const am_cumsum *c = p->cumsum;
+    ptrdiff_t size = (ptrdiff_t)am_size_of(p->type);
+    am_cumsum_tile tile = {
+        .steps = steps,
+        .period = period,
+        .lanes = lanes,
+        .dst_step = p->dst_direct ? c->dst_step / size : lanes,
+        .src_step = p->src_direct ? c->src_step / size : lanes,
+        .reverse = c->reverse,
+        .stream = p->stream,
+    };
     if (p->src_direct && p->dst_direct) {
-        sum_floats(p, dst, c->dst_step, src, c->src_step, steps, lanes, carry);
+        sum_floats(p, dst, src, &tile, carry);
         return true;
     }
-    tiles tile;
+    tiles room;
     grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
     if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
-    bool fits = p->src_direct || load_tile(p, &tile, src, from);
+    bool fits = p->src_direct || load_tile(p, &room, src, from);
     if (p->type == AM_INT64) {
-        fits &= sum_integers((int64_t *)tile.out, (const int64_t *)tile.in, steps, lanes, c->reverse, carry);
-        return fits && store_integers(p, dst, to, &tile);
+        fits &= sum_integers((int64_t *)room.out, (const int64_t *)room.in, &tile, carry);
+        return fits && store_integers(p, dst, to, &room);
     }
-    ptrdiff_t tile_step = lanes * (ptrdiff_t)am_size_of(p->type);
-    sum_floats(p, p->dst_direct ? (void *)dst : tile.out, p->dst_direct ? c->dst_step : tile_step,
-               p->src_direct ? (const void *)src : tile.in, p->src_direct ? c->src_step : tile_step, steps, lanes, carry);
-    return p->dst_direct || store_tile(p, p->type, dst, to, tile.out, &tile);
+    sum_floats(p, p->dst_direct ? (void *)dst : room.out, p->src_direct ? (const void *)src : room.in, &tile, carry);
+    return p->dst_direct || store_tile(p, p->type, dst, to, room.out, &room);
 }
 
-/* The segments of one span, for one band of lanes. */
-static am_status sum_span(const plan *p, char *dst, const char *src, const span *s, ptrdiff_t lanes, am_team *team)
+/* What one sum_span works on: a band of lanes. */
+typedef struct {
+    char *dst;
+    const char *src;
+    ptrdiff_t lanes;
+    am_team *team;
+    ptrdiff_t done; /* elements since the last look at the clock */
+} band;
+
+/* Steps begin … end-1 in regions of `piece` steps from where the sums begin. */
+static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t piece, ptrdiff_t period)
+{
+    const am_cumsum *c = p->cumsum;
+    double carry[MAX_LANES]; /* or int64: zero looks the same */
+    memset(carry, 0, (size_t)l->lanes * sizeof *carry);
+    ptrdiff_t last = c->reverse && period ? (end - begin - 1) % piece + 1 : piece; /* whole pieces from the start */
+    for (ptrdiff_t left = end - begin; left > 0;) {
+        ptrdiff_t steps = min(left == end - begin ? last : piece, left);
+        ptrdiff_t first = c->reverse ? begin + left - steps : end - left;
+        if (!sum_region(p, l->dst + first * c->dst_step, l->src + first * c->src_step, steps, period, l->lanes, carry))
+            return AM_OVERFLOW;
+        left -= steps;
+        l->done += steps * l->lanes;
+        if (l->done >= PIECE) {
+            am_status status = am_checkpoint(l->team);
+            if (status != AM_OK) return status;
+            l->done = 0;
+        }
+    }
+    return AM_OK;
+}
+
+/* The part of a sequence that lies in a span. Short chunks go to the kernel many at once, long segments in pieces. */
+static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end)
 {
     const am_cumsum *c = p->cumsum;
     ptrdiff_t room = p->src_direct && p->dst_direct ? PIECE : TILE;
-    ptrdiff_t piece = max(room / lanes / AM_CUMSUM_VECTOR * AM_CUMSUM_VECTOR, AM_CUMSUM_BLOCK);
-    ptrdiff_t sequence = s->sequence, done = 0;
-    for (ptrdiff_t begin = s->begin, end; begin < s->end; begin = end) {
-        while (c->starts[sequence + 1] <= begin) sequence++;
-        end = c->starts[sequence + 1];
-        if (c->chunk && end - begin > c->chunk) end = begin + c->chunk;
-        double carry[MAX_LANES] = {0}; /* or int64, whose zero looks the same */
-        for (ptrdiff_t left = end - begin; left > 0;) {
-            ptrdiff_t steps = min(piece, left);
-            ptrdiff_t at = c->reverse ? begin + left - steps : end - left;
-            if (!sum_region(p, dst + at * c->dst_step, src + at * c->src_step, steps, lanes, carry)) return AM_OVERFLOW;
-            left -= steps;
-            done += steps * lanes;
-            if (done >= PIECE) {
-                am_status status = am_checkpoint(team);
-                if (status != AM_OK) return status;
-                done = 0;
-            }
-        }
+    ptrdiff_t piece = max(room / l->lanes / AM_CUMSUM_PIECE * AM_CUMSUM_PIECE, AM_CUMSUM_BLOCK);
+    if (!c->chunk) return sum_steps(p, l, begin, end, piece, 0);
+    if (c->chunk <= piece) return sum_steps(p, l, begin, end, piece / c->chunk * c->chunk, c->chunk);
+    ptrdiff_t count = (end - begin - 1) / c->chunk + 1;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        ptrdiff_t first = begin + (c->reverse ? count - 1 - i : i) * c->chunk;
+        am_status status = sum_steps(p, l, first, min(end, first + c->chunk), piece, 0);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+/* Sequences in the direction of the sums, so that memory is walked one way throughout. */
+static am_status sum_span(const plan *p, const span *s, band *l)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t first = am_sequence_of(c->starts, c->sequences, s->begin);
+    ptrdiff_t last = am_sequence_of(c->starts, c->sequences, s->end - 1);
+    for (ptrdiff_t i = 0; i <= last - first; i++) {
+        ptrdiff_t sequence = c->reverse ? last - i : first + i;
+        ptrdiff_t begin = max(c->starts[sequence], s->begin), end = min(c->starts[sequence + 1], s->end);
+        am_status status = begin < end ? sum_sequence(p, l, begin, end) : AM_OK;
+        if (status != AM_OK) return status;
     }
     return AM_OK;
 }
@@ -210,35 +245,30 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     ptrdiff_t i = index / p->outer[1], j = index % p->outer[1];
     char *dst = c->dst + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
-    return sum_span(p, dst, src, s, min(p->band, p->lanes - first_lane), team);
+    band l = {.dst = dst, .src = src, .lanes = min(p->band, p->lanes - first_lane), .team = team};
+    return sum_span(p, s, &l);
 }
 
-/* Cuts time into spans of at least `target` steps (but for the last of a sequence) at borders of segments. */
+/* Cuts time into spans of at least `target` steps, but for the last, at borders of segments. */
 static am_status cut_time(plan *p, ptrdiff_t target)
 {
     const am_cumsum *c = p->cumsum;
-    if (c->chunk) target = (target / c->chunk + (target % c->chunk != 0)) * c->chunk;
     p->spans = malloc((size_t)(c->steps / target + 1) * sizeof *p->spans);
     if (!p->spans) return AM_NO_MEMORY;
-    ptrdiff_t begin = 0, first = 0;
+    ptrdiff_t begin = 0;
     for (ptrdiff_t sequence = 0; sequence < c->sequences; sequence++) {
-        ptrdiff_t end = c->starts[sequence + 1];
-        if (c->chunk) {
-            /* Whole chunks of this sequence complete the span, and then fill spans of their own. */
-            ptrdiff_t start = c->starts[sequence];
-            while (end - begin > target) {
-                ptrdiff_t cut = start + max(begin + target - start + c->chunk - 1, 0) / c->chunk * c->chunk;
-                if (cut >= end) break;
-                p->spans[p->span_count++] = (span){begin, cut, first};
-                begin = cut, first = sequence;
+        ptrdiff_t start = c->starts[sequence], end = c->starts[sequence + 1];
+        while (end - begin >= target) {
+            ptrdiff_t cut = end;
+            if (c->chunk) {
+                ptrdiff_t chunks = (max(begin + target - start, 0) + c->chunk - 1) / c->chunk;
+                cut = min(end, start + chunks * c->chunk);
             }
-        }
-        if (end - begin >= target) {
-            p->spans[p->span_count++] = (span){begin, end, first};
-            begin = end, first = sequence + 1;
+            p->spans[p->span_count++] = (span){begin, cut};
+            begin = cut;
         }
     }
-    if (begin < c->steps) p->spans[p->span_count++] = (span){begin, c->steps, first};
+    if (begin < c->steps) p->spans[p->span_count++] = (span){begin, c->steps};
     return AM_OK;
 }
 
@@ -286,8 +316,10 @@ static void choose_axes(plan *p)
 
     bool beside = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
     p->scan = !beside && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
-    p->src_direct = c->src_type == p->type && p->type != AM_INT64 && (p->scan ? c->src_step : p->src_lane) == src_size;
-    p->dst_direct = c->dst_type == p->type && p->type != AM_INT64 && (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+    p->src_direct =
+        c->src_type == p->type && p->type != AM_INT64 && (p->scan ? c->src_step : p->src_lane) == src_size;
+    p->dst_direct =
+        c->dst_type == p->type && p->type != AM_INT64 && (p->scan ? c->dst_step : p->dst_lane) == dst_size;
 }
 
 /* Results too large to be found in the cache by whoever reads them next are written around it. */
@@ -299,7 +331,8 @@ static bool should_stream(const plan *p)
     misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst_step);
     misaligned |= (uintptr_t)(p->scan ? 0 : p->lanes * p->dst_lane);
     return p->dst_direct && misaligned % LINE == 0 &&
-           p->outer[0] * p->outer[1] * p->lanes >= am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst_type) / c->steps;
+           p->outer[0] * p->outer[1] * p->lanes >=
+               am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst_type) / c->steps;
 }
 
 am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
@@ -308,8 +341,10 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
     if (c.steps == 0 || c.shape[0] == 0 || c.shape[1] == 0 || c.shape[2] == 0) return AM_OK;
     if (c.chunk >= c.steps) c.chunk = 0;
     plan p = {.cumsum = &c, .kernels = run->kernels, .type = AM_FLOAT32};
-    if (am_is_integer(c.src_type)) p.type = AM_INT64;
-    else if (c.src_type == AM_FLOAT64 || c.dst_type == AM_FLOAT64) p.type = AM_FLOAT64;
+    if (am_is_integer(c.src_type))
+        p.type = AM_INT64;
+    else if (c.src_type == AM_FLOAT64 || c.dst_type == AM_FLOAT64)
+        p.type = AM_FLOAT64;
     choose_axes(&p);
     p.stream = should_stream(&p);
 

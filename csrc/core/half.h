@@ -1,4 +1,5 @@
-/* half.h – sixteen-bit floats, one at a time and without branches on most values, so that compilers vectorize it. */
+/* half.h – sixteen-bit floats, one at a time and without branches on most values, so that compilers vectorize
+ * it. */
 #ifndef AM_HALF_H
 #define AM_HALF_H
 

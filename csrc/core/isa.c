@@ -6,9 +6,9 @@
 #if defined(__x86_64__)
 #    include <cpuid.h>
 
-static const unsigned LEAF1_ECX = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;         /* FMA, OSXSAVE, AVX, F16C */
-static const unsigned LEAF7_EBX_AVX2 = 1u << 3 | 1u << 5 | 1u << 8;                  /* BMI1, AVX2, BMI2 */
-static const unsigned LEAF7_EBX_AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  /* F, DQ, BW, VL */
+static const unsigned LEAF1_ECX = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
+static const unsigned LEAF7_EBX_AVX2 = 1u << 3 | 1u << 5 | 1u << 8;          /* BMI1, AVX2, BMI2 */
+static const unsigned LEAF7_EBX_AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
 static const unsigned LEAF7_1_EAX_BF16 = 1u << 5;
 static const unsigned XCR0_YMM = 0x6;  /* the system saves the XMM and YMM registers */
 static const unsigned XCR0_ZMM = 0xe6; /* and the mask and ZMM registers */

@@ -23,8 +23,10 @@ ptrdiff_t am_sequence_of(const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t
     ptrdiff_t low = 0, high = sequences; /* starts[low] <= t < starts[high] */
     while (high - low > 1) {
         ptrdiff_t middle = low + (high - low) / 2;
-        if (starts[middle] <= t) low = middle;
-        else high = middle;
+        if (starts[middle] <= t)
+            low = middle;
+        else
+            high = middle;
     }
     return low;
 }
@@ -39,19 +41,21 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t sequence = am_sequence_of(job->starts, job->sequences, begin);
     char *dst = job->dst + begin * (job->fact == AM_PAIRS ? 2 : 1) * (ptrdiff_t)am_size_of(job->type);
     if (job->type == AM_INT32) {
-        am_fill_tokens_32 *const fill[] = {
-            [AM_POSITIONS] = k->fill_positions_32, [AM_SEQUENCES] = k->fill_sequences_32, [AM_PAIRS] = k->fill_pairs_32};
+        am_fill_tokens_32 *const fill[] = {[AM_POSITIONS] = k->fill_positions_32,
+                                           [AM_SEQUENCES] = k->fill_sequences_32,
+                                           [AM_PAIRS] = k->fill_pairs_32};
         fill[job->fact]((int32_t *)dst, job->starts, sequence, begin, end);
     } else {
-        am_fill_tokens_64 *const fill[] = {
-            [AM_POSITIONS] = k->fill_positions_64, [AM_SEQUENCES] = k->fill_sequences_64, [AM_PAIRS] = k->fill_pairs_64};
+        am_fill_tokens_64 *const fill[] = {[AM_POSITIONS] = k->fill_positions_64,
+                                           [AM_SEQUENCES] = k->fill_sequences_64,
+                                           [AM_PAIRS] = k->fill_pairs_64};
         fill[job->fact]((int64_t *)dst, job->starts, sequence, begin, end);
     }
     return AM_OK;
 }
 
-am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, void *dst, const ptrdiff_t *starts,
-                         ptrdiff_t sequences)
+am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, void *dst,
+                         const ptrdiff_t *starts, ptrdiff_t sequences)
 {
     token_job job = {run->kernels, fact, type, dst, starts, sequences};
     ptrdiff_t total = starts[sequences];
@@ -62,13 +66,16 @@ void am_chunk_offsets(ptrdiff_t *offsets, const ptrdiff_t *starts, ptrdiff_t seq
 {
     offsets[0] = 0;
     if (starts[sequences] <= UINT32_MAX && chunk > 1 && chunk <= UINT32_MAX) {
-        /* n / d = n * ceil(2^64 / d) >> 64 for all n, d below 2^32: a multiplication instead of a division. */
+        /* n / d = n * ceil(2^64 / d) >> 64 for all n, d below 2^32: a multiplication instead of a division.
+         */
         uint64_t reciprocal = UINT64_MAX / (uint64_t)chunk + 1;
         for (ptrdiff_t s = 0; s < sequences; s++) {
             uint64_t len = (uint64_t)(starts[s + 1] - starts[s]);
             uint64_t rounded_up = len + (uint64_t)chunk - 1;
-            if (rounded_up > UINT32_MAX) offsets[s + 1] = offsets[s] + (ptrdiff_t)(rounded_up / (uint64_t)chunk);
-            else offsets[s + 1] = offsets[s] + (ptrdiff_t)((unsigned __int128)rounded_up * reciprocal >> 64);
+            if (rounded_up > UINT32_MAX)
+                offsets[s + 1] = offsets[s] + (ptrdiff_t)(rounded_up / (uint64_t)chunk);
+            else
+                offsets[s + 1] = offsets[s] + (ptrdiff_t)((unsigned __int128)rounded_up * reciprocal >> 64);
         }
         return;
     }
@@ -127,7 +134,8 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
 
 am_status am_count_rows(const am_run *run, const am_mask_lens *mask)
 {
-    count_job job = {mask, counter(run->kernels, mask->type), (ptrdiff_t)am_size_of(mask->type), run->kernels};
+    count_job job = {mask, counter(run->kernels, mask->type), (ptrdiff_t)am_size_of(mask->type),
+                     run->kernels};
     ptrdiff_t row_bytes = mask->columns * job.size;
     return am_parallel(run, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task, &job);
 }

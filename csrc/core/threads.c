@@ -67,7 +67,8 @@ am_status am_checkpoint(am_team *team)
     if (team->run->stop && pthread_equal(pthread_self(), team->caller)) {
         struct timespec now;
         clock_gettime(CLOCK_MONOTONIC, &now);
-        long elapsed = (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
+        long elapsed =
+            (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
         if (elapsed >= POLL_NANOSECONDS) {
             if (team->run->stop(team->run->stop_arg)) fail(team, AM_INTERRUPTED);
             clock_gettime(CLOCK_MONOTONIC, &team->polled);
@@ -95,7 +96,8 @@ static void work(am_team *team)
 am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job)
 {
     if (grain < 1) grain = 1;
-    am_team team = {.run = run, .task = task, .job = job, .count = count, .grain = grain, .caller = pthread_self()};
+    am_team team = {
+        .run = run, .task = task, .job = job, .count = count, .grain = grain, .caller = pthread_self()};
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
 #ifdef _OPENMP
     ptrdiff_t shares = count / grain + (count % grain != 0);

@@ -22,11 +22,12 @@ typedef struct {
 
 typedef struct am_team am_team;
 
-/* Does task `index`. Long tasks ask am_checkpoint every millisecond or so and return at once if it says no. */
+/* Does task `index`. Long tasks ask am_checkpoint every millisecond or so and return at once if it says no.
+ */
 typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
 
-/* Runs tasks 0 … count-1, `grain` consecutive ones at a time; the first status that is not AM_OK ends the loop
- * and is returned. */
+/* Runs tasks 0 … count-1, `grain` consecutive ones at a time; the first status that is not AM_OK ends the
+ * loop and is returned. */
 am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
 /* AM_OK, or the reason to stop. */

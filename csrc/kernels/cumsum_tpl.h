@@ -2,14 +2,18 @@
  *
  *     out[t] = scale * (carry + x[0] + … + x[t])
  *
- * `carry` is a double that takes in a block of a few steps at a time; inside the block the sum starts from zero, in T.
- * That costs one addition a step more than the plain recurrence, no compensation term, and needs no special care
- * for infinities: the carry obeys IEEE rules by itself.
+ * `carry` is a double that takes in a block of a few steps at a time; inside the block the sum starts from
+ * zero, in T. That costs one addition a step more than the plain recurrence, no compensation term, and needs
+ * no special care for infinities: the carry obeys IEEE rules by itself.
  */
 
-enum { FN(GROUP) = 64 / (int)sizeof(T) / LANES }; /* vectors that fill a cache line */
+enum {
+    FN(GROUP) = 64 / (int)sizeof(T) / LANES, /* vectors that fill a cache line */
+    FN(AHEAD) = 1024 / (int)sizeof(T),       /* how far a scan of a row beyond the caches prefetches */
+};
 
-/* `steps` ≤ AM_CUMSUM_BLOCK rows of `vectors` whole vectors; or, with `part` lanes, of one vector that is not full. */
+/* `steps` ≤ AM_CUMSUM_BLOCK rows of `vectors` whole vectors; or, with `part` lanes, of one vector that is not
+ * full. */
 static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdiff_t dst_step, const T *src,
                                                                    ptrdiff_t src_step, const ptrdiff_t steps,
                                                                    const int vectors, const ptrdiff_t part,
@@ -23,12 +27,16 @@ static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdi
     for (ptrdiff_t t = 0; t < steps; t++) {
         for (int v = 0; v < vectors; v++) {
             const T *from = src + t * src_step + v * LANES;
+            if (stream && v == 0) __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * src_step);
             T *to = dst + t * dst_step + v * LANES;
             sum[v] = VOP(add)(sum[v], part ? VOP(load_part)(from, part) : VOP(load)(from));
             V out = VOP(mul)(scale, VOP(add)(base[v], sum[v]));
-            if (part) VOP(store_part)(to, out, part);
-            else if (stream) VOP(stream)(to, out);
-            else VOP(store)(to, out);
+            if (part)
+                VOP(store_part)(to, out, part);
+            else if (stream)
+                VOP(stream)(to, out);
+            else
+                VOP(store)(to, out);
         }
     }
     for (int v = 0; v < vectors; v++) FN(carry_add)(carry + v * LANES, sum[v]);
@@ -41,7 +49,8 @@ static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdif
 {
     ptrdiff_t lane = 0;
     for (; lane + FN(GROUP) * LANES <= lanes; lane += FN(GROUP) * LANES) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, FN(GROUP), 0, carry + lane, scale, stream);
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, FN(GROUP), 0, carry + lane, scale,
+                         stream);
     }
     for (; lane + LANES <= lanes; lane += LANES) {
         FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, 0, carry + lane, scale, false);
@@ -49,59 +58,124 @@ static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdif
     if (lane < lanes) {
         double last[LANES] = {0}; /* the carry has no room for a whole vector */
         memcpy(last, carry + lane, (size_t)(lanes - lane) * sizeof *carry);
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, lanes - lane, last, scale, false);
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, lanes - lane, last, scale,
+                         false);
         memcpy(carry + lane, last, (size_t)(lanes - lane) * sizeof *carry);
     }
 }
 
-static void FN(cumsum_rows)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, ptrdiff_t steps,
-                            ptrdiff_t lanes, double *carry, T scale, bool stream)
+/* One segment, or a piece of one; negative steps run backwards. */
+static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, ptrdiff_t steps,
+                                    ptrdiff_t lanes, double *carry, V scale, bool stream)
 {
-    const V factor = VOP(set1)(scale);
-    ptrdiff_t t = 0;
-    for (; t + AM_CUMSUM_BLOCK <= steps; t += AM_CUMSUM_BLOCK) {
-        T *to = dst + t * dst_step;
-        const T *from = src + t * src_step;
-        if (stream) FN(cumsum_band)(to, dst_step, from, src_step, AM_CUMSUM_BLOCK, lanes, carry, factor, true);
-        else FN(cumsum_band)(to, dst_step, from, src_step, AM_CUMSUM_BLOCK, lanes, carry, factor, false);
+    for (; steps >= AM_CUMSUM_BLOCK; steps -= AM_CUMSUM_BLOCK) {
+        if (stream)
+            FN(cumsum_band)(dst, dst_step, src, src_step, AM_CUMSUM_BLOCK, lanes, carry, scale, true);
+        else
+            FN(cumsum_band)(dst, dst_step, src, src_step, AM_CUMSUM_BLOCK, lanes, carry, scale, false);
+        dst += AM_CUMSUM_BLOCK * dst_step;
+        src += AM_CUMSUM_BLOCK * src_step;
     }
-    if (t < steps) {
-        FN(cumsum_band)(dst + t * dst_step, dst_step, src + t * src_step, src_step, steps - t, lanes, carry, factor,
-                        false);
-    }
-    if (stream) v_fence();
+    if (steps) FN(cumsum_band)(dst, dst_step, src, src_step, steps, lanes, carry, scale, false);
 }
 
-static inline __attribute__((always_inline)) void FN(cumsum_scan_row)(T *dst, const T *src, ptrdiff_t steps,
-                                                                      const bool reverse, double *carry, V scale,
-                                                                      const bool stream)
+/* `vectors` whole vectors along time, or one with `part` elements, from the last to the first if `reverse`. */
+static inline __attribute__((always_inline)) void FN(cumsum_scan_group)(T *dst, const T *src, const int vectors,
+                                                                        const ptrdiff_t part, const bool reverse,
+                                                                        double *carry, V scale, const bool stream)
 {
-    double sum = *carry;
-    for (ptrdiff_t t = 0; t < steps; t += LANES) {
-        ptrdiff_t count = steps - t < LANES ? steps - t : LANES;
-        ptrdiff_t at = reverse ? steps - t - count : t;
-        V x = count < LANES ? VOP(load_part)(src + at, count) : VOP(load)(src + at);
-        x = VOP(scan)(reverse ? VOP(reverse)(x) : x);
-        V out = VOP(mul)(scale, VOP(add)(VOP(set1)((T)sum), x));
-        if (reverse) out = VOP(reverse)(out);
-        if (count < LANES) VOP(store_part)(dst + at, out, count);
-        else if (stream) VOP(stream)(dst + at, out);
-        else VOP(store)(dst + at, out);
-        sum += (double)VOP(last)(x);
+    const V base = VOP(set1)((T)*carry);
+    V before = VOP(set1)(0); /* the sum of the vectors done, in every lane */
+    for (int v = 0; v < vectors; v++) {
+        ptrdiff_t at = (reverse ? vectors - 1 - v : v) * LANES;
+        V x = part ? VOP(load_part)(src, part) : VOP(load)(src + at);
+        V sum = reverse ? VOP(scan_back)(x) : VOP(scan)(x);
+        V out = VOP(mul)(scale, VOP(add)(base, VOP(add)(before, sum)));
+        if (part)
+            VOP(store_part)(dst, out, part);
+        else if (stream)
+            VOP(stream)(dst + at, out);
+        else
+            VOP(store)(dst + at, out);
+        before = VOP(add)(before, reverse ? VOP(set_first)(sum) : VOP(set_last)(sum));
     }
-    *carry = sum;
+    *carry += (double)VOP(last)(before);
 }
 
-static void FN(cumsum_scan)(T *dst, const T *src, ptrdiff_t steps, bool reverse, double *carry, T scale, bool stream)
+static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst, const T *src, ptrdiff_t steps,
+                                                                          const bool reverse, double *carry,
+                                                                          V scale, const bool stream)
+{
+    enum { GROUPED = AM_CUMSUM_SCAN * LANES };
+    ptrdiff_t low = 0, high = steps; /* what is left */
+    while (high - low >= GROUPED) {
+        ptrdiff_t at = reverse ? high - GROUPED : low;
+        for (int line = 0; stream && line < GROUPED * (int)sizeof(T) / 64; line++) {
+            __builtin_prefetch(src + at + (reverse ? -FN(AHEAD) : FN(AHEAD)) + line * FN(GROUP) * LANES);
+        }
+        FN(cumsum_scan_group)(dst + at, src + at, AM_CUMSUM_SCAN, 0, reverse, carry, scale, stream);
+        if (reverse)
+            high -= GROUPED;
+        else
+            low += GROUPED;
+    }
+    while (high - low >= LANES) {
+        ptrdiff_t at = reverse ? high - LANES : low;
+        FN(cumsum_scan_group)(dst + at, src + at, 1, 0, reverse, carry, scale, stream);
+        if (reverse)
+            high -= LANES;
+        else
+            low += LANES;
+    }
+    if (low < high) FN(cumsum_scan_group)(dst + low, src + low, 1, high - low, reverse, carry, scale, false);
+}
+
+/* Segment i of `count` in the order of the sums: where it begins in memory, and its length. */
+static inline ptrdiff_t FN(segment_begin)(const am_cumsum_tile *tile, ptrdiff_t period, ptrdiff_t i, ptrdiff_t count,
+                                          ptrdiff_t *steps)
+{
+    ptrdiff_t begin = (tile->reverse ? count - 1 - i : i) * period;
+    *steps = tile->steps - begin < period ? tile->steps - begin : period;
+    return begin;
+}
+
+static void FN(cumsum_rows)(T *dst, const T *src, const am_cumsum_tile *tile, double *carry, T scale)
 {
     const V factor = VOP(set1)(scale);
-    /* Whole vectors are stored from the end downwards when reversed, from the beginning upwards when not. */
-    stream = stream && (uintptr_t)(reverse ? dst + steps : dst) % sizeof(V) == 0;
-    if (stream && reverse) FN(cumsum_scan_row)(dst, src, steps, true, carry, factor, true);
-    else if (stream) FN(cumsum_scan_row)(dst, src, steps, false, carry, factor, true);
-    else if (reverse) FN(cumsum_scan_row)(dst, src, steps, true, carry, factor, false);
-    else FN(cumsum_scan_row)(dst, src, steps, false, carry, factor, false);
-    if (stream) v_fence();
+    const ptrdiff_t period = tile->period ? tile->period : tile->steps, count = (tile->steps - 1) / period + 1;
+    const ptrdiff_t way = tile->reverse ? -1 : 1;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        ptrdiff_t steps, first = FN(segment_begin)(tile, period, i, count, &steps);
+        if (tile->reverse) first += steps - 1;
+        if (tile->period) memset(carry, 0, (size_t)tile->lanes * sizeof *carry);
+        FN(cumsum_rows_segment)(dst + first * tile->dst_step, way * tile->dst_step, src + first * tile->src_step,
+                                way * tile->src_step, steps, tile->lanes, carry, factor, tile->stream);
+    }
+    if (tile->stream) v_fence();
+}
+
+static void FN(cumsum_scan)(T *dst, const T *src, const am_cumsum_tile *tile, double *carry, T scale)
+{
+    const V factor = VOP(set1)(scale);
+    const ptrdiff_t period = tile->period ? tile->period : tile->steps, count = (tile->steps - 1) / period + 1;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        ptrdiff_t steps, begin = FN(segment_begin)(tile, period, i, count, &steps);
+        T *to = dst + begin;
+        const T *from = src + begin;
+        double sum = tile->period ? 0 : *carry;
+        /* Whole vectors are stored from the end downwards when reversed, else from the beginning upwards. */
+        bool stream = tile->stream && (uintptr_t)(tile->reverse ? to + steps : to) % sizeof(V) == 0;
+        if (stream && tile->reverse)
+            FN(cumsum_scan_segment)(to, from, steps, true, &sum, factor, true);
+        else if (stream)
+            FN(cumsum_scan_segment)(to, from, steps, false, &sum, factor, true);
+        else if (tile->reverse)
+            FN(cumsum_scan_segment)(to, from, steps, true, &sum, factor, false);
+        else
+            FN(cumsum_scan_segment)(to, from, steps, false, &sum, factor, false);
+        *carry = sum;
+    }
+    if (tile->stream) v_fence();
 }
 
 #undef T

@@ -1,5 +1,5 @@
-/* level.h – every kernel, compiled for the instruction set that the including file has named (LEVEL) and whose vector
- * operations it has included. */
+/* level.h – every kernel, compiled for the instruction set that the including file has named (LEVEL) and
+ * whose vector operations it has included. */
 #include <stdbool.h>
 #include <string.h>
 

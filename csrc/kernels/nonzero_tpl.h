@@ -1,7 +1,7 @@
 /* nonzero_tpl.h – counts the elements of type T that have a bit of MASK set.
  *
- * Counters are as narrow as the elements, so that a vector of one feeds a vector of the other, and are emptied before
- * they can overflow.
+ * Counters are as narrow as the elements, so that a vector of one feeds a vector of the other, and are
+ * emptied before they can overflow.
  */
 static ptrdiff_t FN(nonzero)(const void *src, ptrdiff_t count)
 {

@@ -1,6 +1,7 @@
 /* table.h – what every instruction set offers: each kernel's signature, written once.
  *
- * Kernels see tiles: plain pointers, steps in elements, no Python, no checks. Callers guarantee what is stated here.
+ * Kernels see tiles: plain pointers, steps in elements, no Python, no checks. Callers guarantee what is
+ * stated here.
  */
 #ifndef AM_TABLE_H
 #define AM_TABLE_H
@@ -9,33 +10,40 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Running sums of many lanes side by side. For each lane l and step t = 0 … steps-1:
+/* A region of running sums; steps of memory in elements. Time is cut into segments of `period` steps from its start,
+ * each summed from zero; or with a period of 0 the region is a piece of one segment that goes on from `carry`. With
+ * `reverse` sums run from the end of each segment, and pieces of one are given from its end. */
+typedef struct {
+    ptrdiff_t steps, period, lanes;
+    ptrdiff_t dst_step, src_step;
+    bool reverse;
+    bool stream; /* write around the caches */
+} am_cumsum_tile;
+
+/* Lanes side by side, one step after the other. For each lane l, in the order of the sums:
  *     carry[l] += src[t * src_step + l];    dst[t * dst_step + l] = scale * carry[l]
  * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type; `carry`, a double, moves from block to
- * block. So the error stays below 10 roundings of the sum of absolute values, however long the row. Blocks count from
- * the first step: a caller that splits a segment splits it at a multiple of the block. Negative steps run backwards.
- * With `stream`, dst and dst_step are multiples of a cache line and the stores go around the caches. */
+ * block. So the error stays below 10 roundings of the sum of absolute values, however long the row. To stream, dst and
+ * dst_step are multiples of a cache line. */
 #define AM_CUMSUM_BLOCK 8
-typedef void am_cumsum_rows_f32(float *dst, ptrdiff_t dst_step, const float *src, ptrdiff_t src_step, ptrdiff_t steps,
-                                ptrdiff_t lanes, double *carry, float scale, bool stream);
-typedef void am_cumsum_rows_f64(double *dst, ptrdiff_t dst_step, const double *src, ptrdiff_t src_step,
-                                ptrdiff_t steps, ptrdiff_t lanes, double *carry, double scale, bool stream);
+typedef void am_cumsum_rows_f32(float *dst, const float *src, const am_cumsum_tile *tile, double *carry, float scale);
+typedef void am_cumsum_rows_f64(double *dst, const double *src, const am_cumsum_tile *tile, double *carry, double scale);
 
-/* The running sum of one contiguous row, from its end if `reverse`: the sum inside a vector is a tree, `carry` moves
- * from vector to vector. Pieces of a split row are multiples of AM_CUMSUM_VECTOR elements, but for the last. Streaming
- * happens where dst turns out to be aligned to a vector. */
-#define AM_CUMSUM_VECTOR 16
-typedef void am_cumsum_scan_f32(float *dst, const float *src, ptrdiff_t steps, bool reverse, double *carry,
-                                float scale, bool stream);
-typedef void am_cumsum_scan_f64(double *dst, const double *src, ptrdiff_t steps, bool reverse, double *carry,
-                                double scale, bool stream);
+/* One lane whose steps lie side by side. Here sums inside a vector are a tree, and `carry` moves on after every
+ * AM_CUMSUM_SCAN vectors, which makes the same error. Streams where dst turns out to be aligned to a vector. */
+#define AM_CUMSUM_SCAN 4
+typedef am_cumsum_rows_f32 am_cumsum_scan_f32;
+typedef am_cumsum_rows_f64 am_cumsum_scan_f64;
+
+/* A multiple of both kinds of blocks on any instruction set: segments are cut into pieces of a multiple of it. */
+#define AM_CUMSUM_PIECE 64
 
 /* Sixteen-bit floats to float32 and back, rounding to nearest even. */
 typedef void am_widen_16(float *dst, const uint16_t *src, ptrdiff_t count);
 typedef void am_narrow_16(uint16_t *dst, const float *src, ptrdiff_t count);
 
-/* Per-token facts of packed sequences for tokens begin … end-1, the first of which lies in `sequence`; dst points at
- * the entry of token `begin`. Sequence s owns tokens starts[s] … starts[s+1]-1 and may be empty. */
+/* Per-token facts of packed sequences for tokens begin … end-1, the first of which lies in `sequence`; dst
+ * points at the entry of token `begin`. Sequence s owns tokens starts[s] … starts[s+1]-1 and may be empty. */
 typedef void am_fill_tokens_32(int32_t *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
                                ptrdiff_t end);
 typedef void am_fill_tokens_64(int64_t *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
@@ -45,7 +53,8 @@ typedef void am_fill_tokens_64(int64_t *dst, const ptrdiff_t *starts, ptrdiff_t 
 typedef bool am_lens_32(int32_t *lens, const int32_t *starts, ptrdiff_t count);
 typedef bool am_lens_64(int64_t *lens, const int64_t *starts, ptrdiff_t count);
 
-/* How many of `count` elements are non-zero; the second form takes floating-point numbers, whose sign does not count. */
+/* How many of `count` elements are non-zero; the second form takes floating-point numbers, whose sign does
+ * not count. */
 typedef ptrdiff_t am_count_nonzero(const void *src, ptrdiff_t count);
 
 typedef struct {

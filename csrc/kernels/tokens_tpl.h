@@ -1,12 +1,14 @@
 /* tokens_tpl.h – what prepare_* writes for every token, for the integer type T.
  *
- * Runs are short (documents of a hundred tokens), so their ends matter most: a run is written in whole strides that may
- * pass its end, as the next run overwrites them, except near `end`, where another thread's tokens begin.
+ * Runs are short (documents of a hundred tokens), so their ends matter most: a run is written in whole
+ * strides that may pass its end, as the next run overwrites them, except near `end`, where another thread's
+ * tokens begin.
  */
 
 enum { FN(STRIDE) = 64 / (int)sizeof(T) };
 
-static void FN(fill_positions)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end)
+static void FN(fill_positions)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
+                               ptrdiff_t end)
 {
     for (ptrdiff_t t = begin; t < end; sequence++) {
         ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
@@ -19,7 +21,8 @@ static void FN(fill_positions)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequen
     }
 }
 
-static void FN(fill_sequences)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end)
+static void FN(fill_sequences)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
+                               ptrdiff_t end)
 {
     for (ptrdiff_t t = begin; t < end; sequence++) {
         ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
@@ -31,7 +34,8 @@ static void FN(fill_sequences)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequen
     }
 }
 
-static void FN(fill_pairs)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end)
+static void FN(fill_pairs)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
+                           ptrdiff_t end)
 {
     for (ptrdiff_t t = begin; t < end; sequence++) {
         ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
@@ -55,7 +59,8 @@ static bool FN(lens)(T *lens, const T *starts, ptrdiff_t count)
 {
     T signs = 0;
     for (ptrdiff_t i = 0; i < count; i++) {
-        /* Starts at zero and never falls, else the caller throws the result away: it cannot overflow when it counts. */
+        /* Starts at zero and never falls, else the caller throws the result away: it cannot overflow when it
+         * counts. */
         lens[i] = (T)((UNSIGNED)starts[i + 1] - (UNSIGNED)starts[i]);
         signs |= starts[i + 1] < starts[i];
     }

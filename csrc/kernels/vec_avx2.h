@@ -22,28 +22,35 @@ static inline __m256i v_mask_64(ptrdiff_t count)
 }
 
 static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
-static inline vf vf_load_part(const float *p, ptrdiff_t count) { return _mm256_maskload_ps(p, v_mask_32(count)); }
+static inline vf vf_load_part(const float *p, ptrdiff_t count)
+{
+    return _mm256_maskload_ps(p, v_mask_32(count));
+}
 static inline void vf_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
-static inline void vf_store_part(float *p, vf v, ptrdiff_t count) { _mm256_maskstore_ps(p, v_mask_32(count), v); }
+static inline void vf_store_part(float *p, vf v, ptrdiff_t count)
+{
+    _mm256_maskstore_ps(p, v_mask_32(count), v);
+}
 static inline void vf_stream(float *p, vf v) { _mm256_stream_ps(p, v); }
 static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
-static inline vf vf_reverse(vf v)
-{
-    return _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
-}
-static inline vf vf_shift(vf v, const int bytes)
-{
-    return _mm256_castsi256_ps(bytes == 4 ? _mm256_slli_si256(_mm256_castps_si256(v), 4)
-                                          : _mm256_slli_si256(_mm256_castps_si256(v), 8));
-}
+/* Lanes of each half move up or down by so many bytes, zeros come in. */
+#define V_UP(v, bytes) _mm256_castsi256_ps(_mm256_slli_si256(_mm256_castps_si256(v), bytes))
+#define V_DOWN(v, bytes) _mm256_castsi256_ps(_mm256_srli_si256(_mm256_castps_si256(v), bytes))
 static inline vf vf_scan(vf v)
 {
-    v = vf_add(v, vf_shift(v, 4));
-    v = vf_add(v, vf_shift(v, 8));
+    v = vf_add(v, V_UP(v, 4));
+    v = vf_add(v, V_UP(v, 8));
     vf low_half = _mm256_permute2f128_ps(v, v, 0x08);
     return vf_add(v, _mm256_permute_ps(low_half, 0xff));
+}
+static inline vf vf_scan_back(vf v)
+{
+    v = vf_add(v, V_DOWN(v, 4));
+    v = vf_add(v, V_DOWN(v, 8));
+    vf high_half = _mm256_permute2f128_ps(v, v, 0x81);
+    return vf_add(v, _mm256_permute_ps(high_half, 0));
 }
 static inline float vf_last(vf v)
 {
@@ -51,26 +58,43 @@ static inline float vf_last(vf v)
     return _mm_cvtss_f32(_mm_permute_ps(high, 0xff));
 }
 
+static inline vf vf_set_first(vf v) { return _mm256_broadcastss_ps(_mm256_castps256_ps128(v)); }
+static inline vf vf_set_last(vf v) { return _mm256_permutevar8x32_ps(v, _mm256_set1_epi32(7)); }
+
 static inline vd vd_load(const double *p) { return _mm256_loadu_pd(p); }
-static inline vd vd_load_part(const double *p, ptrdiff_t count) { return _mm256_maskload_pd(p, v_mask_64(count)); }
+static inline vd vd_load_part(const double *p, ptrdiff_t count)
+{
+    return _mm256_maskload_pd(p, v_mask_64(count));
+}
 static inline void vd_store(double *p, vd v) { _mm256_storeu_pd(p, v); }
-static inline void vd_store_part(double *p, vd v, ptrdiff_t count) { _mm256_maskstore_pd(p, v_mask_64(count), v); }
+static inline void vd_store_part(double *p, vd v, ptrdiff_t count)
+{
+    _mm256_maskstore_pd(p, v_mask_64(count), v);
+}
 static inline void vd_stream(double *p, vd v) { _mm256_stream_pd(p, v); }
 static inline vd vd_set1(double x) { return _mm256_set1_pd(x); }
 static inline vd vd_add(vd a, vd b) { return _mm256_add_pd(a, b); }
 static inline vd vd_mul(vd a, vd b) { return _mm256_mul_pd(a, b); }
-static inline vd vd_reverse(vd v) { return _mm256_permute4x64_pd(v, 0x1b); }
 static inline vd vd_scan(vd v)
 {
-    v = vd_add(v, _mm256_castps_pd(vf_shift(_mm256_castpd_ps(v), 8)));
+    v = vd_add(v, _mm256_castps_pd(V_UP(_mm256_castpd_ps(v), 8)));
     vd low_half = _mm256_permute2f128_pd(v, v, 0x08);
     return vd_add(v, _mm256_permute_pd(low_half, 0xf));
+}
+static inline vd vd_scan_back(vd v)
+{
+    v = vd_add(v, _mm256_castps_pd(V_DOWN(_mm256_castpd_ps(v), 8)));
+    vd high_half = _mm256_permute2f128_pd(v, v, 0x81);
+    return vd_add(v, _mm256_permute_pd(high_half, 0));
 }
 static inline double vd_last(vd v)
 {
     __m128d high = _mm256_extractf128_pd(v, 1);
     return _mm_cvtsd_f64(_mm_unpackhi_pd(high, high));
 }
+
+static inline vd vd_set_first(vd v) { return _mm256_broadcastsd_pd(_mm256_castpd256_pd128(v)); }
+static inline vd vd_set_last(vd v) { return _mm256_permute4x64_pd(v, 0xff); }
 
 static inline vd vf_widen_low(vf v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
 static inline vd vf_widen_high(vf v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
@@ -79,7 +103,10 @@ static inline vf vd_narrow(vd low, vd high)
     return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(low)), _mm256_cvtpd_ps(high), 1);
 }
 
-static inline vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+static inline vf vf_load_f16(const uint16_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
 static inline void vf_store_f16(uint16_t *p, vf v)
 {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

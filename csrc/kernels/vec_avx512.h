@@ -15,28 +15,40 @@ static inline __mmask16 v_mask_32(ptrdiff_t count) { return (__mmask16)((1u << c
 static inline __mmask8 v_mask_64(ptrdiff_t count) { return (__mmask8)((1u << count) - 1); }
 
 static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
-static inline vf vf_load_part(const float *p, ptrdiff_t count) { return _mm512_maskz_loadu_ps(v_mask_32(count), p); }
+static inline vf vf_load_part(const float *p, ptrdiff_t count)
+{
+    return _mm512_maskz_loadu_ps(v_mask_32(count), p);
+}
 static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
-static inline void vf_store_part(float *p, vf v, ptrdiff_t count) { _mm512_mask_storeu_ps(p, v_mask_32(count), v); }
+static inline void vf_store_part(float *p, vf v, ptrdiff_t count)
+{
+    _mm512_mask_storeu_ps(p, v_mask_32(count), v);
+}
 static inline void vf_stream(float *p, vf v) { _mm512_stream_ps(p, v); }
 static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-static inline vf vf_reverse(vf v)
-{
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), v);
-}
-/* Lanes move up by 16 - `from`, zeros come in. */
-#define V_SHIFT_32(v, from)                                                                                            \
-    _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(v), _mm512_setzero_si512(), from))
-#define V_SHIFT_64(v, from)                                                                                            \
-    _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), _mm512_setzero_si512(), from))
+/* Lanes move up or down by `count`, zeros come in. */
+#define V_ZERO _mm512_setzero_si512()
+#define V_UP_32(v, count) \
+    _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(v), V_ZERO, 16 - (count)))
+#define V_DOWN_32(v, count) _mm512_castsi512_ps(_mm512_alignr_epi32(V_ZERO, _mm512_castps_si512(v), count))
+#define V_UP_64(v, count) \
+    _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), V_ZERO, 8 - (count)))
+#define V_DOWN_64(v, count) _mm512_castsi512_pd(_mm512_alignr_epi64(V_ZERO, _mm512_castpd_si512(v), count))
 static inline vf vf_scan(vf v)
 {
-    v = vf_add(v, V_SHIFT_32(v, 15));
-    v = vf_add(v, V_SHIFT_32(v, 14));
-    v = vf_add(v, V_SHIFT_32(v, 12));
-    return vf_add(v, V_SHIFT_32(v, 8));
+    v = vf_add(v, V_UP_32(v, 1));
+    v = vf_add(v, V_UP_32(v, 2));
+    v = vf_add(v, V_UP_32(v, 4));
+    return vf_add(v, V_UP_32(v, 8));
+}
+static inline vf vf_scan_back(vf v)
+{
+    v = vf_add(v, V_DOWN_32(v, 1));
+    v = vf_add(v, V_DOWN_32(v, 2));
+    v = vf_add(v, V_DOWN_32(v, 4));
+    return vf_add(v, V_DOWN_32(v, 8));
 }
 static inline float vf_last(vf v)
 {
@@ -44,26 +56,43 @@ static inline float vf_last(vf v)
     return _mm_cvtss_f32(_mm_permute_ps(high, 0xff));
 }
 
+static inline vf vf_set_first(vf v) { return _mm512_broadcastss_ps(_mm512_castps512_ps128(v)); }
+static inline vf vf_set_last(vf v) { return _mm512_permutexvar_ps(_mm512_set1_epi32(15), v); }
+
 static inline vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
-static inline vd vd_load_part(const double *p, ptrdiff_t count) { return _mm512_maskz_loadu_pd(v_mask_64(count), p); }
+static inline vd vd_load_part(const double *p, ptrdiff_t count)
+{
+    return _mm512_maskz_loadu_pd(v_mask_64(count), p);
+}
 static inline void vd_store(double *p, vd v) { _mm512_storeu_pd(p, v); }
-static inline void vd_store_part(double *p, vd v, ptrdiff_t count) { _mm512_mask_storeu_pd(p, v_mask_64(count), v); }
+static inline void vd_store_part(double *p, vd v, ptrdiff_t count)
+{
+    _mm512_mask_storeu_pd(p, v_mask_64(count), v);
+}
 static inline void vd_stream(double *p, vd v) { _mm512_stream_pd(p, v); }
 static inline vd vd_set1(double x) { return _mm512_set1_pd(x); }
 static inline vd vd_add(vd a, vd b) { return _mm512_add_pd(a, b); }
 static inline vd vd_mul(vd a, vd b) { return _mm512_mul_pd(a, b); }
-static inline vd vd_reverse(vd v) { return _mm512_permutexvar_pd(_mm512_setr_epi64(7, 6, 5, 4, 3, 2, 1, 0), v); }
 static inline vd vd_scan(vd v)
 {
-    v = vd_add(v, V_SHIFT_64(v, 7));
-    v = vd_add(v, V_SHIFT_64(v, 6));
-    return vd_add(v, V_SHIFT_64(v, 4));
+    v = vd_add(v, V_UP_64(v, 1));
+    v = vd_add(v, V_UP_64(v, 2));
+    return vd_add(v, V_UP_64(v, 4));
+}
+static inline vd vd_scan_back(vd v)
+{
+    v = vd_add(v, V_DOWN_64(v, 1));
+    v = vd_add(v, V_DOWN_64(v, 2));
+    return vd_add(v, V_DOWN_64(v, 4));
 }
 static inline double vd_last(vd v)
 {
     __m128d high = _mm512_extractf64x2_pd(v, 3);
     return _mm_cvtsd_f64(_mm_unpackhi_pd(high, high));
 }
+
+static inline vd vd_set_first(vd v) { return _mm512_broadcastsd_pd(_mm512_castpd512_pd128(v)); }
+static inline vd vd_set_last(vd v) { return _mm512_permutexvar_pd(_mm512_set1_epi64(7), v); }
 
 static inline vd vf_widen_low(vf v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
 static inline vd vf_widen_high(vf v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
@@ -72,7 +101,10 @@ static inline vf vd_narrow(vd low, vd high)
     return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
 }
 
-static inline vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline vf vf_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
 static inline void vf_store_f16(uint16_t *p, vf v)
 {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

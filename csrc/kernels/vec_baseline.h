@@ -1,4 +1,5 @@
-/* vec_baseline.h – vectors of sixteen bytes in the compilers' portable notation: SSE2, NEON, or plain scalars. */
+/* vec_baseline.h – vectors of sixteen bytes in the compilers' portable notation: SSE2, NEON, or plain
+ * scalars. */
 #ifndef AM_VEC_H
 #define AM_VEC_H
 
@@ -34,13 +35,19 @@ static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
 static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
 static inline vf vf_add(vf a, vf b) { return a + b; }
 static inline vf vf_mul(vf a, vf b) { return a * b; }
-static inline vf vf_reverse(vf v) { return (vf){v[3], v[2], v[1], v[0]}; }
 static inline vf vf_scan(vf v)
 {
     v += (vf){0, v[0], v[1], v[2]};
     return v + (vf){0, 0, v[0], v[1]};
 }
+static inline vf vf_scan_back(vf v)
+{
+    v += (vf){v[1], v[2], v[3], 0};
+    return v + (vf){v[2], v[3], 0, 0};
+}
 static inline float vf_last(vf v) { return v[3]; }
+static inline vf vf_set_first(vf v) { return (vf){v[0], v[0], v[0], v[0]}; }
+static inline vf vf_set_last(vf v) { return (vf){v[3], v[3], v[3], v[3]}; }
 
 static inline vd vd_load(const double *p)
 {
@@ -48,7 +55,10 @@ static inline vd vd_load(const double *p)
     memcpy(&v, p, sizeof v);
     return v;
 }
-static inline vd vd_load_part(const double *p, ptrdiff_t count) { return (vd){count > 0 ? p[0] : 0, count > 1 ? p[1] : 0}; }
+static inline vd vd_load_part(const double *p, ptrdiff_t count)
+{
+    return (vd){count > 0 ? p[0] : 0, count > 1 ? p[1] : 0};
+}
 static inline void vd_store(double *p, vd v) { memcpy(p, &v, sizeof v); }
 static inline void vd_store_part(double *p, vd v, ptrdiff_t count)
 {
@@ -58,13 +68,18 @@ static inline void vd_stream(double *p, vd v) { vd_store(p, v); }
 static inline vd vd_set1(double x) { return (vd){x, x}; }
 static inline vd vd_add(vd a, vd b) { return a + b; }
 static inline vd vd_mul(vd a, vd b) { return a * b; }
-static inline vd vd_reverse(vd v) { return (vd){v[1], v[0]}; }
 static inline vd vd_scan(vd v) { return v + (vd){0, v[0]}; }
+static inline vd vd_scan_back(vd v) { return v + (vd){v[1], 0}; }
 static inline double vd_last(vd v) { return v[1]; }
+static inline vd vd_set_first(vd v) { return (vd){v[0], v[0]}; }
+static inline vd vd_set_last(vd v) { return (vd){v[1], v[1]}; }
 
 static inline vd vf_widen_low(vf v) { return (vd){v[0], v[1]}; }
 static inline vd vf_widen_high(vf v) { return (vd){v[2], v[3]}; }
-static inline vf vd_narrow(vd low, vd high) { return (vf){(float)low[0], (float)low[1], (float)high[0], (float)high[1]}; }
+static inline vf vd_narrow(vd low, vd high)
+{
+    return (vf){(float)low[0], (float)low[1], (float)high[0], (float)high[1]};
+}
 
 static inline vf vf_load_f16(const uint16_t *p)
 {
