@@ -286,9 +286,7 @@ def chunk_local_cumsum_vjp(
     )
 
     def sum_back(dout: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
-        return chunk_local_cumsum(
-            dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, dtype
-        )
+        return chunk_local_cumsum(dout, chunk_size, not reverse, softmax_scale, cu_seqlens, head_first, dtype)
 
     return result, _pullback(sum_back, g, "g")
 

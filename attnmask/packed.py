@@ -53,10 +53,11 @@ def cdiv(a: Any, b: Any) -> Any:
         if type(a) is int:
             return -(-a // b)
         b = min(b, 2**64 - 1)  # no array holds numbers that a larger divisor would tell apart
-    if type(a) is int and not -(2**63) <= a < 2**64:  # Python's own integers, as no machine type holds it
+    if type(a) is int and not -(2**63) <= a < 2**64:  # no machine type holds it
         divisors = np.asarray(b)
         _core.cdiv(0, divisors)  # refuses what is not positive integers
-        return np.asarray(-(-a // divisors.astype(object))).astype(divisors.dtype)[()]
+        quotients = [-(-a // int(divisor)) for divisor in divisors.flat]
+        return np.array(quotients, divisors.dtype).reshape(divisors.shape)[()]
     return _core.cdiv(a, b)
 
 
