@@ -1,0 +1,66 @@
+"""Checks the objects of a build: instructions that not every x86-64 processor has stay in the kernels made for them.
+
+    python .ci/check_isa.py build/gcc/temp
+
+One stray vector instruction outside them is a crash on the processors that lack it, and only there. For the same
+reason such a kernel's object may offer nothing but its table: a function that it shared with others by name could be
+the copy that the linker keeps.
+"""
+
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+KERNELS = {"avx2", "avx512", "avx512bf16"}  # by file name, in csrc/kernels/
+
+# Registers of AVX and AVX-512; mnemonics of AVX, which all begin with v as only verr and verw did before, and of BMI.
+REGISTER = re.compile(r"%[yz]mm\d|%k[0-7]\b|%xmm(?:1[6-9]|2\d|3[01])\b")
+MNEMONIC = re.compile(
+    r"(?:v(?!er[rw])\w+|andn|bextr|bls(?:i|msk|r)|bzhi|mulx|pdep|pext|rorx|s(?:ar|hl|hr)x)\b"
+)
+
+
+def run(*command: str) -> list[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def stray_instructions(path: Path) -> list[str]:
+    """The lines of the disassembly that only newer processors could run."""
+    found = []
+    for line in run("objdump", "--disassemble", "--no-show-raw-insn", str(path)):
+        address, tab, instruction = line.partition(":\t")
+        if tab and (REGISTER.search(instruction) or MNEMONIC.match(instruction)):
+            found.append(f"{address.strip()}: {instruction}")
+    return found
+
+
+def main(folder: str) -> str | None:
+    """What is wrong, or None."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        print("check_isa: only x86-64 has several instruction sets; nothing to check")
+        return None
+    objects = sorted(Path(folder).rglob("*.o"))
+    kernels = [path for path in objects if path.parent.name == "kernels" and path.stem in KERNELS]
+    if not any(path.stem == "baseline" for path in objects):
+        return f"no objects of attnmask in {folder}"
+    problems = []
+    for path in objects:
+        if path in kernels:
+            names = {line.split()[-1] for line in run("nm", "--defined-only", "--extern-only", str(path))}
+            if names != {f"am_kernels_{path.stem}"}:
+                problems.append(f"{path} defines {', '.join(sorted(names))}")
+            if not stray_instructions(path):
+                problems.append(f"{path} uses no instruction of its own: was it built with its flags?")
+        elif stray := stray_instructions(path):
+            problems += [f"{path}: {len(stray)} instructions that not every processor has", *stray[:5]]
+    if not problems:
+        print(
+            f"check_isa: {len(kernels)} kernels keep to themselves, {len(objects) - len(kernels)} objects run anywhere"
+        )
+    return "\n".join(problems) or None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,84 @@
+# Makefile – every chore by name; `make` lists them. Needs a C compiler and Python 3.11 or newer with its headers.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format stubs sanitize werror clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(VENV)/installed ## install and show what the library does
+	$(BIN)/python -m attnmask
+
+test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_ARGS='-k cumsum')
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+
+lint: $(VENV)/lint.txt ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
+
+format: $(VENV)/lint.txt ## put C and Python in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(SOURCES)
+
+stubs: $(VENV)/installed $(VENV)/lint.txt ## check types, and that the stub describes the C module
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest attnmask
+
+# Builds other than the installed one live in build/NAME.
+BUILD_AS = $(BIN)/python setup.py --quiet build --build-temp build/$(1)/temp --build-lib build/$(1)/lib
+
+werror: $(VENV)/created ## build without a warning, and look for instructions that not every processor has
+	for cc in gcc clang; do \
+	    command -v $$cc > /dev/null || { echo "$$cc is not installed: skipped"; continue; }; \
+	    CC=$$cc ATTNMASK_WERROR=1 $(call BUILD_AS,$$cc) --force || exit 1; \
+	    $(BIN)/python .ci/check_isa.py build/$$cc/temp || exit 1; \
+	done
+
+# Python itself is not instrumented: the sanitizer's library has to be there first, and libstdc++ for the exceptions
+# of other modules. Its own allocator would hide errors from the sanitizer, and leaks at exit are Python's.
+SANITIZED = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitize/lib PYTHONMALLOC=malloc \
+    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=1 \
+    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+
+sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanitizer and UBSan
+	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
+	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
+	$(SANITIZED) $(BIN)/pytest $(PYTEST_ARGS)
+
+clean: ## remove all that was made
+	rm -rf $(VENV) build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/created: # with what pyproject.toml asks for to build, so that a rebuild needs no new environment
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) 'setuptools>=77' 'numpy>=2.0'
+	touch $@
+
+$(VENV)/installed: $(VENV)/created $(SOURCES) setup.py pyproject.toml # Python code is used where it is
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
+
+$(VENV)/%.txt: $(VENV)/created pyproject.toml # the packages of one extra
+	$(BIN)/python -c '$(EXTRA)' $* > $@.new
+	$(PIP) -r $@.new
+	mv $@.new $@
