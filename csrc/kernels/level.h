@@ -74,6 +74,8 @@ static inline void carry_add_f64(double *carry, vd sum) { vd_store(carry, vd_add
 #define FN(name) name##_f64
 #include "kernels/nonzero_tpl.h"
 
+#include "kernels/mask_tpl.h"
+
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define STRING_(a) #a
@@ -104,4 +106,17 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .nonzero_f16 = nonzero_f16,
     .nonzero_f32 = nonzero_f32,
     .nonzero_f64 = nonzero_f64,
+    .equal_bits = equal_bits,
+    .nonzero_bits_8 = nonzero_bits_8,
+    .nonzero_bits_16 = nonzero_bits_16,
+    .nonzero_bits_32 = nonzero_bits_32,
+    .nonzero_bits_64 = nonzero_bits_64,
+    .nonzero_bits_f16 = nonzero_bits_f16,
+    .nonzero_bits_f32 = nonzero_bits_f32,
+    .nonzero_bits_f64 = nonzero_bits_f64,
+    .expand_bits_8 = expand_bits_8,
+    .expand_bits_16 = expand_bits_16,
+    .expand_bits_32 = expand_bits_32,
+    .expand_bits_64 = expand_bits_64,
+    .fill_bytes = fill_bytes,
 };

@@ -57,6 +57,16 @@ typedef bool am_lens_64(int64_t *lens, const int64_t *starts, ptrdiff_t count);
  * not count. */
 typedef ptrdiff_t am_count_nonzero(const void *src, ptrdiff_t count);
 
+/* Bit i tells whether ids[i] == id, or whether element i is not zero; at most 64 elements, further bits are zero. */
+typedef uint64_t am_equal_bits(const int32_t *ids, int32_t id, ptrdiff_t count);
+typedef uint64_t am_nonzero_bits(const void *src, ptrdiff_t count);
+
+/* Element i becomes `live` if bit i is set, else `dead`: the low bytes of either. At most 64 elements. */
+typedef void am_expand_bits(void *dst, uint64_t bits, ptrdiff_t count, uint64_t live, uint64_t dead);
+
+/* Repeats an element whose size divides 8, and of which `pattern` holds copies; dst is aligned to that size. */
+typedef void am_fill_bytes(void *dst, uint64_t pattern, size_t bytes, bool stream);
+
 typedef struct {
     const char *name;
     am_cumsum_rows_f32 *cumsum_rows_f32;
@@ -71,6 +81,11 @@ typedef struct {
     am_lens_64 *lens_64;
     am_count_nonzero *nonzero_8, *nonzero_16, *nonzero_32, *nonzero_64;
     am_count_nonzero *nonzero_f16, *nonzero_f32, *nonzero_f64; /* bfloat16 counts like float16 */
+    am_equal_bits *equal_bits;
+    am_nonzero_bits *nonzero_bits_8, *nonzero_bits_16, *nonzero_bits_32, *nonzero_bits_64;
+    am_nonzero_bits *nonzero_bits_f16, *nonzero_bits_f32, *nonzero_bits_f64;
+    am_expand_bits *expand_bits_8, *expand_bits_16, *expand_bits_32, *expand_bits_64;
+    am_fill_bytes *fill_bytes;
 } am_kernels;
 
 extern const am_kernels am_kernels_baseline;

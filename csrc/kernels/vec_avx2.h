@@ -128,6 +128,112 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     _mm_storeu_si128((__m128i *)p, packed);
 }
 
+typedef __m256i vi;
+static inline vi vi_set1(uint64_t pattern) { return _mm256_set1_epi64x((long long)pattern); }
+static inline void vi_store(void *p, vi v) { _mm256_storeu_si256((__m256i *)p, v); }
+static inline void vi_stream(void *p, vi v) { _mm256_stream_si256((__m256i *)p, v); }
+static inline vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+
+static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
+{
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) {
+        vi same = _mm256_cmpeq_epi32(vi_load(ids + 8 * i), _mm256_set1_epi32(id));
+        bits |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(same)) << 8 * i;
+    }
+    return bits;
+}
+
+/* Bits of 64 elements; `mask` chooses the bits of each that count. */
+static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
+{
+    const char *p = src;
+    vi zero = _mm256_setzero_si256(), counted = _mm256_set1_epi8((char)mask);
+    uint32_t low =
+        (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(vi_load(p), counted), zero));
+    uint32_t high =
+        (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(vi_load(p + 32), counted), zero));
+    return ~((uint64_t)high << 32 | low);
+}
+static inline uint64_t v_nonzero_64x_16(const void *src, uint64_t mask)
+{
+    const uint16_t *p = src;
+    vi zero = _mm256_setzero_si256(), counted = _mm256_set1_epi16((short)mask);
+    uint64_t zeros = 0;
+    for (int i = 0; i < 2; i++, p += 32) {
+        vi low = _mm256_cmpeq_epi16(_mm256_and_si256(vi_load(p), counted), zero);
+        vi high = _mm256_cmpeq_epi16(_mm256_and_si256(vi_load(p + 16), counted), zero);
+        vi bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
+        zeros |= (uint64_t)(uint32_t)_mm256_movemask_epi8(bytes) << 32 * i;
+    }
+    return ~zeros;
+}
+static inline uint64_t v_nonzero_64x_32(const void *src, uint64_t mask)
+{
+    const uint32_t *p = src;
+    vi zero = _mm256_setzero_si256(), counted = _mm256_set1_epi32((int)mask);
+    uint64_t zeros = 0;
+    for (int i = 0; i < 8; i++) {
+        vi is_zero = _mm256_cmpeq_epi32(_mm256_and_si256(vi_load(p + 8 * i), counted), zero);
+        zeros |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(is_zero)) << 8 * i;
+    }
+    return ~zeros;
+}
+static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
+{
+    const uint64_t *p = src;
+    vi zero = _mm256_setzero_si256(), counted = vi_set1(mask);
+    uint64_t zeros = 0;
+    for (int i = 0; i < 16; i++) {
+        vi is_zero = _mm256_cmpeq_epi64(_mm256_and_si256(vi_load(p + 4 * i), counted), zero);
+        zeros |= (uint64_t)(uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(is_zero)) << 4 * i;
+    }
+    return ~zeros;
+}
+
+/* Each lane tests its own bit of a copy of the bits. */
+static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    vi spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
+                                 3, 3, 3, 3, 3, 3);
+    vi own = vi_set1(0x8040201008040201u);
+    for (int i = 0; i < 2; i++) {
+        vi copy = _mm256_shuffle_epi8(_mm256_set1_epi32((int)(uint32_t)(bits >> 32 * i)), spread);
+        vi is_live = _mm256_cmpeq_epi8(_mm256_and_si256(copy, own), own);
+        vi out = _mm256_blendv_epi8(_mm256_set1_epi8((char)dead), _mm256_set1_epi8((char)live), is_live);
+        vi_store((char *)dst + 32 * i, out);
+    }
+}
+static inline void v_expand_64x_16(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    vi own = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+    for (int i = 0; i < 4; i++) {
+        vi copy = _mm256_set1_epi16((short)(bits >> 16 * i));
+        vi is_live = _mm256_cmpeq_epi16(_mm256_and_si256(copy, own), own);
+        vi out = _mm256_blendv_epi8(_mm256_set1_epi16((short)dead), _mm256_set1_epi16((short)live), is_live);
+        vi_store((uint16_t *)dst + 16 * i, out);
+    }
+}
+static inline void v_expand_64x_32(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    vi own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int i = 0; i < 8; i++) {
+        vi copy = _mm256_set1_epi32((int)(bits >> 8 * i & 0xff));
+        vi is_live = _mm256_cmpeq_epi32(_mm256_and_si256(copy, own), own);
+        vi out = _mm256_blendv_epi8(_mm256_set1_epi32((int)dead), _mm256_set1_epi32((int)live), is_live);
+        vi_store((uint32_t *)dst + 8 * i, out);
+    }
+}
+static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    vi own = _mm256_setr_epi64x(1, 2, 4, 8);
+    for (int i = 0; i < 16; i++) {
+        vi copy = vi_set1(bits >> 4 * i & 0xf);
+        vi is_live = _mm256_cmpeq_epi64(_mm256_and_si256(copy, own), own);
+        vi_store((uint64_t *)dst + 4 * i, _mm256_blendv_epi8(vi_set1(dead), vi_set1(live), is_live));
+    }
+}
+
 /* Streaming stores become visible to other threads. */
 static inline void v_fence(void) { _mm_sfence(); }
 

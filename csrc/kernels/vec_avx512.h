@@ -30,10 +30,10 @@ static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 /* Lanes move up or down by `count`, zeros come in. */
 #define V_ZERO _mm512_setzero_si512()
-#define V_UP_32(v, count) \
+#define V_UP_32(v, count)                                                                                    \
     _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(v), V_ZERO, 16 - (count)))
 #define V_DOWN_32(v, count) _mm512_castsi512_ps(_mm512_alignr_epi32(V_ZERO, _mm512_castps_si512(v), count))
-#define V_UP_64(v, count) \
+#define V_UP_64(v, count)                                                                                    \
     _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), V_ZERO, 8 - (count)))
 #define V_DOWN_64(v, count) _mm512_castsi512_pd(_mm512_alignr_epi64(V_ZERO, _mm512_castpd_si512(v), count))
 static inline vf vf_scan(vf v)
@@ -124,6 +124,91 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
     __m512i half = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
+}
+
+typedef __m512i vi;
+static inline vi vi_set1(uint64_t pattern) { return _mm512_set1_epi64((long long)pattern); }
+static inline void vi_store(void *p, vi v) { _mm512_storeu_si512(p, v); }
+static inline void vi_stream(void *p, vi v) { _mm512_stream_si512((__m512i *)p, v); }
+static inline vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+
+static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
+{
+    uint64_t bits = 0;
+    for (int i = 0; i < 4; i++) {
+        bits |= (uint64_t)_mm512_cmpeq_epi32_mask(vi_load(ids + 16 * i), _mm512_set1_epi32(id)) << (16 * i);
+    }
+    return bits;
+}
+
+/* Bits of 64 elements; `mask` chooses the bits of each that count. And back. */
+static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
+{
+    const uint8_t *p = src;
+    vi counted = _mm512_set1_epi8((char)mask);
+    uint64_t bits = 0;
+    for (int i = 0; i < 1; i++)
+        bits |= (uint64_t)_mm512_test_epi8_mask(vi_load(p + 64 * i), counted) << (64 * i);
+    return bits;
+}
+static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint8_t *p = dst;
+    vi is_live = _mm512_set1_epi8((char)live), is_dead = _mm512_set1_epi8((char)dead);
+    for (int i = 0; i < 1; i++) {
+        vi_store(p + 64 * i, _mm512_mask_blend_epi8((__mmask64)(bits >> (64 * i)), is_dead, is_live));
+    }
+}
+static inline uint64_t v_nonzero_64x_16(const void *src, uint64_t mask)
+{
+    const uint16_t *p = src;
+    vi counted = _mm512_set1_epi16((short)mask);
+    uint64_t bits = 0;
+    for (int i = 0; i < 2; i++)
+        bits |= (uint64_t)_mm512_test_epi16_mask(vi_load(p + 32 * i), counted) << (32 * i);
+    return bits;
+}
+static inline void v_expand_64x_16(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint16_t *p = dst;
+    vi is_live = _mm512_set1_epi16((short)live), is_dead = _mm512_set1_epi16((short)dead);
+    for (int i = 0; i < 2; i++) {
+        vi_store(p + 32 * i, _mm512_mask_blend_epi16((__mmask32)(bits >> (32 * i)), is_dead, is_live));
+    }
+}
+static inline uint64_t v_nonzero_64x_32(const void *src, uint64_t mask)
+{
+    const uint32_t *p = src;
+    vi counted = _mm512_set1_epi32((int)mask);
+    uint64_t bits = 0;
+    for (int i = 0; i < 4; i++)
+        bits |= (uint64_t)_mm512_test_epi32_mask(vi_load(p + 16 * i), counted) << (16 * i);
+    return bits;
+}
+static inline void v_expand_64x_32(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint32_t *p = dst;
+    vi is_live = _mm512_set1_epi32((int)live), is_dead = _mm512_set1_epi32((int)dead);
+    for (int i = 0; i < 4; i++) {
+        vi_store(p + 16 * i, _mm512_mask_blend_epi32((__mmask16)(bits >> (16 * i)), is_dead, is_live));
+    }
+}
+static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
+{
+    const uint64_t *p = src;
+    vi counted = _mm512_set1_epi64((long long)mask);
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++)
+        bits |= (uint64_t)_mm512_test_epi64_mask(vi_load(p + 8 * i), counted) << (8 * i);
+    return bits;
+}
+static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint64_t *p = dst;
+    vi is_live = _mm512_set1_epi64((long long)live), is_dead = _mm512_set1_epi64((long long)dead);
+    for (int i = 0; i < 8; i++) {
+        vi_store(p + 8 * i, _mm512_mask_blend_epi64((__mmask8)(bits >> (8 * i)), is_dead, is_live));
+    }
 }
 
 /* Streaming stores become visible to other threads. */

@@ -102,6 +102,66 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_bf16(v[i]);
 }
 
+typedef uint64_t vi __attribute__((vector_size(16)));
+static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }
+static inline void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
+static inline void vi_stream(void *p, vi v) { vi_store(p, v); }
+
+static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
+{
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)(ids[i] == id) << i;
+    return bits;
+}
+static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
+{
+    const uint8_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint8_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint8_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint8_t)(bits >> i & 1 ? live : dead);
+}
+static inline uint64_t v_nonzero_64x_16(const void *src, uint64_t mask)
+{
+    const uint16_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint16_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_16(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint16_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint16_t)(bits >> i & 1 ? live : dead);
+}
+static inline uint64_t v_nonzero_64x_32(const void *src, uint64_t mask)
+{
+    const uint32_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint32_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_32(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint32_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint32_t)(bits >> i & 1 ? live : dead);
+}
+static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
+{
+    const uint64_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint64_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint64_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint64_t)(bits >> i & 1 ? live : dead);
+}
+
 static inline void v_fence(void) {}
 
 #endif

@@ -1,0 +1,456 @@
+/* mask.c – bindings of masks. A mask comes as its shape and a tuple of terms and operators in postfix order:
+ *
+ *     (batch, heads, queries, keys),
+ *     (("equal", q_ids, k_ids, False), ("band", None, 0, 0), "and")
+ */
+#include "bind/mask.h"
+
+#include <string.h>
+
+#include "bind/args.h"
+
+/* So that lengths can be multiplied by the size of an element, and added to AM_FAR. */
+static const ptrdiff_t LONGEST = (ptrdiff_t)1 << 56;
+
+/* A list of what the description points at; freed with it. */
+static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
+{
+    am_kept *kept = PyMem_Malloc(sizeof *kept);
+    if (!kept) {
+        PyMem_Free(memory);
+        Py_XDECREF(object);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *kept = (am_kept){arg->kept, memory, object};
+    arg->kept = kept;
+    return memory ? memory : object;
+}
+
+void am_free_mask(am_mask_arg *arg)
+{
+    if (arg->mask.nodes) am_mask_release(&arg->mask);
+    PyMem_Free(arg->mask.nodes);
+    arg->mask.nodes = NULL;
+    while (arg->kept) {
+        am_kept *next = arg->kept->next;
+        PyMem_Free(arg->kept->memory);
+        Py_XDECREF(arg->kept->object);
+        PyMem_Free(arg->kept);
+        arg->kept = next;
+    }
+}
+
+static int reject(const char *what)
+{
+    PyErr_Format(PyExc_ValueError, "nodes: %s", what);
+    return -1;
+}
+
+static ptrdiff_t saturated(int64_t a, int64_t b)
+{
+    int64_t sum;
+    if (__builtin_add_overflow(a, b, &sum)) sum = a < 0 ? -AM_FAR : AM_FAR;
+    return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
+}
+
+/* An int, or an array of one for each batch row, plus `more`, as ptrdiff_t within ±AM_FAR. */
+static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
+{
+    ptrdiff_t batch = arg->mask.batch, *values = PyMem_Malloc((size_t)(batch + 1) * sizeof *values);
+    if (!values) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (!keep(arg, values, NULL)) return NULL;
+    PyArrayObject *array = (PyArrayObject *)PyArray_FROM_OTF(object, NPY_INT64, NPY_ARRAY_CARRAY_RO);
+    if (!array) return NULL;
+    npy_intp count = PyArray_SIZE(array);
+    if (PyArray_NDIM(array) > 1 || (PyArray_NDIM(array) == 1 && count != batch)) {
+        reject("a number for each batch row must be one integer or an array [batch]");
+        Py_DECREF(array);
+        return NULL;
+    }
+    const int64_t *data = PyArray_DATA(array);
+    for (ptrdiff_t b = 0; b < batch; b++) values[b] = saturated(data[PyArray_NDIM(array) ? b : 0], more);
+    Py_DECREF(array);
+    return values;
+}
+
+/* One end of a band in each batch row; the bound may be None, which is no end. */
+static const ptrdiff_t *read_bound(am_mask_arg *arg, PyObject *bound, ptrdiff_t none, PyObject *offset)
+{
+    Py_ssize_t value = bound == Py_None ? 0 : PyNumber_AsSsize_t(bound, NULL);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    ptrdiff_t *ends = per_batch(arg, offset, value);
+    for (ptrdiff_t b = 0; ends && bound == Py_None && b < arg->mask.batch; b++) ends[b] = none;
+    return ends;
+}
+
+static int check_shifts(const am_mask_arg *arg, const ptrdiff_t *shift, ptrdiff_t room)
+{
+    for (ptrdiff_t b = 0; b < arg->mask.batch; b++) {
+        if (shift[b] < 0 || shift[b] > room) return reject("a shift leads out of the array");
+    }
+    return 0;
+}
+
+static int read_band(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    node->kind = AM_TERM_BAND;
+    node->band.low = read_bound(arg, PyTuple_GET_ITEM(term, 1), -AM_FAR, PyTuple_GET_ITEM(term, 3));
+    if (!node->band.low) return -1;
+    node->band.high = read_bound(arg, PyTuple_GET_ITEM(term, 2), AM_FAR, PyTuple_GET_ITEM(term, 3));
+    return node->band.high ? 0 : -1;
+}
+
+static int read_chunk(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    npy_intp size;
+    node->kind = AM_TERM_CHUNK;
+    if (am_to_count(PyTuple_GET_ITEM(term, 1), "chunk size", &size) < 0) return -1;
+    node->chunk.size = size;
+    node->chunk.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 2), 0);
+    node->chunk.k_shift = node->chunk.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 3), 0) : NULL;
+    if (!node->chunk.k_shift) return -1;
+    return check_shifts(arg, node->chunk.q_shift, AM_FAR) < 0
+               ? -1
+               : check_shifts(arg, node->chunk.k_shift, AM_FAR);
+}
+
+static int read_keys(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    node->kind = AM_TERM_KEYS;
+    node->keys.begin = per_batch(arg, PyTuple_GET_ITEM(term, 1), 0);
+    node->keys.end = node->keys.begin ? per_batch(arg, PyTuple_GET_ITEM(term, 2), 0) : NULL;
+    return node->keys.end ? 0 : -1;
+}
+
+/* Ids [batch, tokens] or [batch, heads, tokens], where batch and heads may be 1. */
+static const int32_t *read_ids(am_mask_arg *arg, PyObject *object, ptrdiff_t tokens, ptrdiff_t *batch,
+                               ptrdiff_t *head)
+{
+    PyArrayObject *ids = (PyArrayObject *)PyArray_FROM_OTF(object, NPY_INT32, NPY_ARRAY_CARRAY_RO);
+    if (!ids || !keep(arg, NULL, (PyObject *)ids)) return NULL;
+    int ndim = PyArray_NDIM(ids);
+    npy_intp rows = ndim ? PyArray_DIM(ids, 0) : 0, heads = ndim == 3 ? PyArray_DIM(ids, 1) : 1;
+    if ((ndim != 2 && ndim != 3) || PyArray_DIM(ids, ndim - 1) != tokens ||
+        (rows != 1 && rows != arg->mask.batch) || (heads != 1 && heads != arg->mask.heads)) {
+        reject("ids must be [batch, tokens] or [batch, heads, tokens]");
+        return NULL;
+    }
+    *batch = rows == 1 ? 0 : heads * tokens;
+    *head = heads == 1 ? 0 : tokens;
+    return PyArray_DATA(ids);
+}
+
+static int read_equal(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    node->kind = AM_TERM_EQUAL;
+    node->equal.q_ids = read_ids(arg, PyTuple_GET_ITEM(term, 1), arg->mask.queries, &node->equal.q_batch,
+                                 &node->equal.q_head);
+    if (!node->equal.q_ids) return -1;
+    node->equal.k_ids =
+        read_ids(arg, PyTuple_GET_ITEM(term, 2), arg->mask.keys, &node->equal.k_batch, &node->equal.k_head);
+    if (!node->equal.k_ids) return -1;
+    bool exclude_zero;
+    if (am_to_bool(PyTuple_GET_ITEM(term, 3), "exclude_zero", &exclude_zero) < 0) return -1;
+    node->equal.exclude_zero = exclude_zero;
+    return 0;
+}
+
+static int read_dense(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    PyArrayObject *array = NULL;
+    node->kind = AM_TERM_DENSE;
+    if (am_to_array(PyTuple_GET_ITEM(term, 1), "attention_mask", &array) < 0) return -1;
+    if (!keep(arg, NULL, (PyObject *)array)) return -1;
+    node->dense.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 2), 0);
+    node->dense.k_shift = node->dense.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 3), 0) : NULL;
+    if (!node->dense.k_shift) return -1;
+    const am_mask *mask = &arg->mask;
+    if (PyArray_NDIM(array) != 4) return reject("a dense array must have four axes");
+    const ptrdiff_t wanted[4] = {mask->batch, mask->heads, mask->queries, mask->keys};
+    ptrdiff_t strides[4];
+    for (int i = 0; i < 4; i++) {
+        npy_intp length = PyArray_DIM(array, i);
+        bool fits = length == 1 || (i < 2 ? length == wanted[i] : length >= wanted[i]);
+        if (!fits) return reject("a dense array must broadcast to the mask's shape");
+        strides[i] = length == 1 ? 0 : PyArray_STRIDE(array, i);
+        if (i == 2 && length > 1 && check_shifts(arg, node->dense.q_shift, length - wanted[i]) < 0) return -1;
+        if (i == 3 && length > 1 && check_shifts(arg, node->dense.k_shift, length - wanted[i]) < 0) return -1;
+    }
+    node->dense.data = PyArray_BYTES(array);
+    node->dense.type = am_dtype_of(PyArray_DESCR(array));
+    node->dense.batch = strides[0], node->dense.head = strides[1];
+    node->dense.row = strides[2], node->dense.column = strides[3];
+    return 0;
+}
+
+typedef int read_term(am_mask_arg *arg, am_node *node, PyObject *term);
+static const struct {
+    const char *name;
+    Py_ssize_t size;
+    read_term *read;
+} terms[] = {
+    {"band", 4, read_band},   {"chunk", 4, read_chunk}, {"keys", 3, read_keys},
+    {"equal", 4, read_equal}, {"dense", 4, read_dense},
+};
+static const struct {
+    const char *name;
+    am_node_kind kind;
+    int operands;
+} operators[] = {{"not", AM_NOT, 1}, {"and", AM_AND, 2}, {"or", AM_OR, 2}, {"xor", AM_XOR, 2}};
+
+/* `depth` operands are waiting before the node, and as many as are returned after it; -1 with the exception
+ * set. */
+static int read_node(am_mask_arg *arg, am_node *node, PyObject *object, int depth)
+{
+    if (PyUnicode_Check(object)) {
+        for (size_t i = 0; i < sizeof operators / sizeof *operators; i++) {
+            if (PyUnicode_CompareWithASCIIString(object, operators[i].name) != 0) continue;
+            if (depth < operators[i].operands) return reject("an operator lacks operands");
+            node->kind = operators[i].kind;
+            return depth - operators[i].operands + 1;
+        }
+        return reject("unknown operator");
+    }
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) < 1) return reject("a term must be a tuple");
+    if (depth == AM_MASK_DEPTH) return reject("too many operands wait at once");
+    PyObject *name = PyTuple_GET_ITEM(object, 0);
+    if (!PyUnicode_Check(name)) return reject("a term must begin with its name");
+    if (PyUnicode_CompareWithASCIIString(name, "all") == 0) {
+        node->kind = AM_TERM_ALL;
+        return depth + 1;
+    }
+    for (size_t i = 0; i < sizeof terms / sizeof *terms; i++) {
+        if (PyUnicode_CompareWithASCIIString(name, terms[i].name) != 0) continue;
+        if (PyTuple_GET_SIZE(object) != terms[i].size) return reject("a term has too many or too few parts");
+        return terms[i].read(arg, node, object) < 0 ? -1 : depth + 1;
+    }
+    return reject("unknown term");
+}
+
+static int to_shape(PyObject *object, const char *name, void *dst)
+{
+    am_mask *mask = dst;
+    ptrdiff_t *const lengths[4] = {&mask->batch, &mask->heads, &mask->queries, &mask->keys};
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 4)
+        return am_reject(PyExc_TypeError, name, "a tuple of four integers", object);
+    for (int i = 0; i < 4; i++) {
+        Py_ssize_t length = PyNumber_AsSsize_t(PyTuple_GET_ITEM(object, i), NULL);
+        if (length == -1 && PyErr_Occurred()) return -1;
+        if (length < 0 || length > LONGEST)
+            return am_reject(PyExc_ValueError, name, "from 0 to 2**56 along each axis", object);
+        *lengths[i] = length;
+    }
+    return 0;
+}
+
+int am_read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
+{
+    if (to_shape(shape, "shape", &arg->mask) < 0) return -1;
+    if (!PyTuple_Check(nodes)) return am_reject(PyExc_TypeError, "nodes", "a tuple", nodes);
+    Py_ssize_t count = PyTuple_GET_SIZE(nodes);
+    arg->mask.nodes = PyMem_Calloc((size_t)count + 1, sizeof *arg->mask.nodes);
+    if (!arg->mask.nodes) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int depth = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        depth = read_node(arg, &arg->mask.nodes[i], PyTuple_GET_ITEM(nodes, i), depth);
+        if (depth < 0) return -1;
+        arg->mask.node_count = i + 1;
+    }
+    return depth == 1 ? 0 : reject("an expression must come to one mask");
+}
+
+/* --- Methods
+ * ----------------------------------------------------------------------------------------------------- */
+
+/* Leaves Python and prepares the mask; am_leave is due in any case. */
+static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
+{
+    /* Symbolic terms make millions of pairs cheap, but a thread is worth waking long before they are looked
+     * at. */
+    am_enter(call, module, NPY_MAX_INTP);
+    return am_mask_prepare(&call->run, &arg->mask);
+}
+
+/* The bytes of a scalar in an array's type. */
+static int scalar_bytes(PyObject *object, PyArray_Descr *dtype, uint64_t *bytes)
+{
+    Py_INCREF(dtype);
+    PyArrayObject *scalar =
+        (PyArrayObject *)PyArray_FromAny(object, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    if (!scalar) return -1;
+    *bytes = 0;
+    memcpy(bytes, PyArray_DATA(scalar), (size_t)PyArray_ITEMSIZE(scalar));
+    Py_DECREF(scalar);
+    return 0;
+}
+
+/* `out` may overlap none of the arrays that the mask points at. */
+static int check_target(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype,
+                        const am_mask_arg *mask)
+{
+    if (am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) return -1;
+    for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
+        PyArrayObject *const input = (PyArrayObject *)kept->object;
+        static const char *const name = "the mask's arrays";
+        if (input && am_check_out(out, "out", 4, dims, dtype, &input, &name, 1) < 0) return -1;
+    }
+    return 0;
+}
+
+static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_mask_arg mask = {0};
+    PyObject *shape, *nodes, *live, *dead, *result = NULL;
+    PyArray_Descr *dtype = NULL;
+    PyArrayObject *out = NULL;
+    const am_param params[] = {
+        {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}, {"dtype", am_to_dtype, &dtype},
+        {"live", am_to_object, &live},   {"dead", am_to_object, &dead},   {"out", am_to_out, &out},
+    };
+    if (am_parse("mask_fill", args, nargs, params, 6) < 0) goto fail;
+    if (am_read_mask(&mask, shape, nodes) < 0) goto fail;
+    npy_intp const dims[4] = {mask.mask.batch, mask.mask.heads, mask.mask.queries, mask.mask.keys};
+    am_mask_target target = {.size = dtype ? PyDataType_ELSIZE(dtype) : 0};
+    if (!dtype) {
+        PyErr_SetString(PyExc_TypeError, "dtype must be a dtype, got None");
+        goto fail;
+    }
+    if (scalar_bytes(live, dtype, &target.live) < 0 || scalar_bytes(dead, dtype, &target.dead) < 0) goto fail;
+    if (!out)
+        out = am_new_array(4, dims, dtype);
+    else if (check_target(out, dims, dtype, &mask) < 0)
+        goto fail;
+    if (!out) goto fail;
+    target.data = PyArray_BYTES(out);
+    target.batch = PyArray_STRIDE(out, 0), target.head = PyArray_STRIDE(out, 1);
+    target.row = PyArray_STRIDE(out, 2), target.column = PyArray_STRIDE(out, 3);
+    am_call call;
+    am_status status = enter(&call, module, &mask);
+    if (status == AM_OK) status = am_mask_fill(&call.run, &mask.mask, &target);
+    am_leave(&call);
+    if (status == AM_OK)
+        result = Py_NewRef(out);
+    else
+        am_raise(status, NULL);
+fail:
+    am_free_mask(&mask);
+    Py_XDECREF(out);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_mask_arg mask = {0};
+    PyObject *shape, *nodes;
+    PyArrayObject *counts = NULL;
+    const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
+    if (am_parse("mask_count", args, nargs, params, 2) < 0 || am_read_mask(&mask, shape, nodes) < 0)
+        goto fail;
+    npy_intp const dims[2] = {mask.mask.batch, mask.mask.heads};
+    counts = am_new_array_of(2, dims, NPY_INT64);
+    if (!counts) goto fail;
+    am_call call;
+    am_status status = enter(&call, module, &mask);
+    if (status == AM_OK) status = am_mask_count(&call.run, &mask.mask, PyArray_DATA(counts));
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        Py_CLEAR(counts);
+    }
+fail:
+    am_free_mask(&mask);
+    return (PyObject *)counts;
+}
+
+static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_mask_arg mask = {0};
+    PyObject *shape, *nodes, *result = NULL;
+    PyArrayObject *queries = NULL, *keys = NULL;
+    const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
+    if (am_parse("mask_any", args, nargs, params, 2) < 0 || am_read_mask(&mask, shape, nodes) < 0) goto fail;
+    npy_intp const q_dims[3] = {mask.mask.batch, mask.mask.heads, mask.mask.queries};
+    npy_intp const k_dims[3] = {mask.mask.batch, mask.mask.heads, mask.mask.keys};
+    queries = am_new_array_of(3, q_dims, NPY_BOOL);
+    keys = queries ? am_new_array_of(3, k_dims, NPY_BOOL) : NULL;
+    if (!keys) goto fail;
+    am_call call;
+    am_status status = enter(&call, module, &mask);
+    if (status == AM_OK)
+        status = am_mask_any(&call.run, &mask.mask, PyArray_DATA(queries), PyArray_DATA(keys));
+    am_leave(&call);
+    if (status == AM_OK)
+        result = PyTuple_Pack(2, queries, keys);
+    else
+        am_raise(status, NULL);
+fail:
+    am_free_mask(&mask);
+    Py_XDECREF(queries);
+    Py_XDECREF(keys);
+    return result;
+}
+
+/* Where in the batch or among the heads. */
+static int to_place(PyObject *object, const char *name, ptrdiff_t count, ptrdiff_t *place)
+{
+    Py_ssize_t index = PyNumber_AsSsize_t(object, PyExc_IndexError);
+    if (index == -1 && PyErr_Occurred()) return -1;
+    if (index < 0 || index >= count) {
+        PyErr_Format(PyExc_IndexError, "%s must be from 0 to %zd, got %zd", name, count - 1, index);
+        return -1;
+    }
+    *place = index;
+    return 0;
+}
+
+static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_mask_arg mask = {0};
+    PyObject *shape, *nodes, *batch, *head;
+    PyArrayObject *counts = NULL;
+    npy_intp q_cell, k_cell;
+    ptrdiff_t b, h;
+    const am_param params[] = {
+        {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes},  {"batch", am_to_object, &batch},
+        {"head", am_to_object, &head},   {"q_cell", am_to_count, &q_cell}, {"k_cell", am_to_count, &k_cell},
+    };
+    if (am_parse("mask_grid", args, nargs, params, 6) < 0 || am_read_mask(&mask, shape, nodes) < 0) goto fail;
+    if (to_place(batch, "batch", mask.mask.batch, &b) < 0 || to_place(head, "head", mask.mask.heads, &h) < 0)
+        goto fail;
+    npy_intp q = mask.mask.queries, k = mask.mask.keys;
+    q_cell = q_cell < q ? q_cell : q + (q == 0), k_cell = k_cell < k ? k_cell : k + (k == 0);
+    npy_intp const dims[2] = {(q + q_cell - 1) / q_cell, (k + k_cell - 1) / k_cell};
+    counts = am_new_array_of(2, dims, NPY_INT64);
+    if (!counts) goto fail;
+    am_call call;
+    am_status status = enter(&call, module, &mask);
+    if (status == AM_OK)
+        status = am_mask_grid(&call.run, &mask.mask, b, h, q_cell, k_cell, PyArray_DATA(counts));
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        Py_CLEAR(counts);
+    }
+fail:
+    am_free_mask(&mask);
+    return (PyObject *)counts;
+}
+
+PyMethodDef am_mask_methods[] = {
+    {"mask_fill", (PyCFunction)(void *)mask_fill, METH_FASTCALL,
+     "mask_fill($module, shape, nodes, dtype, live, dead, out, /)\n--\n\n"},
+    {"mask_count", (PyCFunction)(void *)mask_count, METH_FASTCALL,
+     "mask_count($module, shape, nodes, /)\n--\n\n"},
+    {"mask_any", (PyCFunction)(void *)mask_any, METH_FASTCALL, "mask_any($module, shape, nodes, /)\n--\n\n"},
+    {"mask_grid", (PyCFunction)(void *)mask_grid, METH_FASTCALL,
+     "mask_grid($module, shape, nodes, batch, head, q_cell, k_cell, /)\n--\n\n"},
+    {NULL},
+};

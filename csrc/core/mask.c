@@ -1,0 +1,172 @@
+/* mask.c – the three questions, asked of a whole expression. */
+#include "core/mask.h"
+
+#include "core/mask_terms.h"
+
+am_status am_mask_prepare(const am_run *run, am_mask *mask)
+{
+    mask->kernels = run->kernels;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        am_node *node = &mask->nodes[i];
+        if (node->kind >= AM_TERM_KINDS || !am_term_kinds[node->kind].prepare) continue;
+        am_status status = am_term_kinds[node->kind].prepare(run, mask, node);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+void am_mask_release(am_mask *mask)
+{
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        am_node *node = &mask->nodes[i];
+        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].release)
+            am_term_kinds[node->kind].release(node);
+    }
+}
+
+/* An expression is evaluated on a stack; what is put there differs from question to question. */
+
+am_keys am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows)
+{
+    if (mask->keys == 0) return (am_keys){0, 0};
+    const am_place place = {.b = b, .h = h, .q = q, .rows = rows};
+    am_keys stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        const am_node *node = &mask->nodes[i];
+        if (node->kind < AM_TERM_KINDS) {
+            stack[++top] = am_term_kinds[node->kind].keys(mask, node, &place);
+            continue;
+        }
+        if (node->kind == AM_NOT) { /* what may be live says nothing about what may be dead */
+            stack[top] = (am_keys){0, mask->keys};
+            continue;
+        }
+        am_keys right = stack[top--], *left = &stack[top];
+        if (node->kind == AM_AND) {
+            left->begin = left->begin > right.begin ? left->begin : right.begin;
+            left->end = left->end < right.end ? left->end : right.end;
+        } else if (left->begin >= left->end) {
+            *left = right;
+        } else if (right.begin < right.end) {
+            left->begin = left->begin < right.begin ? left->begin : right.begin;
+            left->end = left->end > right.end ? left->end : right.end;
+        }
+    }
+    stack[0].end = stack[0].end > stack[0].begin ? stack[0].end : stack[0].begin;
+    return stack[0];
+}
+
+static am_tile opposite(am_tile tile)
+{
+    return tile == AM_MIXED ? AM_MIXED : tile == AM_FULL ? AM_DEAD : AM_FULL;
+}
+
+/* What an operator makes of two tiles where at least one is not mixed; AM_MIXED where the bits must tell. */
+static am_tile combined(am_node_kind operator, am_tile left, am_tile right)
+{
+    switch (operator) {
+    case AM_AND:
+        return left == AM_DEAD || right == AM_DEAD ? AM_DEAD
+               : left == AM_FULL                   ? right
+               : right == AM_FULL                  ? left
+                                                   : AM_MIXED;
+    case AM_OR:
+        return left == AM_FULL || right == AM_FULL ? AM_FULL
+               : left == AM_DEAD                   ? right
+               : right == AM_DEAD                  ? left
+                                                   : AM_MIXED;
+    default:
+        return left == AM_DEAD    ? right
+               : left == AM_FULL  ? opposite(right)
+               : right == AM_DEAD ? left
+                                  : opposite(left);
+    }
+}
+
+am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
+                     ptrdiff_t columns)
+{
+    const am_place place = {b, h, q, rows, k, columns};
+    am_tile stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        const am_node *node = &mask->nodes[i];
+        if (node->kind < AM_TERM_KINDS) {
+            stack[++top] = am_term_kinds[node->kind].tile(mask, node, &place);
+        } else if (node->kind == AM_NOT) {
+            stack[top] = opposite(stack[top]);
+        } else {
+            am_tile right = stack[top--];
+            stack[top] = combined(node->kind, stack[top], right);
+        }
+    }
+    return stack[0];
+}
+
+/* An operand whose bits are written down only where it is mixed. */
+typedef struct {
+    am_tile kind;
+    uint64_t bits[AM_TILE_ROWS];
+} operand;
+
+static void invert(operand *x, const am_place *place)
+{
+    if (x->kind == AM_MIXED) {
+        for (ptrdiff_t r = 0; r < place->rows; r++) x->bits[r] ^= am_low_bits(place->columns);
+    }
+    x->kind = opposite(x->kind);
+}
+
+static void combine(am_node_kind operator, operand * left, operand *right, const am_place *place)
+{
+    am_tile kind = combined(operator, left->kind, right->kind);
+    if (left->kind == AM_MIXED && right->kind == AM_MIXED) {
+        for (ptrdiff_t r = 0; r < place->rows; r++) {
+            if (operator== AM_AND)
+                left->bits[r] &= right->bits[r];
+            else if (operator== AM_OR)
+                left->bits[r] |= right->bits[r];
+            else
+                left->bits[r] ^= right->bits[r];
+        }
+        kind = AM_MIXED;
+    } else if (kind == AM_MIXED) {
+        operand *mixed = left->kind == AM_MIXED ? left : right, *other = mixed == left ? right : left;
+        if (operator== AM_XOR && other->kind == AM_FULL) invert(mixed, place);
+        if (mixed == right) {
+            for (ptrdiff_t r = 0; r < place->rows; r++) left->bits[r] = right->bits[r];
+        }
+    }
+    left->kind = kind;
+}
+
+am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
+                     ptrdiff_t columns, uint64_t *bits)
+{
+    const am_place place = {b, h, q, rows, k, columns};
+    operand stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        const am_node *node = &mask->nodes[i];
+        if (node->kind < AM_TERM_KINDS) {
+            const am_term_kind *term = &am_term_kinds[node->kind];
+            operand *x = &stack[++top];
+            x->kind = term->tile(mask, node, &place);
+            if (x->kind == AM_MIXED) term->bits(mask, node, &place, x->bits);
+        } else if (node->kind == AM_NOT) {
+            invert(&stack[top], &place);
+        } else {
+            top--;
+            combine(node->kind, &stack[top], &stack[top + 1], &place);
+        }
+    }
+    if (stack[0].kind != AM_MIXED) return stack[0].kind;
+    uint64_t any = 0, all = UINT64_MAX;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        bits[r] = stack[0].bits[r];
+        any |= bits[r];
+        all &= bits[r];
+    }
+    return !any ? AM_DEAD : all == am_low_bits(columns) ? AM_FULL : AM_MIXED;
+}

@@ -1,0 +1,405 @@
+/* mask_terms.c – the kinds of terms that masks are made of. */
+#include "core/mask_terms.h"
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+
+enum { BLOCK = 64 };
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static ptrdiff_t blocks_of(ptrdiff_t length) { return (length + BLOCK - 1) / BLOCK; }
+
+/* --- Terms in which each query row sees one interval of keys, and later rows see none that begins or ends
+ * earlier --- */
+
+typedef am_keys interval_of(const am_node *node, ptrdiff_t b, ptrdiff_t q);
+
+static am_keys interval_keys(interval_of *interval, const am_mask *mask, const am_node *node,
+                             const am_place *p)
+{
+    am_keys first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
+    return (am_keys){max(first.begin, 0), min(last.end, mask->keys)};
+}
+
+static am_tile interval_tile(interval_of *interval, const am_node *node, const am_place *p)
+{
+    am_keys first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
+    if (p->k >= last.end || p->k + p->columns <= first.begin) return AM_DEAD;
+    return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
+}
+
+static void interval_bits(interval_of *interval, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    for (ptrdiff_t r = 0; r < p->rows; r++) {
+        am_keys keys = interval(node, p->b, p->q + r);
+        ptrdiff_t begin = min(max(keys.begin - p->k, 0), p->columns);
+        ptrdiff_t end = min(max(keys.end - p->k, begin), p->columns);
+        bits[r] = am_low_bits(end) & ~am_low_bits(begin);
+    }
+}
+
+static am_keys band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+{
+    return (am_keys){q + node->band.low[b], q + node->band.high[b] + 1};
+}
+static am_keys band_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    return interval_keys(band_interval, mask, node, p);
+}
+static am_tile band_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    (void)mask;
+    return interval_tile(band_interval, node, p);
+}
+static void band_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    (void)mask;
+    interval_bits(band_interval, node, p, bits);
+}
+
+static am_keys chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+{
+    ptrdiff_t size = node->chunk.size;
+    ptrdiff_t begin = (q + node->chunk.q_shift[b]) / size * size - node->chunk.k_shift[b];
+    return (am_keys){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
+}
+static am_keys chunk_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    return interval_keys(chunk_interval, mask, node, p);
+}
+static am_tile chunk_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    (void)mask;
+    return interval_tile(chunk_interval, node, p);
+}
+static void chunk_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    (void)mask;
+    interval_bits(chunk_interval, node, p, bits);
+}
+
+static am_keys keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+{
+    (void)q;
+    return (am_keys){node->keys.begin[b], node->keys.end[b]};
+}
+static am_keys keys_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    return interval_keys(keys_interval, mask, node, p);
+}
+static am_tile keys_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    (void)mask;
+    return interval_tile(keys_interval, node, p);
+}
+static void keys_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    (void)mask;
+    interval_bits(keys_interval, node, p, bits);
+}
+
+static am_keys all_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    (void)node, (void)p;
+    return (am_keys){0, mask->keys};
+}
+static am_tile all_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    (void)mask, (void)node, (void)p;
+    return AM_FULL;
+}
+static void all_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    (void)mask, (void)node;
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_low_bits(p->columns);
+}
+
+/* --- Equal ids
+ * ------------------------------------------------------------------------------------------------- */
+
+static int valid_id(int32_t id, int exclude_zero) { return id >= (exclude_zero ? 1 : 0); }
+
+static void note_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int exclude_zero)
+{
+    for (ptrdiff_t begin = 0; begin < count; begin += BLOCK, blocks++) {
+        ptrdiff_t end = min(begin + BLOCK, count);
+        int32_t low = INT32_MAX, high = INT32_MIN, clean = 1;
+        for (ptrdiff_t t = begin; t < end; t++) {
+            int valid = valid_id(ids[t], exclude_zero);
+            clean &= valid;
+            low = valid && ids[t] < low ? ids[t] : low;
+            high = valid && ids[t] > high ? ids[t] : high;
+        }
+        *blocks = (am_id_block){low, high, clean};
+    }
+}
+
+/* How many different rows an array has along batch and head; a stride of zero repeats one. */
+static ptrdiff_t distinct(const am_mask *mask, ptrdiff_t batch_stride, ptrdiff_t head_stride)
+{
+    return (batch_stride ? mask->batch : 1) * (head_stride ? mask->heads : 1);
+}
+
+static ptrdiff_t distinct_index(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t batch_stride,
+                                ptrdiff_t head_stride)
+{
+    return (batch_stride ? b : 0) * (head_stride ? mask->heads : 1) + (head_stride ? h : 0);
+}
+
+static am_status note_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
+                           ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length, int exclude_zero)
+{
+    ptrdiff_t count = distinct(mask, batch_stride, head_stride) * blocks_of(length);
+    *blocks = malloc((size_t)max(count, 1) * sizeof **blocks);
+    if (!*blocks) return AM_NO_MEMORY;
+    for (ptrdiff_t b = 0; b < (batch_stride ? mask->batch : 1); b++) {
+        for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
+            am_id_block *row =
+                *blocks + distinct_index(mask, b, h, batch_stride, head_stride) * blocks_of(length);
+            note_ids(row, ids + b * batch_stride + h * head_stride, length, exclude_zero);
+        }
+    }
+    return AM_OK;
+}
+
+static am_status equal_prepare(const am_run *run, const am_mask *mask, am_node *node)
+{
+    (void)run;
+    am_status status = note_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
+                                 node->equal.q_head, mask->queries, node->equal.exclude_zero);
+    if (status != AM_OK) return status;
+    return note_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch, node->equal.k_head,
+                     mask->keys, node->equal.exclude_zero);
+}
+
+static void equal_release(am_node *node)
+{
+    free(node->equal.q_blocks);
+    free(node->equal.k_blocks);
+    node->equal.q_blocks = node->equal.k_blocks = NULL;
+}
+
+/* What is known of tokens begin … begin + count - 1. */
+static am_id_block known_ids(const am_id_block *blocks, ptrdiff_t begin, ptrdiff_t count)
+{
+    am_id_block known = {INT32_MAX, INT32_MIN, 1};
+    for (ptrdiff_t i = begin / BLOCK; i <= (begin + count - 1) / BLOCK; i++) {
+        known.low = blocks[i].low < known.low ? blocks[i].low : known.low;
+        known.high = blocks[i].high > known.high ? blocks[i].high : known.high;
+        known.clean &= blocks[i].clean;
+    }
+    return known;
+}
+
+static const am_id_block *q_blocks(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    return node->equal.q_blocks + distinct_index(mask, p->b, p->h, node->equal.q_batch, node->equal.q_head) *
+                                      blocks_of(mask->queries);
+}
+
+static const am_id_block *k_blocks(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    return node->equal.k_blocks +
+           distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * blocks_of(mask->keys);
+}
+
+static int apart(const am_id_block *a, const am_id_block *b) { return a->low > b->high || b->low > a->high; }
+
+static am_keys equal_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    am_id_block queries = known_ids(q_blocks(mask, node, p), p->q, p->rows);
+    const am_id_block *keys = k_blocks(mask, node, p);
+    ptrdiff_t begin = 0, end = blocks_of(mask->keys);
+    while (begin < end && apart(&queries, &keys[begin])) begin++;
+    while (begin < end && apart(&queries, &keys[end - 1])) end--;
+    return (am_keys){begin * BLOCK, min(end * BLOCK, mask->keys)};
+}
+
+static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    am_id_block queries = known_ids(q_blocks(mask, node, p), p->q, p->rows);
+    am_id_block keys = known_ids(k_blocks(mask, node, p), p->k, p->columns);
+    if (apart(&queries, &keys)) return AM_DEAD;
+    int one_id = queries.low == queries.high && keys.low == keys.high;
+    return one_id && queries.clean && keys.clean ? AM_FULL : AM_MIXED;
+}
+
+static void equal_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    const int32_t *q_ids = node->equal.q_ids + p->b * node->equal.q_batch + p->h * node->equal.q_head + p->q;
+    const int32_t *k_ids = node->equal.k_ids + p->b * node->equal.k_batch + p->h * node->equal.k_head + p->k;
+    for (ptrdiff_t r = 0; r < p->rows; r++) {
+        int repeated = r > 0 && q_ids[r] == q_ids[r - 1];
+        if (repeated)
+            bits[r] = bits[r - 1];
+        else
+            bits[r] = valid_id(q_ids[r], node->equal.exclude_zero)
+                          ? mask->kernels->equal_bits(k_ids, q_ids[r], p->columns)
+                          : 0;
+    }
+}
+
+/* --- A dense array
+ * --------------------------------------------------------------------------------------------- */
+
+static am_nonzero_bits *nonzero_of(const am_kernels *kernels, am_dtype type)
+{
+    switch (type) {
+    case AM_FLOAT16:
+    case AM_BFLOAT16: return kernels->nonzero_bits_f16;
+    case AM_FLOAT32: return kernels->nonzero_bits_f32;
+    case AM_FLOAT64: return kernels->nonzero_bits_f64;
+    default: break;
+    }
+    switch (am_size_of(type)) {
+    case 1: return kernels->nonzero_bits_8;
+    case 2: return kernels->nonzero_bits_16;
+    case 4: return kernels->nonzero_bits_32;
+    default: return kernels->nonzero_bits_64;
+    }
+}
+
+static void dense_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(node->dense.type);
+    ptrdiff_t q = p->q + node->dense.q_shift[p->b], k = p->k + node->dense.k_shift[p->b];
+    const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
+                       q * node->dense.row + k * node->dense.column;
+    am_nonzero_bits *nonzero = nonzero_of(mask->kernels, node->dense.type);
+    uint64_t line[AM_TILE_COLUMNS]; /* as wide as the widest type */
+    for (ptrdiff_t r = 0; r < p->rows; r++) {
+        const char *row = data + r * node->dense.row;
+        if (r > 0 && node->dense.row == 0) {
+            bits[r] = bits[0];
+            continue;
+        }
+        if (node->dense.column != size) {
+            am_copy_2d((char *)line, 0, size, row, 0, node->dense.column, 1, p->columns, (size_t)size);
+            row = (const char *)line;
+        }
+        bits[r] = nonzero(row, p->columns);
+    }
+}
+
+typedef struct {
+    const am_mask *mask;
+    am_node *node;
+    ptrdiff_t queries, keys; /* of the array: what the mask sees of it in any batch row */
+} dense_job;
+
+/* The kind of every 64 × 64 tile of one row of tiles, by looking at each element once. */
+static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const dense_job *job = arg;
+    const am_node *node = job->node;
+    ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks;
+    ptrdiff_t row = index % node->dense.q_blocks * BLOCK;
+    /* The array itself, free of the shifts of any batch row. */
+    static const ptrdiff_t no_shift[1] = {0};
+    am_node whole = *node;
+    whole.dense.data += plane / heads * node->dense.batch;
+    whole.dense.q_shift = whole.dense.k_shift = no_shift;
+    am_place p = {.h = plane % heads, .q = row, .rows = min(BLOCK, job->queries - row)};
+    for (ptrdiff_t i = 0; i < node->dense.k_blocks; i++) {
+        p.k = i * BLOCK;
+        p.columns = min(BLOCK, job->keys - p.k);
+        uint64_t bits[AM_TILE_ROWS], any = 0, all = UINT64_MAX;
+        dense_bits(job->mask, &whole, &p, bits);
+        for (ptrdiff_t r = 0; r < p.rows; r++) any |= bits[r], all &= bits[r];
+        am_tile tile = !any ? AM_DEAD : all == am_low_bits(p.columns) ? AM_FULL : AM_MIXED;
+        node->dense.tiles[index * node->dense.k_blocks + i] = (uint8_t)tile;
+    }
+    return am_checkpoint(team);
+}
+
+static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *node)
+{
+    ptrdiff_t q_reach = 0, k_reach = 0;
+    for (ptrdiff_t b = 0; b < mask->batch; b++) {
+        q_reach = max(q_reach, node->dense.q_shift[b]);
+        k_reach = max(k_reach, node->dense.k_shift[b]);
+    }
+    dense_job job = {
+        .mask = mask,
+        .node = node,
+        .queries = node->dense.row ? mask->queries + q_reach : min(mask->queries, 1),
+        .keys = node->dense.column ? mask->keys + k_reach : min(mask->keys, 1),
+    };
+    node->dense.q_blocks = blocks_of(job.queries);
+    node->dense.k_blocks = blocks_of(job.keys);
+    ptrdiff_t rows = distinct(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
+    node->dense.tiles = malloc((size_t)max(rows * node->dense.k_blocks, 1));
+    return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;
+}
+
+static void dense_release(am_node *node)
+{
+    free(node->dense.tiles);
+    node->dense.tiles = NULL;
+}
+
+/* The rows of tiles that a place reads. */
+typedef struct {
+    const uint8_t *tiles;
+    ptrdiff_t rows, per_row;
+    ptrdiff_t k_shift;
+} dense_view;
+
+static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    ptrdiff_t q = p->q + node->dense.q_shift[p->b];
+    ptrdiff_t first = node->dense.row ? q / BLOCK : 0, last = node->dense.row ? (q + p->rows - 1) / BLOCK : 0;
+    ptrdiff_t plane = distinct_index(mask, p->b, p->h, node->dense.batch, node->dense.head);
+    return (dense_view){
+        .tiles = node->dense.tiles + (plane * node->dense.q_blocks + first) * node->dense.k_blocks,
+        .rows = last - first + 1,
+        .per_row = node->dense.k_blocks,
+        .k_shift = node->dense.k_shift[p->b],
+    };
+}
+
+static int column_is_dead(const dense_view *view, ptrdiff_t column)
+{
+    for (ptrdiff_t r = 0; r < view->rows; r++) {
+        if (view->tiles[r * view->per_row + column] != AM_DEAD) return 0;
+    }
+    return 1;
+}
+
+static am_keys dense_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    dense_view view = dense_tiles(mask, node, p);
+    if (!node->dense.column) return (am_keys){0, column_is_dead(&view, 0) ? 0 : mask->keys};
+    ptrdiff_t begin = view.k_shift / BLOCK, end = blocks_of(mask->keys + view.k_shift);
+    while (begin < end && column_is_dead(&view, begin)) begin++;
+    while (begin < end && column_is_dead(&view, end - 1)) end--;
+    return (am_keys){max(begin * BLOCK - view.k_shift, 0), min(end * BLOCK - view.k_shift, mask->keys)};
+}
+
+static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    dense_view view = dense_tiles(mask, node, p);
+    ptrdiff_t k = p->k + view.k_shift;
+    ptrdiff_t first = node->dense.column ? k / BLOCK : 0,
+              last = node->dense.column ? (k + p->columns - 1) / BLOCK : 0;
+    am_tile kind = view.tiles[first];
+    for (ptrdiff_t r = 0; r < view.rows; r++) {
+        for (ptrdiff_t c = first; c <= last; c++) {
+            if (view.tiles[r * view.per_row + c] != kind) return AM_MIXED;
+        }
+    }
+    return kind;
+}
+
+const am_term_kind am_term_kinds[AM_TERM_KINDS] = {
+    [AM_TERM_ALL] = {.keys = all_keys, .tile = all_tile, .bits = all_bits},
+    [AM_TERM_BAND] = {.keys = band_keys, .tile = band_tile, .bits = band_bits},
+    [AM_TERM_CHUNK] = {.keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits},
+    [AM_TERM_KEYS] = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits},
+    [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits},
+    [AM_TERM_DENSE] = {dense_prepare, dense_release, dense_keys, dense_tile, dense_bits},
+};

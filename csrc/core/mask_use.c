@@ -1,0 +1,282 @@
+/* mask_use.c – what is made of masks by walking over their tiles: arrays, counts, pictures, lengths. */
+#include "core/mask.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+#include "core/mask_terms.h"
+
+enum {
+    PANEL = 4096, /* columns whose bits are held while rows are written from left to right */
+    WORDS = PANEL / AM_TILE_COLUMNS,
+};
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
+{
+    return length / block + (length % block != 0);
+}
+
+static ptrdiff_t population(uint64_t bits) { return __builtin_popcountll(bits); }
+
+/* --- Arrays
+ * ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const am_mask *mask;
+    const am_mask_target *target;
+    ptrdiff_t strips; /* of AM_TILE_ROWS queries */
+    am_expand_bits *expand;
+    uint64_t live, dead; /* repeated to eight bytes */
+    bool stream;
+} fill_job;
+
+/* One panel of one strip: what each tile is, and the bits of the mixed ones. */
+typedef struct {
+    uint8_t kind[WORDS + 1]; /* and one that ends any run */
+    uint64_t bits[WORDS][AM_TILE_ROWS];
+} panel;
+
+/* Row r of a panel, from left to right; runs of full or dead tiles are written at once. */
+static void fill_row(const fill_job *job, char *row, const panel *tiles, ptrdiff_t r, ptrdiff_t columns)
+{
+    const am_mask_target *t = job->target;
+    const am_kernels *k = job->mask->kernels;
+    for (ptrdiff_t w = 0; w * AM_TILE_COLUMNS < columns;) {
+        ptrdiff_t begin = w * AM_TILE_COLUMNS;
+        am_tile kind = tiles->kind[w++];
+        if (kind == AM_MIXED) {
+            job->expand(row + begin * t->size, tiles->bits[w - 1][r], min(AM_TILE_COLUMNS, columns - begin),
+                        t->live, t->dead);
+            continue;
+        }
+        while (tiles->kind[w] == kind) w++;
+        ptrdiff_t end = min(w * AM_TILE_COLUMNS, columns);
+        k->fill_bytes(row + begin * t->size, kind == AM_FULL ? job->live : job->dead,
+                      (size_t)((end - begin) * t->size), job->stream);
+    }
+}
+
+static void look_at_panel(const am_mask *mask, const am_place *p, am_keys live, panel *tiles)
+{
+    ptrdiff_t w = 0;
+    for (; w * AM_TILE_COLUMNS < p->columns; w++) {
+        ptrdiff_t k = p->k + w * AM_TILE_COLUMNS, count = min(AM_TILE_COLUMNS, mask->keys - k);
+        bool outside = k + count <= live.begin || k >= live.end;
+        tiles->kind[w] =
+            (uint8_t)(outside ? AM_DEAD
+                              : am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, count, tiles->bits[w]));
+    }
+    tiles->kind[w] = UINT8_MAX;
+}
+
+static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const fill_job *job = arg;
+    const am_mask *mask = job->mask;
+    const am_mask_target *t = job->target;
+    ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
+    am_place p = {.b = plane / mask->heads,
+                  .h = plane % mask->heads,
+                  .q = q,
+                  .rows = min(AM_TILE_ROWS, mask->queries - q)};
+    am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
+    char *strip = t->data + p.b * t->batch + p.h * t->head + q * t->row;
+    for (p.k = 0; p.k < mask->keys; p.k += PANEL) {
+        panel tiles;
+        p.columns = min(PANEL, mask->keys - p.k);
+        look_at_panel(mask, &p, live, &tiles);
+        for (ptrdiff_t r = 0; r < p.rows; r++) {
+            char *row = strip + r * t->row + p.k * t->column;
+            uint64_t line[PANEL]; /* for rows that do not lie side by side; room for the widest type */
+            bool direct = t->column == t->size;
+            fill_row(job, direct ? row : (char *)line, &tiles, r, p.columns);
+            if (!direct) {
+                am_copy_2d(row, 0, t->column, (const char *)line, 0, t->size, 1, p.columns, (size_t)t->size);
+            }
+        }
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static uint64_t repeated(uint64_t element, ptrdiff_t size)
+{
+    switch (size) {
+    case 1: return (element & 0xff) * 0x0101010101010101u;
+    case 2: return (element & 0xffff) * 0x0001000100010001u;
+    case 4: return (element & 0xffffffff) * 0x0000000100000001u;
+    default: return element;
+    }
+}
+
+am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_target *target)
+{
+    if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) return AM_OK;
+    const am_kernels *k = run->kernels;
+    ptrdiff_t bytes = target->size, limit = am_cache_bytes() / 2;
+    bytes = bytes * mask->keys > limit / mask->queries ? limit : bytes * mask->keys * mask->queries;
+    fill_job job = {
+        .mask = mask,
+        .target = target,
+        .strips = blocks_of(mask->queries, AM_TILE_ROWS),
+        .expand = target->size == 1   ? k->expand_bits_8
+                  : target->size == 2 ? k->expand_bits_16
+                  : target->size == 4 ? k->expand_bits_32
+                                      : k->expand_bits_64,
+        .live = repeated(target->live, target->size),
+        .dead = repeated(target->dead, target->size),
+        .stream = bytes > limit / (mask->batch * mask->heads) && target->column == target->size,
+    };
+    return am_parallel(run, mask->batch * mask->heads * job.strips, 1, fill_task, &job);
+}
+
+/* --- Counts
+ * ------------------------------------------------------------------------------------------------------ */
+
+/* The live pairs of a region of rows up to a tile's height. */
+static ptrdiff_t count_region(const am_mask *mask, const am_place *p, am_keys live)
+{
+    ptrdiff_t count = 0, end = min(p->k + p->columns, live.end);
+    for (ptrdiff_t k = max(p->k, live.begin), next; k < end; k = next) {
+        /* Summaries are kept of aligned tiles: questions that respect their borders get the sharper answers.
+         */
+        next = min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
+        uint64_t bits[AM_TILE_ROWS];
+        am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, next - k, bits);
+        if (kind == AM_FULL) count += p->rows * (next - k);
+        if (kind != AM_MIXED) continue;
+        for (ptrdiff_t r = 0; r < p->rows; r++) count += population(bits[r]);
+    }
+    return count;
+}
+
+typedef struct {
+    const am_mask *mask;
+    ptrdiff_t b, h, q_cell, k_cell, cells; /* cells in a row */
+    int64_t *counts;
+} grid_job;
+
+/* One row of cells. */
+static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
+{
+    const grid_job *job = arg;
+    const am_mask *mask = job->mask;
+    int64_t *counts = job->counts + row * job->cells;
+    memset(counts, 0, (size_t)job->cells * sizeof *counts);
+    ptrdiff_t end = min(mask->queries - row * job->q_cell, job->q_cell) + row * job->q_cell;
+    for (ptrdiff_t q = row * job->q_cell, next; q < end; q = next) {
+        next = min((q / AM_TILE_ROWS + 1) * AM_TILE_ROWS, end);
+        am_place p = {.b = job->b, .h = job->h, .q = q, .rows = next - q};
+        am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
+        for (ptrdiff_t cell = live.begin / job->k_cell; cell * job->k_cell < live.end; cell++) {
+            p.k = cell * job->k_cell;
+            p.columns = min(job->k_cell, mask->keys - p.k);
+            counts[cell] += count_region(mask, &p, live);
+        }
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+am_status am_mask_grid(const am_run *run, const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
+                       ptrdiff_t k_cell, int64_t *counts)
+{
+    grid_job job = {mask, b, h, q_cell, k_cell, blocks_of(mask->keys, k_cell), counts};
+    return am_parallel(run, blocks_of(mask->queries, q_cell), 1, grid_task, &job);
+}
+
+typedef struct {
+    const am_mask *mask;
+    ptrdiff_t strips;
+    int64_t *counts; /* of each strip */
+} count_job;
+
+static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const count_job *job = arg;
+    const am_mask *mask = job->mask;
+    ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
+    am_place p = {plane / mask->heads, plane % mask->heads, q, min(AM_TILE_ROWS, mask->queries - q), 0,
+                  mask->keys};
+    job->counts[index] = count_region(mask, &p, am_mask_keys(mask, p.b, p.h, q, p.rows));
+    return am_checkpoint(team);
+}
+
+am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts)
+{
+    ptrdiff_t planes = mask->batch * mask->heads;
+    count_job job = {.mask = mask, .strips = blocks_of(mask->queries, AM_TILE_ROWS)};
+    job.counts = malloc((size_t)max(planes * job.strips, 1) * sizeof *job.counts);
+    if (!job.counts) return AM_NO_MEMORY;
+    am_status status = am_parallel(run, planes * job.strips, 1, count_task, &job);
+    for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
+        counts[plane] = 0;
+        for (ptrdiff_t s = 0; s < job.strips; s++) counts[plane] += job.counts[plane * job.strips + s];
+    }
+    free(job.counts);
+    return status;
+}
+
+/* --- Which tokens take part
+ * -------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const am_mask *mask;
+    ptrdiff_t strips;
+    uint8_t *queries, *keys;
+} any_job;
+
+/* Columns of AM_TILE_COLUMNS keys of one (b, h), so that two tasks never mark the same key. */
+static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const any_job *job = arg;
+    const am_mask *mask = job->mask;
+    ptrdiff_t plane = index / job->strips, k = index % job->strips * AM_TILE_COLUMNS;
+    ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
+              columns = min(AM_TILE_COLUMNS, mask->keys - k);
+    uint64_t seen = 0;
+    for (ptrdiff_t q = 0; q < mask->queries && seen != am_low_bits(columns); q += AM_TILE_ROWS) {
+        ptrdiff_t rows = min(AM_TILE_ROWS, mask->queries - q);
+        uint64_t bits[AM_TILE_ROWS];
+        am_tile kind = am_mask_bits(mask, b, h, q, rows, k, columns, bits);
+        if (kind == AM_FULL) seen = am_low_bits(columns);
+        for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= bits[r];
+    }
+    mask->kernels->expand_bits_8(job->keys + plane * mask->keys + k, seen, columns, 1, 0);
+    return am_checkpoint(team);
+}
+
+static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const any_job *job = arg;
+    const am_mask *mask = job->mask;
+    ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
+    ptrdiff_t b = plane / mask->heads, h = plane % mask->heads, rows = min(AM_TILE_ROWS, mask->queries - q);
+    am_keys live = am_mask_keys(mask, b, h, q, rows);
+    uint64_t seen = 0;
+    for (ptrdiff_t k = live.begin, next; k < live.end && seen != am_low_bits(rows); k = next) {
+        next = min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, live.end);
+        uint64_t bits[AM_TILE_ROWS];
+        am_tile kind = am_mask_bits(mask, b, h, q, rows, k, next - k, bits);
+        if (kind == AM_FULL) seen = am_low_bits(rows);
+        for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
+    }
+    mask->kernels->expand_bits_8(job->queries + plane * mask->queries + q, seen, rows, 1, 0);
+    return am_checkpoint(team);
+}
+
+am_status am_mask_any(const am_run *run, const am_mask *mask, uint8_t *queries, uint8_t *keys)
+{
+    ptrdiff_t planes = mask->batch * mask->heads;
+    any_job job = {mask, blocks_of(mask->queries, AM_TILE_ROWS), queries, keys};
+    am_status status = am_parallel(run, planes * job.strips, 1, any_query_task, &job);
+    if (status != AM_OK) return status;
+    job.strips = blocks_of(mask->keys, AM_TILE_COLUMNS);
+    return am_parallel(run, planes * job.strips, 1, any_key_task, &job);
+}

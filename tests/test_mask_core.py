@@ -1,0 +1,328 @@
+"""The mask description: every kind of term at every size and alignment of tiles, and expressions of them."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnmask import _core
+
+OPERATORS = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
+
+
+def per_batch(value, batch):
+    return np.broadcast_to(np.asarray(value, np.int64), (batch,))
+
+
+def term_twin(shape, term):
+    """The pairs of one term, from its definition."""
+    batch, heads, queries, keys = shape
+    q = np.arange(queries)[:, None]
+    k = np.arange(keys)[None, :]
+    result = np.zeros(shape, bool)
+    for b, h in itertools.product(range(batch), range(heads)):
+        name, *parts = term
+        if name == "all":
+            live = np.ones((queries, keys), bool)
+        elif name == "band":
+            low, high, offset = parts
+            distance = k - q - per_batch(offset, batch)[b]
+            live = np.ones((queries, keys), bool)
+            if low is not None:
+                live &= distance >= low
+            if high is not None:
+                live &= distance <= high
+        elif name == "chunk":
+            size, q_shift, k_shift = parts
+            live = (q + per_batch(q_shift, batch)[b]) // size == (k + per_batch(k_shift, batch)[b]) // size
+        elif name == "keys":
+            begin, end = (per_batch(part, batch)[b] for part in parts)
+            live = np.broadcast_to((begin <= k) & (k < end), (queries, keys))
+        elif name == "equal":
+            q_ids, k_ids = (ids[b % len(ids)] for ids in parts[:2])
+            q_ids, k_ids = (ids[h % len(ids)] if ids.ndim == 2 else ids for ids in (q_ids, k_ids))
+            live = (q_ids[:, None] == k_ids[None, :]) & (q_ids[:, None] >= (1 if parts[2] else 0))
+        else:
+            array, q_shift, k_shift = parts
+            plane = array[b % len(array)][h % array.shape[1]].astype(np.float64)
+            rows = q if plane.shape[0] == 1 else q + per_batch(q_shift, batch)[b]
+            columns = k if plane.shape[1] == 1 else k + per_batch(k_shift, batch)[b]
+            live = plane[rows % len(plane), columns % plane.shape[1]] != 0
+        result[b, h] = live
+    return result
+
+
+def twin(shape, nodes):
+    stack = []
+    for node in nodes:
+        if node == "not":
+            stack.append(~stack.pop())
+        elif isinstance(node, str):
+            right = stack.pop()
+            stack.append(OPERATORS[node](stack.pop(), right))
+        else:
+            stack.append(term_twin(shape, node))
+    (result,) = stack
+    return result
+
+
+def check(shape, nodes):
+    """Everything that is made of a mask agrees with the twin."""
+    live = twin(shape, nodes)
+    case = (shape, nodes)
+    np.testing.assert_array_equal(_core.mask_fill(shape, nodes, bool, True, False, None), live, str(case))
+    np.testing.assert_array_equal(_core.mask_count(shape, nodes), live.sum((2, 3)), str(case))
+    queries, keys = _core.mask_any(shape, nodes)
+    np.testing.assert_array_equal(queries, live.any(3), str(case))
+    np.testing.assert_array_equal(keys, live.any(2), str(case))
+
+
+def cells(plane, q_cell, k_cell):
+    queries, keys = plane.shape
+    rows = np.add.reduceat(plane.astype(np.int64), np.arange(0, queries, q_cell), axis=0)
+    return np.add.reduceat(rows, np.arange(0, keys, k_cell), axis=1)
+
+
+LENGTHS = [1, 63, 64, 65, 129]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (1, 200), (200, 1), (63, 65), (64, 64), (129, 127), (70, 200)]
+)
+def test_bands(isa, queries, keys):
+    bounds = [None, -300, -65, -64, -1, 0, 1, 64, 300]
+    for low, high in itertools.product(bounds, bounds):
+        check((1, 1, queries, keys), (("band", low, high, 0),))
+
+
+@pytest.mark.parametrize("offset", [-(2**62), -65, -1, 3, 64, 2**62, np.array([0, -7, 70])])
+def test_band_offsets(isa, offset):
+    for low, high in [(None, 0), (-5, 5), (0, None), (-70, -3), (4, 2)]:
+        check((3, 2, 130, 140), (("band", low, high, offset),))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 63, 64, 65, 100, 1000, 2**62])
+def test_chunks(isa, size):
+    for q_shift, k_shift in [(0, 0), (5, 0), (0, 5), (np.array([0, 64, 1]), np.array([3, 0, 130]))]:
+        check((3, 1, 130, 129), (("chunk", size, q_shift, k_shift),))
+
+
+def test_keys(isa):
+    edges = [-1, 0, 1, 63, 64, 65, 127, 128, 2**62]
+    for begin, end in itertools.product(edges, edges):
+        check((1, 1, 65, 128), (("keys", begin, end),))
+    check((3, 2, 3, 70), (("keys", np.array([0, 5, 70]), np.array([70, 5, 3])),))
+
+
+@pytest.mark.parametrize(("queries", "keys"), list(itertools.product(LENGTHS, [1, 64, 129])))
+def test_equal_ids(isa, queries, keys):
+    rng = np.random.default_rng(queries * 1000 + keys)
+    for q_lead, k_lead, exclude_zero in itertools.product(
+        [(1,), (2,), (2, 3), (1, 3)], [(2,), (1, 1), (2, 3)], [False, True]
+    ):
+        for ids in range(4):
+            high = [1, 2, 5, 2**31 - 1][ids]
+            q_ids = rng.integers(-1, high, (*q_lead, queries), dtype=np.int32)
+            k_ids = rng.integers(-1, high, (*k_lead, keys), dtype=np.int32)
+            if ids % 2:
+                q_ids.sort(-1)
+                k_ids.sort(-1)
+            check((2, 3, queries, keys), (("equal", q_ids, k_ids, exclude_zero),))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [bool, np.int8, np.uint16, np.int32, np.uint64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64],
+)
+@pytest.mark.parametrize("density", [0, 0.001, 0.5, 1])
+def test_dense(isa, dtype, density):
+    rng = np.random.default_rng(7)
+    for queries, keys in [(1, 1), (64, 64), (63, 129), (130, 70)]:
+        whole = (rng.random((2, 3, queries + 9, keys + 5)) < density).astype(dtype)
+        if whole.dtype.kind == "f":
+            whole[whole == 0] = rng.choice([0.0, -0.0], int((whole == 0).sum()))
+            whole[..., 3:4, 1:2] = np.nan
+        views = [
+            (whole[:, :, :queries, :keys], 0, 0),
+            (whole[:1, :, :queries, :keys], 0, 0),
+            (whole[:, :1, :queries, :keys], 0, 0),
+            (whole[:, :, ::-1, ::-1], np.array([0, 9]), np.array([5, 1])),
+            (whole, np.array([2, 3]), 4),
+            (whole.transpose(0, 1, 3, 2).copy().transpose(0, 1, 3, 2)[:, :, :queries, :keys], 0, 0),
+            (np.asfortranarray(whole)[:, :, :queries, :keys], 0, 0),
+            (np.broadcast_to(whole[:, :, :1, :keys], (2, 3, queries, keys)), 0, 0),
+            (whole[:, :, :queries, :1], 0, 0),
+            (whole[:, :, :1, :1], 5, 5),
+        ]
+        for array, q_shift, k_shift in views:
+            check((2, 3, queries, keys), (("dense", array, q_shift, k_shift),))
+
+
+@st.composite
+def expressions(draw):
+    shape = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 3)),
+        draw(st.sampled_from([0, 1, 5, 63, 64, 65, 130])),
+        draw(st.sampled_from([0, 1, 5, 63, 64, 65, 130])),
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    batch, heads, queries, keys = shape
+
+    def a_term():
+        def each():
+            return int(rng.integers(0, 9)) if rng.random() < 0.5 else rng.integers(0, 9, batch)
+
+        kind = draw(st.sampled_from(["all", "band", "chunk", "keys", "equal", "dense"]))
+        if kind == "band":
+            low, high = rng.integers(-80, 80, 2)
+            return (
+                kind,
+                None if rng.random() < 0.3 else int(low),
+                None if rng.random() < 0.3 else int(high),
+                each(),
+            )
+        if kind == "chunk":
+            return (kind, int(rng.integers(1, 90)), each(), each())
+        if kind == "keys":
+            return (kind, each(), rng.integers(0, keys + 2, batch))
+        if kind == "equal":
+            lead = [(batch,), (1,), (batch, heads), (1, heads)][rng.integers(4)]
+            ids = [np.sort(rng.integers(-1, 4, (*lead, n), dtype=np.int32)) for n in (queries, keys)]
+            return (kind, *ids, bool(rng.integers(2)))
+        if kind == "dense":
+            lead = (1 if rng.random() < 0.5 else batch, 1 if rng.random() < 0.5 else heads)
+            size = (queries + 8, keys + 8) if rng.random() < 0.5 else (1, keys + 8)
+            return (kind, rng.random((*lead, *size)) < rng.choice([0.0, 0.3, 1.0]), each(), each())
+        return (kind,)
+
+    def tree(depth):
+        if depth == 0 or rng.random() < 0.2:
+            return [a_term()]
+        operator = draw(st.sampled_from(["not", "and", "or", "xor"]))
+        if operator == "not":
+            return [*tree(depth - 1), "not"]
+        return [*tree(depth - 1), *tree(depth - 1), operator]
+
+    return shape, tuple(tree(draw(st.integers(0, 4))))
+
+
+@given(expressions())
+def test_expressions(isa, case):
+    check(*case)
+
+
+@given(expressions(), st.integers(1, 150), st.integers(1, 150))
+def test_grids(case, q_cell, k_cell):
+    shape, nodes = case
+    live = twin(shape, nodes)
+    for b, h in itertools.product(range(shape[0]), range(shape[1])):
+        got = _core.mask_grid(shape, nodes, b, h, q_cell, k_cell)
+        if 0 in shape:
+            assert got.size == 0
+        else:
+            np.testing.assert_array_equal(got, cells(live[b, h], q_cell, k_cell), str((case, q_cell, k_cell)))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [bool, np.int8, np.int16, np.int32, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64],
+)
+def test_fills_any_type_and_strides(isa, dtype):
+    rng = np.random.default_rng(3)
+    shape = (2, 2, 70, 5000)
+    ids = np.sort(rng.integers(0, 3, (2, 5000), dtype=np.int32))
+    nodes = (
+        ("equal", ids[:, ::71][:, :70].copy(), ids, False),
+        ("dense", rng.random((1, 2, 70, 5000)) < 0.999, 0, 0),
+        "and",
+    )
+    live = twin(shape, nodes)
+    for on, off in [(True, False), (3, -2)]:
+        dead = np.array(off).astype(dtype)
+        expected = np.where(live, np.array(on).astype(dtype), dead)
+        got = _core.mask_fill(shape, nodes, dtype, on, off, None)
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, expected)
+        room = np.zeros((2, 2, 72, 5003, 2), dtype)
+        for out in (
+            room[:, :, :70, :5000, 0],
+            room[:, :, 71:1:-1, 5002:2:-1, 1],
+            np.zeros((5000, 70, 2, 2), dtype).T,
+        ):
+            assert _core.mask_fill(shape, nodes, dtype, on, off, out) is out
+            np.testing.assert_array_equal(out, expected)
+        assert not room[:, :, :2, :3, 1].any()
+        assert not room[:, :, 70:, 5000:, 0].any()
+
+
+def test_same_bits_for_any_number_of_threads(set_threads):
+    rng = np.random.default_rng(5)
+    shape = (2, 3, 700, 900)
+    nodes = (("dense", rng.random((2, 1, 700, 900)) < 0.01, 0, 0), ("band", -90, 3, 0), "or")
+    results = []
+    for threads in (1, 2, 3, 8):
+        set_threads(threads)
+        results.append(
+            (
+                _core.mask_fill(shape, nodes, np.float32, 0, -1, None).tobytes(),
+                _core.mask_count(shape, nodes).tobytes(),
+            )
+        )
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes"),
+    [
+        ((1, 1, 2, 2), ()),
+        ((1, 1, 2, 2), (("all",), ("all",))),
+        ((1, 1, 2, 2), ("not",)),
+        ((1, 1, 2, 2), (("all",), "and")),
+        ((1, 1, 2, 2), (("all",), "nand")),
+        ((1, 1, 2, 2), (("sphere",),)),
+        ((1, 1, 2, 2), ((),)),
+        ((1, 1, 2, 2), ((3,),)),
+        ((1, 1, 2, 2), (("band", 0),)),
+        ((1, 1, 2, 2), (("chunk", 0, 0, 0),)),
+        ((1, 1, 2, 2), (("chunk", 2, -1, 0),)),
+        ((2, 1, 2, 2), (("band", 0, 0, np.zeros(3, int)),)),
+        ((2, 1, 2, 2), (("band", 0, 0, np.zeros((2, 1), int)),)),
+        ((1, 1, 2, 2), (("equal", np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), False),)),
+        ((2, 1, 2, 2), (("equal", np.zeros((3, 2), np.int32), np.zeros((1, 2), np.int32), False),)),
+        ((1, 1, 2, 2), (("equal", np.zeros(2, np.int32), np.zeros((1, 2), np.int32), False),)),
+        ((1, 1, 2, 2), (("dense", np.ones((2, 2)), 0, 0),)),
+        ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 0, 2),)),
+        ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 1, 0),)),
+        ((1, 1, 3, 2), (("dense", np.ones((1, 1, 2, 2)), 0, 0),)),
+        ((1, 1, -1, 2), (("all",),)),
+        ((1, 1, 2**60, 2), (("all",),)),
+        ((1, 1, 2, 2), (("all",),) * 17 + ("and",) * 16),
+    ],
+)
+def test_descriptions_that_make_no_sense(shape, nodes):
+    for call in (_core.mask_count, _core.mask_any):
+        with pytest.raises(ValueError, match="must|an operator|unknown|shift|many|expression"):
+            call(shape, nodes)
+
+
+def test_too_large_to_write_down():
+    for length, error in [(2**27, (MemoryError,)), (2**40, (MemoryError, ValueError))]:
+        shape = (1, 1, length, length)
+        with pytest.raises(error):
+            _core.mask_fill(shape, (("band", None, 0, 0),), bool, True, False, None)
+
+
+def test_long_masks_are_cheap():
+    tokens = 131_072
+    nodes = (("band", -4096, 0, 0),)
+    assert _core.mask_count((1, 1, tokens, tokens), nodes)[0, 0] == sum(
+        min(q, 4096) + 1 for q in range(tokens)
+    )
