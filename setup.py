@@ -5,12 +5,10 @@ Switches, read from the environment; a build with others than the last one start
 ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
 ATTNMASK_SANITIZE=address,undefined    build with these sanitizers
 ATTNMASK_WERROR=1                      warnings are errors
-ATTNMASK_OPENMP=0                      build without OpenMP (one thread)
 """
 
 import os
 import platform
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -32,15 +30,13 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
 
-OPENMP_PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }"
-
 
 def sources(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
-def switch(name: str, default: str = "0") -> bool:
-    return os.environ.get(name, default) not in ("", "0")
+def switch(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
 
 
 class BuildExt(build_ext):
@@ -52,12 +48,8 @@ class BuildExt(build_ext):
             sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
             flags += [*sanitize, "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
-        if switch("ATTNMASK_OPENMP", "1"):
-            if self.understands(["-fopenmp"], OPENMP_PROBE):
-                flags += ["-fopenmp"]
-                ext.extra_link_args += ["-fopenmp"]
-            else:
-                print("attnmask: no OpenMP in this compiler; building for one thread", file=sys.stderr)
+        flags += ["-pthread"]
+        ext.extra_link_args += ["-pthread"]
 
         levels = {"baseline": []}
         if platform.machine().lower() in ("x86_64", "amd64"):
@@ -80,11 +72,11 @@ class BuildExt(build_ext):
         super().build_extension(ext)
         record.write_text(command)
 
-    def understands(self, flags: list[str], program: str = "int main(void) { return 0; }") -> bool:
-        """Whether the compiler builds `program` with `flags`."""
+    def understands(self, flags: list[str]) -> bool:
+        """Whether the compiler knows `flags`."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
-            source.write_text(program)
+            source.write_text("int main(void) { return 0; }")
             try:
                 # The object lands beside its source: its path is the source's own, below output_dir.
                 objects = self.compiler.compile(

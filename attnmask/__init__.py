@@ -10,6 +10,24 @@ from attnmask.cumsum import (
     chunk_local_cumsum_vector,
     chunk_local_cumsum_vjp,
 )
+from attnmask.debug import get_debug_mode, set_debug_mode
+from attnmask.mask_info import MaskInfo
+from attnmask.mask_sharding import MaskSharding
+from attnmask.masks import (
+    attention_mask_to_padding_segment_ids,
+    attention_mask_to_qkv_cu_seqlens,
+    cu_seqlens_to_mask,
+    cu_seqlens_to_pairs,
+    mask_to_segment_ids,
+    pairs_to_cu_seqlens,
+    positions_from_segment_ids,
+    qkv_cu_seqlens_to_attention_mask,
+    qkv_cu_seqlens_to_qkv_masks,
+    qkv_masks_to_cu_seqlens,
+    segment_ids_to_cu_seqlens,
+    segment_ids_to_mask,
+    segment_ids_to_qkv_masks,
+)
 from attnmask.packed import (
     cdiv,
     identity_dtype_convert,
@@ -25,7 +43,11 @@ from attnmask.packed import (
 from attnmask.runtime import __version__, get_num_threads, set_num_threads, show_config
 
 __all__ = [
+    "MaskInfo",
+    "MaskSharding",
     "__version__",
+    "attention_mask_to_padding_segment_ids",
+    "attention_mask_to_qkv_cu_seqlens",
     "cdiv",
     "chunk_global_cumsum",
     "chunk_global_cumsum_scalar",
@@ -35,8 +57,14 @@ __all__ = [
     "chunk_local_cumsum_scalar",
     "chunk_local_cumsum_vector",
     "chunk_local_cumsum_vjp",
+    "cu_seqlens_to_mask",
+    "cu_seqlens_to_pairs",
+    "get_debug_mode",
     "get_num_threads",
     "identity_dtype_convert",
+    "mask_to_segment_ids",
+    "pairs_to_cu_seqlens",
+    "positions_from_segment_ids",
     "prepare_chunk_indices",
     "prepare_chunk_offsets",
     "prepare_cu_seqlens_from_mask",
@@ -45,6 +73,13 @@ __all__ = [
     "prepare_position_ids",
     "prepare_sequence_ids",
     "prepare_token_indices",
+    "qkv_cu_seqlens_to_attention_mask",
+    "qkv_cu_seqlens_to_qkv_masks",
+    "qkv_masks_to_cu_seqlens",
+    "segment_ids_to_cu_seqlens",
+    "segment_ids_to_mask",
+    "segment_ids_to_qkv_masks",
+    "set_debug_mode",
     "set_num_threads",
     "show_config",
 ]

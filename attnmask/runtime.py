@@ -13,8 +13,8 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        What `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS`` asked for, else what OpenMP's own
-        rules give (``OMP_NUM_THREADS``, or the processors that this process may run on).
+        What `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS`` asked for, else what OpenMP's
+        rules give (``OMP_NUM_THREADS``, or the processors that this process may run on, up to ``OMP_THREAD_LIMIT``).
 
     Examples
     --------
@@ -56,9 +56,10 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     Returns
     -------
     dict or None
-        With ``mode="dict"``: ``version``; ``compiler``; ``openmp`` (the date of the standard, or None for a build
-        without); ``threads``; ``isa``, the instruction set whose kernels are in use; ``isa_available``, those that
-        this build has and this processor runs, best last. The environment variable ``ATTNMASK_ISA`` chooses one.
+        With ``mode="dict"``: ``version``; ``compiler``; ``openmp`` (None: the library has threads of its own, which
+        follow OpenMP's environment variables); ``threads``; ``isa``, the instruction set whose kernels are in use;
+        ``isa_available``, those that this build has and this processor runs, best last. The environment variable
+        ``ATTNMASK_ISA`` chooses one.
 
     Examples
     --------

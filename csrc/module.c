@@ -7,9 +7,6 @@
 #include "bind/args.h"
 #include "core/isa.h"
 
-/* More is asked for by mistake only. */
-enum { MAX_THREADS = 1024 };
-
 #ifdef __clang__
 #    define COMPILER "Clang " __clang_version__
 #else
@@ -58,7 +55,7 @@ static int to_threads(PyObject *object, const char *name, int *threads)
 {
     npy_intp count;
     if (am_to_count(object, name, &count) < 0) return -1;
-    *threads = count < MAX_THREADS ? (int)count : MAX_THREADS;
+    *threads = count < AM_MAX_THREADS ? (int)count : AM_MAX_THREADS;
     return 0;
 }
 
@@ -74,15 +71,9 @@ static PyObject *config(PyObject *module, PyObject *unused)
 {
     (void)unused;
     am_state *state = am_state_of(module);
-#ifdef _OPENMP
-    long openmp = _OPENMP;
-#else
-    long openmp = 0;
-#endif
-    return Py_BuildValue("{s:s, s:s, s:N, s:i, s:s, s:N}", "version", AM_VERSION, "compiler", COMPILER,
-                         "openmp", openmp ? PyLong_FromLong(openmp) : Py_NewRef(Py_None), "threads",
-                         am_threads(state), "isa", atomic_load(&state->kernels)->name, "isa_available",
-                         available_levels());
+    return Py_BuildValue("{s:s, s:s, s:O, s:i, s:s, s:N}", "version", AM_VERSION, "compiler", COMPILER,
+                         "openmp", Py_None, "threads", am_threads(state), "isa",
+                         atomic_load(&state->kernels)->name, "isa_available", available_levels());
 }
 
 static PyMethodDef runtime_methods[] = {
@@ -127,7 +118,8 @@ static int module_exec(PyObject *module)
     if (!kernels || initial_threads(&threads) < 0) return -1;
     atomic_init(&state->kernels, kernels);
     atomic_init(&state->threads, threads);
-    PyMethodDef *const topics[] = {runtime_methods, am_packed_methods, am_cumsum_methods, am_mask_methods};
+    PyMethodDef *const topics[] = {runtime_methods, am_packed_methods,   am_cumsum_methods,
+                                   am_mask_methods, am_segments_methods, am_pairs_methods};
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
         if (PyModule_AddFunctions(module, topics[i]) < 0) return -1;
     }

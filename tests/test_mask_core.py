@@ -309,7 +309,7 @@ def test_same_bits_for_any_number_of_threads(set_threads):
 )
 def test_descriptions_that_make_no_sense(shape, nodes):
     for call in (_core.mask_count, _core.mask_any):
-        with pytest.raises(ValueError, match="must|an operator|unknown|shift|many|expression"):
+        with pytest.raises(ValueError, match=r"must|an operator|unknown|shift|many|expression"):
             call(shape, nodes)
 
 

@@ -161,18 +161,28 @@ int am_to_bool(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-int am_to_count(PyObject *object, const char *name, void *dst)
+static int to_integer(PyObject *object, const char *name, Py_ssize_t lowest, const char *expected, void *dst)
 {
     if (PyBool_Check(object) || !PyIndex_Check(object))
-        return am_reject(PyExc_TypeError, name, "a positive integer", object);
-    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL); /* clips */
+        return am_reject(PyExc_TypeError, name, expected, object);
+    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL);          /* clips */
     if (value == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) { /* an array of several integers, say */
-        return am_reject(PyExc_TypeError, name, "a positive integer", object);
+        return am_reject(PyExc_TypeError, name, expected, object);
     }
     if (value == -1 && PyErr_Occurred()) return -1;
-    if (value < 1) return am_reject(PyExc_ValueError, name, "a positive integer", object);
+    if (value < lowest) return am_reject(PyExc_ValueError, name, expected, object);
     *(npy_intp *)dst = value;
     return 0;
+}
+
+int am_to_count(PyObject *object, const char *name, void *dst)
+{
+    return to_integer(object, name, 1, "a positive integer", dst);
+}
+
+int am_to_length(PyObject *object, const char *name, void *dst)
+{
+    return to_integer(object, name, 0, "a non-negative integer", dst);
 }
 
 int am_to_scale(PyObject *object, const char *name, void *dst)
@@ -248,6 +258,10 @@ static bool widen_starts(am_starts *s, const char *name)
     npy_intp count = PyArray_DIM(s->array, 0), stride = PyArray_STRIDE(s->array, 0);
     const char *data = PyArray_BYTES(s->array);
     am_dtype type = am_dtype_of(PyArray_DESCR(s->array));
+    if (type == AM_INT32 && stride == sizeof(int32_t)) {
+        for (npy_intp i = 0; i < count; i++) s->starts[i] = ((const int32_t *)data)[i];
+        return true;
+    }
     for (npy_intp i = 0; i < count; i++, data += stride) {
         switch (type) {
         case AM_INT32: s->starts[i] = *(const int32_t *)data; break;
@@ -283,12 +297,13 @@ int am_check_starts(am_starts *s, const char *name)
         PyErr_Format(PyExc_ValueError, "%s must start at 0, got %zd at index 0", name, s->starts[0]);
         return -1;
     }
-    for (npy_intp i = 1; i < count; i++) {
-        if (s->starts[i] < s->starts[i - 1]) {
-            PyErr_Format(PyExc_ValueError, "%s must never decrease, got %zd after %zd at index %zd", name,
-                         s->starts[i], s->starts[i - 1], i);
-            return -1;
-        }
+    bool falls = false; /* a loop without an exit is a loop of vectors */
+    for (npy_intp i = 1; i < count; i++) falls |= s->starts[i] < s->starts[i - 1];
+    for (npy_intp i = 1; falls; i++) {
+        if (s->starts[i] >= s->starts[i - 1]) continue;
+        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %zd after %zd at index %zd", name,
+                     s->starts[i], s->starts[i - 1], i);
+        return -1;
     }
     return 0;
 }
@@ -370,6 +385,13 @@ static bool overlaps_itself(PyArrayObject *array)
     return false;
 }
 
+int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name)
+{
+    int shared = shares_memory(out, input);
+    if (shared > 0) PyErr_Format(PyExc_ValueError, "%s must share no memory with %s", name, input_name);
+    return shared ? -1 : 0;
+}
+
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
                  PyArrayObject *const *inputs, const char *const *input_names, int input_count)
 {
@@ -399,12 +421,7 @@ int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const 
         return -1;
     }
     for (int i = 0; i < input_count; i++) {
-        int shared = inputs[i] ? shares_memory(out, inputs[i]) : 0;
-        if (shared < 0) return -1;
-        if (shared) {
-            PyErr_Format(PyExc_ValueError, "%s must share no memory with %s", name, input_names[i]);
-            return -1;
-        }
+        if (inputs[i] && am_check_apart(out, name, inputs[i], input_names[i]) < 0) return -1;
     }
     return 0;
 }

@@ -35,6 +35,8 @@ am_to am_to_out;
 am_to am_to_bool;
 /* npy_intp *: a positive integer; what exceeds npy_intp becomes its largest value. */
 am_to am_to_count;
+/* npy_intp *: the same, or zero. */
+am_to am_to_length;
 /* am_scale *: a real number or None. */
 typedef struct {
     bool given;
@@ -68,6 +70,9 @@ int am_reject(PyObject *exception, const char *name, const char *expected, PyObj
 /* The same for element `index` (counted in C order) of an array; ValueError. */
 int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
                       long long value);
+
+/* The part of the next that concerns one input; 0 or -1. */
+int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name);
 
 /* Checks `out` against what will be written to it and read meanwhile; 0 or -1. */
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,

@@ -1,57 +1,7 @@
 /* packed.c – bindings of the packed-sequence functions. */
 #include "bind/args.h"
+#include "bind/counts.h"
 #include "core/packed.h"
-
-/* The largest value of an integer type, as far as npy_intp reaches. */
-static npy_intp largest(am_dtype type)
-{
-    switch (type) {
-    case AM_INT8: return INT8_MAX;
-    case AM_UINT8: return UINT8_MAX;
-    case AM_INT16: return INT16_MAX;
-    case AM_UINT16: return UINT16_MAX;
-    case AM_INT32: return INT32_MAX;
-    case AM_UINT32: return UINT32_MAX;
-    default: return NPY_MAX_INTP;
-    }
-}
-
-/* 0, or -1 with OverflowError if `value`, which is to stand in a result of `dtype`, does not fit. */
-static int check_fits(npy_intp value, PyArray_Descr *dtype, const char *what)
-{
-    if (value <= largest(am_dtype_of(dtype))) return 0;
-    PyErr_Format(PyExc_OverflowError, "%s %zd does not fit %S", what, value, dtype);
-    return -1;
-}
-
-/* Results are computed as int32 or int64; this is the type to compute in, and what turns it into the
- * caller's. */
-static int working_type(PyArray_Descr *dtype)
-{
-    return am_dtype_of(dtype) == AM_INT32 ? NPY_INT32 : NPY_INT64;
-}
-
-static PyObject *finish(PyArrayObject *result, PyArray_Descr *dtype)
-{
-    if (PyArray_EquivTypes(PyArray_DESCR(result), dtype)) return (PyObject *)result;
-    Py_INCREF(dtype);
-    PyObject *cast = PyArray_CastToType(result, dtype, 0);
-    Py_DECREF(result);
-    return cast;
-}
-
-/* Counts in ptrdiff_t as an array of the type of `dtype`. */
-static PyObject *counts_as(const ptrdiff_t *counts, npy_intp count, PyArray_Descr *dtype)
-{
-    PyArrayObject *result = am_new_array_of(1, &count, working_type(dtype));
-    if (!result) return NULL;
-    if (PyArray_TYPE(result) == NPY_INT32) {
-        for (npy_intp i = 0; i < count; i++) ((int32_t *)PyArray_DATA(result))[i] = (int32_t)counts[i];
-    } else {
-        for (npy_intp i = 0; i < count; i++) ((int64_t *)PyArray_DATA(result))[i] = counts[i];
-    }
-    return finish(result, dtype);
-}
 
 /* The lengths of a native contiguous array in one pass; NULL without an exception where that does not apply.
  */
@@ -89,7 +39,7 @@ static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_
     if (result || PyErr_Occurred()) goto fail;
     if (am_check_starts(&s, "cu_seqlens") < 0) goto fail;
     for (ptrdiff_t i = 0; i < s.sequences; i++) s.starts[i] = s.starts[i + 1] - s.starts[i];
-    result = counts_as(s.starts, s.sequences, PyArray_DESCR(s.array));
+    result = am_counts_as(s.starts, s.sequences, PyArray_DESCR(s.array));
 fail:
     am_free_starts(&s);
     return result;
@@ -102,9 +52,9 @@ static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff
     npy_intp shape[2] = {starts[sequences], 2};
     if (fact != AM_POSITIONS && shape[0] > 0) {
         npy_intp last = am_sequence_of(starts, sequences, shape[0] - 1);
-        if (check_fits(last, dtype, "the sequence id") < 0) return NULL;
+        if (am_check_fits(last, dtype, "the sequence id") < 0) return NULL;
     }
-    PyArrayObject *result = am_new_array_of(fact == AM_PAIRS ? 2 : 1, shape, working_type(dtype));
+    PyArrayObject *result = am_new_array_of(fact == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
     if (!result) return NULL;
     am_call call;
     am_enter(&call, module, shape[0]);
@@ -115,7 +65,7 @@ static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff
         Py_DECREF(result);
         return am_raise(status, NULL);
     }
-    return finish(result, dtype);
+    return am_finish(result, dtype);
 }
 
 static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
@@ -164,7 +114,7 @@ static PyObject *prepare_chunks(PyObject *module, PyObject *const *args, Py_ssiz
     am_chunk_offsets(offsets, s.starts, s.sequences, chunk_size);
     PyArray_Descr *dtype = PyArray_DESCR(s.array);
     if (offsets_only)
-        result = counts_as(offsets, s.sequences + 1, dtype);
+        result = am_counts_as(offsets, s.sequences + 1, dtype);
     else
         result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, dtype);
 fail:
@@ -223,9 +173,9 @@ static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args,
     if (!lens) goto fail;
     const int64_t *values = PyArray_DATA(lens);
     for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) {
-        if (check_fits((npy_intp)values[i], dtype, "the length") < 0) goto fail;
+        if (am_check_fits((npy_intp)values[i], dtype, "the length") < 0) goto fail;
     }
-    result = finish(lens, dtype);
+    result = am_finish(lens, dtype);
     lens = NULL;
 fail:
     Py_XDECREF(lens);
@@ -256,8 +206,8 @@ static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const 
             goto fail;
         }
     }
-    if (check_fits((npy_intp)sums[rows], dtype, "the total length") < 0) goto fail;
-    result = finish(starts, dtype);
+    if (am_check_fits((npy_intp)sums[rows], dtype, "the total length") < 0) goto fail;
+    result = am_finish(starts, dtype);
     starts = NULL;
 fail:
     Py_XDECREF(starts);
@@ -327,7 +277,8 @@ static PyArrayObject *divide(PyArrayObject *a, PyArrayObject *b)
     if (!pairs) {
         PyErr_Clear();
         PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
-        if (what_a && what_b) PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
+        if (what_a && what_b)
+            PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
         Py_XDECREF(what_a);
         Py_XDECREF(what_b);
         return NULL;

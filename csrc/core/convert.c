@@ -17,6 +17,23 @@ size_t am_size_of(am_dtype type)
     return sizes[type];
 }
 
+am_lane am_lane_of(am_dtype type)
+{
+    switch (type) {
+    case AM_FLOAT16:
+    case AM_BFLOAT16: return AM_LANE_F16;
+    case AM_FLOAT32: return AM_LANE_F32;
+    case AM_FLOAT64: return AM_LANE_F64;
+    default: break;
+    }
+    switch (am_size_of(type)) {
+    case 1: return AM_LANE_8;
+    case 2: return AM_LANE_16;
+    case 4: return AM_LANE_32;
+    default: return AM_LANE_64;
+    }
+}
+
 #define T int8_t
 #define FN(name) name##_i8
 #include "core/convert_tpl.h"
@@ -142,7 +159,8 @@ static bool bf16_to_f64(const am_kernels *kernels, void *dst, const void *src, p
 }
 
 /* Rounding twice may differ from rounding once, unless the first time is to an odd last bit where inexact. */
-static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src, ptrdiff_t count)
+static bool f64_to_odd_f32(const am_kernels *kernels, void *restrict dst, const void *restrict src,
+                           ptrdiff_t count)
 {
     (void)kernels;
     for (ptrdiff_t i = 0; i < count; i++) {

@@ -9,6 +9,7 @@
 #include "kernels/table.h"
 
 size_t am_size_of(am_dtype type);
+am_lane am_lane_of(am_dtype type);
 
 /* Converts `count` contiguous elements; false if an integer does not fit. */
 typedef bool am_convert_row(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count);

@@ -140,8 +140,8 @@ static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsu
 }
 
 /* One region whose first step in memory is at src and dst. */
-static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t period, ptrdiff_t lanes,
-                       void *carry)
+static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t period,
+                       ptrdiff_t lanes, void *carry)
 {
     const am_cumsum *c = p->cumsum;
     ptrdiff_t size = (ptrdiff_t)am_size_of(p->type);
@@ -166,7 +166,8 @@ static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t step
         fits &= sum_integers((int64_t *)room.out, (const int64_t *)room.in, &tile, carry);
         return fits && store_integers(p, dst, to, &room);
     }
-    sum_floats(p, p->dst_direct ? (void *)dst : room.out, p->src_direct ? (const void *)src : room.in, &tile, carry);
+    sum_floats(p, p->dst_direct ? (void *)dst : room.out, p->src_direct ? (const void *)src : room.in, &tile,
+               carry);
     return p->dst_direct || store_tile(p, p->type, dst, to, room.out, &room);
 }
 
@@ -180,16 +181,19 @@ typedef struct {
 } band;
 
 /* Steps begin … end-1 in regions of `piece` steps from where the sums begin. */
-static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t piece, ptrdiff_t period)
+static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t piece,
+                           ptrdiff_t period)
 {
     const am_cumsum *c = p->cumsum;
-    double carry[MAX_LANES]; /* or int64: zero looks the same */
-    memset(carry, 0, (size_t)l->lanes * sizeof *carry);
-    ptrdiff_t last = c->reverse && period ? (end - begin - 1) % piece + 1 : piece; /* whole pieces from the start */
+    double carry[MAX_LANES + AM_CUMSUM_PAD]; /* or int64: zero looks the same */
+    memset(carry, 0, (size_t)(l->lanes + AM_CUMSUM_PAD) * sizeof *carry);
+    ptrdiff_t last =
+        c->reverse && period ? (end - begin - 1) % piece + 1 : piece; /* whole pieces from the start */
     for (ptrdiff_t left = end - begin; left > 0;) {
         ptrdiff_t steps = min(left == end - begin ? last : piece, left);
         ptrdiff_t first = c->reverse ? begin + left - steps : end - left;
-        if (!sum_region(p, l->dst + first * c->dst_step, l->src + first * c->src_step, steps, period, l->lanes, carry))
+        if (!sum_region(p, l->dst + first * c->dst_step, l->src + first * c->src_step, steps, period,
+                        l->lanes, carry))
             return AM_OVERFLOW;
         left -= steps;
         l->done += steps * l->lanes;
@@ -202,7 +206,8 @@ static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t en
     return AM_OK;
 }
 
-/* The part of a sequence that lies in a span. Short chunks go to the kernel many at once, long segments in pieces. */
+/* The part of a sequence that lies in a span. Short chunks go to the kernel many at once, long segments in
+ * pieces. */
 static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end)
 {
     const am_cumsum *c = p->cumsum;

@@ -118,14 +118,14 @@ static void invert(operand *x, const am_place *place)
     x->kind = opposite(x->kind);
 }
 
-static void combine(am_node_kind operator, operand * left, operand *right, const am_place *place)
+static void combine(am_node_kind operator, operand *left, operand *right, const am_place *place)
 {
     am_tile kind = combined(operator, left->kind, right->kind);
     if (left->kind == AM_MIXED && right->kind == AM_MIXED) {
         for (ptrdiff_t r = 0; r < place->rows; r++) {
-            if (operator== AM_AND)
+            if (operator == AM_AND)
                 left->bits[r] &= right->bits[r];
-            else if (operator== AM_OR)
+            else if (operator == AM_OR)
                 left->bits[r] |= right->bits[r];
             else
                 left->bits[r] ^= right->bits[r];
@@ -133,7 +133,7 @@ static void combine(am_node_kind operator, operand * left, operand *right, const
         kind = AM_MIXED;
     } else if (kind == AM_MIXED) {
         operand *mixed = left->kind == AM_MIXED ? left : right, *other = mixed == left ? right : left;
-        if (operator== AM_XOR && other->kind == AM_FULL) invert(mixed, place);
+        if (operator == AM_XOR && other->kind == AM_FULL) invert(mixed, place);
         if (mixed == right) {
             for (ptrdiff_t r = 0; r < place->rows; r++) left->bits[r] = right->bits[r];
         }

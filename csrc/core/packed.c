@@ -65,17 +65,15 @@ am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, v
 void am_chunk_offsets(ptrdiff_t *offsets, const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t chunk)
 {
     offsets[0] = 0;
-    if (starts[sequences] <= UINT32_MAX && chunk > 1 && chunk <= UINT32_MAX) {
+    if (chunk > 1 && chunk <= UINT32_MAX && starts[sequences] <= UINT32_MAX - chunk) {
         /* n / d = n * ceil(2^64 / d) >> 64 for all n, d below 2^32: a multiplication instead of a division.
          */
         uint64_t reciprocal = UINT64_MAX / (uint64_t)chunk + 1;
+        ptrdiff_t sum = 0;
         for (ptrdiff_t s = 0; s < sequences; s++) {
-            uint64_t len = (uint64_t)(starts[s + 1] - starts[s]);
-            uint64_t rounded_up = len + (uint64_t)chunk - 1;
-            if (rounded_up > UINT32_MAX)
-                offsets[s + 1] = offsets[s] + (ptrdiff_t)(rounded_up / (uint64_t)chunk);
-            else
-                offsets[s + 1] = offsets[s] + (ptrdiff_t)((unsigned __int128)rounded_up * reciprocal >> 64);
+            uint64_t rounded_up = (uint64_t)(starts[s + 1] - starts[s] + chunk - 1);
+            sum += (ptrdiff_t)((unsigned __int128)rounded_up * reciprocal >> 64);
+            offsets[s + 1] = sum;
         }
         return;
     }

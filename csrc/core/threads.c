@@ -1,16 +1,29 @@
-/* threads.c – the parallel loop on OpenMP, or on the calling thread alone. */
+/* threads.c – a small pool of threads of the library's own.
+ *
+ * Not OpenMP: there a parallel region ends only when each of its threads has arrived, also one that the
+ * system has not let run because other programs keep the processors busy, and a call of 0.1 ms waits for a
+ * time slice of 8 ms. Here the caller works as well, and waits at the end only for those who took tasks:
+ * whoever comes late finds nothing to do. Nor does a pool of one's own mind fork, or lack on systems whose
+ * compiler has no OpenMP.
+ */
+#define _GNU_SOURCE /* CPU_COUNT */
 #include "core/threads.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef _OPENMP
-#    include <omp.h>
+#ifdef __linux__
+#    include <sched.h>
 #endif
 
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
+
+/* How often a thread without work looks for some before it sleeps: about as long as waking it would take. */
+enum { SPINS = 1 << 11 };
 
 struct am_team {
     const am_run *run;
@@ -23,16 +36,60 @@ struct am_team {
     atomic_int status;
 };
 
-/* GNU OpenMP's pool does not survive fork: a child that used it would wait for threads that are not there. */
-static atomic_bool in_forked_child;
+/* One loop at a time has the pool; a second caller meanwhile works alone. What is not atomic is guarded by
+ * `lock`. */
+static struct {
+    pthread_mutex_t owner; /* held by the caller whose loop it is */
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+    am_team *team;       /* NULL: nothing to do */
+    int seats;           /* helpers that may still join the team */
+    atomic_int inside;   /* helpers that have joined and not yet left */
+    atomic_uint loops;   /* counts the loops that there were */
+    int threads, asleep; /* helpers in all, and those waiting for `wake` */
+} pool = {
+    .owner = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+    .done = PTHREAD_COND_INITIALIZER,
+};
 
-static void after_fork(void) { atomic_store(&in_forked_child, true); }
+/* A child has none of its parent's threads, and whatever they held is free. */
+static void start_over_in_child(void)
+{
+    pthread_mutex_init(&pool.owner, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.team = NULL;
+    pool.threads = pool.asleep = 0;
+    atomic_store(&pool.inside, 0);
+}
 
 static ptrdiff_t cache_bytes = 16 << 20;
+static int default_threads = 1;
+
+/* OpenMP's rules: OMP_NUM_THREADS (for nested regions a list, of which the first counts), else the processors
+ * that this process may run on; OMP_THREAD_LIMIT bounds both. */
+static int count_threads(void)
+{
+    long count = 0, limit = 0;
+    const char *wanted = getenv("OMP_NUM_THREADS"), *most = getenv("OMP_THREAD_LIMIT");
+    if (wanted) count = strtol(wanted, NULL, 10);
+    if (most) limit = strtol(most, NULL, 10);
+#ifdef __linux__
+    cpu_set_t allowed;
+    if (count < 1 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) count = CPU_COUNT(&allowed);
+#endif
+    if (count < 1) count = sysconf(_SC_NPROCESSORS_ONLN);
+    if (limit > 0 && count > limit) count = limit;
+    return count < 1 ? 1 : count > AM_MAX_THREADS ? AM_MAX_THREADS : (int)count;
+}
 
 static void init(void)
 {
-    pthread_atfork(NULL, NULL, after_fork);
+    pthread_atfork(NULL, NULL, start_over_in_child);
+    default_threads = count_threads();
 #ifdef _SC_LEVEL3_CACHE_SIZE
     long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
     if (bytes > 0) cache_bytes = bytes;
@@ -45,14 +102,7 @@ void am_threads_init(void)
     pthread_once(&once, init);
 }
 
-int am_default_threads(void)
-{
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
+int am_default_threads(void) { return default_threads; }
 
 ptrdiff_t am_cache_bytes(void) { return cache_bytes; }
 
@@ -93,21 +143,91 @@ static void work(am_team *team)
     }
 }
 
+static void pause_briefly(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void *help(void *unused)
+{
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!pool.team || pool.seats == 0) {
+            unsigned seen = atomic_load(&pool.loops);
+            pthread_mutex_unlock(&pool.lock);
+            for (int i = 0; i < SPINS && atomic_load_explicit(&pool.loops, memory_order_relaxed) == seen; i++)
+                pause_briefly();
+            pthread_mutex_lock(&pool.lock);
+            if (atomic_load(&pool.loops) != seen) continue;
+            pool.asleep++;
+            pthread_cond_wait(&pool.wake, &pool.lock);
+            pool.asleep--;
+        }
+        am_team *team = pool.team;
+        pool.seats--;
+        atomic_fetch_add(&pool.inside, 1);
+        pthread_mutex_unlock(&pool.lock);
+        work(team);
+        pthread_mutex_lock(&pool.lock);
+        if (atomic_fetch_sub(&pool.inside, 1) == 1) pthread_cond_signal(&pool.done);
+    }
+    return NULL;
+}
+
+/* Helpers up to `count`, or as many as the system grants. They take no signals: those are for Python's
+ * threads. */
+static void hire(int count)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (pthread_t thread; pool.threads < count; pool.threads++) {
+        if (pthread_create(&thread, NULL, help, NULL) != 0) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void work_together(am_team *team, int helpers)
+{
+    pthread_mutex_lock(&pool.lock);
+    if (pool.threads < helpers) hire(helpers);
+    pool.team = team;
+    pool.seats = helpers;
+    atomic_fetch_add(&pool.loops, 1);
+    int sleeping = pool.asleep;
+    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < sleeping && i < helpers; i++) pthread_cond_signal(&pool.wake);
+
+    work(team);
+
+    pthread_mutex_lock(&pool.lock);
+    pool.team = NULL; /* nobody joins any more */
+    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < SPINS && atomic_load(&pool.inside); i++) pause_briefly();
+    pthread_mutex_lock(&pool.lock);
+    while (atomic_load(&pool.inside)) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
 am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job)
 {
     if (grain < 1) grain = 1;
     am_team team = {
         .run = run, .task = task, .job = job, .count = count, .grain = grain, .caller = pthread_self()};
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
-#ifdef _OPENMP
     ptrdiff_t shares = count / grain + (count % grain != 0);
     int threads = shares < run->threads ? (int)shares : run->threads;
-    if (threads > 1 && !atomic_load(&in_forked_child)) {
-#    pragma omp parallel num_threads(threads)
+    if (threads > 1 && pthread_mutex_trylock(&pool.owner) == 0) {
+        work_together(&team, threads - 1);
+        pthread_mutex_unlock(&pool.owner);
+    } else {
         work(&team);
-        return (am_status)atomic_load(&team.status);
     }
-#endif
-    work(&team);
     return (am_status)atomic_load(&team.status);
 }

@@ -33,7 +33,10 @@ am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_ta
 /* AM_OK, or the reason to stop. */
 am_status am_checkpoint(am_team *team);
 
-/* The number of threads that OpenMP would use here. */
+enum { AM_MAX_THREADS = 1024 }; /* more is asked for by mistake only */
+
+/* The number of threads that OpenMP would use here, by its environment variables and this process's
+ * processors. */
 int am_default_threads(void);
 
 /* The size of the last-level cache, or a guess. */

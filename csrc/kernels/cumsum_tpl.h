@@ -56,17 +56,14 @@ static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdif
         FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, 0, carry + lane, scale, false);
     }
     if (lane < lanes) {
-        double last[LANES] = {0}; /* the carry has no room for a whole vector */
-        memcpy(last, carry + lane, (size_t)(lanes - lane) * sizeof *carry);
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, lanes - lane, last, scale,
-                         false);
-        memcpy(carry + lane, last, (size_t)(lanes - lane) * sizeof *carry);
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, lanes - lane, carry + lane,
+                         scale, false);
     }
 }
 
 /* One segment, or a piece of one; negative steps run backwards. */
-static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, ptrdiff_t steps,
-                                    ptrdiff_t lanes, double *carry, V scale, bool stream)
+static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step,
+                                    ptrdiff_t steps, ptrdiff_t lanes, double *carry, V scale, bool stream)
 {
     for (; steps >= AM_CUMSUM_BLOCK; steps -= AM_CUMSUM_BLOCK) {
         if (stream)
@@ -79,17 +76,18 @@ static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, pt
     if (steps) FN(cumsum_band)(dst, dst_step, src, src_step, steps, lanes, carry, scale, false);
 }
 
-/* `vectors` whole vectors along time, or one with `part` elements, from the last to the first if `reverse`. */
-static inline __attribute__((always_inline)) void FN(cumsum_scan_group)(T *dst, const T *src, const int vectors,
-                                                                        const ptrdiff_t part, const bool reverse,
-                                                                        double *carry, V scale, const bool stream)
+/* `vectors` whole vectors along time, or one with `part` elements, from the last to the first if `reverse`.
+ */
+static inline __attribute__((always_inline)) void
+FN(cumsum_scan_group)(T *dst, const T *src, const int vectors, const ptrdiff_t part, const bool reverse,
+                      double *carry, V scale, const bool stream)
 {
     const V base = VOP(set1)((T)*carry);
     V before = VOP(set1)(0); /* the sum of the vectors done, in every lane */
     for (int v = 0; v < vectors; v++) {
         ptrdiff_t at = (reverse ? vectors - 1 - v : v) * LANES;
         V x = part ? VOP(load_part)(src, part) : VOP(load)(src + at);
-        V sum = reverse ? VOP(scan_back)(x) : VOP(scan)(x);
+        V total, sum = reverse ? VOP(scan_back)(x, &total) : VOP(scan)(x, &total);
         V out = VOP(mul)(scale, VOP(add)(base, VOP(add)(before, sum)));
         if (part)
             VOP(store_part)(dst, out, part);
@@ -97,14 +95,15 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_group)(T *dst, 
             VOP(stream)(dst + at, out);
         else
             VOP(store)(dst + at, out);
-        before = VOP(add)(before, reverse ? VOP(set_first)(sum) : VOP(set_last)(sum));
+        before = VOP(add)(before, total);
     }
-    *carry += (double)VOP(last)(before);
+    *carry += (double)VOP(first)(before);
 }
 
-static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst, const T *src, ptrdiff_t steps,
-                                                                          const bool reverse, double *carry,
-                                                                          V scale, const bool stream)
+static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst, const T *src,
+                                                                          ptrdiff_t steps, const bool reverse,
+                                                                          double *carry, V scale,
+                                                                          const bool stream)
 {
     enum { GROUPED = AM_CUMSUM_SCAN * LANES };
     ptrdiff_t low = 0, high = steps; /* what is left */
@@ -131,8 +130,8 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst
 }
 
 /* Segment i of `count` in the order of the sums: where it begins in memory, and its length. */
-static inline ptrdiff_t FN(segment_begin)(const am_cumsum_tile *tile, ptrdiff_t period, ptrdiff_t i, ptrdiff_t count,
-                                          ptrdiff_t *steps)
+static inline ptrdiff_t FN(segment_begin)(const am_cumsum_tile *tile, ptrdiff_t period, ptrdiff_t i,
+                                          ptrdiff_t count, ptrdiff_t *steps)
 {
     ptrdiff_t begin = (tile->reverse ? count - 1 - i : i) * period;
     *steps = tile->steps - begin < period ? tile->steps - begin : period;
@@ -142,14 +141,16 @@ static inline ptrdiff_t FN(segment_begin)(const am_cumsum_tile *tile, ptrdiff_t 
 static void FN(cumsum_rows)(T *dst, const T *src, const am_cumsum_tile *tile, double *carry, T scale)
 {
     const V factor = VOP(set1)(scale);
-    const ptrdiff_t period = tile->period ? tile->period : tile->steps, count = (tile->steps - 1) / period + 1;
+    const ptrdiff_t period = tile->period ? tile->period : tile->steps,
+                    count = (tile->steps - 1) / period + 1;
     const ptrdiff_t way = tile->reverse ? -1 : 1;
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t steps, first = FN(segment_begin)(tile, period, i, count, &steps);
         if (tile->reverse) first += steps - 1;
-        if (tile->period) memset(carry, 0, (size_t)tile->lanes * sizeof *carry);
-        FN(cumsum_rows_segment)(dst + first * tile->dst_step, way * tile->dst_step, src + first * tile->src_step,
-                                way * tile->src_step, steps, tile->lanes, carry, factor, tile->stream);
+        if (tile->period) memset(carry, 0, (size_t)(tile->lanes + AM_CUMSUM_PAD) * sizeof *carry);
+        FN(cumsum_rows_segment)(dst + first * tile->dst_step, way * tile->dst_step,
+                                src + first * tile->src_step, way * tile->src_step, steps, tile->lanes, carry,
+                                factor, tile->stream);
     }
     if (tile->stream) v_fence();
 }
@@ -157,7 +158,8 @@ static void FN(cumsum_rows)(T *dst, const T *src, const am_cumsum_tile *tile, do
 static void FN(cumsum_scan)(T *dst, const T *src, const am_cumsum_tile *tile, double *carry, T scale)
 {
     const V factor = VOP(set1)(scale);
-    const ptrdiff_t period = tile->period ? tile->period : tile->steps, count = (tile->steps - 1) / period + 1;
+    const ptrdiff_t period = tile->period ? tile->period : tile->steps,
+                    count = (tile->steps - 1) / period + 1;
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t steps, begin = FN(segment_begin)(tile, period, i, count, &steps);
         T *to = dst + begin;

@@ -75,6 +75,45 @@ static inline void carry_add_f64(double *carry, vd sum) { vd_store(carry, vd_add
 #include "kernels/nonzero_tpl.h"
 
 #include "kernels/mask_tpl.h"
+#include "kernels/words_tpl.h"
+
+#define T uint8_t
+#define MASK 0xff
+#define BITS masked_bits_8
+#define FN(name) name##_8
+#include "kernels/lines_tpl.h"
+#define T uint16_t
+#define MASK 0xffff
+#define BITS masked_bits_16
+#define FN(name) name##_16
+#include "kernels/lines_tpl.h"
+#define T uint32_t
+#define MASK 0xffffffff
+#define BITS masked_bits_32
+#define FN(name) name##_32
+#include "kernels/lines_tpl.h"
+#define T uint64_t
+#define MASK UINT64_MAX
+#define BITS masked_bits_64
+#define FN(name) name##_64
+#include "kernels/lines_tpl.h"
+#define T uint16_t
+#define MASK 0x7fff
+#define BITS masked_bits_16
+#define FN(name) name##_f16
+#include "kernels/lines_tpl.h"
+#define T uint32_t
+#define MASK 0x7fffffff
+#define BITS masked_bits_32
+#define FN(name) name##_f32
+#include "kernels/lines_tpl.h"
+#define T uint64_t
+#define MASK (UINT64_MAX >> 1)
+#define BITS masked_bits_64
+#define FN(name) name##_f64
+#include "kernels/lines_tpl.h"
+
+#define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -119,4 +158,10 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .expand_bits_32 = expand_bits_32,
     .expand_bits_64 = expand_bits_64,
     .fill_bytes = fill_bytes,
+    .pack = EACH_LANE(pack),
+    .first = EACH_LANE(first),
+    .last = EACH_LANE(last),
+    .collect = EACH_LANE(collect),
+    .turn_bits = turn_bits,
+    .unlike_bits = unlike_bits,
 };

@@ -10,9 +10,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A region of running sums; steps of memory in elements. Time is cut into segments of `period` steps from its start,
- * each summed from zero; or with a period of 0 the region is a piece of one segment that goes on from `carry`. With
- * `reverse` sums run from the end of each segment, and pieces of one are given from its end. */
+/* A region of running sums; steps of memory in elements. Time is cut into segments of `period` steps from its
+ * start, each summed from zero; or with a period of 0 the region is a piece of one segment that goes on from
+ * `carry`. With `reverse` sums run from the end of each segment, and pieces of one are given from its end. */
 typedef struct {
     ptrdiff_t steps, period, lanes;
     ptrdiff_t dst_step, src_step;
@@ -22,20 +22,26 @@ typedef struct {
 
 /* Lanes side by side, one step after the other. For each lane l, in the order of the sums:
  *     carry[l] += src[t * src_step + l];    dst[t * dst_step + l] = scale * carry[l]
- * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type; `carry`, a double, moves from block to
- * block. So the error stays below 10 roundings of the sum of absolute values, however long the row. To stream, dst and
- * dst_step are multiples of a cache line. */
+ * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type; `carry`, a double, moves from
+ * block to block. So the error stays below 10 roundings of the sum of absolute values, however long the row.
+ * To stream, dst and dst_step are multiples of a cache line. `carry` has room for AM_CUMSUM_PAD zeros behind
+ * it. */
 #define AM_CUMSUM_BLOCK 8
-typedef void am_cumsum_rows_f32(float *dst, const float *src, const am_cumsum_tile *tile, double *carry, float scale);
-typedef void am_cumsum_rows_f64(double *dst, const double *src, const am_cumsum_tile *tile, double *carry, double scale);
+#define AM_CUMSUM_PAD 16
+typedef void am_cumsum_rows_f32(float *dst, const float *src, const am_cumsum_tile *tile, double *carry,
+                                float scale);
+typedef void am_cumsum_rows_f64(double *dst, const double *src, const am_cumsum_tile *tile, double *carry,
+                                double scale);
 
-/* One lane whose steps lie side by side. Here sums inside a vector are a tree, and `carry` moves on after every
- * AM_CUMSUM_SCAN vectors, which makes the same error. Streams where dst turns out to be aligned to a vector. */
+/* One lane whose steps lie side by side. Here sums inside a vector are a tree, and `carry` moves on after
+ * every AM_CUMSUM_SCAN vectors, which makes the same error. Streams where dst turns out to be aligned to a
+ * vector. */
 #define AM_CUMSUM_SCAN 4
 typedef am_cumsum_rows_f32 am_cumsum_scan_f32;
 typedef am_cumsum_rows_f64 am_cumsum_scan_f64;
 
-/* A multiple of both kinds of blocks on any instruction set: segments are cut into pieces of a multiple of it. */
+/* A multiple of both kinds of blocks on any instruction set: segments are cut into pieces of a multiple of
+ * it. */
 #define AM_CUMSUM_PIECE 64
 
 /* Sixteen-bit floats to float32 and back, rounding to nearest even. */
@@ -57,15 +63,47 @@ typedef bool am_lens_64(int64_t *lens, const int64_t *starts, ptrdiff_t count);
  * not count. */
 typedef ptrdiff_t am_count_nonzero(const void *src, ptrdiff_t count);
 
-/* Bit i tells whether ids[i] == id, or whether element i is not zero; at most 64 elements, further bits are zero. */
+/* Bit i tells whether ids[i] == id, or whether element i is not zero; at most 64 elements, further bits are
+ * zero. */
 typedef uint64_t am_equal_bits(const int32_t *ids, int32_t id, ptrdiff_t count);
 typedef uint64_t am_nonzero_bits(const void *src, ptrdiff_t count);
 
 /* Element i becomes `live` if bit i is set, else `dead`: the low bytes of either. At most 64 elements. */
 typedef void am_expand_bits(void *dst, uint64_t bits, ptrdiff_t count, uint64_t live, uint64_t dead);
 
-/* Repeats an element whose size divides 8, and of which `pattern` holds copies; dst is aligned to that size. */
+/* Repeats an element whose size divides 8, and of which `pattern` holds copies; dst is aligned to that size.
+ */
 typedef void am_fill_bytes(void *dst, uint64_t pattern, size_t bytes, bool stream);
+
+/* The ways in which elements are told zero from non-zero: by their size, and floating-point numbers without
+ * their sign. Kernels that look at lines of a mask come once for each. */
+typedef enum {
+    AM_LANE_8,
+    AM_LANE_16,
+    AM_LANE_32,
+    AM_LANE_64,
+    AM_LANE_F16, /* and bfloat16 */
+    AM_LANE_F32,
+    AM_LANE_F64,
+    AM_LANES,
+} am_lane;
+
+/* Bit i of the words in dst tells whether element i is not zero; the last word's further bits are zero. */
+typedef void am_pack_bits(uint64_t *dst, const void *src, ptrdiff_t count);
+
+/* Where the first or the last non-zero element is, or -1. */
+typedef ptrdiff_t am_find_nonzero(const void *src, ptrdiff_t count);
+
+/* Makes non-zero what is so in src, and leaves the rest of `seen`; whether there was any. */
+typedef bool am_collect_nonzero(void *seen, const void *src, ptrdiff_t count);
+
+/* Turns tiles of 64 × 64 bits that lie side by side: bit c of word t in row r of src becomes bit r of word t
+ * in row c of dst. Rows of src are `step` words apart, those of dst AM_TURN_TILES. */
+#define AM_TURN_TILES 8
+typedef void am_turn_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step);
+
+/* Bit i tells whether words[begin + i] != words[twin[begin + i]]; at most 64 bits. */
+typedef uint64_t am_unlike_bits(const uint64_t *words, const int32_t *twin, ptrdiff_t begin, ptrdiff_t count);
 
 typedef struct {
     const char *name;
@@ -86,6 +124,11 @@ typedef struct {
     am_nonzero_bits *nonzero_bits_f16, *nonzero_bits_f32, *nonzero_bits_f64;
     am_expand_bits *expand_bits_8, *expand_bits_16, *expand_bits_32, *expand_bits_64;
     am_fill_bytes *fill_bytes;
+    am_pack_bits *pack[AM_LANES];
+    am_find_nonzero *first[AM_LANES], *last[AM_LANES];
+    am_collect_nonzero *collect[AM_LANES];
+    am_turn_bits *turn_bits;
+    am_unlike_bits *unlike_bits;
 } am_kernels;
 
 extern const am_kernels am_kernels_baseline;

@@ -5,7 +5,10 @@
  * tokens begin.
  */
 
-enum { FN(STRIDE) = 64 / (int)sizeof(T) };
+enum {
+    FN(STRIDE) = 64 / (int)sizeof(T),
+    FN(PAIRS) = FN(STRIDE) / 2,
+};
 
 static void FN(fill_positions)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
                                ptrdiff_t end)
@@ -40,9 +43,9 @@ static void FN(fill_pairs)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, 
     for (ptrdiff_t t = begin; t < end; sequence++) {
         ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
         T position = (T)(t - starts[sequence]);
-        for (; t < stop && t + FN(STRIDE) <= end; t += FN(STRIDE), position += FN(STRIDE)) {
+        for (; t < stop && t + FN(PAIRS) <= end; t += FN(PAIRS), position += FN(PAIRS)) {
             T *pair = dst + 2 * (t - begin);
-            for (int i = 0; i < FN(STRIDE); i++) {
+            for (int i = 0; i < FN(PAIRS); i++) {
                 pair[2 * i] = (T)sequence;
                 pair[2 * i + 1] = (T)(position + i);
             }
@@ -59,12 +62,12 @@ static bool FN(lens)(T *lens, const T *starts, ptrdiff_t count)
 {
     T signs = 0;
     for (ptrdiff_t i = 0; i < count; i++) {
-        /* Starts at zero and never falls, else the caller throws the result away: it cannot overflow when it
-         * counts. */
+        /* Where no start is negative a difference cannot overflow; where one is, the result is thrown away.
+         */
         lens[i] = (T)((UNSIGNED)starts[i + 1] - (UNSIGNED)starts[i]);
-        signs |= starts[i + 1] < starts[i];
+        signs |= starts[i + 1] | lens[i];
     }
-    return !signs;
+    return signs >= 0;
 }
 
 #undef T

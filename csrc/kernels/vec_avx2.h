@@ -27,9 +27,21 @@ static inline vf vf_load_part(const float *p, ptrdiff_t count)
     return _mm256_maskload_ps(p, v_mask_32(count));
 }
 static inline void vf_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+/* VMASKMOV stores take tens of cycles on some processors. */
 static inline void vf_store_part(float *p, vf v, ptrdiff_t count)
 {
-    _mm256_maskstore_ps(p, v_mask_32(count), v);
+    __m128 x = _mm256_castps256_ps128(v);
+    if (count & 4) {
+        _mm_storeu_ps(p, x);
+        x = _mm256_extractf128_ps(v, 1);
+        p += 4;
+    }
+    if (count & 2) {
+        _mm_storel_pi((__m64 *)p, x);
+        x = _mm_movehl_ps(x, x);
+        p += 2;
+    }
+    if (count & 1) _mm_store_ss(p, x);
 }
 static inline void vf_stream(float *p, vf v) { _mm256_stream_ps(p, v); }
 static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
@@ -38,28 +50,25 @@ static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 /* Lanes of each half move up or down by so many bytes, zeros come in. */
 #define V_UP(v, bytes) _mm256_castsi256_ps(_mm256_slli_si256(_mm256_castps_si256(v), bytes))
 #define V_DOWN(v, bytes) _mm256_castsi256_ps(_mm256_srli_si256(_mm256_castps_si256(v), bytes))
-static inline vf vf_scan(vf v)
+/* Running sums from the first lane up, or from the last down; `total` is their sum in every lane. VPERMPS
+ * would be the shorter way to it, but is slow on many processors. */
+static inline vf vf_scan(vf v, vf *total)
 {
     v = vf_add(v, V_UP(v, 4));
     v = vf_add(v, V_UP(v, 8));
-    vf low_half = _mm256_permute2f128_ps(v, v, 0x08);
-    return vf_add(v, _mm256_permute_ps(low_half, 0xff));
+    vf halves = _mm256_permute_ps(v, 0xff);
+    *total = vf_add(halves, _mm256_permute2f128_ps(halves, halves, 0x01));
+    return vf_add(v, _mm256_permute2f128_ps(halves, halves, 0x08));
 }
-static inline vf vf_scan_back(vf v)
+static inline vf vf_scan_back(vf v, vf *total)
 {
     v = vf_add(v, V_DOWN(v, 4));
     v = vf_add(v, V_DOWN(v, 8));
-    vf high_half = _mm256_permute2f128_ps(v, v, 0x81);
-    return vf_add(v, _mm256_permute_ps(high_half, 0));
+    vf halves = _mm256_permute_ps(v, 0);
+    *total = vf_add(halves, _mm256_permute2f128_ps(halves, halves, 0x01));
+    return vf_add(v, _mm256_permute2f128_ps(halves, halves, 0x81));
 }
-static inline float vf_last(vf v)
-{
-    __m128 high = _mm256_extractf128_ps(v, 1);
-    return _mm_cvtss_f32(_mm_permute_ps(high, 0xff));
-}
-
-static inline vf vf_set_first(vf v) { return _mm256_broadcastss_ps(_mm256_castps256_ps128(v)); }
-static inline vf vf_set_last(vf v) { return _mm256_permutevar8x32_ps(v, _mm256_set1_epi32(7)); }
+static inline float vf_first(vf v) { return _mm256_cvtss_f32(v); }
 
 static inline vd vd_load(const double *p) { return _mm256_loadu_pd(p); }
 static inline vd vd_load_part(const double *p, ptrdiff_t count)
@@ -69,32 +78,33 @@ static inline vd vd_load_part(const double *p, ptrdiff_t count)
 static inline void vd_store(double *p, vd v) { _mm256_storeu_pd(p, v); }
 static inline void vd_store_part(double *p, vd v, ptrdiff_t count)
 {
-    _mm256_maskstore_pd(p, v_mask_64(count), v);
+    __m128d x = _mm256_castpd256_pd128(v);
+    if (count & 2) {
+        _mm_storeu_pd(p, x);
+        x = _mm256_extractf128_pd(v, 1);
+        p += 2;
+    }
+    if (count & 1) _mm_store_sd(p, x);
 }
 static inline void vd_stream(double *p, vd v) { _mm256_stream_pd(p, v); }
 static inline vd vd_set1(double x) { return _mm256_set1_pd(x); }
 static inline vd vd_add(vd a, vd b) { return _mm256_add_pd(a, b); }
 static inline vd vd_mul(vd a, vd b) { return _mm256_mul_pd(a, b); }
-static inline vd vd_scan(vd v)
+static inline vd vd_scan(vd v, vd *total)
 {
     v = vd_add(v, _mm256_castps_pd(V_UP(_mm256_castpd_ps(v), 8)));
-    vd low_half = _mm256_permute2f128_pd(v, v, 0x08);
-    return vd_add(v, _mm256_permute_pd(low_half, 0xf));
+    vd halves = _mm256_permute_pd(v, 0xf);
+    *total = vd_add(halves, _mm256_permute2f128_pd(halves, halves, 0x01));
+    return vd_add(v, _mm256_permute2f128_pd(halves, halves, 0x08));
 }
-static inline vd vd_scan_back(vd v)
+static inline vd vd_scan_back(vd v, vd *total)
 {
     v = vd_add(v, _mm256_castps_pd(V_DOWN(_mm256_castpd_ps(v), 8)));
-    vd high_half = _mm256_permute2f128_pd(v, v, 0x81);
-    return vd_add(v, _mm256_permute_pd(high_half, 0));
+    vd halves = _mm256_permute_pd(v, 0);
+    *total = vd_add(halves, _mm256_permute2f128_pd(halves, halves, 0x01));
+    return vd_add(v, _mm256_permute2f128_pd(halves, halves, 0x81));
 }
-static inline double vd_last(vd v)
-{
-    __m128d high = _mm256_extractf128_pd(v, 1);
-    return _mm_cvtsd_f64(_mm_unpackhi_pd(high, high));
-}
-
-static inline vd vd_set_first(vd v) { return _mm256_broadcastsd_pd(_mm256_castpd256_pd128(v)); }
-static inline vd vd_set_last(vd v) { return _mm256_permute4x64_pd(v, 0xff); }
+static inline double vd_first(vd v) { return _mm256_cvtsd_f64(v); }
 
 static inline vd vf_widen_low(vf v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
 static inline vd vf_widen_high(vf v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }

@@ -36,28 +36,26 @@ static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 #define V_UP_64(v, count)                                                                                    \
     _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), V_ZERO, 8 - (count)))
 #define V_DOWN_64(v, count) _mm512_castsi512_pd(_mm512_alignr_epi64(V_ZERO, _mm512_castpd_si512(v), count))
-static inline vf vf_scan(vf v)
+/* Running sums from the first lane up, or from the last down; `total` is their sum in every lane. */
+static inline vf vf_scan(vf v, vf *total)
 {
     v = vf_add(v, V_UP_32(v, 1));
     v = vf_add(v, V_UP_32(v, 2));
     v = vf_add(v, V_UP_32(v, 4));
-    return vf_add(v, V_UP_32(v, 8));
+    v = vf_add(v, V_UP_32(v, 8));
+    *total = _mm512_permutexvar_ps(_mm512_set1_epi32(15), v);
+    return v;
 }
-static inline vf vf_scan_back(vf v)
+static inline vf vf_scan_back(vf v, vf *total)
 {
     v = vf_add(v, V_DOWN_32(v, 1));
     v = vf_add(v, V_DOWN_32(v, 2));
     v = vf_add(v, V_DOWN_32(v, 4));
-    return vf_add(v, V_DOWN_32(v, 8));
+    v = vf_add(v, V_DOWN_32(v, 8));
+    *total = _mm512_broadcastss_ps(_mm512_castps512_ps128(v));
+    return v;
 }
-static inline float vf_last(vf v)
-{
-    __m128 high = _mm512_extractf32x4_ps(v, 3);
-    return _mm_cvtss_f32(_mm_permute_ps(high, 0xff));
-}
-
-static inline vf vf_set_first(vf v) { return _mm512_broadcastss_ps(_mm512_castps512_ps128(v)); }
-static inline vf vf_set_last(vf v) { return _mm512_permutexvar_ps(_mm512_set1_epi32(15), v); }
+static inline float vf_first(vf v) { return _mm_cvtss_f32(_mm512_castps512_ps128(v)); }
 
 static inline vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
 static inline vd vd_load_part(const double *p, ptrdiff_t count)
@@ -73,26 +71,23 @@ static inline void vd_stream(double *p, vd v) { _mm512_stream_pd(p, v); }
 static inline vd vd_set1(double x) { return _mm512_set1_pd(x); }
 static inline vd vd_add(vd a, vd b) { return _mm512_add_pd(a, b); }
 static inline vd vd_mul(vd a, vd b) { return _mm512_mul_pd(a, b); }
-static inline vd vd_scan(vd v)
+static inline vd vd_scan(vd v, vd *total)
 {
     v = vd_add(v, V_UP_64(v, 1));
     v = vd_add(v, V_UP_64(v, 2));
-    return vd_add(v, V_UP_64(v, 4));
+    v = vd_add(v, V_UP_64(v, 4));
+    *total = _mm512_permutexvar_pd(_mm512_set1_epi64(7), v);
+    return v;
 }
-static inline vd vd_scan_back(vd v)
+static inline vd vd_scan_back(vd v, vd *total)
 {
     v = vd_add(v, V_DOWN_64(v, 1));
     v = vd_add(v, V_DOWN_64(v, 2));
-    return vd_add(v, V_DOWN_64(v, 4));
+    v = vd_add(v, V_DOWN_64(v, 4));
+    *total = _mm512_broadcastsd_pd(_mm512_castpd512_pd128(v));
+    return v;
 }
-static inline double vd_last(vd v)
-{
-    __m128d high = _mm512_extractf64x2_pd(v, 3);
-    return _mm_cvtsd_f64(_mm_unpackhi_pd(high, high));
-}
-
-static inline vd vd_set_first(vd v) { return _mm512_broadcastsd_pd(_mm512_castpd512_pd128(v)); }
-static inline vd vd_set_last(vd v) { return _mm512_permutexvar_pd(_mm512_set1_epi64(7), v); }
+static inline double vd_first(vd v) { return _mm_cvtsd_f64(_mm512_castpd512_pd128(v)); }
 
 static inline vd vf_widen_low(vf v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
 static inline vd vf_widen_high(vf v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }

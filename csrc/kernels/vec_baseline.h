@@ -35,19 +35,22 @@ static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
 static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
 static inline vf vf_add(vf a, vf b) { return a + b; }
 static inline vf vf_mul(vf a, vf b) { return a * b; }
-static inline vf vf_scan(vf v)
+/* Running sums from the first lane up, or from the last down; `total` is their sum in every lane. */
+static inline vf vf_scan(vf v, vf *total)
 {
     v += (vf){0, v[0], v[1], v[2]};
-    return v + (vf){0, 0, v[0], v[1]};
+    v += (vf){0, 0, v[0], v[1]};
+    *total = vf_set1(v[3]);
+    return v;
 }
-static inline vf vf_scan_back(vf v)
+static inline vf vf_scan_back(vf v, vf *total)
 {
     v += (vf){v[1], v[2], v[3], 0};
-    return v + (vf){v[2], v[3], 0, 0};
+    v += (vf){v[2], v[3], 0, 0};
+    *total = vf_set1(v[0]);
+    return v;
 }
-static inline float vf_last(vf v) { return v[3]; }
-static inline vf vf_set_first(vf v) { return (vf){v[0], v[0], v[0], v[0]}; }
-static inline vf vf_set_last(vf v) { return (vf){v[3], v[3], v[3], v[3]}; }
+static inline float vf_first(vf v) { return v[0]; }
 
 static inline vd vd_load(const double *p)
 {
@@ -68,11 +71,19 @@ static inline void vd_stream(double *p, vd v) { vd_store(p, v); }
 static inline vd vd_set1(double x) { return (vd){x, x}; }
 static inline vd vd_add(vd a, vd b) { return a + b; }
 static inline vd vd_mul(vd a, vd b) { return a * b; }
-static inline vd vd_scan(vd v) { return v + (vd){0, v[0]}; }
-static inline vd vd_scan_back(vd v) { return v + (vd){v[1], 0}; }
-static inline double vd_last(vd v) { return v[1]; }
-static inline vd vd_set_first(vd v) { return (vd){v[0], v[0]}; }
-static inline vd vd_set_last(vd v) { return (vd){v[1], v[1]}; }
+static inline vd vd_scan(vd v, vd *total)
+{
+    v += (vd){0, v[0]};
+    *total = vd_set1(v[1]);
+    return v;
+}
+static inline vd vd_scan_back(vd v, vd *total)
+{
+    v += (vd){v[1], 0};
+    *total = vd_set1(v[0]);
+    return v;
+}
+static inline double vd_first(vd v) { return v[0]; }
 
 static inline vd vf_widen_low(vf v) { return (vd){v[0], v[1]}; }
 static inline vd vf_widen_high(vf v) { return (vd){v[2], v[3]}; }

@@ -1,0 +1,137 @@
+"""What users pass, checked where it comes in: errors name the argument, what it must be and what came."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+# Offsets are added to positions in 64 bits. Nothing that fits in memory is as far away as this.
+FARTHEST = 2**59
+
+
+def describe(value: Any) -> str:
+    """A few words to end an error message with."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array of shape {value.shape}"
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return f"{value!r:.200}"
+    return f"an object of type {type(value).__name__}"
+
+
+def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """`array`, which nobody else has, read-only for good: a view cannot be made writeable against its owner."""
+    owner = array if array.base is None else array.base
+    if isinstance(owner, np.ndarray):
+        owner.setflags(write=False)
+    array.setflags(write=False)
+    return array.view()
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A view of somebody's array that does not write to it."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def integer(value: Any, name: str, minimum: int | None = None) -> int:
+    """Any kind of integer but a bool, as Python's own."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {describe(value)}") from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def one_of(value: Any, name: str, choices: Sequence[str | None]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {describe(value)}")
+
+
+def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
+    """An array of any type, in place where it is one, and readable as it is."""
+    try:
+        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+            array = np.from_dlpack(value)  # type: ignore[arg-type]
+        else:
+            array = np.asarray(value)
+    except ValueError as error:  # a list of lists of uneven lengths, say
+        raise ValueError(f"{name} must be array_like: {error}") from error
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array if array.flags.aligned else array.copy()
+
+
+def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:
+    if array.ndim not in [layout.count(",") + 1 for layout in layouts]:
+        raise ValueError(f"{name} must be {' or '.join(layouts)}, got {describe(array)}")
+
+
+def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
+    """A read-only int32 copy of an array of integers, of one of the layouts (such as ``"[B, Q]"``)."""
+    array = as_array(value, name)
+    if array.dtype.kind not in "iu" and (
+        array.size or isinstance(value, np.ndarray)
+    ):  # np.asarray([]) is float64
+        raise TypeError(f"{name} must be integers, got {describe(array)}{hint}")
+    _check_rank(array, name, layouts)
+    if not np.can_cast(array.dtype, np.int32) and array.size:
+        limits = np.iinfo(np.int32)
+        if array.min() < limits.min or array.max() > limits.max:
+            index = np.unravel_index(np.argmax((array < limits.min) | (array > limits.max)), array.shape)
+            where = tuple(map(int, index)) if array.ndim > 1 else int(index[0])
+            raise ValueError(f"{name} must fit int32, got {int(array[index])} at index {where}")
+    return frozen(array.astype(np.int32, order="C", copy=True))
+
+
+def per_row(value: ArrayLike, name: str, batch: int, minimum: int = -FARTHEST) -> int | NDArray[np.int64]:
+    """One integer for all batch rows, or an array of one each."""
+    if np.ndim(value) == 0:
+        number = integer(value, name, minimum)
+        if number > FARTHEST:
+            raise ValueError(f"{name} must be at most {FARTHEST}, got {number}")
+        return number
+    array = as_array(value, name)
+    if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
+        raise TypeError(f"{name} must be an integer or one for each batch row, got {describe(array)}")
+    if array.shape not in ((batch,), (1,)):
+        raise ValueError(f"{name} must be an integer or of shape ({batch},), got {describe(array)}")
+    outside = (array < minimum) | (array > FARTHEST)
+    if outside.any():
+        index = int(outside.argmax())
+        limit = f"at least {minimum}" if array[index] < minimum else f"at most {FARTHEST}"
+        raise ValueError(f"{name} must be {limit}, got {array[index]} at index {index}")
+    return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
+
+
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """bool, an integer or a floating-point type that the core knows."""
+    return (dtype.kind in "biuf" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
+
+
+def mask_array(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[Any]:
+    """An array of bool or numbers, as it is: where it is not zero it says yes."""
+    array = as_array(value, name)
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:  # long double
+        array = array != 0
+    if not is_number(array.dtype):
+        raise TypeError(f"{name} must be bool, integers or floats, got {describe(array)}")
+    _check_rank(array, name, layouts)
+    return read_only(array)
+
+
+def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
+    """A type that a mask can have."""
+    try:
+        dtype = None if value is None else np.dtype(value)  # which NumPy reads as float64
+    except TypeError:
+        dtype = None
+    if dtype is None or not is_number(dtype):
+        raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r}")
+    return dtype if dtype.isnative else dtype.newbyteorder("=")

@@ -1,0 +1,74 @@
+"""How the arrays of a mask may be divided among devices."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from attnmask.arguments import describe, integer
+
+AxisName: TypeAlias = str | tuple[str, ...] | None
+
+
+class MaskSharding(NamedTuple):
+    """For each array of a `MaskInfo`, the mesh axes that its dimensions are divided over; None for no array.
+
+    An entry is a ``jax.sharding.PartitionSpec`` where JAX is installed and else a plain tuple. It has one item a
+    dimension: the name of a mesh axis, a tuple of names, or None for a dimension that is not divided. It is empty if
+    none is.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.MaskInfo.get_empty_sharding().attention_mask is None
+    True
+    """
+
+    attention_mask: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    q_positions: Any
+    kv_positions: Any
+
+
+def axis_name(value: Any, name: str) -> AxisName:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise TypeError(f"{name} must be a name, a tuple of names or None, got {describe(value)}")
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """The size of each axis of a JAX mesh, or of a mapping that says it."""
+    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or map axis names to sizes, got {describe(mesh)}")
+    return {name: integer(size, f"mesh[{name!r}]", 1) for name, size in sizes.items()}
+
+
+def check_axes(axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> None:
+    """Every axis that is named has to be one of the mesh's."""
+    for argument, names in axes.items():
+        for name in (names,) if isinstance(names, str) else names or ():
+            if name not in sizes:
+                raise ValueError(f"{argument} must name axes of the mesh, {sorted(sizes)}, got {name!r}")
+
+
+def partition(shape: tuple[int, ...], axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> Any:
+    """The spec of an array of `shape` whose dimensions go to `axes`, but for those that do not divide evenly."""
+
+    def divides(length: int, names: AxisName) -> bool:
+        parts = 1
+        for name in (names,) if isinstance(names, str) else names or ():
+            parts *= sizes[name]
+        return length % parts == 0
+
+    spec = tuple(names if divides(length, names) else None for length, names in zip(shape, axes, strict=True))
+    if all(names is None for names in spec):
+        spec = ()
+    try:
+        from jax.sharding import PartitionSpec  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return spec
+    return PartitionSpec(*spec)

@@ -1,0 +1,371 @@
+"""What a `MaskInfo` says: its program, the arrays that go along with it, and how both change together."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask import _core, masks
+from attnmask.arguments import as_array, describe, frozen, integers, mask_array, per_row
+from attnmask.mask_program import (
+    Cut,
+    Extent,
+    Node,
+    PerRow,
+    Program,
+    Shape,
+    agree,
+    dense,
+    equal,
+    extent_of,
+    extents,
+    has_arrays,
+    hollow,
+    refill,
+)
+from attnmask.mask_sharding import AxisName, axis_name
+
+Ids: TypeAlias = NDArray[np.int32]
+MaybeIds: TypeAlias = Ids | None
+
+BOOL = np.dtype(bool)
+QUERY_IDS = ("[B, Q]", "[B, H, Q]")
+KEY_IDS = ("[B, K]", "[B, H, K]")
+FLAGS = ("causal", "sliding_window", "chunked", "token_type_ids")
+FLAG_FIELDS = (
+    "causal_mask_baked_in",
+    "sliding_window_baked_in",
+    "chunked_mask_baked_in",
+    "token_type_ids_baked_in",
+)
+AXIS_FIELDS = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
+_POSITION_FIELDS = {"q_positions": QUERY_IDS, "kv_positions": KEY_IDS}
+
+
+class Labels:
+    """Segment ids of queries and keys: there, or to be found once somebody asks. Either may be missing."""
+
+    __slots__ = ("_compute", "_ids", "shapes")
+
+    def __init__(self, q_ids: MaybeIds = None, kv_ids: MaybeIds = None) -> None:
+        self._ids: tuple[MaybeIds, MaybeIds] | None = (q_ids, kv_ids)
+        self._compute: Callable[[], tuple[MaybeIds, MaybeIds]] | None = None
+        self.shapes: list[tuple[int, ...] | None] = [None if ids is None else ids.shape for ids in self._ids]
+
+    @classmethod
+    def later(
+        cls, shapes: list[tuple[int, ...] | None], compute: Callable[[], tuple[MaybeIds, MaybeIds]]
+    ) -> "Labels":
+        labels = cls()
+        labels._ids, labels._compute, labels.shapes = None, compute, shapes
+        return labels
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.shapes
+
+    def get(self) -> tuple[MaybeIds, MaybeIds]:
+        if self._ids is None:
+            assert self._compute is not None
+            self._ids = self._compute()
+        return self._ids
+
+    def map(
+        self, queries: Callable[[Ids], Ids], keys: Callable[[Ids], Ids], q_len: int, kv_len: int
+    ) -> "Labels":
+        """The labels made of these, for as many tokens as said."""
+
+        def compute() -> tuple[MaybeIds, MaybeIds]:
+            q_ids, kv_ids = self.get()
+            new_q_ids = None if q_ids is None else queries(q_ids)
+            if kv_ids is q_ids and keys is queries:
+                return new_q_ids, new_q_ids
+            return new_q_ids, None if kv_ids is None else keys(kv_ids)
+
+        if self._ids is not None:
+            return Labels(*compute())
+        lengths = zip(self.shapes, (q_len, kv_len), strict=True)
+        return Labels.later([old and (*old[:-1], length) for old, length in lengths], compute)
+
+    def for_batch(self, batch: int) -> "Labels":
+        """What one row has for all rows, for each of them."""
+
+        def repeated(ids: Ids) -> Ids:
+            return frozen(np.broadcast_to(ids, (batch, *ids.shape[1:])).copy())
+
+        if all(shape is None or shape[0] == batch for shape in self.shapes):
+            return self
+        return Labels(*(None if ids is None else repeated(ids) for ids in self.get()))
+
+
+def padding_of(shape: Shape, program: Program) -> Labels:
+    """0 for the queries and keys that have a live pair in any head, -1 for the others; once somebody asks."""
+
+    def compute() -> tuple[Ids, Ids]:
+        q_live, k_live = (live.any(axis=1).astype(np.int32) for live in _core.mask_any(shape, program))
+        return frozen(q_live - np.int32(1)), frozen(k_live - np.int32(1))
+
+    return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    base: Node | None = None
+    terms: Program = ()
+    extent: Extent = (None, None, None, None)  # without a None if there is a base
+    segment_based: bool = False  # the base is made of segment ids
+    dtype: np.dtype[Any] = BOOL  # of the mask as an array
+    labels: Labels = Labels()  # noqa: RUF009 (never changes)
+    cu_seqlens_q: NDArray[Any] | None = None
+    cu_seqlens_kv: NDArray[Any] | None = None
+    q_positions: MaybeIds = None
+    kv_positions: MaybeIds = None
+    baked: tuple[bool, ...] = (False, False, False, False)
+    axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
+
+    @property
+    def program(self) -> Program:
+        return () if self.base is None else (self.base, *self.terms)
+
+    @property
+    def base_array(self) -> NDArray[Any] | None:
+        """The dense array that the mask begins with."""
+        return self.base[1] if isinstance(self.base, tuple) and self.base[0] == "dense" else None
+
+    @property
+    def array(self) -> NDArray[Any] | None:
+        """The mask where it is an array already, of the right type and shape."""
+        array = self.base_array
+        if array is None or self.terms or array.dtype != self.dtype:
+            return None
+        assert isinstance(self.base, tuple)
+        unmoved = all(isinstance(shift, int) and shift == 0 for shift in self.base[2:])
+        fits = all(length in (1, size) for length, size in zip(array.shape, self.extent, strict=True))
+        if not (unmoved and fits):
+            return None
+        return array if array.shape == self.extent else np.broadcast_to(array, self.extent)  # type: ignore[arg-type]
+
+
+def segments(q_ids: Ids, kv_ids: Ids) -> Node:
+    """The base of a mask that is told by segment ids."""
+    if q_ids.shape[0] != kv_ids.shape[0]:
+        raise ValueError(
+            f"kv_segment_ids must have as many batch rows as q_segment_ids, {q_ids.shape[0]}, got {describe(kv_ids)}"
+        )
+    return equal(q_ids, kv_ids)
+
+
+def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
+    """`state` with the shape that its arrays, and what is `fixed`, agree on."""
+    named = list(fixed)
+    tokens = {
+        ("q_segment_ids", 2): state.labels.shapes[0],
+        ("kv_segment_ids", 3): state.labels.shapes[1],
+        ("q_positions", 2): None if state.q_positions is None else state.q_positions.shape,
+        ("kv_positions", 3): None if state.kv_positions is None else state.kv_positions.shape,
+    }
+    for (name, side), shape in tokens.items():
+        if shape is not None:
+            batch, _, queries, keys = extent_of(shape, side)
+            named.append((name, (batch, None, queries, keys)))
+    named += extents(state.program)
+    batch, heads, queries, keys = agree(named)
+    if batch is None and named:
+        batch = 1
+    if state.base is not None:
+        assert batch is not None
+        heads, queries, keys = (1 if size is None else size for size in (heads, queries, keys))
+        return replace(state, extent=(batch, heads, queries, keys), labels=state.labels.for_batch(batch))
+    for cu_seqlens in (state.cu_seqlens_q, state.cu_seqlens_kv):
+        if batch is None and cu_seqlens is not None:
+            batch = max(len(cu_seqlens) - 1, 0)
+    return replace(state, extent=(batch, None, queries, keys))
+
+
+def four_dimensions(mask: NDArray[Any]) -> NDArray[Any]:
+    return mask if mask.ndim == 4 else mask[:, None]
+
+
+def changed(
+    state: State,
+    attention_mask: ArrayLike | None,
+    q_segment_ids: ArrayLike | None,
+    kv_segment_ids: ArrayLike | None,
+    cu_seqlens_q: ArrayLike | None,
+    cu_seqlens_kv: ArrayLike | None,
+    others: Mapping[str, Any],
+) -> State:
+    """`state` with what is not None in place of what it has; None among `others` counts."""
+    changes: dict[str, Any] = _changed_details(state, others)
+    fixed: list[tuple[str, Extent]] = []
+    given = (
+        None if q_segment_ids is None else integers(q_segment_ids, "q_segment_ids", QUERY_IDS),
+        None if kv_segment_ids is None else integers(kv_segment_ids, "kv_segment_ids", KEY_IDS),
+    )
+    relabelled = any(ids is not None for ids in given)
+    held = state.labels.get() if relabelled else (None, None)
+    if relabelled:
+        q_ids, kv_ids = (old if new is None else new for new, old in zip(given, held, strict=True))
+        changes["labels"] = Labels(q_ids, kv_ids)
+    if attention_mask is not None:
+        mask = four_dimensions(mask_array(attention_mask, "attention_mask", ("[B, Q, K]", "[B, H, Q, K]")))
+        fixed.append(("attention_mask", tuple(None if size == 1 else size for size in mask.shape)))  # type: ignore[arg-type]
+        changes |= {"base": dense(mask), "terms": (), "segment_based": False, "dtype": mask.dtype}
+    elif relabelled and (state.segment_based or state.base is None):
+        old = (None, *held) if state.base is None else state.base
+        q_ids, kv_ids = (new if new is not None else was for new, was in zip(given, old[1:3], strict=True))
+        if q_ids is not None and kv_ids is not None:
+            changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
+    rebuilt = relabelled and state.segment_based and not has_arrays(state.terms)
+    if state.base is not None and attention_mask is None and not rebuilt:
+        batch, _, queries, keys = state.extent
+        fixed.append(("the mask", (batch, None, queries, keys)))
+    if attention_mask is not None or relabelled:
+        changes |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if cu_seqlens is not None:
+            changes[name] = integers(cu_seqlens, name, ("[entries]",))
+    return fitted(replace(state, **changes), *fixed)
+
+
+def _changed_details(state: State, others: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions, flags and axis names, as fields of a State."""
+    flags, axes = list(state.baked), list(state.axes)
+    changes: dict[str, Any] = {"baked": flags, "axes": axes}
+    for name, value in others.items():
+        if name in _POSITION_FIELDS:
+            changes[name] = None if value is None else integers(value, name, _POSITION_FIELDS[name])
+        elif name in FLAG_FIELDS:
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{name} must be True or False, got {describe(value)}")
+            flags[FLAG_FIELDS.index(name)] = bool(value)
+        elif name in AXIS_FIELDS:
+            axes[AXIS_FIELDS.index(name)] = axis_name(value, name)
+        else:
+            raise TypeError(f"a MaskInfo has no {name!r} to replace")
+    return {**changes, "baked": tuple(flags), "axes": tuple(axes)}
+
+
+def cut_out(state: State, cut: Cut) -> State:
+    """The rectangle of each batch row, with all that goes along."""
+    base, *terms = cut.program(state.program)
+    batch, heads, *_ = state.extent
+    return replace(
+        state,
+        base=base,
+        terms=tuple(terms),
+        extent=(batch, heads, cut.q_len, cut.kv_len),
+        labels=state.labels.map(cut.queries, cut.keys, cut.q_len, cut.kv_len),
+        q_positions=None if state.q_positions is None else cut.queries(state.q_positions),
+        kv_positions=None if state.kv_positions is None else cut.keys(state.kv_positions),
+    )
+
+
+def chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
+    """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding."""
+    if q_ids.ndim != kv_ids.ndim:
+        q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
+    rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
+    count = math.prod(rows)
+    sides = [
+        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(count, ids.shape[-1])
+        for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
+    ]
+    # What is told apart: a segment of a row, and then a chunk of it.
+    row = np.arange(count, dtype=np.int64)[:, None] << 31
+    valid = [ids >= 0 for ids in sides]
+    keys = np.concatenate([(row + ids)[live] for ids, live in zip(sides, valid, strict=True)])
+    chunk = np.concatenate(
+        [masks.positions_from_segment_ids(ids)[live] // size for ids, live in zip(sides, valid, strict=True)]
+    )
+    segment_keys, segment = np.unique(keys, return_inverse=True)
+    chunks = np.zeros(len(segment_keys), np.int64)
+    np.maximum.at(chunks, segment, chunk.astype(np.int64) + 1)
+    before = np.cumsum(chunks) - chunks
+    before -= before[np.searchsorted(segment_keys, segment_keys >> 31 << 31)]  # each row counts for itself
+    numbers = np.split((before[segment] + chunk + 1).astype(np.int32), [np.count_nonzero(valid[0])])
+    results = []
+    for live, number in zip(valid, numbers, strict=False):
+        ids = np.full(live.shape, -1, np.int32)
+        ids[live] = number
+        results.append(frozen(ids.reshape(*rows, live.shape[-1])))
+    return results[0], results[-1]
+
+
+# As the leaves of a tree, for JAX and pickle
+
+
+def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves: list[Any] = [
+        state.base_array,
+        *state.labels.get(),
+        state.cu_seqlens_q,
+        state.cu_seqlens_kv,
+        state.q_positions,
+        state.kv_positions,
+    ]
+    program = hollow(state.program, leaves)
+    _, _, queries, keys = state.extent
+    aux = (*state.axes, *state.baked, queries, keys, state.dtype, state.segment_based, program)
+    return tuple(leaves), aux
+
+
+def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
+    """What `flatten` was given, made of leaves that may be other arrays by now; checked like arguments."""
+    *details, queries, keys, dtype, segment_based, hollow_program = aux
+    restored: dict[int, Any] = {}
+
+    def leaf(kind: str, index: int) -> Any:
+        if index not in restored:
+            if kind == "dense":
+                restored[index] = mask_array(leaves[index], "attention_mask", ("[B, H, Q, K]",))
+            elif kind == "equal":
+                restored[index] = _shared(leaves[index], "segment ids", ("[B, T]", "[B, H, T]"))
+            else:
+                restored[index] = _rows(leaves[index])
+        return restored[index]
+
+    program = refill(hollow_program, leaf)
+    for index, name in ((1, "q_segment_ids"), (2, "kv_segment_ids")):
+        if leaves[index] is not None and index not in restored:
+            restored[index] = _shared(leaves[index], name, ("[B, T]", "[B, H, T]"))
+    cu_q, cu_kv, q_positions, kv_positions = (
+        None if value is None else _shared(value, name, layouts)
+        for value, name, layouts in zip(
+            leaves[3:7],
+            ("cu_seqlens_q", "cu_seqlens_kv", *_POSITION_FIELDS),
+            (("[entries]",), ("[entries]",), *_POSITION_FIELDS.values()),
+            strict=True,
+        )
+    )
+    state = State(
+        base=program[0] if program else None,
+        terms=program[1:],
+        segment_based=segment_based,
+        dtype=dtype,
+        labels=Labels(restored.get(1), restored.get(2)),
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=cu_kv,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        axes=tuple(details[:4]),
+        baked=tuple(details[4:]),
+    )
+    return fitted(state, ("the mask", (None, None, queries, keys)))
+
+
+def _shared(value: ArrayLike, name: str, layouts: Iterable[str]) -> Ids:
+    """Integers without a copy, where nobody writes to them."""
+    array = as_array(value, name)
+    layouts = tuple(layouts)
+    taken = array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable
+    fits = array.ndim in [layout.count(",") + 1 for layout in layouts]
+    return array if taken and fits else integers(array, name, layouts)
+
+
+def _rows(value: ArrayLike) -> PerRow:
+    array = as_array(value, "an array of one value a batch row")
+    return per_row(array, "an array of one value a batch row", len(array))

@@ -1,0 +1,560 @@
+"""From one description of a mask to another: arrays, segment ids, and ranges of tokens.
+
+A **mask** says which query may attend to which key. **Segment ids** say it for packed sequences: a pair is live where
+the two ids are equal and not negative. ::
+
+                               k ids  0 0 0 1 1 -1
+    mask_to_segment_ids      q ids
+    segment_ids_to_mask        0      # # # . . .
+                               0      # # # . . .
+                               1      . . . # # .
+                              -1      . . . . . .
+
+A batch that is padded needs less: where the tokens of each row begin and end. That is the **pair form**, which the
+functions here take and give under the name ``cu_seqlens``, as ejKernel does. It is not the ordinary form, which the
+`prepare_*` functions take, and in which sequences lie end to end::
+
+    row 0   . . # # # .                        one row    a a a b b
+    row 1   # # . . . .
+
+    pairs        [2, 5, 0, 2]                  cu_seqlens [0, 3, 5]
+                  start, end of each row                   lengths summed up from zero
+
+                      pairs_to_cu_seqlens([2, 5, 0, 2]) = [0, 3, 5]
+                      cu_seqlens_to_pairs([0, 3, 5]) = [0, 3, 3, 5]
+
+Packing drops the padding, so the first of these forgets where rows began, and the second gives the places in the
+packed row.
+"""
+
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+from attnmask.debug import traced
+
+_Ids: TypeAlias = NDArray[np.int32]
+_Integers: TypeAlias = NDArray[np.integer[Any]]
+
+
+@traced
+def mask_to_segment_ids(mask: ArrayLike, per_head: bool = False, strict: bool = False) -> tuple[_Ids, _Ids]:
+    """Number the queries, and the keys, by what they attend to.
+
+    Queries whose rows of the mask are equal get the same id, and so do keys whose columns are. Each side counts from
+    0 in the order in which its ids first occur. What has no live pair is padding, -1. ::
+
+        k ids    0 0 1 -1 1
+        q ids
+          0      # # . . .
+          0      # # . . .
+          1      . . # . #
+         -1      . . . . .
+
+    Parameters
+    ----------
+    mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K]
+        bool, or numbers of which the non-zero ones are live. Read in place.
+    per_head : bool
+        Give each head of a 4-D mask its own ids. Otherwise those of the first head stand for all.
+    strict : bool
+        Raise ValueError if the ids do not give the mask back, in every head: equal and valid ids where it is live, and
+        only there. They do so for packed sequences, and not for a causal mask, say.
+
+    Returns
+    -------
+    q_segment_ids, kv_segment_ids : ndarray of int32
+        Of shapes ``[Q]`` and ``[K]``, ``[B, Q]`` and ``[B, K]``, or with `per_head` ``[B, H, Q]`` and ``[B, H, K]``.
+
+    See Also
+    --------
+    segment_ids_to_mask : the way back.
+    attention_mask_to_padding_segment_ids : only tells padding from the rest, and is faster.
+
+    Notes
+    -----
+    Rows are compared, not only their hashes: different rows never share an id. Time is proportional to the size of
+    the mask, and memory to its sides.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> q_ids, kv_ids = attnmask.mask_to_segment_ids([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]])
+    >>> q_ids, kv_ids
+    (array([0, 0, 1], dtype=int32), array([ 0,  0, -1,  1], dtype=int32))
+    """
+    return _core.mask_to_segment_ids(mask, per_head, strict)
+
+
+def _equal_pairs(
+    q_ids: _Ids, kv_ids: _Ids, names: tuple[str, str], dtype: DTypeLike, out: NDArray[Any] | None
+) -> NDArray[Any]:
+    """The mask of ids that were checked one by one."""
+    batch, other_batch = len(q_ids), len(kv_ids)
+    heads = {ids.shape[1] for ids in (q_ids, kv_ids) if ids.ndim == 3}
+    if batch != other_batch or len(heads) > 1:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must have the same batch and heads, got shapes {q_ids.shape} and {kv_ids.shape}"
+        )
+    shape = (batch, heads.pop() if heads else 1, q_ids.shape[-1], kv_ids.shape[-1])
+    return _core.mask_fill(shape, (("equal", q_ids, kv_ids, False),), dtype, 1, 0, out)
+
+
+@overload
+def segment_ids_to_mask(
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+    dtype: DTypeLike = ...,
+    return_separate_masks: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any]: ...
+@overload
+def segment_ids_to_mask(
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+    dtype: DTypeLike = ...,
+    *,
+    return_separate_masks: Literal[True],
+    out: NDArray[Any] | None = ...,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
+@overload
+def segment_ids_to_mask(
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+    dtype: DTypeLike,
+    return_separate_masks: Literal[True],
+    out: NDArray[Any] | None = ...,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
+@traced
+def segment_ids_to_mask(
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+    dtype: DTypeLike = np.bool_,
+    return_separate_masks: bool = False,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The mask in which tokens attend to those with the same segment id.
+
+    Parameters
+    ----------
+    segment_ids : array_like of integers, or a tuple of two
+        Shape ``[B, T]`` or ``[B, H, T]``, for queries and keys alike; or a tuple of one such array for the queries and
+        one for the keys. A negative id is padding, which neither attends nor is attended to.
+    dtype : dtype
+        Of the mask: bool, or a type of numbers, where live pairs are 1.
+    return_separate_masks : bool
+        Return which queries and which keys are not padding, too.
+    out : ndarray, optional
+        Takes the mask, and is returned. Of the mask's shape and type, sharing no memory with the ids.
+
+    Returns
+    -------
+    ndarray, shape [B, 1, Q, K] or [B, H, Q, K]
+        Or with `return_separate_masks` the tuple ``(q_mask, kv_mask, mask)``, where the first two have the shapes of
+        the ids.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.segment_ids_to_mask([[0, 0, 1, -1]])[0, 0].astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0],
+           [0, 0, 0, 0]])
+    >>> attnmask.segment_ids_to_mask(([[0, 1]], [[1, 1, 0]]), dtype="float32")[0, 0]
+    array([[0., 0., 1.],
+           [1., 1., 0.]], dtype=float32)
+    """
+    if not isinstance(return_separate_masks, (bool, np.bool_)):
+        raise TypeError(f"return_separate_masks must be a bool, got {return_separate_masks!r:.200}")
+    if isinstance(segment_ids, tuple):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                f"segment_ids must be an array or a tuple of two, got a tuple of {len(segment_ids)}"
+            )
+        names = ("segment_ids[0]", "segment_ids[1]")
+        q_ids = _core.segment_ids(segment_ids[0], names[0], out)
+        kv_ids = _core.segment_ids(segment_ids[1], names[1], out)
+    else:
+        names = ("segment_ids", "segment_ids")
+        q_ids = kv_ids = _core.segment_ids(segment_ids, "segment_ids", out)
+    mask = _equal_pairs(q_ids, kv_ids, names, dtype, out)
+    if not return_separate_masks:
+        return mask
+    valid = _core.segment_ids_to_token_mask
+    return valid(q_ids, dtype), valid(kv_ids, dtype), mask
+
+
+@traced
+def segment_ids_to_qkv_masks(
+    q_segment_ids: ArrayLike,
+    kv_segment_ids: ArrayLike | None = None,
+    dtype: DTypeLike = np.bool_,
+    out: NDArray[Any] | None = None,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Which queries and which keys are not padding, and the mask between them.
+
+    Parameters
+    ----------
+    q_segment_ids : array_like of integers, shape [B, Q] or [B, H, Q]
+        A negative id is padding.
+    kv_segment_ids : array_like of integers, shape [B, K] or [B, H, K], optional
+        As for the queries if not given.
+    dtype : dtype
+        Of all three masks: bool, or a type of numbers, where 1 says yes.
+    out : ndarray, optional
+        Takes the attention mask, and is returned as such. Of its shape and type, sharing no memory with the ids.
+
+    Returns
+    -------
+    q_mask : ndarray, shape of `q_segment_ids`
+    kv_mask : ndarray, shape of `kv_segment_ids`
+    attention_mask : ndarray, shape [B, 1, Q, K] or [B, H, Q, K]
+        As of `segment_ids_to_mask`.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> q_mask, kv_mask, attention_mask = attnmask.segment_ids_to_qkv_masks([[0, 1]], [[0, 1, 1, -1]])
+    >>> kv_mask
+    array([[ True,  True,  True, False]])
+    >>> attention_mask[0, 0]
+    array([[ True, False, False, False],
+           [False,  True,  True, False]])
+    """
+    q_ids = _core.segment_ids(q_segment_ids, "q_segment_ids", out)
+    kv_ids = q_ids if kv_segment_ids is None else _core.segment_ids(kv_segment_ids, "kv_segment_ids", out)
+    mask = _equal_pairs(q_ids, kv_ids, ("q_segment_ids", "kv_segment_ids"), dtype, out)
+    valid = _core.segment_ids_to_token_mask
+    return valid(q_ids, dtype), valid(kv_ids, dtype), mask
+
+
+@traced
+def attention_mask_to_padding_segment_ids(mask: ArrayLike) -> tuple[_Ids, _Ids]:
+    """Tell the tokens that take part in a mask from padding.
+
+    A query takes part if it attends to any key, and a key if any query attends to it, in any head. ::
+
+        k ids    0 0 0 -1
+        q ids
+          0      # . # .
+          0      # # . .
+         -1      . . . .
+
+    Parameters
+    ----------
+    mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K]
+        bool, or numbers of which the non-zero ones are live. Read in place.
+
+    Returns
+    -------
+    q_segment_ids : ndarray of int32, shape [B, Q]
+        0 for queries that take part, and -1 for the others. B is 1 for a 2-D mask.
+    kv_segment_ids : ndarray of int32, shape [B, K]
+        The same for keys.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.attention_mask_to_padding_segment_ids([[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    (array([[ 0,  0, -1]], dtype=int32), array([[ 0,  0,  0, -1]], dtype=int32))
+    """
+    return _core.padding_segment_ids(mask)
+
+
+@traced
+def qkv_masks_to_cu_seqlens(
+    q_mask: ArrayLike, kv_mask: ArrayLike | None = None, *, out_dtype: DTypeLike = np.int32
+) -> tuple[_Integers, _Integers]:
+    """Where the tokens of each row begin and end, in pair form.
+
+    Parameters
+    ----------
+    q_mask : array_like, shape [B, Q]
+        bool, or numbers of which the non-zero ones are tokens. Read in place.
+    kv_mask : array_like, shape [B, K], optional
+        As for the queries if not given.
+    out_dtype : dtype
+        An integer type. OverflowError if an end does not fit it.
+
+    Returns
+    -------
+    cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
+        ``[start0, end0, start1, end1, …]``: the first token of a row, and one more than its last; 0 and 0 for a row
+        without tokens. What is masked between them counts as part of the row.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> cu_seqlens_q, _ = attnmask.qkv_masks_to_cu_seqlens([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    >>> cu_seqlens_q
+    array([1, 4, 0, 2], dtype=int32)
+    """
+    return _core.qkv_masks_to_cu_seqlens(q_mask, kv_mask, out_dtype)
+
+
+@traced
+def attention_mask_to_qkv_cu_seqlens(
+    attention_mask: ArrayLike,
+    *,
+    reduce_heads: Literal["any", "all", "first"] = "any",
+    out_dtype: DTypeLike = np.int32,
+) -> tuple[_Integers, _Integers]:
+    """Where the queries and keys that take part in a mask begin and end, in pair form.
+
+    For a mask that is a rectangle in each row of the batch, as padding makes it, this tells it all. ::
+
+          . . . . .
+          . # # # .       queries [1, 3), keys [1, 4)
+          . # # # .
+
+    Parameters
+    ----------
+    attention_mask : array_like, shape [B, T], [B, Q, K] or [B, H, Q, K]
+        bool, or numbers of which the non-zero ones are live. A 2-D mask is one of tokens, queries and keys alike.
+    reduce_heads : {"any", "all", "first"}
+        A pair counts if it is live in any head, in all, or in the first.
+    out_dtype : dtype
+        An integer type. OverflowError if an end does not fit it.
+
+    Returns
+    -------
+    cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
+        ``[start0, end0, start1, end1, …]``, 0 and 0 for a row of the batch without a live pair.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> mask = np.zeros((1, 3, 5), bool)
+    >>> mask[0, 1:3, 1:4] = True
+    >>> attnmask.attention_mask_to_qkv_cu_seqlens(mask)
+    (array([1, 3], dtype=int32), array([1, 4], dtype=int32))
+    """
+    return _core.attention_mask_to_qkv_cu_seqlens(attention_mask, reduce_heads, out_dtype)
+
+
+@traced
+def cu_seqlens_to_mask(
+    cu_seqlens: ArrayLike, max_len: int, dtype: DTypeLike = np.bool_, out: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """The mask of the tokens in ranges that are given in pair form.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [2 B]
+        ``[start0, end0, start1, end1, …]``. A range whose end is not above its start is empty; one that leaves the row
+        is cut off.
+    max_len : int
+        Tokens a row.
+    dtype : dtype
+        Of the mask: bool, or a type of numbers, where tokens are 1.
+    out : ndarray, optional
+        Takes the mask, and is returned. Of its shape and type, sharing no memory with `cu_seqlens`.
+
+    Returns
+    -------
+    ndarray, shape [B, max_len]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.cu_seqlens_to_mask([2, 5, 0, 2], 6, dtype="uint8")
+    array([[0, 0, 1, 1, 1, 0],
+           [1, 1, 0, 0, 0, 0]], dtype=uint8)
+    """
+    return _core.cu_seqlens_to_mask(cu_seqlens, max_len, dtype, out)
+
+
+@traced
+def qkv_cu_seqlens_to_qkv_masks(
+    cu_seqlens_q: ArrayLike,
+    *,
+    max_q_len: int,
+    cu_seqlens_kv: ArrayLike | None = None,
+    max_kv_len: int | None = None,
+    dtype: DTypeLike = np.bool_,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The masks of the queries and of the keys in ranges that are given in pair form.
+
+    Parameters
+    ----------
+    cu_seqlens_q : array_like of integers, shape [2 B]
+        ``[start0, end0, start1, end1, …]``, as of `cu_seqlens_to_mask`.
+    max_q_len : int
+        Queries a row.
+    cu_seqlens_kv : array_like of integers, shape [2 B], optional
+        Ranges of keys; those of the queries if not given.
+    max_kv_len : int, optional
+        Keys a row; as many as queries if not given.
+    dtype : dtype
+        Of the masks: bool, or a type of numbers, where tokens are 1.
+
+    Returns
+    -------
+    q_mask : ndarray, shape [B, max_q_len]
+    kv_mask : ndarray, shape [B, max_kv_len]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.qkv_cu_seqlens_to_qkv_masks([1, 3], max_q_len=3, cu_seqlens_kv=[0, 1], max_kv_len=2)
+    (array([[False,  True,  True]]), array([[ True, False]]))
+    """
+    kv, kv_len = _keys_like_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
+    return _core.qkv_cu_seqlens_to_qkv_masks(cu_seqlens_q, max_q_len, kv, kv_len, dtype)
+
+
+@traced
+def qkv_cu_seqlens_to_attention_mask(
+    cu_seqlens_q: ArrayLike,
+    *,
+    max_q_len: int,
+    cu_seqlens_kv: ArrayLike | None = None,
+    max_kv_len: int | None = None,
+    dtype: DTypeLike = np.bool_,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """The mask in which the queries of a range attend to the keys of one, given in pair form.
+
+    Parameters
+    ----------
+    cu_seqlens_q : array_like of integers, shape [2 B]
+        ``[start0, end0, start1, end1, …]``, as of `cu_seqlens_to_mask`.
+    max_q_len : int
+        Queries a row.
+    cu_seqlens_kv : array_like of integers, shape [2 B], optional
+        Ranges of keys; those of the queries if not given.
+    max_kv_len : int, optional
+        Keys a row; as many as queries if not given.
+    dtype : dtype
+        Of the mask: bool, or a type of numbers, where live pairs are 1.
+    out : ndarray, optional
+        Takes the mask, and is returned. Of its shape and type, sharing no memory with the ranges.
+
+    Returns
+    -------
+    ndarray, shape [B, 1, max_q_len, max_kv_len]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.qkv_cu_seqlens_to_attention_mask([1, 3], max_q_len=3, dtype=int)[0, 0]
+    array([[0, 0, 0],
+           [0, 1, 1],
+           [0, 1, 1]])
+    """
+    kv, kv_len = _keys_like_queries(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len)
+    return _core.qkv_cu_seqlens_to_attention_mask(cu_seqlens_q, max_q_len, kv, kv_len, dtype, out)
+
+
+def _keys_like_queries(
+    cu_seqlens_q: ArrayLike, max_q_len: int, cu_seqlens_kv: ArrayLike | None, max_kv_len: int | None
+) -> tuple[ArrayLike, int]:
+    return (
+        cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv,
+        max_q_len if max_kv_len is None else max_kv_len,
+    )
+
+
+@traced
+def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
+    """From the pair form to ordinary ``cu_seqlens``: where the rows begin once their tokens are packed.
+
+    Parameters
+    ----------
+    pairs : array_like of integers, shape [2 B]
+        ``[start0, end0, start1, end1, …]``. A range whose end is not above its start is empty, and what lies before
+        token 0 does not count.
+
+    Returns
+    -------
+    ndarray, shape [B + 1]
+        Of the type of `pairs`. OverflowError if the total does not fit it.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.pairs_to_cu_seqlens([2, 5, 0, 2])
+    array([0, 3, 5])
+    """
+    return _core.pairs_to_cu_seqlens(pairs)
+
+
+@traced
+def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
+    """From ordinary ``cu_seqlens`` to the pair form: start and end of each sequence in the packed row.
+
+    Parameters
+    ----------
+    cu_seqlens : array_like of integers, shape [sequences + 1]
+        Starts at 0 and never decreases.
+
+    Returns
+    -------
+    ndarray, shape [2 sequences]
+        Of the type of `cu_seqlens`.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.cu_seqlens_to_pairs([0, 3, 5])
+    array([0, 3, 3, 5])
+    """
+    return _core.cu_seqlens_to_pairs(cu_seqlens)
+
+
+@traced
+def segment_ids_to_cu_seqlens(
+    segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: int | None = 128
+) -> _Integers:
+    """How many tokens each segment has, summed up from zero.
+
+    An id is an index: it has its place even if ids below it are not used. ::
+
+        segment_ids    0 0 0 2 2 -1
+        tokens of      0 1 2 3 …
+                       3 0 2 0
+        result       0 3 3 5 5
+
+    Parameters
+    ----------
+    segment_ids : array_like of integers, shape [T], [B, T] or [B, H, T]
+        Counted over all axes. A negative id is padding. Read in place.
+    out_dtype : dtype
+        An integer type. OverflowError if the total does not fit it.
+    max_segments : int, optional
+        Ids must be below it. None for one more than the largest id.
+
+    Returns
+    -------
+    ndarray, shape [max_segments + 1]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.segment_ids_to_cu_seqlens([[0, 0, 0, 2, 2, -1]], max_segments=4)
+    array([0, 3, 3, 5, 5], dtype=int32)
+    """
+    return _core.segment_ids_to_cu_seqlens(segment_ids, out_dtype, max_segments)
+
+
+@traced
+def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: int = -1) -> _Ids:
+    """The place of every token in its run of equal segment ids.
+
+    Parameters
+    ----------
+    segment_ids : array_like of integers, shape [B, T] or [B, H, T]
+        A negative id is padding. An id that comes back after another one, or after padding, counts from 0 again.
+    pad_value : int
+        For padding.
+
+    Returns
+    -------
+    ndarray of int32, shape of `segment_ids`
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.positions_from_segment_ids([[-1, 0, 0, 0, 1, 1, -1]])
+    array([[-1,  0,  1,  2,  0,  1, -1]], dtype=int32)
+    """
+    return _core.positions_from_segment_ids(segment_ids, pad_value)

@@ -1,0 +1,274 @@
+"""What the benchmarks share: peers, yardsticks, the race, and the tables.
+
+Rules of the race: results are compared before anything is timed; contenders take turns, round by round, each after a
+pause (in which the threads of the one before go to sleep) and a call that warms its caches; rounds during which other
+processes used the processor are run again; what is reported is the median over the rounds, and ratios are medians of
+the ratios within a round. So what disturbs, disturbs all alike.
+"""
+
+import argparse
+import ctypes
+import gc
+import importlib
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import MagicMock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+
+import attnmask
+
+HERE = Path(__file__).parent
+
+PAUSE = 0.004  # seconds; GNU OpenMP's threads spin for about as long
+BATCH = 0.003  # seconds that one turn takes at least, if need be by calling again
+SLOW = 20  # times slower than the fastest: one call a turn, without a warming one
+BLOCK = 0.3  # seconds of rounds that are kept or dropped together
+DISTURBED = 0.05  # processors that others may have used meanwhile
+PATIENCE = 8  # times as long as planned, after which disturbed rounds count too
+NOISY = 0.25  # half the distance between the quartiles, as a share of the median: marked in the table
+
+Call = Callable[[], object]
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, to see that all runs; nothing is written"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cases whose name has it; nothing is written"
+    )
+    parser.add_argument("--threads", type=int, default=attnmask.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=3.0, help="that a case may take, about")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds = 0.1
+    use_threads(options.threads)
+    return options
+
+
+# Peers
+
+
+def optional(name: str) -> ModuleType | None:
+    """The module, or None where it is not installed or does not start."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as error:
+        print(f"without {name}: {error}", file=sys.stderr)
+        return None
+
+
+def load_ejkernel() -> ModuleType | None:
+    """Its functions for the CPU. It asks for triton, which it uses on GPUs only: an empty one will do."""
+    if importlib.util.find_spec("triton") is None:
+        for name in ("triton", "triton.language"):
+            sys.modules[name] = MagicMock(__spec__=None)
+    return optional("ejkernel.xla_utils")
+
+
+torch = optional("torch")
+jax = optional("jax")
+ejkernel = load_ejkernel() if jax else None
+ml_dtypes = optional("ml_dtypes")
+if jax:
+    jax.config.update("jax_enable_x64", True)
+
+
+def use_threads(threads: int) -> None:
+    """For attnmask and torch. NumPy has one, JAX one for each core."""
+    attnmask.set_num_threads(threads)
+    if torch:
+        torch.set_num_threads(threads)
+
+
+# Yardsticks
+
+
+def compile_native() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "native.so")
+        command = [os.environ.get("CC", "cc"), "-O3", "-march=native", "-shared", "-fPIC"]
+        command += ["-o", str(library), str(HERE / "native.c")]
+        for openmp in (["-fopenmp"], []):
+            if subprocess.run(command + openmp, capture_output=True, check=False).returncode == 0:
+                break
+        else:
+            raise SystemExit("the yardsticks need a C compiler")
+        loaded = ctypes.CDLL(str(library))
+    loaded.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    loaded.copy.restype = None
+    loaded.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    loaded.read_all.restype = ctypes.c_uint64
+    return loaded
+
+
+native = compile_native()
+
+
+def memcpy(out: np.ndarray, source: np.ndarray, threads: int) -> Call:
+    """Copies bytes of `source`, all or as many as `out` takes, to contiguous `out`."""
+    to, start, nbytes = out.ctypes.data, source.ctypes.data, min(out.nbytes, source.nbytes)
+    keep = (out, source)  # alive, for as long as the call
+
+    def call() -> object:
+        native.copy(to, start, nbytes, threads)
+        return keep
+
+    return call
+
+
+# The race
+
+
+class Times:
+    """Seconds a call, round by round."""
+
+    def __init__(self, samples: list[float]) -> None:
+        self.samples = np.array(samples)
+        self.median = float(np.median(self.samples))
+        self.best = float(self.samples.min())
+
+    @property
+    def noisy(self) -> bool:
+        low, high = np.percentile(self.samples, [25, 75])
+        return (high - low) / 2 > NOISY * self.median
+
+    def ratio_to(self, other: "Times") -> float:
+        return float(np.median(self.samples / other.samples))
+
+    def __format__(self, spec: str) -> str:
+        """Milliseconds, with ~ where the rounds differ widely."""
+        return ("~" if self.noisy else "") + digits(1e3 * self.median)
+
+
+def digits(value: float) -> str:
+    """Three significant digits at least."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def take_turn(call: Call, repeats: int, warm: bool) -> float:
+    time.sleep(PAUSE)
+    if warm:
+        call()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - begin) / repeats
+
+
+def other_work() -> float:
+    """Seconds of processor time that other processes have used; 0 where the system does not tell."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except OSError:
+        return 0.0
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def race(contenders: dict[str, Call], seconds: float) -> dict[str, Times]:
+    """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all."""
+    first = {}
+    for name, call in contenders.items():
+        call()
+        first[name] = min(take_turn(call, 1, warm=False) for _ in range(2))
+    fastest = min(first.values())
+    slow = {name: t > SLOW * fastest and t > BATCH for name, t in first.items()}
+    repeats = {name: max(1, min(10_000, math.ceil(BATCH / t))) for name, t in first.items()}
+    one_round = sum(PAUSE + (repeats[name] + (not slow[name])) * t for name, t in first.items())
+    rounds = max(5 if seconds > 1 else 2, min(100, int(seconds / one_round)))
+    block = max(1, int(BLOCK / one_round))
+    deadline = time.perf_counter() + PATIENCE * rounds * one_round
+    kept: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    gc.collect()
+    gc.disable()
+    while len(kept) < rounds and (not disturbed or time.perf_counter() < deadline):
+        begin, others = time.perf_counter(), other_work()
+        taken = [
+            {name: take_turn(call, repeats[name], warm=not slow[name]) for name, call in contenders.items()}
+            for _ in range(block)
+        ]
+        used = (other_work() - others) / (time.perf_counter() - begin)
+        (kept if used < DISTURBED else disturbed).extend(taken)
+    gc.enable()
+    if len(kept) < 5:
+        kept += disturbed
+    return {name: Times([times[name] for times in kept]) for name in contenders}
+
+
+# Reports
+
+
+def processor() -> str:
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def installed(name: str) -> str | None:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return None
+
+
+class Report:
+    """Tables in markdown: printed as they come, written to results/NAME.md at the end."""
+
+    def __init__(self, name: str, title: str, options: argparse.Namespace) -> None:
+        self.path = HERE / "results" / f"{name}.md"
+        self.keep = not (options.quick or options.only)
+        self.lines: list[str] = []
+        config = attnmask.show_config(mode="dict")
+        names = ("numpy", "torch" if torch else "", "ejkernel" if ejkernel else "", "jax" if jax else "")
+        versions = [installed(name) for name in names if name]
+        self.text(f"# {title}")
+        self.text(
+            f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}. "
+            f"attnmask {config['version']} with {config['isa']} kernels by {config['compiler']}, "
+            f"{options.threads} threads; Python {platform.python_version()}, {', '.join(filter(None, versions))}."
+        )
+
+    def text(self, paragraph: str) -> None:
+        self._add(paragraph + "\n")
+
+    def heading(self, text: str) -> None:
+        self._add(f"## {text}\n")
+
+    def table(self, *columns: str) -> None:
+        self._add("| " + " | ".join(columns) + " |")
+        self._add("| " + " | ".join(["---"] + ["---:"] * (len(columns) - 1)) + " |")
+
+    def row(self, *cells: object) -> None:
+        self._add("| " + " | ".join("–" if cell is None else f"{cell}" for cell in cells) + " |")
+
+    def end_table(self) -> None:
+        self._add("")
+
+    def write(self) -> None:
+        if self.keep:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.write_text("\n".join(self.lines).rstrip() + "\n", encoding="utf-8")
+            print(f"written to {self.path}", file=sys.stderr)
+
+    def _add(self, line: str) -> None:
+        self.lines.append(line)
+        print(line, flush=True)

@@ -1,0 +1,46 @@
+/* dense.c – masks that are arrays, as arguments and as results. */
+#include "bind/dense.h"
+
+#include <string.h>
+
+int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense)
+{
+    int ndim = PyArray_NDIM(array);
+    if (ndim < low || ndim > 4) {
+        const char *expected = low == 2 ? "[Q, K], [B, Q, K] or [B, H, Q, K]" : "[B, Q, K] or [B, H, Q, K]";
+        return am_reject(PyExc_ValueError, name, expected, (PyObject *)array);
+    }
+    *dense = (am_dense){
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .batch = ndim > 2 ? PyArray_DIM(array, 0) : 1,
+        .heads = ndim == 4 ? PyArray_DIM(array, 1) : 1,
+        .queries = PyArray_DIM(array, ndim - 2),
+        .keys = PyArray_DIM(array, ndim - 1),
+        .batch_stride = ndim > 2 ? PyArray_STRIDE(array, 0) : 0,
+        .head_stride = ndim == 4 ? PyArray_STRIDE(array, 1) : 0,
+        .query_stride = PyArray_STRIDE(array, ndim - 2),
+        .key_stride = PyArray_STRIDE(array, ndim - 1),
+    };
+    return 0;
+}
+
+int am_to_mask_dtype(PyObject *object, const char *name, void *dst)
+{
+    if (object == Py_None) return am_reject(PyExc_TypeError, name, "a dtype", object);
+    return am_to_dtype(object, name, dst);
+}
+
+int am_bytes_of_one(PyArray_Descr *dtype, uint64_t *bytes)
+{
+    PyObject *one = PyLong_FromLong(1);
+    Py_INCREF(dtype); /* PyArray_FromAny steals it */
+    PyArrayObject *element =
+        (PyArrayObject *)PyArray_FromAny(one, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    Py_XDECREF(one);
+    if (!element) return -1;
+    *bytes = 0;
+    memcpy(bytes, PyArray_DATA(element), (size_t)PyArray_ITEMSIZE(element));
+    Py_DECREF(element);
+    return 0;
+}

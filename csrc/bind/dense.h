@@ -1,0 +1,17 @@
+/* dense.h – masks that are arrays, as arguments and as results. */
+#ifndef AM_BIND_DENSE_H
+#define AM_BIND_DENSE_H
+
+#include "bind/args.h"
+#include "core/dense.h"
+
+/* A mask of `low` to 4 axes: [Q, K], [B, Q, K] or [B, H, Q, K]. Borrows the array. 0 or -1. */
+int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense);
+
+/* PyArray_Descr **: the type of a mask's elements. */
+am_to am_to_mask_dtype;
+
+/* The bytes of a 1 of this type; 0 or -1. */
+int am_bytes_of_one(PyArray_Descr *dtype, uint64_t *bytes);
+
+#endif

@@ -1,0 +1,54 @@
+/* dense.h – a mask that is an array, seen as lines of elements that lie close together. */
+#ifndef AM_DENSE_H
+#define AM_DENSE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/status.h"
+#include "kernels/table.h"
+
+/* Elements that are not zero are live. Strides in bytes, of any sign, or zero. */
+typedef struct {
+    const char *data;
+    am_dtype type;
+    ptrdiff_t batch, heads, queries, keys;
+    ptrdiff_t batch_stride, head_stride, query_stride, key_stride;
+} am_dense;
+
+typedef struct {
+    ptrdiff_t length; /* in the array */
+    ptrdiff_t count;  /* of what there is to look at: 1 where the array repeats itself */
+    ptrdiff_t stride; /* positive */
+    bool backwards;   /* number i is number count - 1 - i in the array */
+} am_axis;
+
+/* One plane of a mask, turned so that neighbours in a row are neighbours in memory, where they can be. */
+typedef struct {
+    const am_kernels *kernels;
+    const char *data; /* of batch row 0 and head 0 */
+    am_axis rows, columns;
+    bool turned; /* rows are keys, and columns queries */
+    ptrdiff_t size;
+    am_lane lane;
+} am_lines;
+
+/* Of an array in which no axis is empty. */
+am_lines am_lines_of(const am_kernels *kernels, const am_dense *mask);
+
+/* In what follows `row` is the address of column 0. */
+
+/* As am_pack_bits, from column `begin` on. */
+void am_lines_pack(const am_lines *lines, uint64_t *dst, const char *row, ptrdiff_t begin, ptrdiff_t count);
+
+/* The first live column in begin … end - 1, or `end`. */
+ptrdiff_t am_lines_first(const am_lines *lines, const char *row, ptrdiff_t begin, ptrdiff_t end);
+
+/* One more than the last live column in begin … end - 1, or `begin`. */
+ptrdiff_t am_lines_last(const am_lines *lines, const char *row, ptrdiff_t begin, ptrdiff_t end);
+
+/* As am_collect_nonzero, from column `begin` on. */
+bool am_lines_collect(const am_lines *lines, void *seen, const char *row, ptrdiff_t begin, ptrdiff_t count);
+
+#endif

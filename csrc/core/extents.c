@@ -1,0 +1,338 @@
+/* extents.c – reductions of a mask to tokens and lengths, each looking no further than it must. */
+#include "core/extents.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+
+enum {
+    WORD = 64,
+    WORDS = 8,             /* looked at in each head at once */
+    STRETCH = 1 << 18,     /* columns searched without asking whether to stop */
+    TASK_BYTES = 1 << 18,  /* of rows */
+    PANEL_BYTES = 1 << 14, /* of a row, whose columns stay in the first cache */
+};
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
+{
+    return length / block + (length % block != 0);
+}
+
+/* [begin, end) of lines in the order of the array. */
+static void place_range(const am_axis *axis, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
+                        ptrdiff_t *past)
+{
+    *first = axis->count != axis->length ? 0 : axis->backwards ? axis->count - end : begin;
+    *past = axis->count != axis->length ? axis->length : axis->backwards ? axis->count - begin : end;
+}
+
+/* --- Extents
+ * ------------------------------------------------------------------------------------------------ */
+
+/* What is known of one batch row; tasks widen it. Empty where begin > end. */
+typedef struct {
+    atomic_ptrdiff_t row_begin, row_end, column_begin, column_end;
+} bounds;
+
+typedef struct {
+    const am_dense *mask;
+    am_lines lines;
+    am_head_rule rule;
+    ptrdiff_t heads, task_rows, tasks; /* heads that are not repetitions; tasks a batch row */
+    bounds *bounds;
+} extent_job;
+
+/* Rows of all heads at once: `row` is that of head 0. */
+
+static void live_in_all(const extent_job *job, uint64_t *words, const char *row, ptrdiff_t begin,
+                        ptrdiff_t count)
+{
+    memset(words, 0xff, WORDS * sizeof *words);
+    for (ptrdiff_t h = 0; h < job->heads; h++) {
+        uint64_t head[WORDS];
+        am_lines_pack(&job->lines, head, row + h * job->mask->head_stride, begin, count);
+        for (ptrdiff_t w = 0; w < blocks_of(count, WORD); w++) words[w] &= head[w];
+    }
+}
+
+static ptrdiff_t first_in_stretch(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
+{
+    if (job->rule == AM_ANY_HEAD) {
+        for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
+            end = am_lines_first(&job->lines, row + h * job->mask->head_stride, begin, end);
+        return end;
+    }
+    for (; begin < end; begin += WORDS * WORD) {
+        uint64_t words[WORDS];
+        live_in_all(job, words, row, begin, min(WORDS * WORD, end - begin));
+        for (ptrdiff_t w = 0; w < WORDS && begin + w * WORD < end; w++) {
+            if (words[w]) return begin + w * WORD + __builtin_ctzll(words[w]);
+        }
+    }
+    return end;
+}
+
+static ptrdiff_t last_in_stretch(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
+{
+    if (job->rule == AM_ANY_HEAD) {
+        for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
+            begin = am_lines_last(&job->lines, row + h * job->mask->head_stride, begin, end);
+        return begin;
+    }
+    for (ptrdiff_t low; begin < end; end = low) {
+        low = max(begin, end - WORDS * WORD);
+        uint64_t words[WORDS];
+        live_in_all(job, words, row, low, end - low);
+        for (ptrdiff_t w = blocks_of(end - low, WORD) - 1; w >= 0; w--) {
+            if (words[w]) return low + w * WORD + WORD - __builtin_clzll(words[w]);
+        }
+    }
+    return begin;
+}
+
+/* The first live column in begin … end - 1, or `end`; wrong once the team is to stop. */
+static ptrdiff_t first_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end,
+                            am_team *team)
+{
+    for (ptrdiff_t stop; begin < end; begin = stop) {
+        stop = min(begin + STRETCH, end);
+        ptrdiff_t found = first_in_stretch(job, row, begin, stop);
+        if (found < stop) return found;
+        if (stop < end && am_checkpoint(team) != AM_OK) break;
+    }
+    return end;
+}
+
+/* One more than the last live column there, or `begin`. */
+static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end,
+                           am_team *team)
+{
+    for (ptrdiff_t stop; begin < end; end = stop) {
+        stop = max(end - STRETCH, begin);
+        ptrdiff_t found = last_in_stretch(job, row, stop, end);
+        if (found > stop) return found;
+        if (begin < stop && am_checkpoint(team) != AM_OK) break;
+    }
+    return begin;
+}
+
+static void lower(atomic_ptrdiff_t *bound, ptrdiff_t value)
+{
+    ptrdiff_t known = atomic_load(bound);
+    while (value < known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
+}
+static void lift(atomic_ptrdiff_t *bound, ptrdiff_t value)
+{
+    ptrdiff_t known = atomic_load(bound);
+    while (value > known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
+}
+
+/* Widens the bounds of a batch row by rows begin … end - 1, of which only what lies outside the bounds so far
+ * is of interest. */
+static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end,
+                  am_team *team)
+{
+    ptrdiff_t columns = job->lines.columns.count, step = job->lines.rows.stride, found;
+    ptrdiff_t first_row = -1, last_row = -1; /* whose first and whose last column are known */
+    if (atomic_load(&known->row_begin) > begin) {
+        for (found = columns; begin < end; begin++) {
+            found = first_live(job, data + begin * step, 0, columns, team);
+            if (found < columns) break;
+        }
+        if (begin == end) return;
+        lower(&known->row_begin, begin);
+        lower(&known->column_begin, found);
+        first_row = begin;
+    }
+    if (atomic_load(&known->row_end) < end) {
+        for (found = 0; begin < end; end--) {
+            found = last_live(job, data + (end - 1) * step, 0, columns, team);
+            if (found > 0) break;
+        }
+        if (begin == end) return;
+        lift(&known->row_end, end);
+        lift(&known->column_end, found);
+        last_row = end - 1;
+    }
+    for (ptrdiff_t r = begin; r < end; r++) {
+        ptrdiff_t low = atomic_load(&known->column_begin), high = atomic_load(&known->column_end);
+        if (low == 0 && high == columns) return;
+        if (r != first_row) lower(&known->column_begin, first_live(job, data + r * step, 0, low, team));
+        if (r != last_row) lift(&known->column_end, last_live(job, data + r * step, high, columns, team));
+    }
+}
+
+/* Some rows of one batch row, those at both ends before those between them: they tend to widen the bounds
+ * most. */
+static am_status extent_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const extent_job *job = arg;
+    ptrdiff_t b = index / job->tasks, t = index % job->tasks;
+    ptrdiff_t begin = (t % 2 ? job->tasks - 1 - t / 2 : t / 2) * job->task_rows;
+    ptrdiff_t end = min(begin + job->task_rows, job->lines.rows.count);
+    widen(job, &job->bounds[b], job->lines.data + b * job->mask->batch_stride, begin, end, team);
+    return AM_OK; /* many tasks are short, and who deals them out asks whether to stop */
+}
+
+static am_extent extent_of(const am_lines *lines, bounds *known)
+{
+    ptrdiff_t range[4] = {0};
+    if (atomic_load(&known->row_begin) < atomic_load(&known->row_end)) {
+        place_range(&lines->rows, atomic_load(&known->row_begin), atomic_load(&known->row_end), &range[0],
+                    &range[1]);
+        place_range(&lines->columns, atomic_load(&known->column_begin), atomic_load(&known->column_end),
+                    &range[2], &range[3]);
+    }
+    return lines->turned ? (am_extent){range[2], range[3], range[0], range[1]}
+                         : (am_extent){range[0], range[1], range[2], range[3]};
+}
+
+/* The rows that a task looks at. */
+static ptrdiff_t rows_a_task(const am_lines *lines, ptrdiff_t heads)
+{
+    ptrdiff_t bytes =
+        lines->columns.count > TASK_BYTES / lines->size ? TASK_BYTES : lines->columns.count * lines->size;
+    return max(TASK_BYTES / bytes / heads, 1);
+}
+
+/* And the tasks of small masks that are dealt out together. */
+static ptrdiff_t grain_of(const am_lines *lines, ptrdiff_t heads)
+{
+    ptrdiff_t rows = min(rows_a_task(lines, heads), lines->rows.count);
+    return max(TASK_BYTES / (rows * heads * lines->columns.count * lines->size), 1);
+}
+
+am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule rule, am_extent *extents)
+{
+    bool empty = mask->queries == 0 || mask->keys == 0 || mask->heads == 0;
+    am_extent whole = {0, mask->queries, 0, mask->keys}, none = {0};
+    for (ptrdiff_t b = 0; b < mask->batch; b++) {
+        bool vacuous = rule == AM_ALL_HEADS && mask->heads == 0 && mask->queries > 0 && mask->keys > 0;
+        extents[b] = vacuous ? whole : none;
+    }
+    if (empty || mask->batch == 0) return AM_OK;
+    extent_job job = {.mask = mask,
+                      .lines = am_lines_of(run->kernels, mask),
+                      .rule = rule,
+                      .heads = mask->head_stride ? mask->heads : 1};
+    job.task_rows = rows_a_task(&job.lines, job.heads);
+    job.tasks = blocks_of(job.lines.rows.count, job.task_rows);
+    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    job.bounds = malloc((size_t)batch * sizeof *job.bounds);
+    if (!job.bounds) return AM_NO_MEMORY;
+    for (ptrdiff_t b = 0; b < batch; b++) {
+        atomic_init(&job.bounds[b].row_begin, job.lines.rows.count);
+        atomic_init(&job.bounds[b].row_end, 0);
+        atomic_init(&job.bounds[b].column_begin, job.lines.columns.count);
+        atomic_init(&job.bounds[b].column_end, 0);
+    }
+    am_status status =
+        am_parallel(run, batch * job.tasks, grain_of(&job.lines, job.heads), extent_task, &job);
+    for (ptrdiff_t b = 0; b < mask->batch; b++)
+        extents[b] = extent_of(&job.lines, &job.bounds[batch == 1 ? 0 : b]);
+    free(job.bounds);
+    return status;
+}
+
+/* --- Padding
+ * ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const am_dense *mask;
+    am_lines lines;
+    ptrdiff_t heads, task_rows, tasks; /* heads that are not repetitions; tasks a batch row */
+    ptrdiff_t words;
+    _Atomic uint64_t *columns; /* [batch, words]: bits of those with a live pair */
+    int32_t *row_ids;
+} padding_job;
+
+/* Some rows of one batch row, in panels whose columns fit in the cache. */
+static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const padding_job *job = arg;
+    const am_lines *lines = &job->lines;
+    ptrdiff_t b = index / job->tasks, first = index % job->tasks * job->task_rows;
+    ptrdiff_t end = min(first + job->task_rows, lines->rows.count), panel = PANEL_BYTES / lines->size;
+    int32_t *ids = job->row_ids + b * lines->rows.length;
+    const char *data = lines->data + b * job->mask->batch_stride;
+    for (ptrdiff_t r = first; r < end; r++) ids[r] = -1;
+    for (ptrdiff_t begin = 0; begin < lines->columns.count; begin += panel) {
+        _Alignas(64) char seen[PANEL_BYTES];
+        ptrdiff_t count = min(panel, lines->columns.count - begin);
+        memset(seen, 0, (size_t)(count * lines->size));
+        for (ptrdiff_t r = first; r < end; r++) {
+            bool any = false;
+            for (ptrdiff_t h = 0; h < job->heads; h++) {
+                const char *row = data + h * job->mask->head_stride + r * lines->rows.stride;
+                any |= am_lines_collect(lines, seen, row, begin, count);
+            }
+            if (any) ids[r] = 0;
+        }
+        uint64_t bits[PANEL_BYTES / WORD];
+        lines->kernels->pack[lines->lane](bits, seen, count);
+        for (ptrdiff_t w = 0; w < blocks_of(count, WORD); w++)
+            atomic_fetch_or_explicit(&job->columns[b * job->words + begin / WORD + w], bits[w],
+                                     memory_order_relaxed);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+/* From the order of lines to that of the array. */
+static void place_ids(int32_t *ids, const am_axis *axis)
+{
+    for (ptrdiff_t i = axis->count; i < axis->length; i++) ids[i] = ids[0];
+    if (!axis->backwards) return;
+    for (ptrdiff_t i = 0, j = axis->length - 1; i < j; i++, j--) {
+        int32_t swap = ids[i];
+        ids[i] = ids[j];
+        ids[j] = swap;
+    }
+}
+
+static void place_columns(const padding_job *job, ptrdiff_t b, int32_t *ids)
+{
+    for (ptrdiff_t w = 0; w < job->words; w++) {
+        uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
+        ptrdiff_t count = min(WORD, job->lines.columns.count - w * WORD);
+        job->lines.kernels->expand_bits_32(ids + w * WORD, bits, count, 0, UINT32_MAX);
+    }
+    place_ids(ids, &job->lines.columns);
+}
+
+am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+{
+    if (mask->batch == 0) return AM_OK;
+    if (mask->heads == 0 || mask->queries == 0 || mask->keys == 0) {
+        memset(q_ids, 0xff, (size_t)(mask->batch * mask->queries) * sizeof *q_ids);
+        memset(k_ids, 0xff, (size_t)(mask->batch * mask->keys) * sizeof *k_ids);
+        return AM_OK;
+    }
+    padding_job job = {
+        .mask = mask, .lines = am_lines_of(run->kernels, mask), .heads = mask->head_stride ? mask->heads : 1};
+    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    int32_t *column_ids = job.lines.turned ? q_ids : k_ids;
+    job.row_ids = job.lines.turned ? k_ids : q_ids;
+    job.task_rows = rows_a_task(&job.lines, job.heads);
+    job.tasks = blocks_of(job.lines.rows.count, job.task_rows);
+    job.words = blocks_of(job.lines.columns.count, WORD);
+    job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
+    if (!job.columns) return AM_NO_MEMORY;
+    am_status status =
+        am_parallel(run, batch * job.tasks, grain_of(&job.lines, job.heads), padding_task, &job);
+    for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
+        place_ids(job.row_ids + b * job.lines.rows.length, &job.lines.rows);
+        place_columns(&job, b, column_ids + b * job.lines.columns.length);
+    }
+    for (ptrdiff_t b = batch; b < mask->batch && status == AM_OK; b++) {
+        memcpy(q_ids + b * mask->queries, q_ids, (size_t)mask->queries * sizeof *q_ids);
+        memcpy(k_ids + b * mask->keys, k_ids, (size_t)mask->keys * sizeof *k_ids);
+    }
+    free(job.columns);
+    return status;
+}

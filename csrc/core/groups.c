@@ -1,0 +1,451 @@
+/* groups.c – equal lines, found by refinement.
+ *
+ * At first all lines are in one class. Then the mask is read 64 positions at a time, one word of each line,
+ * and a class whose lines differ there falls apart: a line that differs from the first of its class goes
+ * where others of that class with the same word went before, which a hash table tells by comparing (class,
+ * word) itself. So classes are exact at any time, and the work is one comparison a word, plus one look into
+ * the table where a line leaves its class. Ranges of positions are refined independently, and then against
+ * each other.
+ */
+#include "core/groups.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "core/convert.h"
+
+enum {
+    WORD = 64,
+    STRIPE = 8,           /* words read at once from each row */
+    PANEL = 64,           /* words a row of the matrix that is turned to get at columns */
+    PARTS = 8,            /* ranges of positions, at most */
+    PART_PAIRS = 1 << 18, /* and no more than are worth it */
+};
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
+{
+    return length / block + (length % block != 0);
+}
+
+/* --- Classes -----------------------------------------------------------------------------------------------
+ */
+
+typedef struct {
+    uint32_t round; /* the entry counts in this one only */
+    int32_t line;   /* the first of a class that split off … */
+    int32_t from;   /* … the class that this line was the first of */
+} entry;
+
+/* Line 0 is all zeros, so that whoever is like it is, too. */
+typedef struct {
+    const am_kernels *kernels;
+    ptrdiff_t lines, classes;
+    int32_t *twin; /* of each line, the first line of its class */
+    entry *table;
+    size_t mask; /* of places in the table, a power of two and at least twice the lines */
+    uint64_t secret;
+    uint32_t round;
+    int32_t last; /* that left its class in this round, or 0 */
+    int32_t last_from;
+} classes;
+
+/* Nobody can prepare a mask whose words meet in one place of the table. */
+static uint64_t draw_secret(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return ((uint64_t)now.tv_nsec << 32 ^ (uint64_t)(uintptr_t)&now ^ (uint64_t)now.tv_sec) *
+               0x9e3779b97f4a7c15u |
+           1;
+}
+
+static am_status start_classes(classes *c, const am_kernels *kernels, ptrdiff_t lines, int32_t *twin)
+{
+    size_t places = 16;
+    while (places < 2 * (size_t)lines) places *= 2;
+    *c = (classes){.kernels = kernels,
+                   .lines = lines,
+                   .classes = 1,
+                   .twin = twin,
+                   .table = calloc(places, sizeof *c->table),
+                   .mask = places - 1,
+                   .secret = draw_secret()};
+    return c->table ? AM_OK : AM_NO_MEMORY;
+}
+
+static size_t place_of(const classes *c, uint64_t word, int32_t from)
+{
+    unsigned __int128 product = (unsigned __int128)(word ^ c->secret) * (c->secret + 2 * (uint64_t)from);
+    return (size_t)((uint64_t)product ^ (uint64_t)(product >> 64)) & c->mask;
+}
+
+/* Line differs from the first of its class. */
+static void leave(classes *c, const uint64_t *words, int32_t line)
+{
+    int32_t from = c->twin[line];
+    if (c->last && from == c->last_from && words[line] == words[c->last]) {
+        c->twin[line] = c->twin[c->last];
+        return;
+    }
+    c->last = line;
+    c->last_from = from;
+    for (size_t i = place_of(c, words[line], from);; i = (i + 1) & c->mask) {
+        entry *e = &c->table[i];
+        if (e->round != c->round) {
+            *e = (entry){c->round, line, from};
+            c->twin[line] = line;
+            c->classes++;
+            return;
+        }
+        if (e->from == from && words[e->line] == words[line]) {
+            c->twin[line] = e->line;
+            return;
+        }
+    }
+}
+
+static void refine(classes *c, const uint64_t *words)
+{
+    c->round++;
+    c->last = 0;
+    for (ptrdiff_t begin = 0; begin < c->lines; begin += WORD) {
+        uint64_t bits = c->kernels->unlike_bits(words, c->twin, begin, min(WORD, c->lines - begin));
+        for (; bits; bits &= bits - 1) leave(c, words, (int32_t)begin + __builtin_ctzll(bits));
+    }
+}
+
+/* --- Reading
+ * ------------------------------------------------------------------------------------------------ */
+
+/* The lines along one axis of a plane. */
+typedef struct {
+    bool across;         /* columns */
+    ptrdiff_t count;     /* of lines in the plane */
+    ptrdiff_t lines;     /* with line 0, and what fills up the last tiles */
+    ptrdiff_t positions; /* a line */
+    ptrdiff_t step;      /* positions read at once */
+    ptrdiff_t parts, part;
+    int32_t *twin;        /* [parts, lines] */
+    atomic_bool distinct; /* all lines are known to differ, from each other and from zero */
+} side;
+
+/* Where line i of a plane stands among the lines: am_turn_bits interleaves those of its tiles. */
+static ptrdiff_t line_of(const side *s, ptrdiff_t i)
+{
+    enum { TILES = AM_TURN_TILES * WORD };
+    return 1 + (s->across ? i / TILES * TILES + i % WORD * AM_TURN_TILES + i / WORD % AM_TURN_TILES : i);
+}
+
+static void read_rows(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin, ptrdiff_t count)
+{
+    ptrdiff_t used = blocks_of(count, WORD);
+    for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines] = 0;
+    for (ptrdiff_t r = 0; r < s->count; r++) {
+        uint64_t row[STRIPE];
+        const char *data = plane->data + r * plane->rows.stride;
+        const char *later = data + 4 * plane->rows.stride + begin * plane->columns.stride;
+        for (int line = 0; line < 8; line++) __builtin_prefetch(later + 64 * line);
+        am_lines_pack(plane, row, data, begin, count);
+        for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines + 1 + r] = row[w];
+    }
+}
+
+static void read_columns(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
+                         ptrdiff_t count)
+{
+    words[0] = 0;
+    uint64_t panel[WORD][PANEL];
+    for (ptrdiff_t first = 0; first < s->count; first += PANEL * WORD) {
+        ptrdiff_t columns = min(PANEL * WORD, s->count - first), used = blocks_of(columns, WORD);
+        ptrdiff_t tiles = blocks_of(used, AM_TURN_TILES) * AM_TURN_TILES;
+        for (ptrdiff_t r = 0; r < WORD; r++) {
+            ptrdiff_t filled = r < count ? used : 0;
+            if (filled)
+                am_lines_pack(plane, panel[r], plane->data + (begin + r) * plane->rows.stride, first,
+                              columns);
+            memset(panel[r] + filled, 0, (size_t)(tiles - filled) * sizeof **panel);
+        }
+        for (ptrdiff_t t = 0; t < tiles; t += AM_TURN_TILES)
+            plane->kernels->turn_bits(words + 1 + first + t * WORD, panel[0] + t, PANEL);
+    }
+}
+
+typedef struct {
+    am_lines plane;
+    side sides[2]; /* rows, columns */
+} plane_job;
+
+static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_team *team)
+{
+    classes c = {0};
+    ptrdiff_t width = s->across ? 1 : STRIPE;
+    int32_t *twin = s->twin + part * s->lines;
+    uint64_t *words = malloc((size_t)(width * s->lines) * sizeof *words);
+    am_status status = words ? start_classes(&c, job->plane.kernels, s->lines, twin) : AM_NO_MEMORY;
+    memset(twin, 0, (size_t)s->lines * sizeof *twin);
+    ptrdiff_t end = min((part + 1) * s->part, s->positions);
+    for (ptrdiff_t begin = part * s->part; status == AM_OK && begin < end; begin += s->step) {
+        if (atomic_load_explicit(&s->distinct, memory_order_relaxed)) break;
+        ptrdiff_t count = min(s->step, end - begin);
+        if (s->across)
+            read_columns(&job->plane, s, words, begin, count);
+        else
+            read_rows(&job->plane, s, words, begin, count);
+        for (ptrdiff_t w = 0; w < blocks_of(count, WORD); w++) refine(&c, words + w * s->lines);
+        if (c.classes == s->count + 1) atomic_store_explicit(&s->distinct, true, memory_order_relaxed);
+        status = am_checkpoint(team);
+    }
+    free(words);
+    free(c.table);
+    return status;
+}
+
+static am_status part_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    plane_job *job = arg;
+    side *s = &job->sides[index >= job->sides[0].parts];
+    return refine_part(job, s, s->across ? index - job->sides[0].parts : index, team);
+}
+
+/* --- Ids
+ * ---------------------------------------------------------------------------------------------------- */
+
+/* Leaves in the first part's twins those over all positions. */
+static am_status join_parts(const am_kernels *kernels, side *s)
+{
+    classes c = {0};
+    uint64_t *words = malloc((size_t)s->lines * sizeof *words);
+    am_status status = words ? start_classes(&c, kernels, s->lines, s->twin) : AM_NO_MEMORY;
+    for (ptrdiff_t part = 1; status == AM_OK && part < s->parts; part++) {
+        const int32_t *twin = s->twin + part * s->lines;
+        for (ptrdiff_t i = 0; i < s->lines; i++) words[i] = (uint64_t)twin[i];
+        refine(&c, words);
+    }
+    free(words);
+    free(c.table);
+    return status;
+}
+
+static am_status number_lines(const am_kernels *kernels, side *s, const am_axis *axis, int32_t *ids)
+{
+    if (atomic_load(&s->distinct)) {
+        for (ptrdiff_t i = 0; i < axis->length; i++) ids[i] = axis->count == 1 ? 0 : (int32_t)i;
+        return AM_OK;
+    }
+    am_status status = s->parts > 1 ? join_parts(kernels, s) : AM_OK;
+    if (status != AM_OK) return status;
+    int32_t *id_of = malloc((size_t)s->lines * sizeof *id_of);
+    if (!id_of) return AM_NO_MEMORY;
+    memset(id_of, 0xff, (size_t)s->lines * sizeof *id_of);
+    int32_t next = 0;
+    for (ptrdiff_t i = 0; i < axis->count; i++) {
+        int32_t twin = s->twin[line_of(s, axis->backwards ? axis->count - 1 - i : i)];
+        if (twin && id_of[twin] < 0) id_of[twin] = next++;
+        ids[i] = id_of[twin];
+    }
+    for (ptrdiff_t i = axis->count; i < axis->length; i++) ids[i] = ids[0];
+    free(id_of);
+    return AM_OK;
+}
+
+static am_status prepare_side(side *s, bool across, const am_axis *axis, const am_axis *other)
+{
+    ptrdiff_t step = across ? WORD : WORD * STRIPE, steps = blocks_of(other->count, step);
+    ptrdiff_t parts = min(min(PARTS, steps),
+                          axis->count > PART_PAIRS ? PARTS : 1 + axis->count * other->count / PART_PAIRS);
+    *s = (side){.across = across,
+                .count = axis->count,
+                .lines = 1 + (across ? blocks_of(axis->count, WORD * AM_TURN_TILES) * WORD * AM_TURN_TILES
+                                     : axis->count),
+                .positions = other->count,
+                .step = step,
+                .part = blocks_of(steps, parts) * step};
+    s->parts = blocks_of(s->positions, s->part);
+    s->twin = malloc((size_t)(s->parts * s->lines) * sizeof *s->twin);
+    return s->twin ? AM_OK : AM_NO_MEMORY;
+}
+
+static am_status group_plane(const am_run *run, const am_lines *lines, const char *data, int32_t *q_ids,
+                             int32_t *k_ids)
+{
+    plane_job job = {.plane = *lines};
+    job.plane.data = data;
+    const am_axis *axes[2] = {&lines->rows, &lines->columns};
+    int32_t *ids[2] = {lines->turned ? k_ids : q_ids, lines->turned ? q_ids : k_ids};
+    am_status status = prepare_side(&job.sides[0], false, axes[0], axes[1]);
+    if (status == AM_OK) status = prepare_side(&job.sides[1], true, axes[1], axes[0]);
+    if (status == AM_OK)
+        status = am_parallel(run, job.sides[0].parts + job.sides[1].parts, 1, part_task, &job);
+    for (int i = 0; i < 2 && status == AM_OK; i++)
+        status = number_lines(run->kernels, &job.sides[i], axes[i], ids[i]);
+    free(job.sides[0].twin);
+    free(job.sides[1].twin);
+    return status;
+}
+
+/* --- Planes
+ * ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const am_run *run;
+    const am_dense *mask;
+    am_lines lines;
+    ptrdiff_t heads; /* that are not repetitions */
+    int32_t *q_ids, *k_ids;
+} planes_job;
+
+static am_status group_one(const am_run *run, const planes_job *job, ptrdiff_t index)
+{
+    const am_dense *mask = job->mask;
+    ptrdiff_t b = index / job->heads, h = index % job->heads, plane = b * mask->heads + h;
+    return group_plane(run, &job->lines, job->lines.data + b * mask->batch_stride + h * mask->head_stride,
+                       job->q_ids + plane * mask->queries, job->k_ids + plane * mask->keys);
+}
+
+static am_status plane_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const planes_job *job = arg;
+    const am_run alone = {.kernels = job->run->kernels, .threads = 1};
+    am_status status = group_one(&alone, job, index);
+    return status == AM_OK ? am_checkpoint(team) : status;
+}
+
+/* Ids of the first head, or of the first batch row, for the others. */
+static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
+{
+    for (ptrdiff_t i = 1; i < times; i++) memcpy(ids + i * count, ids, (size_t)count * sizeof *ids);
+}
+
+am_status am_group_tokens(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+{
+    planes_job job = {run,   mask, am_lines_of(run->kernels, mask), mask->head_stride ? mask->heads : 1,
+                      q_ids, k_ids};
+    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1, planes = batch * job.heads;
+    bool large = job.lines.columns.count > PART_PAIRS / job.lines.rows.count;
+    am_status status = AM_OK;
+    if (large) {
+        for (ptrdiff_t i = 0; i < planes && status == AM_OK; i++) status = group_one(run, &job, i);
+    } else {
+        status = am_parallel(run, planes, 1, plane_task, &job);
+    }
+    if (status != AM_OK) return status;
+    for (ptrdiff_t b = 0; b < batch && job.heads < mask->heads; b++) {
+        repeat_ids(q_ids + b * mask->heads * mask->queries, mask->queries, mask->heads);
+        repeat_ids(k_ids + b * mask->heads * mask->keys, mask->keys, mask->heads);
+    }
+    if (batch < mask->batch) {
+        repeat_ids(q_ids, mask->heads * mask->queries, mask->batch);
+        repeat_ids(k_ids, mask->heads * mask->keys, mask->batch);
+    }
+    return AM_OK;
+}
+
+/* --- Do the ids tell the mask?
+ * ------------------------------------------------------------------------------ */
+
+typedef struct {
+    const am_dense *mask;
+    am_lines lines;
+    ptrdiff_t heads; /* that are not repetitions */
+    ptrdiff_t id_heads, blocks;
+    int32_t *row_ids, *column_ids; /* [batch, id_heads, count], in the order of lines */
+    atomic_ptrdiff_t found;        /* (plane * rows + row) * columns + column */
+} check_job;
+
+static int32_t *ids_in_order(const int32_t *ids, ptrdiff_t planes, const am_axis *axis)
+{
+    int32_t *ordered = malloc((size_t)(planes * axis->count) * sizeof *ordered);
+    for (ptrdiff_t p = 0; ordered && p < planes; p++) {
+        for (ptrdiff_t i = 0; i < axis->count; i++)
+            ordered[p * axis->count + i] =
+                ids[p * axis->length + (axis->backwards ? axis->count - 1 - i : i)];
+    }
+    return ordered;
+}
+
+/* Where a row is not as its id and those of the columns want it, or -1. `expected` is kept from the row
+ * before. */
+static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t *column_ids, int32_t id,
+                           bool id_is_new, uint64_t *words)
+{
+    ptrdiff_t columns = job->lines.columns.count, used = blocks_of(columns, WORD);
+    uint64_t *expected = words + used;
+    am_lines_pack(&job->lines, words, row, 0, columns);
+    for (ptrdiff_t w = 0; w < used; w++) {
+        if (id_is_new) {
+            ptrdiff_t count = min(WORD, columns - w * WORD);
+            expected[w] = id < 0 ? 0 : job->lines.kernels->equal_bits(column_ids + w * WORD, id, count);
+        }
+        if (words[w] != expected[w]) return w * WORD + __builtin_ctzll(words[w] ^ expected[w]);
+    }
+    return -1;
+}
+
+/* A block of rows of one plane. */
+static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    check_job *job = arg;
+    const am_lines *lines = &job->lines;
+    ptrdiff_t plane = index / job->blocks, first = index % job->blocks * WORD, rows = lines->rows.count;
+    ptrdiff_t b = plane / job->heads, h = plane % job->heads, columns = lines->columns.count;
+    ptrdiff_t ids = b * job->id_heads + (h < job->id_heads ? h : 0);
+    const char *data = lines->data + b * job->mask->batch_stride + h * job->mask->head_stride;
+    if (atomic_load_explicit(&job->found, memory_order_relaxed) < (plane * rows + first) * columns)
+        return AM_OK;
+    uint64_t *words = malloc((size_t)(2 * blocks_of(columns, WORD)) * sizeof *words);
+    if (!words) return AM_NO_MEMORY;
+    const int32_t *row_ids = job->row_ids + ids * rows;
+    for (ptrdiff_t r = first; r < min(first + WORD, rows); r++) {
+        bool id_is_new = r == first || row_ids[r] != row_ids[r - 1];
+        ptrdiff_t column = check_row(job, data + r * lines->rows.stride, job->column_ids + ids * columns,
+                                     row_ids[r], id_is_new, words);
+        if (column < 0) continue;
+        ptrdiff_t here = (plane * rows + r) * columns + column, known = atomic_load(&job->found);
+        while (here < known && !atomic_compare_exchange_weak(&job->found, &known, here)) continue;
+        break;
+    }
+    free(words);
+    return am_checkpoint(team);
+}
+
+static void locate(const check_job *job, am_ungrouped *found)
+{
+    const am_lines *lines = &job->lines;
+    ptrdiff_t flat = atomic_load(&job->found);
+    if (flat == PTRDIFF_MAX) return;
+    ptrdiff_t column = flat % lines->columns.count, row = flat / lines->columns.count % lines->rows.count;
+    ptrdiff_t plane = flat / lines->columns.count / lines->rows.count;
+    ptrdiff_t b = plane / job->heads, h = plane % job->heads;
+    const char *data = lines->data + b * job->mask->batch_stride + h * job->mask->head_stride;
+    found->any = true;
+    found->live = am_lines_first(lines, data + row * lines->rows.stride, column, column + 1) == column;
+    if (lines->rows.backwards) row = lines->rows.count - 1 - row;
+    if (lines->columns.backwards) column = lines->columns.count - 1 - column;
+    found->place[0] = b;
+    found->place[1] = h;
+    found->place[2] = lines->turned ? column : row;
+    found->place[3] = lines->turned ? row : column;
+}
+
+am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t id_heads, const int32_t *q_ids,
+                            const int32_t *k_ids, am_ungrouped *found)
+{
+    check_job job = {.mask = mask,
+                     .lines = am_lines_of(run->kernels, mask),
+                     .heads = mask->head_stride ? mask->heads : 1,
+                     .id_heads = id_heads};
+    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    job.row_ids = ids_in_order(job.lines.turned ? k_ids : q_ids, batch * id_heads, &job.lines.rows);
+    job.column_ids = ids_in_order(job.lines.turned ? q_ids : k_ids, batch * id_heads, &job.lines.columns);
+    job.blocks = blocks_of(job.lines.rows.count, WORD);
+    atomic_init(&job.found, PTRDIFF_MAX);
+    am_status status = job.row_ids && job.column_ids ? AM_OK : AM_NO_MEMORY;
+    if (status == AM_OK) status = am_parallel(run, batch * job.heads * job.blocks, 1, check_task, &job);
+    free(job.row_ids);
+    free(job.column_ids);
+    if (status == AM_OK) locate(&job, found);
+    return status;
+}

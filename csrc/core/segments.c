@@ -1,0 +1,225 @@
+/* segments.c – segment ids, a block of tokens at a time. */
+#include "core/segments.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+
+enum {
+    WORD = 64,
+    BLOCK = 512,           /* ids that are widened at once */
+    TASK_TOKENS = 1 << 15, /* of whole rows */
+};
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
+{
+    return length / block + (length % block != 0);
+}
+
+static ptrdiff_t rows_of(const am_ids *ids) { return ids->shape[0] * ids->shape[1]; }
+static ptrdiff_t tokens_of(const am_ids *ids) { return ids->shape[2]; }
+
+/* Ids of one row as int64; one beyond that becomes INT64_MAX. */
+static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, ptrdiff_t begin,
+                  ptrdiff_t count, int64_t *wide)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(ids->type), step = ids->stride[2];
+    const char *from = ids->data + row / ids->shape[1] * ids->stride[0] +
+                       row % ids->shape[1] * ids->stride[1] + begin * step;
+    uint64_t piece[BLOCK];
+    if (step != size) {
+        am_copy_2d((char *)piece, 0, size, from, 0, step, 1, count, (size_t)size);
+        from = (const char *)piece;
+    }
+    bool fits = am_converter(ids->type, AM_INT64)(kernels, wide, from, count);
+    for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
+}
+
+/* --- One row after the other -----------------------------------------------------------------------------
+ */
+
+typedef struct {
+    const am_kernels *kernels;
+    const am_ids *ids;
+    bool positions;
+    int32_t pad;
+    int32_t *dst;
+    atomic_ptrdiff_t large; /* the first index of a large id, or the largest ptrdiff_t */
+} row_job;
+
+static void note_large(row_job *job, ptrdiff_t index)
+{
+    ptrdiff_t known = atomic_load(&job->large);
+    while (index < known && !atomic_compare_exchange_weak(&job->large, &known, index)) continue;
+}
+
+static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
+{
+    row_job *job = arg;
+    ptrdiff_t tokens = tokens_of(job->ids);
+    int64_t before = -1;
+    int32_t place = 0;
+    for (ptrdiff_t begin = 0; begin < tokens; begin += BLOCK) {
+        int64_t wide[BLOCK];
+        ptrdiff_t count = min(BLOCK, tokens - begin);
+        int32_t *dst = job->dst + row * tokens + begin;
+        widen(job->kernels, job->ids, row, begin, count, wide);
+        for (ptrdiff_t i = 0; i < count; i++) {
+            int64_t id = wide[i];
+            if (id > INT32_MAX) {
+                note_large(job, row * tokens + begin + i);
+                return AM_OK;
+            }
+            place = id == before ? place + 1 : 0;
+            before = id;
+            if (!job->positions)
+                dst[i] = id < INT32_MIN ? INT32_MIN : (int32_t)id;
+            else
+                dst[i] = id < 0 ? job->pad : place;
+        }
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
+{
+    atomic_init(&job->large, PTRDIFF_MAX);
+    ptrdiff_t tokens = tokens_of(job->ids);
+    am_status status = am_parallel(run, rows_of(job->ids), TASK_TOKENS / max(tokens, 1), row_task, job);
+    large->index = atomic_load(&job->large);
+    large->any = large->index != PTRDIFF_MAX;
+    return status;
+}
+
+am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
+{
+    row_job job = {.kernels = run->kernels, .ids = ids, .dst = dst};
+    return each_row(run, &job, large);
+}
+
+am_status am_positions(const am_run *run, const am_ids *ids, int32_t pad, int32_t *dst, am_large_id *large)
+{
+    row_job job = {.kernels = run->kernels, .ids = ids, .positions = true, .pad = pad, .dst = dst};
+    return each_row(run, &job, large);
+}
+
+typedef struct {
+    am_expand_bits *expand;
+    const int32_t *ids;
+    char *dst;
+    ptrdiff_t count, size;
+    uint64_t one;
+} valid_job;
+
+static am_status valid_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const valid_job *job = arg;
+    ptrdiff_t end = min((index + 1) * TASK_TOKENS, job->count);
+    for (ptrdiff_t begin = index * TASK_TOKENS; begin < end; begin += WORD) {
+        uint64_t bits = 0;
+        ptrdiff_t count = min(WORD, end - begin);
+        for (ptrdiff_t i = 0; i < count; i++) bits |= (uint64_t)(job->ids[begin + i] >= 0) << i;
+        job->expand(job->dst + begin * job->size, bits, count, job->one, 0);
+    }
+    return am_checkpoint(team);
+}
+
+am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, void *dst, ptrdiff_t size,
+                        uint64_t one)
+{
+    const am_kernels *k = run->kernels;
+    valid_job job = {size == 1   ? k->expand_bits_8
+                     : size == 2 ? k->expand_bits_16
+                     : size == 4 ? k->expand_bits_32
+                                 : k->expand_bits_64,
+                     ids,
+                     dst,
+                     count,
+                     size,
+                     one};
+    return am_parallel(run, blocks_of(count, TASK_TOKENS), 1, valid_task, &job);
+}
+
+/* --- Counts
+ * --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const am_kernels *kernels;
+    const am_ids *ids;
+    ptrdiff_t limit, *counts;
+    ptrdiff_t capacity, segments;
+    am_large_id *large;
+} count_job;
+
+/* New room comes zeroed, and untouched where no id falls. */
+static am_status make_room(count_job *job, ptrdiff_t segments)
+{
+    ptrdiff_t capacity = max(job->capacity, 128);
+    while (capacity < segments) capacity = capacity > PTRDIFF_MAX / 32 ? PTRDIFF_MAX / 16 : 2 * capacity;
+    ptrdiff_t *counts = segments > PTRDIFF_MAX / 16 ? NULL : calloc((size_t)capacity, sizeof *counts);
+    if (!counts) return AM_NO_MEMORY;
+    if (job->segments) memcpy(counts, job->counts, (size_t)job->segments * sizeof *counts);
+    free(job->counts);
+    job->counts = counts;
+    job->capacity = capacity;
+    return AM_OK;
+}
+
+/* Packed ids come in runs, so runs are counted and not tokens. */
+static am_status count_block(count_job *job, const int64_t *ids, ptrdiff_t count, ptrdiff_t index)
+{
+    for (ptrdiff_t i = 0, end; i < count; i = end) {
+        int64_t id = ids[i];
+        for (end = i + 1; end < count && ids[end] == id;) end++;
+        if (id < 0) continue;
+        if (id >= job->limit) {
+            *job->large = (am_large_id){true, index + i};
+            return AM_OK;
+        }
+        if (id >= job->capacity) {
+            am_status status = id < PTRDIFF_MAX ? make_room(job, (ptrdiff_t)id + 1) : AM_NO_MEMORY;
+            if (status != AM_OK) return status;
+        }
+        if (id >= job->segments) job->segments = (ptrdiff_t)id + 1;
+        job->counts[id] += end - i;
+    }
+    return AM_OK;
+}
+
+static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    (void)index; /* there is one */
+    count_job *job = arg;
+    ptrdiff_t tokens = tokens_of(job->ids);
+    for (ptrdiff_t row = 0; row < rows_of(job->ids); row++) {
+        for (ptrdiff_t begin = 0; begin < tokens && !job->large->any; begin += BLOCK) {
+            int64_t wide[BLOCK];
+            ptrdiff_t count = min(BLOCK, tokens - begin);
+            widen(job->kernels, job->ids, row, begin, count, wide);
+            am_status status = count_block(job, wide, count, row * tokens + begin);
+            if (status == AM_OK) status = am_checkpoint(team);
+            if (status != AM_OK) return status;
+        }
+    }
+    return AM_OK;
+}
+
+am_status am_count_segments(const am_run *run, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
+                            ptrdiff_t *segments, am_large_id *large)
+{
+    count_job job = {.kernels = run->kernels, .ids = ids, .limit = limit, .large = large};
+    am_status status = am_parallel(run, 1, 1, count_task, &job);
+    if (status != AM_OK) {
+        free(job.counts);
+        return status;
+    }
+    *counts = job.counts;
+    *segments = job.segments;
+    return AM_OK;
+}

@@ -1,0 +1,234 @@
+"""What MaskInfo means, in NumPy: a mask is all of its pairs, written out, and every operation changes them.
+
+Loops run over batch rows; the tests compare `attnmask.MaskInfo` with this class, and a reader who wonders what
+an operation does finds the answer here.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+LAST = np.iinfo(np.int32).max  # the position of padding among keys
+
+
+def per_row(value, batch: int) -> np.ndarray:
+    return np.broadcast_to(np.asarray(value), (batch,))
+
+
+def places(ids: np.ndarray, pad: int) -> np.ndarray:
+    """The place of each token in its run of equal ids."""
+    result = np.full(ids.shape, pad, np.int32)
+    for row in np.ndindex(ids.shape[:-1]):
+        for t, segment in enumerate(ids[row]):
+            if segment >= 0:
+                goes_on = t > 0 and ids[row][t - 1] == segment
+                result[row][t] = result[row][t - 1] + 1 if goes_on else 0
+    return result
+
+
+def alike(mask: np.ndarray) -> np.ndarray:
+    """Ids of equal rows of a plane, numbered as they come; -1 for rows of nothing."""
+    seen: dict[bytes, int] = {}
+    return np.array(
+        [seen.setdefault(row.tobytes(), len(seen)) if row.any() else -1 for row in mask], np.int32
+    )
+
+
+def equal_ids(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
+    """[B, H, Q, K]: whether two ids are the same, and not padding."""
+    q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
+    q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
+    return (q_ids == kv_ids) & (q_ids >= 0)
+
+
+class Pairs:
+    """A mask, and the arrays that go along with it."""
+
+    def __init__(self, live, q_ids=None, kv_ids=None, q_positions=None, kv_positions=None):
+        self.live = live
+        self.q_ids, self.kv_ids = q_ids, kv_ids
+        self.q_positions, self.kv_positions = q_positions, kv_positions
+        self.baked: set[str] = set()
+
+    @classmethod
+    def of_ids(cls, q_ids, kv_ids) -> "Pairs":
+        return cls(equal_ids(q_ids, kv_ids), q_ids, kv_ids)
+
+    @classmethod
+    def of_mask(cls, live) -> "Pairs":
+        return cls(
+            live, live.any(axis=(1, 3)).astype(np.int32) - 1, live.any(axis=(1, 2)).astype(np.int32) - 1
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.live.shape
+
+    def grid(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(self.shape[2])[:, None], np.arange(self.shape[3])[None, :]
+
+    def keep(self, condition, flag: str | None = None) -> None:
+        self.live = self.live & condition
+        self.baked |= {flag} - {None}
+
+    # Operations
+
+    def causal(self, offset=0) -> None:
+        q, k = self.grid()
+        self.keep(k <= q + per_row(offset, self.shape[0])[:, None, None, None], "causal")
+
+    def window(self, left, right, offset=0) -> None:
+        q, k = self.grid()
+        distance = k - q - per_row(offset, self.shape[0])[:, None, None, None]
+        inside = np.ones(distance.shape, bool)
+        if left is not None:
+            inside &= distance >= -left
+        if right is not None:
+            inside &= distance <= right
+        self.keep(inside, "sliding_window")
+
+    def decode(self, left, right, offset, index) -> None:
+        batch, _, queries, keys = self.shape
+        self.window(left, right, offset)
+        width = keys if None in (left, right) else min(left + right + 1, keys)
+        q_start = np.clip(per_row(index, batch), 0, queries - 1)
+        k_start = np.clip(q_start - (keys + queries if left is None else left), 0, keys - width)
+        self.cut(q_start, 1, k_start, width)
+
+    def prefill(self, left, right, offset, width) -> None:
+        batch, _, queries, keys = self.shape
+        self.window(left, right, offset)
+        width = keys if width is None else min(width, keys)
+        self.cut(per_row(0, batch), queries, per_row(keys - width, batch), width)
+
+    def kv_lengths(self, lengths, q_len=None, width=None) -> None:
+        batch, _, queries, keys = self.shape
+        lengths = per_row(lengths, batch)
+        self.keep(np.arange(keys) < lengths[:, None, None, None])
+        q_len = queries if q_len is None else q_len
+        width = keys if width is None else min(width, keys)
+        q_start, k_start = (
+            np.clip(lengths - q_len, 0, queries - q_len),
+            np.clip(lengths - width, 0, keys - width),
+        )
+        self.cut(q_start, q_len, k_start, width)
+
+    def cut(self, q_start, q_len: int, k_start, kv_len: int) -> None:
+        def taken(array, starts, length):
+            if array is None:
+                return None
+            rows = [row[..., start : start + length] for row, start in zip(array, starts, strict=True)]
+            return np.stack(rows) if rows else array[..., :length]
+
+        live = taken(self.live, k_start, kv_len)
+        self.live = np.swapaxes(taken(np.swapaxes(live, 2, 3), q_start, q_len), 2, 3)
+        self.q_ids, self.kv_ids = taken(self.q_ids, q_start, q_len), taken(self.kv_ids, k_start, kv_len)
+        self.q_positions = taken(self.q_positions, q_start, q_len)
+        self.kv_positions = taken(self.kv_positions, k_start, kv_len)
+
+    def chunked(self, size: int, offset=0) -> None:
+        q, k = self.grid()
+        if self.q_ids is None:
+            self.q_ids = self.live.any(axis=(1, 3)).astype(np.int32) - 1
+            self.kv_ids = self.live.any(axis=(1, 2)).astype(np.int32) - 1
+        upto = k <= q + per_row(offset, self.shape[0])[:, None, None, None]
+        self.keep((q // size == k // size) & upto, "chunked")
+        self.q_ids = np.where(self.q_ids < 0, -1, q[:, 0] // size + 1).astype(np.int32)
+        self.kv_ids = np.where(self.kv_ids < 0, -1, k[0] // size + 1).astype(np.int32)
+
+    def chunked_within_segments(self, size: int, offset=0) -> None:
+        q, k = self.grid()
+        q_ids, kv_ids = self.q_ids, self.kv_ids
+        if q_ids.ndim != kv_ids.ndim:
+            q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
+        rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
+        sides = [np.broadcast_to(ids, (*rows, ids.shape[-1])) for ids in (q_ids, kv_ids)]
+        chunks = [places(ids, -1) // size for ids in sides]
+        numbers = [np.full(ids.shape, -1, np.int32) for ids in sides]
+        for row in np.ndindex(rows):
+            tokens = [
+                list(zip(ids[row].tolist(), chunk[row].tolist(), strict=True))
+                for ids, chunk in zip(sides, chunks, strict=True)
+            ]
+            longest: dict[int, int] = {}
+            for segment, chunk in tokens[0] + tokens[1]:
+                if segment >= 0:
+                    longest[segment] = max(longest.get(segment, 0), chunk + 1)
+            first = 1
+            begins = {}
+            for segment in sorted(longest):
+                begins[segment] = first
+                first += longest[segment]
+            for side, number in zip(tokens, numbers, strict=True):
+                number[row] = [begins[s] + c if s >= 0 else -1 for s, c in side]
+        self.q_ids, self.kv_ids = numbers
+        upto = k <= q + per_row(offset, self.shape[0])[:, None, None, None]
+        self.keep(equal_ids(self.q_ids, self.kv_ids) & upto, "chunked")
+
+    def token_types(self, q_types, kv_types, combine: str, zero_policy: str, update: bool | None) -> None:
+        q, k = q_types[:, None, :, None], kv_types[:, None, None, :]
+        alike = (q == k) & (q >= 0)
+        if zero_policy in ("q", "both"):
+            alike = alike & (q != 0)
+        if zero_policy in ("kv", "both"):
+            alike = alike & (k != 0)
+        self.live = {"union": self.live | alike, "intersect": self.live & alike, "replace": alike}[combine]
+        self.baked |= {"token_type_ids"}
+        if update or (update is None and combine != "union"):
+            self.q_ids, self.kv_ids = (
+                np.where(q_types == 0, -1, q_types),
+                np.where(kv_types == 0, -1, kv_types),
+            )
+
+    def joined(self, other: "Pairs", union: bool) -> None:
+        self.live = self.live | other.live if union else self.live & other.live
+        self.baked = self.baked & other.baked if union else self.baked | other.baked
+        if self.q_ids is None:
+            self.q_ids, self.kv_ids = other.q_ids, other.kv_ids
+
+    def inverted(self) -> None:
+        self.live, self.q_ids, self.kv_ids, self.baked = ~self.live, None, None, set()
+
+    # Answers
+
+    def ids(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.q_ids is not None:
+            return self.q_ids, self.kv_ids
+        batch, _, queries, keys = self.shape
+        q_ids = [alike(np.ascontiguousarray(row[0])) for row in self.live]
+        kv_ids = [alike(np.ascontiguousarray(row[0].T)) for row in self.live]
+        return np.array(q_ids, np.int32).reshape(batch, queries), np.array(kv_ids, np.int32).reshape(
+            batch, keys
+        )
+
+    def lens(self) -> Iterator[np.ndarray]:
+        for ids in self.ids():
+            ids = ids[:, 0] if ids.ndim == 3 else ids
+            top = ids.max(initial=-1)
+            segments = range(top + 1)
+            counts = [(ids == s).sum() for s in segments] if top > 0 else (ids >= 0).sum(axis=-1)
+            yield np.asarray(counts).astype(np.int32)
+
+    def cu_seqlens(self) -> Iterator[np.ndarray]:
+        if self.q_ids is None:
+            for live in (self.live.any(axis=(1, 3)), self.live.any(axis=(1, 2))):
+                spans = [np.flatnonzero(row) for row in live]
+                ends = [(span[0], span[-1] + 1) if len(span) else (0, 0) for span in spans]
+                yield np.array(ends, np.int32).reshape(-1)
+            return
+        both = [ids[:, 0] if ids.ndim == 3 else ids for ids in (self.q_ids, self.kv_ids)]
+        slots = max(128, *(int(ids.max(initial=-1)) + 1 for ids in both))
+        for ids in both:
+            yield np.cumsum([0, *((ids == s).sum() for s in range(slots))]).astype(np.int32)
+
+    def positions(self) -> Iterator[np.ndarray]:
+        held = self.q_positions, self.kv_positions
+        for positions, ids, pad in zip(held, self.ids(), (-1, LAST), strict=True):
+            yield places(ids, pad) if positions is None else positions
+
+    def cells(self, b: int, h: int, q_cell: int, k_cell: int) -> np.ndarray:
+        plane = self.live[b, h]
+        q_starts, k_starts = range(0, plane.shape[0], q_cell), range(0, plane.shape[1], k_cell)
+        counts = [plane[q : q + q_cell, k : k + k_cell].sum() for q, k in product(q_starts, k_starts)]
+        return np.array(counts, np.int64).reshape(len(q_starts), len(k_starts))

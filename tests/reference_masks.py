@@ -1,0 +1,145 @@
+"""Masks in NumPy, beside `reference`: written to be read, not to be fast.
+
+A pair (query, key) is live where the mask is not zero, and an id below 0 is padding.
+"""
+
+from collections import Counter
+
+import numpy as np
+from reference import fitted
+
+# From masks to segment ids and back
+
+
+def number_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows that are equal share a number, from 0 on as they first occur; -1 for those without a live pair."""
+    seen: dict[bytes, int] = {}
+    return np.array(
+        [seen.setdefault(row.tobytes(), len(seen)) if row.any() else -1 for row in rows], np.int32
+    )
+
+
+def mask_to_segment_ids(mask, per_head: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    live = np.asarray(mask) != 0
+    if live.ndim == 2:
+        return number_rows(live), number_rows(np.ascontiguousarray(live.T))
+    if live.ndim == 4 and not per_head:
+        live = live[:, 0]
+    planes = [mask_to_segment_ids(plane, per_head) for plane in live]
+    *outer, queries, keys = live.shape
+    q_ids = np.array([q for q, _ in planes], np.int32).reshape(*outer, queries)
+    kv_ids = np.array([kv for _, kv in planes], np.int32).reshape(*outer, keys)
+    return q_ids, kv_ids
+
+
+def pairwise(q_ids, kv_ids) -> np.ndarray:
+    """Which pairs have equal and valid ids: bool, two more axes than the tokens' leading ones."""
+    q_ids, kv_ids = np.asarray(q_ids)[..., :, None], np.asarray(kv_ids)[..., None, :]
+    return (q_ids == kv_ids) & (q_ids >= 0)
+
+
+def segment_ids_to_mask(q_ids, kv_ids, dtype=bool) -> np.ndarray:
+    """[B, 1, Q, K], or [B, H, Q, K] where an id array has heads."""
+    q_ids, kv_ids = (
+        ids if ids.ndim == 3 else ids[:, None] for ids in (np.asarray(q_ids), np.asarray(kv_ids))
+    )
+    return pairwise(q_ids, kv_ids).astype(dtype)
+
+
+def token_mask(ids, dtype=bool) -> np.ndarray:
+    return (np.asarray(ids) >= 0).astype(dtype)
+
+
+def first_ungrouped(mask, per_head: bool = False) -> tuple[int, ...] | None:
+    """Where a mask is not what its own segment ids give back."""
+    live = np.asarray(mask) != 0
+    expected = pairwise(*mask_to_segment_ids(mask, per_head))
+    if live.ndim == 4 and not per_head:
+        expected = expected[:, None]
+    wrong = np.argwhere(live != expected)
+    return tuple(wrong[0].tolist()) if len(wrong) else None
+
+
+def attention_mask_to_padding_segment_ids(mask) -> tuple[np.ndarray, np.ndarray]:
+    live = np.asarray(mask) != 0
+    live = live.reshape((1,) * (live.ndim == 2) + live.shape)
+    if live.ndim == 4:
+        live = live.any(axis=1)
+    return live.any(axis=2).astype(np.int32) - np.int32(1), live.any(axis=1).astype(np.int32) - np.int32(1)
+
+
+# Facts about segment ids
+
+
+def segment_ids_to_cu_seqlens(ids, out_dtype=np.int32, max_segments: int | None = 128) -> np.ndarray:
+    """Id i is the place of its tokens' number, whether or not the ids below it occur."""
+    counts = Counter(i for i in np.asarray(ids).ravel().tolist() if i >= 0)
+    slots = max(counts, default=-1) + 1 if max_segments is None else max_segments
+    sums = [0]
+    for index in range(slots):
+        sums.append(sums[-1] + counts[index])
+    return fitted(sums, out_dtype)
+
+
+def positions_from_segment_ids(ids, pad_value: int = -1) -> np.ndarray:
+    """Counts up as long as the id stays the same."""
+    ids = np.asarray(ids)
+    positions = np.empty(ids.shape, np.int32)
+    for *row, token in np.ndindex(ids.shape):
+        here, before = (*row, token), (*row, token - 1)
+        if ids[here] < 0:
+            positions[here] = pad_value
+        else:
+            goes_on = token > 0 and ids[here] == ids[before]
+            positions[here] = positions[before] + 1 if goes_on else 0
+    return positions
+
+
+# Ranges of tokens, [start0, end0, start1, end1, …]
+
+
+def ranges_of(tokens, out_dtype=np.int32) -> np.ndarray:
+    """From the first token of each row to behind its last."""
+    ends = []
+    for row in np.asarray(tokens) != 0:
+        places = np.flatnonzero(row).tolist()
+        ends += [places[0], places[-1] + 1] if places else [0, 0]
+    return fitted(ends, out_dtype)
+
+
+def attention_mask_to_qkv_cu_seqlens(mask, reduce_heads: str = "any", out_dtype=np.int32) -> tuple:
+    live = np.asarray(mask) != 0
+    if live.ndim == 4:
+        live = {"any": live.any, "all": live.all, "first": lambda axis: live[:, 0]}[reduce_heads](axis=1)
+    if live.ndim == 2:
+        return ranges_of(live, out_dtype), ranges_of(live, out_dtype)
+    return ranges_of(live.any(axis=2), out_dtype), ranges_of(live.any(axis=1), out_dtype)
+
+
+def cu_seqlens_to_mask(pairs, max_len: int, dtype=bool) -> np.ndarray:
+    pairs = [int(end) for end in np.asarray(pairs).tolist()]
+    rows = [
+        [start <= token < end for token in range(max_len)]
+        for start, end in zip(*[iter(pairs)] * 2, strict=True)
+    ]
+    return np.array(rows, bool).reshape(len(rows), max_len).astype(dtype)
+
+
+def qkv_cu_seqlens_to_attention_mask(
+    q_pairs, max_q_len: int, kv_pairs, max_kv_len: int, dtype=bool
+) -> np.ndarray:
+    q_mask, kv_mask = cu_seqlens_to_mask(q_pairs, max_q_len), cu_seqlens_to_mask(kv_pairs, max_kv_len)
+    return (q_mask[:, None, :, None] & kv_mask[:, None, None, :]).astype(dtype)
+
+
+def pairs_to_cu_seqlens(pairs) -> np.ndarray:
+    pairs = np.asarray(pairs)
+    sums = [0]
+    for start, end in zip(*[iter(pairs.tolist())] * 2, strict=True):
+        sums.append(sums[-1] + max(end - max(start, 0), 0))
+    return fitted(sums, pairs.dtype)
+
+
+def cu_seqlens_to_pairs(cu_seqlens) -> np.ndarray:
+    ends = np.asarray(cu_seqlens)
+    return np.stack([ends[:-1], ends[1:]], axis=1).ravel().astype(ends.dtype.newbyteorder("="))

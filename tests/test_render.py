@@ -1,0 +1,502 @@
+"""Masks as text, as SVG and in matplotlib, drawn from stand-ins that hold arrays and from MaskInfo."""
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnmask import render
+
+SVG = "{http://www.w3.org/2000/svg}"
+GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
+
+
+class Held:
+    """What `render` asks of a mask, answered from an array and a pair of ids."""
+
+    def __init__(self, mask, ids=None):
+        self.mask = np.asarray(mask, bool)
+        self.mask = self.mask.reshape((1,) * (4 - self.mask.ndim) + self.mask.shape)
+        self.shape = (self.mask.shape[0], *self.mask.shape[2:])
+        self.heads = self.mask.shape[1]
+        self.ids = None if ids is None else tuple(np.asarray(side, np.int32) for side in ids)
+        self.asked = []
+
+    def grid(self, batch, head, q_cell, k_cell):
+        self.asked.append((batch, head, q_cell, k_cell))
+        plane = self.mask[batch, head]
+        rows, columns = -(-plane.shape[0] // q_cell), -(-plane.shape[1] // k_cell)
+        counts = np.zeros((rows, columns), np.int64)
+        for row, column in np.ndindex(rows, columns):
+            counts[row, column] = plane[row * q_cell :, column * k_cell :][:q_cell, :k_cell].sum()
+        return counts
+
+    def labels(self, batch, head):
+        return self.ids
+
+
+def causal(queries, keys=None, left=None):
+    q, k = np.arange(queries)[:, None], np.arange(queries if keys is None else keys)
+    return (k <= q) & (True if left is None else k >= q - left)
+
+
+def packed(lens, padding=0):
+    """Ids of sequences end to end, and the mask within them."""
+    ids = np.concatenate([np.repeat(np.arange(len(lens)), lens), np.full(padding, -1)])
+    return ids, (ids[:, None] == ids) & (ids >= 0)
+
+
+# The twin of `visualize`: blocks first, then groups of blocks, as the pictures are described
+
+
+def cell_kind(block, area):
+    return 2 if block.sum() == area else 1 if block.any() else 0
+
+
+def label_of(ids):
+    """One label for a group of ids or of labels."""
+    return ids[0] if len(set(ids)) == 1 else "several"
+
+
+def expected_lines(mask, ids, block, fit, max_rows, max_cols, charset, segments):
+    steps = []
+    for length, side, most in zip(mask.shape, block, (max_rows, max_cols), strict=True):
+        blocks = -(-length // side)
+        steps.append(-(-blocks // most) if fit and blocks else 1)
+    cells = [side * step for side, step in zip(block, steps, strict=True)]
+    padded = np.pad(mask, [(0, -length % cell) for length, cell in zip(mask.shape, cells, strict=True)])
+    rows = []
+    for top in range(0, len(padded), cells[0]):
+        kinds = [
+            cell_kind(padded[top : top + cells[0], left : left + cells[1]], cells[0] * cells[1])
+            for left in range(0, padded.shape[1], cells[1])
+        ]
+        rows.append("||" + "".join(GLYPHS[charset][kind] for kind in kinds) + "||")
+    edge = "  " + "==" * -(-mask.shape[1] // cells[1]) + "  "
+    if not segments:
+        return [edge, *rows, edge]
+    names = []
+    for side_ids, cell in zip(ids, cells, strict=True):
+        padded_ids = ["padding" if i < 0 else int(i) for i in side_ids] + ["padding"] * (
+            -len(side_ids) % cell
+        )
+        names.append([label_of(padded_ids[i : i + cell]) for i in range(0, len(padded_ids), cell)])
+    left = [f"{ {'padding': 'PAD', 'several': 'MIX'}.get(name, name):>6} " for name in names[0]]
+    top = [{"padding": "  ", "several": "??"}.get(name) or f"{name:02d}"[-2:] for name in names[1]]
+    return [
+        " " * 9 + "".join(top),
+        " " * 6 + edge,
+        *(label + row for label, row in zip(left, rows, strict=True)),
+        " " * 6 + edge,
+    ]
+
+
+def drawn_lines(text, segments):
+    """Without the title and the legend."""
+    return text.split("\n")[1 : -2 if segments else -1]
+
+
+@st.composite
+def scenes(draw):
+    queries, keys = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    if draw(st.booleans()):
+        mask = rng.random((queries, keys)) < draw(st.sampled_from([0, 0.02, 0.5, 0.98, 1]))
+    else:
+        mask = causal(queries, keys, draw(st.sampled_from([None, 0, 5])))
+    ids = [
+        np.sort(rng.integers(-2, draw(st.sampled_from([0, 1, 3, 400])), n)) * draw(st.sampled_from([1, 7]))
+        for n in (queries, keys)
+    ]
+    return mask, ids
+
+
+@given(
+    scene=scenes(),
+    block=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    fit=st.booleans(),
+    max_rows=st.integers(1, 9),
+    max_cols=st.integers(1, 9),
+    charset=st.sampled_from(["unicode", "ascii"]),
+    segments=st.booleans(),
+)
+def test_text_equals_its_twin(scene, block, fit, max_rows, max_cols, charset, segments):
+    mask, ids = scene
+    held = Held(mask, ids)
+    got = render.visualize(held, block, 0, 0, fit, max_rows, max_cols, charset, segments)
+    assert drawn_lines(got, segments) == expected_lines(
+        mask, ids, block, fit, max_rows, max_cols, charset, segments
+    )
+    assert len(held.asked) == 1
+
+
+def test_text_of_causal():
+    text = render.visualize(Held(causal(8)), block_size=2, show_segments=False)
+    title, *rows, legend = text.split("\n")
+    assert rows == [
+        "  ========  ",
+        "||░░      ||",
+        "||██░░    ||",
+        "||████░░  ||",
+        "||██████░░||",
+        "  ========  ",
+    ]
+    assert title == "mask [1, 1, 8, 8], batch 0, head 0; 56.2 % live; a cell is 2 × 2 pairs"
+    assert legend == "'██' all live, '░░' some live, '  ' none"
+
+
+def test_text_labels():
+    ids, mask = packed([8, 6], 6)
+    text = render.visualize(Held(mask, (ids + 117 * (ids > 0), ids + 117 * (ids > 0))), 4)
+    assert drawn_lines(text, True) == [
+        "         000018??  ",
+        "        ==========  ",
+        "     0 ||████      ||",
+        "     0 ||████      ||",
+        "   118 ||    ██░░  ||",
+        "   MIX ||    ░░░░  ||",
+        "   PAD ||          ||",
+        "        ==========  ",
+    ]
+
+
+def test_text_of_a_cell_that_is_cut_off():
+    """It is as large as the others, so it is not full; and its label is told as if padding followed."""
+    lines = drawn_lines(render.visualize(Held(np.ones((6, 6)), (np.zeros(6), np.zeros(6))), 4), True)
+    assert lines == [
+        "         00??",
+        "        ====  ",
+        "     0 ||██░░||",
+        "   MIX ||░░░░||",
+        "        ====  ",
+    ]
+
+
+def test_text_sampling_asks_once_for_large_cells():
+    held = Held(causal(100))
+    text = render.visualize(held, block_size=(2, 3), max_rows=10, max_cols=7, show_segments=False)
+    assert held.asked == [(0, 0, 10, 15)]
+    assert text.split("\n")[0].endswith("a cell is 10 × 15 pairs, 5 × 5 blocks")
+    assert len(drawn_lines(text, False)) == 12
+    assert all(len(line) == 4 + 2 * 7 for line in drawn_lines(text, False))
+    render.visualize(held, block_size=(2, 3), fit_in_screen=False, max_rows=10, max_cols=7)
+    assert held.asked[-1] == (0, 0, 2, 3)
+
+
+def test_text_shows_a_single_pair_of_a_million():
+    mask = np.zeros((1100, 1000), bool)
+    mask[1050, 500] = True
+    assert "░░" in render.visualize(Held(mask), 32, max_rows=1, max_cols=1)
+    assert "██" not in render.visualize(Held(~mask), 1000, fit_in_screen=False).split("\n")[3]
+
+
+def test_text_without_segments():
+    text = render.visualize(Held(causal(4)), 2)
+    assert text.split("\n")[1:5] == ["        ====  ", "       ||░░  ||", "       ||██░░||", "        ====  "]
+    assert text.split("\n")[-1].startswith("no segments")
+
+
+def test_text_in_ascii_is_ascii():
+    ids, mask = packed([3, 5], 2)
+    assert render.visualize(Held(mask, (ids, ids)), 2, max_rows=2, charset="ascii").isascii()
+
+
+def test_text_keeps_large_ids_in_line():
+    ids = np.repeat([3, 12_345_678], 4)
+    lines = drawn_lines(render.visualize(Held(ids[:, None] == ids, (ids, ids)), 4), True)
+    assert lines[2:4] == ["       3 ||██  ||", "12345678 ||  ██||"]
+    assert lines[0] == " " * 11 + "0378"
+
+
+def test_text_of_huge_blocks():
+    text = render.visualize(Held(causal(5), (np.zeros(5), np.zeros(5))), 2**70)
+    assert "   MIX ||░░||" in text
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_text_of_nothing(shape):
+    text = render.visualize(Held(np.ones(shape), [np.zeros(n) for n in shape]), 2)
+    assert "█" not in "".join(drawn_lines(text, True))
+    assert "0 % live" in text
+
+
+def test_planes():
+    mask = np.zeros((3, 2, 4, 4), bool)
+    mask[2, 1] = True
+    assert "██" in drawn_lines(render.visualize(Held(mask), 4, 2, 1, show_segments=False), False)[1]
+    assert "100 % live" in render.svg(Held(mask), 2, 1)
+    assert "batch row 2, head 1: 100 % live" in render.svg(Held(mask), 2, 1)
+    assert "batch row 0, head 0: 0 % live" in render.svg(Held(mask))
+
+
+DRAWINGS = {
+    "visualize": render.visualize,
+    "svg": render.svg,
+    "plot": lambda *args, **kwargs: render.plot(*args, ax=None, **kwargs),
+}
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ({"batch": 2}, IndexError),
+        ({"batch": -1}, IndexError),
+        ({"head": 1}, IndexError),
+        ({"head": -1}, IndexError),
+        ({"batch": 2**80}, IndexError),
+        ({"batch": 1.0}, TypeError),
+        ({"batch": True}, TypeError),
+        ({"head": None}, TypeError),
+        ({"head": "0"}, TypeError),
+    ],
+    ids=str,
+)
+def test_places_outside(drawing, place, error):
+    (name,) = place
+    with pytest.raises(error, match=rf"^{name} must be .*, got "):
+        DRAWINGS[drawing](Held(np.ones((2, 1, 4, 4))), **place)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"block_size": (4, -2)}, ValueError, "block_size must be at least 1, got -2"),
+        ({"block_size": True}, TypeError, "block_size must be an integer, got True"),
+        ({"block_size": 2.0}, TypeError, "block_size must be an integer, got 2.0"),
+        ({"block_size": (2, 2.5)}, TypeError, "block_size must be an integer, got 2.5"),
+        ({"block_size": None}, TypeError, "block_size must be an integer, got None"),
+        ({"block_size": "32"}, TypeError, "block_size must be an integer, got '32'"),
+        ({"block_size": (1, 2, 3)}, ValueError, "block_size must be an integer or two of them, got 3"),
+        ({"max_rows": 0}, ValueError, "max_rows must be at least 1, got 0"),
+        ({"max_cols": -1}, ValueError, "max_cols must be at least 1, got -1"),
+        ({"max_cols": 1.5}, TypeError, "max_cols must be an integer, got 1.5"),
+        ({"max_rows": None}, TypeError, "max_rows must be an integer, got None"),
+        ({"charset": "utf8"}, ValueError, "charset must be one of 'unicode', 'ascii', got 'utf8'"),
+        ({"charset": None}, ValueError, "charset must be one of 'unicode', 'ascii', got None"),
+        ({"fit_in_screen": 1}, TypeError, "fit_in_screen must be True or False, got 1"),
+        ({"show_segments": "no"}, TypeError, "show_segments must be True or False, got 'no'"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        render.visualize(Held(np.ones((4, 4))), **arguments)
+
+
+def test_numpy_integers_will_do():
+    two = np.int64(2)
+    got = render.visualize(Held(causal(8)), (two, two), np.uint8(0), np.int8(0), np.True_, two, two)
+    assert got == render.visualize(Held(causal(8)), 2, 0, 0, True, 2, 2)
+
+
+# SVG
+
+
+def segment_masks():
+    rng = np.random.default_rng(7)
+    ids, mask = packed([70, 3, 41, 86], 20)
+    small_ids, small = packed([5, 4, 3], 2)
+    empty_row = causal(24)
+    empty_row[9] = False
+    checkers = np.indices((128, 128)).sum(0) % 2
+    yield "causal", Held(causal(64))
+    yield "causal, more keys", Held(causal(30, 200))
+    yield "window", Held(causal(300, left=20))
+    yield "packed", Held(mask & causal(220), (ids, ids))
+    yield "packed, small", Held(small & causal(14), (small_ids, small_ids))
+    yield "per head", Held(rng.random((2, 3, 150, 150)) < 0.3)
+    yield "empty row", Held(empty_row, (np.where(empty_row.any(1), 0, -1), np.zeros(24)))
+    yield "checkers", Held(checkers)
+    yield "noise", Held(rng.random((500, 500)) < 0.1, (rng.integers(0, 9, 500), rng.integers(0, 9, 500)))
+    yield "one", Held(np.ones((1, 1)))
+    yield "decode", Held(np.ones((8, 1, 1, 700)))
+    yield "tall", Held(causal(700, 3))
+    yield "dead", Held(np.zeros((30, 30)))
+    yield "all of a row alike", Held(causal(8), (np.arange(8), np.arange(8)))
+    yield "no queries", Held(np.ones((0, 6)), (np.zeros(0), np.zeros(6)))
+    yield "no keys", Held(np.ones((6, 0)))
+    yield "nothing", Held(np.ones((0, 0)))
+    yield "no batch", Held(np.ones((0, 1, 4, 4)))
+
+
+SCENES = dict(segment_masks())
+
+
+def strokes(picture):
+    """Live cells, by colour and row: [(colour, opacity, row, begin, end)], in cells."""
+    groups = ET.fromstring(picture).find(f"{SVG}g").findall(f"{SVG}g")
+    found = []
+    for path in groups[0].findall(f"{SVG}path")[1:]:
+        for begin, row, length in re.findall(r"M(\d+) (\d+)h(\d+)", path.get("d")):
+            opacity = float(path.get("stroke-opacity", 1))
+            found.append((path.get("stroke"), opacity, int(row), int(begin), int(begin) + int(length)))
+    return found
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_svg_is_well_formed_and_small(name):
+    picture = render.svg(SCENES[name])
+    assert len(picture.encode()) < 30_000
+    root = ET.fromstring(picture)
+    assert root.tag == f"{SVG}svg"
+    assert root.get("role") == "img"
+    assert root.find(f"{SVG}title").text.startswith("Attention mask: batch ")
+    width, height = float(root.get("width")), float(root.get("height"))
+    assert root.get("viewBox") == f"0 0 {width:g} {height:g}"
+    assert 320 <= width <= 380
+    assert height <= 400
+    for text in root.iter(f"{SVG}text"):
+        assert 0 <= float(text.get("x")) <= width, text.text
+        assert 0 <= float(text.get("y")) <= height, text.text
+    assert "id=" not in picture  # ids of two pictures on one page would clash
+    for number in re.findall(r"-?\d+\.\d+|NaN|inf", picture):
+        assert np.isfinite(float(number))
+
+
+@pytest.mark.parametrize("name", ["causal", "packed, small", "empty row", "dead"])
+def test_svg_draws_the_live_pairs_of_small_masks(name):
+    scene = SCENES[name]
+    live = np.zeros(scene.shape[1:], bool)
+    for _, opacity, row, begin, end in strokes(render.svg(scene)):
+        assert opacity == 1
+        assert not live[row, begin:end].any()
+        live[row, begin:end] = True
+    np.testing.assert_array_equal(live, scene.mask[0, 0])
+
+
+def test_svg_shades_by_share():
+    mask = np.zeros((2000, 2000), bool)
+    mask[:500, :500] = True
+    mask[500:1000, 500:1000] = np.indices((500, 500)).sum(0) % 3 > 0
+    mask[1000, 1000] = True
+    opacities = {}
+    for _, opacity, row, begin, end in strokes(render.svg(Held(mask))):
+        opacities.update(((row, column), opacity) for column in range(begin, end))
+    assert opacities[0, 0] == 1
+    assert 0.5 < opacities[50, 45] < 1  # of 16 × 16 pairs
+    assert 0 < min(opacities.values()) < 0.5  # a single pair is seen
+    assert len(set(opacities.values())) <= 6
+
+
+def test_svg_colours_segments():
+    colours = {}
+    for colour, _, row, begin, end in strokes(render.svg(SCENES["packed, small"])):
+        colours.setdefault(colour, set()).update((row, column) for column in range(begin, end))
+    ids = SCENES["packed, small"].ids[0]
+    assert len(colours) == 3
+    for cells in colours.values():
+        assert len({int(ids[token]) for cell in cells for token in cell}) == 1
+    strips = ET.fromstring(render.svg(SCENES["packed, small"])).find(f"{SVG}g").findall(f"{SVG}g")[1:]
+    assert len(strips) == 2
+    for strip in strips:
+        assert [path.get("d") for path in strip] == ["M0 0h5", "M5 0h4", "M9 0h3"]
+
+
+def test_svg_strips_need_segments():
+    """Ids that number the rows of a causal mask, all different, say nothing; one id for all neither."""
+    for labels in (None, (np.arange(8), np.arange(8)), (np.zeros(8), np.zeros(8))):
+        groups = ET.fromstring(render.svg(Held(causal(8), labels))).find(f"{SVG}g").findall(f"{SVG}g")
+        assert len(groups) == 1
+
+
+def test_svg_draws_live_pairs_across_segments():
+    ids, mask = packed([40, 40])
+    mask[:, :4] = True
+    picture = strokes(render.svg(Held(mask, (ids, ids))))
+    assert sum(end - begin for _, _, _, begin, end in picture) == mask.sum()
+
+
+def test_svg_takes_colours_from_the_page():
+    picture = render.svg(SCENES["packed"])
+    assert 'fill="currentColor"' in picture
+    colours = set(re.findall(r"#[0-9a-f]{3,6}", picture))
+    assert not colours & {"#000", "#000000", "#fff", "#ffffff"}
+
+
+def contrast(colour, ground):
+    def luminance(text):
+        channels = np.array([int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+        return linear @ [0.2126, 0.7152, 0.0722]
+
+    light, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#111111"])
+def test_svg_colours_are_seen(ground):
+    for colour in re.findall(r'stroke="(#\w+)"', render.svg(SCENES["packed"]) + render.svg(SCENES["noise"])):
+        assert contrast(colour, ground) > 2.2, colour
+
+
+@given(scene=scenes(), repeat=st.integers(1, 9))
+def test_svg_of_anything(scene, repeat):
+    mask, ids = scene
+    mask, ids = np.repeat(np.repeat(mask, repeat, 0), repeat, 1), [np.repeat(side, repeat) for side in ids]
+    picture = render.svg(Held(mask, ids))
+    ET.fromstring(picture)
+    assert len(picture) < 30_000
+    assert bool(strokes(picture)) == bool(mask.any())
+
+
+# matplotlib
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    matplotlib.use("Agg")
+    module = pytest.importorskip("matplotlib.pyplot")
+    yield module
+    module.close("all")
+
+
+@pytest.mark.parametrize("name", [name for name in SCENES if name != "no batch"])
+def test_plot(pyplot, name):
+    scene = SCENES[name]
+    ax = render.plot(scene)
+    _, queries, keys = scene.shape
+    assert ax.get_xlim() == (-0.5, max(keys, 1) - 0.5)
+    assert ax.get_ylim() == (max(queries, 1) - 0.5, -0.5)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("key", "query")
+    if queries and keys:
+        (image,) = ax.images
+        np.testing.assert_array_equal(image.get_array() > 0, scene.grid(*scene.asked[-1]) > 0)
+    ax.figure.canvas.draw()
+
+
+def test_plot_on_given_axes_and_planes(pyplot):
+    mask = np.zeros((2, 2, 4, 4), bool)
+    mask[1, 1, 2, 3] = True
+    _, axes = pyplot.subplots(1, 2)
+    assert render.plot(Held(mask), axes[1], batch=1, head=1) is axes[1]
+    assert axes[1].images[0].get_array().sum() == 1
+    assert not axes[0].images
+
+
+def test_plot_of_many_tokens_is_coarse(pyplot):
+    ax = render.plot(Held(causal(700)))
+    image = ax.images[0]
+    assert image.get_array().shape == (350, 350)
+    assert image.get_extent() == [-0.5, 699.5, 699.5, -0.5]
+    assert image.get_array()[0, 0] == 0.75
+
+
+def test_plot_marks_segments(pyplot):
+    lines = render.plot(SCENES["packed"]).collections
+    assert [len(collection.get_paths()) for collection in lines] == [4, 4]
+    assert not render.plot(SCENES["causal"]).collections
+
+
+def test_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="needs matplotlib"):
+        render.plot(Held(causal(4)))
