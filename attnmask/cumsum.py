@@ -13,13 +13,14 @@ Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Vjp = Callable[[ArrayLike], NDArray[Any]]
 
 _PARAMETERS = """
@@ -39,7 +40,7 @@ _PARAMETERS = """
 """
 
 
-def _with_parameters(function: Any) -> Any:
+def _with_parameters(function: _Function) -> _Function:
     """Describe the shared parameters in one place."""
     if function.__doc__:  # python -OO leaves none
         function.__doc__ = function.__doc__.replace("    <parameters>", _PARAMETERS.strip("\n"))

@@ -207,11 +207,11 @@ class MaskAnswers:
         Examples
         --------
         >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]])
+        >>> info = attnmask.MaskInfo.from_segments([[0, 1, 0]])
         >>> info.get_or_compute_attention_mask("float32")[0, 0]
-        array([[1., 1., 0.],
-               [1., 1., 0.],
-               [0., 0., 1.]], dtype=float32)
+        array([[1., 0., 1.],
+               [0., 1., 0.],
+               [1., 0., 1.]], dtype=float32)
         """
         wanted = number_dtype(dtype)
         if out is None and wanted == self._state.dtype:
@@ -355,9 +355,9 @@ class MaskAnswers:
         Examples
         --------
         >>> import attnmask
-        >>> mask = attnmask.MaskInfo(attention_mask=[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]])
+        >>> mask = attnmask.MaskInfo(attention_mask=[[[0, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]]])
         >>> mask.get_or_compute_segment_ids()
-        (array([[0, 0, 1]], dtype=int32), array([[0, 0, 1]], dtype=int32))
+        (array([[0, 0, 1]], dtype=int32), array([[-1,  0,  0,  1]], dtype=int32))
         """
         return self._ids(bool(per_head))
 
@@ -690,8 +690,9 @@ class MaskAnswers:
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().baked_in_masks
-        {'causal': True, 'sliding_window': False, 'chunked': False, 'token_type_ids': False}
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().apply_chunked(2)
+        >>> [name for name, applied in info.baked_in_masks.items() if applied]
+        ['causal', 'chunked']
         """
         return dict(zip(FLAGS, self._state.baked, strict=True))
 
@@ -728,7 +729,7 @@ class MaskAnswers:
         """
         state = self._state
         q_ids, kv_ids = state.labels.get()
-        if q_ids is not None and kv_ids is not None:
+        if kv_ids is not None and q_ids is not None:
             return q_ids is kv_ids or np.array_equal(q_ids, kv_ids)
         if state.base is not None:
             return state.extent[2] == state.extent[3]

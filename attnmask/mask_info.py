@@ -48,6 +48,7 @@ from attnmask.mask_state import (
     fitted,
     flatten,
     four_dimensions,
+    ids_of_tokens,
     padding_of,
     segments,
 )
@@ -58,7 +59,7 @@ _DRAWN = 2**20  # random numbers at a time
 
 def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bool = True) -> Ids:
     """0 for tokens and -1 for padding, by a mask that is not zero, or zero, for the tokens."""
-    return frozen(((mask_array(mask, name, layouts) != 0) == valid).astype(np.int32) - np.int32(1))
+    return ids_of_tokens((mask_array(mask, name, layouts) != 0) == valid)
 
 
 def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
@@ -67,8 +68,7 @@ def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: 
     pairs = integers(cu_seqlens, name, ("[2 B]",))
     if len(pairs) % 2:
         raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}")
-    live = masks.cu_seqlens_to_mask(pairs, tokens)
-    return pairs, frozen(live.astype(np.int32) - np.int32(1))
+    return pairs, ids_of_tokens(masks.cu_seqlens_to_mask(pairs, tokens))
 
 
 def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:

@@ -101,12 +101,18 @@ class Labels:
         return Labels(*(None if ids is None else repeated(ids) for ids in self.get()))
 
 
+def ids_of_tokens(valid: Any) -> Ids:
+    """0 for tokens and -1 for padding."""
+    ids: Ids = np.subtract(valid, 1, dtype=np.int32)
+    return frozen(ids)
+
+
 def padding_of(shape: Shape, program: Program) -> Labels:
     """0 for the queries and keys that have a live pair in any head, -1 for the others; once somebody asks."""
 
     def compute() -> tuple[Ids, Ids]:
-        q_live, k_live = (live.any(axis=1).astype(np.int32) for live in _core.mask_any(shape, program))
-        return frozen(q_live - np.int32(1)), frozen(k_live - np.int32(1))
+        q_live, k_live = _core.mask_any(shape, program)
+        return ids_of_tokens(q_live.any(axis=1)), ids_of_tokens(k_live.any(axis=1))
 
     return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
 
@@ -217,7 +223,7 @@ def changed(
     elif relabelled and (state.segment_based or state.base is None):
         old = (None, *held) if state.base is None else state.base
         q_ids, kv_ids = (new if new is not None else was for new, was in zip(given, old[1:3], strict=True))
-        if q_ids is not None and kv_ids is not None:
+        if kv_ids is not None and q_ids is not None:
             changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
     rebuilt = relabelled and state.segment_based and not has_arrays(state.terms)
     if state.base is not None and attention_mask is None and not rebuilt:

@@ -90,14 +90,14 @@ class MaskTerms(MaskAnswers):
         mine, others = self._state, other._state
         if mine.base is None or others.base is None:
             return mine.base is others.base and _same_leaves(flatten(mine)[0], flatten(others)[0])
-        (b, h, q, k), (other_b, other_h, other_q, other_k) = mine.extent, others.extent
+        ((b, h, q, k), left), (other_shape, right) = self._described("compare"), other._described("compare")
+        other_b, other_h, other_q, other_k = other_shape
         if (b, q, k) != (other_b, other_q, other_k) or (h != other_h and 1 not in (h, other_h)):
             return False
-        if same(mine.program, others.program):
+        if same(left, right):
             return True
-        shape = (b, other_h if h == 1 else h, q, k)
-        program, _ = join(mine.program, others.program, "xor", others.extent)  # type: ignore[arg-type]
-        return not _core.mask_count(shape, program).any()
+        program, _ = join(left, right, "xor", other_shape)
+        return not _core.mask_count((b, other_h if h == 1 else h, q, k), program).any()
 
     def _joined(self, other: MaskAnswers, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
         """The pairs that both have, or that one has; what goes along is this one's, where it has any."""
@@ -264,7 +264,7 @@ class MaskTerms(MaskAnswers):
         one_of(mode, "mode", (None, "default", "decode", "prefill"))
         (batch, _, queries, keys), _ = self._described("apply a sliding window")
         shift = per_row(offset, "offset", batch)
-        if mode == "decode" and index is None:
+        if index is None and mode == "decode":
             raise ValueError("index must be given with mode='decode', got None")
         info = self._and(band(None if left is None else -left, right, shift), "and", flag="sliding_window")
         if mode not in ("decode", "prefill"):
@@ -523,7 +523,7 @@ class MaskTerms(MaskAnswers):
         keys = queries if kv_len is None else integer(kv_len, "kv_len", 0)
         program = (chunk(size), band(None, 0, per_row(offset, "offset", 1)), "and")
         if out is None:
-            return fill((1, 1, queries, keys), program, number_dtype(dtype), 1, 0)[0, 0]
+            return fill((1, 1, queries, keys), program, number_dtype(dtype), 1, 0).reshape(queries, keys)
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out must be an array, got {describe(out)}")
         if out.shape != (queries, keys):

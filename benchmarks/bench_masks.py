@@ -3,12 +3,13 @@
 python benchmarks/bench_masks.py [--quick] [--only TEXT] [--threads N]
 """
 
-import json
 import subprocess
 import sys
-import tracemalloc
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import harness
 import numpy as np
@@ -23,8 +24,12 @@ LOWEST = float(np.finfo(np.float32).min)
 LONG, LONG_WINDOW = 131_072, 4096
 BLOCK = 128  # pairs of a side of flex attention's blocks
 
-PeerInfo = import_module("ejkernel.types.mask").MaskInfo if ejkernel else None
 ejkernel_masks = import_module("ejkernel.types.mask") if ejkernel else None
+PeerInfo = ejkernel_masks.MaskInfo if ejkernel else None
+if isinstance(
+    sys.modules.get("triton"), MagicMock
+):  # which was for ejKernel; torch would take it for the real one
+    del sys.modules["triton"], sys.modules["triton.language"]
 flex = harness.optional("torch.nn.attention.flex_attention") if torch else None
 
 
@@ -374,78 +379,71 @@ def reducing(report: harness.Report, options: object) -> None:
 
 # Long packed rows
 
-LONG_CALLS = {
-    "from_segments(ids)": lambda ids, info: MaskInfo.from_segments(ids),
-    "apply_causal().apply_sliding_window(4096)": lambda ids, info: applied(info),
-    "… and density()": lambda ids, info: applied(info).density(),
-    "… and visualize()": lambda ids, info: applied(info).visualize(return_str=True),
-    "… and _repr_html_()": lambda ids, info: applied(info)._repr_html_(),
+LONG_INFO = f"info.apply_causal().apply_sliding_window({LONG_WINDOW})"
+LONG_CALLS = {  # and what we allow ourselves
+    "MaskInfo.from_segments(ids)": None,
+    LONG_INFO: "1 ms, 8 MB",
+    f"{LONG_INFO}.density()": "20 ms",
+    f"{LONG_INFO}.visualize(return_str=True)": "50 ms",
+    f"{LONG_INFO}._repr_html_()": None,
 }
-LONG_LIMITS = {
-    "apply_causal().apply_sliding_window(4096)": "1 ms, 8 MB",
-    "… and density()": "20 ms",
-    "… and visualize()": "50 ms",
-}
+LONG_MEMORY = """
+import sys, tracemalloc
+import numpy as np
+from attnmask import MaskInfo, render
 
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1e3 for line in status if line.startswith("VmHWM"))
 
-def applied(info: MaskInfo) -> MaskInfo:
-    return info.apply_causal().apply_sliding_window(LONG_WINDOW)
+call = compile(sys.argv[1], "call", "eval")
+small = np.zeros((1, 64), np.int32)
+eval(call, {"MaskInfo": MaskInfo, "info": MaskInfo.from_segments(small), "ids": small})
+ids = np.load(sys.argv[2])
+names = {"MaskInfo": MaskInfo, "info": MaskInfo.from_segments(ids), "ids": ids}
+before = peak()
+kept = eval(call, names)
+process = peak() - before
+tracemalloc.start()
+kept = eval(call, names)
+print(tracemalloc.get_traced_memory()[1] / 1e6, process)
+"""
 
 
 def expected_density(ids: np.ndarray) -> float:
-    """Counted document by document: a window of `LONG_WINDOW` keys back, and itself."""
+    """Counted document by document: a token attends to itself and to `LONG_WINDOW` tokens before it."""
     _, lens = np.unique(ids[ids >= 0], return_counts=True)
     width = LONG_WINDOW + 1
-    return sum(n * (n + 1) // 2 - max(0, n - width) * (n - width + 1) // 2 for n in lens.tolist()) / LONG**2
+    live = sum(n * (n + 1) // 2 - max(0, n - width) * (n - width + 1) // 2 for n in lens.tolist())
+    return live / LONG**2
 
 
-def peak_memory(name: str) -> dict[str, float]:
-    """Megabytes above what was there before a call, in a process of its own: of Python's arrays, and of everything."""
-    code = f"import bench_masks; bench_masks.report_memory({name!r})"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=harness.HERE, capture_output=True, check=True, text=True
-    )
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-def report_memory(name: str) -> None:
-    def resident() -> float:
-        with open("/proc/self/status", encoding="ascii") as status:
-            return next(int(line.split()[1]) / 1e3 for line in status if line.startswith("VmHWM"))
-
-    ids = packed_ids(1, LONG, 2000)
-    info = MaskInfo.from_segments(ids)
-    LONG_CALLS[name](ids[:, :64], MaskInfo.from_segments(ids[:, :64]))  # what is made only once
-    tracemalloc.start()
-    before, held = resident(), tracemalloc.get_traced_memory()[0]
-    kept = LONG_CALLS[name](ids, info)
-    arrays = (tracemalloc.get_traced_memory()[1] - held) / 1e6
-    print(json.dumps({"arrays": arrays, "resident": resident() - before, "kept": kept is not None}))
+def peak_memory(call: str, ids: np.ndarray) -> list[str | None]:
+    """Megabytes that a call takes, in a process of its own: its arrays, and all that there is."""
+    if sys.platform != "linux":
+        return [None, None]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ids.npy")
+        np.save(path, ids)
+        command = [sys.executable, "-c", LONG_MEMORY, call, str(path)]
+        run = subprocess.run(command, capture_output=True, check=True, text=True)
+    return [digits(float(number)) for number in run.stdout.split()]
 
 
 def long_rows(report: harness.Report, options: object) -> None:
     ids = packed_ids(1, LONG, 2000)
-    info = MaskInfo.from_segments(ids)
-    assert abs(applied(info).density() - expected_density(ids)) < 1e-12
-    times = race(
-        {name: lambda call=call: call(ids, info) for name, call in LONG_CALLS.items()}, options.seconds
-    )
-    report.heading(
-        f"A packed row of {LONG:,} tokens, {ids.max() + 1} documents, causal, a window of {LONG_WINDOW}"
-    )
+    names = {"MaskInfo": MaskInfo, "info": MaskInfo.from_segments(ids), "ids": ids}
+    assert abs(eval(f"{LONG_INFO}.density()", names) - expected_density(ids)) < 1e-12
+    report.heading(f"A packed row of {LONG:,} tokens in {ids.max() + 1} documents, causal, with a window")
     report.text(
-        "Written out, the mask would take 17 GB. `MB`: the peak above what was there before, of arrays and, where "
-        "the system tells, of the process. Peers have no such thing; their block masks follow."
+        "Written out, the mask would take 17 GB. `MB` is what a call takes at its peak, of arrays and, where the "
+        "system tells, of the process. No peer draws or counts a mask without writing it out."
     )
     report.table("call", "ms", "we allow", "MB, arrays", "MB, process")
-    for name, t in times.items():
-        memory = peak_memory(name) if sys.platform == "linux" else {"arrays": None, "resident": None}
-        report.row(
-            f"`{name}`",
-            t,
-            LONG_LIMITS.get(name),
-            *(memory[key] and digits(memory[key]) for key in ("arrays", "resident")),
-        )
+    compiled = {call: compile(call, "call", "eval") for call in LONG_CALLS}
+    calls = {call: lambda code=code: eval(code, names) for call, code in compiled.items()}
+    for call, t in race(calls, options.seconds).items():
+        report.row(f"`{call}`", t, LONG_CALLS[call], *peak_memory(call, ids))
     report.end_table()
 
 

@@ -77,7 +77,7 @@ def assert_equal(got, expected, case) -> None:
 
 # Random masks, in both worlds
 
-LENGTHS = st.one_of(st.integers(0, 2), st.integers(1, 9))
+LENGTHS = st.one_of(*[st.integers(0, 2)] * 3, *[st.integers(1, 9)] * 4, st.sampled_from([63, 64, 65, 130]))
 
 
 def ids_of(draw, batch: int, heads: int | None, length: int) -> np.ndarray:
@@ -457,6 +457,27 @@ def test_from_attention_mask(dtype, layout):
     assert_equal(
         MaskInfo.from_attention_mask(mask[:, 0]).apply_causal(9).attention_mask, live[:, :1], (dtype, layout)
     )
+
+
+class Foreign:
+    """An array of another library, known by DLPack only."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries():
+    ids, mask = np.array([[0, 0, 1]]), np.random.default_rng(0).random((1, 2, 3, 3))
+    assert_equal(MaskInfo.from_segments(Foreign(ids)).q_segment_ids, ids.astype(np.int32), "ids")
+    assert np.shares_memory(MaskInfo(Foreign(mask)).attention_mask, mask)
+    assert MaskInfo.from_segments(ids.tolist()) == MaskInfo.from_segments(ids)
+    assert MaskInfo(mask.tolist()) == MaskInfo(mask)
 
 
 def test_masks_that_broadcast():

@@ -716,12 +716,16 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_ends_a_long_call():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CTRL_C], **pipes) as process:
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-        time.sleep(0.05)
-        sent = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+    for _ in range(3):  # on a very busy machine the call may be over before the signal is sent
+        with subprocess.Popen([sys.executable, "-c", CTRL_C], **pipes) as process:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+            time.sleep(0.05)
+            over = process.poll() is not None
+            sent = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        if not over:
+            break
     assert stdout, f"no KeyboardInterrupt inside of the call: {stderr}"
     caught, first, finished = stdout.split()
     assert (first, finished) == ("1.0", "False")

@@ -126,9 +126,16 @@ static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
 }
 static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
 {
-    const uint8_t *p = src;
+    const uint64_t low_bits = 0x7f7f7f7f7f7f7f7f, counted = (mask & 0xff) * 0x0101010101010101;
     uint64_t bits = 0;
-    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint8_t)mask) != 0) << i;
+    for (int i = 0; i < 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, (const char *)src + 8 * i, sizeof eight);
+        eight &= counted;
+        /* The top bit of every byte that is not zero, and then all eight side by side. */
+        eight = ((eight & low_bits) + low_bits) | eight;
+        bits |= ((eight >> 7 & 0x0101010101010101) * 0x0102040810204080 >> 56) << 8 * i;
+    }
     return bits;
 }
 static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
