@@ -280,6 +280,7 @@ def chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
         np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(count, ids.shape[-1])
         for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
     ]
+    size = min(size, np.iinfo(np.int32).max)
     # What is told apart: a segment of a row, and then a chunk of it.
     row = np.arange(count, dtype=np.int64)[:, None] << 31
     valid = [ids >= 0 for ids in sides]

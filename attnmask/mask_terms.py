@@ -43,11 +43,15 @@ from attnmask.mask_state import (
 )
 
 
+def _is_pair(sliding_window: Any) -> bool:
+    return isinstance(sliding_window, (tuple, list)) or (
+        isinstance(sliding_window, np.ndarray) and sliding_window.ndim > 0
+    )
+
+
 def _window(sliding_window: Any) -> tuple[int | None, int | None]:
     """How far a window reaches to the left and to the right; None for no end."""
-    if isinstance(sliding_window, (tuple, list)) or (
-        isinstance(sliding_window, np.ndarray) and sliding_window.ndim
-    ):
+    if _is_pair(sliding_window):
         if len(sliding_window) != 2:
             raise ValueError(
                 f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
@@ -271,7 +275,7 @@ class MaskTerms(MaskAnswers):
             return info
         width = keys if left is None or right is None else min(left + right + 1, keys)
         if mode == "prefill":
-            if not isinstance(sliding_window, (tuple, list, np.ndarray)) and left is not None:
+            if not _is_pair(sliding_window) and left is not None:
                 width = min(left, keys)
             return self._of(cut_out(info._state, Cut(0, queries, keys - width, width)))
         assert index is not None

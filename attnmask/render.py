@@ -63,7 +63,7 @@ def _place(value: Any, name: str, count: int) -> int:
     return place
 
 
-def _plane(info: Drawable, batch: Any, head: Any) -> tuple[int, int]:
+def _places(info: Drawable, batch: Any, head: Any) -> tuple[int, int]:
     return _place(batch, "batch", info.shape[0]), _place(head, "head", info.heads)
 
 
@@ -179,7 +179,7 @@ def visualize(
     >>> from attnmask import MaskInfo, render
     >>> info = MaskInfo.from_segments([[0, 0, 0, 0, 1, 1, -1, -1]]).apply_causal()
     >>> print(render.visualize(info, block_size=2, charset="ascii"))  # doctest: +NORMALIZE_WHITESPACE
-    mask [1, 1, 8, 8], batch 0, head 0; 14.1 % live; a cell is 2 x 2 pairs
+    mask [1, 1, 8, 8], batch 0, head 0; 20.3 % live; a cell is 2 x 2 pairs
              000001
             ========
          0 ||..      ||
@@ -190,7 +190,7 @@ def visualize(
     '##' all live, '..' some live, '  ' none
     left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several
     """
-    batch, head = _plane(info, batch, head)
+    batch, head = _places(info, batch, head)
     q_block, k_block = _block(block_size)
     fit_in_screen = _flag(fit_in_screen, "fit_in_screen")
     show_segments = _flag(show_segments, "show_segments")
@@ -474,7 +474,7 @@ def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
     """
     batches, queries, keys = info.shape
     if batches and info.heads:
-        batch, head = _plane(info, batch, head)
+        batch, head = _places(info, batch, head)
     coarser = 1
     while (plane := _Plane(info, batch, head, coarser)).size > _BUDGET:
         coarser += 1
@@ -547,7 +547,7 @@ def plot(info: Drawable, ax: Any = None, batch: int = 0, head: int = 0) -> Any:
     matplotlib.axes.Axes
         Its coordinates are tokens: key 3 is centred on x = 3, query 3 on y = 3.
     """
-    batch, head = _plane(info, batch, head)
+    batch, head = _places(info, batch, head)
     try:
         colors, ticker = (importlib.import_module(f"matplotlib.{name}") for name in ("colors", "ticker"))
     except ImportError as error:

@@ -13,7 +13,7 @@ LAST = np.iinfo(np.int32).max  # the position of padding among keys
 
 
 def per_row(value, batch: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(value), (batch,))
+    return np.broadcast_to(np.asarray(value, np.int64), (batch,))
 
 
 def places(ids: np.ndarray, pad: int) -> np.ndarray:

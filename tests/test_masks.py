@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import os
 import re
 import signal
 import subprocess
@@ -995,7 +996,8 @@ import attnmask
 attnmask.cu_seqlens_to_pairs([0, 2])
 print(attnmask.get_debug_mode(), "logging" in sys.modules)
 """
-    environment = {} if value is None else {"ATTNMASK_DEBUG": value}
+    environment = {name: setting for name, setting in os.environ.items() if name != "ATTNMASK_DEBUG"}
+    environment |= {} if value is None else {"ATTNMASK_DEBUG": value}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
     )

@@ -2,14 +2,17 @@
 
 import re
 import sys
+import time
+import tracemalloc
 import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from conftest import SANITIZED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmask import render
+from attnmask import MaskInfo, render
 
 SVG = "{http://www.w3.org/2000/svg}"
 GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
@@ -500,3 +503,58 @@ def test_plot_without_matplotlib(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="needs matplotlib"):
         render.plot(Held(causal(4)))
+
+
+# MaskInfo
+
+
+def infos():
+    rng = np.random.default_rng(3)
+    ids = np.stack([np.sort(rng.integers(-1, 5, 90)) for _ in range(2)])
+    info = MaskInfo.from_segments(ids)
+    yield "segments", info
+    yield "causal", info.apply_causal()
+    yield "window", info.apply_causal().apply_sliding_window(7)
+    yield "chunks", MaskInfo.from_segments(np.zeros((2, 90), int)).apply_chunked(16)
+    yield "types", info.apply_causal().apply_token_type_ids((np.arange(90) // 9 % 4)[None].repeat(2, 0))
+    yield "not", ~info.apply_causal()
+    yield "padding", MaskInfo.from_attention_mask(rng.random((2, 70)) < 0.9)
+    yield "dense", MaskInfo.from_attention_mask(rng.random((2, 3, 60, 80)) < 0.2)
+    yield "bare", MaskInfo(attention_mask=rng.random((2, 3, 20, 30)) < 0.02)
+    yield "decoding", info.apply_kv_lengths([40, 90], q_len=1)
+
+
+INFOS = dict(infos())
+
+
+@pytest.mark.parametrize("name", INFOS)
+def test_info_is_drawn_like_its_array(pyplot, name):
+    info = INFOS[name]
+    mask = info.attention_mask
+    for batch, head in {(0, 0), (1, 0), (1, mask.shape[1] - 1)}:
+        held = Held(mask != 0, info.labels(batch, head))
+        for block_size in (1, 7, 32):
+            got = render.visualize(info, block_size, batch, head)
+            assert got == render.visualize(held, block_size, batch, head)
+        assert render.svg(info, batch, head) == render.svg(held, batch, head)
+        got, expected = (render.plot(drawn, batch=batch, head=head) for drawn in (info, held))
+        np.testing.assert_array_equal(got.images[0].get_array(), expected.images[0].get_array())
+    ids = {(0, 0): info.visualize(return_str=True), (1, 0): info.visualize(batch=1, return_str=True)}
+    assert ids == {place: render.visualize(info, 32, *place) for place in ids}
+    assert info._repr_html_() == render.svg(info)
+
+
+def test_info_is_drawn_without_its_array():
+    """131,072² pairs, which would take 17 GB."""
+    ids = np.repeat(np.arange(64), 2048)[None]
+    info = MaskInfo.from_segments(ids).apply_causal().apply_sliding_window(1024)
+    tracemalloc.start()
+    seconds = []
+    for draw in (render.visualize, render.svg) * 3:
+        begin = time.perf_counter()
+        draw(info)
+        seconds.append(time.perf_counter() - begin)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16e6
+    assert SANITIZED or min(seconds) < 0.5

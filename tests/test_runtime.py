@@ -45,9 +45,10 @@ def python(code: str, *flags: str, timeout: float = 60, **environment: str) -> s
 
 
 @without_sanitizer
-def test_import_takes_less_than_30_ms():
+def test_import_takes_less_than_30_ms(tmp_path):
     code = "import numpy, time; t = time.perf_counter(); import attnmask; print(time.perf_counter() - t)"
-    assert min(float(python(code).stdout) for _ in range(7)) < 0.030
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}  # as pip installs it
+    assert min(float(python(code, **compiled).stdout) for _ in range(7)) < 0.030
 
 
 def test_import_brings_in_nothing_but_numpy():
@@ -700,9 +701,12 @@ def test_a_signal_that_raises_nothing_changes_nothing():
 
 
 CTRL_C = """
+import signal
 import time
 import numpy as np
 import attnmask
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children would ignore it
 
 values = np.broadcast_to(np.float32(1), (1, 2**30, 1))
 out = np.zeros(values.shape, np.float32)
@@ -798,6 +802,7 @@ def test_no_reference_is_lost():
     # Caches fill for some time, and by less and less; a leak of one object a round never slows down.
     rounds, grown = 50, []
     everything()
+    gc.collect()  # other tests' garbage holds types too
     references = [sys.getrefcount(value) for value in watched]
     while not grown or (grown[-1] >= rounds // 2 and len(grown) < 8):
         gc.collect()
