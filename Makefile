@@ -59,7 +59,7 @@ SANITIZED = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitize/lib PYTHONMALLO
 sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanitizer and UBSan
 	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
-	$(SANITIZED) $(BIN)/pytest $(PYTEST_ARGS)
+	$(SANITIZED) $(BIN)/pytest --capture=sys $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
 
 clean: ## remove all that was made
 	rm -rf $(VENV) build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -46,7 +46,8 @@ class BuildExt(build_ext):
         flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
         if sanitizers := os.environ.get("ATTNMASK_SANITIZE"):
             sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-            flags += [*sanitize, "-fno-omit-frame-pointer", "-UNDEBUG"]
+            # Python's own -fwrapv would hide signed overflow.
+            flags += [*sanitize, "-fno-wrapv", "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
         flags += ["-pthread"]
         ext.extra_link_args += ["-pthread"]

@@ -38,6 +38,7 @@ SLOW = 20  # times slower than the fastest: one call a turn, without a warming o
 BLOCK = 0.3  # seconds of rounds that are kept or dropped together
 DISTURBED = 0.05  # processors that others may have used meanwhile
 PATIENCE = 8  # times as long as planned, after which disturbed rounds count too
+HOPELESS = 0.2  # seconds: a slow contender that takes longer runs three times in all
 NOISY = 0.25  # half the distance between the quartiles, as a share of the median: marked in the table
 
 Call = Callable[[], object]
@@ -139,21 +140,24 @@ def memcpy(out: np.ndarray, source: np.ndarray, threads: int) -> Call:
 class Times:
     """Seconds a call, round by round."""
 
-    def __init__(self, samples: list[float]) -> None:
+    def __init__(self, samples: list[float], disturbed: bool = False) -> None:
         self.samples = np.array(samples)
+        self.disturbed = disturbed
         self.median = float(np.median(self.samples))
         self.best = float(self.samples.min())
 
     @property
     def noisy(self) -> bool:
         low, high = np.percentile(self.samples, [25, 75])
-        return (high - low) / 2 > NOISY * self.median
+        return self.disturbed or (high - low) / 2 > NOISY * self.median
 
     def ratio_to(self, other: "Times") -> float:
+        if len(self.samples) != len(other.samples):
+            return self.median / other.median
         return float(np.median(self.samples / other.samples))
 
     def __format__(self, spec: str) -> str:
-        """Milliseconds, with ~ where the rounds differ widely."""
+        """Milliseconds, with ~ where the rounds differ widely or others used the processor."""
         return ("~" if self.noisy else "") + digits(1e3 * self.median)
 
 
@@ -183,14 +187,16 @@ def other_work() -> float:
 
 def race(contenders: dict[str, Call], seconds: float) -> dict[str, Times]:
     """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all."""
-    first = {}
+    tries: dict[str, list[float]] = {}
     for name, call in contenders.items():
         call()
-        first[name] = min(take_turn(call, 1, warm=False) for _ in range(2))
+        tries[name] = [take_turn(call, 1, warm=False) for _ in range(2)]
+    first = {name: min(times) for name, times in tries.items()}
     fastest = min(first.values())
     slow = {name: t > SLOW * fastest and t > BATCH for name, t in first.items()}
-    repeats = {name: max(1, min(10_000, math.ceil(BATCH / t))) for name, t in first.items()}
-    one_round = sum(PAUSE + (repeats[name] + (not slow[name])) * t for name, t in first.items())
+    running = {name: call for name, call in contenders.items() if not slow[name] or first[name] < HOPELESS}
+    repeats = {name: max(1, min(10_000, math.ceil(BATCH / first[name]))) for name in running}
+    one_round = sum(PAUSE + (repeats[name] + (not slow[name])) * first[name] for name in running)
     rounds = max(5 if seconds > 1 else 2, min(100, int(seconds / one_round)))
     block = max(1, int(BLOCK / one_round))
     deadline = time.perf_counter() + PATIENCE * rounds * one_round
@@ -201,15 +207,18 @@ def race(contenders: dict[str, Call], seconds: float) -> dict[str, Times]:
     while len(kept) < rounds and (not disturbed or time.perf_counter() < deadline):
         begin, others = time.perf_counter(), other_work()
         taken = [
-            {name: take_turn(call, repeats[name], warm=not slow[name]) for name, call in contenders.items()}
+            {name: take_turn(call, repeats[name], warm=not slow[name]) for name, call in running.items()}
             for _ in range(block)
         ]
         used = (other_work() - others) / (time.perf_counter() - begin)
         (kept if used < DISTURBED else disturbed).extend(taken)
     gc.enable()
-    if len(kept) < 5:
-        kept += disturbed
-    return {name: Times([times[name] for times in kept]) for name in contenders}
+    quiet = len(kept) >= min(5, rounds)
+    kept += [] if quiet else disturbed
+    return {
+        name: Times([times[name] for times in kept], not quiet) if name in running else Times(tries[name])
+        for name in contenders
+    }
 
 
 # Reports
@@ -221,6 +230,12 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def cache() -> str:
+    """The size of the largest cache, as Linux tells it."""
+    sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    return f", {sizes[-1].read_text().strip()[:-1]} KiB of cache" if sizes else ""
 
 
 def installed(name: str) -> str | None:
@@ -242,7 +257,7 @@ class Report:
         versions = [installed(name) for name in names if name]
         self.text(f"# {title}")
         self.text(
-            f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}. "
+            f"{processor()}, {os.cpu_count()} cores{cache()}, {platform.system()} {platform.machine()}. "
             f"attnmask {config['version']} with {config['isa']} kernels by {config['compiler']}, "
             f"{options.threads} threads; Python {platform.python_version()}, {', '.join(filter(None, versions))}."
         )
