@@ -81,7 +81,7 @@ static PyMethodDef runtime_methods[] = {
     {"get_num_threads", get_num_threads, METH_NOARGS, "get_num_threads($module, /)\n--\n\n"},
     {"set_num_threads", set_num_threads, METH_O, "set_num_threads($module, n, /)\n--\n\n"},
     {"use_isa", use_isa, METH_O, "use_isa($module, name, /)\n--\n\n"},
-    {NULL},
+    {.ml_name = NULL},
 };
 
 static const am_kernels *initial_kernels(void)

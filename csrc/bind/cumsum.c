@@ -173,5 +173,5 @@ PyMethodDef am_cumsum_methods[] = {
     {"chunk_global_cumsum", (PyCFunction)(void *)chunk_global_cumsum, METH_FASTCALL,
      "chunk_global_cumsum($module, s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out, "
      "/)\n--\n\n"},
-    {NULL},
+    {.ml_name = NULL},
 };

@@ -452,5 +452,5 @@ PyMethodDef am_mask_methods[] = {
     {"mask_any", (PyCFunction)(void *)mask_any, METH_FASTCALL, "mask_any($module, shape, nodes, /)\n--\n\n"},
     {"mask_grid", (PyCFunction)(void *)mask_grid, METH_FASTCALL,
      "mask_grid($module, shape, nodes, batch, head, q_cell, k_cell, /)\n--\n\n"},
-    {NULL},
+    {.ml_name = NULL},
 };

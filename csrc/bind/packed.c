@@ -365,5 +365,5 @@ PyMethodDef am_packed_methods[] = {
      "prepare_chunk_indices($module, cu_seqlens, chunk_size, /)\n--\n\n"},
     {"prepare_chunk_offsets", (PyCFunction)(void *)prepare_chunk_offsets, METH_FASTCALL,
      "prepare_chunk_offsets($module, cu_seqlens, chunk_size, /)\n--\n\n"},
-    {NULL},
+    {.ml_name = NULL},
 };

@@ -390,5 +390,5 @@ PyMethodDef am_pairs_methods[] = {
      "pairs_to_cu_seqlens($module, pairs, /)\n--\n\n"},
     {"cu_seqlens_to_pairs", (PyCFunction)(void *)cu_seqlens_to_pairs, METH_FASTCALL,
      "cu_seqlens_to_pairs($module, cu_seqlens, /)\n--\n\n"},
-    {NULL},
+    {.ml_name = NULL},
 };

@@ -350,5 +350,5 @@ PyMethodDef am_segments_methods[] = {
      "positions_from_segment_ids($module, segment_ids, pad_value, /)\n--\n\n"},
     {"segment_ids_to_cu_seqlens", (PyCFunction)(void *)segment_ids_to_cu_seqlens, METH_FASTCALL,
      "segment_ids_to_cu_seqlens($module, segment_ids, out_dtype, max_segments, /)\n--\n\n"},
-    {NULL},
+    {.ml_name = NULL},
 };

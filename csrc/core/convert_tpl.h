@@ -6,10 +6,11 @@ static bool FN(load)(const am_kernels *kernels, void *restrict dst, const void *
     (void)kernels;
     int64_t *to = dst;
     const T *from = src;
+    const bool is_signed = (T)-1 < (T)1;
     bool fits = true;
     for (ptrdiff_t i = 0; i < count; i++) {
         to[i] = (int64_t)from[i];
-        fits &= (to[i] < 0) == (from[i] < (T)1 && from[i] != 0);
+        fits &= is_signed || to[i] >= 0;
     }
     return fits;
 }
@@ -20,10 +21,11 @@ static bool FN(store)(const am_kernels *kernels, void *restrict dst, const void 
     (void)kernels;
     T *to = dst;
     const int64_t *from = src;
+    const bool is_signed = (T)-1 < (T)1;
     bool fits = true;
     for (ptrdiff_t i = 0; i < count; i++) {
         to[i] = (T)from[i];
-        fits &= (int64_t)to[i] == from[i] && (to[i] < (T)1 && to[i] != 0) == (from[i] < 0);
+        fits &= (int64_t)to[i] == from[i] && (is_signed || from[i] >= 0);
     }
     return fits;
 }
