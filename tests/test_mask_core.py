@@ -231,6 +231,13 @@ def test_grids(case, q_cell, k_cell):
             np.testing.assert_array_equal(got, cells(live[b, h], q_cell, k_cell), str((case, q_cell, k_cell)))
 
 
+def test_grid_of_keys_beyond_the_end():
+    """A band that lies wholly to the right of the keys has no cells."""
+    nodes = (("band", 900, 1000, 0),)
+    assert not _core.mask_grid((1, 1, 64, 64), nodes, 0, 0, 7, 7).any()
+    assert not _core.mask_count((1, 1, 64, 64), nodes).any()
+
+
 @pytest.mark.parametrize(
     "dtype",
     [bool, np.int8, np.int16, np.int32, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64],

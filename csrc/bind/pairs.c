@@ -53,8 +53,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-/* --- From masks to pairs
- * ------------------------------------------------------------------------------------- */
+/* --- From masks to pairs --- */
 
 /* The extents of a mask; NULL with the exception set. */
 static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_rule rule, npy_intp work)
@@ -201,8 +200,7 @@ fail:
     return result;
 }
 
-/* --- From pairs to masks
- * ------------------------------------------------------------------------------------- */
+/* --- From pairs to masks --- */
 
 /* [B, keys], or [B, 1, queries, keys] if `out` or the result has four axes. */
 typedef struct {
@@ -232,7 +230,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of_one(a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(ndim, shape, a->dtype);
-    ptrdiff_t (*ranges)[4] = out ? PyMem_Malloc((size_t)batch * sizeof *ranges + 1) : NULL;
+    ptrdiff_t(*ranges)[4] = out ? PyMem_Malloc((size_t)batch * sizeof *ranges + 1) : NULL;
     if (!ranges) {
         Py_XDECREF(out);
         return out ? PyErr_NoMemory() : NULL;
@@ -243,7 +241,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
         ranges[b][2] = a->kv.ranges[b][0];
         ranges[b][3] = a->kv.ranges[b][1];
     }
-    boxes.boxes = (const ptrdiff_t (*)[4])ranges;
+    boxes.boxes = (const ptrdiff_t(*)[4])ranges;
     boxes.data = PyArray_BYTES(out);
     boxes.size = PyArray_ITEMSIZE(out);
     boxes.batch_stride = PyArray_STRIDE(out, 0);
@@ -316,8 +314,7 @@ static PyObject *qkv_cu_seqlens_to_attention_mask(PyObject *module, PyObject *co
     return result;
 }
 
-/* --- Between the two forms
- * ------------------------------------------------------------------------------------ */
+/* --- Between the two forms --- */
 
 static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

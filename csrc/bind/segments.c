@@ -8,8 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- From masks to ids
- * --------------------------------------------------------------------------------------- */
+/* --- From masks to ids --- */
 
 /* Axes along which nothing changes are as good as short. */
 static int check_lengths(PyArrayObject *mask)
@@ -108,8 +107,7 @@ fail:
     return result;
 }
 
-/* --- Ids
- * ------------------------------------------------------------------------------------------------------- */
+/* --- Ids --- */
 
 /* Ids of `low` to `high` axes, in place. */
 static int read_ids(PyArrayObject *array, const char *name, int low, int high, am_ids *ids)
@@ -264,8 +262,7 @@ fail:
     return (PyObject *)result;
 }
 
-/* --- Lengths
- * ----------------------------------------------------------------------------------------------------- */
+/* --- Lengths --- */
 
 /* Sums of counts from zero on; what lies beyond the counts is zero. */
 static PyObject *sums_of(const ptrdiff_t *counts, ptrdiff_t count, npy_intp entries, PyArray_Descr *dtype)

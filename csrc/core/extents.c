@@ -30,8 +30,7 @@ static void place_range(const am_axis *axis, ptrdiff_t begin, ptrdiff_t end, ptr
     *past = axis->count != axis->length ? axis->length : axis->backwards ? axis->count - begin : end;
 }
 
-/* --- Extents
- * ------------------------------------------------------------------------------------------------ */
+/* --- Extents --- */
 
 /* What is known of one batch row; tasks widen it. Empty where begin > end. */
 typedef struct {
@@ -238,8 +237,7 @@ am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule 
     return status;
 }
 
-/* --- Padding
- * ------------------------------------------------------------------------------------------------ */
+/* --- Padding --- */
 
 typedef struct {
     const am_dense *mask;

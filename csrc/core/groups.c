@@ -30,8 +30,7 @@ static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
     return length / block + (length % block != 0);
 }
 
-/* --- Classes -----------------------------------------------------------------------------------------------
- */
+/* --- Classes --- */
 
 typedef struct {
     uint32_t round; /* the entry counts in this one only */
@@ -117,8 +116,7 @@ static void refine(classes *c, const uint64_t *words)
     }
 }
 
-/* --- Reading
- * ------------------------------------------------------------------------------------------------ */
+/* --- Reading --- */
 
 /* The lines along one axis of a plane. */
 typedef struct {
@@ -210,8 +208,7 @@ static am_status part_task(void *arg, ptrdiff_t index, am_team *team)
     return refine_part(job, s, s->across ? index - job->sides[0].parts : index, team);
 }
 
-/* --- Ids
- * ---------------------------------------------------------------------------------------------------- */
+/* --- Ids --- */
 
 /* Leaves in the first part's twins those over all positions. */
 static am_status join_parts(const am_kernels *kernels, side *s)
@@ -286,8 +283,7 @@ static am_status group_plane(const am_run *run, const am_lines *lines, const cha
     return status;
 }
 
-/* --- Planes
- * ------------------------------------------------------------------------------------------------- */
+/* --- Planes --- */
 
 typedef struct {
     const am_run *run;
@@ -343,8 +339,7 @@ am_status am_group_tokens(const am_run *run, const am_dense *mask, int32_t *q_id
     return AM_OK;
 }
 
-/* --- Do the ids tell the mask?
- * ------------------------------------------------------------------------------ */
+/* --- Do the ids tell the mask? --- */
 
 typedef struct {
     const am_dense *mask;

@@ -53,7 +53,7 @@ am_keys am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
             left->end = left->end > right.end ? left->end : right.end;
         }
     }
-    stack[0].end = stack[0].end > stack[0].begin ? stack[0].end : stack[0].begin;
+    if (stack[0].end <= stack[0].begin) return (am_keys){0, 0};
     return stack[0];
 }
 

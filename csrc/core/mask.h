@@ -30,7 +30,7 @@ enum {
 
 typedef enum { AM_DEAD, AM_FULL, AM_MIXED } am_tile;
 
-/* A range of keys, empty if end <= begin. */
+/* A range of keys. What am_mask_keys answers lies within the mask; terms may say nothing by end <= begin. */
 typedef struct {
     ptrdiff_t begin, end;
 } am_keys;

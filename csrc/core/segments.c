@@ -39,8 +39,7 @@ static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, p
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
 }
 
-/* --- One row after the other -----------------------------------------------------------------------------
- */
+/* --- One row after the other --- */
 
 typedef struct {
     const am_kernels *kernels;
@@ -146,8 +145,7 @@ am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, 
     return am_parallel(run, blocks_of(count, TASK_TOKENS), 1, valid_task, &job);
 }
 
-/* --- Counts
- * --------------------------------------------------------------------------------------------------- */
+/* --- Counts --- */
 
 typedef struct {
     const am_kernels *kernels;
