@@ -230,7 +230,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of_one(a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(ndim, shape, a->dtype);
-    ptrdiff_t(*ranges)[4] = out ? PyMem_Malloc((size_t)batch * sizeof *ranges + 1) : NULL;
+    ptrdiff_t (*ranges)[4] = out ? PyMem_Malloc((size_t)batch * sizeof *ranges + 1) : NULL;
     if (!ranges) {
         Py_XDECREF(out);
         return out ? PyErr_NoMemory() : NULL;
@@ -241,7 +241,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
         ranges[b][2] = a->kv.ranges[b][0];
         ranges[b][3] = a->kv.ranges[b][1];
     }
-    boxes.boxes = (const ptrdiff_t(*)[4])ranges;
+    boxes.boxes = (const ptrdiff_t (*)[4])ranges;
     boxes.data = PyArray_BYTES(out);
     boxes.size = PyArray_ITEMSIZE(out);
     boxes.batch_stride = PyArray_STRIDE(out, 0);
