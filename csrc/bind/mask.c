@@ -176,7 +176,7 @@ static int read_dense(am_mask_arg *arg, am_node *node, PyObject *term)
         npy_intp length = PyArray_DIM(array, i);
         bool fits = length == 1 || (i < 2 ? length == wanted[i] : length >= wanted[i]);
         if (!fits) return reject("a dense array must broadcast to the mask's shape");
-        strides[i] = length == 1 ? 0 : PyArray_STRIDE(array, i);
+        strides[i] = length <= 1 ? 0 : PyArray_STRIDE(array, i); /* an empty axis is never followed */
         if (i == 2 && length > 1 && check_shifts(arg, node->dense.q_shift, length - wanted[i]) < 0) return -1;
         if (i == 3 && length > 1 && check_shifts(arg, node->dense.k_shift, length - wanted[i]) < 0) return -1;
     }
