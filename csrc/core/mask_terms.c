@@ -332,6 +332,8 @@ static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *
     node->dense.q_blocks = blocks_of(job.queries);
     node->dense.k_blocks = blocks_of(job.keys);
     ptrdiff_t rows = distinct(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
+    /* Nobody asks about an empty mask, and its arrays may have nothing to read. */
+    if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
     node->dense.tiles = malloc((size_t)max(rows * node->dense.k_blocks, 1));
     return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;
 }
