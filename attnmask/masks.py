@@ -27,7 +27,7 @@ Packing drops the padding, so the first of these forgets where rows began, and t
 packed row.
 """
 
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -37,6 +37,7 @@ from attnmask.debug import traced
 
 _Ids: TypeAlias = NDArray[np.int32]
 _Integers: TypeAlias = NDArray[np.integer[Any]]
+_Reduction: TypeAlias = Literal["any", "all", "first"]
 
 
 @traced
@@ -295,7 +296,7 @@ def qkv_masks_to_cu_seqlens(
 def attention_mask_to_qkv_cu_seqlens(
     attention_mask: ArrayLike,
     *,
-    reduce_heads: Literal["any", "all", "first"] = "any",
+    reduce_heads: _Reduction = "any",
     out_dtype: DTypeLike = np.int32,
 ) -> tuple[_Integers, _Integers]:
     """Where the queries and keys that take part in a mask begin and end, in pair form.
@@ -333,7 +334,10 @@ def attention_mask_to_qkv_cu_seqlens(
 
 @traced
 def cu_seqlens_to_mask(
-    cu_seqlens: ArrayLike, max_len: int, dtype: DTypeLike = np.bool_, out: NDArray[Any] | None = None
+    cu_seqlens: ArrayLike,
+    max_len: SupportsIndex,
+    dtype: DTypeLike = np.bool_,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """The mask of the tokens in ranges that are given in pair form.
 
@@ -367,9 +371,9 @@ def cu_seqlens_to_mask(
 def qkv_cu_seqlens_to_qkv_masks(
     cu_seqlens_q: ArrayLike,
     *,
-    max_q_len: int,
+    max_q_len: SupportsIndex,
     cu_seqlens_kv: ArrayLike | None = None,
-    max_kv_len: int | None = None,
+    max_kv_len: SupportsIndex | None = None,
     dtype: DTypeLike = np.bool_,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """The masks of the queries and of the keys in ranges that are given in pair form.
@@ -406,9 +410,9 @@ def qkv_cu_seqlens_to_qkv_masks(
 def qkv_cu_seqlens_to_attention_mask(
     cu_seqlens_q: ArrayLike,
     *,
-    max_q_len: int,
+    max_q_len: SupportsIndex,
     cu_seqlens_kv: ArrayLike | None = None,
-    max_kv_len: int | None = None,
+    max_kv_len: SupportsIndex | None = None,
     dtype: DTypeLike = np.bool_,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
@@ -446,8 +450,11 @@ def qkv_cu_seqlens_to_attention_mask(
 
 
 def _keys_like_queries(
-    cu_seqlens_q: ArrayLike, max_q_len: int, cu_seqlens_kv: ArrayLike | None, max_kv_len: int | None
-) -> tuple[ArrayLike, int]:
+    cu_seqlens_q: ArrayLike,
+    max_q_len: SupportsIndex,
+    cu_seqlens_kv: ArrayLike | None,
+    max_kv_len: SupportsIndex | None,
+) -> tuple[ArrayLike, SupportsIndex]:
     return (
         cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv,
         max_q_len if max_kv_len is None else max_kv_len,
@@ -503,7 +510,7 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
 
 @traced
 def segment_ids_to_cu_seqlens(
-    segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: int | None = 128
+    segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: SupportsIndex | None = 128
 ) -> _Integers:
     """How many tokens each segment has, summed up from zero.
 
@@ -537,7 +544,7 @@ def segment_ids_to_cu_seqlens(
 
 
 @traced
-def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: int = -1) -> _Ids:
+def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> _Ids:
     """The place of every token in its run of equal segment ids.
 
     Parameters

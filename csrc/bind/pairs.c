@@ -230,18 +230,18 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of_one(a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(ndim, shape, a->dtype);
-    ptrdiff_t (*ranges)[4] = out ? PyMem_Malloc((size_t)batch * sizeof *ranges + 1) : NULL;
-    if (!ranges) {
+    am_extent *extents = out ? PyMem_Malloc((size_t)batch * sizeof *extents + 1) : NULL;
+    if (!extents) {
         Py_XDECREF(out);
         return out ? PyErr_NoMemory() : NULL;
     }
     for (npy_intp b = 0; b < batch; b++) {
-        ranges[b][0] = ndim == 4 ? a->q.ranges[b][0] : 0;
-        ranges[b][1] = ndim == 4 ? a->q.ranges[b][1] : 1;
-        ranges[b][2] = a->kv.ranges[b][0];
-        ranges[b][3] = a->kv.ranges[b][1];
+        extents[b] = (am_extent){0, 1, a->kv.ranges[b][0], a->kv.ranges[b][1]};
+        if (ndim == 2) continue;
+        extents[b].q_begin = a->q.ranges[b][0];
+        extents[b].q_end = a->q.ranges[b][1];
     }
-    boxes.boxes = (const ptrdiff_t (*)[4])ranges;
+    boxes.boxes = extents;
     boxes.data = PyArray_BYTES(out);
     boxes.size = PyArray_ITEMSIZE(out);
     boxes.batch_stride = PyArray_STRIDE(out, 0);
@@ -251,7 +251,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_enter(&call, module, PyArray_SIZE(out));
     am_status status = am_fill_boxes(&call.run, &boxes);
     am_leave(&call);
-    PyMem_Free(ranges);
+    PyMem_Free(extents);
     if (status == AM_OK) return (PyObject *)out;
     Py_DECREF(out);
     return am_raise(status, NULL);

@@ -48,9 +48,10 @@ static am_status box_task(void *arg, ptrdiff_t index, am_team *team)
     const am_boxes *t = job->boxes;
     ptrdiff_t row = index / job->pieces, b = row / t->queries, q = row % t->queries;
     ptrdiff_t begin = index % job->pieces * job->piece, end = min(begin + job->piece, t->keys);
-    const ptrdiff_t *box = t->boxes[b];
-    bool live = box[0] <= q && q < box[1];
-    ptrdiff_t from = live ? clipped(box[2], begin, end) : end, to = live ? clipped(box[3], from, end) : end;
+    const am_extent *box = &t->boxes[b];
+    bool live = box->q_begin <= q && q < box->q_end;
+    ptrdiff_t from = live ? clipped(box->k_begin, begin, end) : end,
+              to = live ? clipped(box->k_end, from, end) : end;
     char *dst = t->data + b * t->batch_stride + q * t->query_stride;
     fill_range(job, dst, begin, from, job->dead);
     fill_range(job, dst, from, to, job->live);
