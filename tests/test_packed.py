@@ -287,6 +287,7 @@ def test_cdiv_of_arrays(kind, data):
         (255, np.uint8(2), np.uint8(128)),
         (2**70, np.array([2**62]), np.array([256])),
         (-(2**64), np.int64(2**62), np.int64(-4)),
+        (np.int64(-(2**63)), np.int64(1), np.int64(-(2**63))),
         (np.array([5, -5]), 2**70, np.array([1, 0])),
         ([5, 6], 2, np.array([3, 3])),
         ((5, -6), [2, 4], np.array([3, -1])),

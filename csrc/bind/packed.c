@@ -219,10 +219,11 @@ fail:
 
 static uint64_t ceil_unsigned(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
 
-/* On magnitudes, since neither -a nor a + b - 1 need fit. */
+/* On magnitudes, since neither -a nor a + b - 1 need fit; a magnitude of 2**63 is negated before it is
+ * signed. */
 static int64_t ceil_signed(int64_t a, uint64_t b)
 {
-    return a > 0 ? (int64_t)ceil_unsigned((uint64_t)a, b) : -(int64_t)((0 - (uint64_t)a) / b);
+    return (int64_t)(a > 0 ? ceil_unsigned((uint64_t)a, b) : 0 - (0 - (uint64_t)a) / b);
 }
 
 static int to_integers(PyObject *object, const char *name, void *dst)
