@@ -159,6 +159,53 @@ static int read_equal(am_mask_arg *arg, am_node *node, PyObject *term)
     return 0;
 }
 
+/* Integers [count] as ptrdiff_t within ±AM_FAR; None is `none` everywhere. */
+static const ptrdiff_t *read_integers(am_mask_arg *arg, PyObject *object, ptrdiff_t count, ptrdiff_t none)
+{
+    ptrdiff_t *values = PyMem_Malloc((size_t)(count + 1) * sizeof *values);
+    if (!values) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (!keep(arg, values, NULL)) return NULL;
+    for (ptrdiff_t i = 0; i < count; i++) values[i] = none;
+    if (object == Py_None) return values;
+    PyArrayObject *array = (PyArrayObject *)PyArray_FROM_OTF(object, NPY_INT64, NPY_ARRAY_CARRAY_RO);
+    if (!array) return NULL;
+    bool fits = PyArray_NDIM(array) == 1 && PyArray_DIM(array, 0) == count;
+    const int64_t *data = PyArray_DATA(array);
+    for (ptrdiff_t i = 0; fits && i < count; i++) values[i] = saturated(data[i], 0);
+    Py_DECREF(array);
+    if (!fits) reject("numbers of sequences must be an array, one for each");
+    return fits ? values : NULL;
+}
+
+static int check_cuts(const ptrdiff_t *starts, ptrdiff_t count, ptrdiff_t length)
+{
+    bool fits = starts[0] == 0 && starts[count] == length;
+    for (ptrdiff_t i = 0; i < count; i++) fits &= starts[i] <= starts[i + 1];
+    return fits ? 0 : reject("sequences must lead from 0 to the last token, and never back");
+}
+
+static int read_sequences(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    PyObject *starts = PyTuple_GET_ITEM(term, 1);
+    node->kind = AM_TERM_SEQUENCES;
+    Py_ssize_t entries = PyObject_Length(starts);
+    if (entries < 1) return entries < 0 ? -1 : reject("sequences must begin somewhere");
+    ptrdiff_t count = node->sequences.count = entries - 1;
+    node->sequences.q_starts = read_integers(arg, starts, entries, 0);
+    if (!node->sequences.q_starts) return -1;
+    node->sequences.k_starts = read_integers(arg, PyTuple_GET_ITEM(term, 2), entries, 0);
+    if (!node->sequences.k_starts) return -1;
+    if (check_cuts(node->sequences.q_starts, count, arg->mask.queries) < 0) return -1;
+    if (check_cuts(node->sequences.k_starts, count, arg->mask.keys) < 0) return -1;
+    node->sequences.low = read_integers(arg, PyTuple_GET_ITEM(term, 3), count, -AM_FAR);
+    if (!node->sequences.low) return -1;
+    node->sequences.high = read_integers(arg, PyTuple_GET_ITEM(term, 4), count, AM_FAR);
+    return node->sequences.high ? 0 : -1;
+}
+
 static int read_dense(am_mask_arg *arg, am_node *node, PyObject *term)
 {
     PyArrayObject *array = NULL;
@@ -194,7 +241,7 @@ static const struct {
     read_term *read;
 } terms[] = {
     {"band", 4, read_band},   {"chunk", 4, read_chunk}, {"keys", 3, read_keys},
-    {"equal", 4, read_equal}, {"dense", 4, read_dense},
+    {"equal", 4, read_equal}, {"dense", 4, read_dense}, {"sequences", 5, read_sequences},
 };
 static const struct {
     const char *name;
@@ -292,16 +339,20 @@ static int scalar_bytes(PyObject *object, PyArray_Descr *dtype, uint64_t *bytes)
 }
 
 /* `out` may overlap none of the arrays that the mask points at. */
+int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
+{
+    for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
+        PyArrayObject *input = (PyArrayObject *)kept->object;
+        if (input && am_check_apart(out, "out", input, "the mask's arrays") < 0) return -1;
+    }
+    return 0;
+}
+
 static int check_target(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype,
                         const am_mask_arg *mask)
 {
     if (am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) return -1;
-    for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
-        PyArrayObject *const input = (PyArrayObject *)kept->object;
-        static const char *const name = "the mask's arrays";
-        if (input && am_check_out(out, "out", 4, dims, dtype, &input, &name, 1) < 0) return -1;
-    }
-    return 0;
+    return am_check_apart_from_mask(out, mask);
 }
 
 static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -37,12 +37,14 @@ typedef struct {
 
 typedef enum {
     /* Terms. */
-    AM_TERM_ALL,   /* every pair */
-    AM_TERM_BAND,  /* low[b] <= k - q <= high[b] */
-    AM_TERM_CHUNK, /* (q + q_shift[b]) / size == (k + k_shift[b]) / size */
-    AM_TERM_KEYS,  /* begin[b] <= k < end[b] */
-    AM_TERM_EQUAL, /* q_ids[q] == k_ids[k], not negative, and not 0 if zero is excluded */
-    AM_TERM_DENSE, /* array[q + q_shift[b], k + k_shift[b]] is not zero */
+    AM_TERM_ALL,       /* every pair */
+    AM_TERM_BAND,      /* low[b] <= k - q <= high[b] */
+    AM_TERM_CHUNK,     /* (q + q_shift[b]) / size == (k + k_shift[b]) / size */
+    AM_TERM_KEYS,      /* begin[b] <= k < end[b] */
+    AM_TERM_EQUAL,     /* q_ids[q] == k_ids[k], not negative, and not 0 if zero is excluded */
+    AM_TERM_SEQUENCES, /* q and k lie in the same sequence s, at low[s] <= k - q <= high[s] counted from its
+                          start */
+    AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
     AM_TERM_KINDS,
     /* Operators on the one or two operands before them. */
     AM_NOT = AM_TERM_KINDS,
@@ -77,6 +79,11 @@ typedef struct {
             int exclude_zero;
             am_id_block *q_blocks, *k_blocks; /* prepared; by distinct (batch, head) */
         } equal;
+        struct {
+            ptrdiff_t count;
+            const ptrdiff_t *q_starts, *k_starts; /* [count + 1], from 0 to all queries or keys */
+            const ptrdiff_t *low, *high;          /* [count], within ±AM_FAR */
+        } sequences;
         struct {
             const char *data;
             am_dtype type;

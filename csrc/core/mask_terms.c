@@ -102,6 +102,45 @@ static void keys_bits(const am_mask *mask, const am_node *node, const am_place *
     interval_bits(keys_interval, node, p, bits);
 }
 
+/* The sequence that owns query q: the last that begins at or before it. */
+static ptrdiff_t sequence_of(const am_node *node, ptrdiff_t q)
+{
+    ptrdiff_t first = 0, last = node->sequences.count - 1;
+    while (first < last) {
+        ptrdiff_t middle = last - (last - first) / 2;
+        if (node->sequences.q_starts[middle] <= q)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return first;
+}
+
+static am_keys sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+{
+    (void)b;
+    if (node->sequences.count == 0) return (am_keys){0, 0};
+    ptrdiff_t s = sequence_of(node, q);
+    ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
+    ptrdiff_t same = begin + q - node->sequences.q_starts[s];
+    return (am_keys){min(max(same + node->sequences.low[s], begin), end),
+                     max(min(same + node->sequences.high[s] + 1, end), begin)};
+}
+static am_keys sequences_keys(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    return interval_keys(sequences_interval, mask, node, p);
+}
+static am_tile sequences_tile(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    (void)mask;
+    return interval_tile(sequences_interval, node, p);
+}
+static void sequences_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+{
+    (void)mask;
+    interval_bits(sequences_interval, node, p, bits);
+}
+
 static am_keys all_keys(const am_mask *mask, const am_node *node, const am_place *p)
 {
     (void)node, (void)p;
@@ -403,5 +442,6 @@ const am_term_kind am_term_kinds[AM_TERM_KINDS] = {
     [AM_TERM_CHUNK] = {.keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits},
     [AM_TERM_KEYS] = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits},
     [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits},
+    [AM_TERM_SEQUENCES] = {.keys = sequences_keys, .tile = sequences_tile, .bits = sequences_bits},
     [AM_TERM_DENSE] = {dense_prepare, dense_release, dense_keys, dense_tile, dense_bits},
 };

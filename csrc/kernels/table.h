@@ -105,6 +105,50 @@ typedef void am_turn_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step);
 /* Bit i tells whether words[begin + i] != words[twin[begin + i]]; at most 64 bits. */
 typedef uint64_t am_unlike_bits(const uint64_t *words, const int32_t *twin, ptrdiff_t begin, ptrdiff_t count);
 
+/* Bit i tells whether attention's dropout keeps weight k + i of a row that has this key; 64 bits. A weight is
+ * dropped with probability threshold / 2^32. */
+typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
+
+/* Attention, in float32 or float64: a block of query rows meets tiles of keys, and gathers in
+ *
+ *     out[r] = Σ 2^(logit - high[r]) v,   sum[r] = Σ 2^(logit - high[r]),   top[r] = max logit
+ *
+ * with logits in powers of two. They start from 0, 0 and -INFINITY (high and top), or from the sinks. Where
+ * there is a bias or a cap, q is scaled so that logits are in powers of e until these have been applied. */
+enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
+
+typedef struct {
+    ptrdiff_t rows, depth, out_depth; /* the last a multiple of a panel's columns */
+    const void *q;                    /* [rows][depth], scaled */
+    void *out;                        /* [rows][out_depth] */
+    void *high, *sum, *top;           /* [rows] */
+    void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
+    double cap;                       /* 0: none */
+} am_flash_rows;
+
+typedef struct {
+    const void *k, *v;    /* packed */
+    const uint64_t *live; /* a word a row; NULL: all pairs are live */
+    const uint64_t *kept; /* the same for dropout; NULL: no dropout */
+    const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
+    bool finite;          /* no value is NaN or Inf */
+} am_flash_tile;
+typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
+
+/* Up to AM_FLASH_TILE keys or values, rows `step` elements apart, to panels: keys [panel of
+ * rows][depth][row], values [panel of columns][AM_FLASH_TILE][column]; what is missing is zero. Whether all
+ * values are finite. */
+typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth);
+typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
+                                  ptrdiff_t depth);
+
+typedef struct {
+    ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
+    am_flash_step *step;
+    am_flash_pack_keys *pack_keys;
+    am_flash_pack_values *pack_values;
+} am_flash_kernels;
+
 typedef struct {
     const char *name;
     am_cumsum_rows_f32 *cumsum_rows_f32;
@@ -129,6 +173,8 @@ typedef struct {
     am_collect_nonzero *collect[AM_LANES];
     am_turn_bits *turn_bits;
     am_unlike_bits *unlike_bits;
+    am_keep_bits *keep_bits;
+    am_flash_kernels flash_f32, flash_f64;
 } am_kernels;
 
 extern const am_kernels am_kernels_baseline;

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #define VF_LANES 8
+#define V_STRIP 6 /* rows of two vectors that fit the registers, beside what they are made of */
 #define VD_LANES 4
 typedef __m256 vf;
 typedef __m256d vd;
@@ -136,6 +137,67 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     __m256i half = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
     __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     _mm_storeu_si128((__m128i *)p, packed);
+}
+
+/* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
+static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
+{
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+static inline vf vf_select(uint64_t bits, vf x, vf y)
+{
+    __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), own), own);
+    return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(set));
+}
+static inline vf vf_low_to_exponent(vf v)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23));
+}
+static inline float vf_highest(vf v)
+{
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+static inline float vf_total(vf v)
+{
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+static inline vd vd_sub(vd a, vd b) { return _mm256_sub_pd(a, b); }
+static inline vd vd_div(vd a, vd b) { return _mm256_div_pd(a, b); }
+static inline vd vd_fma(vd a, vd b, vd c) { return _mm256_fmadd_pd(a, b, c); }
+static inline vd vd_max(vd a, vd b) { return _mm256_max_pd(a, b); }
+static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
+{
+    return _mm256_blendv_pd(y, x, _mm256_cmp_pd(a, b, _CMP_LT_OQ));
+}
+static inline vd vd_select(uint64_t bits, vd x, vd y)
+{
+    __m256i own = _mm256_setr_epi64x(1, 2, 4, 8);
+    __m256i set = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x((long long)bits), own), own);
+    return _mm256_blendv_pd(y, x, _mm256_castsi256_pd(set));
+}
+static inline vd vd_low_to_exponent(vd v)
+{
+    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(v), 52));
+}
+static inline double vd_highest(vd v)
+{
+    __m128d x = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(x, _mm_unpackhi_pd(x, x)));
+}
+static inline double vd_total(vd v)
+{
+    __m128d x = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
 }
 
 typedef __m256i vi;

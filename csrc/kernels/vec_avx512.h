@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #define VF_LANES 16
+#define V_STRIP 12 /* rows of two vectors that fit the registers, beside what they are made of */
 #define VD_LANES 8
 typedef __m512 vf;
 typedef __m512d vd;
@@ -120,6 +121,39 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     __m512i half = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
 }
+
+/* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
+static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vf vf_select(uint64_t bits, vf x, vf y) { return _mm512_mask_blend_ps((__mmask16)bits, y, x); }
+static inline vf vf_low_to_exponent(vf v)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
+}
+static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
+static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
+
+static inline vd vd_sub(vd a, vd b) { return _mm512_sub_pd(a, b); }
+static inline vd vd_div(vd a, vd b) { return _mm512_div_pd(a, b); }
+static inline vd vd_fma(vd a, vd b, vd c) { return _mm512_fmadd_pd(a, b, c); }
+static inline vd vd_max(vd a, vd b) { return _mm512_max_pd(a, b); }
+static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
+{
+    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vd vd_select(uint64_t bits, vd x, vd y) { return _mm512_mask_blend_pd((__mmask8)bits, y, x); }
+static inline vd vd_low_to_exponent(vd v)
+{
+    return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(v), 52));
+}
+static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
+static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
 
 typedef __m512i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm512_set1_epi64((long long)pattern); }

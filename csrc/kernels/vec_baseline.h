@@ -10,6 +10,7 @@
 #include "core/half.h"
 
 #define VF_LANES 4
+#define V_STRIP 4 /* rows of two vectors that fit the registers, beside what they are made of */
 #define VD_LANES 2
 typedef float vf __attribute__((vector_size(16)));
 typedef double vd __attribute__((vector_size(16)));
@@ -112,6 +113,57 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
 {
     for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_bf16(v[i]);
 }
+
+/* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
+typedef uint32_t vf_mask __attribute__((vector_size(16)));
+typedef uint64_t vd_mask __attribute__((vector_size(16)));
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
+static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
+{
+    vf_mask less = (vf_mask)(a < b);
+    return (vf)((less & (vf_mask)x) | (~less & (vf_mask)y));
+}
+static inline vf vf_max(vf a, vf b) { return vf_pick_less(b, a, a, b); }
+static inline vf vf_select(uint64_t bits, vf x, vf y)
+{
+    const vf_mask own = {1, 2, 4, 8};
+    vf_mask set =
+        (vf_mask)(((vf_mask){(uint32_t)bits, (uint32_t)bits, (uint32_t)bits, (uint32_t)bits} & own) == own);
+    return (vf)((set & (vf_mask)x) | (~set & (vf_mask)y));
+}
+static inline vf vf_low_to_exponent(vf v) { return (vf)((vf_mask)v << 23); }
+static inline float vf_highest(vf v)
+{
+    float most = v[0];
+    for (int i = 1; i < VF_LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+static inline vd vd_sub(vd a, vd b) { return a - b; }
+static inline vd vd_div(vd a, vd b) { return a / b; }
+static inline vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
+static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
+{
+    vd_mask less = (vd_mask)(a < b);
+    return (vd)((less & (vd_mask)x) | (~less & (vd_mask)y));
+}
+static inline vd vd_max(vd a, vd b) { return vd_pick_less(b, a, a, b); }
+static inline vd vd_select(uint64_t bits, vd x, vd y)
+{
+    const vd_mask own = {1, 2};
+    vd_mask set = (vd_mask)(((vd_mask){(uint64_t)bits, (uint64_t)bits} & own) == own);
+    return (vd)((set & (vd_mask)x) | (~set & (vd_mask)y));
+}
+static inline vd vd_low_to_exponent(vd v) { return (vd)((vd_mask)v << 52); }
+static inline double vd_highest(vd v)
+{
+    double most = v[0];
+    for (int i = 1; i < VD_LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+static inline double vd_total(vd v) { return v[0] + v[1]; }
 
 typedef uint64_t vi __attribute__((vector_size(16)));
 static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }

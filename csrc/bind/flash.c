@@ -1,0 +1,276 @@
+/* flash.c – bindings of attention. */
+#include "core/flash.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "bind/args.h"
+#include "bind/mask.h"
+
+typedef struct {
+    PyArrayObject *query, *key, *value, *bias, *sinks, *out;
+    PyObject *nodes;
+    am_mask_arg mask;
+    am_scale scale, cap, dropout;
+    bool normalize, return_lse;
+    uint64_t seed;
+} arguments;
+
+static int to_seed(PyObject *object, const char *name, void *dst)
+{
+    PyObject *number = PyNumber_Index(object);
+    if (!number) return am_reject(PyExc_TypeError, name, "an integer", object);
+    uint64_t seed = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    if (seed == UINT64_MAX && PyErr_Occurred()) {
+        PyErr_Clear();
+        return am_reject(PyExc_ValueError, name, "from 0 to 2**64 - 1", object);
+    }
+    *(uint64_t *)dst = seed;
+    return 0;
+}
+
+static int to_array_or_none(PyObject *object, const char *name, void *dst)
+{
+    return object == Py_None ? 0 : am_to_array(object, name, dst);
+}
+
+static int reject_array(PyObject *exception, const char *name, const char *expected, PyArrayObject *got)
+{
+    return am_reject(exception, name, expected, (PyObject *)got);
+}
+
+static int check_inputs(const arguments *a)
+{
+    PyArrayObject *const arrays[] = {a->query, a->key, a->value};
+    static const char *const names[] = {"query", "key", "value"};
+    static const char *const shapes[] = {"[B, Tq, H, D]", "[B, Tk, Hkv, D]", "[B, Tk, Hkv, Dv]"};
+    for (int i = 0; i < 3; i++) {
+        if (!am_is_floating(am_dtype_of(PyArray_DESCR(arrays[i]))))
+            return reject_array(PyExc_TypeError, names[i], "of float16, bfloat16, float32 or float64",
+                                arrays[i]);
+        if (PyArray_NDIM(arrays[i]) != 4)
+            return reject_array(PyExc_ValueError, names[i], shapes[i], arrays[i]);
+    }
+    am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
+    for (int i = 1; i < 3; i++) {
+        if (am_dtype_of(PyArray_DESCR(arrays[i])) != type)
+            return reject_array(PyExc_TypeError, names[i], "of the query's dtype", arrays[i]);
+        if (PyArray_DIM(arrays[i], 0) != PyArray_DIM(a->query, 0))
+            return reject_array(PyExc_ValueError, names[i], "of as many batch rows as query", arrays[i]);
+    }
+    if (PyArray_DIM(a->key, 3) != PyArray_DIM(a->query, 3))
+        return reject_array(PyExc_ValueError, "key", "of the query's head dimension", a->key);
+    npy_intp heads = PyArray_DIM(a->query, 2), kv_heads = PyArray_DIM(a->key, 2);
+    if (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0)
+        return reject_array(PyExc_ValueError, "key", "of a number of heads that divides the query's", a->key);
+    if (PyArray_DIM(a->value, 1) != PyArray_DIM(a->key, 1) || PyArray_DIM(a->value, 2) != kv_heads)
+        return reject_array(PyExc_ValueError, "value", "of as many tokens and heads as key", a->value);
+    return 0;
+}
+
+static int check_bias(const arguments *a)
+{
+    if (!a->bias) return 0;
+    if (!am_is_floating(am_dtype_of(PyArray_DESCR(a->bias))))
+        return reject_array(PyExc_TypeError, "bias", "of a floating-point dtype", a->bias);
+    const ptrdiff_t wanted[4] = {a->mask.mask.batch, a->mask.mask.heads, a->mask.mask.queries,
+                                 a->mask.mask.keys};
+    bool fits = PyArray_NDIM(a->bias) == 4;
+    for (int i = 0; fits && i < 4; i++)
+        fits = PyArray_DIM(a->bias, i) == 1 || PyArray_DIM(a->bias, i) == wanted[i];
+    return fits ? 0 : reject_array(PyExc_ValueError, "bias", "broadcastable to [B, H, Tq, Tk]", a->bias);
+}
+
+static int check_sinks(const arguments *a)
+{
+    if (!a->sinks) return 0;
+    if (PyArray_NDIM(a->sinks) != 2 || PyArray_TYPE(a->sinks) != NPY_FLOAT64 ||
+        !PyArray_IS_C_CONTIGUOUS(a->sinks) || PyArray_DIM(a->sinks, 0) != a->mask.mask.heads)
+        return reject_array(PyExc_ValueError, "softmax_aux", "a float64 array [H, S]", a->sinks);
+    return 0;
+}
+
+static int check_numbers(const arguments *a)
+{
+    if (isnan(a->scale.value) || isnan(a->cap.value) || a->cap.value < 0) {
+        PyErr_SetString(PyExc_ValueError,
+                        "softmax_scale and logits_soft_cap must be numbers, the cap not negative");
+        return -1;
+    }
+    if (a->dropout.value >= 0 && a->dropout.value < 1) return 0;
+    PyErr_SetString(PyExc_ValueError, "dropout_prob must be at least 0 and less than 1");
+    return -1;
+}
+
+static am_tokens tokens(PyArrayObject *array)
+{
+    return (am_tokens){
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .batch = PyArray_STRIDE(array, 0),
+        .token = PyArray_STRIDE(array, 1),
+        .head = PyArray_STRIDE(array, 2),
+        .element = PyArray_STRIDE(array, 3),
+    };
+}
+
+/* The step of an axis, 0 where it is shared. */
+static ptrdiff_t bias_step(PyArrayObject *bias, int axis)
+{
+    return PyArray_DIM(bias, axis) == 1 ? 0 : PyArray_STRIDE(bias, axis);
+}
+
+static PyObject *compute(PyObject *module, arguments *a)
+{
+    const am_mask *mask = &a->mask.mask;
+    PyArrayObject *lse = NULL;
+    PyObject *result = NULL;
+    npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(a->value, 3)};
+    PyArray_Descr *dtype = PyArray_DESCR(a->query);
+    PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(4, dims, dtype);
+    if (!out) return NULL;
+    if (a->out) {
+        PyArrayObject *const inputs[] = {a->query, a->key, a->value, a->bias, a->sinks};
+        const char *const names[] = {"query", "key", "value", "bias", "softmax_aux"};
+        if (am_check_out(out, "out", 4, dims, dtype, inputs, names, 5) < 0) goto fail;
+        if (am_check_apart_from_mask(out, &a->mask) < 0) goto fail;
+    }
+    if (a->return_lse) {
+        npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
+        lse = am_new_array_of(3, rows, PyArray_TYPE(a->query) == NPY_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
+        if (!lse) goto fail;
+    }
+    am_flash flash = {
+        .batch = mask->batch,
+        .heads = mask->heads,
+        .kv_heads = PyArray_DIM(a->key, 2),
+        .queries = mask->queries,
+        .keys = mask->keys,
+        .depth = PyArray_DIM(a->query, 3),
+        .value_depth = dims[3],
+        .q = tokens(a->query),
+        .k = tokens(a->key),
+        .v = tokens(a->value),
+        .out = tokens(out),
+        .mask = &a->mask.mask,
+        .scale = a->scale.value,
+        .cap = a->cap.value,
+        .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
+        .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
+        .normalize = a->normalize,
+        .dropout = a->dropout.value,
+        .seed = a->seed,
+        .lse = lse ? PyArray_DATA(lse) : NULL,
+    };
+    if (a->bias) {
+        flash.bias = PyArray_BYTES(a->bias);
+        flash.bias_type = am_dtype_of(PyArray_DESCR(a->bias));
+        flash.bias_batch = bias_step(a->bias, 0), flash.bias_head = bias_step(a->bias, 1);
+        flash.bias_row = bias_step(a->bias, 2), flash.bias_column = bias_step(a->bias, 3);
+    }
+    am_call call;
+    am_enter(&call, module, NPY_MAX_INTP);
+    am_status status = am_mask_prepare(&call.run, &a->mask.mask);
+    if (status == AM_OK) status = am_flash_forward(&call.run, &flash);
+    am_leave(&call);
+    if (status == AM_OK)
+        result = PyTuple_Pack(2, out, lse ? (PyObject *)lse : Py_None);
+    else
+        am_raise(status, NULL);
+fail:
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return result;
+}
+
+static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    PyObject *shape = NULL, *result = NULL;
+    const am_param params[] = {
+        {"query", am_to_array, &a.query},
+        {"key", am_to_array, &a.key},
+        {"value", am_to_array, &a.value},
+        {"nodes", am_to_object, &a.nodes},
+        {"bias", to_array_or_none, &a.bias},
+        {"softmax_scale", am_to_scale, &a.scale},
+        {"logits_soft_cap", am_to_scale, &a.cap},
+        {"softmax_aux", to_array_or_none, &a.sinks},
+        {"normalize_output", am_to_bool, &a.normalize},
+        {"dropout_prob", am_to_scale, &a.dropout},
+        {"dropout_seed", to_seed, &a.seed},
+        {"return_lse", am_to_bool, &a.return_lse},
+        {"out", am_to_out, &a.out},
+    };
+    if (am_parse("flash_forward", args, nargs, params, 13) < 0 || check_inputs(&a) < 0) goto fail;
+    shape = Py_BuildValue("(nnnn)", PyArray_DIM(a.query, 0), PyArray_DIM(a.query, 2), PyArray_DIM(a.query, 1),
+                          PyArray_DIM(a.key, 1));
+    if (!shape || am_read_mask(&a.mask, shape, a.nodes) < 0) goto fail;
+    if (check_bias(&a) < 0 || check_sinks(&a) < 0 || check_numbers(&a) < 0) goto fail;
+    result = compute(module, &a);
+fail:
+    am_free_mask(&a.mask);
+    Py_XDECREF(shape);
+    Py_XDECREF(a.query);
+    Py_XDECREF(a.key);
+    Py_XDECREF(a.value);
+    Py_XDECREF(a.bias);
+    Py_XDECREF(a.sinks);
+    Py_XDECREF(a.out);
+    return result;
+}
+
+static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t seed;
+    am_scale probability;
+    PyObject *shape;
+    PyArrayObject *out = NULL;
+    const am_param params[] = {
+        {"seed", to_seed, &seed},
+        {"prob", am_to_scale, &probability},
+        {"shape", am_to_object, &shape},
+        {"out", am_to_out, &out},
+    };
+    if (am_parse("dropout_keep_mask", args, nargs, params, 4) < 0) goto fail;
+    npy_intp dims[4];
+    if (!PyArg_ParseTuple(shape, "nnnn;shape must be four integers", &dims[0], &dims[1], &dims[2], &dims[3]))
+        goto fail;
+    if (!(probability.value >= 0 && probability.value < 1)) {
+        PyErr_SetString(PyExc_ValueError, "prob must be at least 0 and less than 1");
+        goto fail;
+    }
+    PyArrayObject *made = NULL;
+    if (!out) {
+        made = out = am_new_array_of(4, dims, NPY_BOOL);
+        if (!made) goto fail;
+    } else {
+        PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
+        int bad = am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0);
+        Py_DECREF(dtype);
+        if (bad < 0 || !PyArray_IS_C_CONTIGUOUS(out)) {
+            if (bad == 0) reject_array(PyExc_ValueError, "out", "C-contiguous", out);
+            goto fail;
+        }
+    }
+    const ptrdiff_t sizes[4] = {dims[0], dims[1], dims[2], dims[3]};
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(out));
+    am_status status = am_dropout_keep_mask(&call.run, seed, probability.value, sizes, PyArray_DATA(out));
+    am_leave(&call);
+    if (status == AM_OK) return (PyObject *)out;
+    am_raise(status, NULL);
+fail:
+    Py_XDECREF(out);
+    return NULL;
+}
+
+PyMethodDef am_flash_methods[] = {
+    {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
+     "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
+     "return_lse, out, /)\n--\n\n"},
+    {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
+     "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
+    {.ml_name = NULL},
+};

@@ -1,0 +1,255 @@
+/* flash_tpl.h – attention of a block of rows to a tile of keys, for one type of numbers.
+ *
+ *     S = Q Kᵀ           rows × 64, one panel of keys after the other, so that the panel stays in cache
+ *     P = 2^(S - high)   row by row; `high` is raised only when a logit exceeds it by far
+ *     O = O + P V        one panel of columns after the other
+ *
+ * Both products are one: a strip of up to STRIP rows times a panel of PANEL columns, which together fill the
+ * vector registers. Of a tile that is only partly live, each strip takes the columns from its first live one
+ * to its last.
+ */
+
+enum { FN(PANEL) = 2 * LANES };
+
+/* How far, in powers of two, a logit may exceed `high`: P stays below 2^8, and rows are seldom scaled. */
+#define SLACK 8
+
+/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. */
+static inline __attribute__((always_inline)) void FN(product_of)(const int rows, ptrdiff_t depth, const T *a,
+                                                                 ptrdiff_t a_step, const T *b, T *c,
+                                                                 ptrdiff_t c_step, bool add)
+{
+    V sums[STRIP][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        sums[r][0] = add ? VOP(load)(c + r * c_step) : VOP(set1)(0);
+        sums[r][1] = add ? VOP(load)(c + r * c_step + LANES) : VOP(set1)(0);
+    }
+    for (ptrdiff_t i = 0; i < depth; i++, b += FN(PANEL)) {
+        V left = VOP(load)(b), right = VOP(load)(b + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            V x = VOP(set1)(a[r * a_step + i]);
+            sums[r][0] = VOP(fma)(x, left, sums[r][0]);
+            sums[r][1] = VOP(fma)(x, right, sums[r][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        VOP(store)(c + r * c_step, sums[r][0]);
+        VOP(store)(c + r * c_step + LANES, sums[r][1]);
+    }
+}
+
+#define ROWS(n)                                                                                              \
+    case n: FN(product_of)(n, depth, a, a_step, b, c, c_step, add); break;
+static void FN(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b, T *c,
+                        ptrdiff_t c_step, bool add)
+{
+    switch (rows) {
+        ROWS(1)
+        ROWS(2)
+        ROWS(3)
+        ROWS(4)
+#if STRIP > 4
+        ROWS(5)
+        ROWS(6)
+#endif
+#if STRIP > 6
+        ROWS(7)
+        ROWS(8)
+        ROWS(9)
+        ROWS(10)
+        ROWS(11)
+        ROWS(12)
+#endif
+    }
+}
+#undef ROWS
+
+/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. */
+static inline V FN(exp2)(V x)
+{
+    x = VOP(max)(VOP(set1)(-(T)MIN_POWER), x);
+    V shifted = VOP(add)(x, VOP(set1)((T)ROUNDER)); /* its low bits: round(x), plus the exponent's bias */
+    V rest = VOP(sub)(x, VOP(sub)(shifted, VOP(set1)((T)ROUNDER)));
+    V power = VOP(set1)(FN(exp2_terms)[EXP2_TERMS - 1]);
+#pragma GCC unroll 16
+    for (int i = EXP2_TERMS - 2; i >= 0; i--) power = VOP(fma)(power, rest, VOP(set1)(FN(exp2_terms)[i]));
+    return VOP(mul)(power, VOP(low_to_exponent)(shifted));
+}
+
+/* Near 0 by a polynomial, since 1 - 2 / (e^2x + 1) would lose what x has beyond the last digit of 1. */
+static inline V FN(tanh)(V x)
+{
+    V zero = VOP(set1)(0), one = VOP(set1)(1), size = VOP(max)(VOP(sub)(zero, x), x);
+    V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* e^-40 is nothing beside 1 */
+    V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
+    V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
+    far = VOP(pick_less)(x, zero, VOP(sub)(zero, far), far);
+    V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x);
+    return VOP(pick_less)(size, VOP(set1)((T)0.625), near, far);
+}
+
+/* Adds the bias and caps; until then logits count in powers of e. */
+static void FN(dress)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, T *logits,
+                      ptrdiff_t begin, ptrdiff_t end)
+{
+    const T *bias = tile->bias ? (const T *)tile->bias + row * AM_FLASH_TILE : NULL;
+    V cap = VOP(set1)((T)block->cap), inverse = VOP(set1)((T)(1 / block->cap));
+    V to_base_2 = VOP(set1)((T)1.4426950408889634);
+    for (ptrdiff_t i = begin; i < end; i += LANES) {
+        V s = VOP(load)(logits + i);
+        if (bias) s = VOP(add)(s, VOP(load)(bias + i));
+        if (block->cap > 0) s = VOP(mul)(cap, FN(tanh)(VOP(mul)(s, inverse)));
+        VOP(store)(logits + i, VOP(mul)(s, to_base_2));
+    }
+}
+
+/* Logits of one row to weights; columns begin … end - 1, whole vectors. Returns whether `high` rose. */
+static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin,
+                      ptrdiff_t end)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
+      *sum = (T *)block->sum + row, *top = (T *)block->top + row;
+    if (tile->bias || block->cap > 0) FN(dress)(block, tile, row, logits, begin, end);
+    V most = VOP(set1)(-(T)INFINITY);
+    if (tile->live) {
+        for (ptrdiff_t i = begin; i < end; i += LANES) {
+            V s = VOP(select)(tile->live[row] >> i, VOP(load)(logits + i), VOP(set1)(-(T)INFINITY));
+            VOP(store)(logits + i, s);
+            most = VOP(max)(s, most);
+        }
+    } else {
+        for (ptrdiff_t i = begin; i < end; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
+    }
+    T highest = VOP(highest)(most);
+    if (highest > *top) *top = highest;
+    if (highest > *high + SLACK) { /* also if it was -INFINITY */
+        if (*high > -(T)INFINITY) {
+            V factor = FN(exp2)(VOP(set1)(*high - highest));
+            T *out = (T *)block->out + row * block->out_depth;
+            for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
+                VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
+            *sum *= VOP(first)(factor);
+        }
+        *high = highest;
+    }
+    V base = VOP(set1)(*high > -(T)INFINITY ? *high : 0), total = VOP(set1)(0);
+    for (ptrdiff_t i = begin; i < end; i += LANES) {
+        V p = FN(exp2)(VOP(sub)(VOP(load)(logits + i), base));
+        total = VOP(add)(total, p);
+        if (tile->kept) p = VOP(select)(tile->kept[row] >> i, p, VOP(set1)(0));
+        VOP(store)(logits + i, p);
+    }
+    *sum += VOP(total)(total);
+}
+
+/* O + P V over live pairs alone, for values among which are NaN or Inf: 0 × NaN would reach beyond them. */
+static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row)
+{
+    T *out = (T *)block->out + row * block->out_depth;
+    const T *p = (const T *)block->logits + row * AM_FLASH_TILE, *v = tile->v;
+    for (uint64_t left = tile->live[row]; left; left &= left - 1) {
+        int key = __builtin_ctzll(left);
+        for (ptrdiff_t j = 0; j < block->out_depth; j++) {
+            ptrdiff_t panel = j / FN(PANEL), column = j % FN(PANEL);
+            out[j] += p[key] * v[(panel * AM_FLASH_TILE + key) * FN(PANEL) + column];
+        }
+    }
+}
+
+typedef struct {
+    ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */
+} FN(strip);
+
+static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    FN(strip) strips[AM_FLASH_ROWS];
+    ptrdiff_t count = (block->rows + STRIP - 1) / STRIP, least = block->rows / count;
+    for (ptrdiff_t i = 0, row = 0; i < count; i++) {
+        FN(strip) *s = &strips[i];
+        *s = (FN(strip)){row, least + (i < block->rows % count), 0, AM_FLASH_TILE};
+        row += s->rows;
+        if (!tile->live) continue;
+        uint64_t any = 0;
+        for (ptrdiff_t r = s->row; r < row; r++) any |= tile->live[r];
+        s->begin = any ? __builtin_ctzll(any) : 0;
+        s->end = any ? AM_FLASH_TILE - __builtin_clzll(any) : 0;
+    }
+
+    T *logits = block->logits, *out = block->out;
+    const T *q = block->q, *k = tile->k, *v = tile->v;
+    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), k += FN(PANEL) * block->depth) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
+            FN(product)(s->rows, block->depth, q + s->row * block->depth, block->depth, k,
+                        logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE, false);
+        }
+    }
+    for (const FN(strip) *s = strips; s < strips + count; s++) {
+        ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
+        for (ptrdiff_t r = s->row; begin < end && r < s->row + s->rows; r++)
+            FN(weigh)(block, tile, r, begin, end);
+    }
+    if (tile->live && !tile->finite) {
+        for (ptrdiff_t r = 0; r < block->rows; r++) FN(add_live)(block, tile, r);
+        return;
+    }
+    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (s->begin == s->end) continue;
+            FN(product)(s->rows, s->end - s->begin, logits + s->row * AM_FLASH_TILE + s->begin, AM_FLASH_TILE,
+                        v + s->begin * FN(PANEL), out + s->row * block->out_depth + column, block->out_depth,
+                        true);
+        }
+        v += AM_FLASH_TILE * FN(PANEL);
+    }
+}
+
+static void FN(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+{
+    T *dst = to;
+    const T *src = from;
+    for (ptrdiff_t begin = 0; begin < AM_FLASH_TILE; begin += FN(PANEL), dst += FN(PANEL) * depth) {
+        ptrdiff_t count = rows - begin < FN(PANEL) ? rows - begin : FN(PANEL);
+        if (count < FN(PANEL)) memset(dst, 0, (size_t)(FN(PANEL) * depth) * sizeof *dst);
+        for (ptrdiff_t j = 0; j < count; j++) {
+            const T *row = src + (begin + j) * step;
+            for (ptrdiff_t i = 0; i < depth; i++) dst[i * FN(PANEL) + j] = row[i];
+        }
+    }
+}
+
+static bool FN(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+{
+    T *dst = to;
+    const T *src = from;
+    V nothing = VOP(set1)(0); /* 0 × x is 0 for finite x, else NaN */
+    for (ptrdiff_t begin = 0; begin < depth; begin += FN(PANEL)) {
+        ptrdiff_t count = depth - begin < FN(PANEL) ? depth - begin : FN(PANEL);
+        for (ptrdiff_t r = 0; r < AM_FLASH_TILE; r++, dst += FN(PANEL)) {
+            if (r >= rows || count < FN(PANEL)) memset(dst, 0, FN(PANEL) * sizeof *dst);
+            if (r < rows && count == FN(PANEL)) {
+                VOP(store)(dst, VOP(load)(src + r * step + begin));
+                VOP(store)(dst + LANES, VOP(load)(src + r * step + begin + LANES));
+            } else if (r < rows) {
+                memcpy(dst, src + r * step + begin, (size_t)count * sizeof *dst);
+            }
+            nothing = VOP(fma)(VOP(load)(dst), VOP(set1)(0), nothing);
+            nothing = VOP(fma)(VOP(load)(dst + LANES), VOP(set1)(0), nothing);
+        }
+    }
+    return VOP(total)(nothing) == 0;
+}
+
+#undef SLACK
+#undef T
+#undef V
+#undef VOP
+#undef FN
+#undef LANES
+#undef STRIP
+#undef MIN_POWER
+#undef ROUNDER
+#undef EXP2_TERMS

@@ -1,0 +1,18 @@
+/* keep_tpl.h – random bits for attention's dropout, from a counter: whoever asks, in whatever order, gets the
+ * same. */
+
+static uint64_t keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold)
+{
+    uint32_t low = (uint32_t)row_key, high = (uint32_t)(row_key >> 32), kept[64];
+    for (uint32_t i = 0; i < 64; i++) { /* a bijection of k, made of two keyed rounds of multiply and shift */
+        uint32_t x = k + i + low;
+        x = (x ^ x >> 16) * 0x7feb352du;
+        x = (x ^ x >> 15) * 0x846ca68bu;
+        x = (x ^ x >> 16) + high;
+        x = (x ^ x >> 17) * 0xed5ad4bbu;
+        x = (x ^ x >> 11) * 0xac4c1b51u;
+        x = x ^ x >> 15;
+        kept[i] = x >= threshold;
+    }
+    return nonzero_bits_32(kept, 64);
+}
