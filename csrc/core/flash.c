@@ -160,6 +160,17 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     *finite = p->kernels->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
+/* Asks for the rows of a tile ahead of time: they may lie a page apart, where the processor does not guess. */
+static void prefetch_rows(const am_tokens *t, const place *at, ptrdiff_t k, ptrdiff_t rows, ptrdiff_t count)
+{
+    ptrdiff_t bytes = count * (ptrdiff_t)am_size_of(t->type);
+    if (t->element != (ptrdiff_t)am_size_of(t->type)) return;
+    const char *row = t->data + at->b * t->batch + at->kv_head * t->head + k * t->token;
+    for (ptrdiff_t r = 0; r < rows; r++, row += t->token) {
+        for (ptrdiff_t i = 0; i < bytes; i += LINE) __builtin_prefetch(row + i, 0, 2);
+    }
+}
+
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
@@ -370,6 +381,9 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
             tile.v = (const char *)tile.k + p->k_bytes;
             tile.finite = p->finite[index];
         } else {
+            ptrdiff_t next = min(TILE, end - k - TILE);
+            prefetch_rows(&f->k, at, k + TILE, next, f->depth);
+            prefetch_rows(&f->v, at, k + TILE, next, f->value_depth);
             pack_tile(p, at, k, s->row, s->k, s->v, &tile.finite);
             tile.k = s->k, tile.v = s->v;
         }
