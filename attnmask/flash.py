@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-def _out_of(out: Any, problem: Problem) -> NDArray[Any]:
+def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     """`out` of packed sequences, with the axis for the batch that it lacks."""
     shape = (*problem.query.shape[1:3], problem.value.shape[3])
     if not isinstance(out, np.ndarray):
@@ -35,18 +35,17 @@ def _out_of(out: Any, problem: Problem) -> NDArray[Any]:
 
 
 def _forward(
-    problem: Problem, return_lse: bool, out: Any, inputs: dict[str, Any]
+    problem: Problem, batched: bool, return_lse: bool, out: Any, inputs: dict[str, Any]
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Attention into `out`, which may be None and may share no memory with the `inputs`."""
-    if out is None:
-        result, lse = _core.flash_forward(*problem.core, return_lse, None)
-        if problem.without_batch:
-            return result[0], None if lse is None else lse[0]
-        return result, lse
-    check_apart(out, inputs)
-    filled = _out_of(out, problem) if problem.without_batch else out
-    _, lse = _core.flash_forward(*problem.core, return_lse, filled)
-    return out, lse[0] if problem.without_batch and lse is not None else lse
+    if out is not None:
+        check_apart(out, inputs)
+    if batched:
+        return _core.flash_forward(*problem, return_lse, out)
+    result, lse = _core.flash_forward(
+        *problem, return_lse, None if out is None else _without_batch(out, problem)
+    )
+    return result[0] if out is None else out, None if lse is None else lse[0]
 
 
 def flash_attention(
@@ -184,7 +183,7 @@ def flash_attention(
     >>> out.ravel(), np.exp(lse).round(6)
     (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
     """
-    problem = read_problem(
+    problem, batched = read_problem(
         query,
         key,
         value,
@@ -218,7 +217,7 @@ def flash_attention(
         "causal_offset": causal_offset,
     }
     with_lse = flag(return_lse, "return_lse")
-    result, lse = _forward(problem, with_lse, out, inputs)
+    result, lse = _forward(problem, batched, with_lse, out, inputs)
     return (result, lse) if with_lse else result
 
 
@@ -268,7 +267,7 @@ def flash_attention_fwd(
     >>> np.exp(lse).round(6)
     array([[[1., 2., 3., 4.]]], dtype=float32)
     """
-    problem = read_problem(
+    problem, batched = read_problem(
         query,
         key,
         value,
@@ -301,7 +300,7 @@ def flash_attention_fwd(
         "softmax_aux": softmax_aux,
         "causal_offset": causal_offset,
     }
-    result, lse = _forward(problem, True, out, inputs)
+    result, lse = _forward(problem, batched, True, out, inputs)
     assert lse is not None
     return result, lse
 

@@ -1,7 +1,7 @@
 """What attention is asked for, checked and put as the core takes it: one mask program, numbers, arrays as they lie.
 
-Nothing here looks at tokens one by one. Ranks are checked, as masks need to know the lengths; that query, key, value and
-`out` fit together is for the core to say.
+Nothing here looks at tokens one by one. Ranks are checked, as masks need to know the lengths; that query, key, value
+and `out` fit together is for the core to say.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ _PRECISIONS = ("default", "high", "highest")
 
 
 class Problem(NamedTuple):
-    """The first arguments of the core's functions, in their order, and how results are handed back."""
+    """The first arguments of the core's functions, in their order."""
 
     query: NDArray[Any]
     key: NDArray[Any]
@@ -45,11 +45,6 @@ class Problem(NamedTuple):
     normalize: bool
     dropout: float
     seed: int
-    without_batch: bool
-
-    @property
-    def core(self) -> Any:
-        return self[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,7 @@ def _check_precision(precision: Any) -> None:
     if isinstance(name, str):
         valid = name.lower() in _PRECISIONS
     elif isinstance(precision, (int, np.integer)) and not isinstance(precision, bool):
-        valid = 0 <= precision < len(_PRECISIONS)
+        valid = 0 <= int(precision) < len(_PRECISIONS)
     else:
         raise TypeError(f"{expected}, got {describe(precision)}")
     if not valid:
@@ -325,8 +320,10 @@ def _joined(programs: Iterable[Program]) -> Program:
     return tuple(nodes) or (("all",),)
 
 
-def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -> list[NDArray[Any]]:
-    """The three with an axis for the batch. Packed ones may lack it."""
+def _batched(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
+) -> tuple[list[NDArray[Any]], bool]:
+    """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
     names = {"query": "Tq, H, D", "key": "Tk, Hkv, D", "value": "Tk, Hkv, Dv"}
     arrays = [as_array(array, name) for array, name in zip((query, key, value), names, strict=True)]
     rank = 3 if packed and arrays[0].ndim == 3 else 4
@@ -335,7 +332,7 @@ def _batched(query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool) -
             hint = "; without B it takes cum_seqlens_q" if array.ndim == 3 and not packed else ""
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
             raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
-    return arrays if rank == 4 else [array[None] for array in arrays]
+    return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 
 def read_problem(
@@ -361,11 +358,11 @@ def read_problem(
     q_segment_ids: ArrayLike | None,
     kv_segment_ids: ArrayLike | None,
     causal_offset: ArrayLike,
-) -> Problem:
-    """The arguments of `attnmask.flash_attention`, as the core takes them."""
+) -> tuple[Problem, bool]:
+    """The arguments of `attnmask.flash_attention` as the core takes them, and whether there is a batch axis."""
     _check_hints(fwd_params, bwd_params, precision, logits_dtype)
     packed = cum_seqlens_q is not None or cum_seqlens_k is not None
-    q, k, v = _batched(query, key, value, packed)
+    (q, k, v), batched = _batched(query, key, value, packed)
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]
     shape = (batch, heads, queries, keys)
     starts = _both_starts(cum_seqlens_q, cum_seqlens_k, shape) if packed else None
@@ -377,7 +374,7 @@ def read_problem(
     if places is not None:
         programs.append((places,))
     dropout, seed = dropout_of(dropout_prob, dropout_seed, ("dropout_prob", "dropout_seed"))
-    return Problem(
+    problem = Problem(
         q,
         k,
         v,
@@ -389,15 +386,15 @@ def read_problem(
         flag(normalize_output, "normalize_output"),
         dropout,
         seed,
-        packed and q is not query and np.ndim(query) == 3,
     )
+    return problem, batched
 
 
 def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except RuntimeError:  # too hard to tell
         return True
 

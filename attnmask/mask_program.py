@@ -16,10 +16,11 @@ Operators stand for themselves. A term is a tuple; it speaks of query `q` and ke
 
 One more term is known to attention only, for packed rows::
 
-    ("sequences", q_starts, k_starts, low, high)   both in the same sequence s, that is q_starts[s] <= q < q_starts[s + 1]
-                                                   and so for k, and low[s] <= k - k_starts[s] - (q - q_starts[s]) <= high[s]
+    ("sequences", q_starts, k_starts, low, high)   q and k lie in the same sequence s, and counted from its starts
+                                                   low[s] <= k - q <= high[s]
 
-Its starts are int64 arrays that hold for all batch rows; its limits are such arrays too, or None for no limit.
+Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
+rows; limits are such arrays too, or None for no limit.
 
 What has an index ``[b]`` is an int for all rows or an int64 array of one each. Axes of ids and arrays that all batch
 rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
