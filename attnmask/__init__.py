@@ -11,6 +11,14 @@ from attnmask.cumsum import (
     chunk_local_cumsum_vjp,
 )
 from attnmask.debug import get_debug_mode, set_debug_mode
+from attnmask.flash import (
+    BwdParams,
+    FwdParams,
+    dropout_keep_mask,
+    flash_attention,
+    flash_attention_fwd,
+    merge_attention_states,
+)
 from attnmask.mask_info import MaskInfo
 from attnmask.mask_sharding import MaskSharding
 from attnmask.masks import (
@@ -43,6 +51,8 @@ from attnmask.packed import (
 from attnmask.runtime import __version__, get_num_threads, set_num_threads, show_config
 
 __all__ = [
+    "BwdParams",
+    "FwdParams",
     "MaskInfo",
     "MaskSharding",
     "__version__",
@@ -59,10 +69,14 @@ __all__ = [
     "chunk_local_cumsum_vjp",
     "cu_seqlens_to_mask",
     "cu_seqlens_to_pairs",
+    "dropout_keep_mask",
+    "flash_attention",
+    "flash_attention_fwd",
     "get_debug_mode",
     "get_num_threads",
     "identity_dtype_convert",
     "mask_to_segment_ids",
+    "merge_attention_states",
     "pairs_to_cu_seqlens",
     "positions_from_segment_ids",
     "prepare_chunk_indices",

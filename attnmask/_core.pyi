@@ -2,6 +2,7 @@
 
 from typing import Any, SupportsIndex
 
+import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 def attention_mask_to_qkv_cu_seqlens(
@@ -34,9 +35,31 @@ def cu_seqlens_to_mask(
     cu_seqlens: ArrayLike, max_len: SupportsIndex, dtype: DTypeLike, out: NDArray[Any] | None, /
 ) -> NDArray[Any]: ...
 def cu_seqlens_to_pairs(cu_seqlens: ArrayLike, /) -> NDArray[Any]: ...
+def dropout_keep_mask(
+    seed: int, prob: float, shape: tuple[int, int, int, int], out: NDArray[np.bool_] | None, /
+) -> NDArray[np.bool_]: ...
+def flash_forward(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    nodes: tuple[Any, ...],
+    bias: ArrayLike | None,
+    scale: float,
+    cap: float,
+    sinks: NDArray[np.float64] | None,
+    normalize: bool,
+    dropout: float,
+    seed: int,
+    return_lse: bool,
+    out: NDArray[Any] | None,
+    /,
+) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
 def get_num_threads() -> int: ...
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool, strict: bool, /
+) -> tuple[NDArray[Any], NDArray[Any]]: ...
+def merge_attention_states(
+    outs: tuple[Any, ...], lses: tuple[Any, ...], /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
 def padding_segment_ids(mask: ArrayLike, /) -> tuple[NDArray[Any], NDArray[Any]]: ...
 def pairs_to_cu_seqlens(pairs: ArrayLike, /) -> NDArray[Any]: ...

@@ -49,6 +49,26 @@ def integer(value: Any, name: str, minimum: int | None = None) -> int:
     return number
 
 
+def real(value: Any, name: str) -> float:
+    """Any kind of real number but a bool or a NaN, as Python's own."""
+    if type(value) is float:
+        number = value
+    else:
+        array = as_array(value, name)
+        if array.ndim or array.dtype.kind == "b" or not is_number(array.dtype):
+            raise TypeError(f"{name} must be a real number, got {describe(value)}")
+        number = float(array)
+    if number != number:
+        raise ValueError(f"{name} must be a number, got nan")
+    return number
+
+
+def flag(value: Any, name: str) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+    return bool(value)
+
+
 def one_of(value: Any, name: str, choices: Sequence[str | None]) -> None:
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {describe(value)}")
@@ -110,19 +130,49 @@ def per_row(value: ArrayLike, name: str, batch: int, minimum: int = -FARTHEST) -
     return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
 
 
+def is_pair(sliding_window: Any) -> bool:
+    return isinstance(sliding_window, (tuple, list)) or (
+        isinstance(sliding_window, np.ndarray) and sliding_window.ndim > 0
+    )
+
+
+def window(sliding_window: Any) -> tuple[int | None, int | None]:
+    """How far a window reaches to the left and to the right; None for no end."""
+    if is_pair(sliding_window):
+        if len(sliding_window) != 2:
+            raise ValueError(
+                f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
+            )
+        left, right = (
+            None if side is None else integer(side, "sliding_window", 0) for side in sliding_window
+        )
+    else:
+        left = right = integer(sliding_window, "sliding_window", 0)
+    return (
+        None if left is None or left > FARTHEST else left,
+        None if right is None or right > FARTHEST else right,
+    )
+
+
 def is_number(dtype: np.dtype[Any]) -> bool:
     """bool, an integer or a floating-point type that the core knows."""
     return (dtype.kind in "biuf" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
 
 
-def mask_array(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[Any]:
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """A floating-point type that the core knows."""
+    return (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
+
+
+def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
     """An array of bool or numbers, as it is: where it is not zero it says yes."""
     array = as_array(value, name)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:  # long double
         array = array != 0
     if not is_number(array.dtype):
         raise TypeError(f"{name} must be bool, integers or floats, got {describe(array)}")
-    _check_rank(array, name, layouts)
+    if layouts is not None:
+        _check_rank(array, name, layouts)
     return read_only(array)
 
 

@@ -14,6 +14,14 @@ Operators stand for themselves. A term is a tuple; it speaks of query `q` and ke
                                            negative, and not zero if that is excluded
     ("dense", array, q_shift, k_shift)     array[b, h, q + q_shift[b], k + k_shift[b]] is not zero
 
+One more term is known to attention only, for packed rows::
+
+    ("sequences", q_starts, k_starts, low, high)   q and k lie in the same sequence s, and counted from its starts
+                                                   low[s] <= k - q <= high[s]
+
+Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
+rows; limits are such arrays too, or None for no limit.
+
 What has an index ``[b]`` is an int for all rows or an int64 array of one each. Axes of ids and arrays that all batch
 rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
 """
@@ -60,6 +68,15 @@ def equal(q_ids: NDArray[np.int32], kv_ids: NDArray[np.int32], exclude_zero: boo
 def dense(array: NDArray[Any]) -> Node:
     """The 4-D `array`."""
     return ("dense", array, 0, 0)
+
+
+def sequences(
+    q_starts: NDArray[np.int64],
+    k_starts: NDArray[np.int64],
+    low: NDArray[np.int64] | None,
+    high: NDArray[np.int64] | None,
+) -> Node:
+    return ("sequences", q_starts, k_starts, low, high)
 
 
 def extent_of(tokens: tuple[int, ...], side: int) -> Extent:

@@ -13,9 +13,11 @@ from attnmask.arguments import (
     frozen,
     integer,
     integers,
+    is_pair,
     number_dtype,
     one_of,
     per_row,
+    window,
 )
 from attnmask.mask_answers import MaskAnswers
 from attnmask.mask_program import (
@@ -41,30 +43,6 @@ from attnmask.mask_state import (
     flatten,
     padding_of,
 )
-
-
-def _is_pair(sliding_window: Any) -> bool:
-    return isinstance(sliding_window, (tuple, list)) or (
-        isinstance(sliding_window, np.ndarray) and sliding_window.ndim > 0
-    )
-
-
-def _window(sliding_window: Any) -> tuple[int | None, int | None]:
-    """How far a window reaches to the left and to the right; None for no end."""
-    if _is_pair(sliding_window):
-        if len(sliding_window) != 2:
-            raise ValueError(
-                f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
-            )
-        left, right = (
-            None if side is None else integer(side, "sliding_window", 0) for side in sliding_window
-        )
-    else:
-        left = right = integer(sliding_window, "sliding_window", 0)
-    return (
-        None if left is None or left > FARTHEST else left,
-        None if right is None or right > FARTHEST else right,
-    )
 
 
 def _clipped(value: PerRow, low: int, high: int) -> PerRow:
@@ -264,7 +242,7 @@ class MaskTerms(MaskAnswers):
         >>> info.apply_sliding_window((2, 0), mode="decode", index=5).shape
         (1, 1, 3)
         """
-        left, right = _window(sliding_window)
+        left, right = window(sliding_window)
         one_of(mode, "mode", (None, "default", "decode", "prefill"))
         (batch, _, queries, keys), _ = self._described("apply a sliding window")
         shift = per_row(offset, "offset", batch)
@@ -275,7 +253,7 @@ class MaskTerms(MaskAnswers):
             return info
         width = keys if left is None or right is None else min(left + right + 1, keys)
         if mode == "prefill":
-            if not _is_pair(sliding_window) and left is not None:
+            if not is_pair(sliding_window) and left is not None:
                 width = min(left, keys)
             return self._of(cut_out(info._state, Cut(0, queries, keys - width, width)))
         assert index is not None

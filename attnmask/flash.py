@@ -1,0 +1,390 @@
+"""Attention that never holds a matrix of queries by keys, and works only where a query may attend to a key.
+
+Arrays are ``[B, T, H, D]``: batch rows, tokens, heads, channels; or ``[T, H, D]`` for packed sequences. Keys and values
+may have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
+"""
+
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+from attnmask.arguments import as_array, describe, flag, integer
+from attnmask.flash_arguments import BwdParams, FwdParams, Problem, check_apart, dropout_of, read_problem
+from attnmask.mask_info import MaskInfo
+
+__all__ = [
+    "BwdParams",
+    "FwdParams",
+    "dropout_keep_mask",
+    "flash_attention",
+    "flash_attention_fwd",
+    "merge_attention_states",
+]
+
+
+def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
+    """`out` of packed sequences, with the axis for the batch that it lacks."""
+    shape = (*problem.query.shape[1:3], problem.value.shape[3])
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a NumPy array or None, got {describe(out)}")
+    if out.shape != shape:
+        raise ValueError(f"out must be of shape {shape}, got {describe(out)}")
+    return out[None]
+
+
+def _forward(
+    problem: Problem, batched: bool, return_lse: bool, out: Any, inputs: dict[str, Any]
+) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Attention into `out`, which may be None and may share no memory with the `inputs`."""
+    if out is not None:
+        check_apart(out, inputs)
+    if batched:
+        return _core.flash_forward(*problem, return_lse, out)
+    result, lse = _core.flash_forward(
+        *problem, return_lse, None if out is None else _without_batch(out, problem)
+    )
+    return result[0] if out is None else out, None if lse is None else lse[0]
+
+
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attention_mask: ArrayLike | MaskInfo | None = None,
+    bias: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: DTypeLike | None = None,
+    *,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    return_lse: bool = False,
+    out: NDArray[Any] | None = None,
+) -> Any:
+    """Softmax attention of queries over the keys that they may attend to.
+
+    ::
+
+        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + bias[q, k])      soft_cap(x) = c · tanh(x / c)
+        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]                              over the live pairs (q, k)
+
+    A pair is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same packed
+    sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window. For 3
+    queries and 5 keys, and for 5 queries and 3 keys::
+
+        causal            causal,           window 1          window (1, 0),        causal        causal,
+                          bottom-right                        bottom-right                        bottom-right
+
+            k 0 1 2 3 4       k 0 1 2 3 4       k 0 1 2 3 4       k 0 1 2 3 4           k 0 1 2       k 0 1 2
+          q 0 # . . . .     q 0 # # # . .     q 0 # # . . .     q 0 . # # . .         q 0 # . .     q 0 . . .
+            1 # # . . .       1 # # # # .       1 # # # . .       1 . . # # .           1 # # .       1 . . .
+            2 # # # . .       2 # # # # #       2 . # # # .       2 . . . # #           2 # # #       2 # . .
+                                                                                        3 # # #       3 # # .
+                                                                                        4 # # #       4 # # #
+
+    Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts::
+
+                              causal            causal, bottom-right      causal_offset=[0, -1]
+
+            k 0 1 2 3 4           k 0 1 2 3 4       k 0 1 2 3 4               k 0 1 2 3 4
+          q 0 # # # . .         q 0 # . . . .     q 0 # # . . .             q 0 # . . . .
+            1 # # # . .           1 # # . . .       1 # # # . .               1 # # . . .
+            2 . . . # #           2 . . . # .       2 . . . . .               2 . . . . .
+            3 . . . # #           3 . . . # #       3 . . . # .               3 . . . # .
+            4 . . . # #           4 . . . # #       4 . . . # #               4 . . . # #
+
+    A dead pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future reaches
+    nothing. A logit of -inf is a dead pair, too. A query without a live pair gets zeros.
+
+    Parameters
+    ----------
+    query : array_like, shape [B, Tq, H, D], or [Tq, H, D] with `cum_seqlens_q` or `cum_seqlens_k`
+        float16, bfloat16, float32 or float64, like `key` and `value`. All are read in place, whatever their strides:
+        ``[B, H, T, D]`` goes in as ``query.swapaxes(1, 2)``.
+    key : array_like, shape [B, Tk, Hkv, D], or [Tk, Hkv, D]
+        H is a multiple of Hkv.
+    value : array_like, shape [B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]
+    attention_mask : array_like or MaskInfo, optional
+        An array of bool or numbers that broadcasts to [B, H, Tq, Tk]: not zero means that the pair may be live. A
+        `MaskInfo` has Tq queries and Tk keys, and is never written out.
+    bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
+    softmax_scale : float, optional
+        ``1 / sqrt(D)`` if not given.
+    dropout_prob : float
+        The chance that a weight is dropped, from 0 to below 1; the others grow by ``1 / (1 - dropout_prob)``.
+    causal : bool
+    dropout_seed : int, optional
+        Of any size, taken modulo 2**64; 0 if not given. `dropout_keep_mask` tells what is kept.
+    cum_seqlens_q, cum_seqlens_k : array_like of integers, shape [sequences + 1], optional
+        The one batch row holds packed sequences: where they start, from 0 to Tq (Tk), never decreasing. Sequence i of
+        the queries attends to sequence i of the keys. One will do for both if they are equally long.
+    sliding_window : int or tuple of two, optional
+        How many keys to the left and to the right, or to either side; None for all.
+    fwd_params, bwd_params : FwdParams, BwdParams, optional
+        Hints.
+    logits_soft_cap : float, optional
+        ``c`` above; none if it is 0 or infinite.
+    softmax_aux : array_like, shape [S] or [H, S], optional
+        Sinks: logits that take part in each softmax, as they are, and have no value.
+    normalize_output : bool
+        If not, weights are ``exp(logit - the row's largest logit or sink)``.
+    precision : {None, "default", "high", "highest"}, int from 0 to 2 or jax.lax.Precision
+        Accepted, as float32 is multiplied as float32 in any case.
+    logits_dtype : dtype, optional
+        Accepted, as logits are float32, or float64 for float64 inputs.
+    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, Tq] ([B, Tk]), optional
+        Tokens attend to those with the same id; below 0 is padding. One will do for both if they are equally long.
+    causal_offset : int, array_like of integers, or "bottom-right"
+        Moves the diagonal of `causal` and the window to the right: one number, one a batch row, or one a packed
+        sequence. ``"bottom-right"`` is as many keys as there are more of them than queries.
+    return_lse : bool
+        Return the logsumexp of each row as well.
+    out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
+        Takes the result, and is returned. Of the query's type, sharing no memory with the inputs.
+
+    Returns
+    -------
+    out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+        Of the query's type.
+    lse : ndarray, shape [B, H, Tq] or [H, Tq]
+        Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over live pairs and sinks, -inf if
+        there are none; float32, or float64 for float64 inputs.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all live keys weigh the same
+    >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> attnmask.flash_attention(query, key, value, causal=True).ravel()
+    array([0. , 0.5, 1. ])
+    >>> attnmask.flash_attention(query, key, value, causal=True, causal_offset="bottom-right").ravel()
+    array([1. , 1.5, 2. ])
+    >>> attnmask.flash_attention(query, key, value, sliding_window=(1, 0)).ravel()
+    array([0. , 0.5, 1.5])
+
+    Packed sequences have no batch axis:
+
+    >>> packed = {"cum_seqlens_q": [0, 1, 3], "cum_seqlens_k": [0, 3, 5]}
+    >>> out, lse = attnmask.flash_attention(query[0], key[0], value[0], **packed, return_lse=True)
+    >>> out.ravel(), np.exp(lse).round(6)
+    (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
+    """
+    problem, batched = read_problem(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias,
+        softmax_scale,
+        dropout_prob,
+        causal,
+        dropout_seed,
+        cum_seqlens_q,
+        cum_seqlens_k,
+        sliding_window,
+        fwd_params,
+        bwd_params,
+        logits_soft_cap,
+        softmax_aux,
+        normalize_output,
+        precision,
+        logits_dtype,
+        q_segment_ids,
+        kv_segment_ids,
+        causal_offset,
+    )
+    inputs = {
+        "attention_mask": attention_mask,
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "cum_seqlens_q": cum_seqlens_q,
+        "cum_seqlens_k": cum_seqlens_k,
+        "softmax_aux": softmax_aux,
+        "causal_offset": causal_offset,
+    }
+    with_lse = flag(return_lse, "return_lse")
+    result, lse = _forward(problem, batched, with_lse, out, inputs)
+    return (result, lse) if with_lse else result
+
+
+def flash_attention_fwd(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attention_mask: ArrayLike | MaskInfo | None = None,
+    bias: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: DTypeLike | None = None,
+    *,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    out: NDArray[Any] | None = None,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """`flash_attention` with what its gradient and `merge_attention_states` need: the logsumexp of each row.
+
+    Parameters
+    ----------
+    query, key, value, ...
+        As of `flash_attention`, without `return_lse`.
+
+    Returns
+    -------
+    out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+    lse : ndarray, shape [B, H, Tq] or [H, Tq]
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.zeros((1, 4, 1, 8), np.float32)
+    >>> out, lse = attnmask.flash_attention_fwd(x, x, x, causal=True)
+    >>> np.exp(lse).round(6)
+    array([[[1., 2., 3., 4.]]], dtype=float32)
+    """
+    problem, batched = read_problem(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias,
+        softmax_scale,
+        dropout_prob,
+        causal,
+        dropout_seed,
+        cum_seqlens_q,
+        cum_seqlens_k,
+        sliding_window,
+        fwd_params,
+        bwd_params,
+        logits_soft_cap,
+        softmax_aux,
+        normalize_output,
+        precision,
+        logits_dtype,
+        q_segment_ids,
+        kv_segment_ids,
+        causal_offset,
+    )
+    inputs = {
+        "attention_mask": attention_mask,
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "cum_seqlens_q": cum_seqlens_q,
+        "cum_seqlens_k": cum_seqlens_k,
+        "softmax_aux": softmax_aux,
+        "causal_offset": causal_offset,
+    }
+    result, lse = _forward(problem, batched, True, out, inputs)
+    assert lse is not None
+    return result, lse
+
+
+def dropout_keep_mask(
+    seed: int | None, prob: float, shape: tuple[SupportsIndex, ...], *, out: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
+    """Which weights `flash_attention` keeps when it drops some out.
+
+    Each is drawn for itself, by the seed and its place: a larger shape begins like a smaller one, and neither blocks
+    nor threads nor processors matter. In packed sequences places count from the start of the row.
+
+    Parameters
+    ----------
+    seed : int or None
+        `dropout_seed` of `flash_attention`.
+    prob : float
+        Its `dropout_prob`, from 0 to below 1.
+    shape : tuple of four int
+        [B, H, Tq, Tk]
+    out : ndarray of bool, optional
+        Takes the result, and is returned.
+
+    Returns
+    -------
+    ndarray of bool, shape [B, H, Tq, Tk]
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> keep = attnmask.dropout_keep_mask(7, 0.25, (1, 2, 100, 100))
+    >>> bool(abs(keep.mean() - 0.75) < 0.02)
+    True
+    """
+    chance, number = dropout_of(prob, seed, ("prob", "seed"))
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"shape must be four integers, got {describe(shape)}")
+    if len(shape) != 4:
+        raise ValueError(f"shape must be four integers, got {len(shape)}")
+    b, h, q, k = (integer(length, "shape", 0) for length in shape)
+    return _core.dropout_keep_mask(number, chance, (b, h, q, k), out)
+
+
+def _parts(arrays: Any, name: str) -> tuple[Any, ...]:
+    """A stack of arrays, or as many as there are, one by one."""
+    if isinstance(arrays, (tuple, list)):
+        return tuple(arrays)
+    stack = as_array(arrays, name)
+    if stack.ndim == 0:
+        raise TypeError(f"{name} must be a sequence of arrays, got {describe(arrays)}")
+    return tuple(stack)
+
+
+def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Attention over all keys, of attention over parts of them.
+
+    ::
+
+        lse = log Σ_i exp(lse_i)          out = Σ_i exp(lse_i - lse) · out_i
+
+    A part whose lse is -inf takes no part, whatever its `out` holds. Sinks go with one of the parts, or they are
+    counted in each; and the parts are normalized.
+
+    Parameters
+    ----------
+    outs : sequence of array_like, each of shape [B, T, H, D] or [T, H, D]; or an array of one axis more
+        What `flash_attention` returned for each part, of one floating-point type.
+    lses : sequence of array_like, each of shape [B, H, T] or [H, T]; or an array of one axis more
+        As many.
+
+    Returns
+    -------
+    out : ndarray, shape [B, T, H, D] or [T, H, D]
+        Of the type of `outs`. Sums are taken in float32, or in float64 for float64.
+    lse : ndarray, shape [B, H, T] or [H, T]
+        float32, or float64 if `outs` are. -inf, with zeros in `out`, where all parts are so.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> outs = np.array([1.0, 4.0]).reshape(2, 1, 1, 1)  # two parts, with two keys and one
+    >>> lses = np.log([2.0, 1.0]).reshape(2, 1, 1)
+    >>> out, lse = attnmask.merge_attention_states(outs, lses)
+    >>> out.round(6).item(), np.exp(lse).round(6).item()
+    (2.0, 3.0)
+    """
+    return _core.merge_attention_states(_parts(outs, "outs"), _parts(lses, "lses"))

@@ -1,0 +1,416 @@
+"""What attention is asked for, checked and put as the core takes it: one mask program, numbers, arrays as they lie.
+
+Nothing here looks at tokens one by one. Ranks are checked, as masks need to know the lengths; that query, key, value
+and `out` fit together is for the core to say.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+from attnmask.arguments import (
+    as_array,
+    describe,
+    flag,
+    integer,
+    is_floating,
+    is_number,
+    mask_array,
+    per_row,
+    real,
+    window,
+)
+from attnmask.mask_info import MaskInfo
+from attnmask.mask_program import Node, PerRow, Program, Shape, band, dense, equal, sequences
+
+_PRECISIONS = ("default", "high", "highest")
+
+
+class Problem(NamedTuple):
+    """The first arguments of the core's functions, in their order."""
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    value: NDArray[Any]
+    nodes: Program
+    bias: NDArray[Any] | None
+    scale: float
+    cap: float  # 0 for none
+    sinks: NDArray[np.float64] | None
+    normalize: bool
+    dropout: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("q_blocksize", "kv_blocksize"):
+            size = getattr(self, name)
+            if size is not None:
+                object.__setattr__(self, name, integer(size, name, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class FwdParams(_Blocks):
+    """How attention might be cut into blocks: a hint, which may change speed and rounding and nothing else.
+
+    Parameters
+    ----------
+    q_blocksize, kv_blocksize : int, optional
+        Queries and keys a block, at least 1. What is not given is chosen.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.FwdParams(q_blocksize=64)
+    FwdParams(q_blocksize=64, kv_blocksize=None)
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class BwdParams(_Blocks):
+    """The same for gradients; see `FwdParams`.
+
+    Parameters
+    ----------
+    q_blocksize, kv_blocksize : int, optional
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.BwdParams(kv_blocksize=128)
+    BwdParams(q_blocksize=None, kv_blocksize=128)
+    """
+
+
+def _check_hints(fwd_params: Any, bwd_params: Any, precision: Any, logits_dtype: Any) -> None:
+    """What is accepted and changes no result; but nonsense is not accepted."""
+    if not (fwd_params is None or isinstance(fwd_params, FwdParams)):
+        raise TypeError(f"fwd_params must be FwdParams or None, got {describe(fwd_params)}")
+    if not (bwd_params is None or isinstance(bwd_params, BwdParams)):
+        raise TypeError(f"bwd_params must be BwdParams or None, got {describe(bwd_params)}")
+    if precision is not None:
+        _check_precision(precision)
+    if logits_dtype is not None:
+        _check_logits_dtype(logits_dtype)
+
+
+def _check_precision(precision: Any) -> None:
+    expected = "precision must be None, 'default', 'high', 'highest' or an integer from 0 to 2"
+    name = precision if isinstance(precision, str) else getattr(precision, "name", None)
+    if isinstance(name, str):
+        valid = name.lower() in _PRECISIONS
+    elif isinstance(precision, (int, np.integer)) and not isinstance(precision, bool):
+        valid = 0 <= int(precision) < len(_PRECISIONS)
+    else:
+        raise TypeError(f"{expected}, got {describe(precision)}")
+    if not valid:
+        raise ValueError(f"{expected}, got {describe(precision)}")
+
+
+def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
+    if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
+        return  # which NumPy knows only where ml_dtypes is installed
+    expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
+    try:
+        dtype = np.dtype(logits_dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{expected}, got {logits_dtype!r:.200}") from None
+    if not is_floating(dtype):
+        raise ValueError(f"{expected}, got {dtype}")
+
+
+def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
+    """The chance that a pair is dropped, and the seed as 64 bits."""
+    chance = real(prob, names[0])
+    if not 0 <= chance < 1:
+        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}")
+    return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
+
+
+def _scale(softmax_scale: Any, channels: int) -> float:
+    if softmax_scale is None:
+        return 1 / sqrt(channels) if channels else 1.0  # without channels all products are 0
+    scale = real(softmax_scale, "softmax_scale")
+    if scale in (inf, -inf):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    return scale
+
+
+def _cap(logits_soft_cap: Any) -> float:
+    cap = 0.0 if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap")
+    if cap < 0:
+        raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
+    return 0.0 if cap == inf else cap
+
+
+def _sinks(softmax_aux: ArrayLike, heads: int) -> NDArray[np.float64] | None:
+    """One row of sinks for each head, or None if there are none."""
+    array = as_array(softmax_aux, "softmax_aux")
+    if array.dtype.kind == "b" or not is_number(array.dtype):
+        raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] != heads):
+        raise ValueError(f"softmax_aux must be [S] or [H, S] with H = {heads}, got {describe(array)}")
+    if array.shape[-1] == 0:
+        return None
+    return np.array(np.broadcast_to(array, (heads, array.shape[-1])), np.float64, order="C")
+
+
+def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
+    """A view of what broadcasts to [B, H, Tq, Tk], with the axes that it lacks."""
+    sizes = zip(array.shape[::-1], shape[::-1], strict=False)
+    if array.ndim > 4 or not all(size in (1, wanted) for size, wanted in sizes):
+        hint = ""
+        if array.ndim == 3 and array.shape == (shape[0], *shape[2:]):
+            hint = f"; {name}[:, None] has an axis for heads"
+        raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
+    return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
+
+
+def _bias(bias: ArrayLike, shape: Shape) -> NDArray[Any]:
+    array = as_array(bias, "bias")
+    if not is_floating(array.dtype):
+        hint = "" if array.dtype.kind not in "biu" else "; attention_mask takes bool and integers"
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(array)}{hint}")
+    return _four_axes(array, "bias", shape)
+
+
+def _for_all_rows(node: Node) -> Node:
+    """A term of a mask of one batch row, for any number of them."""
+    if isinstance(node, str):
+        return node
+    return tuple(
+        int(operand[0]) if isinstance(operand, np.ndarray) and operand.ndim == 1 else operand
+        for operand in node
+    )
+
+
+def _mask(attention_mask: Any, shape: Shape) -> Program:
+    if not isinstance(attention_mask, MaskInfo):
+        return (dense(_four_axes(mask_array(attention_mask, "attention_mask"), "attention_mask", shape)),)
+    given, program = attention_mask._described("attend by attention_mask")
+    if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
+        raise ValueError(
+            f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}"
+        )
+    return program if given[0] == shape[0] else tuple(map(_for_all_rows, program))
+
+
+def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
+    """Segment ids as int32, in place if they are."""
+    array = as_array(value, name)
+    if array.ndim == 1 and packed:
+        array = array[None]
+    if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
+        raise TypeError(f"{name} must be integers, got {describe(array)}")
+    if array.shape != shape:
+        raise ValueError(f"{name} must be of shape {shape}, got {describe(array)}")
+    if array.dtype == np.int32 and array.flags.c_contiguous:
+        return array
+    return _core.segment_ids(array, name, None) if array.size else np.empty(shape, np.int32)
+
+
+def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: bool) -> Node:
+    batch, _, queries, keys = shape
+    if (q_segment_ids is None or kv_segment_ids is None) and queries != keys:
+        missing = "kv_segment_ids" if kv_segment_ids is None else "q_segment_ids"
+        raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
+    if q_segment_ids is None:
+        kv_ids = q_ids = _ids_of(kv_segment_ids, "kv_segment_ids", (batch, keys), packed)
+    else:
+        q_ids = _ids_of(q_segment_ids, "q_segment_ids", (batch, queries), packed)
+        kv_ids = (
+            q_ids
+            if kv_segment_ids is None
+            else _ids_of(kv_segment_ids, "kv_segment_ids", (batch, keys), packed)
+        )
+    return equal(q_ids, kv_ids)
+
+
+def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
+    """Where sequences start, and where the last one ends, which is the number of tokens."""
+    array = as_array(value, name)
+    if array.ndim != 1 or len(array) == 0:
+        raise ValueError(f"{name} must be 1-D with an entry at least, got {describe(array)}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {describe(array)}")
+    starts = np.array(array, np.int64)  # what is beyond int64 wraps, and so falls
+    if starts[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {array[0]} at index 0")
+    falls = starts[1:] < starts[:-1]
+    if falls.any():
+        index = int(falls.argmax()) + 1
+        raise ValueError(
+            f"{name} must never decrease, got {array[index]} after {array[index - 1]} at index {index}"
+        )
+    if starts[-1] != tokens:
+        raise ValueError(f"{name} must end at {tokens} tokens, got {array[-1]} at index {len(array) - 1}")
+    return starts
+
+
+def _both_starts(
+    cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    batch, _, queries, keys = shape
+    if batch != 1:
+        name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
+        raise ValueError(f"query must have batch size 1 with {name}, got {batch}")
+    if (cum_seqlens_q is None or cum_seqlens_k is None) and queries != keys:
+        missing = "cum_seqlens_k" if cum_seqlens_k is None else "cum_seqlens_q"
+        raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
+    if cum_seqlens_q is None:
+        k_starts = _starts(cum_seqlens_k, "cum_seqlens_k", keys)
+        return k_starts, k_starts
+    q_starts = _starts(cum_seqlens_q, "cum_seqlens_q", queries)
+    if cum_seqlens_k is None:
+        return q_starts, q_starts
+    k_starts = _starts(cum_seqlens_k, "cum_seqlens_k", keys)
+    if len(k_starts) != len(q_starts):
+        raise ValueError(
+            f"cum_seqlens_k must have {len(q_starts)} entries as cum_seqlens_q, got {len(k_starts)}"
+        )
+    return q_starts, k_starts
+
+
+def _offset(causal_offset: Any, count: int, bottom_right: PerRow) -> PerRow:
+    if not isinstance(causal_offset, str):
+        return per_row(causal_offset, "causal_offset", count)
+    if causal_offset != "bottom-right":
+        raise ValueError(f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}")
+    return bottom_right
+
+
+def _places(
+    causal: bool,
+    sliding_window: Any,
+    causal_offset: Any,
+    starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
+    shape: Shape,
+) -> Node | None:
+    """What sequences, the diagonal and the window allow; None if that is everything."""
+    left, right = (None, None) if sliding_window is None else window(sliding_window)
+    low, high = None if left is None else -left, 0 if causal else right
+    if starts is None:
+        offset = _offset(causal_offset, shape[0], shape[3] - shape[2])
+        return None if low is None and high is None else band(low, high, offset)
+    q_starts, k_starts = starts
+    count = len(q_starts) - 1
+    lows, highs = (None if end is None else np.full(count, end, np.int64) for end in (low, high))
+    offset = _offset(causal_offset, count, np.diff(k_starts) - np.diff(q_starts))
+    return sequences(
+        q_starts, k_starts, None if lows is None else lows + offset, None if highs is None else highs + offset
+    )
+
+
+def _joined(programs: Iterable[Program]) -> Program:
+    """All of them at once. Only the first may let many operands wait."""
+    nodes: list[Node] = []
+    for program in programs:
+        operators = ("and",) if nodes else ()
+        nodes += (*program, *operators)
+    return tuple(nodes) or (("all",),)
+
+
+def _batched(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
+) -> tuple[list[NDArray[Any]], bool]:
+    """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
+    names = {"query": "Tq, H, D", "key": "Tk, Hkv, D", "value": "Tk, Hkv, Dv"}
+    arrays = [as_array(array, name) for array, name in zip((query, key, value), names, strict=True)]
+    rank = 3 if packed and arrays[0].ndim == 3 else 4
+    for array, (name, axes) in zip(arrays, names.items(), strict=True):
+        if array.ndim != rank:
+            hint = "; without B it takes cum_seqlens_q" if array.ndim == 3 and not packed else ""
+            layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
+            raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
+    return [array if rank == 4 else array[None] for array in arrays], rank == 4
+
+
+def read_problem(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attention_mask: ArrayLike | MaskInfo | None,
+    bias: ArrayLike | None,
+    softmax_scale: float | None,
+    dropout_prob: float,
+    causal: bool,
+    dropout_seed: int | None,
+    cum_seqlens_q: ArrayLike | None,
+    cum_seqlens_k: ArrayLike | None,
+    sliding_window: int | tuple[int | None, int | None] | None,
+    fwd_params: FwdParams | None,
+    bwd_params: BwdParams | None,
+    logits_soft_cap: float | None,
+    softmax_aux: ArrayLike | None,
+    normalize_output: bool,
+    precision: Any,
+    logits_dtype: DTypeLike | None,
+    q_segment_ids: ArrayLike | None,
+    kv_segment_ids: ArrayLike | None,
+    causal_offset: ArrayLike,
+) -> tuple[Problem, bool]:
+    """The arguments of `attnmask.flash_attention` as the core takes them, and whether there is a batch axis."""
+    _check_hints(fwd_params, bwd_params, precision, logits_dtype)
+    packed = cum_seqlens_q is not None or cum_seqlens_k is not None
+    (q, k, v), batched = _batched(query, key, value, packed)
+    (batch, queries, heads, channels), keys = q.shape, k.shape[1]
+    shape = (batch, heads, queries, keys)
+    starts = _both_starts(cum_seqlens_q, cum_seqlens_k, shape) if packed else None
+
+    programs: list[Program] = [] if attention_mask is None else [_mask(attention_mask, shape)]
+    if q_segment_ids is not None or kv_segment_ids is not None:
+        programs.append((_segments(q_segment_ids, kv_segment_ids, shape, packed),))
+    places = _places(flag(causal, "causal"), sliding_window, causal_offset, starts, shape)
+    if places is not None:
+        programs.append((places,))
+    dropout, seed = dropout_of(dropout_prob, dropout_seed, ("dropout_prob", "dropout_seed"))
+    problem = Problem(
+        q,
+        k,
+        v,
+        _joined(programs),
+        None if bias is None else _bias(bias, shape),
+        _scale(softmax_scale, channels),
+        _cap(logits_soft_cap),
+        None if softmax_aux is None else _sinks(softmax_aux, heads),
+        flag(normalize_output, "normalize_output"),
+        dropout,
+        seed,
+    )
+    return problem, batched
+
+
+def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except RuntimeError:  # too hard to tell
+        return True
+
+
+def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
+    if isinstance(value, MaskInfo):
+        for node in value._described("attend by attention_mask")[1]:
+            yield from (operand for operand in node if isinstance(operand, np.ndarray))
+    elif value is not None and not isinstance(value, str):
+        yield as_array(value, name)
+
+
+def check_apart(out: Any, inputs: dict[str, Any]) -> None:
+    """What is written to may be none of what is read: the core looks at query, key, value and bias itself."""
+    if not isinstance(out, np.ndarray):
+        return  # which the core refuses
+    for name, value in inputs.items():
+        if any(_share_memory(out, array) for array in _arrays(value, name)):
+            raise ValueError(f"out must share no memory with {name}")

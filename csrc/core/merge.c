@@ -1,0 +1,58 @@
+/* merge.c – partial attention results joined, one query row of one head after the other. */
+#include "core/merge.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+
+enum {
+    PIECE = 256,     /* channels at a time, so that sums stay in the first-level cache */
+    TASK = 1 << 15,  /* elements worth handing to another thread */
+    EXP_COST = 16,   /* an exponential, in elements added up */
+    CHECK = 1 << 17, /* elements between two looks at the clock */
+};
+
+static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+
+typedef struct {
+    const am_merge *merge;
+    const am_kernels *kernels;
+    ptrdiff_t rows, task_rows;
+} merge_job;
+
+#define T float
+#define TYPE AM_FLOAT32
+#define FN(name) name##_f32
+#define EXP expf
+#define LOG logf
+#include "core/merge_tpl.h"
+#define T double
+#define TYPE AM_FLOAT64
+#define FN(name) name##_f64
+#define EXP exp
+#define LOG log
+#include "core/merge_tpl.h"
+
+static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const merge_job *job = arg;
+    ptrdiff_t begin = index * job->task_rows, end = min(begin + job->task_rows, job->rows);
+    void *weights = malloc((size_t)job->merge->count * sizeof(double));
+    if (!weights) return AM_NO_MEMORY;
+    am_status status = job->merge->type == AM_FLOAT64 ? merge_rows_f64(job, begin, end, weights, team)
+                                                      : merge_rows_f32(job, begin, end, weights, team);
+    free(weights);
+    return status;
+}
+
+am_status am_merge_states(const am_run *run, const am_merge *merge)
+{
+    merge_job job = {.merge = merge, .kernels = run->kernels};
+    job.rows = merge->shape[0] * merge->shape[1] * merge->shape[2];
+    job.task_rows = max(TASK / merge->count / (min(merge->shape[3], TASK) + EXP_COST), 1);
+    ptrdiff_t tasks = job.rows / job.task_rows + (job.rows % job.task_rows != 0);
+    return am_parallel(run, tasks, 1, merge_task, &job);
+}

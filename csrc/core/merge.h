@@ -1,0 +1,30 @@
+/* merge.h – attention over parts of the keys joined into attention over all of them.
+ *
+ *     lse = log Σ_i exp(lse_i)          out = Σ_i exp(lse_i - lse) · out_i
+ *
+ * A part whose lse is -inf saw no live pair: whatever its out holds, NaN too, it takes no part. If all are
+ * so, out is zero and lse is -inf.
+ */
+#ifndef AM_MERGE_H
+#define AM_MERGE_H
+
+#include "core/status.h"
+#include "core/threads.h"
+
+typedef struct {
+    const char *out, *lse;
+    ptrdiff_t out_stride[4], lse_stride[3]; /* in bytes */
+} am_merge_part;
+
+typedef struct {
+    am_dtype type;      /* floating, of `out`; lse is float64 for float64 and else float32 */
+    ptrdiff_t shape[4]; /* batch, tokens, heads, channels */
+    ptrdiff_t count;    /* of parts, at least 1 */
+    const am_merge_part *parts;
+    char *out; /* [batch, tokens, heads, channels], C-contiguous */
+    char *lse; /* [batch, heads, tokens], C-contiguous */
+} am_merge;
+
+am_status am_merge_states(const am_run *run, const am_merge *merge);
+
+#endif

@@ -1,0 +1,94 @@
+/* merge_tpl.h – rows of partial attention results joined, in the precision T. */
+
+/* The share of each part in the row at `place` (batch, token, head), negative for a part that has none.
+ * Returns the row's lse. */
+static T FN(weigh)(const am_merge *m, const ptrdiff_t *place, T *weights)
+{
+    T most = -INFINITY, sum = 0;
+    for (ptrdiff_t i = 0; i < m->count; i++) {
+        const am_merge_part *part = &m->parts[i];
+        const char *lse = part->lse + place[0] * part->lse_stride[0] + place[2] * part->lse_stride[1] +
+                          place[1] * part->lse_stride[2];
+        weights[i] = *(const T *)lse;
+        if (weights[i] > most || weights[i] != weights[i]) most = weights[i]; /* a NaN is there to stay */
+    }
+    for (ptrdiff_t i = 0; i < m->count; i++) {
+        if (weights[i] == -INFINITY) {
+            weights[i] = -1;
+            continue;
+        }
+        weights[i] = EXP(weights[i] - most);
+        sum += weights[i];
+    }
+    if (most == -INFINITY) return most;
+    for (ptrdiff_t i = 0; i < m->count; i++) weights[i] /= sum;
+    return most + LOG(sum);
+}
+
+/* `count` channels of a part's row, where they lie or in `room`. */
+static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t step, ptrdiff_t count, T *room)
+{
+    am_dtype type = job->merge->type;
+    size_t size = am_size_of(type);
+    double raw[PIECE];
+    if (step != (ptrdiff_t)size && count > 1) {
+        void *to = type == TYPE ? (void *)room : raw;
+        am_copy_2d(to, 0, (ptrdiff_t)size, from, 0, step, 1, count, size);
+        from = to;
+    }
+    if (type == TYPE) return (const T *)from;
+    am_converter(type, TYPE)(job->kernels, room, from, count);
+    return room;
+}
+
+static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *weights, ptrdiff_t first,
+                       ptrdiff_t count, T *restrict sums)
+{
+    const am_merge *m = job->merge;
+    bool begun = false;
+    T room[PIECE];
+    for (ptrdiff_t i = 0; i < m->count; i++) {
+        const am_merge_part *part = &m->parts[i];
+        const T weight = weights[i];
+        if (weight < 0) continue;
+        const char *from = part->out + place[0] * part->out_stride[0] + place[1] * part->out_stride[1] +
+                           place[2] * part->out_stride[2] + first * part->out_stride[3];
+        const T *values = FN(channels)(job, from, part->out_stride[3], count, room);
+        for (ptrdiff_t c = 0; c < count; c++) sums[c] = (begun ? sums[c] : 0) + weight * values[c];
+        begun = true;
+    }
+    if (!begun) memset(sums, 0, (size_t)count * sizeof *sums);
+}
+
+/* Rows are numbered like those of the result: batch, token, head. */
+static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t end, T *weights,
+                                am_team *team)
+{
+    const am_merge *m = job->merge;
+    const ptrdiff_t tokens = m->shape[1], heads = m->shape[2], channels = m->shape[3];
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type);
+    am_convert_row *narrow = am_converter(TYPE, m->type);
+    ptrdiff_t done = 0;
+    for (ptrdiff_t row = begin; row < end; row++) {
+        const ptrdiff_t place[3] = {row / heads / tokens, row / heads % tokens, row % heads};
+        ((T *)m->lse)[(place[0] * heads + place[2]) * tokens + place[1]] = FN(weigh)(m, place, weights);
+        for (ptrdiff_t first = 0; first < channels; first += PIECE) {
+            T sums[PIECE];
+            ptrdiff_t count = min(PIECE, channels - first);
+            FN(add_up)(job, place, weights, first, count, sums);
+            narrow(job->kernels, m->out + (row * channels + first) * size, sums, count);
+            done += m->count * count;
+            if (done < CHECK) continue;
+            am_status status = am_checkpoint(team);
+            if (status != AM_OK) return status;
+            done = 0;
+        }
+    }
+    return AM_OK;
+}
+
+#undef T
+#undef TYPE
+#undef FN
+#undef EXP
+#undef LOG
