@@ -142,9 +142,7 @@ def live_pairs(
         if causal:
             allowed &= ahead <= 0
         if sliding_window is not None:
-            left, right = (
-                (sliding_window, sliding_window) if np.ndim(sliding_window) == 0 else sliding_window
-            )
+            left, right = (sliding_window, sliding_window) if np.ndim(sliding_window) == 0 else sliding_window
             allowed &= (-left <= ahead) & (ahead <= right)
         near[row, 0, q_start:q_end, k_start:k_end] = allowed
     return live & near
