@@ -137,13 +137,13 @@ def live_pairs(
     for row, (index, ((q_start, q_end), (k_start, k_end))) in product(range(batch), enumerate(sequences)):
         lengths = q_end - q_start, k_end - k_start
         offset = offset_of(causal_offset, index if packed else row, *lengths)
-        ahead = np.arange(lengths[1])[None, :] - np.arange(lengths[0])[:, None] - offset
+        ahead = np.arange(lengths[1])[None, :] - np.arange(lengths[0])[:, None]
         allowed = np.ones(ahead.shape, bool)
         if causal:
-            allowed &= ahead <= 0
+            allowed &= ahead <= offset  # a Python integer, which nothing wraps
         if sliding_window is not None:
             left, right = (sliding_window, sliding_window) if np.ndim(sliding_window) == 0 else sliding_window
-            allowed &= (-left <= ahead) & (ahead <= right)
+            allowed &= (offset - int(left) <= ahead) & (ahead <= offset + int(right))
         near[row, 0, q_start:q_end, k_start:k_end] = allowed
     return live & near
 

@@ -311,7 +311,8 @@ class Case:
                 bias[rng.random(bias.shape) < 0.3] = -np.inf
                 bias[:, :, : bias.shape[2] // 4] = -np.inf if bias.shape[2] > 1 else 0
             bias = bias.astype(dtype if self.seed % 2 else F32)
-            arguments["bias"] = arrange(bias, ("contiguous", "fortran", "reversed", "strided")[self.seed % 4])
+            layout = ("contiguous", "fortran", "reversed", "strided")[self.seed % 4]
+            arguments["bias"] = arrange(bias, layout) if bias.ndim else bias
         if self.segments and not self.flat:
             for name, length in (("q", self.queries), ("kv", self.keys)):
                 ids = np.sort(rng.integers(-1, 2, (rows, length)), axis=1)
@@ -852,7 +853,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
                 column = np.zeros(out.shape, bool)
                 column[:, :, :2, 7] = touched.swapaxes(1, 2)
                 np.testing.assert_array_equal(out[column].astype(np.float64), poison)
-                eps = 4 * float(ml_dtypes.finfo(dtype).eps)
+                eps = max(4 * float(ml_dtypes.finfo(dtype).eps), 100 * float(np.finfo(lse.dtype).eps))
                 rest, clean_rest = (x[~column].astype(np.float64) for x in (out, clean[0]))
                 np.testing.assert_allclose(rest, clean_rest, rtol=eps, atol=eps)
                 np.testing.assert_allclose(lse, clean[1], rtol=1e-5, atol=1e-5)
@@ -919,7 +920,7 @@ def test_the_keep_mask_of_a_part_is_part_of_the_keep_mask(isa, set_threads):
     assert attnmask.dropout_keep_mask(11, 0.0, (2, 3, 4, 5)).all()
 
 
-@pytest.mark.parametrize("prob", [0.01, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("prob", [0.05, 0.1, 0.5, 0.9, 0.95])
 def test_the_keep_mask_is_random(prob):
     """Its mean, and that neighbours along every axis and of other seeds know nothing of each other.
 
@@ -936,13 +937,14 @@ def test_the_keep_mask_is_random(prob):
             ahead = np.moveaxis(mask, axis, 0)
             product = ahead[lag:] * ahead[:-lag]
             assert abs(product.mean()) < 5 / math.sqrt(product.size), (axis, lag)
-        assert abs((mask * mask.swapaxes(0, 1)).sum() / count - 1 / 4) < 8 / math.sqrt(count)
-        square = mask[..., :64]
-        off = ~np.eye(64, dtype=bool)
-        assert abs((square * square.swapaxes(2, 3))[..., off].mean()) < 8 / math.sqrt(square.size)
+        for one, other in ((0, 1), (2, 3)):  # b and h, or q and k, in each other's place
+            turned = np.moveaxis(mask, (one, other), (0, 1))[:64, :64]
+            below = np.tri(len(turned), k=-1, dtype=bool)
+            product = (turned * turned.swapaxes(0, 1))[below]
+            assert abs(product.mean()) < 5 / math.sqrt(product.size), (one, other)
         for axes in itertools.combinations(range(4), 3):  # no line is denser than others
             sums = mask.sum(axis=axes) / math.sqrt(count / mask.shape[({0, 1, 2, 3} - set(axes)).pop()])
-            assert np.abs(sums).max() < 5.5, axes
+            assert np.abs(sums).max() < 6, axes
     for one, other in itertools.combinations(scaled, 2):
         assert abs((one * other).mean()) < 5 / math.sqrt(count)
 
