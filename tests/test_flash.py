@@ -1036,16 +1036,6 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
         assert again[1].tobytes() == lse.tobytes(), (isa, threads, case)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_where_the_numbers_lie_does_not_matter(isa, dtype):
-    arguments = tensors(50, 70, dtype=dtype)
-    plain = attend(arguments)
-    for layout in LAYOUTS[:-1]:
-        got = attend({name: laid_out(array, layout) for name, array in arguments.items()})
-        for one, other in zip(got, plain, strict=True):
-            assert one.tobytes() == other.tobytes(), (isa, dtype, layout)
-
-
 # Other libraries
 
 
