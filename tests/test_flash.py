@@ -1,0 +1,1345 @@
+"""Flash attention, forward: values and accuracy over all pairs of arguments, dead pairs, dropout, the same bits."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_flash as ref
+from conftest import arrange
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnmask
+from attnmask import MaskInfo
+
+F16, BF16, F32, F64 = (np.dtype(d) for d in ("float16", ml_dtypes.bfloat16, "float32", "float64"))
+FLOATS = (F16, BF16, F32, F64)
+LAYOUTS = (
+    "contiguous",
+    "heads first",
+    "sliced",
+    "reversed",
+    "strided",
+    "fortran",
+    "misaligned",
+    "swapped",
+    "one head",
+)
+LENGTHS = (64, 17, 0, 1, 2, 5, 6, 7, 15, 16, 63, 65, 127, 128, 129)
+DEPTHS = (16, 64, 1, 2, 7, 8, 9, 15, 17, 31, 32, 33, 80, 96, 128, 129, 256, 512)
+
+
+def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
+    """Like `arrange`, and in ways that tokens and heads are found in; what lies between them is NaN."""
+    if layout == "heads first":
+        return np.ascontiguousarray(values.swapaxes(-3, -2)).swapaxes(-3, -2)
+    if layout == "sliced":
+        buffer = np.empty([length + 3 for length in values.shape], values.dtype)
+        buffer.view(np.uint8)[...] = 0xFF
+        view = buffer[tuple(slice(1, 1 + length) for length in values.shape)]
+        view[...] = values
+        return view
+    if layout == "one head":
+        return np.broadcast_to(values[..., :1, :], values.shape)
+    return arrange(values, layout)
+
+
+# Accuracy
+
+
+def accumulator(dtype) -> type:
+    return np.float64 if dtype == F64 else np.float32
+
+
+def lse_dtype(dtype) -> np.dtype:
+    return np.dtype(accumulator(dtype))
+
+
+def tiny(dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).smallest_subnormal)
+
+
+def worst(got, exact, size, dtype) -> float:
+    """The largest error, as a share of what was summed up; where nothing was, there must be none."""
+    got, exact = got.astype(np.float64), exact.astype(np.float64)
+    error = np.maximum(np.abs(got - exact) - tiny(dtype), 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.where(error == 0, 0, error / size.astype(np.float64))
+    return float(np.max(shares, initial=0))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call should give, and the errors that it may have."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_size: np.ndarray
+    lse_size: np.ndarray
+    out_error: float
+    lse_error: float
+    case: object
+
+    def check(self, out, lse=None) -> None:
+        same_nan = np.isnan(out.astype(np.float64)) == np.isnan(self.out.astype(np.float64))
+        assert same_nan.all(), f"NaN at other places, {np.argwhere(~same_nan)[:3].tolist()}: {self.case}"
+        assert out.shape == self.out.shape, (out.shape, self.case)
+        self._near(out, self.out, self.out_size, self.out_error, "out")
+        if lse is None:
+            return
+        assert lse.dtype == lse_dtype(out.dtype), (lse.dtype, self.case)
+        assert lse.shape == self.lse.shape, (lse.shape, self.case)
+        np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(self.lse), err_msg=repr(self.case))
+        finite = np.isfinite(self.lse)
+        self._near(lse[finite], self.lse[finite], self.lse_size[finite], self.lse_error, "lse")
+
+    def _near(self, got, exact, size, allowed, name) -> None:
+        finite = np.isfinite(exact.astype(np.float64))
+        got, exact, size = got[finite], exact[finite], size[finite]
+        error = worst(got, exact, size, got.dtype)
+        assert error <= allowed, (
+            f"{name} is off by {error:.3g} of its size, allowed {allowed:.3g}: {self.case}"
+        )
+
+
+def expected(arguments: dict, keep=None, case=None) -> Expected:
+    """At most twice the error of naive attention in the same dtype, both beside (at least) float64.
+
+    With few pairs the naive version is sometimes right to the last bit by luck: one weight that is exactly 1, or
+    logits that needed no rounding. So what a few roundings cost is allowed in any case: one of the result at the size
+    of what was summed; in the accumulator a few of the weights and sums, and two of the logits (one when scaled, one
+    on the way to the exponential's base), which the exponential turns from absolute into relative errors.
+    """
+    dtype = arguments["query"].dtype.newbyteorder("=") if arguments["query"].dtype != BF16 else BF16
+    wide = accumulator(dtype)
+    exact = ref.flash_attention(**arguments, keep=keep, dtype=np.longdouble if dtype == F64 else np.float64)
+    naive = ref.flash_attention(**arguments, keep=keep, dtype=wide)
+    with np.errstate(over="ignore"):
+        rounded = naive.out.astype(dtype)
+    logits = float(np.max(exact.logit_size, initial=0, where=np.isfinite(exact.logit_size)))
+    steps = (8 + 2 * logits) * float(np.finfo(wide).eps)
+    result = 0.0 if dtype == wide else float(ml_dtypes.finfo(dtype).eps)
+    lse_size = np.ones_like(exact.lse)
+    finite = np.isfinite(exact.out.astype(np.float64)) & np.isfinite(rounded.astype(np.float64))
+    finite_lse = np.isfinite(exact.lse)
+    return Expected(
+        exact.out,
+        exact.lse,
+        exact.out_size,
+        lse_size,
+        2 * worst(rounded[finite], exact.out[finite], exact.out_size[finite], dtype) + steps + result,
+        2 * worst(naive.lse[finite_lse], exact.lse[finite_lse], lse_size[finite_lse], wide) + steps,
+        case,
+    )
+
+
+# All pairs of arguments
+
+FACTORS: dict[str, tuple] = {
+    "dtype": FLOATS,
+    "queries": LENGTHS,
+    "keys": LENGTHS,
+    "depth": DEPTHS,
+    "value_depth": DEPTHS,
+    "batch": (2, 1, 3),
+    "heads": ((2, 2), (4, 2), (1, 1), (3, 1), (6, 2)),
+    "q_layout": LAYOUTS,
+    "kv_layout": LAYOUTS,
+    "mask": (
+        None,
+        "[B, H, Tq, Tk] bool",
+        "[B, 1, Tq, Tk] bool",
+        "[B, 1, 1, Tk] int32",
+        "[1, H, Tq, 1] int8",
+        "[Tq, Tk] float32",
+        "segments",
+        "segments of heads, causal",
+        "window",
+        "chunks",
+        "dense",
+        "dense or causal",
+    ),
+    "bias": (
+        None,
+        "[B, H, Tq, Tk]",
+        "[1, H, Tq, Tk]",
+        "[B, 1, 1, Tk]",
+        "[H, 1, Tk]",
+        "[Tq, Tk]",
+        "[1, 1, 1, 1]",
+        "[]",
+        "[B, H, Tq, Tk] with -inf",
+        "[B, 1, 1, Tk] with -inf",
+    ),
+    "segments": (False, True),
+    "packing": (None, "packed", "flat"),
+    "causal": (False, True),
+    "offset": (0, 3, -2, "per row", "bottom-right"),
+    "window": (None, 5, (20, 0), (0, 9), (40, 70)),
+    "soft_cap": (None, 2.0, 30.0),
+    "sinks": (None, "[S]", "[H, S]", "[S] with -inf"),
+    "dropout": (0.0, 0.3, 0.9),
+    "normalize": (True, False),
+    "scale": (None, 0.3, -0.05, 0.0),
+    "spread": (1.0, 3.0),
+    "return_lse": (True, False),
+    "out_layout": (None, "contiguous", "heads first", "strided", "reversed", "sliced"),
+    "threads": (1, 2, 3, 8),
+    "blocks": (None, (1, 1), (16, 64), (100, 7), (512, 1024)),
+    "precision": (None, "highest"),
+    "logits_dtype": (None, np.float32),
+}
+
+
+def all_pairs(factors: dict[str, tuple], seed: int) -> Iterator[dict]:
+    """Choices of levels such that any two levels of any two factors meet in one of them: greedy, a row at a time."""
+    rng = np.random.default_rng(seed)
+    names = list(factors)
+    open_pairs = {
+        (a, b): {(i, j) for i in range(len(factors[a])) for j in range(len(factors[b]))}
+        for a, b in itertools.combinations(names, 2)
+    }
+    place = {name: index for index, name in enumerate(names)}
+
+    def covers(name: str, level: int, row: dict[str, int]) -> int:
+        count = 0
+        for other, chosen in row.items():
+            if place[name] < place[other]:
+                count += (level, chosen) in open_pairs[name, other]
+            else:
+                count += (chosen, level) in open_pairs[other, name]
+        return count
+
+    while any(open_pairs.values()):
+        (a, b), left = max(open_pairs.items(), key=lambda item: len(item[1]))
+        i, j = min(left)
+        row = {a: i, b: j}
+        for name in rng.permutation([name for name in names if name not in row]).tolist():
+            gains = [covers(name, level, row) for level in range(len(factors[name]))]
+            # What is the plain case comes first in its factor, and is taken where nothing speaks for another.
+            row[name] = int(np.argmax(gains))
+        for a, b in open_pairs:
+            open_pairs[a, b].discard((row[a], row[b]))
+        yield {name: factors[name][row[name]] for name in names}
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """One call; its repr, which a failure shows, is all that is needed to repeat it."""
+
+    dtype: np.dtype = F32
+    queries: int = 64
+    keys: int = 64
+    depth: int = 16
+    value_depth: int = 16
+    batch: int = 2
+    heads: tuple[int, int] = (2, 2)
+    q_layout: str = "contiguous"
+    kv_layout: str = "contiguous"
+    mask: str | None = None
+    bias: str | None = None
+    segments: bool = False
+    packing: str | None = None
+    causal: bool = False
+    offset: int | str = 0
+    window: int | tuple[int, int] | None = None
+    soft_cap: float | None = None
+    sinks: str | None = None
+    dropout: float = 0.0
+    normalize: bool = True
+    scale: float | None = None
+    spread: float = 1.0
+    return_lse: bool = True
+    out_layout: str | None = None
+    threads: int = 1
+    blocks: tuple[int, int] | None = None
+    precision: str | None = None
+    logits_dtype: type | None = None
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        said = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
+
+    @property
+    def rows(self) -> int:
+        return self.batch if self.packing is None else 1
+
+    @property
+    def flat(self) -> bool:
+        return self.packing == "flat"
+
+    @property
+    def pairs(self) -> tuple[int, int, int, int]:
+        return self.rows, self.heads[0], self.queries, self.keys
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        sizes = {"1": 1} | dict(zip(("B", "H", "Tq", "Tk"), self.pairs, strict=True))
+        return tuple(sizes[axis] for axis in name[1 : name.index("]")].split(", ") if axis)
+
+    def arguments(self) -> dict:
+        """All but the hints, as both the package and the reference take them."""
+        rng = np.random.default_rng(self.seed)
+        rows, (heads, kv_heads), dtype = self.rows, self.heads, self.dtype
+
+        def tensor(layout, *shape):
+            values = (rng.standard_normal(shape) * self.spread).astype(dtype)
+            return laid_out(values[0] if self.flat else values, layout)
+
+        arguments = {
+            "query": tensor(self.q_layout, rows, self.queries, heads, self.depth),
+            "key": tensor(self.kv_layout, rows, self.keys, kv_heads, self.depth),
+            "value": tensor(self.kv_layout, rows, self.keys, kv_heads, self.value_depth),
+            "softmax_scale": self.scale,
+            "causal": self.causal,
+            "sliding_window": self.window,
+            "logits_soft_cap": self.soft_cap,
+            "dropout_prob": self.dropout,
+            "dropout_seed": self.seed if self.seed % 3 else None,
+            "normalize_output": self.normalize,
+        }
+        if self.mask is not None:
+            arguments["attention_mask"] = self._mask(rng)
+        if self.bias is not None:
+            bias = rng.standard_normal(self.shape_of(self.bias))
+            if "-inf" in self.bias:
+                bias[rng.random(bias.shape) < 0.3] = -np.inf
+                bias[:, :, : bias.shape[2] // 4] = -np.inf if bias.shape[2] > 1 else 0
+            bias = bias.astype(dtype if self.seed % 2 else F32)
+            layout = ("contiguous", "fortran", "reversed", "strided")[self.seed % 4]
+            arguments["bias"] = arrange(bias, layout) if bias.ndim else bias
+        if self.segments and not self.flat:
+            for name, length in (("q", self.queries), ("kv", self.keys)):
+                ids = np.sort(rng.integers(-1, 2, (rows, length)), axis=1)
+                arguments[f"{name}_segment_ids"] = ids.astype((np.int32, np.int64)[self.seed % 2])
+        sequences = rows
+        if self.packing is not None:
+            sequences = 4
+            for name, length in (("q", self.queries), ("k", self.keys)):
+                cuts = np.sort(rng.integers(0, length + 1, sequences - 1))
+                ends = np.array([0, *cuts, length], (np.int32, np.int64)[self.seed % 2])
+                arguments[f"cum_seqlens_{name}"] = ends
+        per_row = self.offset == "per row"
+        arguments["causal_offset"] = rng.integers(-9, 30, sequences) if per_row else self.offset
+        if self.sinks is not None:
+            shape = (heads, 2) if self.sinks.startswith("[H") else (3,)
+            sinks = rng.standard_normal(shape) * 2
+            if "-inf" in self.sinks:
+                sinks[..., 1:] = -np.inf
+            arguments["softmax_aux"] = sinks.astype(dtype if self.seed % 2 else F32)
+        return arguments
+
+    def _mask(self, rng: np.random.Generator):
+        rows, heads, queries, keys = self.pairs
+        if self.mask.startswith("["):
+            live = rng.random(self.shape_of(self.mask)) < 0.8
+            live[..., live.shape[-2] // 3 : live.shape[-2] // 2, :] = False
+            dtype = self.mask.split()[-1]
+            numbers = live * rng.choice([1, -3, 100], live.shape) if dtype != "bool" else live
+            return arrange(numbers.astype(dtype), ("contiguous", "fortran", "strided")[self.seed % 3])
+
+        def segments(*shape):
+            return [np.sort(rng.integers(-1, 3, (*shape, length))) for length in (queries, keys)]
+
+        if self.mask == "segments":
+            return MaskInfo.from_segments(*segments(rows))
+        if self.mask == "segments of heads, causal":
+            return MaskInfo.from_segments(*segments(rows, heads)).apply_causal(keys - queries)
+        everything = MaskInfo.from_segments(np.zeros((rows, queries), int), np.zeros((rows, keys), int))
+        if self.mask == "window":
+            return everything.apply_sliding_window((30, 10), offset=rng.integers(-5, 20, rows))
+        if self.mask == "chunks":
+            return everything.apply_chunked(48)
+        dense = MaskInfo.from_attention_mask(rng.random((rows, heads, queries, keys)) < 0.4)
+        return dense if self.mask == "dense" else dense | everything.apply_causal()
+
+    def hints(self) -> dict:
+        blocks = None if self.blocks is None else attnmask.FwdParams(*self.blocks)
+        return {"fwd_params": blocks, "precision": self.precision, "logits_dtype": self.logits_dtype}
+
+    def keep(self):
+        if not self.dropout:
+            return None
+        return attnmask.dropout_keep_mask(self.seed if self.seed % 3 else 0, self.dropout, self.pairs)
+
+
+CASES = [Case(**levels, seed=index) for index, levels in enumerate(all_pairs(FACTORS, 0))]
+
+
+def test_all_pairs_meet():
+    """Of the cases as they are; and most of them have live pairs left to look at."""
+    for a, b in itertools.combinations(FACTORS, 2):
+        met = {(getattr(case, a), getattr(case, b)) for case in CASES}
+        assert met == set(itertools.product(FACTORS[a], FACTORS[b])), (a, b)
+    assert len(CASES) < 500
+    names = ("attention_mask", "bias", "causal", "cum_seqlens_q", "cum_seqlens_k", "sliding_window")
+    names += ("q_segment_ids", "kv_segment_ids", "causal_offset")
+    live_rows = []
+    for case in CASES:
+        arguments = {name: value for name, value in case.arguments().items() if name in names}
+        live_rows += ref.live_pairs(case.pairs, **arguments).any(axis=3).ravel().tolist()
+    assert 0.3 < np.mean(live_rows) < 0.9, np.mean(live_rows)
+
+
+def bits_of(arguments: dict) -> dict:
+    return {name: value.tobytes() for name, value in arguments.items() if isinstance(value, np.ndarray)}
+
+
+def run(case: Case, arguments: dict):
+    """The package's out and lse (or None), after a look at what every result has in common."""
+    more = {}
+    if case.out_layout is not None:
+        shape = (*arguments["query"].shape[:-1], case.value_depth)
+        more["out"] = laid_out(np.full(shape, 77).astype(case.dtype), case.out_layout)
+    before = bits_of(arguments)
+    got = attnmask.flash_attention(**arguments, **case.hints(), return_lse=case.return_lse, **more)
+    assert bits_of(arguments) == before, case
+    out, lse = got if case.return_lse else (got, None)
+    assert type(out) is np.ndarray, case
+    assert out.dtype == case.dtype, (out.dtype, case)
+    if more:
+        assert out is more["out"], case
+    else:
+        assert out.flags.c_contiguous, case
+    assert lse is None or (type(lse) is np.ndarray and lse.flags.c_contiguous), case
+    return out, lse
+
+
+@functools.lru_cache(maxsize=8)
+def expected_of(case: Case) -> Expected:
+    return expected(case.arguments(), case.keep(), case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.seed))
+def test_all_pairs_of_arguments(isa, set_threads, case):
+    set_threads(case.threads)
+    expected_of(case).check(*run(case, case.arguments()))
+
+
+@st.composite
+def random_cases(draw):
+    levels = {name: draw(st.sampled_from(choices)) for name, choices in FACTORS.items()}
+    levels |= {name: draw(st.integers(0, 140)) for name in ("queries", "keys")}
+    levels |= {name: draw(st.integers(1, 70)) for name in ("depth", "value_depth")}
+    return Case(**levels, seed=draw(st.integers(0, 2**20)))
+
+
+@given(case=random_cases())
+def test_any_arguments(isa, set_threads, case):
+    set_threads(case.threads)
+    expected_of(case).check(*run(case, case.arguments()))
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    queries=st.integers(1, 8),
+    keys=st.sampled_from([1, 31, 255, 256, 257, 1000, 3000]),
+    heads=st.sampled_from([(8, 2), (4, 4), (8, 1)]),
+    depth=st.sampled_from([64, 128, 40]),
+    layout=st.sampled_from(["contiguous", "heads first", "sliced", "reversed", "misaligned"]),
+    more=st.sampled_from(
+        [
+            {},
+            {"causal": True, "offset": "bottom-right"},
+            {"causal": True, "offset": "bottom-right", "window": (300, 0), "sinks": "[H, S]"},
+            {"mask": "[B, 1, 1, Tk] int32", "soft_cap": 20.0},
+            {"segments": True, "bias": "[H, 1, Tk]"},
+            {"packing": "flat", "causal": True, "offset": "bottom-right"},
+            {"normalize": False, "dropout": 0.3},
+        ]
+    ),
+)
+def test_decode(isa, set_threads, dtype, queries, keys, heads, depth, layout, more):
+    """Few queries over many keys, which may be split among threads."""
+    case = Case(
+        dtype, queries, keys, depth, depth, 2, heads, layout, layout, **more, seed=keys + queries, threads=3
+    )
+    set_threads(case.threads)
+    expected_of(case).check(*run(case, case.arguments()))
+
+
+def tensors(queries=40, keys=50, heads=4, kv_heads=2, depth=16, dtype=F32, batch=2, seed=0) -> dict:
+    case = Case(dtype, queries, keys, depth, depth + 3, batch, (heads, kv_heads), seed=seed)
+    arguments = case.arguments()
+    return {name: arguments[name] for name in ("query", "key", "value")}
+
+
+def attend(arguments: dict, **more):
+    return attnmask.flash_attention(**(arguments | more), return_lse=True)
+
+
+# Forms and arguments
+
+
+def test_positional_arguments(isa):
+    """In the order of the seed; what it does not have comes by name only."""
+    query, key, value = tensors().values()
+    rng = np.random.default_rng(0)
+    mask, bias = rng.random((2, 1, 40, 50)) < 0.7, rng.standard_normal((1, 4, 40, 50)).astype(F32)
+    arguments = (query, key, value, mask, bias, 0.2, 0.25, True, 7, None, None, (9, 3))
+    arguments += (attnmask.FwdParams(32, 32), attnmask.BwdParams(), 5.0, np.ones(2, F32), False, None, F32)
+    by_name = {
+        "attention_mask": mask,
+        "bias": bias,
+        "softmax_scale": 0.2,
+        "dropout_prob": 0.25,
+        "causal": True,
+        "sliding_window": (9, 3),
+        "logits_soft_cap": 5.0,
+        "softmax_aux": np.ones(2, F32),
+        "normalize_output": False,
+    }
+    keep = attnmask.dropout_keep_mask(7, 0.25, (2, 4, 40, 50))
+    right = expected({"query": query, "key": key, "value": value, **by_name}, keep, "positional")
+    right.check(attnmask.flash_attention(*arguments))
+    by_name["dropout_seed"] = 7
+    right.check(*attnmask.flash_attention_fwd(query, key, value, **by_name))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_flash_attention_fwd_gives_the_same(isa, dtype):
+    for more in ({}, {"causal": True, "softmax_aux": np.ones(2, dtype)}, {"normalize_output": False}):
+        arguments = tensors(dtype=dtype)
+        both = attend(arguments, **more), attnmask.flash_attention_fwd(**arguments, **more)
+        for one, other in zip(*both, strict=True):
+            assert one.tobytes() == other.tobytes(), (isa, dtype, more)
+
+
+def test_lists_subclasses_and_numpy_scalars(isa):
+    class Subclass(np.ndarray):
+        pass
+
+    arguments = tensors(5, 6, dtype=F64)
+    right = expected(arguments | {"causal": True, "softmax_scale": 0.5, "sliding_window": (3, 2)})
+    for convert in (np.ndarray.tolist, lambda array: array.view(Subclass)):
+        got = attend(
+            {name: convert(array) for name, array in arguments.items()},
+            causal=np.True_,
+            softmax_scale=np.float32(0.5),
+            sliding_window=(np.int64(3), np.int8(2)),
+            causal_offset=np.int16(0),
+        )
+        assert type(got[0]) is np.ndarray
+        right.check(*got)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", [1, 70])
+def test_hints_change_rounding_only(isa, dtype, queries):
+    arguments = tensors(queries, 150, dtype=dtype) | {"causal": True, "causal_offset": 30}
+    right = expected(arguments)
+    for q_blocksize, kv_blocksize in itertools.product((None, 1, 3, 64, 2**40), repeat=2):
+        blocks = attnmask.FwdParams(q_blocksize=q_blocksize, kv_blocksize=kv_blocksize)
+        right.check(*attend(arguments, fwd_params=blocks))
+
+
+@pytest.mark.parametrize("offset", [2**31, -(2**31), 2**62, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("window", [None, (0, 0), (2**63 - 1, 3), (2, 2**63 - 1), 2**62])
+@pytest.mark.parametrize("causal", [False, True])
+def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
+    arguments = tensors(9, 11)
+    got = attend(arguments, causal=causal, causal_offset=offset, sliding_window=window)
+    left, right = window if isinstance(window, tuple) else (window, window)
+    ahead = np.subtract.outer(np.arange(9), np.arange(11)).astype(object) * -1 - offset
+    live = np.ones(ahead.shape, bool)
+    if causal:
+        live &= (ahead <= 0).astype(bool)
+    if window is not None:
+        live &= ((-left <= ahead) & (ahead <= right)).astype(bool)
+    expected(arguments | {"attention_mask": live}, case=(offset, window, causal)).check(*got)
+
+
+def test_offsets_of_any_integer_dtype(isa):
+    arguments = tensors(9, 11)
+    right = expected(arguments | {"causal": True, "causal_offset": [3, 0]})
+    for offsets in (
+        [3, 0],
+        (3, 0),
+        *(np.array([3, 0], f"{kind}{size}") for kind in "iu" for size in (1, 2, 4)),
+    ):
+        right.check(*attend(arguments, causal=True, causal_offset=offsets))
+
+
+def test_out_that_is_interleaved_with_the_input(isa):
+    """Views of one buffer may lie between each other; nothing outside of `out` is written."""
+    buffer = np.full((2, 20, 4, 3 * 16), 9, F32)
+    query, out, rest = (buffer[..., index::3] for index in range(3))
+    arguments = tensors(20, 30)
+    arguments["value"] = arguments["value"][..., :16]
+    query[...] = arguments["query"]
+    plain = attnmask.flash_attention(**arguments)
+    assert attnmask.flash_attention(**(arguments | {"query": query}), out=out) is out
+    np.testing.assert_array_equal(query, arguments["query"])
+    np.testing.assert_array_equal(rest, 9)
+    np.testing.assert_array_equal(out, plain)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("at", range(7))
+def test_an_axis_of_length_zero(isa, dtype, at):
+    sizes = [2, 3, 4, 2, 5, 8, 6]
+    sizes[at] = 0
+    batch, queries, keys, groups, kv_heads, depth, value_depth = sizes
+    shapes = {
+        "query": (batch, queries, groups * kv_heads, depth),
+        "key": (batch, keys, kv_heads, depth),
+        "value": (batch, keys, kv_heads, value_depth),
+    }
+    arguments = {name: np.ones(shape, dtype) for name, shape in shapes.items()}
+    if groups * kv_heads == 0:  # no head, or none that a key's head could be for
+        try:
+            out, lse = attend(arguments)
+        except ValueError:
+            return
+    else:
+        out, lse = attend(arguments, softmax_scale=1.0)
+    assert (out.shape, out.dtype) == ((batch, queries, groups * kv_heads, value_depth), dtype)
+    assert lse.shape == (batch, groups * kv_heads, queries)
+    if keys == 0:
+        assert (out == 0).all()
+        assert np.isneginf(lse).all()
+    else:
+        assert (out == 1).all()
+
+
+# Rows without a live pair
+
+
+NO_PAIR = {
+    "mask": lambda row, shape: {"attention_mask": np.arange(shape[2])[:, None] != row},
+    "mask info": lambda row, shape: {
+        "attention_mask": MaskInfo.from_attention_mask(
+            np.broadcast_to((np.arange(shape[2]) != row)[:, None], (shape[0], *shape[2:]))
+        )
+    },
+    "bias": lambda row, shape: {
+        "bias": np.where(np.arange(shape[2])[:, None] == row, -np.inf, 0).astype(F32)
+    },
+    "segments": lambda row, shape: {
+        "q_segment_ids": np.where(np.arange(shape[2]) == row, -1, 0)[None].repeat(shape[0], 0),
+        "kv_segment_ids": np.zeros((shape[0], shape[3]), int),
+    },
+    "other segments": lambda row, shape: {
+        "q_segment_ids": np.where(np.arange(shape[2]) == row, 5, 0)[None].repeat(shape[0], 0),
+        "kv_segment_ids": np.zeros((shape[0], shape[3]), int),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", NO_PAIR)
+@pytest.mark.parametrize("more", [{}, {"logits_soft_cap": 3.0}, {"normalize_output": False}], ids=str)
+def test_a_row_without_a_live_pair(isa, dtype, kind, more):
+    """Exact zeros, and minus infinity or what its sinks sum up to."""
+    for queries, row in ((1, 0), (40, 0), (40, 17), (40, 39)):
+        arguments = tensors(queries, 70, dtype=dtype) | NO_PAIR[kind](row, (2, 4, queries, 70)) | more
+        out, lse = attend(arguments)
+        assert (out[:, row] == 0).all()
+        assert np.isneginf(lse[..., row]).all()
+        expected(arguments).check(out, lse)
+        arguments["softmax_aux"] = np.array([[0.5, -1.0], [2.0, 3.0], [0, -np.inf], [-5, 1]], dtype)
+        out, lse = attend(arguments)
+        assert (out[:, row] == 0).all()
+        with np.errstate(divide="ignore"):
+            sums = np.log(np.exp(arguments["softmax_aux"].astype(np.float64)).sum(axis=1))
+        np.testing.assert_allclose(lse[..., row], np.broadcast_to(sums, (2, 4)), rtol=1e-6, atol=1e-6)
+        expected(arguments).check(out, lse)
+
+
+def test_causal_rows_before_the_first_key(isa):
+    """Bottom-right with more queries than keys: the first ones see nothing."""
+    arguments = tensors(100, 30)
+    out, lse = attend(arguments, causal=True, causal_offset="bottom-right")
+    assert (out[:, :70] == 0).all()
+    assert np.isneginf(lse[..., :70]).all()
+    assert np.isfinite(lse[..., 70:]).all()
+
+
+def test_extreme_logits(isa):
+    """Large logits are exact by their differences, and what is far below the maximum counts nothing."""
+    arguments = tensors(20, 80)
+    arguments["bias"] = np.where(np.arange(80) % 7 == 0, 0, -1e4).astype(F32)
+    expected(arguments).check(*attend(arguments))
+    rising = np.arange(80, dtype=F32) * 200  # a new maximum with every key
+    for bias in (rising, rising[::-1], np.full(80, -3e38, F32), np.full(80, 3e38, F32)):
+        got = attend(arguments, bias=bias, softmax_scale=0.0)
+        assert np.isfinite(got[0]).all()
+        assert np.isfinite(got[1]).all()
+        shares = ref.flash_attention(**(arguments | {"bias": bias, "softmax_scale": 0.0}))
+        np.testing.assert_allclose(got[0], shares.out, rtol=1e-5, atol=1e-6)
+
+
+# Dead pairs
+
+
+def padding(rng, batch, queries, keys, heads):
+    """A mask that leaves the last keys and some queries out, whatever else it does."""
+    live = rng.random((batch, heads, queries, keys)) < 0.7
+    live[..., keys - keys // 4 :] = False
+    live[:, :, queries // 5 : queries // 3] = False
+    return live
+
+
+def limits(kind: str, shape: tuple[int, int, int, int]) -> dict:
+    """Arguments under which most keys are dead for many queries."""
+    batch, heads, queries, keys = shape
+    rng = np.random.default_rng(len(kind))
+    q_ids, kv_ids = (np.sort(rng.integers(-1, 4, (batch, length))) for length in (queries, keys))
+    live = padding(rng, batch, queries, keys, heads)
+    return {
+        "causal": {"causal": True},
+        "causal, bottom-right": {"causal": True, "causal_offset": "bottom-right"},
+        "window": {"sliding_window": (6, 3), "causal_offset": keys - queries},
+        "segments": {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids},
+        "segments, sinks": {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "softmax_aux": np.ones(2, F32)},
+        "bool mask": {"attention_mask": live},
+        "padding mask": {"attention_mask": np.arange(keys)[None, None, None] < keys // 2},
+        "int mask": {"attention_mask": live[:, :1].astype(np.int32)},
+        "segment info": {"attention_mask": MaskInfo.from_segments(q_ids, kv_ids).apply_causal()},
+        "dense info": {"attention_mask": MaskInfo.from_attention_mask(live)},
+        "bias": {"bias": np.where(live, 0.5, -np.inf).astype(F32)},
+        "bias, soft cap": {"bias": np.where(live, 0.5, -np.inf).astype(F32), "logits_soft_cap": 4.0},
+        "causal, soft cap": {"causal": True, "logits_soft_cap": 4.0},
+        "causal, unnormalized": {"causal": True, "normalize_output": False},
+        "bias of the keys": {"bias": np.where(np.arange(keys) < keys // 3, 0, -np.inf).astype(F32)},
+        "causal, dropout": {"causal": True, "dropout_prob": 0.4, "dropout_seed": 3},
+    }[kind]
+
+
+LIMITS = (
+    "causal",
+    "causal, bottom-right",
+    "window",
+    "segments",
+    "segments, sinks",
+    "bool mask",
+    "padding mask",
+    "int mask",
+    "segment info",
+    "dense info",
+    "bias",
+    "bias, soft cap",
+    "causal, soft cap",
+    "causal, unnormalized",
+    "bias of the keys",
+    "causal, dropout",
+)
+POISON = [math.nan, math.inf, -math.inf, "huge"]
+SIZES = ((1, 70), (37, 45), (130, 140))
+LIVE = (
+    "attention_mask",
+    "bias",
+    "causal",
+    "sliding_window",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "causal_offset",
+)
+
+
+def poison_of(dtype, kind) -> float:
+    return float(ml_dtypes.finfo(dtype).max) if kind == "huge" else kind
+
+
+def live_of(arguments: dict, shape) -> np.ndarray:
+    return ref.live_pairs(shape, **{name: arguments[name] for name in LIVE if name in arguments})
+
+
+def assert_same_bits(got, clean, rows, case) -> None:
+    """In the rows [B, H, Tq] of out and lse."""
+    out, lse = got
+    clean_out, clean_lse = clean
+    assert out.swapaxes(1, 2)[rows].tobytes() == clean_out.swapaxes(1, 2)[rows].tobytes(), case
+    assert lse[rows].tobytes() == clean_lse[rows].tobytes(), case
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dead_pairs_have_no_influence(isa, dtype, kind):
+    """Poison in some keys, values and queries reaches the rows that have a live pair with it and no others."""
+    for (queries, keys), poison in itertools.product(SIZES, POISON):
+        shape = (2, 4, queries, keys)
+        arguments = tensors(queries, keys, dtype=dtype) | limits(kind, shape)
+        live = live_of(arguments, shape)
+        clean = attend(arguments)
+        number = poison_of(dtype, poison)
+        rng = np.random.default_rng(queries)
+        case = (isa, dtype, kind, shape, poison)
+
+        # Of each KV head some keys, and all that nobody looks at.
+        seen = live.reshape(2, 2, 2, queries, keys).any(axis=(2, 3))  # [B, Hkv, Tk]
+        bad = ~seen | (rng.random(seen.shape) < 3 / keys)
+        for name, depth in (("key", 3), ("value", 5), ("key", slice(None)), ("value", slice(None))):
+            poisoned = arguments[name].copy()
+            poisoned[..., depth][bad.swapaxes(1, 2)] = number
+            touched = (live & bad.repeat(2, axis=1)[:, :, None, :]).any(axis=3)
+            got = attend(arguments | {name: poisoned})
+            assert_same_bits(got, clean, ~touched, (*case, name))
+
+        bad = rng.random((2, queries, 4)) < 0.2
+        query = arguments["query"].copy()
+        query[bad] = number
+        got = attend(arguments | {"query": query})
+        assert_same_bits(got, clean, ~bad.swapaxes(1, 2) | ~live.any(axis=3), (*case, "query"))
+
+
+@pytest.mark.parametrize("poison", [math.nan, "huge"], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("flat", [False, True])
+def test_packed_sequences_do_not_reach_each_other(isa, dtype, poison, flat):
+    q_ends, k_ends = np.array([0, 7, 7, 40, 90, 101]), np.array([0, 20, 33, 33, 90, 140])
+    case = Case(dtype, 101, 140, 16, 20, 1, (4, 2), packing="flat" if flat else "packed")
+    arguments = case.arguments() | {"cum_seqlens_q": q_ends, "cum_seqlens_k": k_ends}
+    for more in ({}, {"causal": True, "causal_offset": "bottom-right"}, {"sliding_window": 4}):
+        clean = attend(arguments | more)
+        for index in range(5):
+            keys = np.zeros(140, bool)
+            keys[k_ends[index] : k_ends[index + 1]] = True
+            others = np.ones(101, bool)
+            others[q_ends[index] : q_ends[index + 1]] = False
+            for name in ("key", "value"):
+                poisoned = arguments[name].copy()
+                poisoned[keys if flat else (slice(None), keys)] = poison_of(dtype, poison)
+                got = attend(arguments | more | {name: poisoned})
+                where = (isa, dtype, more, index, name)
+                for one, other in zip(got, clean, strict=True):
+                    one, other = (x if flat else x[0] for x in (one, other))
+                    rows = others if one.ndim == 3 else (slice(None), others)
+                    assert one[rows].tobytes() == other[rows].tobytes(), where
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_poison_in_a_dead_bias(isa, dtype):
+    """A pair that a mask forbids may have any bias, NaN and infinity too."""
+    arguments = tensors(40, 70, dtype=dtype)
+    live = padding(np.random.default_rng(3), 2, 40, 70, 4)
+    bias = np.random.default_rng(4).standard_normal((2, 4, 40, 70)).astype(dtype)
+    clean = attend(arguments, attention_mask=live, bias=bias)
+    for poison in POISON:
+        poisoned = np.where(live, bias, np.array(poison_of(dtype, poison), dtype))
+        for mask in (live, MaskInfo.from_attention_mask(live)):
+            got = attend(arguments, attention_mask=mask, bias=poisoned)
+            assert_same_bits(got, clean, np.ones((2, 4, 40), bool), (isa, dtype, poison))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
+    """A NaN in a key or a query is one in all of the row; one in a value in its column only; +inf is +inf."""
+    for queries, keys in SIZES:
+        shape = (2, 4, queries, keys)
+        arguments = tensors(queries, keys, dtype=dtype) | {
+            "causal": True,
+            "causal_offset": "bottom-right",
+            "logits_soft_cap": soft_cap,
+            "normalize_output": normalize,
+            "softmax_aux": np.ones(1, dtype) if sinks else None,
+        }
+        clean = attend(arguments)
+        for at in (0, keys // 2, keys - 1):
+            touched = live_of(arguments, shape)[:, :2, :, at]
+            touched[1] = False  # of batch row 0, and the first KV head, which two heads read
+            for poison in (math.nan, math.inf):
+                value = arguments["value"].copy()
+                value[0, at, 0, 7] = poison
+                out, lse = attend(arguments | {"value": value})
+                column = np.zeros(out.shape, bool)
+                column[:, :, :2, 7] = touched.swapaxes(1, 2)
+                np.testing.assert_array_equal(out[column].astype(np.float64), poison)
+                eps = max(4 * float(ml_dtypes.finfo(dtype).eps), 100 * float(np.finfo(lse.dtype).eps))
+                rest, clean_rest = (x[~column].astype(np.float64) for x in (out, clean[0]))
+                np.testing.assert_allclose(rest, clean_rest, rtol=eps, atol=eps)
+                np.testing.assert_allclose(lse, clean[1], rtol=1e-5, atol=1e-5)
+            key = arguments["key"].copy()
+            key[0, at, 0, 7] = math.nan
+            out, lse = attend(arguments | {"key": key})
+            whole = np.zeros((2, 4, queries), bool)
+            whole[:, :2] = touched
+            assert np.isnan(out.swapaxes(1, 2)[whole].astype(F64)).all(), (isa, dtype, shape, at)
+            assert np.isnan(lse[whole]).all(), (isa, dtype, shape, at)
+            assert_same_bits((out, lse), clean, ~whole, (isa, dtype, shape, at))
+        query = arguments["query"].copy()
+        query[1, -1, 2, 0] = math.nan
+        out, lse = attend(arguments | {"query": query})
+        assert np.isnan(out[1, -1, 2].astype(F64)).all()
+        assert np.isnan(lse[1, 2, -1])
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("packing", [None, "packed", "flat"])
+@pytest.mark.parametrize("seed", [None, 0, 1, 2**31, 2**32 + 1, 2**62])
+def test_the_keep_mask_is_the_one_used(isa, dtype, packing, seed):
+    """With equal weights and the identity for values, the mask itself comes out."""
+    prob, (batch, heads, queries, keys) = 0.25, (1 if packing else 2, 4, 33, 64)
+    query = np.zeros((batch, queries, heads, 8), dtype)
+    key = np.zeros((batch, keys, 2, 8), dtype)
+    value = np.broadcast_to(np.eye(keys).astype(dtype)[None, :, None], (batch, keys, 2, keys))
+    if packing == "flat":
+        query, key, value = query[0], key[0], value[0]
+    more = {}
+    live = np.ones((queries, keys), bool)
+    if packing:
+        more = {"cum_seqlens_q": [0, 10, 11, 33], "cum_seqlens_k": [0, 16, 32, 64]}
+        live = ref.live_pairs((1, 1, queries, keys), **more)[0, 0]
+    out = attnmask.flash_attention(query, key, value, dropout_prob=prob, dropout_seed=seed, **more)
+    keep = attnmask.dropout_keep_mask(0 if seed is None else seed, prob, (batch, heads, queries, keys))
+    assert (keep.shape, keep.dtype) == ((batch, heads, queries, keys), bool)
+    out = out.reshape(batch, queries, heads, keys).swapaxes(1, 2)
+    np.testing.assert_array_equal(out != 0, keep & live)
+    weights = np.where(keep & live, 1 / live.sum(axis=1, keepdims=True) / (1 - prob), 0)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype(np.float64), weights, rtol=2 * eps + 1e-6 * (dtype != F64))
+
+
+def test_the_keep_mask_of_a_part_is_part_of_the_keep_mask(isa, set_threads):
+    whole = attnmask.dropout_keep_mask(11, 0.3, (3, 4, 130, 257))
+    assert whole.flags.c_contiguous
+    for shape in [
+        (1, 1, 1, 1),
+        (3, 4, 130, 256),
+        (2, 4, 129, 257),
+        (3, 1, 7, 33),
+        (1, 4, 130, 5),
+        (0, 4, 3, 3),
+    ]:
+        part = tuple(slice(length) for length in shape)
+        for threads in (1, 3):
+            set_threads(threads)
+            got = attnmask.dropout_keep_mask(11, 0.3, shape)
+            np.testing.assert_array_equal(got, whole[part], err_msg=repr(shape))
+    assert attnmask.dropout_keep_mask(11, 0.0, (2, 3, 4, 5)).all()
+
+
+@pytest.mark.parametrize("prob", [0.05, 0.1, 0.5, 0.9, 0.95])
+def test_the_keep_mask_is_random(prob):
+    """Its mean, and that neighbours along every axis and of other seeds know nothing of each other.
+
+    Of n independent pairs the mean and the correlation stay within five standard deviations; the seeds are fixed.
+    """
+    shape = (4, 4, 64, 256)
+    masks = [attnmask.dropout_keep_mask(seed, prob, shape) for seed in (0, 1, 2, 3, 2**32, 2**40)]
+    deviation = math.sqrt(prob * (1 - prob))
+    scaled = [(mask - (1 - prob)) / deviation for mask in masks]
+    count = math.prod(shape)
+    for mask in scaled:
+        assert abs(mask.mean()) < 5 / math.sqrt(count)
+        for axis, lag in itertools.product(range(4), (1, 2, 3)):
+            ahead = np.moveaxis(mask, axis, 0)
+            product = ahead[lag:] * ahead[:-lag]
+            assert abs(product.mean()) < 5 / math.sqrt(product.size), (axis, lag)
+        for one, other in ((0, 1), (2, 3)):  # b and h, or q and k, in each other's place
+            turned = np.moveaxis(mask, (one, other), (0, 1))[:64, :64]
+            below = np.tri(len(turned), k=-1, dtype=bool)
+            product = (turned * turned.swapaxes(0, 1))[below]
+            assert abs(product.mean()) < 5 / math.sqrt(product.size), (one, other)
+        for axes in itertools.combinations(range(4), 3):  # no line is denser than others
+            sums = mask.sum(axis=axes) / math.sqrt(count / mask.shape[({0, 1, 2, 3} - set(axes)).pop()])
+            assert np.abs(sums).max() < 6, axes
+    for one, other in itertools.combinations(scaled, 2):
+        assert abs((one * other).mean()) < 5 / math.sqrt(count)
+
+
+def test_dropout_keeps_the_mean(isa):
+    """Over many seeds the outputs average to those without dropout; lse knows nothing of it."""
+    arguments = tensors(4, 30, batch=1)
+    plain, lse = attend(arguments)
+    several = [attend(arguments, dropout_prob=0.5, dropout_seed=seed) for seed in range(400)]
+    assert all(np.array_equal(one_lse, lse) for _, one_lse in several)
+    np.testing.assert_allclose(np.mean([out for out, _ in several], axis=0), plain, atol=0.12)
+
+
+# Merging
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    cuts=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    causal=st.booleans(),
+    sinks=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_parts_merge_into_the_whole(isa, dtype, cuts, causal, sinks, seed):
+    """Of disjoint sets of keys, some of them empty or dead for some rows; sinks go with one of the parts."""
+    arguments = tensors(20, 90, dtype=dtype, seed=seed) | {"causal": causal}
+    aux = {"softmax_aux": np.array([0.3, 1.0], dtype)} if sinks else {}
+    right = expected(arguments | {"causal_offset": 50} | aux, case=(isa, dtype, cuts, causal, sinks, seed))
+    parts = []
+    for start, end in itertools.pairwise([0, *sorted(cuts), 90]):
+        keys = {name: arguments[name][:, start:end] for name in ("key", "value")}
+        parts.append(attend(arguments, **keys, causal_offset=50 - start, **(aux if not start else {})))
+        aux = {} if not start else aux
+    outs, lses = ([part[index] for part in parts] for index in (0, 1))
+    before = [array.tobytes() for array in (*outs, *lses)]
+    out, lse = attnmask.merge_attention_states(outs, lses)
+    assert [array.tobytes() for array in (*outs, *lses)] == before
+    assert (out.dtype, lse.dtype) == (dtype, lse_dtype(dtype))
+    near = 4 * float(ml_dtypes.finfo(dtype).eps)  # each part is rounded to dtype
+    np.testing.assert_allclose(lse, right.lse.astype(F64), rtol=1e-5, atol=1e-5)
+    error = worst(out, right.out, right.out_size, dtype)
+    assert error <= right.out_error + near, (error, right.case)
+    merged = ref.merge_attention_states(outs, lses)
+    np.testing.assert_allclose(out.astype(F64), merged[0], rtol=near, atol=near)
+
+
+def test_merging_what_has_no_live_pair(isa):
+    zeros, nothing = np.zeros((1, 3, 2, 5), F32), np.full((1, 2, 3), -np.inf, F32)
+    ones, some = np.ones((1, 3, 2, 5), F32), np.array([[[0, -np.inf, 200], [-300, 3, -np.inf]]], F32)
+    out, lse = attnmask.merge_attention_states([zeros, zeros], [nothing, nothing])
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+    for outs, lses in (([ones, zeros], [some, nothing]), ([zeros, ones], [nothing, some]), ([ones], [some])):
+        out, lse = attnmask.merge_attention_states(outs, lses)
+        np.testing.assert_array_equal(lse, some)
+        alive = np.isfinite(some).swapaxes(1, 2)
+        np.testing.assert_allclose(out[alive], 1, rtol=1e-6)
+    far = attnmask.merge_attention_states(
+        [ones, 2 * ones], [np.full_like(some, 1e4), np.full_like(some, -1e4)]
+    )
+    np.testing.assert_allclose(far[0], 1)
+    np.testing.assert_allclose(far[1], 1e4)
+
+
+# The same bits
+
+
+STEADY = [
+    Case(F32, 300, 350, 32, 48, 2, (4, 2), causal=True, offset="bottom-right"),
+    Case(F32, 1, 3000, 64, 64, 1, (8, 2)),
+    Case(F16, 3, 2000, 64, 64, 2, (4, 4), causal=True, offset="bottom-right"),
+    Case(BF16, 260, 500, 64, 64, 1, (2, 1), mask="dense", dropout=0.2),
+    Case(F64, 200, 300, 16, 16, 3, (2, 2), window=(30, 5), sinks="[H, S]"),
+    Case(F32, 400, 400, 16, 16, 1, (4, 1), packing="flat", causal=True, bias="[H, 1, Tk]", normalize=False),
+    Case(F32, 300, 300, 16, 16, 2, (4, 2), mask="segments of heads, causal", soft_cap=5.0),
+]
+
+
+@pytest.mark.parametrize("case", STEADY, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
+    arguments = case.arguments()
+    set_threads(1)
+    out, lse = run(case, arguments)
+    expected_of(case).check(out, lse)
+    for threads in (1, 2, 3, 8, 8):
+        set_threads(threads)
+        again = run(case, arguments)
+        assert again[0].tobytes() == out.tobytes(), (isa, threads, case)
+        assert again[1].tobytes() == lse.tobytes(), (isa, threads, case)
+
+
+# Other libraries
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_beside_torch(isa, causal, dtype):
+    torch = pytest.importorskip("torch")
+    arguments = {
+        name: torch.from_numpy(array) for name, array in tensors(50, 50, dtype=np.dtype(dtype)).items()
+    }
+    heads_first = [array.transpose(1, 2) for array in arguments.values()]
+    heads_first[1:] = [array.repeat_interleave(2, dim=1) for array in heads_first[1:]]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    ours = attnmask.flash_attention(**arguments, causal=causal)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_beside_jax(isa, causal):
+    jax = pytest.importorskip("jax")
+    arguments = {name: jax.numpy.asarray(array) for name, array in tensors(50, 50).items()}
+    arguments["value"] = arguments["value"][..., :16]
+    theirs = jax.nn.dot_product_attention(*arguments.values(), is_causal=causal)
+    ours = attnmask.flash_attention(**arguments, causal=causal)
+    np.testing.assert_allclose(ours, np.asarray(theirs), rtol=1e-5, atol=2e-6)
+
+
+# Bad input
+
+B, TQ, TK, H, HKV, D, DV = 2, 6, 7, 4, 2, 8, 5
+NO_FLOATS = [None, "x", np.ones(3, complex), np.array(["x"]), object(), {}]
+NO_NUMBER = ["x", [0.5, 0.5], 1j, object()]
+NO_INTEGER = ["x", 1.5, 1j, object()]
+NO_FLAG = ["x", None, 2, object()]
+
+
+def zeros(*shape, dtype=F32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+GOOD = {"query": zeros(B, TQ, H, D), "key": zeros(B, TK, HKV, D), "value": zeros(B, TK, HKV, DV)}
+SEGMENTS = {"q_segment_ids": np.zeros((B, TQ), int), "kv_segment_ids": np.zeros((B, TK), int)}
+PACKED = {
+    "query": zeros(1, TQ, H, D),
+    "key": zeros(1, TK, HKV, D),
+    "value": zeros(1, TK, HKV, DV),
+    "cum_seqlens_q": np.array([0, 2, TQ]),
+    "cum_seqlens_k": np.array([0, 3, TK]),
+}
+READ_ONLY = zeros(B, TQ, H, DV)
+READ_ONLY.flags.writeable = False
+INFO = MaskInfo.from_segments
+
+BAD: dict[str, tuple[dict, dict[type, list]]] = {
+    "query": (
+        GOOD,
+        {
+            TypeError: [*NO_FLOATS, zeros(B, TQ, H, D, dtype=np.int32), zeros(B, TQ, H, D, dtype=bool)],
+            ValueError: [
+                zeros(TQ, H, D), zeros(H, D), zeros(1, B, TQ, H, D), np.float32(1), zeros(B, TQ, 3, D),
+                zeros(B, TQ, 1, D), zeros(B, TQ, H, D + 1), zeros(B + 1, TQ, H, D), zeros(1, TQ, H, D),
+            ],
+        },
+    ),
+    "key": (
+        GOOD,
+        {
+            TypeError: [*NO_FLOATS, zeros(B, TK, HKV, D, dtype=F64), zeros(B, TK, HKV, D, dtype=np.int64)],
+            ValueError: [
+                zeros(TK, HKV, D), zeros(B, TK, HKV, D - 1), zeros(B, TK, 3, D), zeros(B + 1, TK, HKV, D),
+                zeros(B, TK, 8, D), zeros(1, TK, HKV, D), zeros(B, TK + 1, HKV, D),
+            ],
+        },
+    ),
+    "value": (
+        GOOD,
+        {
+            TypeError: [*NO_FLOATS, zeros(B, TK, HKV, DV, dtype=F16), zeros(B, TK, HKV, DV, dtype=BF16)],
+            ValueError: [
+                zeros(TK, HKV, DV), zeros(B, TK + 1, HKV, DV), zeros(B, TK, HKV + 2, DV), zeros(1, TK, HKV, DV),
+            ],
+        },
+    ),
+    "attention_mask": (
+        GOOD,
+        {
+            TypeError: ["x", np.array(["x"]), np.ones((TQ, TK), complex), object()],
+            ValueError: [
+                np.ones((TQ, TK + 1)), np.ones((B + 1, 1, TQ, TK)), np.ones((B, 3, TQ, TK)),
+                np.ones((1, B, H, TQ, TK)), np.ones((B, TQ, TK)), np.ones((0, TK)),
+                INFO(np.zeros((B, TQ + 1), int), np.zeros((B, TK), int)),
+                INFO(np.zeros((B, TQ), int), np.zeros((B, TK - 1), int)),
+                INFO(np.zeros((B + 1, TQ), int), np.zeros((B + 1, TK), int)),
+                INFO(np.zeros((B, 3, TQ), int), np.zeros((B, 3, TK), int)),
+            ],
+        },
+    ),
+    "bias": (
+        GOOD,
+        {
+            TypeError: ["x", np.zeros((TQ, TK), int), np.zeros((TQ, TK), bool), np.zeros((TQ, TK), complex)],
+            ValueError: [zeros(TQ, TK + 1), zeros(B + 1, 1, 1, TK), zeros(3, TQ, TK), zeros(1, B, H, TQ, TK)],
+        },
+    ),
+    "softmax_scale": (GOOD, {TypeError: NO_NUMBER, ValueError: [math.nan]}),
+    "dropout_prob": (
+        GOOD,
+        {TypeError: [*NO_NUMBER, None], ValueError: [-0.1, 1.0, 1, 1.5, math.nan, math.inf]},
+    ),
+    "dropout_seed": (GOOD | {"dropout_prob": 0.1}, {TypeError: NO_INTEGER}),
+    "causal": (GOOD, {TypeError: NO_FLAG}),
+    "normalize_output": (GOOD, {TypeError: NO_FLAG}),
+    "return_lse": (GOOD, {TypeError: NO_FLAG}),
+    "sliding_window": (
+        GOOD,
+        {
+            TypeError: ["x", 1.5, ("a", 1), (1.5, 1), object()],
+            ValueError: [-1, (-1, 0), (0, -1), (1, 2, 3), (1,), ()],
+        },
+    ),
+    "logits_soft_cap": (GOOD, {TypeError: NO_NUMBER, ValueError: [-1.0, math.nan, -math.inf]}),
+    "softmax_aux": (
+        GOOD,
+        {
+            TypeError: ["x", np.zeros(2, int), np.zeros(2, complex)],
+            ValueError: [zeros(H + 1, 2), zeros(2, 2), zeros(1, H, 2), np.float32(1)],
+        },
+    ),
+    "fwd_params": (GOOD, {TypeError: ["x", 64, (64, 64)]}),
+    "bwd_params": (GOOD, {TypeError: ["x", 64, (64, 64)]}),
+    "precision": (GOOD, {ValueError: ["nonsense", ""]}),
+    "cum_seqlens_q": (
+        PACKED,
+        {
+            TypeError: ["x", [0.0, 2.0, 6.0], [False, True]],
+            ValueError: [[1, 2, TQ], [0, 2, 5], [0, 2, 7], [0, 5, 2, TQ], [0, TQ], [0, 1, 2, TQ], [[0, 2, TQ]],
+                         [], 0, [0, -1, TQ], [0, 2**40, TQ]],
+        },
+    ),
+    "cum_seqlens_k": (
+        PACKED,
+        {
+            TypeError: ["x", [0.0, 3.0, 7.0]],
+            ValueError: [[1, 3, TK], [0, 3, 6], [0, 3, 8], [0, 9, TK], [0, TK], [0, 1, 2, TK], [], 0],
+        },
+    ),
+    "q_segment_ids": (
+        GOOD | SEGMENTS,
+        {
+            TypeError: ["x", np.zeros((B, TQ)), np.zeros((B, TQ), bool)],
+            ValueError: [np.zeros((B, TQ + 1), int), np.zeros((B + 1, TQ), int), np.zeros(TQ + 1, int), 0],
+        },
+    ),
+    "kv_segment_ids": (
+        GOOD | SEGMENTS,
+        {
+            TypeError: ["x", np.zeros((B, TK)), np.zeros((B, TK), bool)],
+            ValueError: [np.zeros((B, TK - 1), int), np.zeros((B + 1, TK), int), np.zeros(TK + 1, int), 0],
+        },
+    ),
+    "causal_offset": (
+        GOOD | {"causal": True},
+        {TypeError: [1.5, None, [0.5, 1.5], object()], ValueError: ["top", [1, 2, 3], [], [[1, 2]], np.zeros(1, int)]},
+    ),
+    "out": (
+        GOOD,
+        {
+            TypeError: ["x", [[1.0]], 1.0, memoryview(bytes(8))],
+            ValueError: [
+                zeros(B, TQ, H, DV + 1), zeros(B, H, TQ, DV), zeros(TQ, H, DV), zeros(B, TQ, H, DV, dtype=F64),
+                zeros(B, TQ, H, DV, dtype=F16), READ_ONLY, np.broadcast_to(zeros(1, 1, 1, DV), (B, TQ, H, DV)),
+            ],
+        },
+    ),
+}  # fmt: skip
+
+
+def test_the_good_arguments_are_good():
+    for good, _ in BAD.values():
+        out = attnmask.flash_attention(**good)
+        assert out.shape == (*good["query"].shape[:-1], DV)
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_bad_input(name, error):
+    good, bad = BAD[name]
+    for value in bad.get(error, []):
+        if name == "key" and np.shape(value) == (B, TK + 1, HKV, D):
+            match = r"\b(key|value)\b"  # one of them is too long: who can tell which
+        elif name in ("query", "key") and np.ndim(value) > 2:
+            match = r"\b(query|key|value)\b"
+        elif name.startswith("cum_seqlens"):
+            match = r"\bcum_seqlens_[qk]\b"
+        else:
+            match = rf"\b{name}\b"
+        try:
+            with pytest.raises(error, match=match):
+                attnmask.flash_attention(**(good | {name: value}))
+        except BaseException as failure:
+            failure.add_note(f"{name}={value!r}")
+            raise
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"causal_offset": [1, 2, 3]}, ValueError),
+        ({"causal_offset": [1]}, ValueError),
+        ({"q_segment_ids": np.zeros((1, TQ + 1), int), "kv_segment_ids": np.zeros((1, TK), int)}, ValueError),
+        ({"attention_mask": np.ones((2, 1, TQ, TK))}, ValueError),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_with_packed_rows(more, error):
+    with pytest.raises(error, match=rf"\b{next(iter(more))}\b"):
+        attnmask.flash_attention(**(PACKED | {"causal": True} | more))
+
+
+def test_packed_rows_are_one_row():
+    packed = {name: GOOD[name] for name in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=r"\b(query|cum_seqlens_q)\b"):
+        attnmask.flash_attention(**packed, cum_seqlens_q=[0, 2, TQ], cum_seqlens_k=[0, 3, TK])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "softmax_aux"])
+def test_out_that_overlaps_an_input(name):
+    """Refused, and nothing is written, even where only the last number is shared."""
+    shape = {
+        "query": (1, 4, 2, 8),
+        "key": (1, 4, 2, 8),
+        "value": (1, 4, 2, 8),
+        "bias": (1, 2, 4, 4),
+        "softmax_aux": (2, 3),
+    }
+    arguments = {each: np.ones(shape[each], F32) for each in ("query", "key", "value", name)}
+    size = arguments[name].size
+    buffer = np.ones(size + 64, F32)
+    arguments[name] = buffer[:size].reshape(shape[name])
+    for start in (0, size - 1):
+        out = buffer[start : start + 64].reshape(1, 4, 2, 8)
+        with pytest.raises(ValueError, match=r"\bout\b"):
+            attnmask.flash_attention(**arguments, out=out)
+        assert (buffer == 1).all()
+    attnmask.flash_attention(**arguments, out=buffer[size:].reshape(1, 4, 2, 8))
+    assert (buffer[:size] == 1).all()
+
+
+def test_nothing_is_written_before_all_is_checked():
+    out = np.full((B, TQ, H, DV), 77, F32)
+    for more in ({"dropout_prob": 2.0}, {"causal_offset": [1, 2, 3]}, {"softmax_aux": zeros(H + 1, 2)}):
+        with pytest.raises(ValueError, match=next(iter(more))):
+            attnmask.flash_attention(**GOOD, **more, out=out)
+    assert (out == 77).all()
+
+
+def test_an_array_that_raises():
+    class Raises:
+        def __array__(self, dtype=None, copy=None):
+            raise ZeroDivisionError("not today")
+
+    for name in ("query", "key", "value", "attention_mask", "bias", "softmax_aux", "cum_seqlens_q"):
+        with pytest.raises(ZeroDivisionError, match="not today"):
+            attnmask.flash_attention(**(PACKED | {name: Raises()}))
+
+
+@pytest.mark.parametrize("name", ["seed", "prob", "shape"])
+def test_bad_input_of_the_keep_mask(name):
+    bad = {
+        "seed": {TypeError: NO_INTEGER},
+        "prob": {TypeError: [*NO_NUMBER, None], ValueError: [-0.1, 1.0, math.nan]},
+        "shape": {
+            TypeError: ["x", None, (1, 2, 3, 4.5)],
+            ValueError: [(1, 2, 3), (1, 1, 1, 1, 1), (1, -1, 2, 2)],
+        },
+    }[name]
+    for error, values in bad.items():
+        for value in values:
+            arguments = {"seed": 0, "prob": 0.5, "shape": (1, 1, 2, 2)} | {name: value}
+            with pytest.raises(error, match=rf"\b{name}\b"):
+                attnmask.dropout_keep_mask(*arguments.values())
+
+
+def test_a_keep_mask_that_is_too_large():
+    for shape in [(2**31, 2**31, 2**31, 2**31), (1, 1, 2**45, 2**10)]:
+        with pytest.raises((MemoryError, ValueError)):
+            attnmask.dropout_keep_mask(0, 0.5, shape)
+
+
+@pytest.mark.parametrize("name", ["outs", "lses"])
+def test_bad_input_of_the_merge(name):
+    out, lse = zeros(B, TQ, H, DV), zeros(B, H, TQ)
+    bad = {
+        "outs": {
+            TypeError: [3, [None, None], [zeros(B, TQ, H, DV, dtype=int)] * 2, [out, out.astype(F64)]],
+            ValueError: [[], [out], [out] * 3, [out, zeros(B, TQ, H, DV + 1)], [zeros(TQ), zeros(TQ)]],
+        },
+        "lses": {
+            TypeError: [3, [None, None], [zeros(B, H, TQ, dtype=int)] * 2],
+            ValueError: [[], [lse], [lse] * 3, [lse, zeros(B, H, TQ + 1)], [lse, zeros(B, TQ, H)]],
+        },
+    }[name]
+    for error, values in bad.items():
+        for value in values:
+            arguments = {"outs": [out, out], "lses": [lse, lse]} | {name: value}
+            with pytest.raises(error, match=r"\b(outs|lses)\b"):
+                attnmask.merge_attention_states(*arguments.values())
