@@ -121,22 +121,3 @@ def segment_ids_to_cu_seqlens(
 def segment_ids_to_token_mask(ids: NDArray[Any], dtype: DTypeLike, /) -> NDArray[Any]: ...
 def set_num_threads(n: int, /) -> None: ...
 def use_isa(name: str, /) -> str: ...
-def dropout_keep_mask(
-    seed: int, prob: float, shape: tuple[int, int, int, int], out: NDArray[Any] | None, /
-) -> NDArray[Any]: ...
-def flash_forward(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    nodes: tuple[Any, ...],
-    bias: ArrayLike | None,
-    scale: float,
-    cap: float,
-    sinks: NDArray[Any] | None,
-    normalize: bool,
-    dropout: float,
-    seed: int,
-    return_lse: bool,
-    out: NDArray[Any] | None,
-    /,
-) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
