@@ -59,7 +59,6 @@ class _Blocks:
                 object.__setattr__(self, name, integer(size, name, 1))
 
 
-@dataclass(frozen=True, slots=True)
 class FwdParams(_Blocks):
     """How attention might be cut into blocks: a hint, which may change speed and rounding and nothing else.
 
@@ -75,8 +74,9 @@ class FwdParams(_Blocks):
     FwdParams(q_blocksize=64, kv_blocksize=None)
     """
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
+
 class BwdParams(_Blocks):
     """The same for gradients; see `FwdParams`.
 
@@ -90,6 +90,8 @@ class BwdParams(_Blocks):
     >>> attnmask.BwdParams(kv_blocksize=128)
     BwdParams(q_blocksize=None, kv_blocksize=128)
     """
+
+    __slots__ = ()
 
 
 def _check_hints(fwd_params: Any, bwd_params: Any, precision: Any, logits_dtype: Any) -> None:
