@@ -59,7 +59,6 @@ class _Blocks:
                 object.__setattr__(self, name, integer(size, name, 1))
 
 
-@dataclass(frozen=True, slots=True)
 class FwdParams(_Blocks):
     """How attention might be cut into blocks: a hint, which may change speed and rounding and nothing else.
 
@@ -75,8 +74,9 @@ class FwdParams(_Blocks):
     FwdParams(q_blocksize=64, kv_blocksize=None)
     """
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
+
 class BwdParams(_Blocks):
     """The same for gradients; see `FwdParams`.
 
@@ -90,6 +90,8 @@ class BwdParams(_Blocks):
     >>> attnmask.BwdParams(kv_blocksize=128)
     BwdParams(q_blocksize=None, kv_blocksize=128)
     """
+
+    __slots__ = ()
 
 
 def _check_hints(fwd_params: Any, bwd_params: Any, precision: Any, logits_dtype: Any) -> None:
@@ -247,7 +249,7 @@ def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     if starts[0] != 0:
         raise ValueError(f"{name} must start at 0, got {array[0]} at index 0")
     falls = starts[1:] < starts[:-1]
-    if falls.any():
+    if np.count_nonzero(falls):
         index = int(falls.argmax()) + 1
         raise ValueError(
             f"{name} must never decrease, got {array[index]} after {array[index - 1]} at index {index}"
@@ -271,7 +273,7 @@ def _both_starts(
         k_starts = _starts(cum_seqlens_k, "cum_seqlens_k", keys)
         return k_starts, k_starts
     q_starts = _starts(cum_seqlens_q, "cum_seqlens_q", queries)
-    if cum_seqlens_k is None:
+    if cum_seqlens_k is None or (cum_seqlens_k is cum_seqlens_q and queries == keys):
         return q_starts, q_starts
     k_starts = _starts(cum_seqlens_k, "cum_seqlens_k", keys)
     if len(k_starts) != len(q_starts):
@@ -281,12 +283,10 @@ def _both_starts(
     return q_starts, k_starts
 
 
-def _offset(causal_offset: Any, count: int, bottom_right: PerRow) -> PerRow:
-    if not isinstance(causal_offset, str):
-        return per_row(causal_offset, "causal_offset", count)
-    if causal_offset != "bottom-right":
+def _is_bottom_right(causal_offset: Any) -> bool:
+    if isinstance(causal_offset, str) and causal_offset != "bottom-right":
         raise ValueError(f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}")
-    return bottom_right
+    return isinstance(causal_offset, str)
 
 
 def _places(
@@ -299,16 +299,18 @@ def _places(
     """What sequences, the diagonal and the window allow; None if that is everything."""
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     low, high = None if left is None else -left, 0 if causal else right
+    offset: PerRow
     if starts is None:
-        offset = _offset(causal_offset, shape[0], shape[3] - shape[2])
+        bottom_right = _is_bottom_right(causal_offset)
+        offset = shape[3] - shape[2] if bottom_right else per_row(causal_offset, "causal_offset", shape[0])
         return None if low is None and high is None else band(low, high, offset)
     q_starts, k_starts = starts
-    count = len(q_starts) - 1
-    lows, highs = (None if end is None else np.full(count, end, np.int64) for end in (low, high))
-    offset = _offset(causal_offset, count, np.diff(k_starts) - np.diff(q_starts))
-    return sequences(
-        q_starts, k_starts, None if lows is None else lows + offset, None if highs is None else highs + offset
-    )
+    if _is_bottom_right(causal_offset):
+        offset = np.diff(k_starts) - np.diff(q_starts)
+    else:
+        offset = per_row(causal_offset, "causal_offset", len(q_starts) - 1)
+    limits = (None if end is None else np.full(len(q_starts) - 1, end + offset) for end in (low, high))
+    return sequences(q_starts, k_starts, *limits)
 
 
 def _joined(programs: Iterable[Program]) -> Program:

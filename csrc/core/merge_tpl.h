@@ -47,6 +47,8 @@ static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *we
     const am_merge *m = job->merge;
     bool begun = false;
     T room[PIECE];
+    for (ptrdiff_t c = 0; c < count; c++)
+        sums[c] = (T)-0.0; /* the zero that changes nothing it is added to */
     for (ptrdiff_t i = 0; i < m->count; i++) {
         const am_merge_part *part = &m->parts[i];
         const T weight = weights[i];
@@ -54,7 +56,7 @@ static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *we
         const char *from = part->out + place[0] * part->out_stride[0] + place[1] * part->out_stride[1] +
                            place[2] * part->out_stride[2] + first * part->out_stride[3];
         const T *values = FN(channels)(job, from, part->out_stride[3], count, room);
-        for (ptrdiff_t c = 0; c < count; c++) sums[c] = (begun ? sums[c] : 0) + weight * values[c];
+        for (ptrdiff_t c = 0; c < count; c++) sums[c] += weight * values[c];
         begun = true;
     }
     if (!begun) memset(sums, 0, (size_t)count * sizeof *sums);
