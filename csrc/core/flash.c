@@ -160,7 +160,8 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     *finite = p->kernels->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
-/* Asks for the rows of a tile ahead of time: they may lie a page apart, where the processor does not guess. */
+/* Asks for the rows of a tile ahead of time: they may lie a page apart, where the processor does not guess.
+ */
 static void prefetch_rows(const am_tokens *t, const place *at, ptrdiff_t k, ptrdiff_t rows, ptrdiff_t count)
 {
     ptrdiff_t bytes = count * (ptrdiff_t)am_size_of(t->type);
