@@ -330,6 +330,9 @@ def _batched(
     arrays = [as_array(array, name) for array, name in zip((query, key, value), names, strict=True)]
     rank = 3 if packed and arrays[0].ndim == 3 else 4
     for array, (name, axes) in zip(arrays, names.items(), strict=True):
+        if not is_floating(array.dtype):
+            expected = "of float16, bfloat16, float32 or float64"
+            raise TypeError(f"{name} must be {expected}, got {describe(array)}")
         if array.ndim != rank:
             hint = "; without B it takes cum_seqlens_q" if array.ndim == 3 and not packed else ""
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"

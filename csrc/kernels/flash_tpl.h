@@ -145,17 +145,20 @@ static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptr
     *sum += VOP(total)(total);
 }
 
-/* O + P V over live pairs alone, for values among which are NaN or Inf: 0 × NaN would reach beyond them. */
+/* O + P V over live pairs alone, for values among which are NaN or Inf: 0 × NaN would reach beyond them. The
+ * same sums in the same order as by `product`, so that garbage in dead pairs does not change a bit. */
 static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row)
 {
     T *out = (T *)block->out + row * block->out_depth;
     const T *p = (const T *)block->logits + row * AM_FLASH_TILE, *v = tile->v;
-    for (uint64_t left = tile->live[row]; left; left &= left - 1) {
-        int key = __builtin_ctzll(left);
-        for (ptrdiff_t j = 0; j < block->out_depth; j++) {
-            ptrdiff_t panel = j / FN(PANEL), column = j % FN(PANEL);
-            out[j] += p[key] * v[(panel * AM_FLASH_TILE + key) * FN(PANEL) + column];
+    for (ptrdiff_t column = 0; column < block->out_depth; column += LANES) {
+        const T *panel = v + column / FN(PANEL) * FN(PANEL) * AM_FLASH_TILE + column % FN(PANEL);
+        V sum = VOP(load)(out + column);
+        for (uint64_t left = tile->live[row]; left; left &= left - 1) {
+            int key = __builtin_ctzll(left);
+            sum = VOP(fma)(VOP(set1)(p[key]), VOP(load)(panel + key * FN(PANEL)), sum);
         }
+        VOP(store)(out + column, sum);
     }
 }
 
