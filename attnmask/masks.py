@@ -37,7 +37,6 @@ from attnmask.debug import traced
 
 _Ids: TypeAlias = NDArray[np.int32]
 _Integers: TypeAlias = NDArray[np.integer[Any]]
-_Reduction: TypeAlias = Literal["any", "all", "first"]
 
 
 @traced
@@ -296,7 +295,7 @@ def qkv_masks_to_cu_seqlens(
 def attention_mask_to_qkv_cu_seqlens(
     attention_mask: ArrayLike,
     *,
-    reduce_heads: _Reduction = "any",
+    reduce_heads: Literal["any", "all", "first"] = "any",
     out_dtype: DTypeLike = np.int32,
 ) -> tuple[_Integers, _Integers]:
     """Where the queries and keys that take part in a mask begin and end, in pair form.
