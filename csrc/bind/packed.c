@@ -309,18 +309,22 @@ static void divide_all_32(int32_t *dst, const int32_t *a, npy_intp count, int64_
     for (npy_intp i = 0; i < count; i++) dst[i] = ceil_32(a[i], inverse);
 }
 
-/* By a product, since a division takes four times as long: with 2^(s - 1) < b <= 2^s and m = 2^(63 + s) / b
+/* By a product, which takes half as long as a division: with 2^(s - 1) < b <= 2^s and m = 2^(63 + s) / b
  * rounded up, which is below 2^64, n / b = n m / 2^(63 + s) rounded down for all n <= 2^63. Such an n is a -
  * 1, for a quotient one too small, or -a, for its negative: what is to be done to both is the same. */
 static void divide_all_64(int64_t *dst, const int64_t *a, npy_intp count, int64_t b)
 {
-    int s = b > 1 ? 64 - __builtin_clzll((unsigned long long)b - 1) : 0;
+    if (b == 1) {
+        memcpy(dst, a, (size_t)count * sizeof *dst);
+        return;
+    }
+    int s = 64 - __builtin_clzll((unsigned long long)b - 1);
     uint64_t m = (uint64_t)((((unsigned __int128)1 << (63 + s)) + (uint64_t)b - 1) / (uint64_t)b);
     for (npy_intp i = 0; i < count; i++) {
         uint64_t flip = a[i] > 0 ? 0 : UINT64_MAX;
         uint64_t n = ((uint64_t)a[i] - 1) ^ flip;
-        uint64_t high = (uint64_t)((unsigned __int128)n * m >> 63);
-        dst[i] = (int64_t)(((high >> s) ^ flip) + 1);
+        uint64_t high = (uint64_t)((unsigned __int128)n * m >> 64);
+        dst[i] = (int64_t)(((high >> (s - 1)) ^ flip) + 1);
     }
 }
 
