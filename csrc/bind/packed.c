@@ -309,9 +309,10 @@ static void divide_all_32(int32_t *dst, const int32_t *a, npy_intp count, int64_
     for (npy_intp i = 0; i < count; i++) dst[i] = ceil_32(a[i], inverse);
 }
 
-/* By a product, which takes half as long as a division: with 2^(s - 1) < b <= 2^s and m = 2^(63 + s) / b
- * rounded up, which is below 2^64, n / b = n m / 2^(63 + s) rounded down for all n <= 2^63. Such an n is a -
- * 1, for a quotient one too small, or -a, for its negative: what is to be done to both is the same. */
+/* By a product, which takes half as long as a division. With 2^(s - 1) < b <= 2^s and m = 2^(63 + s) / b
+ * rounded up, which is below 2^64, n / b = n m / 2^(63 + s), both rounded down, for all n <= 2^63. For n one
+ * below a that is one too few; for n = -a, where a is not positive, it is the negative: q becomes (q ^ flip)
+ * + 1 in both. */
 static void divide_all_64(int64_t *dst, const int64_t *a, npy_intp count, int64_t b)
 {
     if (b == 1) {
