@@ -3,6 +3,7 @@
 python benchmarks/bench_packed.py [--quick] [--only TEXT] [--threads N]
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -241,7 +242,9 @@ def tiny_calls(report: harness.Report, options: object) -> None:
 
 def import_time(report: harness.Report) -> None:
     code = "import time, numpy; t = time.perf_counter(); import attnmask; print(time.perf_counter() - t)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(11)]
+    compiled = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # as pip installs it
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, capture_output=True, check=True, env=compiled) for _ in range(11)]
     report.text(
         f"`import attnmask` after `import numpy`: {1e3 * np.median([float(r.stdout) for r in runs]):.1f} ms."
     )

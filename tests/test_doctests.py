@@ -2,7 +2,7 @@
 
 import contextlib
 import doctest
-import importlib
+import importlib.util
 import io
 import pkgutil
 import re
@@ -16,9 +16,12 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 
 
+NOT_HERE = {"attnmask.__main__"} | (set() if importlib.util.find_spec("jax") else {"attnmask.jax"})
+
+
 def modules():
     names = [info.name for info in pkgutil.walk_packages(attnmask.__path__, "attnmask.")]
-    return [attnmask, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))]
+    return [attnmask, *(importlib.import_module(name) for name in names if name not in NOT_HERE)]
 
 
 def examples():

@@ -1075,32 +1075,6 @@ def test_trees():
         MaskInfo.tree_unflatten(aux, [np.ones((2, 1, 3, 3), bool), *children[1:]]).attention_mask  # noqa: B018
 
 
-def test_jax_trees():
-    jax = pytest.importorskip("jax")
-    try:
-        import attnmask.jax  # noqa: F401
-    except ImportError:
-        jax.tree_util.register_pytree_node(MaskInfo, MaskInfo.tree_flatten, MaskInfo.tree_unflatten)
-    info = MaskInfo.from_segments(np.repeat(np.arange(4), 3)[None].repeat(2, 0)).apply_causal(
-        np.array([0, 2])
-    )
-    leaves, treedef = jax.tree.flatten(info)
-    assert jax.tree.unflatten(treedef, leaves) == info
-    assert jax.tree.structure(jax.tree.unflatten(treedef, leaves)) == treedef
-    assert jax.tree.map(lambda leaf: leaf, info) == info
-    shapes = jax.tree.map(np.shape, info)
-    assert "leaves" in repr(shapes)
-    through = jax.jit(lambda mask: mask)(info)
-    assert through == info
-    assert isinstance(through.q_segment_ids, np.ndarray)
-    total = jax.jit(lambda mask: mask.tree_flatten()[0][1].sum())(info)
-    assert int(total) == info.q_segment_ids.sum()
-    dense = MaskInfo(jax.numpy.tri(4)[None]).apply_sliding_window(1)
-    assert jax.jit(lambda mask: mask)(dense) == dense
-    assert dense == MaskInfo(np.tri(4)[None]).apply_sliding_window(1)
-    assert MaskInfo.from_segments(jax.numpy.zeros((1, 4), int)).shape == (1, 4, 4)
-
-
 # Bad input
 
 

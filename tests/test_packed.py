@@ -309,6 +309,42 @@ def test_cdiv_does_not_fit(a, b):
         attnmask.cdiv(a, b)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "int16"])
+@pytest.mark.parametrize("size", [1, 7, 64, 10_001])
+def test_cdiv_of_many(dtype, size):
+    """Whole arrays at once: multiples and their neighbours, small ones and the ends of the range."""
+    ends, rng = np.iinfo(dtype), np.random.default_rng(size)
+    whole = rng.integers(ends.min, ends.max, size, dtype, endpoint=True)
+    a = np.where(rng.random(size) < 0.5, whole, whole >> rng.integers(0, ends.bits, size).astype(dtype))
+    each = rng.integers(1, ends.max, size, dtype, endpoint=True)
+    each >>= rng.integers(0, ends.bits - 1, size).astype(dtype)
+    each[each == 0] = 1
+    divisors = [1, 2, 3, 7, 64, 1000, 2**31 - 1, 2**31, 2**48 - 1, 2**48 + 1, 2**53 + 1, 2**63 - 1, 2**64]
+    for b in [*divisors, ends.max, np.int8(3), np.uint64(2**63), each]:
+        d = b.astype(object) if b is each else int(b)
+        near = a.astype(object) // d * d + rng.integers(-1, 2, size)
+        for values in (a, np.clip(near, ends.min, ends.max).astype(dtype)):
+            for shape in ((size,), (1, size, 1)):
+                dividend, divisor = values.reshape(shape), b.reshape(shape) if b is each else b
+                if not isinstance(b, int) and np.promote_types(dtype, b.dtype).kind == "f":
+                    continue
+                got, exact = attnmask.cdiv(dividend, divisor), -(-values.astype(object) // d)
+                expected = values.dtype if isinstance(b, int) else np.promote_types(dtype, b.dtype)
+                assert_same(got, exact.astype(expected).reshape(shape), (dtype, b))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("bad", [0, -1, "lowest"])
+def test_cdiv_by_one_bad_of_many(dtype, bad):
+    a, b = np.arange(1000, dtype=dtype), np.ones(1000, dtype)
+    b[700] = np.iinfo(dtype).min if bad == "lowest" else bad
+    with pytest.raises(ValueError, match=rf"b must be positive, got {b[700]} at index 700"):
+        attnmask.cdiv(a, b)
+    for one in (b[700], int(b[700]), b[700:701].reshape(())):
+        with pytest.raises(ValueError, match=f"b must be positive, got {b[700]}"):
+            attnmask.cdiv(a, one)
+
+
 # identity_dtype_convert
 
 

@@ -52,6 +52,7 @@ typedef struct {
     char *scratch; /* of each thread */
     ptrdiff_t scratch_bytes;
     atomic_flag *taken;
+    double unit;        /* of logits, as an exponent of 2 */
     uint32_t threshold; /* of dropout */
 } plan;
 
@@ -87,6 +88,7 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
         .sum = at + out_bytes + fact_bytes,
         .top = at + out_bytes + 2 * fact_bytes,
         .cap = p->flash->cap,
+        .unit = p->unit,
     };
 }
 static ptrdiff_t gathered_bytes(const plan *p) { return AM_FLASH_ROWS * (p->out_depth + 3) * p->size; }
@@ -218,7 +220,7 @@ static const double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 static void begin_block(const plan *p, const place *at, const scratch *s, am_flash_rows *block)
 {
     const am_flash *f = p->flash;
-    double scale = f->bias || f->cap > 0 ? f->scale : f->scale * LOG2_E;
+    double scale = f->scale * LOG2_E / p->unit;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         ptrdiff_t step;
         const char *src =
@@ -230,11 +232,13 @@ static void begin_block(const plan *p, const place *at, const scratch *s, am_fla
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double high = -INFINITY, sum = 0;
         const double *sinks = f->sinks + head_of(at, r) * f->sink_count;
-        for (ptrdiff_t i = 0; at->split == 0 && i < f->sink_count; i++) high = fmax(high, sinks[i] * LOG2_E);
         for (ptrdiff_t i = 0; at->split == 0 && i < f->sink_count; i++)
-            sum += sinks[i] == -INFINITY ? 0 : exp2(sinks[i] * LOG2_E - high);
+            high = fmax(high, sinks[i] * LOG2_E / p->unit);
         set_number(p, block->high, r, high);
         set_number(p, block->top, r, high);
+        high = number(p, block->high, r); /* rounded, as the logits will meet it */
+        for (ptrdiff_t i = 0; at->split == 0 && i < f->sink_count; i++)
+            sum += sinks[i] == -INFINITY ? 0 : exp2(sinks[i] * LOG2_E - high * p->unit);
         set_number(p, block->sum, r, sum);
     }
 }
@@ -337,13 +341,13 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
                top = number(p, block->top, r);
         ptrdiff_t h = head_of(at, r), q = query_of(at, r);
         char *row = (char *)block->out + r * p->out_depth * p->size;
-        double factor = f->normalize ? 1 / sum : exp2(high - top);
+        double factor = f->normalize ? 1 / sum : exp2((high - top) * p->unit);
         if (f->dropout > 0) factor /= 1 - f->dropout;
         if (sum == 0) factor = 0; /* no live pair and no sink: out is zero already */
         for (ptrdiff_t i = 0; i < f->value_depth; i++) set_number(p, row, i, number(p, row, i) * factor);
         if (f->lse)
             set_number(p, f->lse, (at->b * f->heads + h) * f->queries + q,
-                       sum == 0 ? -INFINITY : (high + log2(sum)) * LN_2);
+                       sum == 0 ? -INFINITY : (high * p->unit + log2(sum)) * LN_2);
         char *dst = f->out.data + at->b * f->out.batch + h * f->out.head + q * f->out.token;
         if (f->out.type != p->type) {
             bool direct = f->out.element == size;
@@ -435,7 +439,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             double part_high = number(p, part.high, r), part_sum = number(p, part.sum, r);
             /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */
-            double factor = part_sum == 0 ? 0 : high == -INFINITY ? 1 : exp2(part_high - high);
+            double factor = part_sum == 0 ? 0 : high == -INFINITY ? 1 : exp2((part_high - high) * p->unit);
             sum += part_sum == 0 ? 0 : part_sum * factor;
             const char *from = (const char *)part.out + r * p->out_depth * p->size;
             for (ptrdiff_t j = 0; j < p->flash->value_depth; j++) {
@@ -459,6 +463,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 static void choose(plan *p)
 {
     const am_flash *f = p->flash;
+    p->unit = f->bias || f->cap > 0 ? LOG2_E : 1;
     p->group = f->heads / f->kv_heads;
     bool shared = p->group > 1 && f->queries <= SHARED_QUERIES;
     p->block_rows = min(f->queries, AM_FLASH_ROWS);

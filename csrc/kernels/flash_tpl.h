@@ -1,7 +1,7 @@
 /* flash_tpl.h – attention of a block of rows to a tile of keys, for one type of numbers.
  *
  *     S = Q Kᵀ           rows × 64, one panel of keys after the other, so that the panel stays in cache
- *     P = 2^(S - high)   row by row; `high` is raised only when a logit exceeds it by far
+ *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by far
  *     O = O + P V        one panel of columns after the other
  *
  * Both products are one: a strip of up to STRIP rows times a panel of PANEL columns, which together fill the
@@ -11,7 +11,7 @@
 
 enum { FN(PANEL) = 2 * LANES };
 
-/* How far, in powers of two, a logit may exceed `high`: P stays below 2^8, and rows are seldom scaled. */
+/* How far a logit may exceed `high`: P stays below e^8, and rows are seldom scaled. */
 #define SLACK 8
 
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. */
@@ -91,18 +91,17 @@ static inline V FN(tanh)(V x)
     return VOP(pick_less)(size, VOP(set1)((T)0.625), near, far);
 }
 
-/* Adds the bias and caps; until then logits count in powers of e. */
+/* Adds the bias and caps. */
 static void FN(dress)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, T *logits,
                       ptrdiff_t begin, ptrdiff_t end)
 {
     const T *bias = tile->bias ? (const T *)tile->bias + row * AM_FLASH_TILE : NULL;
     V cap = VOP(set1)((T)block->cap), inverse = VOP(set1)((T)(1 / block->cap));
-    V to_base_2 = VOP(set1)((T)1.4426950408889634);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
         V s = VOP(load)(logits + i);
         if (bias) s = VOP(add)(s, VOP(load)(bias + i));
         if (block->cap > 0) s = VOP(mul)(cap, FN(tanh)(VOP(mul)(s, inverse)));
-        VOP(store)(logits + i, VOP(mul)(s, to_base_2));
+        VOP(store)(logits + i, s);
     }
 }
 
@@ -112,6 +111,7 @@ static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptr
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
       *sum = (T *)block->sum + row, *top = (T *)block->top + row;
+    V unit = VOP(set1)((T)block->unit);
     if (tile->bias || block->cap > 0) FN(dress)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     if (tile->live) {
@@ -127,7 +127,7 @@ static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptr
     if (highest > *top) *top = highest;
     if (highest > *high + SLACK) { /* also if it was -INFINITY */
         if (*high > -(T)INFINITY) {
-            V factor = FN(exp2)(VOP(set1)(*high - highest));
+            V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), unit));
             T *out = (T *)block->out + row * block->out_depth;
             for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
                 VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
@@ -137,7 +137,7 @@ static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptr
     }
     V base = VOP(set1)(*high > -(T)INFINITY ? *high : 0), total = VOP(set1)(0);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
-        V p = FN(exp2)(VOP(sub)(VOP(load)(logits + i), base));
+        V p = FN(exp2)(VOP(mul)(VOP(sub)(VOP(load)(logits + i), base), unit));
         total = VOP(add)(total, p);
         if (tile->kept) p = VOP(select)(tile->kept[row] >> i, p, VOP(set1)(0));
         VOP(store)(logits + i, p);

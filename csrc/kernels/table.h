@@ -111,10 +111,11 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
 
 /* Attention, in float32 or float64: a block of query rows meets tiles of keys, and gathers in
  *
- *     out[r] = Σ 2^(logit - high[r]) v,   sum[r] = Σ 2^(logit - high[r]),   top[r] = max logit
+ *     out[r] = Σ e^(logit - high[r]) v,   sum[r] = Σ e^(logit - high[r]),   top[r] = max logit
  *
- * with logits in powers of two. They start from 0, 0 and -INFINITY (high and top), or from the sinks. Where
- * there is a bias or a cap, q is scaled so that logits are in powers of e until these have been applied. */
+ * They start from 0, 0 and -INFINITY (high and top), or from the sinks. Logits and their maxima count in
+ * units of ln 2, so that powers are those of two; or where a bias might be too large for that, in units of 1.
+ */
 enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 
 typedef struct {
@@ -124,6 +125,7 @@ typedef struct {
     void *high, *sum, *top;           /* [rows] */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
     double cap;                       /* 0: none */
+    double unit;                      /* of logits, as an exponent of 2: 1, or log2 e */
 } am_flash_rows;
 
 typedef struct {
