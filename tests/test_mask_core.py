@@ -45,6 +45,15 @@ def term_twin(shape, term):
         elif name == "keys":
             begin, end = (per_batch(part, batch)[b] for part in parts)
             live = np.broadcast_to((begin <= k) & (k < end), (queries, keys))
+        elif name == "sequences":
+            q_starts, k_starts, low, high = parts
+            live = np.zeros((queries, keys), bool)
+            for s, (q_begin, k_begin) in enumerate(zip(q_starts[:-1], k_starts[:-1], strict=True)):
+                inside = (q_begin <= q) & (q < q_starts[s + 1]) & (k_begin <= k) & (k < k_starts[s + 1])
+                distance = (k - k_begin) - (q - q_begin)
+                above = True if low is None else distance >= low[s]
+                below = True if high is None else distance <= high[s]
+                live |= inside & above & below
         elif name == "equal":
             q_ids, k_ids = (ids[b % len(ids)] for ids in parts[:2])
             q_ids, k_ids = (ids[h % len(ids)] if ids.ndim == 2 else ids for ids in (q_ids, k_ids))
@@ -121,6 +130,20 @@ def test_keys(isa):
     check((3, 2, 3, 70), (("keys", np.array([0, 5, 70]), np.array([70, 5, 3])),))
 
 
+@pytest.mark.parametrize("q_lens", [[5], [0, 5], [5, 0, 0], [1, 63, 64], [64, 1, 0, 65], [0, 0], []], ids=str)
+def test_sequences(isa, q_lens):
+    """Of other lengths among the keys, empty ones and limits beyond both ends included."""
+    rng = np.random.default_rng(len(q_lens))
+    q_starts = np.cumsum([0, *q_lens])
+    far = [2**62, -(2**62), 0, -1, 1, 64]
+    for k_lens in (q_lens, q_lens[::-1], [64] * len(q_lens), [0] * len(q_lens)):
+        k_starts = np.cumsum([0, *k_lens])
+        shape = (2, 1, int(q_starts[-1]), int(k_starts[-1]))
+        limits = [None, rng.integers(-70, 70, len(q_lens)), rng.choice(far, len(q_lens))]
+        for low, high in itertools.product(limits, limits):
+            check(shape, (("sequences", q_starts, k_starts, low, high),))
+
+
 @pytest.mark.parametrize(("queries", "keys"), list(itertools.product(LENGTHS, [1, 64, 129])))
 def test_equal_ids(isa, queries, keys):
     rng = np.random.default_rng(queries * 1000 + keys)
@@ -180,7 +203,7 @@ def expressions(draw):
         def each():
             return int(rng.integers(0, 9)) if rng.random() < 0.5 else rng.integers(0, 9, batch)
 
-        kind = draw(st.sampled_from(["all", "band", "chunk", "keys", "equal", "dense"]))
+        kind = draw(st.sampled_from(["all", "band", "chunk", "keys", "equal", "dense", "sequences"]))
         if kind == "band":
             low, high = rng.integers(-80, 80, 2)
             return (
@@ -197,6 +220,10 @@ def expressions(draw):
             lead = [(batch,), (1,), (batch, heads), (1, heads)][rng.integers(4)]
             ids = [np.sort(rng.integers(-1, 4, (*lead, n), dtype=np.int32)) for n in (queries, keys)]
             return (kind, *ids, bool(rng.integers(2)))
+        if kind == "sequences":
+            cuts = [np.sort(rng.integers(0, n + 1, 3)) for n in (queries, keys)]
+            starts = [np.array([0, *cut, n]) for cut, n in zip(cuts, (queries, keys), strict=True)]
+            return (kind, *starts, rng.integers(-80, 5, 4), rng.integers(-5, 80, 4))
         if kind == "dense":
             lead = (1 if rng.random() < 0.5 else batch, 1 if rng.random() < 0.5 else heads)
             size = (queries + 8, keys + 8) if rng.random() < 0.5 else (1, keys + 8)
@@ -309,6 +336,19 @@ def test_same_bits_for_any_number_of_threads(set_threads):
         ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 0, 2),)),
         ((1, 1, 2, 2), (("dense", np.ones((1, 1, 2, 3)), 1, 0),)),
         ((1, 1, 3, 2), (("dense", np.ones((1, 1, 2, 2)), 0, 0),)),
+        *(
+            ((1, 1, 2, 2), (("sequences", *(np.array(part) for part in parts)),))
+            for parts in (
+                ([], [], [], []),
+                ([1, 2], [0, 2], [0], [0]),
+                ([0, 1], [0, 2], [0], [0]),
+                ([0, 2], [0, 3], [0], [0]),
+                ([0, 2], [0, 2, 2], [0], [0]),
+                ([0, 3, 2], [0, 2, 2], [0, 0], [0, 0]),
+                ([0, 2], [0, 2], [0, 0], [0]),
+                ([0, 2], [0, 2], [0], [[0]]),
+            )
+        ),
         ((1, 1, -1, 2), (("all",),)),
         ((1, 1, 2**60, 2), (("all",),)),
         ((1, 1, 2, 2), (("all",),) * 17 + ("and",) * 16),
