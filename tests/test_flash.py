@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_flash as ref
-from conftest import arrange
+from conftest import SANITIZED, arrange
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -415,7 +415,8 @@ def expected_of(case: Case) -> Expected:
     return expected(case.arguments(), case.keep(), case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.seed))
+# Ten times slower under a sanitizer, and what it looks for shows in a third of them.
+@pytest.mark.parametrize("case", CASES[::3] if SANITIZED else CASES, ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)
     expected_of(case).check(*run(case, case.arguments()))
