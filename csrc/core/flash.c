@@ -68,10 +68,11 @@ typedef struct {
     ptrdiff_t split;
 } place;
 
-static char *take(char **next, ptrdiff_t bytes)
+/* The next `bytes` of `base`, whole lines; NULL as long as there is no base and lengths are only added up. */
+static char *take(char *base, ptrdiff_t *used, ptrdiff_t bytes)
 {
-    char *at = *next;
-    *next += ceil_div(bytes, LINE) * LINE;
+    char *at = base ? base + *used : NULL;
+    *used += ceil_div(bytes, LINE) * LINE;
     return at;
 }
 
@@ -93,21 +94,21 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
 }
 static ptrdiff_t gathered_bytes(const plan *p) { return AM_FLASH_ROWS * (p->out_depth + 3) * p->size; }
 
-/* Lays out the scratch of one thread from `base` on, which may be NULL; returns its end. */
-static char *lay_out(const plan *p, char *base, scratch *s)
+/* Lays out the scratch of one thread from `base` on, which may be NULL; returns its length. */
+static ptrdiff_t lay_out(const plan *p, char *base, scratch *s)
 {
     const am_flash *f = p->flash;
-    char *next = base;
-    s->q = take(&next, AM_FLASH_ROWS * f->depth * p->size);
-    s->logits = take(&next, AM_FLASH_ROWS * TILE * p->size);
-    s->bias = take(&next, f->bias ? AM_FLASH_ROWS * TILE * p->size : 0);
-    s->row = take(&next, TILE * max(f->depth, max(f->value_depth, 1)) * p->size * 2);
-    s->k = take(&next, p->k_bytes);
-    s->v = take(&next, p->v_bytes);
-    s->gathered = take(&next, gathered_bytes(p));
-    s->live = (uint64_t *)take(&next, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
-    s->kept = (uint64_t *)take(&next, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
-    return next;
+    ptrdiff_t used = 0;
+    s->q = take(base, &used, AM_FLASH_ROWS * f->depth * p->size);
+    s->logits = take(base, &used, AM_FLASH_ROWS * TILE * p->size);
+    s->bias = take(base, &used, f->bias ? AM_FLASH_ROWS * TILE * p->size : 0);
+    s->row = take(base, &used, TILE * max(f->depth, max(f->value_depth, 1)) * p->size * 2);
+    s->k = take(base, &used, p->k_bytes);
+    s->v = take(base, &used, p->v_bytes);
+    s->gathered = take(base, &used, gathered_bytes(p));
+    s->live = (uint64_t *)take(base, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    s->kept = (uint64_t *)take(base, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    return used;
 }
 
 static ptrdiff_t claim(const plan *p)
@@ -480,7 +481,7 @@ static void choose(plan *p)
     p->split_keys = ceil_div(max(p->tiles, 1), p->splits) * TILE;
     p->partial_bytes = ceil_div(gathered_bytes(p), LINE) * LINE;
     scratch unused;
-    p->scratch_bytes = lay_out(p, NULL, &unused) - (char *)NULL;
+    p->scratch_bytes = lay_out(p, NULL, &unused);
     if (f->dropout > 0) p->threshold = threshold_of(f->dropout);
 }
 
