@@ -267,7 +267,7 @@ def flash_attention_fwd(
     >>> np.exp(lse).round(6)
     array([[[1., 2., 3., 4.]]], dtype=float32)
     """
-    problem, batched = read_problem(
+    both: tuple[NDArray[Any], NDArray[Any]] = flash_attention(
         query,
         key,
         value,
@@ -287,22 +287,13 @@ def flash_attention_fwd(
         normalize_output,
         precision,
         logits_dtype,
-        q_segment_ids,
-        kv_segment_ids,
-        causal_offset,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        causal_offset=causal_offset,
+        return_lse=True,
+        out=out,
     )
-    inputs = {
-        "attention_mask": attention_mask,
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
-        "cum_seqlens_q": cum_seqlens_q,
-        "cum_seqlens_k": cum_seqlens_k,
-        "softmax_aux": softmax_aux,
-        "causal_offset": causal_offset,
-    }
-    result, lse = _forward(problem, batched, True, out, inputs)
-    assert lse is not None
-    return result, lse
+    return both
 
 
 def dropout_keep_mask(

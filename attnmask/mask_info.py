@@ -38,7 +38,6 @@ from attnmask.mask_sharding import AxisName, MaskSharding, check_axes, mesh_size
 from attnmask.mask_state import (
     AXIS_FIELDS,
     BOOL,
-    FLAG_FIELDS,
     KEY_IDS,
     QUERY_IDS,
     Ids,
@@ -110,7 +109,7 @@ class MaskInfo(MaskTerms):
         Where sequences begin and end, to be told by the properties of that name.
     q_positions, kv_positions : array_like of integers, shape [B, Q] ([B, K]), optional
         Positions of tokens, to be told by the properties of that name.
-    causal_mask_baked_in, sliding_window_baked_in, chunked_mask_baked_in, token_type_ids_baked_in : bool
+    token_type_ids_baked_in, chunked_mask_baked_in, sliding_window_baked_in, causal_mask_baked_in : bool
         What `baked_in_masks` tells.
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name : str, tuple of str or None
         Mesh axes, for `get_shardings`.
@@ -148,12 +147,14 @@ class MaskInfo(MaskTerms):
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        flags = causal_mask_baked_in, sliding_window_baked_in, chunked_mask_baked_in, token_type_ids_baked_in
         axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
         others = {
             "q_positions": q_positions,
             "kv_positions": kv_positions,
-            **dict(zip(FLAG_FIELDS, flags, strict=True)),
+            "causal_mask_baked_in": causal_mask_baked_in,
+            "sliding_window_baked_in": sliding_window_baked_in,
+            "chunked_mask_baked_in": chunked_mask_baked_in,
+            "token_type_ids_baked_in": token_type_ids_baked_in,
             **dict(zip(AXIS_FIELDS, axes, strict=True)),
         }
         given = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
@@ -334,9 +335,9 @@ class MaskInfo(MaskTerms):
         if cu_seqlens_kv is None and max_kv_len in (None, max_q_len):
             kv_cu, kv_ids = q_cu, q_ids
         else:
+            given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             if max_kv_len is None and not packed:
                 max_kv_len = max_q_len
-            given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
             kv_cu, kv_ids = ids_of(given, "cu_seqlens_kv", max_kv_len, "max_kv_len")
         if len(q_cu) != len(kv_cu):
             raise ValueError(

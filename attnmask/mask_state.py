@@ -35,11 +35,8 @@ BOOL = np.dtype(bool)
 QUERY_IDS = ("[B, Q]", "[B, H, Q]")
 KEY_IDS = ("[B, K]", "[B, H, K]")
 FLAGS = ("causal", "sliding_window", "chunked", "token_type_ids")
-FLAG_FIELDS = (
-    "causal_mask_baked_in",
-    "sliding_window_baked_in",
-    "chunked_mask_baked_in",
-    "token_type_ids_baked_in",
+FLAG_FIELDS = tuple(
+    f"{what}_baked_in" for what in ("causal_mask", "sliding_window", "chunked_mask", "token_type_ids")
 )
 AXIS_FIELDS = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
 _POSITION_FIELDS = {"q_positions": QUERY_IDS, "kv_positions": KEY_IDS}

@@ -415,7 +415,7 @@ def expected_of(case: Case) -> Expected:
     return expected(case.arguments(), case.keep(), case)
 
 
-# Ten times slower under a sanitizer, and what it looks for shows in a third of them.
+# A third of them under a sanitizer, for time.
 @pytest.mark.parametrize("case", CASES[::3] if SANITIZED else CASES, ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)
@@ -553,6 +553,15 @@ def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
     if window is not None:
         live &= ((-left <= ahead) & (ahead <= right)).astype(bool)
     expected(arguments | {"attention_mask": live}, case=(offset, window, causal)).check(*got)
+
+
+@pytest.mark.parametrize("bias_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bias_of_another_dtype(isa, dtype, bias_dtype):
+    """Wider than the arithmetic or narrower, with steps, for heads of one channel and an odd number of keys."""
+    arguments = tensors(9, 11, depth=1, dtype=dtype)
+    bias = np.random.default_rng(0).standard_normal((9, 22)).astype(bias_dtype)[:, ::2]
+    expected(arguments | {"bias": bias}).check(*attend(arguments, bias=bias))
 
 
 def test_offsets_of_any_integer_dtype(isa):

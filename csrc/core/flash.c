@@ -25,6 +25,7 @@ enum {
     LEAST_SPLIT = 512,   /* keys that are worth a task */
     LINE = 64,
     HUGE_PAGE = 2 << 20,
+    WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
 };
 
 static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
@@ -102,7 +103,7 @@ static ptrdiff_t lay_out(const plan *p, char *base, scratch *s)
     s->q = take(base, &used, AM_FLASH_ROWS * f->depth * p->size);
     s->logits = take(base, &used, AM_FLASH_ROWS * TILE * p->size);
     s->bias = take(base, &used, f->bias ? AM_FLASH_ROWS * TILE * p->size : 0);
-    s->row = take(base, &used, TILE * max(f->depth, max(f->value_depth, 1)) * p->size * 2);
+    s->row = take(base, &used, 2 * TILE * max(f->depth, max(f->value_depth, 1)) * WIDEST);
     s->k = take(base, &used, p->k_bytes);
     s->v = take(base, &used, p->v_bytes);
     s->gathered = take(base, &used, gathered_bytes(p));
@@ -122,7 +123,7 @@ static ptrdiff_t claim(const plan *p)
  * ---------------------------------------------------------------------------------------- */
 
 /* Rows of `count` numbers as contiguous numbers of the arithmetic type: in place, or in `room`, which has
- * space for them twice. */
+ * space for them twice, however wide. */
 static const char *read_rows(const plan *p, char *room, const char *src, ptrdiff_t row_step,
                              ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
                              ptrdiff_t *step)
@@ -132,7 +133,7 @@ static const char *read_rows(const plan *p, char *room, const char *src, ptrdiff
         *step = row_step / size;
         return src;
     }
-    char *raw = type == p->type ? room : room + rows * count * p->size;
+    char *raw = type == p->type ? room : room + ceil_div(rows * count * p->size, LINE) * LINE;
     *step = count;
     if (element_step == size) {
         if (type == p->type) {
