@@ -4,92 +4,11 @@
  *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by far
  *     O = O + P V        one panel of columns after the other
  *
- * Both products are one: a strip of up to STRIP rows times a panel of PANEL columns, which together fill the
- * vector registers. Of a tile that is only partly live, each strip takes the columns from its first live one
- * to its last.
+ * Of a tile that is only partly live, each strip takes the columns from its first live one to its last.
  */
-
-enum { FN(PANEL) = 2 * LANES };
 
 /* How far a logit may exceed `high`: P stays below e^8, and rows are seldom scaled. */
 #define SLACK 8
-
-/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. */
-static inline __attribute__((always_inline)) void FN(product_of)(const int rows, ptrdiff_t depth, const T *a,
-                                                                 ptrdiff_t a_step, const T *b, T *c,
-                                                                 ptrdiff_t c_step, bool add)
-{
-    V sums[STRIP][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        sums[r][0] = add ? VOP(load)(c + r * c_step) : VOP(set1)(0);
-        sums[r][1] = add ? VOP(load)(c + r * c_step + LANES) : VOP(set1)(0);
-    }
-    for (ptrdiff_t i = 0; i < depth; i++, b += FN(PANEL)) {
-        V left = VOP(load)(b), right = VOP(load)(b + LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            V x = VOP(set1)(a[r * a_step + i]);
-            sums[r][0] = VOP(fma)(x, left, sums[r][0]);
-            sums[r][1] = VOP(fma)(x, right, sums[r][1]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        VOP(store)(c + r * c_step, sums[r][0]);
-        VOP(store)(c + r * c_step + LANES, sums[r][1]);
-    }
-}
-
-#define ROWS(n)                                                                                              \
-    case n: FN(product_of)(n, depth, a, a_step, b, c, c_step, add); break;
-static void FN(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b, T *c,
-                        ptrdiff_t c_step, bool add)
-{
-    switch (rows) {
-        ROWS(1)
-        ROWS(2)
-        ROWS(3)
-        ROWS(4)
-#if STRIP > 4
-        ROWS(5)
-        ROWS(6)
-#endif
-#if STRIP > 6
-        ROWS(7)
-        ROWS(8)
-        ROWS(9)
-        ROWS(10)
-        ROWS(11)
-        ROWS(12)
-#endif
-    }
-}
-#undef ROWS
-
-/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. */
-static inline V FN(exp2)(V x)
-{
-    x = VOP(max)(VOP(set1)(-(T)MIN_POWER), x);
-    V shifted = VOP(add)(x, VOP(set1)((T)ROUNDER)); /* its low bits: round(x), plus the exponent's bias */
-    V rest = VOP(sub)(x, VOP(sub)(shifted, VOP(set1)((T)ROUNDER)));
-    V power = VOP(set1)(FN(exp2_terms)[EXP2_TERMS - 1]);
-#pragma GCC unroll 16
-    for (int i = EXP2_TERMS - 2; i >= 0; i--) power = VOP(fma)(power, rest, VOP(set1)(FN(exp2_terms)[i]));
-    return VOP(mul)(power, VOP(low_to_exponent)(shifted));
-}
-
-/* Near 0 by a polynomial, since 1 - 2 / (e^2x + 1) would lose what x has beyond the last digit of 1. */
-static inline V FN(tanh)(V x)
-{
-    V zero = VOP(set1)(0), one = VOP(set1)(1), size = VOP(max)(VOP(sub)(zero, x), x);
-    V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* e^-40 is nothing beside 1 */
-    V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
-    V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
-    far = VOP(pick_less)(x, zero, VOP(sub)(zero, far), far);
-    V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x);
-    return VOP(pick_less)(size, VOP(set1)((T)0.625), near, far);
-}
 
 /* Adds the bias and caps. */
 static void FN(dress)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, T *logits,

@@ -165,6 +165,7 @@ static inline vd tanh_tail_f64(vd z)
 #define MIN_POWER 127
 #define ROUNDER (0x1.8p23 + 127)
 #define EXP2_TERMS 7
+#include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #define T double
 #define V vd
@@ -175,6 +176,7 @@ static inline vd tanh_tail_f64(vd z)
 #define MIN_POWER 1023
 #define ROUNDER (0x1.8p52 + 1023)
 #define EXP2_TERMS 14
+#include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 
 #define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}

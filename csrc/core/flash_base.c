@@ -1,0 +1,173 @@
+/* flash_base.c – what attention and its gradient share. */
+#define _DEFAULT_SOURCE /* madvise */
+#include "core/flash_base.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __linux__
+#    include <sys/mman.h>
+#endif
+
+#include "core/convert.h"
+
+enum {
+    HUGE_PAGE = 2 << 20,
+    WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
+};
+
+am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
+{
+    bool wide = flash->q.type == AM_FLOAT64;
+    return (am_flash_base){
+        .flash = flash,
+        .all_kernels = run->kernels,
+        .kernels = wide ? &run->kernels->flash_f64 : &run->kernels->flash_f32,
+        .type = wide ? AM_FLOAT64 : AM_FLOAT32,
+        .size = wide ? 8 : 4,
+        .group = flash->heads / flash->kv_heads,
+        .unit = flash->bias || flash->cap > 0 ? AM_LOG2_E : 1,
+        .threshold = flash->dropout > 0 ? am_threshold_of(flash->dropout) : 0,
+    };
+}
+
+/* --- Numbers
+ * -------------------------------------------------------------------------------------------------- */
+
+/* Twice: as they are, and converted. */
+ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count)
+{
+    return 2 * am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
+}
+
+const char *am_read_rows(const am_flash_base *base, char *room, const char *src, ptrdiff_t row_step,
+                         ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
+                         ptrdiff_t *step)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(type);
+    if (type == base->type && element_step == size && row_step % size == 0) {
+        *step = row_step / size;
+        return src;
+    }
+    char *raw = type == base->type ? room : room + am_ceil_div(rows * count * base->size, AM_LINE) * AM_LINE;
+    *step = count;
+    if (element_step == size) {
+        if (type == base->type) {
+            for (ptrdiff_t r = 0; r < rows; r++)
+                memcpy(raw + r * count * size, src + r * row_step, (size_t)(count * size));
+            return room;
+        }
+        am_convert_row *convert = am_converter(type, base->type);
+        for (ptrdiff_t r = 0; r < rows; r++)
+            convert(base->all_kernels, room + r * count * base->size, src + r * row_step, count);
+        return room;
+    }
+    am_copy_2d(raw, count * size, size, src, row_step, element_step, rows, count, (size_t)size);
+    if (type != base->type) am_converter(type, base->type)(base->all_kernels, room, raw, rows * count);
+    return room;
+}
+
+/* --- Which pairs of a tile are live
+ * ------------------------------------------------------------------------------- */
+
+am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
+                     uint64_t *live)
+{
+    uint64_t all = columns == AM_FLASH_TILE ? UINT64_MAX : ((uint64_t)1 << columns) - 1;
+    bool any_dead = columns < AM_FLASH_TILE, any_live = false;
+    for (ptrdiff_t h = 0; h < at->heads; h++, live += at->queries) {
+        am_tile tile =
+            am_mask_bits(base->flash->mask, at->b, at->head + h, at->q, at->queries, k, columns, live);
+        for (ptrdiff_t r = 0; tile != AM_MIXED && r < at->queries; r++) live[r] = tile == AM_FULL ? all : 0;
+        any_dead |= tile != AM_FULL;
+        any_live |= tile != AM_DEAD;
+    }
+    return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
+}
+
+am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
+                     char *room, char *bias, uint64_t *live, am_tile tile)
+{
+    const am_flash *f = base->flash;
+    ptrdiff_t distinct = f->bias_column ? columns : 1;
+    uint64_t any = 0;
+    for (ptrdiff_t r = 0; r < at->rows; r++) {
+        const char *src = f->bias + at->b * f->bias_batch + am_head_of(at, r) * f->bias_head +
+                          am_query_of(at, r) * f->bias_row + k * f->bias_column;
+        ptrdiff_t step;
+        src = am_read_rows(base, room, src, 0, f->bias_column, f->bias_type, 1, distinct, &step);
+        char *to = bias + r * AM_FLASH_TILE * base->size;
+        uint64_t left = live[r];
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i++) {
+            double x = i < columns ? am_number(base, src, f->bias_column ? i : 0) : 0;
+            am_set_number(base, to, i, x);
+            if (x == -INFINITY) left &= ~((uint64_t)1 << i);
+        }
+        if (left != live[r]) tile = AM_MIXED;
+        any |= live[r] = left;
+    }
+    return any ? tile : AM_DEAD;
+}
+
+static uint64_t mixed(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q)
+{
+    uint64_t key = mixed(seed + 0x9e3779b97f4a7c15u);
+    key = mixed(key ^ (uint64_t)b) + 0x9e3779b97f4a7c15u;
+    key = mixed(key ^ (uint64_t)h) + 0x9e3779b97f4a7c15u;
+    return mixed(key ^ (uint64_t)q);
+}
+
+uint32_t am_threshold_of(double probability)
+{
+    double scaled = nearbyint(ldexp(probability, 32));
+    return scaled >= 0x1p32 ? UINT32_MAX : (uint32_t)scaled;
+}
+
+/* --- Memory
+ * ---------------------------------------------------------------------------------------------------- */
+
+void *am_lines(ptrdiff_t bytes)
+{
+    void *memory = NULL;
+    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : AM_LINE;
+    if (posix_memalign(&memory, alignment, (size_t)am_max(bytes, 1)) != 0) return NULL;
+#ifdef MADV_HUGEPAGE
+    if (bytes >= HUGE_PAGE) madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
+am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes)
+{
+    rooms->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    rooms->memory = am_lines(threads * rooms->bytes);
+    rooms->taken = malloc((size_t)threads * sizeof *rooms->taken);
+    if (!rooms->memory || !rooms->taken) return AM_NO_MEMORY;
+    for (int i = 0; i < threads; i++) atomic_flag_clear(&rooms->taken[i]);
+    return AM_OK;
+}
+
+void am_rooms_free(am_rooms *rooms)
+{
+    free(rooms->memory);
+    free(rooms->taken);
+}
+
+char *am_room_enter(const am_rooms *rooms)
+{
+    ptrdiff_t i = 0;
+    while (atomic_flag_test_and_set(&rooms->taken[i])) i++; /* there are as many as threads */
+    return rooms->memory + i * rooms->bytes;
+}
+
+void am_room_leave(const am_rooms *rooms, const char *room)
+{
+    atomic_flag_clear(&rooms->taken[(room - rooms->memory) / rooms->bytes]);
+}

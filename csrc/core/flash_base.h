@@ -1,0 +1,109 @@
+/* flash_base.h – what attention and its gradient share: how numbers come in, which pairs of a tile are live,
+ * where memory comes from. */
+#ifndef AM_FLASH_BASE_H
+#define AM_FLASH_BASE_H
+
+#include <stdatomic.h>
+
+#include "core/flash.h"
+
+enum { AM_LINE = 64 }; /* bytes */
+
+static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453;
+
+static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
+
+typedef struct {
+    const am_flash *flash;
+    const am_kernels *all_kernels;
+    const am_flash_kernels *kernels;
+    am_dtype type;      /* of arithmetic */
+    ptrdiff_t size;     /* of its elements */
+    ptrdiff_t group;    /* query heads that share keys */
+    double unit;        /* of logits, as an exponent of 2 */
+    uint32_t threshold; /* of dropout, 0 for none */
+} am_flash_base;
+
+am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash);
+
+/* Rows of a block: row r is query q + r % queries of head head + r / queries. */
+typedef struct {
+    ptrdiff_t b, kv_head, head, heads, q, queries, rows;
+    ptrdiff_t split;
+} am_flash_place;
+
+static inline ptrdiff_t am_head_of(const am_flash_place *at, ptrdiff_t row)
+{
+    return at->head + row / at->queries;
+}
+static inline ptrdiff_t am_query_of(const am_flash_place *at, ptrdiff_t row)
+{
+    return at->q + row % at->queries;
+}
+
+/* Numbers of the arithmetic type. */
+static inline double am_number(const am_flash_base *base, const void *array, ptrdiff_t i)
+{
+    return base->type == AM_FLOAT64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
+}
+static inline void am_set_number(const am_flash_base *base, void *array, ptrdiff_t i, double x)
+{
+    if (base->type == AM_FLOAT64)
+        ((double *)array)[i] = x;
+    else
+        ((float *)array)[i] = (float)x;
+}
+
+/* Rows of `count` numbers as contiguous numbers of the arithmetic type, `step` elements apart: in place, or
+ * in `room` of am_row_room bytes. */
+const char *am_read_rows(const am_flash_base *base, char *room, const char *src, ptrdiff_t row_step,
+                         ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
+                         ptrdiff_t *step);
+ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count);
+
+/* The first of the rows of one head. */
+static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
+{
+    return t->data + b * t->batch + head * t->head + token * t->token;
+}
+
+/* Fills in a word a row; whether there is any live pair, and whether all are. */
+am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
+                     uint64_t *live);
+
+/* Reads the bias of a tile to [rows][AM_FLASH_TILE], and takes pairs where it is -INFINITY for dead. `room`
+ * is for one row. */
+am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
+                     char *room, char *bias, uint64_t *live, am_tile tile);
+
+/* What dropout's bits of one row are drawn with. */
+uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
+uint32_t am_threshold_of(double probability);
+
+/* Memory from the start of a line on, in huge pages if there are some and it is long: touching fresh small
+ * ones would cost more than packing. To be freed. */
+void *am_lines(ptrdiff_t bytes);
+
+/* The next `bytes` of `from`, whole lines; NULL as long as there is no memory and lengths are only added up.
+ */
+static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
+{
+    char *at = from ? from + *used : NULL;
+    *used += am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    return at;
+}
+
+/* One room for each thread, of which a task takes any that is free. */
+typedef struct {
+    char *memory;
+    ptrdiff_t bytes; /* of each */
+    atomic_flag *taken;
+} am_rooms;
+am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes);
+void am_rooms_free(am_rooms *rooms);
+char *am_room_enter(const am_rooms *rooms);
+void am_room_leave(const am_rooms *rooms, const char *room);
+
+#endif

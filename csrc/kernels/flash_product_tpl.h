@@ -1,0 +1,82 @@
+/* flash_product_tpl.h – the product that attention and its gradient are made of, and two functions, for one
+ * type of numbers.
+ *
+ * A strip of up to STRIP rows times a panel of PANEL columns, which together fill the vector registers. */
+
+enum { FN(PANEL) = 2 * LANES };
+
+/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. */
+static inline __attribute__((always_inline)) void FN(product_of)(const int rows, ptrdiff_t depth, const T *a,
+                                                                 ptrdiff_t a_row, ptrdiff_t a_column,
+                                                                 const T *b, ptrdiff_t b_row, T *c,
+                                                                 ptrdiff_t c_row, bool add)
+{
+    V sums[STRIP][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        sums[r][0] = add ? VOP(load)(c + r * c_row) : VOP(set1)(0);
+        sums[r][1] = add ? VOP(load)(c + r * c_row + LANES) : VOP(set1)(0);
+    }
+    for (ptrdiff_t i = 0; i < depth; i++, a += a_column, b += b_row) {
+        V left = VOP(load)(b), right = VOP(load)(b + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            V x = VOP(set1)(a[r * a_row]);
+            sums[r][0] = VOP(fma)(x, left, sums[r][0]);
+            sums[r][1] = VOP(fma)(x, right, sums[r][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        VOP(store)(c + r * c_row, sums[r][0]);
+        VOP(store)(c + r * c_row + LANES, sums[r][1]);
+    }
+}
+
+#if STRIP > 6
+#    define MORE_ROWS(ROWS) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#elif STRIP > 4
+#    define MORE_ROWS(ROWS) ROWS(5) ROWS(6)
+#else
+#    define MORE_ROWS(ROWS)
+#endif
+#define EACH_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) MORE_ROWS(ROWS)
+
+/* Rows of a, and b as one packed panel. */
+static void FN(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b, T *c,
+                        ptrdiff_t c_step, bool add)
+{
+#define ROWS(n)                                                                                              \
+    case n: FN(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add); break;
+    switch (rows) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
+
+#undef MORE_ROWS
+#undef EACH_ROWS
+
+/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. */
+static inline V FN(exp2)(V x)
+{
+    x = VOP(max)(VOP(set1)(-(T)MIN_POWER), x);
+    V shifted = VOP(add)(x, VOP(set1)((T)ROUNDER)); /* its low bits: round(x), plus the exponent's bias */
+    V rest = VOP(sub)(x, VOP(sub)(shifted, VOP(set1)((T)ROUNDER)));
+    V power = VOP(set1)(FN(exp2_terms)[EXP2_TERMS - 1]);
+#pragma GCC unroll 16
+    for (int i = EXP2_TERMS - 2; i >= 0; i--) power = VOP(fma)(power, rest, VOP(set1)(FN(exp2_terms)[i]));
+    return VOP(mul)(power, VOP(low_to_exponent)(shifted));
+}
+
+/* Near 0 by a polynomial, since 1 - 2 / (e^2x + 1) would lose what x has beyond the last digit of 1. */
+static inline V FN(tanh)(V x)
+{
+    V zero = VOP(set1)(0), one = VOP(set1)(1), size = VOP(max)(VOP(sub)(zero, x), x);
+    V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* e^-40 is nothing beside 1 */
+    V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
+    V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
+    far = VOP(pick_less)(x, zero, VOP(sub)(zero, far), far);
+    V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x);
+    return VOP(pick_less)(size, VOP(set1)((T)0.625), near, far);
+}
