@@ -1,5 +1,5 @@
 /* flash.c – bindings of attention. */
-#include "core/flash.h"
+#include "core/flash_gradient.h"
 
 #include <math.h>
 #include <string.h>
@@ -121,6 +121,39 @@ static ptrdiff_t bias_step(PyArrayObject *bias, int axis)
     return PyArray_DIM(bias, axis) == 1 ? 0 : PyArray_STRIDE(bias, axis);
 }
 
+/* What is asked for, without where results go. */
+static am_flash flash_of(arguments *a)
+{
+    const am_mask *mask = &a->mask.mask;
+    am_flash flash = {
+        .batch = mask->batch,
+        .heads = mask->heads,
+        .kv_heads = PyArray_DIM(a->key, 2),
+        .queries = mask->queries,
+        .keys = mask->keys,
+        .depth = PyArray_DIM(a->query, 3),
+        .value_depth = PyArray_DIM(a->value, 3),
+        .q = tokens(a->query),
+        .k = tokens(a->key),
+        .v = tokens(a->value),
+        .mask = &a->mask.mask,
+        .scale = a->scale.value,
+        .cap = a->cap.value,
+        .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
+        .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
+        .normalize = a->normalize,
+        .dropout = a->dropout.value,
+        .seed = a->seed,
+    };
+    if (a->bias) {
+        flash.bias = PyArray_BYTES(a->bias);
+        flash.bias_type = am_dtype_of(PyArray_DESCR(a->bias));
+        flash.bias_batch = bias_step(a->bias, 0), flash.bias_head = bias_step(a->bias, 1);
+        flash.bias_row = bias_step(a->bias, 2), flash.bias_column = bias_step(a->bias, 3);
+    }
+    return flash;
+}
+
 static PyObject *compute(PyObject *module, arguments *a)
 {
     const am_mask *mask = &a->mask.mask;
@@ -141,34 +174,9 @@ static PyObject *compute(PyObject *module, arguments *a)
         lse = am_new_array_of(3, rows, PyArray_TYPE(a->query) == NPY_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
-    am_flash flash = {
-        .batch = mask->batch,
-        .heads = mask->heads,
-        .kv_heads = PyArray_DIM(a->key, 2),
-        .queries = mask->queries,
-        .keys = mask->keys,
-        .depth = PyArray_DIM(a->query, 3),
-        .value_depth = dims[3],
-        .q = tokens(a->query),
-        .k = tokens(a->key),
-        .v = tokens(a->value),
-        .out = tokens(out),
-        .mask = &a->mask.mask,
-        .scale = a->scale.value,
-        .cap = a->cap.value,
-        .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
-        .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
-        .normalize = a->normalize,
-        .dropout = a->dropout.value,
-        .seed = a->seed,
-        .lse = lse ? PyArray_DATA(lse) : NULL,
-    };
-    if (a->bias) {
-        flash.bias = PyArray_BYTES(a->bias);
-        flash.bias_type = am_dtype_of(PyArray_DESCR(a->bias));
-        flash.bias_batch = bias_step(a->bias, 0), flash.bias_head = bias_step(a->bias, 1);
-        flash.bias_row = bias_step(a->bias, 2), flash.bias_column = bias_step(a->bias, 3);
-    }
+    am_flash flash = flash_of(a);
+    flash.out = tokens(out);
+    flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.run, &a->mask.mask);
@@ -184,40 +192,175 @@ fail:
     return result;
 }
 
+/* The arguments that say what attention is asked for; the first ones of each function. */
+enum { PROBLEM_PARAMS = 11 };
+#define PROBLEM(a)                                                                                           \
+    {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
+        {"nodes", am_to_object, &(a).nodes}, {"bias", to_array_or_none, &(a).bias},                          \
+        {"softmax_scale", am_to_scale, &(a).scale}, {"logits_soft_cap", am_to_scale, &(a).cap},              \
+        {"softmax_aux", to_array_or_none, &(a).sinks}, {"normalize_output", am_to_bool, &(a).normalize},     \
+        {"dropout_prob", am_to_scale, &(a).dropout},                                                         \
+    {                                                                                                        \
+        "dropout_seed", to_seed, &(a).seed                                                                   \
+    }
+
+/* Checks them, once they are parsed. */
+static int check_problem(arguments *a)
+{
+    if (check_inputs(a) < 0) return -1;
+    PyObject *shape = Py_BuildValue("(nnnn)", PyArray_DIM(a->query, 0), PyArray_DIM(a->query, 2),
+                                    PyArray_DIM(a->query, 1), PyArray_DIM(a->key, 1));
+    int bad = shape ? am_read_mask(&a->mask, shape, a->nodes) : -1;
+    Py_XDECREF(shape);
+    return bad < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0 ? -1 : 0;
+}
+
+static void release(arguments *a)
+{
+    am_free_mask(&a->mask);
+    Py_XDECREF(a->query);
+    Py_XDECREF(a->key);
+    Py_XDECREF(a->value);
+    Py_XDECREF(a->bias);
+    Py_XDECREF(a->sinks);
+    Py_XDECREF(a->out);
+}
+
 static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     arguments a = {0};
-    PyObject *shape = NULL, *result = NULL;
     const am_param params[] = {
-        {"query", am_to_array, &a.query},
-        {"key", am_to_array, &a.key},
-        {"value", am_to_array, &a.value},
-        {"nodes", am_to_object, &a.nodes},
-        {"bias", to_array_or_none, &a.bias},
-        {"softmax_scale", am_to_scale, &a.scale},
-        {"logits_soft_cap", am_to_scale, &a.cap},
-        {"softmax_aux", to_array_or_none, &a.sinks},
-        {"normalize_output", am_to_bool, &a.normalize},
-        {"dropout_prob", am_to_scale, &a.dropout},
-        {"dropout_seed", to_seed, &a.seed},
+        PROBLEM(a),
         {"return_lse", am_to_bool, &a.return_lse},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse("flash_forward", args, nargs, params, 13) < 0 || check_inputs(&a) < 0) goto fail;
-    shape = Py_BuildValue("(nnnn)", PyArray_DIM(a.query, 0), PyArray_DIM(a.query, 2), PyArray_DIM(a.query, 1),
-                          PyArray_DIM(a.key, 1));
-    if (!shape || am_read_mask(&a.mask, shape, a.nodes) < 0) goto fail;
-    if (check_bias(&a) < 0 || check_sinks(&a) < 0 || check_numbers(&a) < 0) goto fail;
-    result = compute(module, &a);
+    PyObject *result = NULL;
+    if (am_parse("flash_forward", args, nargs, params, PROBLEM_PARAMS + 2) == 0 && check_problem(&a) == 0)
+        result = compute(module, &a);
+    release(&a);
+    return result;
+}
+
+typedef struct {
+    arguments a;
+    PyArrayObject *d_out, *out, *lse, *d_lse;
+    bool want_bias, want_sinks;
+} gradient_arguments;
+
+static int check_shape(PyArrayObject *array, const char *name, int ndim, const npy_intp *dims,
+                       const char *expected)
+{
+    if (PyArray_NDIM(array) == ndim && PyArray_CompareLists(PyArray_DIMS(array), dims, ndim)) return 0;
+    return reject_array(PyExc_ValueError, name, expected, array);
+}
+
+static int check_gradient(const gradient_arguments *g)
+{
+    const am_mask *mask = &g->a.mask.mask;
+    am_dtype type = am_dtype_of(PyArray_DESCR(g->a.query));
+    npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
+    npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(g->a.value, 3)};
+    PyArrayObject *const results[] = {g->d_out, g->out}, *const facts[] = {g->lse, g->d_lse};
+    static const char *const result_names[] = {"dout", "out"}, *const fact_names[] = {"lse", "dlse"};
+    am_dtype fact_type = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+    for (int i = 0; i < 2; i++) {
+        if (am_dtype_of(PyArray_DESCR(results[i])) != type)
+            return reject_array(PyExc_TypeError, result_names[i], "of the query's dtype", results[i]);
+        if (check_shape(results[i], result_names[i], 4, tokens_, "[B, Tq, H, Dv] like the result") < 0)
+            return -1;
+    }
+    for (int i = 0; i < 2; i++) {
+        if (!facts[i]) continue;
+        if (am_dtype_of(PyArray_DESCR(facts[i])) != fact_type)
+            return reject_array(PyExc_TypeError, fact_names[i], "of float32, or float64 for float64 inputs",
+                                facts[i]);
+        if (check_shape(facts[i], fact_names[i], 3, rows, "[B, H, Tq]") < 0) return -1;
+    }
+    if (g->want_bias && !g->a.bias) {
+        PyErr_SetString(PyExc_ValueError, "grad_bias needs a bias");
+        return -1;
+    }
+    if (g->want_sinks && !g->a.sinks) {
+        PyErr_SetString(PyExc_ValueError, "grad_softmax_aux needs softmax_aux");
+        return -1;
+    }
+    return 0;
+}
+
+static am_row_facts row_facts(PyArrayObject *array)
+{
+    if (!array) return (am_row_facts){0};
+    return (am_row_facts){PyArray_BYTES(array), PyArray_STRIDE(array, 0), PyArray_STRIDE(array, 1),
+                          PyArray_STRIDE(array, 2)};
+}
+
+/* A new array like another. */
+static PyArrayObject *new_like(PyArrayObject *array)
+{
+    return am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
+}
+
+static PyObject *compute_gradient(PyObject *module, gradient_arguments *g)
+{
+    arguments *a = &g->a;
+    PyArrayObject *const like[5] = {a->query, a->key, a->value, g->want_bias ? a->bias : NULL,
+                                    g->want_sinks ? a->sinks : NULL};
+    PyObject *result = NULL;
+    PyArrayObject *made[5] = {NULL};
+    for (int i = 0; i < 5; i++) {
+        if (like[i] && !(made[i] = new_like(like[i]))) goto fail;
+    }
+    am_flash_gradient gradient = {
+        .forward = flash_of(a),
+        .lse = row_facts(g->lse),
+        .d_lse = row_facts(g->d_lse),
+        .d_out = tokens(g->d_out),
+        .d_q = tokens(made[0]),
+        .d_k = tokens(made[1]),
+        .d_v = tokens(made[2]),
+        .d_sinks = made[4] ? PyArray_DATA(made[4]) : NULL,
+    };
+    gradient.forward.out = tokens(g->out);
+    if (made[3]) {
+        gradient.d_bias = PyArray_BYTES(made[3]);
+        for (int i = 0; i < 4; i++) gradient.bias_shape[i] = PyArray_DIM(made[3], i);
+    }
+    am_call call;
+    am_enter(&call, module, NPY_MAX_INTP);
+    am_status status = am_mask_prepare(&call.run, &a->mask.mask);
+    if (status == AM_OK) status = am_flash_backward(&call.run, &gradient);
+    am_leave(&call);
+    if (status == AM_OK)
+        result = Py_BuildValue("(OOOOO)", made[0], made[1], made[2], made[3] ? (PyObject *)made[3] : Py_None,
+                               made[4] ? (PyObject *)made[4] : Py_None);
+    else
+        am_raise(status, NULL);
 fail:
-    am_free_mask(&a.mask);
-    Py_XDECREF(shape);
-    Py_XDECREF(a.query);
-    Py_XDECREF(a.key);
-    Py_XDECREF(a.value);
-    Py_XDECREF(a.bias);
-    Py_XDECREF(a.sinks);
-    Py_XDECREF(a.out);
+    for (int i = 0; i < 5; i++) Py_XDECREF(made[i]);
+    return result;
+}
+
+static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    gradient_arguments g = {0};
+    const am_param params[] = {
+        PROBLEM(g.a),
+        {"dout", am_to_array, &g.d_out},
+        {"out", am_to_array, &g.out},
+        {"lse", am_to_array, &g.lse},
+        {"dlse", to_array_or_none, &g.d_lse},
+        {"grad_bias", am_to_bool, &g.want_bias},
+        {"grad_softmax_aux", am_to_bool, &g.want_sinks},
+    };
+    PyObject *result = NULL;
+    if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 6) == 0 &&
+        check_problem(&g.a) == 0 && check_gradient(&g) == 0)
+        result = compute_gradient(module, &g);
+    release(&g.a);
+    Py_XDECREF(g.d_out);
+    Py_XDECREF(g.out);
+    Py_XDECREF(g.lse);
+    Py_XDECREF(g.d_lse);
     return result;
 }
 
@@ -270,6 +413,9 @@ PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
      "return_lse, out, /)\n--\n\n"},
+    {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
+     "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
+     "dout, out, lse, dlse, want_bias, want_sinks, /)\n--\n\n"},
     {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
      "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
     {.ml_name = NULL},

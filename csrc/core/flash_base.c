@@ -25,7 +25,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
         .kernels = wide ? &run->kernels->flash_f64 : &run->kernels->flash_f32,
         .type = wide ? AM_FLOAT64 : AM_FLOAT32,
         .size = wide ? 8 : 4,
-        .group = flash->heads / flash->kv_heads,
+        .group = flash->kv_heads ? flash->heads / flash->kv_heads : 0,
         .unit = flash->bias || flash->cap > 0 ? AM_LOG2_E : 1,
         .threshold = flash->dropout > 0 ? am_threshold_of(flash->dropout) : 0,
     };

@@ -10,14 +10,12 @@
 #include "core/threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef __linux__
-#    include <sched.h>
-#endif
 
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
@@ -127,6 +125,28 @@ am_status am_checkpoint(am_team *team)
     return (am_status)atomic_load_explicit(&team->status, memory_order_relaxed);
 }
 
+static void pause_briefly(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value)
+{
+    for (int i = 0; atomic_load_explicit(number, memory_order_acquire) != value; i++) {
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+        if (i < SPINS)
+            pause_briefly();
+        else
+            sched_yield(); /* who is waited for may have no processor */
+    }
+    return AM_OK;
+}
+
 static void work(am_team *team)
 {
     while (am_checkpoint(team) == AM_OK) {
@@ -141,15 +161,6 @@ static void work(am_team *team)
             }
         }
     }
-}
-
-static void pause_briefly(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
 }
 
 static void *help(void *unused)

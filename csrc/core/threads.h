@@ -6,6 +6,7 @@
 #ifndef AM_THREADS_H
 #define AM_THREADS_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -32,6 +33,10 @@ am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_ta
 
 /* AM_OK, or the reason to stop. */
 am_status am_checkpoint(am_team *team);
+
+/* Waits until `number`, which a task of lower index sets, has this value; tasks begin in the order of their
+ * indices. */
+am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
 
 enum { AM_MAX_THREADS = 1024 }; /* more is asked for by mistake only */
 

@@ -54,8 +54,42 @@ static void FN(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a
 #undef ROWS
 }
 
+/* Columns of a, and b as it lies: c = aᵀ b. */
+static void FN(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b,
+                               ptrdiff_t b_step, T *c, ptrdiff_t c_step)
+{
+#define ROWS(n)                                                                                              \
+    case n: FN(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true); break;
+    switch (columns) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
 #undef MORE_ROWS
 #undef EACH_ROWS
+
+typedef struct {
+    ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */
+} FN(strip);
+
+/* Cuts rows to strips of about the same height; returns how many. `live`: a word a row, or NULL if all
+ * columns are. */
+static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, const uint64_t *live,
+                                       ptrdiff_t columns)
+{
+    ptrdiff_t count = (rows + STRIP - 1) / STRIP, least = rows / count;
+    for (ptrdiff_t i = 0, row = 0; i < count; i++) {
+        FN(strip) *s = &strips[i];
+        *s = (FN(strip)){row, least + (i < rows % count), 0, columns};
+        row += s->rows;
+        if (!live) continue;
+        uint64_t any = 0;
+        for (ptrdiff_t r = s->row; r < row; r++) any |= live[r];
+        s->begin = any ? __builtin_ctzll(any) : 0;
+        s->end = any ? 64 - __builtin_clzll(any) : 0;
+    }
+    return count;
+}
 
 /* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. */
 static inline V FN(exp2)(V x)

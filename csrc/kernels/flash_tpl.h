@@ -81,24 +81,10 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
     }
 }
 
-typedef struct {
-    ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */
-} FN(strip);
-
 static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = (block->rows + STRIP - 1) / STRIP, least = block->rows / count;
-    for (ptrdiff_t i = 0, row = 0; i < count; i++) {
-        FN(strip) *s = &strips[i];
-        *s = (FN(strip)){row, least + (i < block->rows % count), 0, AM_FLASH_TILE};
-        row += s->rows;
-        if (!tile->live) continue;
-        uint64_t any = 0;
-        for (ptrdiff_t r = s->row; r < row; r++) any |= tile->live[r];
-        s->begin = any ? __builtin_ctzll(any) : 0;
-        s->end = any ? AM_FLASH_TILE - __builtin_clzll(any) : 0;
-    }
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
@@ -166,12 +152,3 @@ static bool FN(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_
 }
 
 #undef SLACK
-#undef T
-#undef V
-#undef VOP
-#undef FN
-#undef LANES
-#undef STRIP
-#undef MIN_POWER
-#undef ROUNDER
-#undef EXP2_TERMS

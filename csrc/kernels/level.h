@@ -167,6 +167,7 @@ static inline vd tanh_tail_f64(vd z)
 #define EXP2_TERMS 7
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
+#include "kernels/flash_gradient_tpl.h"
 #define T double
 #define V vd
 #define VOP(op) vd_##op
@@ -178,6 +179,7 @@ static inline vd tanh_tail_f64(vd z)
 #define EXP2_TERMS 14
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
+#include "kernels/flash_gradient_tpl.h"
 
 #define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
@@ -231,6 +233,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .turn_bits = turn_bits,
     .unlike_bits = unlike_bits,
     .keep_bits = keep_bits,
-    .flash_f32 = {PANEL_f32, flash_step_f32, pack_keys_f32, pack_values_f32},
-    .flash_f64 = {PANEL_f64, flash_step_f64, pack_keys_f64, pack_values_f64},
+    .flash_f32 = {PANEL_f32, flash_step_f32, pack_keys_f32, pack_values_f32, gradient_f32, peaks_f32,
+                  load_rows_f32, add_rows_f32, dot_rows_f32},
+    .flash_f64 = {PANEL_f64, flash_step_f64, pack_keys_f64, pack_values_f64, gradient_f64, peaks_f64,
+                  load_rows_f64, add_rows_f64, dot_rows_f64},
 };

@@ -144,11 +144,60 @@ typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrd
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
                                   ptrdiff_t depth);
 
+/* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) and dP = d_out vᵀ
+ *
+ *     dS = P (dP + add) - (share where logit == peak)
+ *     d_v += Pᵀ d_out,   d_k += scale dSᵀ q,   d_q += scale dS k
+ *
+ * where dropout takes weights out of P in the second line, and out of dP. Logits and base count as above. */
+typedef struct {
+    ptrdiff_t rows, depth, value_depth;
+    ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond the depth */
+    const void *q, *d_out;      /* [rows][step], [rows][value_step] */
+    bool q_finite, d_out_finite;
+    const void *base, *add; /* [rows] */
+    void *peak, *share;     /* [rows], or NULL; `share` counts peaks while they are looked for */
+    void *d_q;              /* [rows][step] */
+    void *weights, *slopes; /* [rows][AM_FLASH_TILE], for use by the kernel */
+    double scale, factor;   /* of q kᵀ: as it is, and to make logits in their unit of it */
+    double cap, unit;       /* as above */
+    double kept_factor;     /* of weights that dropout keeps */
+} am_gradient_rows;
+
+typedef struct {
+    const void *k_columns, *v_columns; /* packed like keys */
+    const void *k;                     /* packed like values */
+    bool k_finite;
+    void *d_k, *d_v; /* [AM_FLASH_TILE][step], [AM_FLASH_TILE][value_step]; NULL: only dS is wanted */
+    const uint64_t *live, *kept; /* as above */
+    const void *bias;
+    void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
+    ptrdiff_t columns;
+} am_gradient_tile;
+typedef void am_flash_gradient_step(const am_gradient_rows *block, const am_gradient_tile *tile);
+
+/* Raises `peak`, the greatest logits of the rows, and counts in `share` how many there are. */
+typedef void am_flash_peaks(const am_gradient_rows *block, const am_gradient_tile *tile);
+
+/* Rows whose steps may differ. Loaded: zero up to whole panels; whether all numbers are finite. */
+typedef bool am_load_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
+                          ptrdiff_t depth);
+typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
+                         ptrdiff_t depth);
+/* Row by row the scalar products; 0 where all of `b` is 0, whatever is in a. */
+typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
+                         ptrdiff_t rows, ptrdiff_t depth);
+
 typedef struct {
     ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
     am_flash_step *step;
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
+    am_flash_gradient_step *gradient;
+    am_flash_peaks *peaks;
+    am_load_rows *load_rows;
+    am_add_rows *add_rows;
+    am_dot_rows *dot_rows;
 } am_flash_kernels;
 
 typedef struct {

@@ -1,31 +1,38 @@
 /* words_tpl.h – words of 64 bits: matrices of bits turned, and lines compared word by word. */
 
-static inline __attribute__((always_inline)) void swap_corners(uint64_t (*rows)[AM_TURN_TILES],
+static inline __attribute__((always_inline)) void swap_corners(uint64_t *rows, const int tiles,
                                                                const int size, const uint64_t low)
 {
     for (int top = 0; top < 64; top += 2 * size) {
         for (int r = top; r < top + size; r++) {
-            for (int t = 0; t < AM_TURN_TILES; t++) {
-                uint64_t swap = (rows[r][t] >> size ^ rows[r + size][t]) & low;
-                rows[r][t] ^= swap << size;
-                rows[r + size][t] ^= swap;
+            for (int t = 0; t < tiles; t++) {
+                uint64_t *above = rows + r * tiles + t, *below = above + size * tiles;
+                uint64_t swap = (*above >> size ^ *below) & low;
+                *above ^= swap << size;
+                *below ^= swap;
             }
         }
     }
 }
 
-/* The tiles are turned at once, a vector lane each: corners of 32 × 32 bits change places, then those of 16 ×
- * 16 in each quarter, and so on. */
+/* Tiles side by side are turned at once, a vector lane each: corners of 32 × 32 bits change places, then
+ * those of 16 × 16 in each quarter, and so on. */
+static inline __attribute__((always_inline)) void turn_tiles(uint64_t *rows, const int tiles)
+{
+    swap_corners(rows, tiles, 32, 0x00000000ffffffff);
+    swap_corners(rows, tiles, 16, 0x0000ffff0000ffff);
+    swap_corners(rows, tiles, 8, 0x00ff00ff00ff00ff);
+    swap_corners(rows, tiles, 4, 0x0f0f0f0f0f0f0f0f);
+    swap_corners(rows, tiles, 2, 0x3333333333333333);
+    swap_corners(rows, tiles, 1, 0x5555555555555555);
+}
+
 static void turn_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step)
 {
-    uint64_t rows[64][AM_TURN_TILES];
-    for (int r = 0; r < 64; r++) memcpy(rows[r], src + r * step, sizeof rows[r]);
-    swap_corners(rows, 32, 0x00000000ffffffff);
-    swap_corners(rows, 16, 0x0000ffff0000ffff);
-    swap_corners(rows, 8, 0x00ff00ff00ff00ff);
-    swap_corners(rows, 4, 0x0f0f0f0f0f0f0f0f);
-    swap_corners(rows, 2, 0x3333333333333333);
-    swap_corners(rows, 1, 0x5555555555555555);
+    uint64_t rows[64 * AM_TURN_TILES];
+    for (int r = 0; r < 64; r++)
+        memcpy(rows + r * AM_TURN_TILES, src + r * step, AM_TURN_TILES * sizeof *rows);
+    turn_tiles(rows, AM_TURN_TILES);
     memcpy(dst, rows, sizeof rows);
 }
 

@@ -1,0 +1,583 @@
+/* flash_gradient.c – the gradient of attention, from out and lse, with logits computed anew.
+ *
+ * A task takes a few tiles of keys of one key head, and walks over the blocks of 64 query rows of its query
+ * heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the tasks of all keys that its
+ * rows attend to, who add to it in turn, first keys first. Tasks are dealt out in that order too, so whoever
+ * waits, waits for one that is at work. Nothing depends on the number of threads, and nothing is as large as
+ * queries times keys. */
+#include "core/flash_gradient.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+#include "core/flash_base.h"
+
+enum {
+    TILE = AM_FLASH_TILE,
+    ENOUGH_TASKS = 64,       /* for any number of threads */
+    MOST_TILES = 4,          /* of a task */
+    TASK_BYTES = 384 * 1024, /* of what a task keeps in its cache */
+};
+
+/* One block of query rows of one head. */
+typedef struct {
+    ptrdiff_t first, last; /* tasks, by their keys; none if first > last */
+    atomic_ptrdiff_t turn; /* the one that may add to d_q */
+} rows_state;
+
+typedef struct {
+    am_flash_base base;
+    const am_flash_gradient *gradient;
+    ptrdiff_t panel_depth, panel_value_depth;     /* whole panels */
+    ptrdiff_t step, value_step;                   /* of rows in scratch */
+    ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
+    ptrdiff_t k_bytes, v_bytes;                   /* of a tile's rows in scratch */
+    ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
+    am_tokens d_q;         /* of the arithmetic type: the result, or on the way to it */
+    rows_state *states;    /* [batch][heads][q_blocks] */
+    char *facts;           /* base, add, peak, share: [batch][heads][queries] each, the latter two or not */
+    ptrdiff_t facts_bytes; /* of each */
+    bool bias_at_once;     /* each number of d_bias belongs to one pair */
+    am_rooms rooms;
+} plan;
+
+typedef struct {
+    char *q, *d_out, *d_q, *weights, *slopes, *bias, *d_bias, *row;
+    char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
+    double *sums;                                /* of a tile of d_bias */
+    uint64_t *live, *kept;
+} scratch;
+
+static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t used = 0, n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size;
+    bool own_bias = p->gradient->d_bias != NULL;
+    s->q = am_take(memory, &used, p->k_bytes);
+    s->d_out = am_take(memory, &used, p->v_bytes);
+    s->d_q = am_take(memory, &used, p->k_bytes);
+    s->weights = am_take(memory, &used, tile_bytes);
+    s->slopes = am_take(memory, &used, tile_bytes);
+    s->bias = am_take(memory, &used, f->bias ? tile_bytes : 0);
+    s->d_bias = am_take(memory, &used, own_bias ? tile_bytes : 0);
+    s->sums =
+        (double *)am_take(memory, &used, own_bias ? AM_FLASH_ROWS * TILE * (ptrdiff_t)sizeof(double) : 0);
+    s->row = am_take(memory, &used, 2 * am_row_room(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
+    s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
+    s->v_columns = am_take(memory, &used, n * p->v_columns_bytes);
+    s->k = am_take(memory, &used, n * p->k_panels_bytes);
+    s->d_k = am_take(memory, &used, n * p->k_bytes);
+    s->d_v = am_take(memory, &used, n * p->v_bytes);
+    s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    return used;
+}
+
+/* --- Rows of queries
+ * ------------------------------------------------------------------------------------------ */
+
+static am_flash_place place_of(const plan *p, ptrdiff_t b, ptrdiff_t head, ptrdiff_t block)
+{
+    ptrdiff_t q = block * AM_FLASH_ROWS, rows = am_min(AM_FLASH_ROWS, p->base.flash->queries - q);
+    return (am_flash_place){
+        .b = b,
+        .kv_head = p->base.group ? head / p->base.group : 0,
+        .head = head,
+        .heads = 1,
+        .q = q,
+        .queries = rows,
+        .rows = rows,
+    };
+}
+
+static ptrdiff_t row_index(const plan *p, const am_flash_place *at)
+{
+    return (at->b * p->base.flash->heads + at->head) * p->base.flash->queries + at->q;
+}
+
+static rows_state *state_of(const plan *p, const am_flash_place *at)
+{
+    return &p->states[(at->b * p->base.flash->heads + at->head) * p->q_blocks + at->q / AM_FLASH_ROWS];
+}
+
+/* The facts of the rows of a block: which = 0 … 3 for base, add, peak, share. */
+static char *facts_of(const plan *p, const am_flash_place *at, int which)
+{
+    return p->facts + which * p->facts_bytes + row_index(p, at) * p->base.size;
+}
+
+static const char *read_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t head,
+                               ptrdiff_t token, ptrdiff_t rows, ptrdiff_t depth, char *room, ptrdiff_t *step)
+{
+    return am_read_rows(&p->base, room, am_token(t, at->b, head, token), t->token, t->element, t->type, rows,
+                        depth, step);
+}
+
+static bool load_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t depth,
+                        char *room, char *to, ptrdiff_t to_step)
+{
+    ptrdiff_t step;
+    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, room, &step);
+    return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
+}
+
+static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, const scratch *s)
+{
+    const am_flash *f = p->base.flash;
+    am_gradient_rows block = {
+        .rows = at->rows,
+        .depth = f->depth,
+        .value_depth = f->value_depth,
+        .step = p->step,
+        .value_step = p->value_step,
+        .q = s->q,
+        .d_out = s->d_out,
+        .base = facts_of(p, at, 0),
+        .add = facts_of(p, at, 1),
+        .peak = f->normalize ? NULL : facts_of(p, at, 2),
+        .share = f->normalize ? NULL : facts_of(p, at, 3),
+        .d_q = s->d_q,
+        .weights = s->weights,
+        .slopes = s->slopes,
+        .scale = f->scale,
+        .factor = f->scale * AM_LOG2_E / p->base.unit,
+        .cap = f->cap,
+        .unit = p->base.unit,
+        .kept_factor = 1 / (1 - f->dropout),
+    };
+    block.q_finite = load_tokens(p, &f->q, at, f->depth, s->row, s->q, p->step);
+    block.d_out_finite =
+        load_tokens(p, &p->gradient->d_out, at, f->value_depth, s->row, s->d_out, p->value_step);
+    return block;
+}
+
+/* --- Tiles of keys
+ * -------------------------------------------------------------------------------------------- */
+
+/* Packs the keys and, unless only logits are wanted, the values of tile `index` of the scratch. */
+static void pack(const plan *p, const am_flash_place *at, ptrdiff_t k, const scratch *s, ptrdiff_t index,
+                 bool *finite)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t rows = am_min(TILE, f->keys - k), step;
+    const char *src = read_tokens(p, &f->k, at, at->kv_head, k, rows, f->depth, s->row, &step);
+    p->base.kernels->pack_keys(s->k_columns + index * p->k_columns_bytes, src, step, rows, f->depth);
+    *finite = p->base.kernels->pack_values(s->k + index * p->k_panels_bytes, src, step, rows, f->depth);
+    src = read_tokens(p, &f->v, at, at->kv_head, k, rows, f->value_depth, s->row, &step);
+    p->base.kernels->pack_keys(s->v_columns + index * p->v_columns_bytes, src, step, rows, f->value_depth);
+}
+
+/* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */
+static bool meet(const plan *p, const am_flash_place *at, ptrdiff_t k, const scratch *s,
+                 am_gradient_tile *tile)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t columns = am_min(TILE, f->keys - k);
+    am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
+    if (kind != AM_DEAD && f->bias)
+        kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
+    if (kind == AM_DEAD) return false;
+    tile->columns = columns;
+    tile->live = kind == AM_FULL ? NULL : s->live;
+    tile->bias = f->bias ? s->bias : NULL;
+    if (p->base.threshold) {
+        for (ptrdiff_t r = 0; r < at->rows; r++) {
+            uint64_t key = am_row_key(f->seed, at->b, at->head, at->q + r);
+            s->kept[r] = p->base.all_kernels->keep_bits(key, (uint32_t)k, p->base.threshold);
+        }
+        tile->kept = s->kept;
+    }
+    return true;
+}
+
+/* The bias's gradient at a row of a tile. */
+static char *bias_row(const plan *p, const am_flash_place *at, ptrdiff_t row, ptrdiff_t k)
+{
+    const ptrdiff_t *shape = p->gradient->bias_shape;
+    ptrdiff_t b = shape[0] == 1 ? 0 : at->b, h = shape[1] == 1 ? 0 : at->head,
+              q = shape[2] == 1 ? 0 : at->q + row;
+    ptrdiff_t index = ((b * shape[1] + h) * shape[2] + q) * shape[3] + (shape[3] == 1 ? 0 : k);
+    return p->gradient->d_bias + index * (ptrdiff_t)am_size_of(p->base.flash->bias_type);
+}
+
+static void write_bias(const plan *p, char *to, const char *from, am_dtype type, ptrdiff_t count)
+{
+    am_dtype wanted = p->base.flash->bias_type;
+    if (type == wanted)
+        memcpy(to, from, (size_t)count * am_size_of(type));
+    else
+        am_converter(type, wanted)(p->base.all_kernels, to, from, count);
+}
+
+/* --- Before: facts of the rows, and zeros
+ * --------------------------------------------------------------------- */
+
+static double fact(const plan *p, const am_row_facts *facts, const am_flash_place *at, ptrdiff_t row)
+{
+    return am_number(
+        &p->base, facts->data + at->b * facts->batch + at->head * facts->head + (at->q + row) * facts->token,
+        0);
+}
+
+static double sink_logit(const plan *p, ptrdiff_t head, ptrdiff_t i)
+{
+    double logit = p->base.flash->sinks[head * p->base.flash->sink_count + i] * AM_LOG2_E / p->base.unit;
+    return p->base.type == AM_FLOAT64 ? logit : (double)(float)logit;
+}
+
+/* The greatest logit of each row, sinks included, and how many there are. */
+static am_status find_peaks(const plan *p, const am_flash_place *at, const scratch *s, am_keys keys,
+                            am_team *team)
+{
+    am_gradient_rows block = begin_rows(p, at, s);
+    for (ptrdiff_t r = 0; r < at->rows; r++) {
+        double peak = -INFINITY, count = 0;
+        for (ptrdiff_t i = 0; i < p->base.flash->sink_count; i++) {
+            double logit = sink_logit(p, at->head, i);
+            count = logit > peak ? 1 : count + (logit == peak);
+            peak = fmax(peak, logit);
+        }
+        am_set_number(&p->base, block.peak, r, peak);
+        am_set_number(&p->base, block.share, r, count);
+    }
+    for (ptrdiff_t k = keys.begin / TILE * TILE; k < keys.end; k += TILE) {
+        am_gradient_tile tile = {.k_columns = s->k_columns};
+        if (!meet(p, at, k, s, &tile)) continue;
+        pack(p, at, k, s, 0, &tile.k_finite);
+        p->base.kernels->peaks(&block, &tile);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static void zero_bias(const plan *p, const am_flash_place *at)
+{
+    ptrdiff_t bytes = p->gradient->bias_shape[3] * (ptrdiff_t)am_size_of(p->base.flash->bias_type);
+    for (ptrdiff_t r = 0; r < at->rows; r++) memset(bias_row(p, at, r, 0), 0, (size_t)bytes);
+}
+
+static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const plan *p = arg;
+    const am_flash *f = p->base.flash;
+    ptrdiff_t head = index / p->q_blocks;
+    const am_flash_place place = place_of(p, head / f->heads, head % f->heads, index % p->q_blocks),
+                         *at = &place;
+    am_keys keys = am_mask_keys(f->mask, at->b, at->head, at->q, at->rows);
+    ptrdiff_t task_keys = p->task_tiles * TILE;
+    rows_state *state = state_of(p, at);
+    state->first = keys.begin / task_keys;
+    state->last = keys.begin < keys.end ? (keys.end - 1) / task_keys : state->first - 1;
+    atomic_init(&state->turn, state->first);
+
+    char *room = am_room_enter(&p->rooms);
+    scratch s;
+    lay_out(p, room, &s);
+    am_status status = f->normalize ? AM_OK : find_peaks(p, at, &s, keys, team);
+    if (status == AM_OK) {
+        ptrdiff_t step, d_step;
+        char *other = s.row + am_row_room(TILE, am_max(f->depth, f->value_depth)), *add = facts_of(p, at, 1);
+        const char *out =
+            read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s.row, &step);
+        const char *d_out = read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth,
+                                        other, &d_step);
+        p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
+        for (ptrdiff_t r = 0; r < at->rows; r++) {
+            double lse = fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, base = lse;
+            double d_lse = p->gradient->d_lse.data ? fact(p, &p->gradient->d_lse, at, r) : 0;
+            double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
+            if (!f->normalize) {
+                char *share = facts_of(p, at, 3);
+                base = am_number(&p->base, facts_of(p, at, 2), r);
+                am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
+                moved = 0;
+                if (d_lse != 0) d_lse *= exp2((base - lse) * p->base.unit);
+            }
+            am_set_number(&p->base, facts_of(p, at, 0), r, base == -INFINITY ? 0 : base);
+            am_set_number(&p->base, add, r, d_lse - moved);
+        }
+        for (ptrdiff_t r = 0; r < at->rows; r++)
+            memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
+                   (size_t)(f->depth * p->base.size));
+        if (p->bias_at_once) zero_bias(p, at);
+    }
+    am_room_leave(&p->rooms, room);
+    return status == AM_OK ? am_checkpoint(team) : status;
+}
+
+/* The sinks' gradient: they move the logits' sum as a dead key would, and as a row's peak the rest. */
+static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
+{
+    const plan *p = arg;
+    const am_flash *f = p->base.flash;
+    double *d_sinks = p->gradient->d_sinks + head * f->sink_count;
+    memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
+    for (ptrdiff_t index = 0; index < f->batch * p->q_blocks; index++) {
+        const am_flash_place at = place_of(p, index / p->q_blocks, head, index % p->q_blocks);
+        for (ptrdiff_t r = 0; r < at.rows; r++) {
+            double base = am_number(&p->base, facts_of(p, &at, 0), r),
+                   add = am_number(&p->base, facts_of(p, &at, 1), r);
+            for (ptrdiff_t i = 0; i < f->sink_count; i++) {
+                double logit = sink_logit(p, head, i);
+                if (logit == -INFINITY) continue;
+                d_sinks[i] += exp2((logit - base) * p->base.unit) * add;
+                if (!f->normalize && logit == am_number(&p->base, facts_of(p, &at, 2), r))
+                    d_sinks[i] -= am_number(&p->base, facts_of(p, &at, 3), r);
+            }
+        }
+    }
+    return am_checkpoint(team);
+}
+
+/* --- The tasks
+ * ------------------------------------------------------------------------------------------------ */
+
+/* Adds the block's part to d_q, when it is this task's turn. */
+static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state *state, ptrdiff_t task,
+                             const char *d_q, am_team *team)
+{
+    am_status status = am_await(team, &state->turn, task);
+    if (status != AM_OK) return status;
+    if (d_q) {
+        char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
+        p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
+                                  p->base.flash->depth);
+    }
+    atomic_store_explicit(&state->turn, task + 1, memory_order_release);
+    return AM_OK;
+}
+
+static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t task, const scratch *s,
+                            const bool *finite, am_team *team)
+{
+    const am_flash *f = p->base.flash;
+    rows_state *state = state_of(p, at);
+    if (task < state->first || task > state->last) return AM_OK;
+    am_gradient_rows block;
+    bool begun = false;
+    for (ptrdiff_t i = 0; i < p->task_tiles; i++) {
+        ptrdiff_t k = (task * p->task_tiles + i) * TILE;
+        am_gradient_tile tile = {
+            .k_columns = s->k_columns + i * p->k_columns_bytes,
+            .v_columns = s->v_columns + i * p->v_columns_bytes,
+            .k = s->k + i * p->k_panels_bytes,
+            .k_finite = finite[i],
+            .d_k = s->d_k + i * p->k_bytes,
+            .d_v = s->d_v + i * p->v_bytes,
+            .d_bias = p->bias_at_once ? s->d_bias : NULL,
+        };
+        if (k >= f->keys || !meet(p, at, k, s, &tile)) continue;
+        if (!begun) {
+            block = begin_rows(p, at, s);
+            memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
+            begun = true;
+        }
+        p->base.kernels->gradient(&block, &tile);
+        for (ptrdiff_t r = 0; tile.d_bias && r < at->rows; r++)
+            write_bias(p, bias_row(p, at, r, k), s->d_bias + r * TILE * p->base.size, p->base.type,
+                       tile.columns);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return add_in_turn(p, at, state, task, begun ? s->d_q : NULL, team);
+}
+
+static void write_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t head,
+                         ptrdiff_t token, ptrdiff_t rows, const char *from, ptrdiff_t step, ptrdiff_t depth)
+{
+    for (ptrdiff_t r = 0; r < rows; r++, from += step * p->base.size) {
+        char *to = (char *)am_token(t, at->b, head, token + r);
+        if (t->type == p->base.type)
+            memcpy(to, from, (size_t)(depth * p->base.size));
+        else
+            am_converter(p->base.type, t->type)(p->base.all_kernels, to, from, depth);
+    }
+}
+
+static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const plan *p = arg;
+    const am_flash *f = p->base.flash;
+    ptrdiff_t kv_heads = f->batch * f->kv_heads, task = index / kv_heads, kv_head = index % kv_heads;
+    am_flash_place at = {.b = kv_head / f->kv_heads, .kv_head = kv_head % f->kv_heads};
+    char *room = am_room_enter(&p->rooms);
+    scratch s;
+    lay_out(p, room, &s);
+    bool finite[MOST_TILES];
+    ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
+    for (ptrdiff_t i = 0; i < tiles; i++) pack(p, &at, (task * p->task_tiles + i) * TILE, &s, i, &finite[i]);
+    memset(s.d_k, 0, (size_t)(tiles * p->k_bytes));
+    memset(s.d_v, 0, (size_t)(tiles * p->v_bytes));
+    am_status status = AM_OK;
+    for (ptrdiff_t h = 0; status == AM_OK && h < p->base.group; h++) {
+        for (ptrdiff_t i = 0; status == AM_OK && i < p->q_blocks; i++) {
+            const am_flash_place rows = place_of(p, at.b, at.kv_head * p->base.group + h, i);
+            status = block_step(p, &rows, task, &s, finite, team);
+        }
+    }
+    for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
+        ptrdiff_t k = (task * p->task_tiles + i) * TILE, rows = am_min(TILE, f->keys - k);
+        write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
+                     f->depth);
+        write_tokens(p, &p->gradient->d_v, &at, at.kv_head, k, rows, s.d_v + i * p->v_bytes, p->value_step,
+                     f->value_depth);
+    }
+    am_room_leave(&p->rooms, room);
+    return status;
+}
+
+/* d_q that was gathered in another type, to the result. */
+static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const plan *p = arg;
+    ptrdiff_t head = index / p->q_blocks;
+    const am_flash_place at =
+        place_of(p, head / p->base.flash->heads, head % p->base.flash->heads, index % p->q_blocks);
+    write_tokens(p, &p->gradient->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
+                 p->d_q.token / p->base.size, p->base.flash->depth);
+    return am_checkpoint(team);
+}
+
+/* A tile of d_bias that several pairs share: dS is computed once more, and summed up in a fixed order. */
+static am_status bias_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const plan *p = arg;
+    const am_flash *f = p->base.flash;
+    const ptrdiff_t *shape = p->gradient->bias_shape;
+    const ptrdiff_t counts[4] = {f->batch, f->heads, p->q_blocks, p->tiles};
+    ptrdiff_t begin[4], end[4];
+    for (int axis = 3; axis >= 0; axis--) {
+        ptrdiff_t cells = shape[axis] == 1 ? 1 : counts[axis];
+        begin[axis] = shape[axis] == 1 ? 0 : index % cells;
+        end[axis] = shape[axis] == 1 ? counts[axis] : begin[axis] + 1;
+        index /= cells;
+    }
+    char *room = am_room_enter(&p->rooms);
+    scratch s;
+    lay_out(p, room, &s);
+    memset(s.sums, 0, AM_FLASH_ROWS * TILE * sizeof *s.sums);
+    am_status status = AM_OK;
+    for (ptrdiff_t b = begin[0]; b < end[0]; b++) {
+        for (ptrdiff_t h = begin[1]; h < end[1]; h++) {
+            for (ptrdiff_t i = begin[2]; i < end[2]; i++) {
+                const am_flash_place at = place_of(p, b, h, i);
+                const rows_state *state = state_of(p, &at);
+                ptrdiff_t first = am_max(begin[3], state->first * p->task_tiles);
+                ptrdiff_t last = am_min(end[3], (state->last + 1) * p->task_tiles);
+                for (ptrdiff_t j = first; j < last; j++) {
+                    am_gradient_tile tile = {
+                        .k_columns = s.k_columns, .v_columns = s.v_columns, .d_bias = s.d_bias};
+                    if (!meet(p, &at, j * TILE, &s, &tile)) continue;
+                    pack(p, &at, j * TILE, &s, 0, &tile.k_finite);
+                    const am_gradient_rows block = begin_rows(p, &at, &s);
+                    p->base.kernels->gradient(&block, &tile);
+                    for (ptrdiff_t r = 0; r < at.rows; r++) {
+                        double *row = s.sums + (shape[2] == 1 ? 0 : r * TILE);
+                        for (ptrdiff_t c = 0; c < tile.columns; c++)
+                            row[shape[3] == 1 ? 0 : c] += am_number(&p->base, s.d_bias, r * TILE + c);
+                    }
+                    status = am_checkpoint(team);
+                    if (status != AM_OK) goto done;
+                }
+            }
+        }
+    }
+    const am_flash_place at = place_of(p, begin[0], begin[1], begin[2]);
+    ptrdiff_t rows = shape[2] == 1 ? 1 : at.rows, k = begin[3] * TILE;
+    for (ptrdiff_t r = 0; r < rows; r++)
+        write_bias(p, bias_row(p, &at, r, k), (const char *)(s.sums + r * TILE), AM_FLOAT64,
+                   shape[3] == 1 ? 1 : am_min(TILE, f->keys - k));
+done:
+    am_room_leave(&p->rooms, room);
+    return status;
+}
+
+/* --- The plan
+ * ------------------------------------------------------------------------------------------------- */
+
+/* Channels in whole panels, and an odd number of lines: rows that are a power of two apart would meet in few
+ * sets of the cache. */
+static ptrdiff_t step_of(const plan *p, ptrdiff_t panels_depth)
+{
+    ptrdiff_t a_line = AM_LINE / p->base.size;
+    return panels_depth % (2 * a_line) == 0 ? panels_depth + a_line : panels_depth;
+}
+
+static void choose(plan *p)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t panel = p->base.kernels->panel, size = p->base.size;
+    p->panel_depth = am_ceil_div(f->depth, panel) * panel;
+    p->panel_value_depth = am_ceil_div(f->value_depth, panel) * panel;
+    p->step = step_of(p, p->panel_depth);
+    p->value_step = step_of(p, p->panel_value_depth);
+    p->k_bytes = TILE * p->step * size;
+    p->v_bytes = TILE * p->value_step * size;
+    p->k_columns_bytes = TILE * f->depth * size;
+    p->v_columns_bytes = TILE * f->value_depth * size;
+    p->k_panels_bytes = TILE * p->panel_depth * size;
+    p->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
+    p->tiles = am_ceil_div(f->keys, TILE);
+    ptrdiff_t bytes = p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
+    p->task_tiles = MOST_TILES;
+    while (p->task_tiles > 1 && (p->task_tiles * bytes > TASK_BYTES ||
+                                 f->batch * f->kv_heads * (p->tiles / p->task_tiles) < ENOUGH_TASKS))
+        p->task_tiles /= 2;
+    p->tasks = am_ceil_div(p->tiles, p->task_tiles);
+    const ptrdiff_t *shape = p->gradient->bias_shape;
+    p->bias_at_once = p->gradient->d_bias && shape[0] == f->batch && shape[1] == f->heads &&
+                      shape[2] == f->queries && shape[3] == f->keys;
+}
+
+static am_status compute(const am_run *run, plan *p)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t heads = f->batch * f->heads, blocks = heads * p->q_blocks;
+    am_status status = am_parallel(run, blocks, 1, rows_task, p);
+    if (status == AM_OK && p->gradient->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
+    if (status == AM_OK) status = am_parallel(run, p->tasks * f->batch * f->kv_heads, 1, keys_task, p);
+    if (status == AM_OK && p->d_q.data != p->gradient->d_q.data)
+        status = am_parallel(run, blocks, 1, finish_task, p);
+    if (status == AM_OK && p->gradient->d_bias && !p->bias_at_once) {
+        const ptrdiff_t *shape = p->gradient->bias_shape;
+        ptrdiff_t cells =
+            shape[0] * shape[1] * (shape[2] == 1 ? 1 : p->q_blocks) * (shape[3] == 1 ? 1 : p->tiles);
+        status = am_parallel(run, cells, 1, bias_task, p);
+    }
+    return status;
+}
+
+am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient)
+{
+    const am_flash *f = &gradient->forward;
+    plan p = {.base = am_flash_base_of(run, f), .gradient = gradient, .d_q = gradient->d_q};
+    choose(&p);
+    ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size;
+    char *own_d_q = NULL;
+    scratch unused;
+    am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
+    p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
+    p.facts_bytes = am_ceil_div(rows * size, AM_LINE) * AM_LINE;
+    p.facts = am_lines((f->normalize ? 2 : 4) * p.facts_bytes);
+    if (p.d_q.type != p.base.type) {
+        own_d_q = am_lines(rows * f->depth * size);
+        p.d_q = (am_tokens){
+            .data = own_d_q,
+            .type = p.base.type,
+            .batch = f->heads * f->queries * f->depth * size,
+            .head = f->queries * f->depth * size,
+            .token = f->depth * size,
+            .element = size,
+        };
+    }
+    if (status == AM_OK && !(p.states && p.facts && p.d_q.data)) status = AM_NO_MEMORY;
+    if (status == AM_OK) status = compute(run, &p);
+    am_rooms_free(&p.rooms);
+    free(p.states);
+    free(p.facts);
+    free(own_d_q);
+    return status;
+}
