@@ -31,16 +31,14 @@ int am_to_mask_dtype(PyObject *object, const char *name, void *dst)
     return am_to_dtype(object, name, dst);
 }
 
-int am_bytes_of_one(PyArray_Descr *dtype, uint64_t *bytes)
+int am_bytes_of(PyObject *number, PyArray_Descr *dtype, uint64_t *bytes)
 {
-    PyObject *one = PyLong_FromLong(1);
     Py_INCREF(dtype); /* PyArray_FromAny steals it */
-    PyArrayObject *element =
-        (PyArrayObject *)PyArray_FromAny(one, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
-    Py_XDECREF(one);
-    if (!element) return -1;
+    PyArrayObject *scalar =
+        (PyArrayObject *)PyArray_FromAny(number, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    if (!scalar) return -1;
     *bytes = 0;
-    memcpy(bytes, PyArray_DATA(element), (size_t)PyArray_ITEMSIZE(element));
-    Py_DECREF(element);
+    memcpy(bytes, PyArray_DATA(scalar), (size_t)PyArray_ITEMSIZE(scalar));
+    Py_DECREF(scalar);
     return 0;
 }

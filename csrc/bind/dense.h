@@ -11,7 +11,7 @@ int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense
 /* PyArray_Descr **: the type of a mask's elements. */
 am_to am_to_mask_dtype;
 
-/* The bytes of a 1 of this type; 0 or -1. */
-int am_bytes_of_one(PyArray_Descr *dtype, uint64_t *bytes);
+/* The bytes of a number in this type, of up to 8; 0 or -1. True is the 1 of every type. */
+int am_bytes_of(PyObject *number, PyArray_Descr *dtype, uint64_t *bytes);
 
 #endif

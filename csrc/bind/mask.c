@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "bind/args.h"
+#include "bind/dense.h"
 
 /* So that lengths can be multiplied by the size of an element, and added to AM_FAR. */
 static const ptrdiff_t LONGEST = (ptrdiff_t)1 << 56;
@@ -325,19 +326,6 @@ static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
     return am_mask_prepare(&call->run, &arg->mask);
 }
 
-/* The bytes of a scalar in an array's type. */
-static int scalar_bytes(PyObject *object, PyArray_Descr *dtype, uint64_t *bytes)
-{
-    Py_INCREF(dtype);
-    PyArrayObject *scalar =
-        (PyArrayObject *)PyArray_FromAny(object, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
-    if (!scalar) return -1;
-    *bytes = 0;
-    memcpy(bytes, PyArray_DATA(scalar), (size_t)PyArray_ITEMSIZE(scalar));
-    Py_DECREF(scalar);
-    return 0;
-}
-
 /* `out` may overlap none of the arrays that the mask points at. */
 int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
 {
@@ -373,7 +361,7 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
         PyErr_SetString(PyExc_TypeError, "dtype must be a dtype, got None");
         goto fail;
     }
-    if (scalar_bytes(live, dtype, &target.live) < 0 || scalar_bytes(dead, dtype, &target.dead) < 0) goto fail;
+    if (am_bytes_of(live, dtype, &target.live) < 0 || am_bytes_of(dead, dtype, &target.dead) < 0) goto fail;
     if (!out)
         out = am_new_array(4, dims, dtype);
     else if (check_target(out, dims, dtype, &mask) < 0)

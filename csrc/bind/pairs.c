@@ -228,7 +228,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     PyArrayObject *const inputs[2] = {a->q.array, a->kv.array};
     if (a->out && am_check_out(a->out, "out", ndim, shape, a->dtype, inputs, a->names, 2) < 0) return NULL;
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
-    if (am_bytes_of_one(a->dtype, &boxes.live) < 0) return NULL;
+    if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(ndim, shape, a->dtype);
     am_extent *extents = out ? PyMem_Malloc((size_t)batch * sizeof *extents + 1) : NULL;
     if (!extents) {

@@ -244,7 +244,7 @@ static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *ar
         am_reject(PyExc_TypeError, "ids", "a C-contiguous array of int32", (PyObject *)ids);
         goto fail;
     }
-    if (am_bytes_of_one(dtype, &one) < 0) goto fail;
+    if (am_bytes_of(Py_True, dtype, &one) < 0) goto fail;
     result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
     if (!result) goto fail;
     am_call call;
