@@ -38,6 +38,26 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike, /) -> NDArray[Any]: ...
 def dropout_keep_mask(
     seed: int, prob: float, shape: tuple[int, int, int, int], out: NDArray[np.bool_] | None, /
 ) -> NDArray[np.bool_]: ...
+def flash_backward(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    nodes: tuple[Any, ...],
+    bias: ArrayLike | None,
+    scale: float,
+    cap: float,
+    sinks: NDArray[np.float64] | None,
+    normalize: bool,
+    dropout: float,
+    seed: int,
+    dout: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    dlse: ArrayLike | None,
+    want_bias: bool,
+    want_sinks: bool,
+    /,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[np.float64] | None]: ...
 def flash_forward(
     query: ArrayLike,
     key: ArrayLike,
