@@ -18,6 +18,7 @@ from attnmask.flash import (
     flash_attention,
     flash_attention_fwd,
     merge_attention_states,
+    merge_attention_states_vjp,
 )
 from attnmask.flash_gradient import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
 from attnmask.mask_info import MaskInfo
@@ -81,6 +82,7 @@ __all__ = [
     "identity_dtype_convert",
     "mask_to_segment_ids",
     "merge_attention_states",
+    "merge_attention_states_vjp",
     "pairs_to_cu_seqlens",
     "positions_from_segment_ids",
     "prepare_chunk_indices",
