@@ -147,7 +147,7 @@ static void release(arguments *a)
 
 typedef am_status merger(const am_run *run, const am_merge *merge);
 
-/* Calls the core, and returns what it fills: an out and an lse, or of gradients as many as there are parts.
+/* Calls the core, and returns what it fills: an out and an lse, or those of the gradients of all parts.
  */
 static PyObject *run_merge(PyObject *module, const arguments *a, merger *function, bool backward)
 {
