@@ -18,7 +18,9 @@ from attnmask.flash import (
     flash_attention,
     flash_attention_fwd,
     merge_attention_states,
+    merge_attention_states_vjp,
 )
+from attnmask.flash_gradient import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
 from attnmask.mask_info import MaskInfo
 from attnmask.mask_sharding import MaskSharding
 from attnmask.masks import (
@@ -52,6 +54,7 @@ from attnmask.runtime import __version__, get_num_threads, set_num_threads, show
 
 __all__ = [
     "BwdParams",
+    "FlashAttentionGrads",
     "FwdParams",
     "MaskInfo",
     "MaskSharding",
@@ -71,12 +74,15 @@ __all__ = [
     "cu_seqlens_to_pairs",
     "dropout_keep_mask",
     "flash_attention",
+    "flash_attention_bwd",
     "flash_attention_fwd",
+    "flash_attention_vjp",
     "get_debug_mode",
     "get_num_threads",
     "identity_dtype_convert",
     "mask_to_segment_ids",
     "merge_attention_states",
+    "merge_attention_states_vjp",
     "pairs_to_cu_seqlens",
     "positions_from_segment_ids",
     "prepare_chunk_indices",

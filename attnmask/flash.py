@@ -4,7 +4,7 @@ Arrays are ``[B, T, H, D]``: batch rows, tokens, heads, channels; or ``[T, H, D]
 may have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
 """
 
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -21,6 +21,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_fwd",
     "merge_attention_states",
+    "merge_attention_states_vjp",
 ]
 
 
@@ -379,3 +380,53 @@ def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[
     (2.0, 3.0)
     """
     return _core.merge_attention_states(_parts(outs, "outs"), _parts(lses, "lses"))
+
+
+class _MergeVjp(Protocol):
+    def __call__(self, dout: ArrayLike, dlse: ArrayLike | None = None) -> tuple[Any, Any]: ...
+
+
+def merge_attention_states_vjp(outs: Any, lses: Any) -> tuple[tuple[NDArray[Any], NDArray[Any]], _MergeVjp]:
+    """`merge_attention_states` and its gradients.
+
+    With the share of each part, w_i = exp(lse_i - lse)::
+
+        d out_i = w_i · d out          d lse_i = w_i · (d out · (out_i - out) + d lse)
+
+    A part whose lse is -inf gets zeros.
+
+    Parameters
+    ----------
+    outs, lses
+        As of `merge_attention_states`. They are kept, not copied: leave them as they are while `vjp` is of use.
+
+    Returns
+    -------
+    (out, lse) : tuple of two ndarray
+        What `merge_attention_states` returns.
+    vjp : callable
+        ``vjp(dout)`` takes the gradient of `out`, in its type, ``vjp(dout, dlse)`` that of `lse` as well. It returns
+        those of `outs` and of `lses`: tuples of as many arrays, or one array of one axis more where one was given;
+        in the types of `out` and `lse`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> outs = np.array([1.0, 4.0]).reshape(2, 1, 1, 1)
+    >>> lses = np.log([2.0, 1.0]).reshape(2, 1, 1)
+    >>> (out, lse), vjp = attnmask.merge_attention_states_vjp(outs, lses)
+    >>> douts, dlses = vjp(np.ones_like(out))
+    >>> douts.ravel().round(3), dlses.ravel().round(3)
+    (array([0.667, 0.333]), array([-0.667,  0.667]))
+    """
+    parts, weights = _parts(outs, "outs"), _parts(lses, "lses")
+    merged = _core.merge_attention_states(parts, weights)
+
+    def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> tuple[Any, Any]:
+        douts, dlses = _core.merge_backward(parts, weights, dout, dlse)
+        return (
+            tuple(douts) if isinstance(outs, (tuple, list)) else douts,
+            tuple(dlses) if isinstance(lses, (tuple, list)) else dlses,
+        )
+
+    return merged, vjp

@@ -20,7 +20,40 @@ class Attention(NamedTuple):
     logit_size: np.ndarray  # like lse: the largest Σ|q·k| × |scale| + |bias| of a live pair
 
 
-def flash_attention(
+class Gradients(NamedTuple):
+    """One for each argument, in its shape."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    bias: np.ndarray | None
+    softmax_aux: np.ndarray | None
+
+
+class Problem(NamedTuple):
+    """The arguments in one dtype and with all of their axes."""
+
+    query: np.ndarray  # [B, Tq, H, D]
+    key: np.ndarray
+    value: np.ndarray
+    live: np.ndarray  # [B, H, Tq, Tk], as the next and `keep`
+    bias: np.ndarray
+    sinks: np.ndarray  # [H, S]
+    scale: np.floating
+    cap: np.floating | None
+    normalize: bool
+    keep: np.ndarray
+    gain: np.floating  # of what is kept
+    flat: bool
+
+    @property
+    def heads(self):
+        """Batch row, head, and the head of its keys."""
+        batch, _, heads, _ = self.query.shape
+        return [(b, h, h * self.key.shape[2] // heads) for b, h in product(range(batch), range(heads))]
+
+
+def problem_of(
     query,
     key,
     value,
@@ -46,56 +79,183 @@ def flash_attention(
     causal_offset=0,
     keep=None,
     dtype=np.float64,
-) -> Attention:
+) -> Problem:
     """`keep` is the mask of dropout, [B, H, Tq, Tk]; seeds and hints are of no meaning here."""
     query, key, value = (np.asarray(array).astype(dtype) for array in (query, key, value))
     flat = query.ndim == 3
     if flat:
         query, key, value = query[None], key[None], value[None]
     batch, queries, heads, depth = query.shape
-    keys, group, value_depth = key.shape[1], heads // max(key.shape[2], 1), value.shape[3]
-    pairs = batch, heads, queries, keys
-
-    live = live_pairs(
-        pairs, attention_mask, bias, causal, cum_seqlens_q, cum_seqlens_k, sliding_window,
-        q_segment_ids, kv_segment_ids, causal_offset,
-    )  # fmt: skip
-    bias = np.broadcast_to(np.asarray(0 if bias is None else bias).astype(dtype), pairs)
+    pairs = batch, heads, queries, key.shape[1]
     sinks = np.zeros((heads, 0)) if softmax_aux is None else np.atleast_2d(np.asarray(softmax_aux))
-    sinks = np.broadcast_to(sinks.astype(dtype), (heads, sinks.shape[1]))
-    scale = dtype(depth**-0.5 if softmax_scale is None else softmax_scale)
-    keep = np.broadcast_to(True if keep is None else keep, pairs)
+    return Problem(
+        query,
+        key,
+        value,
+        live_pairs(
+            pairs, attention_mask, bias, causal, cum_seqlens_q, cum_seqlens_k, sliding_window,
+            q_segment_ids, kv_segment_ids, causal_offset,
+        ),
+        np.broadcast_to(np.asarray(0 if bias is None else bias).astype(dtype), pairs),
+        np.broadcast_to(sinks.astype(dtype), (heads, sinks.shape[1])),
+        dtype(depth**-0.5 if softmax_scale is None else softmax_scale),
+        None if logits_soft_cap is None else dtype(logits_soft_cap),
+        normalize_output,
+        np.broadcast_to(True if keep is None or not dropout_prob else keep, pairs),
+        dtype(1 / (1 - dropout_prob)),
+        flat,
+    )  # fmt: skip
 
+
+class Softmax(NamedTuple):
+    """Of one head: rows are queries, columns keys."""
+
+    logits: np.ndarray  # -inf where the pair is dead
+    top: np.ndarray  # the largest logit or sink of a row, as a column; 0 where there is none
+    powers: np.ndarray  # e^(logit - top)
+    sink_powers: np.ndarray
+    total: np.ndarray  # of a row's powers, as a column
+    slope: np.ndarray  # of the soft cap
+
+    @classmethod
+    def of(cls, problem: Problem, b: int, h: int, kv: int) -> "Softmax":
+        dtype = problem.query.dtype.type
+        logits = (problem.query[b, :, h] @ problem.key[b, :, kv].T) * problem.scale + problem.bias[b, h]
+        slope = np.ones_like(logits)
+        if problem.cap is not None:
+            bent = np.tanh(logits / problem.cap)
+            logits, slope = problem.cap * bent, 1 - bent * bent
+        logits = np.where(problem.live[b, h], logits, dtype(-np.inf))
+        sinks = problem.sinks[h]
+        top = np.max(logits, axis=1, initial=np.max(sinks, initial=-np.inf), keepdims=True)
+        top = np.where(top == -np.inf, dtype(0), top)
+        powers, sink_powers = np.exp(logits - top), np.exp(sinks - top)
+        total = powers.sum(axis=1, keepdims=True) + sink_powers.sum(axis=1, keepdims=True)
+        return cls(logits, top, powers, sink_powers, total, slope)
+
+    @property
+    def shares(self) -> np.ndarray:
+        return self.powers / np.where(self.total == 0, 1, self.total)
+
+    @property
+    def sink_shares(self) -> np.ndarray:
+        return self.sink_powers / np.where(self.total == 0, 1, self.total)
+
+
+def flash_attention(**arguments) -> Attention:
+    """Takes what `problem_of` takes."""
+    problem = problem_of(**arguments)
+    (batch, queries, heads, _), dtype = problem.query.shape, problem.query.dtype.type
+    shape = batch, queries, heads, problem.value.shape[3]
     result = Attention(
-        np.zeros((batch, queries, heads, value_depth), dtype),
+        np.zeros(shape, dtype),
         np.zeros((batch, heads, queries), dtype),
-        np.zeros((batch, queries, heads, value_depth), dtype),
+        np.zeros(shape, dtype),
         np.zeros((batch, heads, queries), dtype),
     )
-    for b, h in product(range(batch), range(heads)):
-        q, k, v = query[b, :, h], key[b, :, h // group], value[b, :, h // group]
+    for b, h, kv in problem.heads:
+        q, k, v, live = (
+            problem.query[b, :, h], problem.key[b, :, kv], problem.value[b, :, kv], problem.live[b, h]
+        )  # fmt: skip
         with np.errstate(all="ignore"):
-            logits = (q @ k.T) * scale + bias[b, h]
-            sizes = (abs(q) @ abs(k).T) * abs(scale) + abs(bias[b, h])
-            if logits_soft_cap is not None:
-                logits = dtype(logits_soft_cap) * np.tanh(logits / dtype(logits_soft_cap))
-            logits = np.where(live[b, h], logits, dtype(-np.inf))
+            softmax = Softmax.of(problem, b, h, kv)
+            weights = softmax.shares if problem.normalize else softmax.powers
+            weights = np.where(problem.keep[b, h], weights * problem.gain, dtype(0))
+            result.out[b, :, h] = weighted_sums(weights, v, live)
+            result.out_size[b, :, h] = weighted_sums(weights, abs(v), live)
+            result.lse[b, h] = (softmax.top + np.log(softmax.total))[:, 0]
+            sizes = (abs(q) @ abs(k).T) * abs(problem.scale) + abs(problem.bias[b, h])
+        result.logit_size[b, h] = np.max(np.where(live, sizes, dtype(0)), axis=1, initial=0)
+    return Attention(*(array[0] for array in result)) if problem.flat else result
 
-            top = np.max(logits, axis=1, initial=np.max(sinks[h], initial=-np.inf), keepdims=True)
-            top = np.where(top == -np.inf, dtype(0), top)
-            weights = np.exp(logits - top)
-            total = weights.sum(axis=1, keepdims=True) + np.exp(sinks[h] - top).sum(axis=1, keepdims=True)
-            lse = top + np.log(total)
 
-            if normalize_output:
-                weights = weights / np.where(total == 0, dtype(1), total)
-            if dropout_prob:
-                weights = np.where(keep[b, h], weights * dtype(1 / (1 - dropout_prob)), dtype(0))
-            result.out[b, :, h] = weighted_sums(weights, v, live[b, h])
-            result.out_size[b, :, h] = weighted_sums(weights, abs(v), live[b, h])
-        result.lse[b, h] = lse[:, 0]
-        result.logit_size[b, h] = np.max(np.where(live[b, h], sizes, dtype(0)), axis=1, initial=0)
-    return Attention(*(array[0] for array in result)) if flat else result
+def flash_attention_vjp(dout, dlse=None, *, least=0.0, **arguments) -> tuple[Gradients, Gradients]:
+    """The gradients of Σ dout · out + Σ dlse · lse, and how large the numbers were on the way.
+
+    The latter count a weight as `least` at least, by which it may be off where it underflows.
+
+    With weights w = shares of the total, or powers where the output is not normalized, a row's output is
+
+        out = Σ w_k kept_k v_k      and so      dw_k = kept_k (dout · v_k)
+
+    A logit moves its own weight, and all of the row's by the total or the maximum that they are measured against:
+
+        dlogit_k = w_k dw_k - moved_k Σ_j w_j dw_j + share_k dlse
+
+    where moved is the share; or without normalization 1 for the largest logit or sink, 1/n each if n are as large.
+    """
+    problem = problem_of(**arguments)
+    dtype = problem.query.dtype.type
+    batch, queries, heads, _ = problem.query.shape
+    dout = np.asarray(dout).astype(dtype).reshape(batch, queries, heads, problem.value.shape[3])
+    dlse = np.asarray(0 if dlse is None else dlse).astype(dtype)
+    dlse = (
+        dlse.reshape(batch, heads, queries, 1) if dlse.ndim else np.zeros((batch, heads, queries, 1), dtype)
+    )
+
+    def nothing():
+        return [np.zeros(a.shape, dtype) for a in (problem.query, problem.key, problem.value, problem.bias)]
+
+    (dq, dk, dv, dbias), sizes = nothing(), nothing()
+    dsinks, sinks_size = np.zeros((2, *problem.sinks.shape), dtype)
+    for b, h, kv in problem.heads:
+        q, k, v, live, keep = (
+            problem.query[b, :, h], problem.key[b, :, kv], problem.value[b, :, kv], problem.live[b, h],
+            problem.keep[b, h],
+        )  # fmt: skip
+        g, g_lse = dout[b, :, h], dlse[b, h]
+        with np.errstate(all="ignore"):
+            softmax = Softmax.of(problem, b, h, kv)
+            shares, sink_shares = softmax.shares, softmax.sink_shares
+            if problem.normalize:
+                weights, moved, sinks_moved = shares, shares, sink_shares
+            else:
+                largest, largest_sinks = softmax.logits == softmax.top, problem.sinks[h] == softmax.top
+                largest &= live
+                count = largest.sum(axis=1, keepdims=True) + largest_sinks.sum(axis=1, keepdims=True)
+                count = np.maximum(count, 1).astype(dtype)
+                weights, moved, sinks_moved = softmax.powers, largest / count, largest_sinks / count
+
+            kept = np.where(keep, weights * problem.gain, dtype(0))
+            dweights = np.where(live & keep, (g @ v.T) * problem.gain, dtype(0))
+            sums = (weights * dweights).sum(axis=1, keepdims=True)
+            dlogits = weights * dweights - moved * sums + shares * g_lse
+            dlogits = np.where(live, dlogits * softmax.slope, dtype(0))
+            dq[b, :, h] = weighted_sums(dlogits, k, live) * problem.scale
+            dk[b, :, kv] += weighted_sums(dlogits.T, q, live.T) * problem.scale
+            dv[b, :, kv] += weighted_sums(kept.T, g, live.T)
+            dbias[b, h] = dlogits
+            from_row = sink_shares * g_lse - sinks_moved * sums
+            dsinks[h] += np.where(problem.sinks[h] == -np.inf, dtype(0), from_row).sum(axis=0)
+
+            # The same with all signs alike.
+            least = dtype(least)
+            dweights = np.where(live & keep, (abs(g) @ abs(v).T) * problem.gain, dtype(0))
+            sums = (weights * dweights).sum(axis=1, keepdims=True)
+            dlogits = (weights + least) * dweights + (moved + least) * sums + (shares + least) * abs(g_lse)
+            dlogits = np.where(live, dlogits * (2 - softmax.slope), dtype(0))
+            sizes[0][b, :, h] = weighted_sums(dlogits, abs(k), live) * abs(problem.scale)
+            sizes[1][b, :, kv] += weighted_sums(dlogits.T, abs(q), live.T) * abs(problem.scale)
+            sizes[2][b, :, kv] += weighted_sums((kept + least).T, abs(g), live.T)
+            sizes[3][b, h] = dlogits
+            from_row = (sink_shares + least) * abs(g_lse) + (sinks_moved + least) * sums
+            sinks_size[h] += np.where(problem.sinks[h] == -np.inf, dtype(0), from_row).sum(axis=0)
+
+    def in_shape(dq, dk, dv, dbias, dsinks):
+        bias, softmax_aux = arguments.get("bias"), arguments.get("softmax_aux")
+        dbias = None if bias is None else summed_to(dbias, np.shape(bias))
+        dsinks = None if softmax_aux is None else summed_to(dsinks, np.shape(softmax_aux))
+        tensors = (dq[0], dk[0], dv[0]) if problem.flat else (dq, dk, dv)
+        return Gradients(*tensors, dbias, dsinks)
+
+    return in_shape(dq, dk, dv, dbias, dsinks), in_shape(*sizes, sinks_size)
+
+
+def summed_to(array, shape) -> np.ndarray:
+    """The gradient of what was broadcast to `array`'s shape from this one."""
+    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
+    axes = tuple(axis for axis, length in enumerate(shape) if length == 1)
+    return array.sum(axis=axes, keepdims=True)
 
 
 def weighted_sums(weights, values, live) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Merging of partial attention results: values, accuracy, dtypes, layouts, dead parts, threads, errors."""
+"""Merging of partial attention results and its gradients: values, accuracy, layouts, dead parts, threads, errors."""
 
 import threading
 
@@ -236,3 +236,186 @@ def test_axes_that_only_seem_large():
     out = np.broadcast_to(np.float32(0), (1 << 40, 1 << 15, 1, 0))
     with pytest.raises((MemoryError, ValueError)):
         attnmask.merge_attention_states([out], [np.broadcast_to(np.float32(0), (1 << 40, 1, 1 << 15))])
+
+
+# Gradients
+
+
+def pulled_back(outs, lses, dout, dlse):
+    """The definition in float64, a row after the other; and the sizes of what dlses sums up."""
+    outs, lses = (np.asarray(parts).astype(np.longdouble) for parts in (outs, lses))
+    dout, dlse = np.asarray(dout, np.float64), np.zeros(lses.shape[1:]) if dlse is None else dlse
+    douts, dlses, sizes = np.zeros_like(outs), np.zeros_like(lses), np.zeros_like(lses)
+    for *batch, head, token in np.ndindex(lses.shape[1:]):
+        row, place = (*batch, token, head), (*batch, head, token)
+        live = [i for i, part in enumerate(lses) if part[place] != -np.inf]
+        top = max((lses[i][place] for i in live), default=0)
+        total = sum(np.exp(lses[i][place] - top) for i in live)
+        weights = {i: np.exp(lses[i][place] - top) / total for i in live}
+        mean = sum(weights[i] * outs[i][row] for i in live)
+        mean_size = sum(weights[i] * abs(outs[i][row]) for i in live)
+        for i, weight in weights.items():
+            douts[i][row] = weight * dout[row]
+            dlses[i][place] = weight * (dout[row] @ (outs[i][row] - mean) + dlse[place])
+            size = abs(dout[row]) @ (abs(outs[i][row]) + mean_size) + abs(dlse[place])
+            sizes[i][place] = weight * size
+    return douts, dlses, sizes
+
+
+def check_vjp(outs, lses, dout, dlse, dtype, case):
+    states, vjp = attnmask.merge_attention_states_vjp(outs, lses)
+    for one, other in zip(states, attnmask.merge_attention_states(outs, lses), strict=True):
+        assert one.tobytes() == other.tobytes(), case
+    got = vjp(dout) if dlse is None else vjp(dout, dlse)
+    *right, sizes = pulled_back(outs, lses, dout, dlse)
+    step = ROUNDING[wide(dtype)]
+    finite = [np.asarray(lse, np.float64) for lse in lses]
+    largest = max((np.max(np.abs(lse[np.isfinite(lse)]), initial=1) for lse in finite), default=1)
+    steps = step * (16 + 2 * len(outs) + 4 * largest)
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    for parts, exact, kind in zip(got, right, (dtype, wide(dtype)), strict=True):
+        assert len(parts) == len(outs), case
+        for part, wanted in zip(parts, exact, strict=True):
+            assert (part.dtype, part.shape) == (kind, wanted.shape), case
+            assert part.flags.c_contiguous, case
+    douts, dlses = (np.array([np.asarray(part, np.float64) for part in parts]) for parts in got)
+    near = (steps + ROUNDING[dtype]) * np.abs(right[0]) + smallest
+    assert (np.abs(douts - right[0]) <= near).all(), case
+    assert (np.abs(dlses - right[1]) <= steps * sizes + np.finfo(wide(dtype)).tiny).all(), case
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    count=st.integers(1, 6),
+    batch=st.none() | st.integers(0, 3),
+    tokens=st.integers(0, 9),
+    heads=st.integers(0, 4),
+    channels=st.sampled_from([0, 1, 5, 64, 256, 300, 777]),
+    dtype=st.sampled_from(FLOATS),
+    layout=st.sampled_from(LAYOUTS),
+    dout_layout=st.sampled_from(LAYOUTS),
+    with_dlse=st.booleans(),
+)
+def test_gradients(seed, count, batch, tokens, heads, channels, dtype, layout, dout_layout, with_dlse):
+    case = (seed, count, batch, tokens, heads, channels, dtype, layout, dout_layout, with_dlse)
+    shape = (*([] if batch is None else [batch]), tokens, heads, channels)
+    outs, lses = parts(seed, count, shape, dtype)
+    (dout,), (dlse,) = parts(seed + 1, 1, shape, dtype, dead=0)
+    outs, lses = [arrange(out, layout) for out in outs], [arrange(lse, dout_layout) for lse in lses]
+    dout, dlse = arrange(dout, dout_layout), arrange(dlse, layout) if with_dlse else None
+    given = [each for each in (*outs, *lses, dout, dlse) if each is not None]
+    before = [array.tobytes() for array in given]
+    check_vjp(outs, lses, dout, dlse, dtype, case)
+    assert [array.tobytes() for array in given] == before, case
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_isa(isa, dtype):
+    outs, lses = parts(1, 3, (2, 30, 3, 100), dtype)
+    (dout,), (dlse,) = parts(2, 1, (2, 30, 3, 100), dtype, dead=0)
+    check_vjp(outs, lses, dout, dlse, dtype, (isa, dtype))
+
+
+def test_gradients_are_slopes():
+    """By central differences, all numbers moving at once."""
+    outs, lses = parts(3, 4, (2, 3, 2, 5), np.float64)
+    rng = np.random.default_rng(4)
+    _, vjp = attnmask.merge_attention_states_vjp(outs, lses)
+    dout, dlse = rng.standard_normal(outs.shape[1:]), rng.standard_normal(lses.shape[1:])
+    gradients = vjp(dout, dlse)
+    for direction in range(5):
+        moves = [
+            rng.standard_normal(array.shape) * (direction in (i, 2, 3, 4))
+            for i, array in enumerate((outs, lses))
+        ]
+
+        def total(step, moves=moves):
+            out, lse = attnmask.merge_attention_states(outs + step * moves[0], lses + step * moves[1])
+            return (dout * out).sum() + (dlse * np.where(np.isneginf(lse), 0, lse)).sum()
+
+        slope = (total(1e-5) - total(-1e-5)) / 2e-5
+        sums = sum((gradient * move).sum() for gradient, move in zip(gradients, moves, strict=True))
+        np.testing.assert_allclose(sums, slope, rtol=1e-7, atol=1e-8)
+
+
+def test_gradients_have_the_form_of_the_parts():
+    outs, lses = parts(2, 3, (2, 5, 3, 8), np.float32, dead=0)
+    dout, dlse = outs[0], lses[0]
+    stacked = attnmask.merge_attention_states_vjp(outs, lses)[1](dout, dlse)
+    assert [type(each) for each in stacked] == [np.ndarray] * 2
+    for sequence in (list, tuple):
+        one_by_one = attnmask.merge_attention_states_vjp(sequence(outs), sequence(lses))[1](dout, dlse)
+        assert [type(each) for each in one_by_one] == [tuple] * 2
+        for a, b in zip(stacked, one_by_one, strict=True):
+            np.testing.assert_array_equal(a, b)
+    douts, dlses = attnmask.merge_attention_states_vjp([outs[0]], [lses[0]])[1](dout, dlse)
+    assert douts[0].tobytes() == dout.tobytes()
+    np.testing.assert_allclose(dlses[0], dlse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dead_parts_get_zeros(dtype, garbage):
+    """And change nothing; a dout whose row is dead in all parts reaches none."""
+    outs, lses = parts(5, 3, (1, 4, 2, 9), dtype, dead=0)
+    (dout,), (dlse,) = parts(6, 1, (1, 4, 2, 9), dtype, dead=0)
+    right = attnmask.merge_attention_states_vjp(outs[[0, 2]], lses[[0, 2]])[1](dout, dlse)
+    outs[1], lses[1] = garbage, -np.inf
+    got = attnmask.merge_attention_states_vjp(outs, lses)[1](dout, dlse)
+    for one, other in zip(got, right, strict=True):
+        assert one[[0, 2]].tobytes() == other.tobytes()
+        assert one[1].tobytes() == bytes(one[1].nbytes)
+    lses[:, 0, 1, 2], dout[0, 2, 1], dlse[0, 1, 2] = -np.inf, garbage, garbage
+    for one, other in zip(attnmask.merge_attention_states_vjp(outs, lses)[1](dout, dlse), got, strict=True):
+        row = (slice(None), 0, 1, 2) if one.ndim == 4 else (slice(None), 0, 2, 1)
+        assert not one[row].astype(np.float64).any()
+        other[row] = 0
+        assert one.tobytes() == other.tobytes()
+
+
+def test_live_nan_reaches_the_gradients():
+    outs, lses = parts(7, 2, (1, 3, 1, 5), np.float32, dead=0)
+    dout = np.ones((1, 3, 1, 5), np.float32)
+    outs[1, 0, 0, 0, 2] = np.nan
+    douts, dlses = attnmask.merge_attention_states_vjp(outs, lses)[1](dout)
+    assert np.isnan(dlses[:, 0, 0, 0]).all()
+    assert np.isfinite(dlses[:, 0, 0, 1:]).all()
+    assert np.isfinite(douts).all()
+    lses[0, 0, 0, 1] = dout[0, 2] = np.nan
+    douts, dlses = attnmask.merge_attention_states_vjp(outs, lses)[1](dout)
+    assert np.isnan(dlses).all()
+    assert np.isnan(douts[:, 0, 1:]).all()
+    assert np.isfinite(douts[:, 0, 0]).all()
+
+
+def test_gradients_have_the_same_bits_for_any_number_of_threads(set_threads):
+    outs, lses = parts(7, 3, (2, 400, 5, 70), np.float32)
+    (dout,), (dlse,) = parts(8, 1, (2, 400, 5, 70), np.float32, dead=0)
+    _, vjp = attnmask.merge_attention_states_vjp(outs, lses)
+    results = []
+    for count in (1, 2, 3, 8):
+        set_threads(count)
+        results.append([array.tobytes() for array in vjp(dout, dlse)])
+    assert results.count(results[0]) == len(results)
+
+
+@pytest.mark.parametrize(
+    ("dout", "dlse", "error", "message"),
+    [
+        (None, None, TypeError, r"^dout must be "),
+        ("a", None, TypeError, r"^dout must be an array of "),
+        (OUT.astype(int), None, TypeError, r"^dout must be a floating-point array, got int64"),
+        (OUT.astype("f8"), None, TypeError, r"^dout must be like outs\[0\], float32.* float64 "),
+        (OUT[0], None, ValueError, r"^dout must be like outs\[0\], .*\(3, 2, 4\)$"),
+        (OUT[:, 1:], None, ValueError, r"^dout must be like outs\[0\], .*\(1, 2, 2, 4\)$"),
+        (OUT, LSE[0], ValueError, r"^dlse must be of shape \(1, 2, 3\) as outs, got .*\(2, 3\)$"),
+        (OUT, LSE.swapaxes(1, 2), ValueError, r"^dlse must be of shape \(1, 2, 3\) as outs, got "),
+        (OUT, LSE > 0, TypeError, r"^dlse must be a floating-point array, got bool"),
+    ],
+)
+def test_errors_of_the_gradient(dout, dlse, error, message):
+    _, vjp = attnmask.merge_attention_states_vjp([OUT, OUT], [LSE, LSE])
+    with pytest.raises(error, match=message):
+        vjp(dout, dlse)
+    with pytest.raises(ValueError, match=r"^outs must be one array or more, got none"):
+        attnmask.merge_attention_states_vjp([], [])

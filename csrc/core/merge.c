@@ -8,6 +8,7 @@
 #include "core/convert.h"
 
 enum {
+    LANES = 16,      /* sums side by side, for the compiler to put in vectors */
     PIECE = 256,     /* channels at a time, so that sums stay in the first-level cache */
     TASK = 1 << 15,  /* elements worth handing to another thread */
     EXP_COST = 16,   /* an exponential, in elements added up */
@@ -20,8 +21,21 @@ static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 typedef struct {
     const am_merge *merge;
     const am_kernels *kernels;
+    bool backward;
     ptrdiff_t rows, task_rows;
 } merge_job;
+
+static const char *row_of(const am_merge_part *part, const ptrdiff_t *place, ptrdiff_t channel)
+{
+    return part->out + place[0] * part->out_stride[0] + place[1] * part->out_stride[1] +
+           place[2] * part->out_stride[2] + channel * part->out_stride[3];
+}
+
+static const char *lse_of(const am_merge_part *part, const ptrdiff_t *place)
+{
+    return part->lse + place[0] * part->lse_stride[0] + place[2] * part->lse_stride[1] +
+           place[1] * part->lse_stride[2];
+}
 
 #define T float
 #define TYPE AM_FLOAT32
@@ -40,7 +54,8 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const merge_job *job = arg;
     ptrdiff_t begin = index * job->task_rows, end = min(begin + job->task_rows, job->rows);
-    void *weights = malloc((size_t)job->merge->count * sizeof(double));
+    size_t count = (size_t)job->merge->count;
+    void *weights = calloc(count, 2 * sizeof(double)); /* which checks the product */
     if (!weights) return AM_NO_MEMORY;
     am_status status = job->merge->type == AM_FLOAT64 ? merge_rows_f64(job, begin, end, weights, team)
                                                       : merge_rows_f32(job, begin, end, weights, team);
@@ -48,11 +63,15 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     return status;
 }
 
-am_status am_merge_states(const am_run *run, const am_merge *merge)
+static am_status merge(const am_run *run, const am_merge *merge, bool backward)
 {
-    merge_job job = {.merge = merge, .kernels = run->kernels};
+    merge_job job = {.merge = merge, .kernels = run->kernels, .backward = backward};
     job.rows = merge->shape[0] * merge->shape[1] * merge->shape[2];
     job.task_rows = max(TASK / merge->count / (min(merge->shape[3], TASK) + EXP_COST), 1);
     ptrdiff_t tasks = job.rows / job.task_rows + (job.rows % job.task_rows != 0);
     return am_parallel(run, tasks, 1, merge_task, &job);
 }
+
+am_status am_merge_states(const am_run *run, const am_merge *states) { return merge(run, states, false); }
+
+am_status am_merge_backward(const am_run *run, const am_merge *states) { return merge(run, states, true); }

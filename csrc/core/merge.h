@@ -1,9 +1,11 @@
-/* merge.h – attention over parts of the keys joined into attention over all of them.
+/* merge.h – attention over parts of the keys joined into attention over all of them, and the gradients.
  *
- *     lse = log Σ_i exp(lse_i)          out = Σ_i exp(lse_i - lse) · out_i
+ *     lse = log Σ_i exp(lse_i)          out = Σ_i w_i · out_i          w_i = exp(lse_i - lse)
  *
- * A part whose lse is -inf saw no live pair: whatever its out holds, NaN too, it takes no part. If all are
- * so, out is zero and lse is -inf.
+ *     d out_i = w_i · d out             d lse_i = w_i · (d out · (out_i - out) + d lse)
+ *
+ * A part whose lse is -inf saw no live pair: whatever its out holds, NaN too, it takes no part, and its
+ * gradients are zero. If all are so, out is zero and lse is -inf.
  */
 #ifndef AM_MERGE_H
 #define AM_MERGE_H
@@ -21,10 +23,12 @@ typedef struct {
     ptrdiff_t shape[4]; /* batch, tokens, heads, channels */
     ptrdiff_t count;    /* of parts, at least 1 */
     const am_merge_part *parts;
-    char *out; /* [batch, tokens, heads, channels], C-contiguous */
-    char *lse; /* [batch, heads, tokens], C-contiguous */
+    const am_merge_part *gradient; /* of the result, for am_merge_backward; its lse may be NULL */
+    char *out; /* [batch, tokens, heads, channels], C-contiguous; of gradients as many as there are parts */
+    char *lse; /* [batch, heads, tokens], the same */
 } am_merge;
 
 am_status am_merge_states(const am_run *run, const am_merge *merge);
+am_status am_merge_backward(const am_run *run, const am_merge *merge);
 
 #endif

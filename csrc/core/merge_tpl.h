@@ -1,4 +1,4 @@
-/* merge_tpl.h – rows of partial attention results joined, in the precision T. */
+/* merge_tpl.h – rows of partial attention results joined, and their gradients, in the precision T. */
 
 /* The share of each part in the row at `place` (batch, token, head), negative for a part that has none.
  * Returns the row's lse. */
@@ -6,10 +6,7 @@ static T FN(weigh)(const am_merge *m, const ptrdiff_t *place, T *weights)
 {
     T most = -INFINITY, sum = 0;
     for (ptrdiff_t i = 0; i < m->count; i++) {
-        const am_merge_part *part = &m->parts[i];
-        const char *lse = part->lse + place[0] * part->lse_stride[0] + place[2] * part->lse_stride[1] +
-                          place[1] * part->lse_stride[2];
-        weights[i] = *(const T *)lse;
+        weights[i] = *(const T *)lse_of(&m->parts[i], place);
         if (weights[i] > most || weights[i] != weights[i]) most = weights[i]; /* a NaN is there to stay */
     }
     for (ptrdiff_t i = 0; i < m->count; i++) {
@@ -53,13 +50,62 @@ static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *we
         const am_merge_part *part = &m->parts[i];
         const T weight = weights[i];
         if (weight < 0) continue;
-        const char *from = part->out + place[0] * part->out_stride[0] + place[1] * part->out_stride[1] +
-                           place[2] * part->out_stride[2] + first * part->out_stride[3];
-        const T *values = FN(channels)(job, from, part->out_stride[3], count, room);
+        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, room);
         for (ptrdiff_t c = 0; c < count; c++) sums[c] += weight * values[c];
         begun = true;
     }
     if (!begun) memset(sums, 0, (size_t)count * sizeof *sums);
+}
+
+static T FN(dot)(const T *a, const T *b, ptrdiff_t count)
+{
+    T lanes[LANES] = {0}, sum = 0;
+    ptrdiff_t c = 0;
+    for (; c + LANES <= count; c += LANES) {
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += a[c + lane] * b[c + lane];
+    }
+    for (int lane = 0; c < count; c++, lane++) lanes[lane] += a[c] * b[c];
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* A piece of the row's gradient to each part by its weight, and to `dots` what it and the part's out come to.
+ */
+static void FN(hand_down)(const merge_job *job, const ptrdiff_t *place, ptrdiff_t row, const T *weights,
+                          ptrdiff_t first, ptrdiff_t count, T *dots)
+{
+    const am_merge *m = job->merge;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type), channels = m->shape[3];
+    am_convert_row *narrow = am_converter(TYPE, m->type);
+    T dout_room[PIECE], room[PIECE], share[PIECE];
+    const T *dout =
+        FN(channels)(job, row_of(m->gradient, place, first), m->gradient->out_stride[3], count, dout_room);
+    for (ptrdiff_t i = 0; i < m->count; i++) {
+        const am_merge_part *part = &m->parts[i];
+        char *to = m->out + ((i * job->rows + row) * channels + first) * size;
+        const T weight = weights[i];
+        if (weight < 0) {
+            memset(to, 0, (size_t)(count * size));
+            continue;
+        }
+        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, room);
+        dots[i] += FN(dot)(dout, values, count);
+        for (ptrdiff_t c = 0; c < count; c++) share[c] = weight * dout[c];
+        narrow(job->kernels, to, share, count);
+    }
+}
+
+/* The gradients of the lses, d out · out being the mean of the dots. */
+static void FN(end_row)(const merge_job *job, const ptrdiff_t *place, const T *weights, const T *dots)
+{
+    const am_merge *m = job->merge;
+    T mean = 0, dlse = m->gradient->lse ? *(const T *)lse_of(m->gradient, place) : 0;
+    for (ptrdiff_t i = 0; i < m->count; i++) {
+        if (!(weights[i] < 0)) mean += weights[i] * dots[i];
+    }
+    T *to = (T *)m->lse + (place[0] * m->shape[2] + place[2]) * m->shape[1] + place[1];
+    for (ptrdiff_t i = 0; i < m->count; i++)
+        to[i * job->rows] = weights[i] < 0 ? 0 : weights[i] * (dots[i] - mean + dlse);
 }
 
 /* Rows are numbered like those of the result: batch, token, head. */
@@ -70,21 +116,31 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
     const ptrdiff_t tokens = m->shape[1], heads = m->shape[2], channels = m->shape[3];
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type);
     am_convert_row *narrow = am_converter(TYPE, m->type);
+    T *dots = weights + m->count;
     ptrdiff_t done = 0;
     for (ptrdiff_t row = begin; row < end; row++) {
         const ptrdiff_t place[3] = {row / heads / tokens, row / heads % tokens, row % heads};
-        ((T *)m->lse)[(place[0] * heads + place[2]) * tokens + place[1]] = FN(weigh)(m, place, weights);
+        T lse = FN(weigh)(m, place, weights);
+        if (job->backward)
+            memset(dots, 0, (size_t)m->count * sizeof *dots);
+        else
+            ((T *)m->lse)[(place[0] * heads + place[2]) * tokens + place[1]] = lse;
         for (ptrdiff_t first = 0; first < channels; first += PIECE) {
             T sums[PIECE];
             ptrdiff_t count = min(PIECE, channels - first);
-            FN(add_up)(job, place, weights, first, count, sums);
-            narrow(job->kernels, m->out + (row * channels + first) * size, sums, count);
+            if (job->backward) {
+                FN(hand_down)(job, place, row, weights, first, count, dots);
+            } else {
+                FN(add_up)(job, place, weights, first, count, sums);
+                narrow(job->kernels, m->out + (row * channels + first) * size, sums, count);
+            }
             done += m->count * count;
             if (done < CHECK) continue;
             am_status status = am_checkpoint(team);
             if (status != AM_OK) return status;
             done = 0;
         }
+        if (job->backward) FN(end_row)(job, place, weights, dots);
     }
     return AM_OK;
 }

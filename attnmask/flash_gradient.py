@@ -1,0 +1,310 @@
+"""Gradients of attention: from its result and the logsumexp of each row, tile by tile like the result itself."""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+from attnmask.arguments import as_array, describe, flag, is_floating
+from attnmask.flash_arguments import BwdParams, FwdParams, Problem, read_problem
+from attnmask.mask_info import MaskInfo
+
+__all__ = ["FlashAttentionGrads", "flash_attention_bwd", "flash_attention_vjp"]
+
+
+class FlashAttentionGrads(NamedTuple):
+    """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
+
+    Parameters
+    ----------
+    query, key, value : ndarray
+    bias : ndarray or None
+        None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
+    softmax_aux : ndarray or None
+        None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.zeros((1, 2, 1, 8), np.float32)
+    >>> out, vjp = attnmask.flash_attention_vjp(x, x, x)
+    >>> grads = vjp(out)
+    >>> grads.query.shape, grads.bias
+    ((1, 2, 1, 8), None)
+    """
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    value: NDArray[Any]
+    bias: NDArray[Any] | None = None
+    softmax_aux: NDArray[Any] | None = None
+
+
+class _Vjp(Protocol):
+    def __call__(self, dout: ArrayLike, dlse: ArrayLike | None = None) -> FlashAttentionGrads: ...
+
+
+class _Extras(NamedTuple):
+    """The bias and the sinks as they were given, if their gradients are asked for."""
+
+    bias: NDArray[Any] | None
+    softmax_aux: NDArray[Any] | None
+
+
+def _wanted(array: ArrayLike | None, wanted: Any, name: str) -> NDArray[Any] | None:
+    if not flag(wanted, f"grad_{name}"):
+        return None
+    if array is None:
+        raise ValueError(f"grad_{name} must be False without {name}, got True")
+    return as_array(array, name)
+
+
+def _of_rows(
+    array: ArrayLike, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], batched: bool
+) -> NDArray[Any]:
+    """What belongs to the result, with an axis for the batch."""
+    given = as_array(array, name)
+    if given.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {describe(given)}")
+    expected = shape if batched else shape[1:]
+    if given.shape != expected:
+        raise ValueError(f"{name} must be of shape {expected}, got {describe(given)}")
+    return given if batched else given[None]
+
+
+def _backward(
+    problem: Problem,
+    batched: bool,
+    dout: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    dlse: ArrayLike | None,
+    extras: _Extras,
+) -> FlashAttentionGrads:
+    batch, queries, heads, _ = problem.query.shape
+    dtype = problem.query.dtype
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    row, rows = (batch, queries, heads, problem.value.shape[3]), (batch, heads, queries)
+    dquery, dkey, dvalue, dbias, dsinks = _core.flash_backward(
+        *problem,
+        _of_rows(dout, "dout", row, dtype, batched),
+        _of_rows(out, "out", row, dtype, batched),
+        _of_rows(lse, "lse", rows, wide, batched),
+        None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batched),
+        extras.bias is not None,
+        extras.softmax_aux is not None and problem.sinks is not None,
+    )
+    if not batched:
+        dquery, dkey, dvalue = dquery[0], dkey[0], dvalue[0]
+    return FlashAttentionGrads(
+        dquery,
+        dkey,
+        dvalue,
+        None if extras.bias is None or dbias is None else dbias.reshape(extras.bias.shape),
+        None if extras.softmax_aux is None else _like_sinks(dsinks, extras.softmax_aux),
+    )
+
+
+def _like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -> NDArray[Any]:
+    """From one of each head; there is none of no sinks."""
+    dtype = softmax_aux.dtype if is_floating(softmax_aux.dtype) else np.dtype(np.float64)
+    if dsinks is None:
+        return np.zeros(softmax_aux.shape, dtype)
+    with np.errstate(over="ignore"):
+        return (dsinks.sum(axis=0) if softmax_aux.ndim == 1 else dsinks).astype(dtype)
+
+
+def flash_attention_bwd(
+    dout: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    attention_mask: ArrayLike | MaskInfo | None = None,
+    bias: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: DTypeLike | None = None,
+    *,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    grad_bias: bool = False,
+    grad_softmax_aux: bool = False,
+    dlse: ArrayLike | None = None,
+) -> FlashAttentionGrads:
+    """The gradients of `flash_attention`, from what `flash_attention_fwd` gave; `flash_attention_vjp` is both in one.
+
+    Dead pairs have no influence here either: dead keys and queries without a live pair get zeros.
+
+    Parameters
+    ----------
+    dout : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+        The gradient of `out`, of the query's type.
+    query, key, value, attention_mask, ...
+        As they were for `flash_attention_fwd`.
+    out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+    lse : array_like, shape [B, H, Tq] or [H, Tq]
+    grad_bias, grad_softmax_aux : bool
+        Return the gradients of these, too.
+    dlse : array_like, shape [B, H, Tq] or [H, Tq], optional
+        The gradient of `lse`, of its type; none if not given.
+
+    Returns
+    -------
+    FlashAttentionGrads
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all live keys weigh the same
+    >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> out, lse = attnmask.flash_attention_fwd(query, key, value, causal=True)
+    >>> dout = np.ones_like(out)
+    >>> grads = attnmask.flash_attention_bwd(dout, query, key, value, out, lse, causal=True)
+    >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
+    array([1.833, 0.833, 0.333, 0.   , 0.   ])
+    """
+    extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
+    problem, batched = read_problem(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias,
+        softmax_scale,
+        dropout_prob,
+        causal,
+        dropout_seed,
+        cum_seqlens_q,
+        cum_seqlens_k,
+        sliding_window,
+        fwd_params,
+        bwd_params,
+        logits_soft_cap,
+        softmax_aux,
+        normalize_output,
+        precision,
+        logits_dtype,
+        q_segment_ids,
+        kv_segment_ids,
+        causal_offset,
+    )
+    return _backward(problem, batched, dout, out, lse, dlse, extras)
+
+
+def flash_attention_vjp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attention_mask: ArrayLike | MaskInfo | None = None,
+    bias: ArrayLike | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: DTypeLike | None = None,
+    *,
+    q_segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    return_lse: bool = False,
+    grad_bias: bool = False,
+    grad_softmax_aux: bool = False,
+) -> tuple[Any, _Vjp]:
+    """`flash_attention` and its gradients.
+
+    Parameters
+    ----------
+    query, key, value, attention_mask, ..., causal_offset
+        As of `flash_attention`. They and the result are kept, not copied: leave them as they are while `vjp` is of use.
+    return_lse : bool
+        Return the logsumexp of each row as well.
+    grad_bias, grad_softmax_aux : bool
+        Have `vjp` return the gradients of these, too.
+
+    Returns
+    -------
+    out : ndarray, or tuple of two if `return_lse`
+        What `flash_attention` returns.
+    vjp : callable
+        ``vjp(dout)`` takes the gradient of `out`, in its shape and type, and returns `FlashAttentionGrads`;
+        ``vjp(dout, dlse)`` that of the logsumexp as well. It may be called any number of times.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all live keys weigh the same
+    >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> out, vjp = attnmask.flash_attention_vjp(
+    ...     query, key, value, bias=np.zeros(5), causal=True, grad_bias=True
+    ... )
+    >>> grads = vjp(np.ones_like(out))
+    >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
+    array([1.833, 0.833, 0.333, 0.   , 0.   ])
+    >>> grads.bias.round(3)
+    array([-0.583,  0.25 ,  0.333,  0.   ,  0.   ])
+
+    The logsumexp is there to be trained as well, as where parts are merged:
+
+    >>> (out, lse), vjp = attnmask.flash_attention_vjp(
+    ...     query, key, value, bias=np.zeros(5), return_lse=True, grad_bias=True
+    ... )
+    >>> vjp(np.zeros_like(out), np.ones_like(lse)).bias.round(3)  # of three queries, a fifth each
+    array([0.6, 0.6, 0.6, 0.6, 0.6])
+    """
+    extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
+    with_lse = flag(return_lse, "return_lse")
+    problem, batched = read_problem(
+        query,
+        key,
+        value,
+        attention_mask,
+        bias,
+        softmax_scale,
+        dropout_prob,
+        causal,
+        dropout_seed,
+        cum_seqlens_q,
+        cum_seqlens_k,
+        sliding_window,
+        fwd_params,
+        bwd_params,
+        logits_soft_cap,
+        softmax_aux,
+        normalize_output,
+        precision,
+        logits_dtype,
+        q_segment_ids,
+        kv_segment_ids,
+        causal_offset,
+    )
+    both: tuple[Any, Any] = _core.flash_forward(*problem, True, None)
+    out, lse = both if batched else (both[0][0], both[1][0])
+
+    def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> FlashAttentionGrads:
+        return _backward(problem, batched, dout, out, lse, dlse, extras)
+
+    return (out, lse) if with_lse else out, vjp
