@@ -111,7 +111,7 @@ def _like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -
     dtype = softmax_aux.dtype if is_floating(softmax_aux.dtype) else np.dtype(np.float64)
     if dsinks is None:
         return np.zeros(softmax_aux.shape, dtype)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return (dsinks.sum(axis=0) if softmax_aux.ndim == 1 else dsinks).astype(dtype)
 
 

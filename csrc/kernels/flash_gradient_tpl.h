@@ -190,7 +190,7 @@ static void FN(peaks)(const am_gradient_rows *block, const am_gradient_tile *til
             for (; left && __builtin_ctzll(left) < first + LANES; left &= left - 1) {
                 T s = dressed[__builtin_ctzll(left) - first];
                 *times = s > *peak ? 1 : *times + (s == *peak);
-                *peak = s > *peak ? s : *peak;
+                *peak = s > *peak || s != s ? s : *peak; /* of a NaN there is no way back */
             }
         }
     }
