@@ -1,6 +1,7 @@
 """What users pass, checked where it comes in: errors name the argument, what it must be and what came."""
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,15 +78,44 @@ def one_of(value: Any, name: str, choices: Sequence[str | None]) -> None:
 def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
     """An array of any type, in place where it is one, and readable as it is."""
     try:
-        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-            array = np.from_dlpack(value)  # type: ignore[arg-type]
-        else:
-            array = np.asarray(value)
+        array = _of_a_library(value, name) if hasattr(value, "__dlpack__") else np.asarray(value)
     except ValueError as error:  # a list of lists of uneven lengths, say
         raise ValueError(f"{name} must be array_like: {error}") from error
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return array if array.flags.aligned else array.copy()
+
+
+def _of_a_library(value: Any, name: str) -> NDArray[Any]:
+    """The memory of an array or tensor, as NumPy's own."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_torch(value, name)
+    return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+
+
+def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{name} must be on the CPU, got a tensor on {tensor.device}")
+    if tensor.requires_grad:
+        raise TypeError(
+            f"{name} must be a tensor that needs no gradient, got one that does: detach() it, or use attnmask.torch"
+        )
+    if str(tensor.dtype) != "torch.bfloat16":
+        return np.asarray(tensor)
+    return np.asarray(tensor.view(sys.modules["torch"].int16)).view(bfloat16(name))
+
+
+def bfloat16(name: str) -> np.dtype[Any]:
+    """NumPy knows it by a package that is not always there."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is of bfloat16, for which NumPy needs ml_dtypes: pip install ml_dtypes"
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
+from attnmask.arguments import as_array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Vjp = Callable[[ArrayLike], NDArray[Any]]
@@ -229,7 +230,7 @@ def chunk_global_cumsum_vector(
 
 def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
     """`array` as an array, if its type has gradients."""
-    array = np.asarray(array)
+    array = as_array(array, name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be floating-point for gradients, got {array.dtype}")
     return array

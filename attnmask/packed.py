@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
+from attnmask.arguments import as_array
 
 _T = TypeVar("_T")
 
@@ -54,7 +55,7 @@ def cdiv(a: Any, b: Any) -> Any:
             return -(-a // b)
         b = min(b, 2**64 - 1)  # no array holds numbers that a larger divisor would tell apart
     if type(a) is int and not -(2**63) <= a < 2**64:  # no machine type holds it
-        divisors = np.asarray(b)
+        divisors = as_array(b, "b")
         _core.cdiv(0, divisors)  # refuses what is not positive integers
         quotients = [-(-a // int(divisor)) for divisor in divisors.flat]
         return np.array(quotients, divisors.dtype).reshape(divisors.shape)[()]
@@ -252,7 +253,7 @@ class _IdentityDtypeConvert(Generic[_T]):
 
     def vjp(self, x: _T) -> tuple[_T, Callable[[ArrayLike], NDArray[Any]]]:
         """Return `x` itself, and a function that casts a gradient to the chosen type."""
-        return x, lambda gradient: np.asarray(gradient).astype(self.dtype, copy=False)
+        return x, lambda gradient: as_array(gradient, "gradient").astype(self.dtype, copy=False)
 
     def __repr__(self) -> str:
         return f"identity_dtype_convert({self.dtype})"

@@ -16,7 +16,9 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 
 
-NOT_HERE = {"attnmask.__main__"} | (set() if importlib.util.find_spec("jax") else {"attnmask.jax"})
+NOT_HERE = {"attnmask.__main__"} | {
+    f"attnmask.{name}" for name in ("jax", "torch") if not importlib.util.find_spec(name)
+}
 
 
 def modules():

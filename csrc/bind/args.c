@@ -102,17 +102,15 @@ static bool is_aligned(PyArrayObject *array)
     return bits % size == 0;
 }
 
-static PyArrayObject *convert_array_like(PyObject *object)
+/* Lists and numbers are NumPy's matter, other libraries' arrays that of as_array. */
+static PyArrayObject *convert_array_like(PyObject *object, const char *name)
 {
-    int has_array = PyObject_HasAttrString(object, "__array__");
-    if (!has_array && PyObject_HasAttrString(object, "__dlpack__")) {
-        PyObject *numpy = PyImport_ImportModule("numpy");
-        if (!numpy) return NULL;
-        PyObject *array = PyObject_CallMethod(numpy, "from_dlpack", "O", object);
-        Py_DECREF(numpy);
-        return (PyArrayObject *)array;
-    }
-    return (PyArrayObject *)PyArray_FROM_O(object);
+    if (!PyObject_HasAttrString(object, "__dlpack__")) return (PyArrayObject *)PyArray_FROM_O(object);
+    PyObject *arguments = PyImport_ImportModule("attnmask.arguments");
+    if (!arguments) return NULL;
+    PyObject *array = PyObject_CallMethod(arguments, "as_array", "Os", object, name);
+    Py_DECREF(arguments);
+    return (PyArrayObject *)array;
 }
 
 int am_to_array(PyObject *object, const char *name, void *dst)
@@ -122,7 +120,7 @@ int am_to_array(PyObject *object, const char *name, void *dst)
         array = (PyArrayObject *)object;
         Py_INCREF(array);
     } else {
-        array = convert_array_like(object);
+        array = convert_array_like(object, name);
         if (!array) return -1;
     }
     if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
