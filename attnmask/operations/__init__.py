@@ -12,7 +12,7 @@ takes memory for every pair of a query and a key. To add one, subclass `Operatio
 Examples
 --------
 >>> import numpy as np
->>> from attnmask.operations import OperationImpl, OperationOutput, OperationRegistry
+>>> from attnmask.operations import OperationRegistry
 >>> x = np.zeros((1, 3, 1, 8), np.float32)
 >>> OperationRegistry.create("vanilla")(x, x, x, causal=True).attention_weights[0, 0].round(2)
 array([[1.  , 0.  , 0.  ],

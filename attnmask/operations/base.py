@@ -122,9 +122,25 @@ def _four(value: ArrayLike, name: str, layout: str) -> NDArray[Any]:
 
 
 def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
-    if isinstance(spec, str) or not (hasattr(spec, "__iter__") and hasattr(spec, "__len__")):
+    if isinstance(spec, str) or not hasattr(spec, "index"):  # JAX's own kind is a tuple in some versions only
         raise TypeError(f"{name} must be a PartitionSpec or a tuple, got {describe(spec)}")
     return tuple(axis_name(entry, f"{name}[{index}]") for index, entry in enumerate(spec))
+
+
+def _kept(
+    names: tuple[AxisName, ...], source: tuple[AxisName, ...], preserved_indices: Any
+) -> tuple[AxisName, ...]:
+    """As many as `names`: those of `source` where they are preserved, else None."""
+    if not isinstance(preserved_indices, (Sequence, np.ndarray)) or isinstance(preserved_indices, str):
+        raise TypeError(f"preserved_indices must be integers or None, got {describe(preserved_indices)}")
+    kept: list[AxisName] = [None] * len(names)
+    shorter = min(len(names), len(source))
+    for entry in preserved_indices:
+        index = integer(entry, "preserved_indices")
+        if not -shorter <= index < shorter:
+            raise IndexError(f"preserved_indices must be of {shorter} dimensions, got {index}")
+        kept[index] = source[index]
+    return tuple(kept)
 
 
 class OperationImpl(ABC):
@@ -472,13 +488,7 @@ class OperationImpl(ABC):
             source = names
             if clone_ps is not None:
                 argument, source = "clone_ps", _axis_names(clone_ps, "clone_ps")
-            kept: list[AxisName] = [None] * len(names)
-            for index in (integer(index, "preserved_indices") for index in preserved_indices):
-                shorter = min(len(names), len(source))
-                if not -shorter <= index < shorter:
-                    raise IndexError(f"preserved_indices must be below {shorter} dimensions, got {index}")
-                kept[index] = source[index]
-            names = tuple(kept)
+            names = _kept(names, source, preserved_indices)
         lengths = None if tensor is None else _shape(tensor, "tensor")
         if lengths is not None and len(lengths) < len(names):
             raise ValueError(f"tensor must have {len(names)} dimensions as state_ps, got shape {lengths}")
