@@ -67,8 +67,13 @@ def partition(shape: tuple[int, ...], axes: tuple[AxisName, ...], sizes: Mapping
     spec = tuple(names if divides(length, names) else None for length, names in zip(shape, axes, strict=True))
     if all(names is None for names in spec):
         spec = ()
+    return spec_of(spec)
+
+
+def spec_of(names: tuple[AxisName, ...]) -> Any:
+    """The names as JAX's own kind of spec where it is installed, else as they are."""
     try:
         from jax.sharding import PartitionSpec  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        return spec
-    return PartitionSpec(*spec)
+        return names
+    return PartitionSpec(*names)

@@ -1,0 +1,215 @@
+"""Softmax attention twice: by the kernels of this package, and in NumPy, to be read and to be compared with."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask.arguments import as_array, describe, is_floating
+from attnmask.flash import dropout_keep_mask, flash_attention_fwd
+from attnmask.flash_arguments import read_problem
+from attnmask.mask_info import MaskInfo
+from attnmask.mask_program import fill
+from attnmask.operations.base import OperationImpl, OperationOutput
+from attnmask.operations.registry import OperationRegistry
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(flash_attention_fwd).parameters.items()
+    if name != "out"
+}
+_MORE = _DEFAULTS.keys() - {"query", "key", "value", "attention_mask", "bias", "causal"}
+
+
+class _Attention(OperationImpl):
+    """What both understand by the same call."""
+
+    def _arguments(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        mask: ArrayLike | MaskInfo | None,
+        bias: ArrayLike | None,
+        causal: bool,
+        more: dict[str, Any],
+    ) -> dict[str, Any]:
+        """All arguments of `flash_attention_fwd`, but `out`."""
+        for name in more:
+            if name not in _MORE:
+                known = ", ".join(sorted(_MORE))
+                raise TypeError(f"more must be of {known}, got {name!r}")
+        arrays = {
+            name: self._converted(as_array(array, name))
+            for name, array in (("query", query), ("key", key), ("value", value))
+        }
+        heads = [array.shape[-2] if array.ndim >= 3 else 0 for array in (arrays["query"], arrays["key"])]
+        return {
+            **_DEFAULTS,
+            **arrays,
+            "attention_mask": mask if isinstance(mask, MaskInfo) else self._fitted(mask, "mask", *heads),
+            "bias": self._fitted(bias, "bias", *heads),
+            "causal": causal,
+            "softmax_scale": self.metadata.softmax_scale,
+            "dropout_prob": self.metadata.dropout_prob,
+            "logits_dtype": self.metadata.runtime_softmax_dtype,
+            **more,
+        }
+
+    def _converted(self, array: NDArray[Any]) -> NDArray[Any]:
+        dtype = self.metadata.runtime_dtype
+        if dtype is None or not is_floating(array.dtype):
+            return array
+        with np.errstate(over="ignore", invalid="ignore"):
+            return array.astype(dtype, copy=False)
+
+    def _fitted(self, value: ArrayLike | None, name: str, q_heads: int, kv_heads: int) -> NDArray[Any] | None:
+        if value is None:
+            return None
+        array = as_array(value, name)
+        if array.ndim == 4 and array.shape[1] == kv_heads and kv_heads and q_heads % kv_heads == 0:
+            return self.handle_kvhead(array, q_heads, kv_heads)
+        return array
+
+
+@OperationRegistry.register
+class FlashAttention(_Attention):
+    """`attnmask.flash_attention` as the operator ``"flash"``.
+
+    A mask or a bias may have as many heads as the keys; each then holds for the heads of the queries that share one.
+    Beyond that a call takes, by name, all other arguments of `flash_attention` but `out` and `return_lse`. `mask` is
+    its `attention_mask`, and errors call it so.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> from attnmask.operations import OperationRegistry
+    >>> query, value = np.zeros((1, 3, 1, 8)), np.arange(3.0).reshape(1, 3, 1, 1)
+    >>> mask = attnmask.MaskInfo.from_segments([[0, 0, 1]])
+    >>> result = OperationRegistry.create("flash")(query, query, value, mask, sliding_window=1)
+    >>> result.attention_outputs.ravel(), np.exp(result.lse).round(6)
+    (array([0.5, 0.5, 2. ]), array([[[2., 2., 1.]]]))
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "flash"
+
+    def forward_native(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        mask: ArrayLike | MaskInfo | None = None,
+        bias: ArrayLike | None = None,
+        causal: bool = False,
+        **more: Any,
+    ) -> OperationOutput:
+        out, lse = flash_attention_fwd(**self._arguments(query, key, value, mask, bias, causal, more))
+        return OperationOutput(out, lse=lse)
+
+
+def _check_fit(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> None:
+    for name, array in (("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}")
+        if array.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have {query.shape[0]} batch rows as query, got {describe(array)}")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have {query.shape[3]} channels as query, got {describe(key)}")
+    heads, shared = query.shape[2], key.shape[2]
+    if heads % shared if shared else heads:
+        raise ValueError(f"key must have a number of heads that divides {heads}, got {describe(key)}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"value must have the tokens and heads of key, {key.shape[1:3]}, got {describe(value)}"
+        )
+
+
+def _weighted_sums(weights: NDArray[Any], values: NDArray[Any], live: NDArray[np.bool_]) -> NDArray[Any]:
+    """``weights @ values``, but dead pairs have no part in it: their weight is 0, and 0 × NaN is NaN."""
+    sums: NDArray[Any]
+    if np.isfinite(values).all():
+        sums = weights @ values
+        return sums
+    sums = np.empty((*weights.shape[:3], values.shape[3]), values.dtype)
+    for row in np.ndindex(*sums.shape[:3]):
+        keys = live[row]
+        sums[row] = weights[row][keys] @ values[row[:2]][keys]
+    return sums
+
+
+@OperationRegistry.register
+class VanillaAttention(_Attention):
+    """The same in plain NumPy as the operator ``"vanilla"``: all pairs at once, and their weights are returned.
+
+    It takes the arguments of `FlashAttention`, and gives the same results but for rounding.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attnmask.operations import OperationRegistry
+    >>> x = np.random.default_rng(0).standard_normal((2, 5, 4, 8))
+    >>> flash, vanilla = (OperationRegistry.create(name)(x, x, x, causal=True) for name in ("flash", "vanilla"))
+    >>> bool(np.allclose(flash.attention_outputs, vanilla.attention_outputs))
+    True
+    >>> vanilla.attention_weights.shape
+    (2, 4, 5, 5)
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "vanilla"
+
+    def forward_native(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        mask: ArrayLike | MaskInfo | None = None,
+        bias: ArrayLike | None = None,
+        causal: bool = False,
+        **more: Any,
+    ) -> OperationOutput:
+        arguments = self._arguments(query, key, value, mask, bias, causal, more)
+        problem, batched = read_problem(**arguments)
+        _check_fit(problem.query, problem.key, problem.value)
+        batch, queries, heads, _ = problem.query.shape
+        keys, kv_heads = problem.key.shape[1:3]
+        shape = (batch, heads, queries, keys)
+
+        dtype = problem.query.dtype
+        lse_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        wide = np.result_type(lse_dtype, arguments["logits_dtype"] or lse_dtype)
+        live = fill(shape, problem.nodes, np.dtype(bool), True, False)
+        with np.errstate(all="ignore"):
+            shared = self.repeat_kv_heads(problem.key, problem.value, heads // max(kv_heads, 1))
+            q, k, v = (array.astype(wide).swapaxes(1, 2) for array in (problem.query, *shared))
+            logits = q @ k.swapaxes(2, 3) * problem.scale
+            if problem.bias is not None:
+                offsets = problem.bias.astype(wide)
+                live &= offsets != -np.inf
+                logits += offsets
+            if problem.cap:
+                logits = problem.cap * np.tanh(logits / problem.cap)
+            logits = np.where(live, logits, -np.inf)
+
+            sinks = np.zeros((heads, 0)) if problem.sinks is None else problem.sinks
+            sinks = sinks.astype(wide)[:, None]
+            top = np.maximum(
+                logits.max(axis=3, keepdims=True, initial=-np.inf),
+                sinks.max(axis=2, keepdims=True, initial=-np.inf),
+            )
+            top = np.where(top == -np.inf, 0, top)
+            weights = np.exp(logits - top)
+            total = weights.sum(axis=3, keepdims=True) + np.exp(sinks - top).sum(axis=3, keepdims=True)
+            lse = (top + np.log(total))[..., 0]
+            if problem.normalize:
+                weights /= np.where(total == 0, 1, total)
+            if problem.dropout:
+                kept = dropout_keep_mask(problem.seed, problem.dropout, shape)
+                weights = np.where(kept, weights / (1 - problem.dropout), 0)
+            out = _weighted_sums(weights, v, live).swapaxes(1, 2)
+            results = out.astype(dtype, order="C"), weights.astype(dtype), lse.astype(lse_dtype)
+        return OperationOutput(*(result if batched else result[0] for result in results))

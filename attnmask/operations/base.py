@@ -1,0 +1,505 @@
+"""What every operator has: its settings, the form of its result, and tools for masks, heads and sharding."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import _core
+from attnmask.arguments import as_array, describe, flag, integer, is_floating, mask_array, real
+from attnmask.flash_arguments import dropout_of
+from attnmask.mask_info import MaskInfo
+from attnmask.mask_program import band, fill
+from attnmask.mask_sharding import AxisName, axis_name, check_axes, mesh_sizes, partition, spec_of
+
+_LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
+
+
+def _floating(value: Any, name: str) -> np.dtype[Any]:
+    if isinstance(value, str) and value == "bfloat16":
+        with suppress(ImportError):
+            importlib.import_module("ml_dtypes")  # from then on NumPy knows it
+    expected = f"{name} must be None, float16, bfloat16, float32 or float64"
+    try:
+        dtype: np.dtype[Any] = np.dtype(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{expected}, got {value!r:.200}") from None
+    if not is_floating(dtype):
+        raise ValueError(f"{expected}, got {dtype}")
+    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("=")
+
+
+@dataclass(frozen=True, slots=True)
+class OperationMetadata:
+    """What an operator is set up with once, whatever it is called with; what a call says itself goes first.
+
+    Parameters
+    ----------
+    runtime_dtype : dtype, optional
+        Queries, keys and values are converted to it, and so are the results; they stay as they come if not given.
+    runtime_softmax_dtype : dtype, optional
+        For logits and weights while they are computed, if it is wider than float32, or float64 for float64 inputs.
+        ``"flash"`` accepts it and keeps to these.
+    softmax_scale : float, optional
+        ``1 / sqrt(D)`` if not given.
+    dropout_prob : float
+        The chance that a weight is dropped, from 0 to below 1.
+    backend : str, optional
+        Which of an operator's methods computes: ``forward_cpu`` for ``"cpu"``, and so on. ``"cpu"`` if not given.
+    mesh : jax.sharding.Mesh or mapping of str to int, optional
+        The axes that arrays are divided over, and their sizes; for `OperationImpl.create_stable_sharding`.
+
+    Examples
+    --------
+    >>> from attnmask.operations import OperationMetadata
+    >>> OperationMetadata(runtime_dtype="float16", mesh={"dp": 2}).runtime_dtype
+    dtype('float16')
+    """
+
+    runtime_dtype: DTypeLike | None = None
+    runtime_softmax_dtype: DTypeLike | None = None
+    softmax_scale: float | None = None
+    dropout_prob: float = 0.0
+    backend: str | None = None
+    mesh: Any = None
+
+    def __post_init__(self) -> None:
+        settings: dict[str, Any] = {}
+        for name in ("runtime_dtype", "runtime_softmax_dtype"):
+            if getattr(self, name) is not None:
+                settings[name] = _floating(getattr(self, name), name)
+        if self.softmax_scale is not None:
+            settings["softmax_scale"] = real(self.softmax_scale, "softmax_scale")
+        settings["dropout_prob"] = dropout_of(self.dropout_prob, None, ("dropout_prob", ""))[0]
+        if not (self.backend is None or isinstance(self.backend, str)):
+            raise TypeError(f"backend must be a name or None, got {describe(self.backend)}")
+        if self.mesh is not None:
+            mesh_sizes(self.mesh)
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
+
+
+class OperationOutput(NamedTuple):
+    """What an operator returns; what it does not compute is None.
+
+    Parameters
+    ----------
+    attention_outputs : ndarray, shape [B, Tq, H, Dv], or [Tq, H, Dv] of packed sequences
+    attention_weights : ndarray, shape [B, H, Tq, Tk] or [H, Tq, Tk], optional
+        As values were multiplied by them: normalized and with dropout, if asked for.
+    lse : ndarray, shape [B, H, Tq] or [H, Tq], optional
+        As of `attnmask.flash_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attnmask.operations import OperationOutput
+    >>> OperationOutput(np.zeros((1, 2, 1, 4))).lse is None
+    True
+    """
+
+    attention_outputs: NDArray[Any]
+    attention_weights: NDArray[Any] | None = None
+    lse: NDArray[Any] | None = None
+
+
+def _shape(value: Any, name: str) -> tuple[int, ...]:
+    """The lengths of an array, of which nothing else may be known yet."""
+    shape = getattr(value, "shape", None)
+    return shape if isinstance(shape, tuple) else as_array(value, name).shape
+
+
+def _four(value: ArrayLike, name: str, layout: str) -> NDArray[Any]:
+    array = as_array(value, name)
+    if array.ndim != 4:
+        raise ValueError(f"{name} must be {layout}, got {describe(array)}")
+    return array
+
+
+def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
+    if isinstance(spec, str) or not hasattr(spec, "index"):  # JAX's own kind is a tuple in some versions only
+        raise TypeError(f"{name} must be a PartitionSpec or a tuple, got {describe(spec)}")
+    return tuple(axis_name(entry, f"{name}[{index}]") for index, entry in enumerate(spec))
+
+
+def _kept(
+    names: tuple[AxisName, ...], source: tuple[AxisName, ...], preserved_indices: Any
+) -> tuple[AxisName, ...]:
+    """As many as `names`: those of `source` where they are preserved, else None."""
+    if not isinstance(preserved_indices, (Sequence, np.ndarray)) or isinstance(preserved_indices, str):
+        raise TypeError(f"preserved_indices must be integers or None, got {describe(preserved_indices)}")
+    kept: list[AxisName] = [None] * len(names)
+    shorter = min(len(names), len(source))
+    for entry in preserved_indices:
+        index = integer(entry, "preserved_indices")
+        if not -shorter <= index < shorter:
+            raise IndexError(f"preserved_indices must be of {shorter} dimensions, got {index}")
+        kept[index] = source[index]
+    return tuple(kept)
+
+
+class OperationImpl(ABC):
+    """An operator: a subclass says its name by `get_impl_name` and what it computes by `forward_native`.
+
+    It may say how to compute that elsewhere, too: with ``OperationMetadata(backend="x")`` calls go to ``forward_x``.
+
+    Parameters
+    ----------
+    metadata : OperationMetadata, optional
+        The defaults of `OperationMetadata` if not given.
+
+    Examples
+    --------
+    An operator by which all keys weigh the same:
+
+    >>> import numpy as np
+    >>> from attnmask.operations import OperationImpl, OperationOutput
+    >>> class Mean(OperationImpl):
+    ...     @classmethod
+    ...     def get_impl_name(cls):
+    ...         return "mean"
+    ...
+    ...     def forward_native(self, query, key, value, mask=None, bias=None, causal=False, **more):
+    ...         return OperationOutput(np.broadcast_to(value.mean(axis=1, keepdims=True), query.shape))
+    >>> x = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> Mean()(x, x, x).attention_outputs.ravel()
+    array([1.5, 1.5, 1.5, 1.5])
+    """
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        if metadata is None:
+            metadata = OperationMetadata()
+        if not isinstance(metadata, OperationMetadata):
+            raise TypeError(f"metadata must be OperationMetadata or None, got {describe(metadata)}")
+        backends = sorted(name.removeprefix("forward_") for name in dir(self) if name.startswith("forward_"))
+        if not (metadata.backend is None or metadata.backend in backends):
+            names = ", ".join(map(repr, backends))
+            raise ValueError(
+                f"backend must be one of those of {type(self).__name__}, {names}, got {metadata.backend!r}"
+            )
+        self.metadata = metadata
+
+    @classmethod
+    @abstractmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """The name to register under, or several."""
+
+    @abstractmethod
+    def forward_native(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        mask: ArrayLike | MaskInfo | None = None,
+        bias: ArrayLike | None = None,
+        causal: bool = False,
+        **more: Any,
+    ) -> OperationOutput:
+        """Compute what a call asks for, on any machine."""
+
+    def forward_cpu(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        mask: ArrayLike | MaskInfo | None = None,
+        bias: ArrayLike | None = None,
+        causal: bool = False,
+        **more: Any,
+    ) -> OperationOutput:
+        """Compute it on the CPU; as `forward_native` does, unless a subclass knows better."""
+        return self.forward_native(query, key, value, mask, bias, causal, **more)
+
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        mask: ArrayLike | MaskInfo | None = None,
+        bias: ArrayLike | None = None,
+        causal: bool = False,
+        **more: Any,
+    ) -> OperationOutput:
+        """Compute, by the method for the backend of the metadata.
+
+        Parameters
+        ----------
+        query : array_like, shape [B, Tq, H, D]
+        key : array_like, shape [B, Tk, Hkv, D]
+        value : array_like, shape [B, Tk, Hkv, Dv]
+        mask : array_like or MaskInfo, optional
+        bias : array_like, optional
+        causal : bool
+        **more
+            What else the operator takes.
+
+        Returns
+        -------
+        OperationOutput
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attnmask.operations import OperationRegistry
+        >>> x = np.ones((2, 3, 4, 8), np.float32)
+        >>> OperationRegistry.create("flash")(x, x, x).attention_outputs.shape
+        (2, 3, 4, 8)
+        """
+        forward = getattr(self, f"forward_{self.metadata.backend or 'cpu'}")
+        result: OperationOutput = forward(query, key, value, mask, bias, causal, **more)
+        return result
+
+    def get_mode(self, query: Any, BTHD: bool = True) -> Literal["decode", "train"]:
+        """Whether there is one query a batch row, as when a model writes, or any other number, as when it reads.
+
+        Parameters
+        ----------
+        query : array_like, shape [B, T, H, D], or [B, H, T, D] without `BTHD`
+            Only its shape matters.
+        BTHD : bool
+            Tokens come before heads.
+
+        Returns
+        -------
+        {"decode", "train"}
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attnmask.operations import OperationRegistry
+        >>> op, query = OperationRegistry.create("flash"), np.zeros((2, 1, 8, 64))
+        >>> op.get_mode(query), op.get_mode(query, BTHD=False)
+        ('decode', 'train')
+        """
+        tokens_first, shape = flag(BTHD, "BTHD"), _shape(query, "query")
+        if len(shape) != 4:
+            raise ValueError(f"query must be {_LAYOUTS[tokens_first]}, got shape {shape}")
+        return "decode" if shape[1 if tokens_first else 2] == 1 else "train"
+
+    @staticmethod
+    def split_attention_mask(attn_mask: ArrayLike | MaskInfo) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """The queries and the keys that have a live pair.
+
+        Parameters
+        ----------
+        attn_mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K], or MaskInfo
+            bool or numbers; of heads the last one counts. A `MaskInfo` is not written out.
+
+        Returns
+        -------
+        q_mask : ndarray of bool, shape [Q] or [B, Q]
+        kv_mask : ndarray of bool, shape [K] or [B, K]
+
+        Examples
+        --------
+        >>> from attnmask.operations import OperationImpl
+        >>> OperationImpl.split_attention_mask([[1, 1, 0], [0, 0, 0]])
+        (array([ True, False]), array([ True,  True, False]))
+        """
+        if isinstance(attn_mask, MaskInfo):
+            shape, program = attn_mask._described("split attn_mask")
+            if shape[1] == 0:
+                raise ValueError(f"attn_mask must have a head, got a MaskInfo of shape {shape}")
+            q_live, k_live = _core.mask_any(shape, program)
+            return q_live[:, -1].copy(), k_live[:, -1].copy()
+        pairs = mask_array(attn_mask, "attn_mask", ("[Q, K]", "[B, Q, K]", "[B, H, Q, K]")) != 0
+        if pairs.ndim == 4:
+            if pairs.shape[1] == 0:
+                raise ValueError(f"attn_mask must have a head, got {describe(pairs)}")
+            pairs = pairs[:, -1]
+        return pairs.any(axis=-1), pairs.any(axis=-2)
+
+    @staticmethod
+    def combine_query_kv_masks(q_mask: ArrayLike, kv_mask: ArrayLike) -> NDArray[np.bool_]:
+        """The pairs of a query and a key that both take part.
+
+        Parameters
+        ----------
+        q_mask : array_like, shape [Q] or [B, Q]
+            bool or numbers. With more axes, such as ``[B, H, Q, 1]``, it goes with the pairs as it is.
+        kv_mask : array_like, shape [K] or [B, K]
+            Likewise, such as ``[B, 1, 1, K]``.
+
+        Returns
+        -------
+        ndarray of bool, shape [Q, K] or [B, Q, K], or what both broadcast to
+
+        Examples
+        --------
+        >>> from attnmask.operations import OperationImpl
+        >>> OperationImpl.combine_query_kv_masks([[1, 0]], [[1, 1, 0]]).astype(int)
+        array([[[1, 1, 0],
+                [0, 0, 0]]])
+        """
+        queries, keys = mask_array(q_mask, "q_mask") != 0, mask_array(kv_mask, "kv_mask") != 0
+        for name, tokens in (("q_mask", queries), ("kv_mask", keys)):
+            if tokens.ndim == 0:
+                raise ValueError(f"{name} must have an axis of tokens, got {describe(tokens)}")
+        q_pairs = queries[..., None] if queries.ndim <= 2 else queries
+        k_pairs = keys[..., None, :] if keys.ndim <= 2 else keys
+        try:
+            pairs: NDArray[np.bool_] = q_pairs & k_pairs
+        except ValueError:
+            raise ValueError(
+                f"kv_mask must broadcast with q_mask, of shape {queries.shape}, got {describe(keys)}"
+            ) from None
+        return pairs
+
+    @staticmethod
+    def create_causal_mask(qseq: int) -> NDArray[np.bool_]:
+        """Each of `qseq` tokens with itself and those before it.
+
+        Parameters
+        ----------
+        qseq : int
+
+        Returns
+        -------
+        ndarray of bool, shape [qseq, qseq]
+
+        Examples
+        --------
+        >>> from attnmask.operations import OperationImpl
+        >>> OperationImpl.create_causal_mask(3).astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [1, 1, 1]])
+        """
+        tokens = integer(qseq, "qseq", 0)
+        if tokens >= 2**31:
+            raise MemoryError(f"a mask of {tokens} tokens by as many does not fit in memory: qseq")
+        mask = fill((1, 1, tokens, tokens), (band(None, 0, 0),), np.dtype(bool), True, False)
+        return mask.reshape(tokens, tokens)
+
+    @staticmethod
+    def repeat_kv_heads(k: ArrayLike, v: ArrayLike, num_reps: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values with a head for each of the queries', where several shared one.
+
+        Parameters
+        ----------
+        k : array_like, shape [B, T, Hkv, D]
+        v : array_like, shape [B, T, Hkv, Dv]
+        num_reps : int
+            As many queries' heads share one: head h of the result is head ``h // num_reps``.
+
+        Returns
+        -------
+        k : ndarray, shape [B, T, Hkv * num_reps, D]
+        v : ndarray, shape [B, T, Hkv * num_reps, Dv]
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attnmask.operations import OperationImpl
+        >>> k = np.array([1, 2]).reshape(1, 1, 2, 1)
+        >>> OperationImpl.repeat_kv_heads(k, k, 3)[0].ravel()
+        array([1, 1, 1, 2, 2, 2])
+        """
+        keys, values = _four(k, "k", "[B, T, Hkv, D]"), _four(v, "v", "[B, T, Hkv, Dv]")
+        times = integer(num_reps, "num_reps", 0)
+        return np.repeat(keys, times, axis=2), np.repeat(values, times, axis=2)
+
+    def handle_kvhead(
+        self, array: ArrayLike | None, num_q_heads: int, num_kv_heads: int
+    ) -> NDArray[Any] | None:
+        """A bias, or what else speaks of pairs, with heads that fit the queries'.
+
+        Parameters
+        ----------
+        array : array_like, shape [B, H, Q, K], [B, 1, Q, K] or [B, Hkv, Q, K], optional
+        num_q_heads, num_kv_heads : int
+            H and Hkv.
+
+        Returns
+        -------
+        ndarray, shape [B, H, Q, K] or [B, 1, Q, K]
+            The array itself if it fits, else each of its heads ``H // Hkv`` times. None for None.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attnmask.operations import OperationRegistry
+        >>> op = OperationRegistry.create("flash")
+        >>> op.handle_kvhead(np.zeros((1, 2, 3, 3)), 8, 2).shape
+        (1, 8, 3, 3)
+        """
+        if array is None:
+            return None
+        q_heads = integer(num_q_heads, "num_q_heads", 0)
+        kv_heads = integer(num_kv_heads, "num_kv_heads", 0)
+        pairs = _four(array, "array", "[B, H, Q, K]")
+        heads = pairs.shape[1]
+        if heads in (1, q_heads):
+            return pairs
+        if heads != kv_heads:
+            raise ValueError(f"array must have {q_heads}, {kv_heads} or 1 heads, got {describe(pairs)}")
+        if kv_heads == 0 or q_heads % kv_heads:
+            raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, {kv_heads}, got {q_heads}")
+        return np.repeat(pairs, q_heads // kv_heads, axis=1)
+
+    def create_stable_sharding(
+        self,
+        state_ps: Any = None,
+        preserved_indices: Sequence[int] | None = None,
+        clone_ps: Any = None,
+        dep: Any = True,
+        tensor: Any = None,
+    ) -> Any:
+        """How to divide an array, by a spec of which only some dimensions are kept.
+
+        Parameters
+        ----------
+        state_ps : jax.sharding.PartitionSpec or tuple, optional
+            For each dimension the name of a mesh axis, a tuple of names, or None.
+        preserved_indices : sequence of int, optional
+            The dimensions that are kept; the others are not divided. All are kept if not given.
+        clone_ps : jax.sharding.PartitionSpec or tuple, optional
+            Where the kept dimensions are taken from, if not from `state_ps`.
+        dep : optional
+            None for no spec.
+        tensor : array_like, optional
+            What is to be divided: if the metadata has a mesh, a dimension whose length its axes do not divide is not
+            divided.
+
+        Returns
+        -------
+        jax.sharding.PartitionSpec or tuple
+            A ``PartitionSpec`` of JAX where it is installed, else a tuple; `state_ps` itself if there is nothing to
+            change it by. None without `state_ps` or `dep`.
+
+        Examples
+        --------
+        >>> from attnmask.operations import OperationMetadata, OperationRegistry
+        >>> op = OperationRegistry.create("flash", OperationMetadata(mesh={"dp": 2, "tp": 4}))
+        >>> tuple(op.create_stable_sharding(("dp", None, "tp", None), [0]))
+        ('dp', None, None, None)
+        >>> tuple(op.create_stable_sharding(("dp", None, "tp"), tensor=np.zeros((8, 3, 6))))
+        ('dp', None, None)
+        """
+        if dep is None or state_ps is None:
+            return None
+        argument, names = "state_ps", _axis_names(state_ps, "state_ps")
+        if preserved_indices is not None:
+            source = names
+            if clone_ps is not None:
+                argument, source = "clone_ps", _axis_names(clone_ps, "clone_ps")
+            names = _kept(names, source, preserved_indices)
+        lengths = None if tensor is None else _shape(tensor, "tensor")
+        if lengths is not None and len(lengths) < len(names):
+            raise ValueError(f"tensor must have {len(names)} dimensions as state_ps, got shape {lengths}")
+        if lengths is None or self.metadata.mesh is None:
+            return state_ps if preserved_indices is None else spec_of(names)
+        names = (*names, *[None] * (len(lengths) - len(names)))
+        sizes = mesh_sizes(self.metadata.mesh)
+        check_axes({f"{argument}[{index}]": entry for index, entry in enumerate(names)}, sizes)
+        return partition(lengths, names, sizes)
+
+    _split_attention_mask = split_attention_mask
+    _combine_query_kv_masks = combine_query_kv_masks
+    _create_causal_mask = create_causal_mask
+    _handle_kvhead = handle_kvhead
