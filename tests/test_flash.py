@@ -287,6 +287,27 @@ def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
     expected(arguments | {"attention_mask": live}, case=(offset, window, causal)).check(*got)
 
 
+@pytest.mark.parametrize("sink", [-1e37, -1e20, -1e10, 1e10, 1e20, 1e37, "lowest", "highest"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_sinks_of_any_size(isa, dtype, sink):
+    """One that is far below all logits is none; one far above is all there is."""
+    sink = float({"lowest": np.finfo(dtype).min, "highest": np.finfo(dtype).max}.get(sink, sink))
+    arguments = tensors(9, 11, dtype=dtype) | {
+        "causal": True,
+        "causal_offset": -3,
+    }  # the first rows have no key
+    for count in (1, 2):
+        out, lse = attend(arguments, softmax_aux=np.full(count, sink, dtype))
+        alone = np.full_like(lse, sink)
+        if sink > 0:
+            np.testing.assert_array_equal(out, 0)
+            np.testing.assert_allclose(lse, alone, rtol=1e-6)
+            continue
+        same, other = attend(arguments)
+        np.testing.assert_allclose(out, same, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse, np.where(np.isneginf(other), alone, other), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("bias_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bias_of_another_dtype(isa, dtype, bias_dtype):

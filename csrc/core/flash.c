@@ -150,14 +150,14 @@ static void begin_block(const plan *p, const place *at, const scratch *s, am_fla
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double high = -INFINITY, sum = 0;
-        const double *sinks = f->sinks + am_head_of(at, r) * f->sink_count;
-        for (ptrdiff_t i = 0; at->split == 0 && i < f->sink_count; i++)
-            high = fmax(high, sinks[i] * AM_LOG2_E / p->base.unit);
+        ptrdiff_t sinks = at->split == 0 ? f->sink_count : 0, head = am_head_of(at, r);
+        for (ptrdiff_t i = 0; i < sinks; i++) high = fmax(high, am_sink_logit(&p->base, head, i));
+        for (ptrdiff_t i = 0; i < sinks; i++) {
+            double logit = am_sink_logit(&p->base, head, i);
+            if (logit != -INFINITY) sum += exp2((logit - high) * p->base.unit);
+        }
         am_set_number(&p->base, block->high, r, high);
         am_set_number(&p->base, block->top, r, high);
-        high = am_number(&p->base, block->high, r); /* rounded, as the logits will meet it */
-        for (ptrdiff_t i = 0; at->split == 0 && i < f->sink_count; i++)
-            sum += sinks[i] == -INFINITY ? 0 : exp2(sinks[i] * AM_LOG2_E - high * p->base.unit);
         am_set_number(&p->base, block->sum, r, sum);
     }
 }
@@ -201,7 +201,7 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
             am_set_number(&p->base, row, i, am_number(&p->base, row, i) * factor);
         if (f->lse)
             am_set_number(&p->base, f->lse, (at->b * f->heads + h) * f->queries + q,
-                          sum == 0 ? -INFINITY : (high * p->base.unit + log2(sum)) * AM_LN_2);
+                          sum == 0 ? -INFINITY : high * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
         char *dst = f->out.data + at->b * f->out.batch + h * f->out.head + q * f->out.token;
         if (f->out.type != p->base.type) {
             bool direct = f->out.element == size;

@@ -26,7 +26,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
         .type = wide ? AM_FLOAT64 : AM_FLOAT32,
         .size = wide ? 8 : 4,
         .group = flash->kv_heads ? flash->heads / flash->kv_heads : 0,
-        .unit = flash->bias || flash->cap > 0 ? AM_LOG2_E : 1,
+        .unit = flash->bias || flash->cap > 0 || flash->sink_count > 0 ? AM_LOG2_E : 1,
         .threshold = flash->dropout > 0 ? am_threshold_of(flash->dropout) : 0,
     };
 }
@@ -65,6 +65,12 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
     am_copy_2d(raw, count * size, size, src, row_step, element_step, rows, count, (size_t)size);
     if (type != base->type) am_converter(type, base->type)(base->all_kernels, room, raw, rows * count);
     return room;
+}
+
+double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)
+{
+    double logit = base->flash->sinks[head * base->flash->sink_count + i] * (AM_LOG2_E / base->unit);
+    return base->type == AM_FLOAT64 ? logit : (double)(float)logit;
 }
 
 /* --- Which pairs of a tile are live

@@ -63,6 +63,9 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
                          ptrdiff_t *step);
 ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count);
 
+/* A sink in units of logits, rounded as they are. */
+double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
+
 /* The first of the rows of one head. */
 static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
 {

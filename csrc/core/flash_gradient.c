@@ -221,12 +221,6 @@ static double fact(const plan *p, const am_row_facts *facts, const am_flash_plac
         0);
 }
 
-static double sink_logit(const plan *p, ptrdiff_t head, ptrdiff_t i)
-{
-    double logit = p->base.flash->sinks[head * p->base.flash->sink_count + i] * AM_LOG2_E / p->base.unit;
-    return p->base.type == AM_FLOAT64 ? logit : (double)(float)logit;
-}
-
 /* The greatest logit of each row, sinks included, and how many there are. */
 static am_status find_peaks(const plan *p, const am_flash_place *at, const scratch *s, am_keys keys,
                             am_team *team)
@@ -235,7 +229,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const scrat
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double peak = -INFINITY, count = 0;
         for (ptrdiff_t i = 0; i < p->base.flash->sink_count; i++) {
-            double logit = sink_logit(p, at->head, i);
+            double logit = am_sink_logit(&p->base, at->head, i);
             count = logit > peak ? 1 : count + (logit == peak);
             peak = fmax(peak, logit);
         }
@@ -321,7 +315,7 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
             double base = am_number(&p->base, facts_of(p, &at, 0), r),
                    add = am_number(&p->base, facts_of(p, &at, 1), r);
             for (ptrdiff_t i = 0; i < f->sink_count; i++) {
-                double logit = sink_logit(p, head, i);
+                double logit = am_sink_logit(&p->base, head, i);
                 if (logit == -INFINITY) continue;
                 d_sinks[i] += exp2((logit - base) * p->base.unit) * add;
                 if (!f->normalize && logit == am_number(&p->base, facts_of(p, &at, 2), r))
