@@ -253,9 +253,9 @@ def flash_attention_vjp(dout, dlse=None, *, least=0.0, **arguments) -> tuple[Gra
 
 def summed_to(array, shape) -> np.ndarray:
     """The gradient of what was broadcast to `array`'s shape from this one."""
-    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
     axes = tuple(axis for axis, length in enumerate(shape) if length == 1)
-    return array.sum(axis=axes, keepdims=True)
+    with np.errstate(all="ignore"):
+        return array.sum(axis=tuple(range(array.ndim - len(shape)))).sum(axis=axes, keepdims=True)
 
 
 def weighted_sums(weights, values, live) -> np.ndarray:
