@@ -1,0 +1,49 @@
+"""What is in examples/ runs and does what it says."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SANITIZED
+
+TRAIN_TINY = Path(__file__).parent.parent / "examples" / "train_tiny.py"
+pytestmark = pytest.mark.skipif(not TRAIN_TINY.exists(), reason="the tests run without the examples")
+
+
+@pytest.fixture(scope="module")
+def train_tiny():
+    spec = importlib.util.spec_from_file_location("train_tiny", TRAIN_TINY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_model_has_the_right_gradients(train_tiny):
+    """Along random directions, by central differences in float64."""
+    rng = np.random.default_rng(0)
+    params = {name: array.astype(np.float64) for name, array in train_tiny.parameters(rng).items()}
+    batch = train_tiny.packed(rng, 2)
+    _, grads = train_tiny.loss_and_gradients(params, *batch)
+    assert grads.keys() == params.keys()
+    for name in params:
+        move = rng.standard_normal(params[name].shape)
+        losses = [
+            train_tiny.loss_and_gradients(params | {name: params[name] + step * move}, *batch)[0]
+            for step in (1e-6, -1e-6)
+        ]
+        slope = (losses[0] - losses[1]) / 2e-6
+        np.testing.assert_allclose((grads[name] * move).sum(), slope, rtol=1e-5, atol=1e-8, err_msg=name)
+
+
+def test_training_beats_bigrams(train_tiny):
+    lines = []
+    steps = 5 if SANITIZED else 80
+    loss, bigram = train_tiny.train(steps=steps, count=6, report=lines.append)
+    assert 1.5 < bigram < 3
+    assert SANITIZED or loss < 0.8 * bigram
+    assert [line.split()[0] for line in lines] == [
+        str(lines[0].split()[0]),
+        *["step"] * (1 + steps // 25),
+        "unseen",
+    ]
