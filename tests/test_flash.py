@@ -292,10 +292,8 @@ def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
 def test_sinks_of_any_size(isa, dtype, sink):
     """One that is far below all logits is none; one far above is all there is."""
     sink = float({"lowest": np.finfo(dtype).min, "highest": np.finfo(dtype).max}.get(sink, sink))
-    arguments = tensors(9, 11, dtype=dtype) | {
-        "causal": True,
-        "causal_offset": -3,
-    }  # the first rows have no key
+    first_rows_have_no_key = {"causal": True, "causal_offset": -3}
+    arguments = tensors(9, 11, dtype=dtype) | first_rows_have_no_key
     for count in (1, 2):
         out, lse = attend(arguments, softmax_aux=np.full(count, sink, dtype))
         alone = np.full_like(lse, sink)
