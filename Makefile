@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format stubs sanitize werror clean
+.PHONY: help demo test bench wheel lint format stubs sanitize werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,18 @@ test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_AR
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+
+# The wheel is made from the source distribution, and tested where there are no sources and no compiler.
+WHEEL := build/wheel
+wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build and test a wheel and a source distribution, to dist
+	rm -rf $(WHEEL) dist
+	$(BIN)/python -m build --outdir $(WHEEL) .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $(WHEEL)/*.whl
+	cp $(WHEEL)/*.tar.gz dist
+	$(PYTHON) -m venv $(WHEEL)/venv
+	CC=false $(WHEEL)/venv/bin/python -m pip install --quiet $(PIP_ARGS) dist/*.whl -r $(VENV)/test.txt
+	$(WHEEL)/venv/bin/python -P -c 'import attnmask; assert "$(WHEEL)" in attnmask.__file__, attnmask.__file__'
+	$(WHEEL)/venv/bin/pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/lint.txt ## check style and format
 	$(BIN)/ruff check .
