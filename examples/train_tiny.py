@@ -148,7 +148,7 @@ def loss_and_gradients(params, characters, following, starts):
     return loss, grads
 
 
-def train(steps=300, count=12, rate=3e-3, seed=0, report=print):
+def train(steps=200, count=8, rate=3e-3, seed=0, report=print):
     """The bits a character of unseen documents that the model needs, and those that a bigram would."""
     rng = np.random.default_rng(seed)
     params, unseen = parameters(rng), packed(rng, 100)
@@ -175,5 +175,5 @@ def train(steps=300, count=12, rate=3e-3, seed=0, report=print):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a tiny language model on made-up text.")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     train(parser.parse_args().steps)

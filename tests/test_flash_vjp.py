@@ -412,12 +412,11 @@ def test_bias_that_is_broadcast(isa, broadcast):
 def test_bias_of_another_dtype(isa, dtype, bias_dtype):
     arguments = tensors(9, 11, depth=1, dtype=dtype)
     rng = np.random.default_rng(0)
-    for shape in ((2, 4, 9, 11), (4, 1, 11), (9, 1)):
-        for layout in ("contiguous", "strided", "reversed", "swapped"):
-            arguments["bias"] = arrange(rng.standard_normal(shape).astype(bias_dtype), layout)
-            got = gradients(arguments)
-            check_form(got, arguments, {"grad_bias": True}, (shape, layout))
-            expected(arguments, dout_of(arguments)).check(got)
+    for shape, layout in (((2, 4, 9, 11), "strided"), ((4, 1, 11), "reversed"), ((9, 1), "swapped")):
+        arguments["bias"] = arrange(rng.standard_normal(shape).astype(bias_dtype), layout)
+        got = gradients(arguments)
+        check_form(got, arguments, {"grad_bias": True}, (shape, layout))
+        expected(arguments, dout_of(arguments)).check(got)
 
 
 def test_bias_that_repeats_itself(isa):
@@ -444,8 +443,8 @@ def test_a_bias_of_minus_infinity_has_no_gradient(isa, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sinks(isa, dtype, normalize):
-    arguments = tensors(40, 70, dtype=dtype) | {"causal": True, "normalize_output": normalize}
-    dlse = np.random.default_rng(1).standard_normal((2, 4, 40)).astype(lse_dtype(dtype))
+    arguments = tensors(9, 20, dtype=dtype) | {"causal": True, "normalize_output": normalize}
+    dlse = np.random.default_rng(1).standard_normal((2, 4, 9)).astype(lse_dtype(dtype))
     rng = np.random.default_rng(2)
     for shape, kind in itertools.product(((3,), (4, 3), (1,), (4, 1)), (*FLOATS, np.dtype(int))):
         sinks = (3 * rng.standard_normal(shape)).astype(kind)
@@ -474,7 +473,7 @@ def test_sinks_that_are_none_or_nothing(isa):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_dead_rows_and_keys_get_zeros(isa, dtype, more, sinks):
     """Exact ones; and all that a row's sinks are good for then is its lse."""
-    for queries, keys in SIZES:
+    for queries, keys in SIZES[:2]:
         live = np.ones((2, 4, queries, keys), bool)
         live[:, :, queries // 2] = live[..., keys // 3 : keys // 2] = live[0] = False
         arguments = tensors(queries, keys, dtype=dtype) | {"attention_mask": live} | more
@@ -537,7 +536,8 @@ def assert_same_outside(got, clean, live, rows, case) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_pairs_have_no_influence(isa, dtype, kind):
     """Poison in keys, values, queries and dout reaches what it has a live pair with, by one step more than forward."""
-    for (queries, keys), poison in itertools.product(SIZES, POISON[LIMITS.index(kind) % 2 :: 2]):
+    for place, (queries, keys) in enumerate(SIZES, LIMITS.index(kind)):
+        poison = POISON[place % len(POISON)]
         shape = (2, 4, queries, keys)
         arguments = tensors(queries, keys, dtype=dtype) | limits(kind, shape)
         live, dout = live_of(arguments, shape), dout_of(arguments)
@@ -741,7 +741,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
     set_threads(1)
     got = run(case, arguments)
     expected_of(case).check(got)
-    for threads in (1, 2, 3, 8, 8):
+    for threads in (2, 3, 8):
         set_threads(threads)
         assert_equal_bits(run(case, arguments), got, (isa, threads, case))
 
