@@ -128,12 +128,22 @@ typedef struct {
     double unit;                      /* of logits, as an exponent of 2: 1, or log2 e */
 } am_flash_rows;
 
+/* Rows of memory that are wanted next, to be asked for ahead of time: they may lie a page apart, where the
+ * processor does not guess. Steps and lengths in bytes. */
 typedef struct {
-    const void *k, *v;    /* packed */
-    const uint64_t *live; /* a word a row; NULL: all pairs are live */
+    const char *at;
+    ptrdiff_t step, length, rows;
+} am_flash_ahead;
+
+typedef struct {
+    const void *k, *v;    /* packed, or in place */
+    const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
-    bool finite;          /* no value is NaN or Inf */
+    bool finite;          /* no value is NaN or Inf; for packed ones */
+    am_flash_ahead next_k, next_v;
+    ptrdiff_t k_step, v_step,
+        value_depth; /* for those in place: elements from row to row, columns of values */
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
@@ -144,11 +154,20 @@ typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrd
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
                                   ptrdiff_t depth);
 
+/* Keys and values may have the arithmetic type, or where that is float32 also be float16 or bfloat16. */
+typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_source;
+typedef struct {
+    am_flash_pack_keys *pack_keys;
+    am_flash_pack_values *pack_values;
+    am_flash_step *step_in_place; /* for few rows */
+} am_flash_source;
+
 typedef struct {
     ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
     am_flash_step *step;
-    am_flash_pack_keys *pack_keys;
+    am_flash_pack_keys *pack_keys; /* those of AM_SOURCE_OWN */
     am_flash_pack_values *pack_values;
+    am_flash_source sources[AM_SOURCES];
 } am_flash_kernels;
 
 typedef struct {
