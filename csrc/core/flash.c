@@ -96,14 +96,6 @@ static bool is_plain(const am_tokens *t)
     return t->element == size && t->token % size == 0;
 }
 
-static const am_flash_source *source_of(const plan *p, am_dtype type)
-{
-    am_source source = type == AM_FLOAT16    ? AM_SOURCE_F16
-                       : type == AM_BFLOAT16 ? AM_SOURCE_BF16
-                                             : AM_SOURCE_OWN;
-    return &p->base.kernels->sources[source];
-}
-
 /* Rows of keys or values, where they lie if they are plain, else copied to `room` as numbers of the
  * arithmetic type; and the kernels for them. */
 static const char *read_tile(const plan *p, const am_tokens *t, bool plain, const place *at, ptrdiff_t k,
@@ -111,7 +103,7 @@ static const char *read_tile(const plan *p, const am_tokens *t, bool plain, cons
                              const am_flash_source **source)
 {
     const char *src = am_token(t, at->b, at->kv_head, k);
-    *source = source_of(p, plain ? t->type : p->base.type);
+    *source = am_source_of(&p->base, plain ? t->type : p->base.type);
     if (!plain) return am_read_rows(&p->base, room, src, t->token, t->element, t->type, rows, count, step);
     *step = t->token / (ptrdiff_t)am_size_of(t->type);
     return src;
@@ -153,17 +145,6 @@ static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-static void scale_row(const plan *p, char *to, const char *from, double scale)
-{
-    ptrdiff_t depth = p->base.flash->depth;
-    if (p->base.type == AM_FLOAT64) {
-        for (ptrdiff_t i = 0; i < depth; i++) ((double *)to)[i] = ((const double *)from)[i] * scale;
-    } else {
-        float factor = (float)scale;
-        for (ptrdiff_t i = 0; i < depth; i++) ((float *)to)[i] = ((const float *)from)[i] * factor;
-    }
-}
-
 static void begin_block(const plan *p, const place *at, const scratch *s, am_flash_rows *block)
 {
     const am_flash *f = p->base.flash;
@@ -172,7 +153,7 @@ static void begin_block(const plan *p, const place *at, const scratch *s, am_fla
         ptrdiff_t step;
         const char *src = am_token(&f->q, at->b, am_head_of(at, r), am_query_of(at, r));
         src = am_read_rows(&p->base, s->row, src, 0, f->q.element, f->q.type, 1, f->depth, &step);
-        scale_row(p, s->q + r * f->depth * p->base.size, src, scale);
+        p->base.kernels->scale(s->q + r * f->depth * p->base.size, src, scale, f->depth, false);
     }
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
     for (ptrdiff_t r = 0; r < at->rows; r++) {
@@ -226,20 +207,17 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
         double factor = f->normalize ? 1 / sum : exp2((high - top) * p->base.unit);
         if (f->dropout > 0) factor /= 1 - f->dropout;
         if (sum == 0) factor = 0; /* no live pair and no sink: out is zero already */
-        for (ptrdiff_t i = 0; i < f->value_depth; i++)
-            am_set_number(&p->base, row, i, am_number(&p->base, row, i) * factor);
         if (f->lse)
             am_set_number(&p->base, f->lse, (at->b * f->heads + h) * f->queries + q,
                           sum == 0 ? -INFINITY : (high * p->base.unit + log2(sum)) * AM_LN_2);
         char *dst = f->out.data + at->b * f->out.batch + h * f->out.head + q * f->out.token;
-        if (f->out.type != p->base.type) {
-            bool direct = f->out.element == size;
+        bool same = f->out.type == p->base.type, direct = f->out.element == size;
+        p->base.kernels->scale(same && direct ? dst : row, row, factor, f->value_depth, false);
+        if (!same)
             am_converter(p->base.type, f->out.type)(p->base.all_kernels, direct ? dst : room, row,
                                                     f->value_depth);
-            if (direct) continue;
-            row = room;
-        }
-        am_copy_2d(dst, 0, f->out.element, row, 0, size, 1, f->value_depth, (size_t)size);
+        if (!direct)
+            am_copy_2d(dst, 0, f->out.element, same ? row : room, 0, size, 1, f->value_depth, (size_t)size);
     }
 }
 
@@ -346,11 +324,9 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
                             : high == -INFINITY ? 1
                                                 : exp2((part_high - high) * p->base.unit);
             sum += part_sum == 0 ? 0 : part_sum * factor;
-            const char *from = (const char *)part.out + r * p->out_depth * p->base.size;
-            for (ptrdiff_t j = 0; j < p->base.flash->value_depth; j++) {
-                double x = part_sum == 0 ? 0 : am_number(&p->base, from, j) * factor;
-                am_set_number(&p->base, out, j, i == 0 ? x : am_number(&p->base, out, j) + x);
-            }
+            char *from = (char *)part.out + r * p->out_depth * p->base.size;
+            if (i == 0 || part_sum != 0)
+                p->base.kernels->scale(out, from, factor, p->base.flash->value_depth, i > 0);
         }
         am_set_number(&p->base, whole.high, r, high);
         am_set_number(&p->base, whole.top, r, top);

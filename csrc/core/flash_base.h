@@ -63,6 +63,16 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
                          ptrdiff_t *step);
 ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count);
 
+/* The kernels for keys, values or bias of a type, NULL if they have to be converted first. */
+static inline const am_flash_source *am_source_of(const am_flash_base *base, am_dtype type)
+{
+    am_source source = type == AM_FLOAT16    ? AM_SOURCE_F16
+                       : type == AM_BFLOAT16 ? AM_SOURCE_BF16
+                                             : AM_SOURCE_OWN;
+    bool known = source == AM_SOURCE_OWN ? type == base->type : base->type == AM_FLOAT32;
+    return known ? &base->kernels->sources[source] : NULL;
+}
+
 /* The first of the rows of one head. */
 static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
 {

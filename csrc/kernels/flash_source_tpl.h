@@ -80,6 +80,25 @@ static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdif
     return VOP(total)(nothing) == 0;
 }
 
+static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
+{
+    T *to = dst;
+    const S *from = src;
+    V zero = VOP(set1)(0), least = zero; /* as its opposite */
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+        V x = i + LANES <= columns ? LOAD(from + i)
+              : i < columns        ? FROM(load_first)(from + i, columns - i)
+                                   : zero;
+        VOP(store)(to + i, x);
+        least = VOP(max)(VOP(sub)(zero, x), least);
+    }
+    uint64_t bits = 0;
+    if (VOP(highest)(least) == (T)INFINITY) {
+        for (int i = 0; i < AM_FLASH_TILE; i++) bits |= (uint64_t)(to[i] == -(T)INFINITY) << i;
+    }
+    return bits;
+}
+
 /* --- Few rows: keys and values are used where they lie
  * --------------------------------------------------------------- */
 

@@ -144,6 +144,21 @@ static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile
     }
 }
 
+static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count, bool add)
+{
+    T *to = dst;
+    const T *from = src;
+    V scale = VOP(set1)((T)factor);
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        V x = VOP(mul)(scale, VOP(load)(from + i));
+        VOP(store)(to + i, add ? VOP(add)(VOP(load)(to + i), x) : x);
+    }
+    if (i == count) return;
+    V x = VOP(mul)(scale, VOP(load_part)(from + i, count - i));
+    VOP(store_part)(to + i, add ? VOP(add)(VOP(load_part)(to + i, count - i), x) : x, count - i);
+}
+
 #define S T
 #define LOAD VOP(load)
 #define FROM(name) FN(name)

@@ -184,7 +184,7 @@ static inline vd tanh_tail_f64(vd z)
 
 #define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
-#define FLASH_SOURCE(type) {pack_keys_##type, pack_values_##type, step_in_place_##type}
+#define FLASH_SOURCE(type) {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type}
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -236,7 +236,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .turn_bits = turn_bits,
     .unlike_bits = unlike_bits,
     .keep_bits = keep_bits,
-    .flash_f32 = {PANEL_f32, flash_step_f32, pack_keys_f32, pack_values_f32,
+    .flash_f32 = {PANEL_f32, flash_step_f32, pack_keys_f32, pack_values_f32, scale_f32,
                   .sources = {FLASH_SOURCE(f32), FLASH_SOURCE(f16), FLASH_SOURCE(bf16)}},
-    .flash_f64 = {PANEL_f64, flash_step_f64, pack_keys_f64, pack_values_f64, .sources = {FLASH_SOURCE(f64)}},
+    .flash_f64 = {PANEL_f64, flash_step_f64, pack_keys_f64, pack_values_f64, scale_f64,
+                  .sources = {FLASH_SOURCE(f64)}},
 };

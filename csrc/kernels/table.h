@@ -154,12 +154,21 @@ typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrd
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
                                   ptrdiff_t depth);
 
-/* Keys and values may have the arithmetic type, or where that is float32 also be float16 or bfloat16. */
+/* Up to AM_FLASH_TILE numbers of the bias, which become AM_FLASH_TILE of the arithmetic type; bits tell which
+ * are -INFINITY. */
+typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t columns);
+
+/* dst[i] = src[i] factor, plus dst[i] with `add`. */
+typedef void am_flash_scale(void *dst, const void *src, double factor, ptrdiff_t count, bool add);
+
+/* Keys, values and bias may have the arithmetic type, or where that is float32 also be float16 or bfloat16.
+ */
 typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_source;
 typedef struct {
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
     am_flash_step *step_in_place; /* for few rows */
+    am_flash_read_bias *read_bias;
 } am_flash_source;
 
 typedef struct {
@@ -167,6 +176,7 @@ typedef struct {
     am_flash_step *step;
     am_flash_pack_keys *pack_keys; /* those of AM_SOURCE_OWN */
     am_flash_pack_values *pack_values;
+    am_flash_scale *scale;
     am_flash_source sources[AM_SOURCES];
 } am_flash_kernels;
 
