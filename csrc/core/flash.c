@@ -19,13 +19,17 @@ enum {
     SHARED_QUERIES = 32, /* up to so many queries, a block takes several heads */
     ENOUGH_TASKS = 64,   /* for any number of threads */
     LEAST_SPLIT = 512,   /* keys that are worth a task */
+    MOST_SPLIT = 256,    /* keys in place, which all heads read while the processor knows their pages */
+    FEW_ROWS = 12,       /* of a block, for which packing is not worth while */
 };
 
 typedef struct {
     am_flash_base base;
     ptrdiff_t block_rows; /* queries of a block */
     ptrdiff_t block_heads;
+    ptrdiff_t most_rows; /* of a block */
     ptrdiff_t head_blocks, q_blocks;
+    bool in_place; /* keys and values are not packed */
     ptrdiff_t splits, split_keys;
     ptrdiff_t tiles;            /* of all keys */
     ptrdiff_t out_depth;        /* value_depth, in whole panels */
@@ -49,8 +53,8 @@ typedef am_flash_place place;
 /* Out, high, sum and top of a block lie side by side. */
 static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
 {
-    ptrdiff_t out_bytes = AM_FLASH_ROWS * p->out_depth * p->base.size,
-              fact_bytes = AM_FLASH_ROWS * p->base.size;
+    ptrdiff_t out_bytes = p->most_rows * p->out_depth * p->base.size,
+              fact_bytes = p->most_rows * p->base.size;
     return (am_flash_rows){
         .rows = rows,
         .depth = p->base.flash->depth,
@@ -63,7 +67,7 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
         .unit = p->base.unit,
     };
 }
-static ptrdiff_t gathered_bytes(const plan *p) { return AM_FLASH_ROWS * (p->out_depth + 3) * p->base.size; }
+static ptrdiff_t gathered_bytes(const plan *p) { return p->most_rows * (p->out_depth + 3) * p->base.size; }
 
 /* Lays out the scratch of one thread from `memory` on, which may be NULL; returns its length. */
 static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
@@ -74,8 +78,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
-    s->k = am_take(memory, &used, p->k_bytes);
-    s->v = am_take(memory, &used, p->v_bytes);
+    s->k = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->depth) : p->k_bytes);
+    s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->v_bytes);
     s->gathered = am_take(memory, &used, gathered_bytes(p));
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
@@ -85,29 +89,44 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
 /* --- Numbers in and out
  * ---------------------------------------------------------------------------------------- */
 
+/* Whether the kernels can read rows where they lie. */
+static bool is_plain(const am_tokens *t)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
+    return t->element == size && t->token % size == 0;
+}
+
+/* Rows of keys or values, where they lie if they are plain, else copied to `room` as numbers of the
+ * arithmetic type; and the kernels for them. */
+static const char *read_tile(const plan *p, const am_tokens *t, bool plain, const place *at, ptrdiff_t k,
+                             ptrdiff_t rows, ptrdiff_t count, char *room, ptrdiff_t *step,
+                             const am_flash_source **source)
+{
+    const char *src = am_token(t, at->b, at->kv_head, k);
+    *source = am_source_of(&p->base, plain ? t->type : p->base.type);
+    if (!plain) return am_read_rows(&p->base, room, src, t->token, t->element, t->type, rows, count, step);
+    *step = t->token / (ptrdiff_t)am_size_of(t->type);
+    return src;
+}
+
 static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, char *k_to, char *v_to,
                       bool *finite)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t rows = am_min(TILE, f->keys - k), step;
-    const char *src = am_token(&f->k, at->b, at->kv_head, k);
-    src = am_read_rows(&p->base, room, src, f->k.token, f->k.element, f->k.type, rows, f->depth, &step);
-    p->base.kernels->pack_keys(k_to, src, step, rows, f->depth);
-    src = am_token(&f->v, at->b, at->kv_head, k);
-    src = am_read_rows(&p->base, room, src, f->v.token, f->v.element, f->v.type, rows, f->value_depth, &step);
-    *finite = p->base.kernels->pack_values(v_to, src, step, rows, f->value_depth);
+    const am_flash_source *source;
+    const char *src = read_tile(p, &f->k, is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
+    source->pack_keys(k_to, src, step, rows, f->depth);
+    src = read_tile(p, &f->v, is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
+    *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
-/* Asks for the rows of a tile ahead of time: they may lie a page apart, where the processor does not guess.
- */
-static void prefetch_rows(const am_tokens *t, const place *at, ptrdiff_t k, ptrdiff_t rows, ptrdiff_t count)
+/* The rows of the tile at k, if it lies before `end`. */
+static am_flash_ahead ahead(const am_tokens *t, const place *at, ptrdiff_t k, ptrdiff_t end, ptrdiff_t count)
 {
-    ptrdiff_t bytes = count * (ptrdiff_t)am_size_of(t->type);
-    if (t->element != (ptrdiff_t)am_size_of(t->type)) return;
-    const char *row = am_token(t, at->b, at->kv_head, k);
-    for (ptrdiff_t r = 0; r < rows; r++, row += t->token) {
-        for (ptrdiff_t i = 0; i < bytes; i += AM_LINE) __builtin_prefetch(row + i, 0, 2);
-    }
+    if (k >= end || !is_plain(t)) return (am_flash_ahead){0};
+    return (am_flash_ahead){am_token(t, at->b, at->kv_head, k), t->token,
+                            count * (ptrdiff_t)am_size_of(t->type), am_min(TILE, end - k)};
 }
 
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
@@ -126,17 +145,6 @@ static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-static void scale_row(const plan *p, char *to, const char *from, double scale)
-{
-    ptrdiff_t depth = p->base.flash->depth;
-    if (p->base.type == AM_FLOAT64) {
-        for (ptrdiff_t i = 0; i < depth; i++) ((double *)to)[i] = ((const double *)from)[i] * scale;
-    } else {
-        float factor = (float)scale;
-        for (ptrdiff_t i = 0; i < depth; i++) ((float *)to)[i] = ((const float *)from)[i] * factor;
-    }
-}
-
 static void begin_block(const plan *p, const place *at, const scratch *s, am_flash_rows *block)
 {
     const am_flash *f = p->base.flash;
@@ -145,7 +153,7 @@ static void begin_block(const plan *p, const place *at, const scratch *s, am_fla
         ptrdiff_t step;
         const char *src = am_token(&f->q, at->b, am_head_of(at, r), am_query_of(at, r));
         src = am_read_rows(&p->base, s->row, src, 0, f->q.element, f->q.type, 1, f->depth, &step);
-        scale_row(p, s->q + r * f->depth * p->base.size, src, scale);
+        p->base.kernels->scale(s->q + r * f->depth * p->base.size, src, scale, f->depth, false);
     }
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
     for (ptrdiff_t r = 0; r < at->rows; r++) {
@@ -165,17 +173,19 @@ static void begin_block(const plan *p, const place *at, const scratch *s, am_fla
 /* --- Blocks
  * ------------------------------------------------------------------------------------------------------ */
 
+/* Which block, and which of its splits. */
 static place place_of(const plan *p, ptrdiff_t index)
 {
     const am_flash *f = p->base.flash;
-    place at = {.split = index % p->splits};
-    index /= p->splits;
+    place at = {0};
     ptrdiff_t block = p->q_blocks - 1 - index % p->q_blocks; /* under a causal mask the longest come first */
     index /= p->q_blocks;
     ptrdiff_t head_block = index % p->head_blocks;
     index /= p->head_blocks;
-    at.kv_head = index % f->kv_heads;
-    at.b = index / f->kv_heads;
+    at.kv_head = index % f->kv_heads; /* heads lie side by side: the next one finds its pages still known */
+    index /= f->kv_heads;
+    at.split = index % p->splits;
+    at.b = index / p->splits;
     at.head = at.kv_head * p->base.group + head_block * p->block_heads;
     at.heads = am_min(p->block_heads, p->base.group - head_block * p->block_heads);
     at.q = block * p->block_rows;
@@ -197,20 +207,17 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
         double factor = f->normalize ? 1 / sum : exp2((high - top) * p->base.unit);
         if (f->dropout > 0) factor /= 1 - f->dropout;
         if (sum == 0) factor = 0; /* no live pair and no sink: out is zero already */
-        for (ptrdiff_t i = 0; i < f->value_depth; i++)
-            am_set_number(&p->base, row, i, am_number(&p->base, row, i) * factor);
         if (f->lse)
             am_set_number(&p->base, f->lse, (at->b * f->heads + h) * f->queries + q,
                           sum == 0 ? -INFINITY : high * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
         char *dst = f->out.data + at->b * f->out.batch + h * f->out.head + q * f->out.token;
-        if (f->out.type != p->base.type) {
-            bool direct = f->out.element == size;
+        bool same = f->out.type == p->base.type, direct = f->out.element == size;
+        p->base.kernels->scale(same && direct ? dst : row, row, factor, f->value_depth, false);
+        if (!same)
             am_converter(p->base.type, f->out.type)(p->base.all_kernels, direct ? dst : room, row,
                                                     f->value_depth);
-            if (direct) continue;
-            row = room;
-        }
-        am_copy_2d(dst, 0, f->out.element, row, 0, size, 1, f->value_depth, (size_t)size);
+        if (!direct)
+            am_copy_2d(dst, 0, f->out.element, same ? row : room, 0, size, 1, f->value_depth, (size_t)size);
     }
 }
 
@@ -229,6 +236,8 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
     uint64_t keys[AM_FLASH_ROWS];
     for (ptrdiff_t r = 0; p->base.threshold && r < at->rows; r++)
         keys[r] = am_row_key(f->seed, at->b, am_head_of(at, r), am_query_of(at, r));
+    bool plain = is_plain(&f->k) && is_plain(&f->v);
+    am_flash_step *step = p->base.kernels->step;
     for (ptrdiff_t k = begin; k < end; k += TILE) {
         ptrdiff_t columns = am_min(TILE, f->keys - k);
         am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
@@ -236,15 +245,22 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
             kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
         if (kind == AM_DEAD) continue;
         am_flash_tile tile = {.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
+        if (!p->packed) {
+            tile.next_k = ahead(&f->k, at, k + TILE, end, f->depth);
+            tile.next_v = ahead(&f->v, at, k + TILE, end, f->value_depth);
+        }
         if (p->packed) {
             ptrdiff_t index = (at->b * f->kv_heads + at->kv_head) * p->tiles + k / TILE;
             tile.k = p->packed + index * (p->k_bytes + p->v_bytes);
             tile.v = (const char *)tile.k + p->k_bytes;
             tile.finite = p->finite[index];
+        } else if (p->in_place) {
+            const am_flash_source *source;
+            tile.k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile.k_step, &source);
+            tile.v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile.v_step, &source);
+            tile.value_depth = f->value_depth;
+            step = source->step_in_place;
         } else {
-            ptrdiff_t next = am_min(TILE, end - k - TILE);
-            prefetch_rows(&f->k, at, k + TILE, next, f->depth);
-            prefetch_rows(&f->v, at, k + TILE, next, f->value_depth);
             pack_tile(p, at, k, s->row, s->k, s->v, &tile.finite);
             tile.k = s->k, tile.v = s->v;
         }
@@ -253,11 +269,19 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
                 s->kept[r] = p->base.all_kernels->keep_bits(keys[r], (uint32_t)k, p->base.threshold);
             tile.kept = s->kept;
         }
-        p->base.kernels->step(block, &tile);
+        step(block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
     return AM_OK;
+}
+
+/* Where the task gathers: splits of one block lie side by side. */
+static char *partial_of(const plan *p, ptrdiff_t index)
+{
+    ptrdiff_t blocks = p->q_blocks * p->head_blocks * p->base.flash->kv_heads; /* of a batch row */
+    ptrdiff_t row = index / blocks / p->splits, split = index / blocks % p->splits;
+    return p->partials + ((row * blocks + index % blocks) * p->splits + split) * p->partial_bytes;
 }
 
 static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
@@ -267,8 +291,7 @@ static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    am_flash_rows block =
-        gathered(p, p->partials ? p->partials + index * p->partial_bytes : s.gathered, at.rows);
+    am_flash_rows block = gathered(p, p->partials ? partial_of(p, index) : s.gathered, at.rows);
     block.q = s.q, block.logits = s.logits;
     begin_block(p, &at, &s, &block);
     am_status status = walk(p, &at, &s, &block, team);
@@ -281,8 +304,10 @@ static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
 static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
-    const place at = place_of(p, index * p->splits);
-    am_flash_rows whole = gathered(p, p->partials + index * p->splits * p->partial_bytes, at.rows);
+    ptrdiff_t blocks = p->q_blocks * p->head_blocks * p->base.flash->kv_heads;
+    ptrdiff_t first = index / blocks * p->splits * blocks + index % blocks;
+    const place at = place_of(p, first);
+    am_flash_rows whole = gathered(p, partial_of(p, first), at.rows);
     for (ptrdiff_t r = 0; r < at.rows; r++) {
         double high = -INFINITY, top = -INFINITY, sum = 0;
         char *out = (char *)whole.out + r * p->out_depth * p->base.size;
@@ -299,11 +324,9 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
                             : high == -INFINITY ? 1
                                                 : exp2((part_high - high) * p->base.unit);
             sum += part_sum == 0 ? 0 : part_sum * factor;
-            const char *from = (const char *)part.out + r * p->out_depth * p->base.size;
-            for (ptrdiff_t j = 0; j < p->base.flash->value_depth; j++) {
-                double x = part_sum == 0 ? 0 : am_number(&p->base, from, j) * factor;
-                am_set_number(&p->base, out, j, i == 0 ? x : am_number(&p->base, out, j) + x);
-            }
+            char *from = (char *)part.out + r * p->out_depth * p->base.size;
+            if (i == 0 || part_sum != 0)
+                p->base.kernels->scale(out, from, factor, p->base.flash->value_depth, i > 0);
         }
         am_set_number(&p->base, whole.high, r, high);
         am_set_number(&p->base, whole.top, r, top);
@@ -324,15 +347,18 @@ static void choose(plan *p)
     bool shared = p->base.group > 1 && f->queries <= SHARED_QUERIES;
     p->block_rows = am_min(f->queries, AM_FLASH_ROWS);
     p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
+    p->most_rows = p->block_rows * p->block_heads;
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
     p->q_blocks = am_ceil_div(f->queries, p->block_rows);
+    p->in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= FEW_ROWS;
     p->tiles = am_ceil_div(f->keys, TILE);
     p->out_depth = am_ceil_div(f->value_depth, p->base.kernels->panel) * p->base.kernels->panel;
     p->k_bytes = TILE * f->depth * p->base.size;
     p->v_bytes = TILE * p->out_depth * p->base.size;
     ptrdiff_t blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, blocks), am_ceil_div(f->keys, LEAST_SPLIT));
-    p->splits = blocks < ENOUGH_TASKS ? am_max(wanted, 1) : 1;
+    if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, MOST_SPLIT));
+    p->splits = am_max(wanted, 1);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
     p->partial_bytes = am_ceil_div(gathered_bytes(p), AM_LINE) * AM_LINE;
 }

@@ -95,20 +95,30 @@ am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdif
                      char *room, char *bias, uint64_t *live, am_tile tile)
 {
     const am_flash *f = base->flash;
-    ptrdiff_t distinct = f->bias_column ? columns : 1;
+    const am_flash_source *own = am_source_of(base, base->type), *direct = am_source_of(base, f->bias_type);
+    if (f->bias_column != (ptrdiff_t)am_size_of(f->bias_type)) direct = NULL;
     uint64_t any = 0;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         const char *src = f->bias + at->b * f->bias_batch + am_head_of(at, r) * f->bias_head +
                           am_query_of(at, r) * f->bias_row + k * f->bias_column;
-        ptrdiff_t step;
-        src = am_read_rows(base, room, src, 0, f->bias_column, f->bias_type, 1, distinct, &step);
         char *to = bias + r * AM_FLASH_TILE * base->size;
-        uint64_t left = live[r];
-        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i++) {
-            double x = i < columns ? am_number(base, src, f->bias_column ? i : 0) : 0;
-            am_set_number(base, to, i, x);
-            if (x == -INFINITY) left &= ~((uint64_t)1 << i);
+        uint64_t infinite;
+        if (direct) {
+            infinite = direct->read_bias(to, src, columns);
+        } else if (f->bias_column) {
+            ptrdiff_t step;
+            src = am_read_rows(base, room, src, 0, f->bias_column, f->bias_type, 1, columns, &step);
+            infinite = own->read_bias(to, src, columns);
+        } else { /* one number for all keys */
+            ptrdiff_t step, size = (ptrdiff_t)am_size_of(f->bias_type);
+            src = am_read_rows(base, room, src, 0, size, f->bias_type, 1, 1, &step);
+            uint64_t pattern = 0;
+            memcpy(&pattern, src, (size_t)base->size);
+            if (base->size == 4) pattern |= pattern << 32;
+            base->all_kernels->fill_bytes(to, pattern, (size_t)(AM_FLASH_TILE * base->size), false);
+            infinite = am_number(base, src, 0) == -INFINITY ? UINT64_MAX : 0;
         }
+        uint64_t left = live[r] & ~infinite;
         if (left != live[r]) tile = AM_MIXED;
         any |= live[r] = left;
     }

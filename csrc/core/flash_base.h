@@ -66,6 +66,16 @@ ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count);
 /* A sink in units of logits, rounded as they are. */
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
 
+/* The kernels for keys, values or bias of a type, NULL if they have to be converted first. */
+static inline const am_flash_source *am_source_of(const am_flash_base *base, am_dtype type)
+{
+    am_source source = type == AM_FLOAT16    ? AM_SOURCE_F16
+                       : type == AM_BFLOAT16 ? AM_SOURCE_BF16
+                                             : AM_SOURCE_OWN;
+    bool known = source == AM_SOURCE_OWN ? type == base->type : base->type == AM_FLOAT32;
+    return known ? &base->kernels->sources[source] : NULL;
+}
+
 /* The first of the rows of one head. */
 static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
 {

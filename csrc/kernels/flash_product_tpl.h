@@ -5,32 +5,18 @@
 
 enum { FN(PANEL) = 2 * LANES };
 
+#define S T
+#define LOAD VOP(load)
+#define FROM(name) FN(name)
+#include "kernels/flash_product_of_tpl.h"
+
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. */
 static inline __attribute__((always_inline)) void FN(product_of)(const int rows, ptrdiff_t depth, const T *a,
                                                                  ptrdiff_t a_row, ptrdiff_t a_column,
                                                                  const T *b, ptrdiff_t b_row, T *c,
                                                                  ptrdiff_t c_row, bool add)
 {
-    V sums[STRIP][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        sums[r][0] = add ? VOP(load)(c + r * c_row) : VOP(set1)(0);
-        sums[r][1] = add ? VOP(load)(c + r * c_row + LANES) : VOP(set1)(0);
-    }
-    for (ptrdiff_t i = 0; i < depth; i++, a += a_column, b += b_row) {
-        V left = VOP(load)(b), right = VOP(load)(b + LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            V x = VOP(set1)(a[r * a_row]);
-            sums[r][0] = VOP(fma)(x, left, sums[r][0]);
-            sums[r][1] = VOP(fma)(x, right, sums[r][1]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        VOP(store)(c + r * c_row, sums[r][0]);
-        VOP(store)(c + r * c_row + LANES, sums[r][1]);
-    }
+    FN(product_ahead_of)(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add, NULL);
 }
 
 #if STRIP > 6
@@ -65,8 +51,6 @@ static void FN(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, p
     }
 #undef ROWS
 }
-#undef MORE_ROWS
-#undef EACH_ROWS
 
 typedef struct {
     ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */

@@ -64,27 +64,40 @@ static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptr
     *sum += VOP(total)(total);
 }
 
-/* O + P V over live pairs alone, for values among which are NaN or Inf: 0 × NaN would reach beyond them. The
- * same sums in the same order as by `product`, so that garbage in dead pairs does not change a bit. */
-static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row)
+/* O + P V over live pairs alone, for a panel of values among which are NaN or Inf: 0 × NaN would reach beyond
+ * them. The same sums in the same order as by `product`, so that garbage in dead pairs does not change a bit.
+ */
+static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
+                         const T *panel)
 {
-    T *out = (T *)block->out + row * block->out_depth;
-    const T *p = (const T *)block->logits + row * AM_FLASH_TILE, *v = tile->v;
-    for (ptrdiff_t column = 0; column < block->out_depth; column += LANES) {
-        const T *panel = v + column / FN(PANEL) * FN(PANEL) * AM_FLASH_TILE + column % FN(PANEL);
-        V sum = VOP(load)(out + column);
-        for (uint64_t left = tile->live[row]; left; left &= left - 1) {
-            int key = __builtin_ctzll(left);
-            sum = VOP(fma)(VOP(set1)(p[key]), VOP(load)(panel + key * FN(PANEL)), sum);
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const T *p = (const T *)block->logits + r * AM_FLASH_TILE;
+        T *out = (T *)block->out + r * block->out_depth + column;
+        V left = VOP(load)(out), right = VOP(load)(out + LANES);
+        for (uint64_t live = tile->live[r]; live; live &= live - 1) {
+            int key = __builtin_ctzll(live);
+            left = VOP(fma)(VOP(set1)(p[key]), VOP(load)(panel + key * FN(PANEL)), left);
+            right = VOP(fma)(VOP(set1)(p[key]), VOP(load)(panel + key * FN(PANEL) + LANES), right);
         }
-        VOP(store)(out + column, sum);
+        VOP(store)(out, left);
+        VOP(store)(out + LANES, right);
     }
+}
+
+/* A share of what is to come. */
+static void FN(ask)(flash_ahead *next, ptrdiff_t share)
+{
+    for (ptrdiff_t i = 0; i < share; i++) flash_ask(next->rows > 0 ? next : next + 1);
 }
 
 static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+
+    flash_ahead next[] = {flash_ahead_of(&tile->next_k, 64), flash_ahead_of(&tile->next_v, 64)};
+    ptrdiff_t lines = next[0].pieces * next[0].rows + next[1].pieces * next[1].rows;
+    ptrdiff_t share = lines * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (lines > 0);
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
@@ -93,6 +106,7 @@ static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile
             if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
             FN(product)(s->rows, block->depth, q + s->row * block->depth, block->depth, k,
                         logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE, false);
+            FN(ask)(next, share);
         }
     }
     for (const FN(strip) *s = strips; s < strips + count; s++) {
@@ -100,55 +114,61 @@ static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile
         for (ptrdiff_t r = s->row; begin < end && r < s->row + s->rows; r++)
             FN(weigh)(block, tile, r, begin, end);
     }
-    if (tile->live && !tile->finite) {
-        for (ptrdiff_t r = 0; r < block->rows; r++) FN(add_live)(block, tile, r);
-        return;
-    }
-    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+    for (ptrdiff_t column = 0; column < block->out_depth;
+         column += FN(PANEL), v += AM_FLASH_TILE * FN(PANEL)) {
+        if (tile->live && !tile->finite) {
+            FN(add_live)(block, tile, column, v);
+            continue;
+        }
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             FN(product)(s->rows, s->end - s->begin, logits + s->row * AM_FLASH_TILE + s->begin, AM_FLASH_TILE,
                         v + s->begin * FN(PANEL), out + s->row * block->out_depth + column, block->out_depth,
                         true);
+            FN(ask)(next, share);
         }
-        v += AM_FLASH_TILE * FN(PANEL);
     }
 }
 
-static void FN(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count, bool add)
 {
-    T *dst = to;
-    const T *src = from;
-    for (ptrdiff_t begin = 0; begin < AM_FLASH_TILE; begin += FN(PANEL), dst += FN(PANEL) * depth) {
-        ptrdiff_t count = rows - begin < FN(PANEL) ? rows - begin : FN(PANEL);
-        if (count < FN(PANEL)) memset(dst, 0, (size_t)(FN(PANEL) * depth) * sizeof *dst);
-        for (ptrdiff_t j = 0; j < count; j++) {
-            const T *row = src + (begin + j) * step;
-            for (ptrdiff_t i = 0; i < depth; i++) dst[i * FN(PANEL) + j] = row[i];
-        }
+    T *to = dst;
+    const T *from = src;
+    V scale = VOP(set1)((T)factor);
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        V x = VOP(mul)(scale, VOP(load)(from + i));
+        VOP(store)(to + i, add ? VOP(add)(VOP(load)(to + i), x) : x);
     }
+    if (i == count) return;
+    V x = VOP(mul)(scale, VOP(load_part)(from + i, count - i));
+    VOP(store_part)(to + i, add ? VOP(add)(VOP(load_part)(to + i, count - i), x) : x, count - i);
 }
 
-static bool FN(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
-{
-    T *dst = to;
-    const T *src = from;
-    V nothing = VOP(set1)(0); /* 0 × x is 0 for finite x, else NaN */
-    for (ptrdiff_t begin = 0; begin < depth; begin += FN(PANEL)) {
-        ptrdiff_t count = depth - begin < FN(PANEL) ? depth - begin : FN(PANEL);
-        for (ptrdiff_t r = 0; r < AM_FLASH_TILE; r++, dst += FN(PANEL)) {
-            if (r >= rows || count < FN(PANEL)) memset(dst, 0, FN(PANEL) * sizeof *dst);
-            if (r < rows && count == FN(PANEL)) {
-                VOP(store)(dst, VOP(load)(src + r * step + begin));
-                VOP(store)(dst + LANES, VOP(load)(src + r * step + begin + LANES));
-            } else if (r < rows) {
-                memcpy(dst, src + r * step + begin, (size_t)count * sizeof *dst);
-            }
-            nothing = VOP(fma)(VOP(load)(dst), VOP(set1)(0), nothing);
-            nothing = VOP(fma)(VOP(load)(dst + LANES), VOP(set1)(0), nothing);
-        }
-    }
-    return VOP(total)(nothing) == 0;
-}
+#define S T
+#define LOAD VOP(load)
+#define FROM(name) FN(name)
+#include "kernels/flash_source_tpl.h"
+#ifdef HALVES
+#    define S uint16_t
+#    define LOAD vf_load_f16
+#    define FROM(name) name##_f16
+#    include "kernels/flash_product_of_tpl.h"
+#    define S uint16_t
+#    define LOAD vf_load_f16
+#    define FROM(name) name##_f16
+#    include "kernels/flash_source_tpl.h"
+#    define S uint16_t
+#    define LOAD vf_load_bf16
+#    define FROM(name) name##_bf16
+#    include "kernels/flash_product_of_tpl.h"
+#    define S uint16_t
+#    define LOAD vf_load_bf16
+#    define FROM(name) name##_bf16
+#    include "kernels/flash_source_tpl.h"
+#    undef HALVES
+#endif
 
+#undef MORE_ROWS
+#undef EACH_ROWS
 #undef SLACK

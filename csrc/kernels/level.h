@@ -115,6 +115,8 @@ static inline void carry_add_f64(double *carry, vd sum) { vd_store(carry, vd_add
 #define FN(name) name##_f64
 #include "kernels/lines_tpl.h"
 
+#include "kernels/flash_ahead.h"
+
 /* 2^x on [-1/2, 1/2], relative error 2e-9 (fitted) and 4e-18 (Taylor's). */
 static const float exp2_terms_f32[] = {
     1.0f, 0.6931472029f, 0.2402264791f, 0.05550332471f, 0.009618437358f, 0.001339887441f, 0.0001535336191f};
@@ -165,6 +167,7 @@ static inline vd tanh_tail_f64(vd z)
 #define MIN_POWER 127
 #define ROUNDER (0x1.8p23 + 127)
 #define EXP2_TERMS 7
+#define HALVES /* may come as numbers of sixteen bits too */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_gradient_tpl.h"
@@ -182,6 +185,8 @@ static inline vd tanh_tail_f64(vd z)
 #include "kernels/flash_gradient_tpl.h"
 
 #define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
+
+#define FLASH_SOURCE(type) {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type}
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -233,8 +238,26 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .turn_bits = turn_bits,
     .unlike_bits = unlike_bits,
     .keep_bits = keep_bits,
-    .flash_f32 = {PANEL_f32, flash_step_f32, pack_keys_f32, pack_values_f32, gradient_f32, peaks_f32,
-                  load_rows_f32, add_rows_f32, dot_rows_f32},
-    .flash_f64 = {PANEL_f64, flash_step_f64, pack_keys_f64, pack_values_f64, gradient_f64, peaks_f64,
-                  load_rows_f64, add_rows_f64, dot_rows_f64},
+    .flash_f32 = {PANEL_f32,
+                  flash_step_f32,
+                  pack_keys_f32,
+                  pack_values_f32,
+                  scale_f32,
+                  {FLASH_SOURCE(f32), FLASH_SOURCE(f16), FLASH_SOURCE(bf16)},
+                  gradient_f32,
+                  peaks_f32,
+                  load_rows_f32,
+                  add_rows_f32,
+                  dot_rows_f32},
+    .flash_f64 = {PANEL_f64,
+                  flash_step_f64,
+                  pack_keys_f64,
+                  pack_values_f64,
+                  scale_f64,
+                  {FLASH_SOURCE(f64)},
+                  gradient_f64,
+                  peaks_f64,
+                  load_rows_f64,
+                  add_rows_f64,
+                  dot_rows_f64},
 };

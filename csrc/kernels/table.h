@@ -128,12 +128,22 @@ typedef struct {
     double unit;                      /* of logits, as an exponent of 2: 1, or log2 e */
 } am_flash_rows;
 
+/* Rows of memory that are wanted next, to be asked for ahead of time: they may lie a page apart, where the
+ * processor does not guess. Steps and lengths in bytes. */
 typedef struct {
-    const void *k, *v;    /* packed */
-    const uint64_t *live; /* a word a row; NULL: all pairs are live */
+    const char *at;
+    ptrdiff_t step, length, rows;
+} am_flash_ahead;
+
+typedef struct {
+    const void *k, *v;    /* packed, or in place */
+    const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
-    bool finite;          /* no value is NaN or Inf */
+    bool finite;          /* no value is NaN or Inf; for packed ones */
+    am_flash_ahead next_k, next_v;
+    ptrdiff_t k_step, v_step,
+        value_depth; /* for those in place: elements from row to row, columns of values */
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
@@ -143,6 +153,23 @@ typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile
 typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth);
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
                                   ptrdiff_t depth);
+
+/* Up to AM_FLASH_TILE numbers of the bias, which become AM_FLASH_TILE of the arithmetic type; bits tell which
+ * are -INFINITY. */
+typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t columns);
+
+/* dst[i] = src[i] factor, plus dst[i] with `add`. */
+typedef void am_flash_scale(void *dst, const void *src, double factor, ptrdiff_t count, bool add);
+
+/* Keys, values and bias may have the arithmetic type, or where that is float32 also be float16 or bfloat16.
+ */
+typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_source;
+typedef struct {
+    am_flash_pack_keys *pack_keys;
+    am_flash_pack_values *pack_values;
+    am_flash_step *step_in_place; /* for few rows */
+    am_flash_read_bias *read_bias;
+} am_flash_source;
 
 /* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) and dP = d_out vᵀ
  *
@@ -191,8 +218,10 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void 
 typedef struct {
     ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
     am_flash_step *step;
-    am_flash_pack_keys *pack_keys;
+    am_flash_pack_keys *pack_keys; /* those of AM_SOURCE_OWN */
     am_flash_pack_values *pack_values;
+    am_flash_scale *scale;
+    am_flash_source sources[AM_SOURCES];
     am_flash_gradient_step *gradient;
     am_flash_peaks *peaks;
     am_load_rows *load_rows;

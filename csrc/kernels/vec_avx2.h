@@ -170,6 +170,44 @@ static inline float vf_total(vf v)
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
+/* Lane j of vector i becomes lane i of vector j. */
+static inline void vf_turn(vf v[VF_LANES])
+{
+    vf pairs[8], fours[8];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i += 4) {
+        fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+    }
+}
+/* Lane i is the sum of lanes of vector i. */
+static inline vf vf_totals(const vf v[VF_LANES])
+{
+    vf fours[4], twos[2];
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++)
+        fours[i] =
+            vf_add(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; i++) {
+        twos[i] = vf_add(_mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
+                         _mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));
+    }
+    return vf_add(_mm256_permute2f128_ps(twos[0], twos[1], 0x20),
+                  _mm256_permute2f128_ps(twos[0], twos[1], 0x31));
+}
 
 static inline vd vd_sub(vd a, vd b) { return _mm256_sub_pd(a, b); }
 static inline vd vd_div(vd a, vd b) { return _mm256_div_pd(a, b); }
@@ -198,6 +236,21 @@ static inline double vd_total(vd v)
 {
     __m128d x = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
+}
+static inline void vd_turn(vd v[VD_LANES])
+{
+    vd even = _mm256_unpacklo_pd(v[0], v[1]), odd = _mm256_unpackhi_pd(v[0], v[1]);
+    vd next_even = _mm256_unpacklo_pd(v[2], v[3]), next_odd = _mm256_unpackhi_pd(v[2], v[3]);
+    v[0] = _mm256_permute2f128_pd(even, next_even, 0x20);
+    v[1] = _mm256_permute2f128_pd(odd, next_odd, 0x20);
+    v[2] = _mm256_permute2f128_pd(even, next_even, 0x31);
+    v[3] = _mm256_permute2f128_pd(odd, next_odd, 0x31);
+}
+static inline vd vd_totals(const vd v[VD_LANES])
+{
+    vd low = vd_add(_mm256_unpacklo_pd(v[0], v[1]), _mm256_unpackhi_pd(v[0], v[1]));
+    vd high = vd_add(_mm256_unpacklo_pd(v[2], v[3]), _mm256_unpackhi_pd(v[2], v[3]));
+    return vd_add(_mm256_permute2f128_pd(low, high, 0x20), _mm256_permute2f128_pd(low, high, 0x31));
 }
 
 typedef __m256i vi;

@@ -138,6 +138,55 @@ static inline vf vf_low_to_exponent(vf v)
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
 static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
+/* Lane j of vector i becomes lane i of vector j. */
+static inline void vf_turn(vf v[VF_LANES])
+{
+    vf pairs[16], fours[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+        fours[i] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+        fours[i + 1] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+        fours[i + 2] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+        fours[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+    /* Column c lies in quarter c / 4 of the vectors c % 4 of each four. */
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) {
+        vf low = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0x88);
+        vf high = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0x88);
+        v[i] = _mm512_shuffle_f32x4(low, high, 0x88);
+        v[i + 8] = _mm512_shuffle_f32x4(low, high, 0xdd);
+        low = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0xdd);
+        high = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0xdd);
+        v[i + 4] = _mm512_shuffle_f32x4(low, high, 0x88);
+        v[i + 12] = _mm512_shuffle_f32x4(low, high, 0xdd);
+    }
+}
+/* Lane i is the sum of lanes of vector i. */
+static inline vf vf_totals(const vf v[VF_LANES])
+{
+    vf fours[8], twos[4], sums[2];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i++)
+        fours[i] =
+            vf_add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) {
+        twos[i] = vf_add(_mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
+                         _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; i++) {
+        sums[i] = vf_add(_mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0xdd));
+    }
+    return vf_add(_mm512_shuffle_f32x4(sums[0], sums[1], 0x88), _mm512_shuffle_f32x4(sums[0], sums[1], 0xdd));
+}
 
 static inline vd vd_sub(vd a, vd b) { return _mm512_sub_pd(a, b); }
 static inline vd vd_div(vd a, vd b) { return _mm512_div_pd(a, b); }
@@ -154,6 +203,41 @@ static inline vd vd_low_to_exponent(vd v)
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
 static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
+static inline void vd_turn(vd v[VD_LANES])
+{
+    vd pairs[8];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm512_unpacklo_pd(v[i], v[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_pd(v[i], v[i + 1]);
+    }
+    /* Column c lies in quarter c / 2 of the vectors c % 2 of each pair. */
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; i++) {
+        vd low = _mm512_shuffle_f64x2(pairs[i], pairs[i + 2], 0x88);
+        vd high = _mm512_shuffle_f64x2(pairs[i + 4], pairs[i + 6], 0x88);
+        v[i] = _mm512_shuffle_f64x2(low, high, 0x88);
+        v[i + 4] = _mm512_shuffle_f64x2(low, high, 0xdd);
+        low = _mm512_shuffle_f64x2(pairs[i], pairs[i + 2], 0xdd);
+        high = _mm512_shuffle_f64x2(pairs[i + 4], pairs[i + 6], 0xdd);
+        v[i + 2] = _mm512_shuffle_f64x2(low, high, 0x88);
+        v[i + 6] = _mm512_shuffle_f64x2(low, high, 0xdd);
+    }
+}
+static inline vd vd_totals(const vd v[VD_LANES])
+{
+    vd twos[4], sums[2];
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++)
+        twos[i] =
+            vd_add(_mm512_unpacklo_pd(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_pd(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; i++) {
+        sums[i] = vd_add(_mm512_shuffle_f64x2(twos[2 * i], twos[2 * i + 1], 0x88),
+                         _mm512_shuffle_f64x2(twos[2 * i], twos[2 * i + 1], 0xdd));
+    }
+    return vd_add(_mm512_shuffle_f64x2(sums[0], sums[1], 0x88), _mm512_shuffle_f64x2(sums[0], sums[1], 0xdd));
+}
 
 typedef __m512i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm512_set1_epi64((long long)pattern); }

@@ -141,6 +141,23 @@ static inline float vf_highest(vf v)
     return most;
 }
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+/* Lane j of vector i becomes lane i of vector j. */
+static inline void vf_turn(vf v[VF_LANES])
+{
+    vf low = {v[0][0], v[1][0], v[0][1], v[1][1]}, high = {v[0][2], v[1][2], v[0][3], v[1][3]};
+    vf next_low = {v[2][0], v[3][0], v[2][1], v[3][1]}, next_high = {v[2][2], v[3][2], v[2][3], v[3][3]};
+    v[0] = (vf){low[0], low[1], next_low[0], next_low[1]};
+    v[1] = (vf){low[2], low[3], next_low[2], next_low[3]};
+    v[2] = (vf){high[0], high[1], next_high[0], next_high[1]};
+    v[3] = (vf){high[2], high[3], next_high[2], next_high[3]};
+}
+/* Lane i is the sum of lanes of vector i. */
+static inline vf vf_totals(const vf v[VF_LANES])
+{
+    vf turned[VF_LANES] = {v[0], v[1], v[2], v[3]};
+    vf_turn(turned);
+    return (turned[0] + turned[2]) + (turned[1] + turned[3]);
+}
 static inline vd vd_sub(vd a, vd b) { return a - b; }
 static inline vd vd_div(vd a, vd b) { return a / b; }
 static inline vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
@@ -164,6 +181,13 @@ static inline double vd_highest(vd v)
     return most;
 }
 static inline double vd_total(vd v) { return v[0] + v[1]; }
+static inline void vd_turn(vd v[VD_LANES])
+{
+    vd even = {v[0][0], v[1][0]};
+    v[1] = (vd){v[0][1], v[1][1]};
+    v[0] = even;
+}
+static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]} + (vd){v[0][1], v[1][1]}; }
 
 typedef uint64_t vi __attribute__((vector_size(16)));
 static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }

@@ -1,0 +1,36 @@
+/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S and LOAD makes lanes of it. */
+
+/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. Meanwhile it asks for what lies ahead, if
+ * that is not NULL, a little with each row of b: of many lines at once processors drop some. */
+static inline __attribute__((always_inline)) void
+FROM(product_ahead_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, ptrdiff_t a_column,
+                       const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, bool add, flash_ahead *ahead)
+{
+    flash_ahead ask = ahead ? *ahead : (flash_ahead){0};
+    V sums[STRIP][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        sums[r][0] = add ? VOP(load)(c + r * c_row) : VOP(set1)(0);
+        sums[r][1] = add ? VOP(load)(c + r * c_row + LANES) : VOP(set1)(0);
+    }
+    for (ptrdiff_t i = 0; i < depth; i++, a += a_column, b += b_row) {
+        V left = LOAD(b), right = LOAD(b + LANES);
+        if (ahead) flash_ask(&ask);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            V x = VOP(set1)(a[r * a_row]);
+            sums[r][0] = VOP(fma)(x, left, sums[r][0]);
+            sums[r][1] = VOP(fma)(x, right, sums[r][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        VOP(store)(c + r * c_row, sums[r][0]);
+        VOP(store)(c + r * c_row + LANES, sums[r][1]);
+    }
+    if (ahead) *ahead = ask;
+}
+
+#undef S
+#undef LOAD
+#undef FROM
