@@ -169,10 +169,12 @@ def flash_attention(**arguments) -> Attention:
     return Attention(*(array[0] for array in result)) if problem.flat else result
 
 
-def flash_attention_vjp(dout, dlse=None, *, least=0.0, **arguments) -> tuple[Gradients, Gradients]:
+def flash_attention_vjp(
+    dout, dlse=None, *, least=0.0, least_out=0.0, **arguments
+) -> tuple[Gradients, Gradients]:
     """The gradients of Σ dout · out + Σ dlse · lse, and how large the numbers were on the way.
 
-    The latter count a weight as `least` at least, by which it may be off where it underflows.
+    The latter count a weight as `least` at least and an output as `least_out`, whose errors do not shrink below.
 
     With weights w = shares of the total, or powers where the output is not normalized, a row's output is
 
@@ -229,9 +231,9 @@ def flash_attention_vjp(dout, dlse=None, *, least=0.0, **arguments) -> tuple[Gra
             dsinks[h] += np.where(problem.sinks[h] == -np.inf, dtype(0), from_row).sum(axis=0)
 
             # The same with all signs alike.
-            least = dtype(least)
+            least, least_sums = dtype(least), dtype(least_out) * abs(g).sum(axis=1, keepdims=True)
             dweights = np.where(live & keep, (abs(g) @ abs(v).T) * problem.gain, dtype(0))
-            sums = (weights * dweights).sum(axis=1, keepdims=True)
+            sums = (weights * dweights).sum(axis=1, keepdims=True) + least_sums
             dlogits = (weights + least) * dweights + (moved + least) * sums + (shares + least) * abs(g_lse)
             dlogits = np.where(live, dlogits * (2 - softmax.slope), dtype(0))
             sizes[0][b, :, h] = weighted_sums(dlogits, abs(k), live) * abs(problem.scale)

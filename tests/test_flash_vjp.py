@@ -96,9 +96,8 @@ def expected(arguments: dict, dout, dlse=None, keep=None, case=None) -> Expected
     wide = accumulator(dtype)
     most = np.longdouble if dtype == F64 else np.float64
     limits = np.finfo(wide)
-    exact, sizes = ref.flash_attention_vjp(
-        dout, dlse, **arguments, keep=keep, dtype=most, least=limits.tiny / limits.eps
-    )
+    least = {"least": limits.tiny / limits.eps, "least_out": float(ml_dtypes.finfo(dtype).tiny)}
+    exact, sizes = ref.flash_attention_vjp(dout, dlse, **arguments, keep=keep, dtype=most, **least)
     naive, _ = ref.flash_attention_vjp(dout, dlse, **arguments, keep=keep, dtype=wide)
     logits = ref.flash_attention(**arguments, keep=keep, dtype=wide).logit_size
     largest = float(np.max(logits, initial=0, where=np.isfinite(logits)))
