@@ -5,6 +5,7 @@ import sys
 import time
 import tracemalloc
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -558,3 +559,11 @@ def test_info_is_drawn_without_its_array():
     tracemalloc.stop()
     assert peak < 16e6
     assert SANITIZED or min(seconds) < 0.5
+
+
+def test_the_picture_in_the_readme():
+    picture = Path(__file__).parent.parent / "docs" / "mask.svg"
+    if not picture.exists():
+        pytest.skip("the tests run without the docs")
+    packed = MaskInfo.from_cu_seqlens([0, 9, 14, 32], packed=True)
+    assert picture.read_text() == packed.apply_causal().apply_sliding_window((7, 0))._repr_html_() + "\n"
