@@ -20,7 +20,11 @@ enum {
     ENOUGH_TASKS = 64,   /* for any number of threads */
     LEAST_SPLIT = 512,   /* keys that are worth a task */
     MOST_SPLIT = 256,    /* keys in place, which all heads read while the processor knows their pages */
-    FEW_ROWS = 12,       /* of a block, for which packing is not worth while */
+    /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
+     * bytes: so the memory stays warm, and little of it is fresh. */
+    WAVE_TASKS = 256,
+    WAVE_BYTES = 4 << 20,
+    FEW_ROWS = 12, /* of a block, for which packing is not worth while */
 };
 
 typedef struct {
@@ -34,7 +38,8 @@ typedef struct {
     ptrdiff_t tiles;            /* of all keys */
     ptrdiff_t out_depth;        /* value_depth, in whole panels */
     ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
-    char *packed;               /* [batch][kv_heads][tiles] of k and v, NULL if blocks pack their own */
+    ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
+    char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
     uint8_t *finite;            /* the same, whether v is */
     char *partials;             /* [batch][kv_heads][head_blocks][q_blocks][splits], NULL without splits */
     ptrdiff_t partial_bytes;
@@ -133,7 +138,7 @@ static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
     char *room = am_room_enter(&p->rooms);
-    ptrdiff_t head = index / p->tiles;
+    ptrdiff_t head = p->first + index / p->tiles;
     scratch s;
     lay_out(p, room, &s);
     const place at = {.b = head / p->base.flash->kv_heads, .kv_head = head % p->base.flash->kv_heads};
@@ -250,7 +255,7 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
             tile.next_v = ahead(&f->v, at, k + TILE, end, f->value_depth);
         }
         if (p->packed) {
-            ptrdiff_t index = (at->b * f->kv_heads + at->kv_head) * p->tiles + k / TILE;
+            ptrdiff_t index = (at->b * f->kv_heads + at->kv_head - p->first) * p->tiles + k / TILE;
             tile.k = p->packed + index * (p->k_bytes + p->v_bytes);
             tile.v = (const char *)tile.k + p->k_bytes;
             tile.finite = p->finite[index];
@@ -287,6 +292,7 @@ static char *partial_of(const plan *p, ptrdiff_t index)
 static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
+    index += p->first * p->head_blocks * p->q_blocks;
     const place at = place_of(p, index);
     char *room = am_room_enter(&p->rooms);
     scratch s;
@@ -360,6 +366,9 @@ static void choose(plan *p)
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, MOST_SPLIT));
     p->splits = am_max(wanted, 1);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
+    ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
+    p->wave = am_max(am_ceil_div(WAVE_TASKS * heads, blocks), WAVE_BYTES / am_max(p->tiles * tile_bytes, 1));
+    if (p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(gathered_bytes(p), AM_LINE) * AM_LINE;
 }
 
@@ -377,14 +386,18 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
         p.partials = am_lines(blocks * p.splits * p.partial_bytes);
         if (!p.partials) goto done;
     }
-    if (p.head_blocks * p.q_blocks > 1) {
-        p.packed = am_lines(heads * p.tiles * (p.k_bytes + p.v_bytes));
-        p.finite = malloc((size_t)am_max(heads * p.tiles, 1));
+    bool pack = p.head_blocks * p.q_blocks > 1;
+    if (pack) {
+        p.packed = am_lines(p.wave * p.tiles * (p.k_bytes + p.v_bytes));
+        p.finite = malloc((size_t)am_max(p.wave * p.tiles, 1));
         if (!p.packed || !p.finite) goto done;
-        status = am_parallel(run, heads * p.tiles, 1, pack_task, &p);
-        if (status != AM_OK) goto done;
     }
-    status = am_parallel(run, blocks * p.splits, 1, block_task, &p);
+    status = AM_OK;
+    for (; status == AM_OK && p.first < heads; p.first += p.wave) {
+        ptrdiff_t wave = am_min(p.wave, heads - p.first);
+        if (pack) status = am_parallel(run, wave * p.tiles, 1, pack_task, &p);
+        if (status == AM_OK) status = am_parallel(run, wave * blocks / heads * p.splits, 1, block_task, &p);
+    }
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, blocks, 1, merge_task, &p);
 done:
     am_rooms_free(&p.rooms);
