@@ -1,10 +1,13 @@
-/* native.c – yardsticks: what this machine's memory gives to plain C with the same number of threads.
+/* native.c – yardsticks: what this machine's memory and arithmetic give to plain C with the same number of threads.
  *
  * harness.py compiles it at run time with -O3 -march=native, and -fopenmp where the compiler has it.
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#    include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #    include <omp.h>
 #else
@@ -43,4 +46,64 @@ uint64_t read_all(const void *src, size_t bytes, int threads)
         for (size_t i = 0; i < count / sizeof *words; i++) total += words[i];
     }
     return total;
+}
+
+/* Products and sums that wait for nobody: enough chains for two units of a latency of up to six cycles. Each gives the
+ * number of operations of all threads, or 0 where the processor lacks the instruction. */
+enum { CHAINS = 12 };
+
+#ifdef __AVX512F__
+#    define WIDEST 64
+#elif defined __AVX__
+#    define WIDEST 32
+#else
+#    define WIDEST 16
+#endif
+
+#define FMA(name, scalar, bytes)                                                              \
+    double name(size_t steps, int threads)                                                    \
+    {                                                                                         \
+        typedef scalar vector __attribute__((vector_size(bytes)));                            \
+        int count = 0;                                                                        \
+        (void)threads;                                                                        \
+        _Pragma("omp parallel num_threads(threads) reduction(+ : count)")                     \
+        {                                                                                     \
+            vector sum[CHAINS], x = {0}, y = {0};                                             \
+            x += (scalar)0.999;                                                               \
+            y += (scalar)1e-3;                                                                \
+            for (int i = 0; i < CHAINS; i++) sum[i] = y * (scalar)i;                          \
+            for (size_t step = 0; step < steps; step++)                                       \
+                for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * x + y;                     \
+            for (int i = 1; i < CHAINS; i++) sum[0] += sum[i];                                \
+            volatile scalar sink = sum[0][0];                                                 \
+            (void)sink;                                                                       \
+            count++;                                                                          \
+        }                                                                                     \
+        return 2.0 * CHAINS * (bytes / sizeof(scalar)) * (double)steps * count;               \
+    }
+
+FMA(fma_float32, float, WIDEST)
+FMA(fma_float64, double, WIDEST)
+FMA(fma_avx2, float, 32)
+
+double fma_bfloat16(size_t steps, int threads)
+{
+    int count = 0;
+#ifdef __AVX512BF16__
+#    pragma omp parallel num_threads(threads) reduction(+ : count)
+    {
+        __m512 sum[CHAINS];
+        __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f00); /* 0.5 */
+        for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_ps((float)i);
+        for (size_t step = 0; step < steps; step++) {
+            for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_dpbf16_ps(sum[i], x, x);
+        }
+        for (int i = 1; i < CHAINS; i++) sum[0] = _mm512_add_ps(sum[0], sum[i]);
+        volatile float sink = _mm512_cvtss_f32(sum[0]);
+        (void)sink;
+        count++;
+    }
+#endif
+    (void)threads;
+    return 64.0 * CHAINS * (double)steps * count;
 }
