@@ -37,6 +37,7 @@ class Outcome:
     case: Case
     times: dict[str, Times]
     forms: dict[str, str]  # in which a peer was fastest
+    wrong: set[str]  # peers who give something else, and so are not timed
     peak: float  # operations of the yardstick
 
     @property
@@ -54,12 +55,12 @@ class Outcome:
 
     @property
     def peers(self) -> list[str | None]:
-        cells = []
+        cells: list[str | None] = []
         for name in PEERS:
-            form = self.forms.get(name)
-            cells.append(
-                None if name not in self.times else f"{self.times[name]}" + (f" ({form})" if form else "")
-            )
+            form = f" ({self.forms[name]})" if self.forms.get(name) else ""
+            cells.append(f"{self.times[name]}{form}" if name in self.times else None)
+            if name in self.wrong:
+                cells[-1] = f"differs{form}"
         return cells
 
     @property
@@ -87,6 +88,8 @@ class Bench:
         threads = str(self.options.threads)
         self.mine = Worker(WORKER, "attnmask", threads)
         self.peers = {name: Worker(WORKER, name, threads) for name in PEERS}
+        if self.options.quick and not self.options.only:
+            del self.peers["flex"]  # whose compiler takes some ten seconds a case
         for name, worker in list(self.peers.items()):
             try:
                 worker.ask("start")
@@ -94,6 +97,7 @@ class Bench:
                 print(f"without {name}: {error}", file=sys.stderr)
                 worker.close()
                 del self.peers[name]
+        self.mistakes: list[str] = []
         packages = ("onnxruntime", "openvino")
         self.report = harness.Report("flash", "Flash attention", self.options, packages)
 
@@ -136,37 +140,39 @@ class Bench:
         peers = {} if mine else self.peers
         for each in (worker, *peers.values()):
             each.ask("forget")
-        contenders, forms = self.prepare(case, worker), {}
+        contenders, forms, wrong = self.prepare(case, worker), {}, set()
         expected = worker.ask("result", *contenders["new"].name)
         for name, peer in peers.items():
             try:
-                ((form, call),) = self.prepare(case, peer).items()
+                ((forms[name], call),) = self.prepare(case, peer).items()
                 result = peer.ask("result", *call.name)
             except WorkerError as error:
                 print(f"{case.name} without {name}: {error}"[:300], file=sys.stderr)
                 continue
-            check_same(f"{name} {form}: {case.name}", result, expected, TOLERANCE[case.dtype])
-            contenders[name], forms[name] = call, form
+            error = difference(result, expected)
+            if error <= TOLERANCE[case.dtype]:
+                contenders[name] = call
+            else:
+                wrong.add(name)
+                self.mistakes.append(f"{case.name}, {name} {forms[name]}: differs by {error:.2g}")
+                print(self.mistakes[-1], file=sys.stderr)
         for name, other in (beside or {}).items():
             contenders[name] = self.prepare(self.sized(other), worker)["new"]
         kind = kind or {"float16": "float32"}.get(case.dtype, case.dtype)
         peak, operations = harness.multiply(kind, self.options.threads)
         aside = {"peak": peak, **(yardsticks or {})}
         times = race(contenders | aside, share * self.options.seconds, yardsticks=aside)
-        return Outcome(case, times, forms, operations)
+        return Outcome(case, times, forms, wrong, operations)
 
     def close(self) -> None:
         for worker in (self.mine, *self.peers.values()):
             worker.close()
 
 
-def check_same(
-    title: str, got: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...], tolerance: float
-) -> None:
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape, f"{title}: {a.shape}, not {b.shape}"
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= tolerance, f"{title}: differs by {error:.2g} of the largest number"
+def difference(got: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> float:
+    """The largest, as a share of the largest number; NaN if there is one."""
+    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, wanted, strict=True)]
+    return float(np.max(errors))
 
 
 # Forward
@@ -475,6 +481,8 @@ def main() -> None:
         bench.report.write()
     finally:
         bench.close()
+    if bench.mistakes:
+        raise SystemExit("\n".join(["not the same:", *bench.mistakes]))
 
 
 if __name__ == "__main__":

@@ -146,8 +146,12 @@ class OnnxRuntime:
         self.options.log_severity_level = 4
 
     def forms(self, case: Case) -> list[Form]:
-        if case.backward or case.dtype == "bfloat16":
+        if case.backward:
+            raise Unknown("no gradients")
+        if case.dtype == "bfloat16":
             raise Unknown("not on the CPU")
+        if case.dtype == "float64":
+            raise Unknown("no more exact than float32")
         return forms_of(case, windows=True)
 
     def variants(self, case: Case) -> list[str]:
@@ -257,8 +261,10 @@ class OpenVino:
         self.openvino, self.ops, self.core = openvino, openvino.opset13, openvino.Core()
 
     def forms(self, case: Case) -> list[Form]:
-        if case.backward or case.dtype == "float64":
-            raise Unknown("computes in 32 bits at most")
+        if case.backward:
+            raise Unknown("no gradients")
+        if case.dtype == "float64":
+            raise Unknown("no more exact than float32")
         return forms_of(case, groups=False)
 
     def variants(self, case: Case) -> list[str]:
@@ -318,6 +324,8 @@ class Jax:
         jax.config.update("jax_enable_x64", True)
 
     def forms(self, case: Case) -> list[Form]:
+        if case.dtype == "float64":
+            raise Unknown("no more exact than float32")
         return forms_of(case, windows=True)
 
     def variants(self, case: Case) -> list[str]:
@@ -373,7 +381,8 @@ class EjKernel(Jax):
 
     def attend(self, variant: str, problem: Problem) -> Ready:
         q, k, v, *dout = map(self.jax.numpy.asarray, problem.arrays)
-        case, settings = problem.case, {"causal": problem.causal}
+        logits = np.float64 if q.dtype == np.float64 else np.float32
+        case, settings = problem.case, {"causal": problem.causal, "logits_dtype": logits}
         if variant:
             sizes = {"q_blocksize": int(variant), "kv_blocksize": int(variant)}
             settings |= {"fwd_params": self.forward(**sizes), "bwd_params": self.backward(**sizes)}
