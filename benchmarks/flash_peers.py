@@ -410,7 +410,7 @@ class Attnmask:
         settings = self.settings(case)
         if case.backward:
             return self.backward(case, settings)
-        out = np.zeros_like(q)
+        out = np.full_like(q, 0)  # pages that are there
         calls = {
             "new": lambda: attnmask.flash_attention(q, k, v, **settings),
             "out=": lambda: attnmask.flash_attention(q, k, v, **settings, out=out),

@@ -48,8 +48,8 @@ uint64_t read_all(const void *src, size_t bytes, int threads)
     return total;
 }
 
-/* Products and sums that wait for nobody: enough chains for two units of a latency of up to six cycles. Each gives the
- * number of operations of all threads, or 0 where the processor lacks the instruction. */
+/* Products and sums that wait for nobody: enough chains for two units with a latency of six cycles. Each function
+ * gives the number of operations of all threads, or 0 where the processor lacks the instruction. */
 enum { CHAINS = 12 };
 
 #ifdef __AVX512F__
@@ -60,6 +60,9 @@ enum { CHAINS = 12 };
 #    define WIDEST 16
 #endif
 
+/* Where chains start: what the compiler knows of none, it cannot derive one from another. */
+volatile float chain_start[CHAINS] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
+
 #define FMA(name, scalar, bytes)                                                              \
     double name(size_t steps, int threads)                                                    \
     {                                                                                         \
@@ -68,14 +71,13 @@ enum { CHAINS = 12 };
         (void)threads;                                                                        \
         _Pragma("omp parallel num_threads(threads) reduction(+ : count)")                     \
         {                                                                                     \
-            vector sum[CHAINS], x = {0}, y = {0};                                             \
-            x += (scalar)0.999;                                                               \
-            y += (scalar)1e-3;                                                                \
-            for (int i = 0; i < CHAINS; i++) sum[i] = y * (scalar)i;                          \
+            const vector zero = {0}, x = zero + (scalar)0.999, y = zero + (scalar)1e-3;       \
+            vector sum[CHAINS];                                                               \
+            for (int i = 0; i < CHAINS; i++) sum[i] = zero + (scalar)chain_start[i];          \
             for (size_t step = 0; step < steps; step++)                                       \
                 for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * x + y;                     \
-            for (int i = 1; i < CHAINS; i++) sum[0] += sum[i];                                \
-            volatile scalar sink = sum[0][0];                                                 \
+            volatile vector sink;                                                             \
+            for (int i = 0; i < CHAINS; i++) sink = sum[i];                                   \
             (void)sink;                                                                       \
             count++;                                                                          \
         }                                                                                     \
@@ -92,14 +94,14 @@ double fma_bfloat16(size_t steps, int threads)
 #ifdef __AVX512BF16__
 #    pragma omp parallel num_threads(threads) reduction(+ : count)
     {
+        const __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f00); /* 0.5 */
         __m512 sum[CHAINS];
-        __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f00); /* 0.5 */
-        for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_ps((float)i);
+        for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_ps(chain_start[i]);
         for (size_t step = 0; step < steps; step++) {
             for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_dpbf16_ps(sum[i], x, x);
         }
-        for (int i = 1; i < CHAINS; i++) sum[0] = _mm512_add_ps(sum[0], sum[i]);
-        volatile float sink = _mm512_cvtss_f32(sum[0]);
+        volatile __m512 sink;
+        for (int i = 0; i < CHAINS; i++) sink = sum[i];
         (void)sink;
         count++;
     }
