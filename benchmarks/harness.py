@@ -9,7 +9,6 @@ the ratios within a round. So what disturbs, disturbs all alike.
 import argparse
 import ctypes
 import gc
-import importlib
 import math
 import os
 import platform
@@ -17,16 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
-from unittest.mock import MagicMock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+from workers import Call, Remote, load_ejkernel, optional, turn, used_by_workers
 
 import attnmask
 
@@ -38,10 +35,12 @@ SLOW = 20  # times slower than the fastest: one call a turn, without a warming o
 BLOCK = 0.3  # seconds of rounds that are kept or dropped together
 DISTURBED = 0.05  # processors that others may have used meanwhile
 PATIENCE = 8  # times as long as planned, after which disturbed rounds count too
-HOPELESS = 0.2  # seconds: a slow contender that takes longer runs three times in all
+LONGEST = 60.0  # seconds more than planned, too
+HOPELESS = (
+    0.2  # seconds: a slow contender that takes longer runs three times in all; others need no warming call
+)
+FMA_STEPS = 1_000_000  # some milliseconds
 NOISY = 0.25  # half the distance between the quartiles, as a share of the median: marked in the table
-
-Call = Callable[[], object]
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -62,26 +61,6 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 # Peers
-
-
-def optional(name: str) -> ModuleType | None:
-    """The module, or None where it is not installed or does not start."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError as error:
-        print(f"without {name}: {error}", file=sys.stderr)
-        return None
-
-
-def load_ejkernel() -> ModuleType | None:
-    """Its functions for the CPU. It asks for triton, which it uses on GPUs only: an empty one will do."""
-    if importlib.util.find_spec("triton") is None:
-        for name in ("triton", "triton.language"):
-            sys.modules[name] = MagicMock(__spec__=None)
-    return optional("ejkernel.xla_utils")
-
 
 torch = optional("torch")
 jax = optional("jax")
@@ -116,6 +95,9 @@ def compile_native() -> ctypes.CDLL:
     loaded.copy.restype = None
     loaded.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     loaded.read_all.restype = ctypes.c_uint64
+    for name in ("fma_float32", "fma_float64", "fma_bfloat16", "fma_avx2"):
+        getattr(loaded, name).argtypes = [ctypes.c_size_t, ctypes.c_int]
+        getattr(loaded, name).restype = ctypes.c_double
     return loaded
 
 
@@ -132,6 +114,28 @@ def memcpy(out: np.ndarray, source: np.ndarray, threads: int) -> Call:
         return keep
 
     return call
+
+
+def read(source: np.ndarray, threads: int) -> Call:
+    """Reads all bytes of contiguous `source`."""
+
+    def call() -> object:
+        native.read_all(source.ctypes.data, source.nbytes, threads)
+        return source
+
+    return call
+
+
+def multiply(kind: str, threads: int) -> tuple[Call, float]:
+    """Products and sums at the processor's peak, and how many operations they are.
+
+    `kind` is float32, float64, bfloat16 (of float32 where there is no instruction for it), or avx2 for float32 in
+    vectors of 32 bytes.
+    """
+    function = getattr(native, f"fma_{kind}")
+    if not function(1, threads):
+        function = native.fma_float32
+    return lambda: function(FMA_STEPS, threads), function(FMA_STEPS, threads)
 
 
 # The race
@@ -168,38 +172,39 @@ def digits(value: float) -> str:
 
 def take_turn(call: Call, repeats: int, warm: bool) -> float:
     time.sleep(PAUSE)
-    if warm:
-        call()
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - begin) / repeats
+    return call.turn(repeats, warm) if isinstance(call, Remote) else turn(call, repeats, warm)
 
 
 def other_work() -> float:
-    """Seconds of processor time that other processes have used; 0 where the system does not tell."""
+    """Seconds of processor time that neither we nor our workers have used; 0 where the system does not tell."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
         return 0.0
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+    used = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return used - time.process_time() - used_by_workers()
 
 
-def race(contenders: dict[str, Call], seconds: float) -> dict[str, Times]:
-    """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all."""
+def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str] = ()) -> dict[str, Times]:
+    """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all.
+
+    How fast the `yardsticks` among them are makes nobody else slow.
+    """
     tries: dict[str, list[float]] = {}
     for name, call in contenders.items():
         call()
         tries[name] = [take_turn(call, 1, warm=False) for _ in range(2)]
     first = {name: min(times) for name, times in tries.items()}
-    fastest = min(first.values())
+    fastest = min(t for name, t in first.items() if name not in yardsticks)
     slow = {name: t > SLOW * fastest and t > BATCH for name, t in first.items()}
+    warm = {name: not slow[name] and t < HOPELESS for name, t in first.items()}
     running = {name: call for name, call in contenders.items() if not slow[name] or first[name] < HOPELESS}
     repeats = {name: max(1, min(10_000, math.ceil(BATCH / first[name]))) for name in running}
-    one_round = sum(PAUSE + (repeats[name] + (not slow[name])) * first[name] for name in running)
+    one_round = sum(PAUSE + (repeats[name] + warm[name]) * first[name] for name in running)
     rounds = max(5 if seconds > 1 else 2, min(100, int(seconds / one_round)))
     block = max(1, int(BLOCK / one_round))
-    deadline = time.perf_counter() + PATIENCE * rounds * one_round
+    planned = rounds * one_round
+    deadline = time.perf_counter() + min(PATIENCE * planned, planned + LONGEST)
     kept: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     gc.collect()
@@ -207,7 +212,7 @@ def race(contenders: dict[str, Call], seconds: float) -> dict[str, Times]:
     while len(kept) < rounds and (not disturbed or time.perf_counter() < deadline):
         begin, others = time.perf_counter(), other_work()
         taken = [
-            {name: take_turn(call, repeats[name], warm=not slow[name]) for name, call in running.items()}
+            {name: take_turn(call, repeats[name], warm=warm[name]) for name, call in running.items()}
             for _ in range(block)
         ]
         used = (other_work() - others) / (time.perf_counter() - begin)
@@ -248,13 +253,15 @@ def installed(name: str) -> str | None:
 class Report:
     """Tables in markdown: printed as they come, written to results/NAME.md at the end."""
 
-    def __init__(self, name: str, title: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, title: str, options: argparse.Namespace, packages: tuple[str, ...] = ()
+    ) -> None:
         self.path = HERE / "results" / f"{name}.md"
         self.keep = not (options.quick or options.only)
         self.lines: list[str] = []
         config = attnmask.show_config(mode="dict")
         names = ("numpy", "torch" if torch else "", "ejkernel" if ejkernel else "", "jax" if jax else "")
-        versions = [installed(name) for name in names if name]
+        versions = [installed(name) for name in (*names, *packages) if name]
         self.text(f"# {title}")
         self.text(
             f"{processor()}, {os.cpu_count()} cores{cache()}, {platform.system()} {platform.machine()}. "

@@ -1,10 +1,13 @@
-/* native.c – yardsticks: what this machine's memory gives to plain C with the same number of threads.
+/* native.c – yardsticks: what this machine's memory and arithmetic give to plain C with the same number of threads.
  *
  * harness.py compiles it at run time with -O3 -march=native, and -fopenmp where the compiler has it.
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#    include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #    include <omp.h>
 #else
@@ -43,4 +46,66 @@ uint64_t read_all(const void *src, size_t bytes, int threads)
         for (size_t i = 0; i < count / sizeof *words; i++) total += words[i];
     }
     return total;
+}
+
+/* Products and sums that wait for nobody: enough chains for two units with a latency of six cycles. Each function
+ * gives the number of operations of all threads, or 0 where the processor lacks the instruction. */
+enum { CHAINS = 12 };
+
+#ifdef __AVX512F__
+#    define WIDEST 64
+#elif defined __AVX__
+#    define WIDEST 32
+#else
+#    define WIDEST 16
+#endif
+
+/* Where chains start: what the compiler knows of none, it cannot derive one from another. */
+volatile float chain_start[CHAINS] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
+
+#define FMA(name, scalar, bytes)                                                              \
+    double name(size_t steps, int threads)                                                    \
+    {                                                                                         \
+        typedef scalar vector __attribute__((vector_size(bytes)));                            \
+        int count = 0;                                                                        \
+        (void)threads;                                                                        \
+        _Pragma("omp parallel num_threads(threads) reduction(+ : count)")                     \
+        {                                                                                     \
+            const vector zero = {0}, x = zero + (scalar)0.999, y = zero + (scalar)1e-3;       \
+            vector sum[CHAINS];                                                               \
+            for (int i = 0; i < CHAINS; i++) sum[i] = zero + (scalar)chain_start[i];          \
+            for (size_t step = 0; step < steps; step++)                                       \
+                for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * x + y;                     \
+            volatile vector sink;                                                             \
+            for (int i = 0; i < CHAINS; i++) sink = sum[i];                                   \
+            (void)sink;                                                                       \
+            count++;                                                                          \
+        }                                                                                     \
+        return 2.0 * CHAINS * (bytes / sizeof(scalar)) * (double)steps * count;               \
+    }
+
+FMA(fma_float32, float, WIDEST)
+FMA(fma_float64, double, WIDEST)
+FMA(fma_avx2, float, 32)
+
+double fma_bfloat16(size_t steps, int threads)
+{
+    int count = 0;
+#ifdef __AVX512BF16__
+#    pragma omp parallel num_threads(threads) reduction(+ : count)
+    {
+        const __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f00); /* 0.5 */
+        __m512 sum[CHAINS];
+        for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_set1_ps(chain_start[i]);
+        for (size_t step = 0; step < steps; step++) {
+            for (int i = 0; i < CHAINS; i++) sum[i] = _mm512_dpbf16_ps(sum[i], x, x);
+        }
+        volatile __m512 sink;
+        for (int i = 0; i < CHAINS; i++) sink = sum[i];
+        (void)sink;
+        count++;
+    }
+#endif
+    (void)threads;
+    return 64.0 * CHAINS * (double)steps * count;
 }

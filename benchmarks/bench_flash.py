@@ -1,0 +1,489 @@
+"""Flash attention beside torch, flex attention, ONNX Runtime, OpenVINO, JAX and ejKernel.
+
+python benchmarks/bench_flash.py [--quick] [--only TEXT] [--threads N]
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import harness
+import numpy as np
+from flash_cases import Case
+from harness import Call, Times, digits, race
+from workers import Remote, Worker, WorkerError
+
+import attnmask
+
+WORKER = Path(__file__).parent / "flash_peers.py"
+PEERS = ("torch", "flex", "ONNX Runtime", "OpenVINO", "JAX", "ejKernel")
+TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # of the largest number
+SHRINK = 8  # times fewer tokens with --quick
+GRADIENTS = hasattr(attnmask, "flash_attention_vjp")
+
+LONG = {"tokens": 8192, "heads": 8}
+WINDOW = {**LONG, "causal": True, "window": 256}
+DOCUMENTS = {**LONG, "causal": True, "documents": 16}
+GROUPED = {"tokens": 4096, "heads": 32, "kv_heads": 8, "channels": 128, "causal": True}
+DECODE = {"tokens": 8192, "heads": 32, "kv_heads": 8, "channels": 128, "causal": True}
+MEMORY = {"tokens": 32768, "heads": 4, "causal": True}
+
+
+@dataclass
+class Outcome:
+    """Of one race: attnmask's times by `new` and `out=`, the peers' by their names, and others."""
+
+    case: Case
+    times: dict[str, Times]
+    forms: dict[str, str]  # in which a peer was fastest
+    wrong: set[str]  # peers who give something else, and so are not timed
+    peak: float  # operations of the yardstick
+
+    @property
+    def mine(self) -> Times:
+        return self.times["new"]
+
+    @property
+    def rate(self) -> str:
+        return digits(self.case.flops / self.mine.median / 1e9)
+
+    @property
+    def of_peak(self) -> str:
+        """As a share of what the same round's yardstick did."""
+        return percent(self.case.flops / self.peak * self.times["peak"].ratio_to(self.mine))
+
+    @property
+    def peers(self) -> list[str | None]:
+        cells: list[str | None] = []
+        for name in PEERS:
+            form = f" ({self.forms[name]})" if self.forms.get(name) else ""
+            cells.append(f"{self.times[name]}{form}" if name in self.times else None)
+            if name in self.wrong:
+                cells[-1] = f"differs{form}"
+        return cells
+
+    @property
+    def ahead(self) -> str | None:
+        """How many times faster than the fastest peer."""
+        there = [self.times[name] for name in PEERS if name in self.times]
+        return digits(min(there, key=lambda t: t.median).ratio_to(self.mine)) if there else None
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """Of the columns that most tables share."""
+        return self.mine, self.times.get("out="), self.rate, self.of_peak, *self.peers, self.ahead
+
+
+COLUMNS = ("attnmask", "out=", "GFLOP/s", "of peak", *PEERS, "ratio")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.options = harness.arguments(__doc__)
+        threads = str(self.options.threads)
+        self.mine = Worker(WORKER, "attnmask", threads)
+        self.peers = {name: Worker(WORKER, name, threads) for name in PEERS}
+        if self.options.quick and not self.options.only:
+            del self.peers["flex"]  # whose compiler takes some ten seconds a case
+        for name, worker in list(self.peers.items()):
+            try:
+                worker.ask("start")
+            except WorkerError as error:
+                print(f"without {name}: {error}", file=sys.stderr)
+                worker.close()
+                del self.peers[name]
+        self.mistakes: list[str] = []
+        packages = ("onnxruntime", "openvino")
+        self.report = harness.Report("flash", "Flash attention", self.options, packages)
+
+    def table(
+        self,
+        title: str,
+        text: str,
+        columns: tuple[str, ...],
+        cases: list[Case],
+        row: Callable[[Case], tuple[object, ...]],
+    ) -> None:
+        """A row for each case that was asked for."""
+        asked = [case for case in cases if self.options.only in case.name]
+        if asked:
+            self.report.heading(title)
+            self.report.text(text)
+            self.report.table("case", *columns)
+            for case in asked:
+                self.report.row(case.name, *row(case))
+            self.report.end_table()
+
+    def sized(self, case: Case) -> Case:
+        return case.shrunk(SHRINK) if self.options.quick else replace(case)
+
+    def prepare(self, case: Case, worker: Worker) -> dict[str, Call]:
+        names = worker.ask("prepare", replace(case))  # without what it has worked out
+        return {name: Remote(worker, case.name, name) for name in names}
+
+    def measure(
+        self,
+        case: Case,
+        beside: dict[str, Case] | None = None,
+        yardsticks: dict[str, Call] | None = None,
+        mine: Worker | None = None,
+        kind: str | None = None,
+        share: float = 1.0,
+    ) -> Outcome:
+        """A case by all, and cases `beside` it by attnmask; where `mine` is another worker, by that one only."""
+        case, worker = self.sized(case), mine or self.mine
+        peers = {} if mine else self.peers
+        for each in (worker, *peers.values()):
+            each.ask("forget")
+        contenders, forms, wrong = self.prepare(case, worker), {}, set()
+        expected = worker.ask("result", *contenders["new"].name)
+        for name, peer in peers.items():
+            try:
+                ((forms[name], call),) = self.prepare(case, peer).items()
+                result = peer.ask("result", *call.name)
+            except WorkerError as error:
+                print(f"{case.name} without {name}: {error}"[:300], file=sys.stderr)
+                continue
+            error = difference(result, expected)
+            if error <= TOLERANCE[case.dtype]:
+                contenders[name] = call
+            else:
+                wrong.add(name)
+                self.mistakes.append(f"{case.name}, {name} {forms[name]}: differs by {error:.2g}")
+                print(self.mistakes[-1], file=sys.stderr)
+        for name, other in (beside or {}).items():
+            contenders[name] = self.prepare(self.sized(other), worker)["new"]
+        kind = kind or {"float16": "float32"}.get(case.dtype, case.dtype)
+        peak, operations = harness.multiply(kind, self.options.threads)
+        aside = {"peak": peak, **(yardsticks or {})}
+        times = race(contenders | aside, share * self.options.seconds, yardsticks=aside)
+        return Outcome(case, times, forms, wrong, operations)
+
+    def close(self) -> None:
+        for worker in (self.mine, *self.peers.values()):
+            worker.close()
+
+
+def difference(got: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> float:
+    """The largest, as a share of the largest number; NaN if there is one."""
+    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, wanted, strict=True)]
+    return float(np.max(errors))
+
+
+# Forward
+
+
+def forward(bench: Bench) -> None:
+    cases = [
+        Case(f"{dtype}, D={channels}, {name}", dtype, channels=channels, causal=name == "causal")
+        for dtype in ("float32", "bfloat16", "float16", "float64")
+        for channels in (64, 128)
+        for name in ("full", "causal")
+    ]
+    text = "2,048 tokens, 16 heads."
+    bench.table("Full and causal", text, COLUMNS, cases, lambda case: bench.measure(case).cells)
+
+
+def shapes(bench: Bench) -> None:
+    cases = [Case(f"GQA, causal, {dtype}", dtype, **GROUPED) for dtype in ("float32", "bfloat16")]
+    cases.append(Case("small, float32", tokens=64, batch=64, heads=8))
+    cases += [
+        Case(f"float32, D={channels}, 8 heads", channels=channels, heads=8)
+        for channels in (32, 80, 96, 192, 256)
+    ]
+    text = (
+        "GQA: 4,096 tokens, 32 heads of queries and 8 of keys, D=128. Small: 64 batch rows of 64 tokens, "
+        "8 heads, D=64. Channels: 2,048 tokens, full."
+    )
+    bench.table("Shapes", text, COLUMNS, cases, lambda case: bench.measure(case).cells)
+
+
+def measure_beside_causal(bench: Bench, case: Case) -> tuple[Outcome, str]:
+    """And the rate as a share of the rate without window and documents."""
+    causal = replace(case, name=f"{case.name}, causal only", window=None, documents=0)
+    outcome = bench.measure(case, {"causal": causal})
+    faster = outcome.times["causal"].ratio_to(outcome.mine)
+    return outcome, percent(outcome.case.flops / bench.sized(causal).flops * faster)
+
+
+def sparse(bench: Bench) -> None:
+    cases = [Case(f"window, {dtype}", dtype, **WINDOW) for dtype in ("float32", "bfloat16")]
+    cases.append(Case("documents by cum_seqlens, float32", **DOCUMENTS))
+    cases.append(Case("documents by MaskInfo, float32", **DOCUMENTS, by_mask_info=True))
+
+    def row(case: Case) -> tuple[object, ...]:
+        outcome, share = measure_beside_causal(bench, case)
+        return (*outcome.cells, share)
+
+    text = (
+        "8,192 tokens, 8 heads, D=64, causal. Window: 256 keys for each query. Documents: 16, of very "
+        "different lengths. `of causal`: GFLOP/s as a share of attnmask's without window and documents."
+    )
+    bench.table("Windows and packed documents", text, (*COLUMNS, "of causal"), cases, row)
+
+
+def dense(bench: Bench) -> None:
+    full = Case("no mask", tokens=4096, heads=8)
+    cases = [full, replace(full, name="dense mask", density=0.1)]
+
+    def row(case: Case) -> tuple[object, ...]:
+        outcome = bench.measure(case, {"full": replace(full, name="full")})
+        return (*outcome.cells, digits(outcome.times["full"].ratio_to(outcome.mine)))
+
+    text = (
+        "4,096 tokens, 8 heads, D=64, float32. In the mask, 90% of the blocks of 128 × 128 pairs are empty. "
+        "`× full`: how many times faster than without a mask."
+    )
+    bench.table("A dense mask", text, (*COLUMNS, "× full"), cases, row)
+
+
+def decode(bench: Bench) -> None:
+    cases = [
+        Case(f"decode {queries}, {dtype}", dtype, queries=queries, **DECODE)
+        for queries in (1, 8)
+        for dtype in ("float32", "bfloat16")
+    ]
+
+    def row(case: Case) -> tuple[object, ...]:
+        nbytes = bench.sized(case).key_bytes
+        source = np.ones(nbytes, np.uint8)
+        outcome = bench.measure(case, yardsticks={"read": harness.read(source, bench.options.threads)})
+        mine, read = outcome.mine, outcome.times["read"]
+        rates = digits(nbytes / mine.median / 1e9), percent(read.ratio_to(mine))
+        return mine, outcome.times["out="], *rates, *outcome.peers, outcome.ahead
+
+    text = (
+        "1 or 8 queries at the end of 8,192 keys, 32 heads of queries and 8 of keys, D=128. GB/s of keys and "
+        "values; `of read`: as a share of what plain C reads, of as many bytes."
+    )
+    columns = ("attnmask", "out=", "GB/s", "of read", *PEERS, "ratio")
+    bench.table("Decoding", text, columns, cases, row)
+
+
+def avx2(bench: Bench) -> None:
+    if not attnmask.show_config(mode="dict")["isa"].startswith("avx512"):
+        return
+    worker = Worker(WORKER, "attnmask", str(bench.options.threads), ATTNMASK_ISA="avx2")
+    cases = [Case(f"AVX2, D={channels}, full", channels=channels) for channels in (64, 128)]
+
+    def row(case: Case) -> tuple[object, ...]:
+        return bench.measure(case, mine=worker, kind="avx2").cells[:4]
+
+    text = "2,048 tokens, 16 heads, float32; the share is that of AVX2's own peak."
+    bench.table("The AVX2 level", text, COLUMNS[:4], cases, row)
+    worker.close()
+
+
+def memory(bench: Bench) -> None:
+    if sys.platform != "linux":
+        return
+    cases = [Case("memory, forward", **MEMORY)]
+    cases += [Case("memory, gradient", **MEMORY, backward=True)] if GRADIENTS else []
+
+    def row(case: Case) -> tuple[object, ...]:
+        case = bench.sized(case)
+        worker = Worker(WORKER, "attnmask", str(bench.options.threads))
+        names = worker.ask("prepare", replace(case))
+        call = "out=" if "out=" in names else "new"
+        taken = worker.ask("memory", case.name, call)
+        worker.close()
+        results = sum(array.nbytes for array in case.arrays[:3]) if case.backward else 0
+        return digits((taken - results) / 1e6), digits(case.key_bytes / 1e6)
+
+    text = (
+        "32,768 tokens, 4 heads, D=64, float32, causal: MB that a call takes at its peak beyond inputs and "
+        "output, in a process that has not called before. `keys`: keys and values themselves."
+    )
+    bench.table("Memory", text, ("attnmask", "keys"), cases, row)
+
+
+# Gradients
+
+
+def backward(bench: Bench) -> None:
+    cases = [
+        Case(f"gradient, {dtype}, D={channels}, {name}", dtype, channels=channels, causal=name == "causal")
+        for dtype in ("float32", "bfloat16")
+        for channels in (64, 128)
+        for name in ("full", "causal")
+    ]
+    cases += [Case(f"gradient, GQA, causal, {dtype}", dtype, **GROUPED) for dtype in ("float32", "bfloat16")]
+    cases.append(Case("gradient, window, float32", **WINDOW))
+    cases.append(Case("gradient, documents by cum_seqlens, float32", **DOCUMENTS))
+    cases = [replace(case, backward=True) for case in cases]
+
+    def row(case: Case) -> tuple[object, ...]:
+        if case.window or case.documents:
+            outcome, share = measure_beside_causal(bench, case)
+        else:
+            outcome, share = bench.measure(case), None
+        return (outcome.mine, *outcome.cells[2:], share)
+
+    text = (
+        "Of queries, keys and values, after the forward: 2,048 tokens and 16 heads; GQA, window and "
+        "documents as above."
+    )
+    bench.table("Gradients", text, ("attnmask", *COLUMNS[2:], "of causal"), cases, row)
+
+
+def bias_gradient(bench: Bench) -> None:
+    cases = [Case("gradient of a bias", bias=True, backward=True)]
+
+    def row(case: Case) -> tuple[object, ...]:
+        case = bench.sized(case)
+        bench.mine.ask("forget")
+        times = race(bench.prepare(case, bench.mine), bench.options.seconds)
+        return times["new"], times["d bias"], digits(times["d bias"].ratio_to(times["new"]))
+
+    text = "2,048 tokens, 16 heads, D=64, float32; the bias is [1, 16, 2048, 2048], its gradient asked for or not."
+    bench.table("The gradient of a bias", text, ("without", "with", "×"), cases, row)
+
+
+def threads(bench: Bench) -> None:
+    many = bench.options.threads
+    workers = {n: Worker(WORKER, "attnmask", str(n)) for n in (1, many)}
+    cases = [Case(f"threads, {name}", causal=name == "causal") for name in ("full", "causal")]
+    if GRADIENTS:
+        cases += [replace(case, name=f"{case.name}, gradient", backward=True) for case in cases]
+
+    def row(case: Case) -> tuple[object, ...]:
+        case = bench.sized(case)
+        calls = {f"{n}": bench.prepare(case, worker)["new"] for n, worker in workers.items()}
+        times = race(calls, bench.options.seconds)
+        one, together = times["1"], times[f"{many}"]
+        return one, together, digits(one.ratio_to(together))
+
+    if many > 1:
+        text = "2,048 tokens, 16 heads, D=64, float32."
+        bench.table("Threads", text, ("1 thread", f"{many} threads", "×"), cases, row)
+    for worker in workers.values():
+        worker.close()
+
+
+# Plots
+
+Series = dict[str, list[tuple[float, float]]]  # by name: places and milliseconds
+
+
+def plot(bench: Bench, name: str, title: str, axis: str, series: Series) -> None:
+    """As SVG and PNG, where matplotlib is installed."""
+    matplotlib = harness.optional("matplotlib")
+    if not (bench.report.keep and matplotlib):
+        return
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = name  # the same file for the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    for label, points in series.items():
+        own = label.startswith("attnmask")
+        axes.plot(*zip(*points, strict=True), "o-" if own else ".--", label=label, linewidth=2 if own else 1)
+    ticks = sorted({x for points in series.values() for x, _ in points})
+    axes.set(title=title, xlabel=axis, ylabel="ms", xscale="log", yscale="log")
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    bench.report.path.parent.mkdir(exist_ok=True)
+    for kind in ("svg", "png"):
+        path = bench.report.path.with_name(f"flash_{name}.{kind}")
+        figure.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else None)
+        print(f"written to {path}", file=sys.stderr)
+    pyplot.close(figure)
+    bench.report.text(f"![{title}](flash_{name}.svg)")
+
+
+def curve(
+    bench: Bench, axis: str, places: dict[float, Case], beside: Callable[[Case], dict[str, Case]], label: str
+) -> Series:
+    """One race at each place, as a table and for a plot."""
+    names = [label, *beside(next(iter(places.values())))]
+    series: Series = {name: [] for name in (*names, *PEERS)}
+    bench.report.table(axis, *series)
+    for place, case in places.items():
+        times = bench.measure(case, beside(case), share=0.5).times
+        times[label] = times["new"]
+        for name, points in series.items():
+            if name in times:
+                points.append((place, 1e3 * times[name].median))
+        bench.report.row(f"{place:,}", *(times.get(name) for name in series))
+    bench.report.end_table()
+    return {name: points for name, points in series.items() if points}
+
+
+def cost_of_length(bench: Bench) -> None:
+    title = "Cost and length"
+    if bench.options.only not in title:
+        return
+    bench.report.heading(title)
+    bench.report.text("4 heads, D=64, float32, causal: milliseconds. Documents: of 512 tokens on average.")
+    lengths = [512, 1024, 2048, 4096, 8192]
+    places = {
+        n // (SHRINK if bench.options.quick else 1): Case(f"T={n}", tokens=n, heads=4, causal=True)
+        for n in lengths
+    }
+
+    def beside(case: Case) -> dict[str, Case]:
+        return {
+            "attnmask, window 256": replace(case, name=f"{case.name}, window", window=256),
+            "attnmask, documents": replace(
+                case, name=f"{case.name}, documents", documents=max(1, case.tokens // 512)
+            ),
+        }
+
+    series = curve(bench, "tokens", places, beside, "attnmask, causal")
+    plot(bench, "length", "4 heads, D=64, float32, causal", "tokens", series)
+
+
+def cost_of_density(bench: Bench) -> None:
+    title = "Cost and density"
+    if bench.options.only not in title:
+        return
+    bench.report.heading(title)
+    bench.report.text(
+        "4,096 tokens, 8 heads, D=64, float32, a dense mask in blocks of 128 × 128 pairs: milliseconds by the "
+        "share of blocks that are live."
+    )
+    shares = (0.04, 0.1, 0.2, 0.4, 0.7, 1.0)
+    places = {share: Case(f"density {share}", tokens=4096, heads=8, density=share) for share in shares}
+    series = curve(bench, "live", places, lambda case: {}, "attnmask")
+    plot(bench, "density", "4,096 tokens, 8 heads, D=64, float32", "share of live blocks", series)
+
+
+def main() -> None:
+    bench = Bench()
+    bench.report.text(
+        "Milliseconds, median over the rounds; `~` marks rounds that differ widely. Every library runs in a process "
+        "of its own and in the layout that suits it; masks, block masks and copies of keys are made beforehand. "
+        "In brackets: by which operator, or how the case was put to it. `out=`: into an array that is there. "
+        "GFLOP/s count the products over live pairs, two forward and five backward; `of peak`: as a share of what "
+        "independent multiply-adds reach in the same rounds. `ratio`: how many times faster than the best of the "
+        "peers, with a new array for the result."
+    )
+    if not harness.native.fma_bfloat16(1, 1):
+        bench.report.text(
+            "This processor does not multiply bfloat16: shares are of float32's peak, and OpenVINO computes in "
+            "float32 whatever it is told (`f32`)."
+        )
+    try:
+        for section in (forward, shapes, sparse, dense, decode, avx2, memory):
+            section(bench)
+        if GRADIENTS:
+            backward(bench)
+            bias_gradient(bench)
+        for section in (threads, cost_of_length, cost_of_density):
+            section(bench)
+        bench.report.write()
+    finally:
+        bench.close()
+    if bench.mistakes:
+        raise SystemExit("\n".join(["not the same:", *bench.mistakes]))
+
+
+if __name__ == "__main__":
+    main()
