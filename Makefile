@@ -4,6 +4,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -71,7 +72,7 @@ SANITIZED = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitize/lib PYTHONMALLO
 sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanitizer and UBSan
 	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
-	$(SANITIZED) $(BIN)/pytest --capture=sys $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
+	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
 
 clean: ## remove all that was made
 	rm -rf $(VENV) build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

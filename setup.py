@@ -11,6 +11,7 @@ import os
 import platform
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -61,15 +62,20 @@ class BuildExt(build_ext):
         record = Path(self.build_temp, "command.txt")
         if not record.exists() or record.read_text() != command:
             self.force = True
-        for level, isa in levels.items():
-            ext.extra_objects += self.compiler.compile(
+
+        def compile_level(level: str) -> list[str]:
+            return self.compiler.compile(
                 [f"csrc/kernels/{level}.c"],
                 output_dir=self.build_temp,
                 macros=ext.define_macros,
                 include_dirs=ext.include_dirs,
-                extra_postargs=[*flags, *isa, "-fno-lto"],
+                extra_postargs=[*flags, *levels[level], "-fno-lto"],
                 depends=ext.depends,
             )
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # these take most of the time
+            for objects in pool.map(compile_level, levels):
+                ext.extra_objects += objects
         super().build_extension(ext)
         record.write_text(command)
 
