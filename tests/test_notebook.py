@@ -1,4 +1,4 @@
-"""The notebook in examples/ runs, and prints what is stored in it."""
+"""The notebook in examples/ runs, and prints what is stored: by `jupyter execute --inplace examples/tour.ipynb`."""
 
 from pathlib import Path
 
