@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench wheel lint format stubs sanitize werror clean
+.PHONY: help demo test bench docs wheel lint format stubs sanitize werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -25,6 +25,9 @@ test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_AR
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+
+docs: $(VENV)/installed $(VENV)/docs.txt ## make the reference from the docstrings, in build/docs
+	$(BIN)/sphinx-build -W --keep-going --quiet -d build/doctrees -b html docs build/docs
 
 # The wheel is made from the source distribution, and tested where there are no sources and no compiler.
 WHEEL := build/wheel

@@ -48,7 +48,7 @@ class BuildExt(build_ext):
         if sanitizers := os.environ.get("ATTNMASK_SANITIZE"):
             sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
             # Python's own -fwrapv would hide signed overflow.
-            flags += [*sanitize, "-fno-wrapv", "-fno-omit-frame-pointer", "-UNDEBUG"]
+            flags += [*sanitize, "-O1", "-fno-wrapv", "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
         flags += ["-pthread"]
         ext.extra_link_args += ["-pthread"]

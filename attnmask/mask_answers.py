@@ -665,22 +665,51 @@ class MaskAnswers:
 
     @property
     def causal_mask_baked_in(self) -> bool:
-        """Whether `apply_causal` was."""
+        """Whether `apply_causal` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().causal_mask_baked_in
+        True
+        """
         return self._state.baked[0]
 
     @property
     def sliding_window_baked_in(self) -> bool:
-        """Whether `apply_sliding_window` was."""
+        """Whether `apply_sliding_window` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().sliding_window_baked_in
+        False
+        """
         return self._state.baked[1]
 
     @property
     def chunked_mask_baked_in(self) -> bool:
-        """Whether `apply_chunked` was."""
+        """Whether `apply_chunked` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_chunked(2).chunked_mask_baked_in
+        True
+        """
         return self._state.baked[2]
 
     @property
     def token_type_ids_baked_in(self) -> bool:
-        """Whether `apply_token_type_ids` was."""
+        """Whether `apply_token_type_ids` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0]])
+        >>> info.apply_token_type_ids([[1, 2]]).token_type_ids_baked_in
+        True
+        """
         return self._state.baked[3]
 
     @property
@@ -698,22 +727,50 @@ class MaskAnswers:
 
     @property
     def batch_axis_name(self) -> AxisName:
-        """The mesh axes of batch rows."""
+        """The mesh axes of batch rows.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).batch_axis_name
+        ('dp', 'fsdp')
+        """
         return self._state.axes[0]
 
     @property
     def qheads_axis_name(self) -> AxisName:
-        """The mesh axes of query heads."""
+        """The mesh axes of query heads.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).qheads_axis_name
+        'tp'
+        """
         return self._state.axes[1]
 
     @property
     def kvheads_axis_name(self) -> AxisName:
-        """The mesh axes of key heads."""
+        """The mesh axes of key heads.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kvheads_axis_name
+        'tp'
+        """
         return self._state.axes[2]
 
     @property
     def sequence_axis_name(self) -> AxisName:
-        """The mesh axes of tokens."""
+        """The mesh axes of tokens.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).sequence_axis_name
+        'sp'
+        """
         return self._state.axes[3]
 
     def is_self_attention(self) -> bool:

@@ -671,6 +671,14 @@ class MaskInfo(MaskTerms):
         Returns
         -------
         matplotlib.axes.Axes
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> from matplotlib.figure import Figure
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 8]).apply_causal()
+        >>> info.plot(Figure().add_subplot()).get_xlabel()
+        'key'
         """
         from attnmask import render
 

@@ -1,18 +1,4 @@
-"""`flash_attention` for PyTorch: tensors in and out, and gradients by the package's own backward pass.
-
-Examples
---------
->>> import torch
->>> import attnmask.torch
->>> query = torch.zeros(1, 3, 1, 8, requires_grad=True)
->>> value = torch.arange(3.0).reshape(1, 3, 1, 1).requires_grad_()
->>> out = attnmask.torch.flash_attention(query, query, value, causal=True)
->>> out.flatten().tolist()
-[0.0, 0.5, 1.0]
->>> out.sum().backward()
->>> [round(x, 3) for x in value.grad.flatten().tolist()]
-[1.833, 0.833, 0.333]
-"""
+"""`flash_attention` for PyTorch: tensors in and out, and gradients by the package's own backward pass."""
 
 from typing import Any
 
@@ -69,7 +55,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: "torch.Tensor | None", dlse: "torch.Tensor | None") -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "attnmask.torch.flash_attention has no second derivative: create_graph must be False"
@@ -108,6 +94,19 @@ def flash_attention(
     Returns
     -------
     Tensor, or tuple of two Tensors if `return_lse`
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> query = torch.zeros(1, 3, 1, 8, requires_grad=True)
+    >>> value = torch.arange(3.0).reshape(1, 3, 1, 1).requires_grad_()
+    >>> out = attnmask.torch.flash_attention(query, query, value, causal=True)
+    >>> out.flatten().tolist()
+    [0.0, 0.5, 1.0]
+    >>> out.sum().backward()
+    >>> [round(x, 3) for x in value.grad.flatten().tolist()]
+    [1.833, 0.833, 0.333]
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):

@@ -3,10 +3,12 @@
 import contextlib
 import doctest
 import importlib.util
+import inspect
 import io
 import pkgutil
 import re
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -14,16 +16,31 @@ import pytest
 import attnmask
 
 README = Path(__file__).parent.parent / "README.md"
-
+PAGES = sorted((README.parent / "docs").glob("*.rst"))
 
 NOT_HERE = {"attnmask.__main__"} | {
     f"attnmask.{name}" for name in ("jax", "torch") if not importlib.util.find_spec(name)
 }
+OFFERED = {"attnmask.jax", "attnmask.operations", "attnmask.torch"}  # beside what `attnmask` itself does
+MEMBERS = FunctionType, classmethod, staticmethod, property
 
 
 def modules():
     names = [info.name for info in pkgutil.walk_packages(attnmask.__path__, "attnmask.")]
     return [attnmask, *(importlib.import_module(name) for name in names if name not in NOT_HERE)]
+
+
+def public():
+    """What the package offers: by module, its functions and classes, and what these offer in turn."""
+    for module in (attnmask, *(m for m in modules() if m.__name__ in OFFERED)):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if isinstance(thing, str):
+                continue
+            yield module, name, thing
+            for member, held in inspect.getmembers_static(thing) if inspect.isclass(thing) else ():
+                if isinstance(held, MEMBERS) and not member.startswith("_") and not hasattr(tuple, member):
+                    yield module, f"{name}.{member}", getattr(thing, member)
 
 
 def examples():
@@ -36,9 +53,34 @@ def examples():
 
 @pytest.mark.parametrize("test", list(examples()))
 def test_docstring(test, set_threads):  # which undoes what an example sets
+    if "matplotlib" in test.docstring:
+        pytest.importorskip("matplotlib")
     report = io.StringIO()
     result = doctest.DocTestRunner().run(test, out=report.write)
     assert not result.failed, report.getvalue()
+
+
+def test_everything_public_has_an_example():
+    lacking = [
+        f"{module.__name__}.{name}" for module, name, thing in public() if ">>>" not in inspect.getdoc(thing)
+    ]
+    assert not lacking
+
+
+@pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
+def test_the_reference_has_everything_public():
+    """And nothing twice."""
+    named = []
+    for page in PAGES:
+        module = None
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.split()[2]
+            elif line.startswith((".. autofunction:: ", ".. autoclass:: ")):
+                named.append(f"{module}.{line.split()[2]}")
+    frameworks = {f"attnmask.{name}.flash_attention" for name in ("jax", "torch")}
+    expected = {f"{module.__name__}.{name}" for module, name, _ in public() if "." not in name} | frameworks
+    assert sorted(named) == sorted(expected)
 
 
 @pytest.mark.skipif(not README.exists(), reason="the tests run without the README")

@@ -187,7 +187,18 @@ class OperationImpl(ABC):
     @classmethod
     @abstractmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """The name to register under, or several."""
+        """The name to register under, or several.
+
+        Returns
+        -------
+        str or tuple of str
+
+        Examples
+        --------
+        >>> from attnmask.operations import FlashAttention
+        >>> FlashAttention.get_impl_name()
+        'flash'
+        """
 
     @abstractmethod
     def forward_native(
@@ -200,7 +211,25 @@ class OperationImpl(ABC):
         causal: bool = False,
         **more: Any,
     ) -> OperationOutput:
-        """Compute what a call asks for, on any machine."""
+        """Compute what a call asks for, on any machine.
+
+        Parameters
+        ----------
+        query, key, value, mask, bias, causal, **more
+            As of a call.
+
+        Returns
+        -------
+        OperationOutput
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attnmask.operations import OperationRegistry
+        >>> x = np.ones((2, 3, 4, 8), np.float32)
+        >>> OperationRegistry.create("vanilla").forward_native(x, x, x).attention_outputs.shape
+        (2, 3, 4, 8)
+        """
 
     def forward_cpu(
         self,
@@ -212,7 +241,25 @@ class OperationImpl(ABC):
         causal: bool = False,
         **more: Any,
     ) -> OperationOutput:
-        """Compute it on the CPU; as `forward_native` does, unless a subclass knows better."""
+        """Compute it on the CPU; as `forward_native` does, unless a subclass knows better.
+
+        Parameters
+        ----------
+        query, key, value, mask, bias, causal, **more
+            As of a call.
+
+        Returns
+        -------
+        OperationOutput
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attnmask.operations import OperationRegistry
+        >>> x = np.ones((2, 3, 4, 8), np.float32)
+        >>> OperationRegistry.create("flash").forward_cpu(x, x, x).lse.shape
+        (2, 4, 3)
+        """
         return self.forward_native(query, key, value, mask, bias, causal, **more)
 
     def __call__(
