@@ -648,6 +648,10 @@ def long_calls() -> dict:
     lanes = np.broadcast_to(ones, (1, 2**27, 8))
     rows = np.broadcast_to(ones, (1, 8, 2**27))
     mask = np.broadcast_to(np.True_, (2**14, 2**22))
+    tokens = np.broadcast_to(ones, (1, 2**16, 16, 64))
+    lse = np.broadcast_to(ones, (1, 16, 2**16))
+    attention = {"query": tokens, "key": tokens, "value": tokens, "causal": True}
+    gradient = attention | {"dout": tokens, "out": tokens, "lse": lse}
     return {
         "one lane": lambda out: attnmask.chunk_local_cumsum(lane, 64, out=out.reshape(lane.shape)),
         "lanes": lambda out: attnmask.chunk_global_cumsum(lanes, out=out.reshape(lanes.shape)),
@@ -655,6 +659,9 @@ def long_calls() -> dict:
             rows, reverse=True, head_first=True, out=out.reshape(rows.shape)
         ),
         "mask": lambda out: attnmask.prepare_lens_from_mask(mask),
+        "attention": lambda out: attnmask.flash_attention(**attention),
+        "gradients": lambda out: attnmask.flash_attention_bwd(**gradient),
+        "gradients of peaks": lambda out: attnmask.flash_attention_bwd(**gradient, normalize_output=False),
     }
 
 
