@@ -30,7 +30,6 @@ typedef struct {
 typedef struct {
     am_flash_base base;
     const am_flash_gradient *gradient;
-    ptrdiff_t panel_depth, panel_value_depth;     /* whole panels */
     ptrdiff_t step, value_step;                   /* of rows in scratch */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
     ptrdiff_t k_bytes, v_bytes;                   /* of a tile's rows in scratch */
@@ -492,27 +491,26 @@ done:
 /* --- The plan
  * ------------------------------------------------------------------------------------------------- */
 
-/* Channels in whole panels, and an odd number of lines: rows that are a power of two apart would meet in few
- * sets of the cache. */
-static ptrdiff_t step_of(const plan *p, ptrdiff_t panels_depth)
+/* Whole panels, and an odd number of lines: rows that are a power of two apart would meet in few sets of the
+ * cache. */
+static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 {
     ptrdiff_t a_line = AM_LINE / p->base.size;
-    return panels_depth % (2 * a_line) == 0 ? panels_depth + a_line : panels_depth;
+    return in_panels % (2 * a_line) == 0 ? in_panels + a_line : in_panels;
 }
 
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t panel = p->base.kernels->panel, size = p->base.size;
-    p->panel_depth = am_ceil_div(f->depth, panel) * panel;
-    p->panel_value_depth = am_ceil_div(f->value_depth, panel) * panel;
-    p->step = step_of(p, p->panel_depth);
-    p->value_step = step_of(p, p->panel_value_depth);
+    ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
+    p->step = step_of(p, depth);
+    p->value_step = step_of(p, am_ceil_div(f->value_depth, panel) * panel);
     p->k_bytes = TILE * p->step * size;
     p->v_bytes = TILE * p->value_step * size;
     p->k_columns_bytes = TILE * f->depth * size;
     p->v_columns_bytes = TILE * f->value_depth * size;
-    p->k_panels_bytes = TILE * p->panel_depth * size;
+    p->k_panels_bytes = TILE * depth * size;
     p->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
     p->tiles = am_ceil_div(f->keys, TILE);
     ptrdiff_t bytes = p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;

@@ -7,25 +7,6 @@
  *     dK = dK + dSᵀ Q,  dQ = dQ + dS K
  */
 
-/* c[r] += sum over live i of a[r][i] b[i], for a b among which are NaN or Inf: 0 × NaN would reach beyond
- * live pairs. Panels of b lie `b_panel` apart. */
-static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, ptrdiff_t a_row,
-                              ptrdiff_t a_column, const T *b, ptrdiff_t b_row, ptrdiff_t b_panel, T *c,
-                              ptrdiff_t c_row, ptrdiff_t depth)
-{
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t j = 0; j < depth; j += LANES) {
-            const T *panel = b + j / FN(PANEL) * b_panel + j % FN(PANEL);
-            V sum = VOP(load)(c + r * c_row + j);
-            for (uint64_t left = live[r]; left; left &= left - 1) {
-                ptrdiff_t i = __builtin_ctzll(left);
-                sum = VOP(fma)(VOP(set1)(a[r * a_row + i * a_column]), VOP(load)(panel + i * b_row), sum);
-            }
-            VOP(store)(c + r * c_row + j, sum);
-        }
-    }
-}
-
 /* c = a bᵀ, where b is packed like keys. */
 static void FN(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *a, ptrdiff_t a_step,
                           ptrdiff_t depth, const T *b, T *c)

@@ -64,24 +64,32 @@ static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptr
     *sum += VOP(total)(total);
 }
 
-/* O + P V over live pairs alone, for a panel of values among which are NaN or Inf: 0 × NaN would reach beyond
- * them. The same sums in the same order as by `product`, so that garbage in dead pairs does not change a bit.
- */
+/* c[r] += sum over live i of a[r][i] b[i], for a b among which are NaN or Inf: 0 × NaN would reach beyond
+ * live pairs. The same sums in the same order as by `product`, so that garbage in dead pairs does not change
+ * a bit. Panels of b lie `b_panel` apart. */
+static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, ptrdiff_t a_row,
+                              ptrdiff_t a_column, const T *b, ptrdiff_t b_row, ptrdiff_t b_panel, T *c,
+                              ptrdiff_t c_row, ptrdiff_t depth)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        for (ptrdiff_t j = 0; j < depth; j += LANES) {
+            const T *panel = b + j / FN(PANEL) * b_panel + j % FN(PANEL);
+            V sum = VOP(load)(c + r * c_row + j);
+            for (uint64_t left = live[r]; left; left &= left - 1) {
+                ptrdiff_t i = __builtin_ctzll(left);
+                sum = VOP(fma)(VOP(set1)(a[r * a_row + i * a_column]), VOP(load)(panel + i * b_row), sum);
+            }
+            VOP(store)(c + r * c_row + j, sum);
+        }
+    }
+}
+
+/* O + P V of live pairs alone, for one panel of columns. */
 static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                          const T *panel)
 {
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        const T *p = (const T *)block->logits + r * AM_FLASH_TILE;
-        T *out = (T *)block->out + r * block->out_depth + column;
-        V left = VOP(load)(out), right = VOP(load)(out + LANES);
-        for (uint64_t live = tile->live[r]; live; live &= live - 1) {
-            int key = __builtin_ctzll(live);
-            left = VOP(fma)(VOP(set1)(p[key]), VOP(load)(panel + key * FN(PANEL)), left);
-            right = VOP(fma)(VOP(set1)(p[key]), VOP(load)(panel + key * FN(PANEL) + LANES), right);
-        }
-        VOP(store)(out, left);
-        VOP(store)(out + LANES, right);
-    }
+    FN(add_live_rows)(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0,
+                      (T *)block->out + column, block->out_depth, FN(PANEL));
 }
 
 /* A share of what is to come. */
