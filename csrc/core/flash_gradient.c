@@ -399,7 +399,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    bool finite[MOST_TILES];
+    bool finite[MOST_TILES] = {false};
     ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
     for (ptrdiff_t i = 0; i < tiles; i++) pack(p, &at, (task * p->task_tiles + i) * TILE, &s, i, &finite[i]);
     memset(s.d_k, 0, (size_t)(tiles * p->k_bytes));
