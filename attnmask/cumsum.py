@@ -282,7 +282,8 @@ def chunk_local_cumsum_vjp(
     """
     g = _floating(g, "g")
     if cu_seqlens is not None:
-        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()  # vjp may be called after the caller's array has changed
+        # vjp may be called after the caller's array has changed.
+        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()
     result = chunk_local_cumsum(
         g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out=out
     )
@@ -325,7 +326,8 @@ def chunk_global_cumsum_vjp(
     """
     s = _floating(s, "s")
     if cu_seqlens is not None:
-        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()  # vjp may be called after the caller's array has changed
+        # vjp may be called after the caller's array has changed.
+        cu_seqlens = as_array(cu_seqlens, "cu_seqlens").copy()
     result = chunk_global_cumsum(s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out=out)
 
     def sum_back(dout: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
