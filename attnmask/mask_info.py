@@ -38,6 +38,7 @@ from attnmask.mask_sharding import AxisName, MaskSharding, check_axes, mesh_size
 from attnmask.mask_state import (
     AXIS_FIELDS,
     BOOL,
+    FLAG_FIELDS,
     KEY_IDS,
     QUERY_IDS,
     Ids,
@@ -147,14 +148,12 @@ class MaskInfo(MaskTerms):
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
+        flags = token_type_ids_baked_in, chunked_mask_baked_in, sliding_window_baked_in, causal_mask_baked_in
         axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
         others = {
             "q_positions": q_positions,
             "kv_positions": kv_positions,
-            "causal_mask_baked_in": causal_mask_baked_in,
-            "sliding_window_baked_in": sliding_window_baked_in,
-            "chunked_mask_baked_in": chunked_mask_baked_in,
-            "token_type_ids_baked_in": token_type_ids_baked_in,
+            **dict(zip(reversed(FLAG_FIELDS), flags, strict=True)),
             **dict(zip(AXIS_FIELDS, axes, strict=True)),
         }
         given = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
@@ -332,7 +331,8 @@ class MaskInfo(MaskTerms):
             raise TypeError("max_q_len must be given unless packed=True, got None")
         ids_of = _packed_ids if packed else _row_ids
         q_cu, q_ids = ids_of(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
-        if cu_seqlens_kv is None and max_kv_len in (None, max_q_len):
+        alike = max_kv_len in (None, max_q_len)
+        if alike and cu_seqlens_kv is None:
             kv_cu, kv_ids = q_cu, q_ids
         else:
             given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
