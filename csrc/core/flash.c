@@ -33,7 +33,9 @@ typedef struct {
     ptrdiff_t block_heads;
     ptrdiff_t most_rows; /* of a block */
     ptrdiff_t head_blocks, q_blocks;
-    bool in_place; /* keys and values are not packed */
+    bool in_place;   /* keys and values are not packed */
+    bool pairs;      /* a lane of queries, keys and values holds two bfloat16 */
+    ptrdiff_t lanes; /* of a query or key */
     ptrdiff_t splits, split_keys;
     ptrdiff_t tiles;            /* of all keys */
     ptrdiff_t out_depth;        /* value_depth, in whole panels */
@@ -55,6 +57,9 @@ typedef struct {
 
 typedef am_flash_place place;
 
+/* Of products, to make logits of them. */
+static double factor_of(const plan *p) { return p->base.flash->scale * AM_LOG2_E / p->base.unit; }
+
 /* Out, high, sum and top of a block lie side by side. */
 static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
 {
@@ -62,13 +67,14 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
               fact_bytes = p->most_rows * p->base.size;
     return (am_flash_rows){
         .rows = rows,
-        .depth = p->base.flash->depth,
+        .depth = p->lanes,
         .out_depth = p->out_depth,
         .out = at,
         .high = at + out_bytes,
         .sum = at + out_bytes + fact_bytes,
         .top = at + out_bytes + 2 * fact_bytes,
         .cap = p->base.flash->cap,
+        .factor = p->pairs ? factor_of(p) : 1,
         .unit = p->base.unit,
     };
 }
@@ -94,13 +100,6 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
 /* --- Numbers in and out
  * ---------------------------------------------------------------------------------------- */
 
-/* Whether the kernels can read rows where they lie. */
-static bool is_plain(const am_tokens *t)
-{
-    ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
-    return t->element == size && t->token % size == 0;
-}
-
 /* Rows of keys or values, where they lie if they are plain, else copied to `room` as numbers of the
  * arithmetic type; and the kernels for them. */
 static const char *read_tile(const plan *p, const am_tokens *t, bool plain, const place *at, ptrdiff_t k,
@@ -119,17 +118,24 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t rows = am_min(TILE, f->keys - k), step;
+    if (p->pairs) {
+        const char *pairs = am_read_pairs(&f->k, at->b, at->kv_head, k, rows, f->depth, room, &step);
+        p->base.kernels->pack_keys(k_to, pairs, step, rows, p->lanes);
+        pairs = am_read_pairs(&f->v, at->b, at->kv_head, k, rows, f->value_depth, room, &step);
+        *finite = p->base.kernels->pack_value_pairs(v_to, pairs, 2 * step, rows, f->value_depth);
+        return;
+    }
     const am_flash_source *source;
-    const char *src = read_tile(p, &f->k, is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
+    const char *src = read_tile(p, &f->k, am_is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
     source->pack_keys(k_to, src, step, rows, f->depth);
-    src = read_tile(p, &f->v, is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
+    src = read_tile(p, &f->v, am_is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
 /* The rows of the tile at k, if it lies before `end`. */
 static am_flash_ahead ahead(const am_tokens *t, const place *at, ptrdiff_t k, ptrdiff_t end, ptrdiff_t count)
 {
-    if (k >= end || !is_plain(t)) return (am_flash_ahead){0};
+    if (k >= end || !am_is_plain(t)) return (am_flash_ahead){0};
     return (am_flash_ahead){am_token(t, at->b, at->kv_head, k), t->token,
                             count * (ptrdiff_t)am_size_of(t->type), am_min(TILE, end - k)};
 }
@@ -153,12 +159,16 @@ static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
 static void begin_block(const plan *p, const place *at, const scratch *s, am_flash_rows *block)
 {
     const am_flash *f = p->base.flash;
-    double scale = f->scale * AM_LOG2_E / p->base.unit;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         ptrdiff_t step;
+        char *to = s->q + r * p->lanes * p->base.size;
         const char *src = am_token(&f->q, at->b, am_head_of(at, r), am_query_of(at, r));
+        if (p->pairs) {
+            am_copy_pairs(to, src, 0, f->q.element, 1, f->depth);
+            continue;
+        }
         src = am_read_rows(&p->base, s->row, src, 0, f->q.element, f->q.type, 1, f->depth, &step);
-        p->base.kernels->scale(s->q + r * f->depth * p->base.size, src, scale, f->depth, false);
+        p->base.kernels->scale(to, src, factor_of(p), f->depth, false);
     }
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
     for (ptrdiff_t r = 0; r < at->rows; r++) {
@@ -241,8 +251,8 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
     uint64_t keys[AM_FLASH_ROWS];
     for (ptrdiff_t r = 0; p->base.threshold && r < at->rows; r++)
         keys[r] = am_row_key(f->seed, at->b, am_head_of(at, r), am_query_of(at, r));
-    bool plain = is_plain(&f->k) && is_plain(&f->v);
-    am_flash_step *step = p->base.kernels->step;
+    bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
+    am_flash_step *step = p->pairs ? p->base.kernels->step_pairs : p->base.kernels->step;
     for (ptrdiff_t k = begin; k < end; k += TILE) {
         ptrdiff_t columns = am_min(TILE, f->keys - k);
         am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
@@ -358,9 +368,11 @@ static void choose(plan *p)
     p->q_blocks = am_ceil_div(f->queries, p->block_rows);
     p->in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= FEW_ROWS;
     p->tiles = am_ceil_div(f->keys, TILE);
+    p->pairs = !p->in_place && f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
+    p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
     p->out_depth = am_ceil_div(f->value_depth, p->base.kernels->panel) * p->base.kernels->panel;
-    p->k_bytes = TILE * f->depth * p->base.size;
-    p->v_bytes = TILE * p->out_depth * p->base.size;
+    p->k_bytes = TILE * p->lanes * p->base.size;
+    p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
     ptrdiff_t blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, MOST_SPLIT));

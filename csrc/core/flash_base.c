@@ -13,6 +13,7 @@
 
 enum {
     HUGE_PAGE = 2 << 20,
+    HALF = 2,
     WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
 };
 
@@ -64,6 +65,31 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
     }
     am_copy_2d(raw, count * size, size, src, row_step, element_step, rows, count, (size_t)size);
     if (type != base->type) am_converter(type, base->type)(base->all_kernels, room, raw, rows * count);
+    return room;
+}
+
+bool am_is_plain(const am_tokens *t)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
+    return t->element == size && t->token % size == 0;
+}
+
+void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
+                   ptrdiff_t count)
+{
+    const ptrdiff_t size = HALF, row = (count + count % 2) * size;
+    if (count % 2) memset(to, 0, (size_t)(rows * row));
+    am_copy_2d(to, row, size, src, row_step, element_step, rows, count, (size_t)size);
+}
+
+const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
+                          ptrdiff_t count, char *room, ptrdiff_t *step)
+{
+    const char *src = am_token(t, b, head, token);
+    *step = t->token / (2 * HALF);
+    if (am_is_plain(t) && t->token % (2 * HALF) == 0 && count % 2 == 0) return src;
+    *step = am_ceil_div(count, 2);
+    am_copy_pairs(room, src, t->token, t->element, rows, count);
     return room;
 }
 

@@ -63,6 +63,21 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
                          ptrdiff_t *step);
 ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count);
 
+/* The first of the rows of one head. */
+static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
+{
+    return t->data + b * t->batch + head * t->head + token * t->token;
+}
+
+/* Whether the kernels can read rows where they lie. */
+bool am_is_plain(const am_tokens *t);
+
+/* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes apart in place or in `room`. */
+void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
+                   ptrdiff_t count);
+const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
+                          ptrdiff_t count, char *room, ptrdiff_t *step);
+
 /* A sink in units of logits, rounded as they are. */
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
 
@@ -74,12 +89,6 @@ static inline const am_flash_source *am_source_of(const am_flash_base *base, am_
                                              : AM_SOURCE_OWN;
     bool known = source == AM_SOURCE_OWN ? type == base->type : base->type == AM_FLOAT32;
     return known ? &base->kernels->sources[source] : NULL;
-}
-
-/* The first of the rows of one head. */
-static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
-{
-    return t->data + b * t->batch + head * t->head + token * t->token;
 }
 
 /* Fills in a word a row; whether there is any live pair, and whether all are. */

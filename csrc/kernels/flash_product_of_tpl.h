@@ -1,10 +1,11 @@
-/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S and LOAD makes lanes of it. */
+/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S, LOAD makes lanes of it, and
+ * FMA multiplies and adds. */
 
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. Meanwhile it asks for what lies ahead, if
  * that is not NULL, a little with each row of b: of many lines at once processors drop some. */
 static inline __attribute__((always_inline)) void
-FROM(product_ahead_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, ptrdiff_t a_column,
-                       const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, bool add, flash_ahead *ahead)
+FROM(product_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, ptrdiff_t a_column, const S *b,
+                 ptrdiff_t b_row, T *c, ptrdiff_t c_row, bool add, flash_ahead *ahead)
 {
     flash_ahead ask = ahead ? *ahead : (flash_ahead){0};
     V sums[STRIP][2];
@@ -19,8 +20,8 @@ FROM(product_ahead_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             V x = VOP(set1)(a[r * a_row]);
-            sums[r][0] = VOP(fma)(x, left, sums[r][0]);
-            sums[r][1] = VOP(fma)(x, right, sums[r][1]);
+            sums[r][0] = FMA(x, left, sums[r][0]);
+            sums[r][1] = FMA(x, right, sums[r][1]);
         }
     }
 #pragma GCC unroll 16
@@ -31,6 +32,19 @@ FROM(product_ahead_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_
     if (ahead) *ahead = ask;
 }
 
+/* Rows of a, and b as one packed panel. */
+static inline void FROM(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const S *b,
+                                 T *c, ptrdiff_t c_step, bool add)
+{
+#define ROWS(n)                                                                                              \
+    case n: FROM(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add, NULL); break;
+    switch (rows) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
+
 #undef S
 #undef LOAD
+#undef FMA
 #undef FROM

@@ -5,20 +5,6 @@
 
 enum { FN(PANEL) = 2 * LANES };
 
-#define S T
-#define LOAD VOP(load)
-#define FROM(name) FN(name)
-#include "kernels/flash_product_of_tpl.h"
-
-/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. */
-static inline __attribute__((always_inline)) void FN(product_of)(const int rows, ptrdiff_t depth, const T *a,
-                                                                 ptrdiff_t a_row, ptrdiff_t a_column,
-                                                                 const T *b, ptrdiff_t b_row, T *c,
-                                                                 ptrdiff_t c_row, bool add)
-{
-    FN(product_ahead_of)(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add, NULL);
-}
-
 #if STRIP > 6
 #    define MORE_ROWS(ROWS) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #elif STRIP > 4
@@ -28,24 +14,18 @@ static inline __attribute__((always_inline)) void FN(product_of)(const int rows,
 #endif
 #define EACH_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) MORE_ROWS(ROWS)
 
-/* Rows of a, and b as one packed panel. */
-static void FN(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b, T *c,
-                        ptrdiff_t c_step, bool add)
-{
-#define ROWS(n)                                                                                              \
-    case n: FN(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add); break;
-    switch (rows) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
-}
+#define S T
+#define LOAD VOP(load)
+#define FMA VOP(fma)
+#define FROM(name) FN(name)
+#include "kernels/flash_product_of_tpl.h"
 
 /* Columns of a, and b as it lies: c = aᵀ b. */
 static void FN(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b,
                                ptrdiff_t b_step, T *c, ptrdiff_t c_step)
 {
 #define ROWS(n)                                                                                              \
-    case n: FN(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true); break;
+    case n: FN(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true, NULL); break;
     switch (columns) {
         EACH_ROWS(ROWS)
     }

@@ -172,7 +172,7 @@ static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v,
                          ptrdiff_t out_step, flash_ahead *ahead)
 {
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_ahead_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, ahead); break;
+    case n: FROM(product_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, ahead); break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }

@@ -1,67 +1,18 @@
-/* flash_tpl.h – attention of a block of rows to a tile of keys, for one type of numbers.
- *
- *     S = Q Kᵀ           rows × 64, one panel of keys after the other, so that the panel stays in cache
- *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by far
- *     O = O + P V        one panel of columns after the other
- *
- * Of a tile that is only partly live, each strip takes the columns from its first live one to its last.
- */
+/* flash_tpl.h – attention of a block of rows to a tile of keys, for one type of numbers. */
 
-/* How far a logit may exceed `high`: P stays below e^8, and rows are seldom scaled. */
-#define SLACK 8
-
-/* Adds the bias and caps. */
+/* Products to logits. */
 static void FN(dress)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, T *logits,
                       ptrdiff_t begin, ptrdiff_t end)
 {
     const T *bias = tile->bias ? (const T *)tile->bias + row * AM_FLASH_TILE : NULL;
-    V cap = VOP(set1)((T)block->cap), inverse = VOP(set1)((T)(1 / block->cap));
+    V factor = VOP(set1)((T)block->factor), cap = VOP(set1)((T)block->cap),
+      inverse = VOP(set1)((T)(1 / block->cap));
     for (ptrdiff_t i = begin; i < end; i += LANES) {
-        V s = VOP(load)(logits + i);
+        V s = VOP(mul)(factor, VOP(load)(logits + i));
         if (bias) s = VOP(add)(s, VOP(load)(bias + i));
         if (block->cap > 0) s = VOP(mul)(cap, FN(tanh)(VOP(mul)(s, inverse)));
         VOP(store)(logits + i, s);
     }
-}
-
-/* Logits of one row to weights; columns begin … end - 1, whole vectors. Returns whether `high` rose. */
-static void FN(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin,
-                      ptrdiff_t end)
-{
-    T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
-      *sum = (T *)block->sum + row, *top = (T *)block->top + row;
-    V unit = VOP(set1)((T)block->unit);
-    if (tile->bias || block->cap > 0) FN(dress)(block, tile, row, logits, begin, end);
-    V most = VOP(set1)(-(T)INFINITY);
-    if (tile->live) {
-        for (ptrdiff_t i = begin; i < end; i += LANES) {
-            V s = VOP(select)(tile->live[row] >> i, VOP(load)(logits + i), VOP(set1)(-(T)INFINITY));
-            VOP(store)(logits + i, s);
-            most = VOP(max)(s, most);
-        }
-    } else {
-        for (ptrdiff_t i = begin; i < end; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
-    }
-    T highest = VOP(highest)(most);
-    if (highest > *top) *top = highest;
-    if (highest > *high + SLACK) { /* also if it was -INFINITY */
-        if (*high > -(T)INFINITY) {
-            V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), unit));
-            T *out = (T *)block->out + row * block->out_depth;
-            for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
-                VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
-            *sum *= VOP(first)(factor);
-        }
-        *high = highest;
-    }
-    V base = VOP(set1)(*high > -(T)INFINITY ? *high : 0), total = VOP(set1)(0);
-    for (ptrdiff_t i = begin; i < end; i += LANES) {
-        V p = FN(exp2)(VOP(mul)(VOP(sub)(VOP(load)(logits + i), base), unit));
-        total = VOP(add)(total, p);
-        if (tile->kept) p = VOP(select)(tile->kept[row] >> i, p, VOP(set1)(0));
-        VOP(store)(logits + i, p);
-    }
-    *sum += VOP(total)(total);
 }
 
 /* c[r] += sum over live i of a[r][i] b[i], for a b among which are NaN or Inf: 0 × NaN would reach beyond
@@ -92,51 +43,22 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
                       (T *)block->out + column, block->out_depth, FN(PANEL));
 }
 
+/* Weights are what `product` takes. */
+static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
+{
+    (void)weights, (void)begin, (void)end;
+}
+
 /* A share of what is to come. */
 static void FN(ask)(flash_ahead *next, ptrdiff_t share)
 {
     for (ptrdiff_t i = 0; i < share; i++) flash_ask(next->rows > 0 ? next : next + 1);
 }
 
-static void FN(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
-{
-    FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
-
-    flash_ahead next[] = {flash_ahead_of(&tile->next_k, 64), flash_ahead_of(&tile->next_v, 64)};
-    ptrdiff_t lines = next[0].pieces * next[0].rows + next[1].pieces * next[1].rows;
-    ptrdiff_t share = lines * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (lines > 0);
-
-    T *logits = block->logits, *out = block->out;
-    const T *q = block->q, *k = tile->k, *v = tile->v;
-    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), k += FN(PANEL) * block->depth) {
-        for (const FN(strip) *s = strips; s < strips + count; s++) {
-            if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
-            FN(product)(s->rows, block->depth, q + s->row * block->depth, block->depth, k,
-                        logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE, false);
-            FN(ask)(next, share);
-        }
-    }
-    for (const FN(strip) *s = strips; s < strips + count; s++) {
-        ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
-        for (ptrdiff_t r = s->row; begin < end && r < s->row + s->rows; r++)
-            FN(weigh)(block, tile, r, begin, end);
-    }
-    for (ptrdiff_t column = 0; column < block->out_depth;
-         column += FN(PANEL), v += AM_FLASH_TILE * FN(PANEL)) {
-        if (tile->live && !tile->finite) {
-            FN(add_live)(block, tile, column, v);
-            continue;
-        }
-        for (const FN(strip) *s = strips; s < strips + count; s++) {
-            if (s->begin == s->end) continue;
-            FN(product)(s->rows, s->end - s->begin, logits + s->row * AM_FLASH_TILE + s->begin, AM_FLASH_TILE,
-                        v + s->begin * FN(PANEL), out + s->row * block->out_depth + column, block->out_depth,
-                        true);
-            FN(ask)(next, share);
-        }
-    }
-}
+#define STEP(name) FN(name)
+#define WIDTH 1
+#define SLACK 8 /* P stays below e^8, and rows are seldom scaled */
+#include "kernels/flash_step_tpl.h"
 
 static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count, bool add)
 {
@@ -160,6 +82,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #ifdef HALVES
 #    define S uint16_t
 #    define LOAD vf_load_f16
+#    define FMA vf_fma
 #    define FROM(name) name##_f16
 #    include "kernels/flash_product_of_tpl.h"
 #    define S uint16_t
@@ -168,15 +91,18 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    include "kernels/flash_source_tpl.h"
 #    define S uint16_t
 #    define LOAD vf_load_bf16
+#    define FMA vf_fma
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_product_of_tpl.h"
 #    define S uint16_t
 #    define LOAD vf_load_bf16
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_source_tpl.h"
+#    ifdef V_PAIRS
+#        include "kernels/flash_pairs_tpl.h"
+#    endif
 #    undef HALVES
 #endif
 
 #undef MORE_ROWS
 #undef EACH_ROWS
-#undef SLACK

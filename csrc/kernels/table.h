@@ -120,11 +120,12 @@ enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 
 typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of a panel's columns */
-    const void *q;                    /* [rows][depth], scaled */
+    const void *q;                    /* [rows][depth] */
     void *out;                        /* [rows][out_depth] */
     void *high, *sum, *top;           /* [rows] */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
     double cap;                       /* 0: none */
+    double factor;                    /* of q kᵀ, to make logits of it */
     double unit;                      /* of logits, as an exponent of 2: 1, or log2 e */
 } am_flash_rows;
 
@@ -227,6 +228,11 @@ typedef struct {
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
+    /* Where the processor multiplies bfloat16 by itself, else NULL. A lane of float32 holds two: of q and k
+     * neighbours in depth, which is `depth` lanes then and packed by pack_keys; of v rows that are
+     * neighbours. */
+    am_flash_step *step_pairs;
+    am_flash_pack_values *pack_value_pairs;
 } am_flash_kernels;
 
 typedef struct {

@@ -239,6 +239,30 @@ static inline vd vd_totals(const vd v[VD_LANES])
     return vd_add(_mm512_shuffle_f64x2(sums[0], sums[1], 0x88), _mm512_shuffle_f64x2(sums[0], sums[1], 0xdd));
 }
 
+#ifdef __AVX512BF16__
+/* Two bfloat16 to a lane. Sums of both products of a lane; numbers below the normal ones count as 0. */
+#    define V_PAIRS
+static inline vf vf_fma_pairs(vf a, vf b, vf c)
+{
+    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+/* Lanes of `first`, then those of `second`, rounded. */
+static inline vf vf_narrow_pairs(vf first, vf second)
+{
+    return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+static inline vf vf_load_pairs(const uint16_t *low, const uint16_t *high)
+{
+    __m512i lows = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)low));
+    __m512i highs = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)high));
+    return _mm512_castsi512_ps(_mm512_or_si512(lows, _mm512_slli_epi32(highs, 16)));
+}
+static inline vf vf_only_bits(vf v, uint32_t bits)
+{
+    return _mm512_and_ps(v, _mm512_castsi512_ps(_mm512_set1_epi32((int)bits)));
+}
+#endif
+
 typedef __m512i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm512_set1_epi64((long long)pattern); }
 static inline void vi_store(void *p, vi v) { _mm512_storeu_si512(p, v); }

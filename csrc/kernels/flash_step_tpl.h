@@ -1,0 +1,97 @@
+/* flash_step_tpl.h – how a block of rows meets a tile of keys:
+ *
+ *     S = Q Kᵀ           rows × 64, one panel of keys after the other, so that the panel stays in cache
+ *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by more than SLACK
+ *     O = O + P V        one panel of columns after the other
+ *
+ * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
+ * is only partly live, each strip takes the columns from its first live one to its last.
+ */
+
+/* Products of one row to weights; columns begin … end - 1, whole vectors. */
+static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin,
+                        ptrdiff_t end)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
+      *sum = (T *)block->sum + row, *top = (T *)block->top + row;
+    V unit = VOP(set1)((T)block->unit);
+    if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
+    V most = VOP(set1)(-(T)INFINITY);
+    if (tile->live) {
+        for (ptrdiff_t i = begin; i < end; i += LANES) {
+            V s = VOP(select)(tile->live[row] >> i, VOP(load)(logits + i), VOP(set1)(-(T)INFINITY));
+            VOP(store)(logits + i, s);
+            most = VOP(max)(s, most);
+        }
+    } else {
+        for (ptrdiff_t i = begin; i < end; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
+    }
+    T highest = VOP(highest)(most);
+    if (highest > *top) *top = highest;
+    if (highest > *high + SLACK) { /* also if it was -INFINITY */
+        if (*high > -(T)INFINITY) {
+            V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), unit));
+            T *out = (T *)block->out + row * block->out_depth;
+            for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
+                VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
+            *sum *= VOP(first)(factor);
+        }
+        *high = highest;
+    }
+    V base = VOP(set1)(*high > -(T)INFINITY ? *high : 0), total = VOP(set1)(0);
+    for (ptrdiff_t i = begin; i < end; i += LANES) {
+        V p = FN(exp2)(VOP(mul)(VOP(sub)(VOP(load)(logits + i), base), unit));
+        total = VOP(add)(total, p);
+        if (tile->kept) p = VOP(select)(tile->kept[row] >> i, p, VOP(set1)(0));
+        VOP(store)(logits + i, p);
+    }
+    *sum += VOP(total)(total);
+}
+
+static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    FN(strip) strips[AM_FLASH_ROWS];
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+
+    flash_ahead next[] = {flash_ahead_of(&tile->next_k, 64), flash_ahead_of(&tile->next_v, 64)};
+    ptrdiff_t lines = next[0].pieces * next[0].rows + next[1].pieces * next[1].rows;
+    ptrdiff_t share = lines * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (lines > 0);
+
+    T *logits = block->logits, *out = block->out;
+    const T *q = block->q, *k = tile->k, *v = tile->v;
+    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), k += FN(PANEL) * block->depth) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
+            STEP(product)(s->rows, block->depth, q + s->row * block->depth, block->depth, k,
+                          logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE, false);
+            FN(ask)(next, share);
+        }
+    }
+    for (const FN(strip) *s = strips; s < strips + count; s++) {
+        ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
+                  end = (s->end + whole - 1) / whole * whole;
+        for (ptrdiff_t r = s->row; begin < end && r < s->row + s->rows; r++) {
+            STEP(weigh)(block, tile, r, begin, end);
+            STEP(narrow)(logits + r * AM_FLASH_TILE, begin, end);
+        }
+    }
+    for (ptrdiff_t column = 0; column < block->out_depth;
+         column += FN(PANEL), v += AM_FLASH_TILE / WIDTH * FN(PANEL)) {
+        if (tile->live && !tile->finite) {
+            STEP(add_live)(block, tile, column, v);
+            continue;
+        }
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (s->begin == s->end) continue;
+            ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
+            STEP(product)(s->rows, end - begin, logits + s->row * AM_FLASH_TILE + begin, AM_FLASH_TILE,
+                          v + begin * FN(PANEL), out + s->row * block->out_depth + column, block->out_depth,
+                          true);
+            FN(ask)(next, share);
+        }
+    }
+}
+
+#undef STEP
+#undef WIDTH
+#undef SLACK
