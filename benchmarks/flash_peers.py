@@ -18,6 +18,7 @@ from workers import Call, load_ejkernel, serve, turn
 LIBRARY, THREADS = sys.argv[1], int(sys.argv[2])
 TRIES = 2
 SLOW = 2.0  # seconds: tried once
+MOST_LOGITS = 1 << 28  # of which JAX keeps several copies for the gradient
 
 Result = np.ndarray | Grads
 
@@ -326,6 +327,8 @@ class Jax:
     def forms(self, case: Case) -> list[Form]:
         if case.dtype == "float64":
             raise Unknown("no more exact than float32")
+        if case.backward and case.heads * case.rows * case.tokens > MOST_LOGITS:
+            raise Unknown("takes many gigabytes for the gradient")
         return forms_of(case, windows=True)
 
     def variants(self, case: Case) -> list[str]:

@@ -36,9 +36,9 @@ BLOCK = 0.3  # seconds of rounds that are kept or dropped together
 DISTURBED = 0.05  # processors that others may have used meanwhile
 PATIENCE = 8  # times as long as planned, after which disturbed rounds count too
 LONGEST = 60.0  # seconds more than planned, too
-HOPELESS = (
-    0.2  # seconds: a slow contender that takes longer runs three times in all; others need no warming call
-)
+HOPELESS = 0.2  # seconds: a contender that takes longer needs no warming call
+BEHIND = 3  # times slower than the fastest: a hopeless one runs three times in all
+ENDLESS = 2.0  # seconds: or just once
 FMA_STEPS = 1_000_000  # some milliseconds
 NOISY = 0.25  # half the distance between the quartiles, as a share of the median: marked in the table
 
@@ -192,13 +192,15 @@ def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str
     """
     tries: dict[str, list[float]] = {}
     for name, call in contenders.items():
-        call()
-        tries[name] = [take_turn(call, 1, warm=False) for _ in range(2)]
+        cold = take_turn(call, 1, warm=False)
+        more = 2 if cold < ENDLESS else 0
+        tries[name] = [take_turn(call, 1, warm=False) for _ in range(more)] or [cold]
     first = {name: min(times) for name, times in tries.items()}
     fastest = min(t for name, t in first.items() if name not in yardsticks)
     slow = {name: t > SLOW * fastest and t > BATCH for name, t in first.items()}
     warm = {name: not slow[name] and t < HOPELESS for name, t in first.items()}
-    running = {name: call for name, call in contenders.items() if not slow[name] or first[name] < HOPELESS}
+    behind = {name for name, t in first.items() if t > BEHIND * fastest and t > HOPELESS}
+    running = {name: call for name, call in contenders.items() if name not in behind}
     repeats = {name: max(1, min(10_000, math.ceil(BATCH / first[name]))) for name in running}
     one_round = sum(PAUSE + (repeats[name] + warm[name]) * first[name] for name in running)
     rounds = max(5 if seconds > 1 else 2, min(100, int(seconds / one_round)))
