@@ -31,15 +31,16 @@ typedef struct {
     am_flash_base base;
     ptrdiff_t block_rows; /* queries of a block */
     ptrdiff_t block_heads;
-    ptrdiff_t most_rows; /* of a block */
-    ptrdiff_t head_blocks, q_blocks;
-    bool in_place;   /* keys and values are not packed */
-    bool pairs;      /* a lane of queries, keys and values holds two bfloat16 */
-    ptrdiff_t lanes; /* of a query or key */
+    ptrdiff_t most_rows;                     /* of a block */
+    ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all */
+    bool in_place;                           /* keys and values are not packed */
+    bool pairs;                              /* a lane of queries, keys and values holds two bfloat16 */
+    ptrdiff_t lanes;                         /* of a query or key */
     ptrdiff_t splits, split_keys;
     ptrdiff_t tiles;            /* of all keys */
     ptrdiff_t out_depth;        /* value_depth, in whole panels */
     ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
+    int threads;                /* that take blocks */
     ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
     char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
     uint8_t *finite;            /* the same, whether v is */
@@ -132,12 +133,13 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
-/* The rows of the tile at k, if it lies before `end`. */
-static am_flash_ahead ahead(const am_tokens *t, const place *at, ptrdiff_t k, ptrdiff_t end, ptrdiff_t count)
+/* Rows of one head that will be wanted, if there are any. */
+static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
+                            ptrdiff_t count)
 {
-    if (k >= end || !am_is_plain(t)) return (am_flash_ahead){0};
-    return (am_flash_ahead){am_token(t, at->b, at->kv_head, k), t->token,
-                            count * (ptrdiff_t)am_size_of(t->type), am_min(TILE, end - k)};
+    if (rows <= 0 || !am_is_plain(t)) return (am_flash_ahead){0};
+    return (am_flash_ahead){am_token(t, b, head, token), t->token, count * (ptrdiff_t)am_size_of(t->type),
+                            rows};
 }
 
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
@@ -236,7 +238,9 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     }
 }
 
-static am_status walk(const plan *p, const place *at, const scratch *s, am_flash_rows *block, am_team *team)
+/* `next`: what this thread may take up after it. */
+static am_status walk(const plan *p, const place *at, const place *next, const scratch *s,
+                      am_flash_rows *block, am_team *team)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t begin = PTRDIFF_MAX, end = 0;
@@ -261,8 +265,13 @@ static am_status walk(const plan *p, const place *at, const scratch *s, am_flash
         if (kind == AM_DEAD) continue;
         am_flash_tile tile = {.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
         if (!p->packed) {
-            tile.next_k = ahead(&f->k, at, k + TILE, end, f->depth);
-            tile.next_v = ahead(&f->v, at, k + TILE, end, f->value_depth);
+            ptrdiff_t rows = am_min(TILE, end - k - TILE);
+            tile.next[0] = ahead(&f->k, at->b, at->kv_head, k + TILE, rows, f->depth);
+            tile.next[1] = ahead(&f->v, at->b, at->kv_head, k + TILE, rows, f->value_depth);
+        } else if (next) {
+            tile.next[0] = ahead(&f->out, at->b, at->head, at->q, at->queries, f->value_depth);
+            tile.next[1] = ahead(&f->q, next->b, next->head, next->q, next->queries, f->depth);
+            next = NULL;
         }
         if (p->packed) {
             ptrdiff_t index = (at->b * f->kv_heads + at->kv_head - p->first) * p->tiles + k / TILE;
@@ -303,14 +312,15 @@ static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
     index += p->first * p->head_blocks * p->q_blocks;
-    const place at = place_of(p, index);
+    ptrdiff_t last = p->blocks * p->splits - 1;
+    const place at = place_of(p, index), next = place_of(p, am_min(index + p->threads, last));
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
     am_flash_rows block = gathered(p, p->partials ? partial_of(p, index) : s.gathered, at.rows);
     block.q = s.q, block.logits = s.logits;
     begin_block(p, &at, &s, &block);
-    am_status status = walk(p, &at, &s, &block, team);
+    am_status status = walk(p, &at, &next, &s, &block, team);
     if (status == AM_OK && !p->partials) write_rows(p, &at, &block, s.row);
     am_room_leave(&p->rooms, room);
     return status;
@@ -373,13 +383,14 @@ static void choose(plan *p)
     p->out_depth = am_ceil_div(f->value_depth, p->base.kernels->panel) * p->base.kernels->panel;
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
-    ptrdiff_t blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
-    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, blocks), am_ceil_div(f->keys, LEAST_SPLIT));
+    p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
+    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, MOST_SPLIT));
     p->splits = am_max(wanted, 1);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
-    p->wave = am_max(am_ceil_div(WAVE_TASKS * heads, blocks), WAVE_BYTES / am_max(p->tiles * tile_bytes, 1));
+    p->wave =
+        am_max(am_ceil_div(WAVE_TASKS * heads, p->blocks), WAVE_BYTES / am_max(p->tiles * tile_bytes, 1));
     if (p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(gathered_bytes(p), AM_LINE) * AM_LINE;
 }
@@ -387,15 +398,15 @@ static void choose(plan *p)
 am_status am_flash_forward(const am_run *run, const am_flash *flash)
 {
     if (flash->batch == 0 || flash->heads == 0 || flash->queries == 0) return AM_OK;
-    plan p = {.base = am_flash_base_of(run, flash)};
+    plan p = {.base = am_flash_base_of(run, flash), .threads = run->threads};
     choose(&p);
-    ptrdiff_t heads = flash->batch * flash->kv_heads, blocks = heads * p.head_blocks * p.q_blocks;
+    ptrdiff_t heads = flash->batch * flash->kv_heads;
     scratch unused;
     am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;
     if (p.splits > 1) {
-        p.partials = am_lines(blocks * p.splits * p.partial_bytes);
+        p.partials = am_lines(p.blocks * p.splits * p.partial_bytes);
         if (!p.partials) goto done;
     }
     bool pack = p.head_blocks * p.q_blocks > 1;
@@ -408,9 +419,9 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     for (; status == AM_OK && p.first < heads; p.first += p.wave) {
         ptrdiff_t wave = am_min(p.wave, heads - p.first);
         if (pack) status = am_parallel(run, wave * p.tiles, 1, pack_task, &p);
-        if (status == AM_OK) status = am_parallel(run, wave * blocks / heads * p.splits, 1, block_task, &p);
+        if (status == AM_OK) status = am_parallel(run, wave * p.blocks / heads * p.splits, 1, block_task, &p);
     }
-    if (status == AM_OK && p.splits > 1) status = am_parallel(run, blocks, 1, merge_task, &p);
+    if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:
     am_rooms_free(&p.rooms);
     free(p.partials);
