@@ -149,8 +149,8 @@ def flash_attention_bwd(
     """The gradients of `flash_attention`, from what `flash_attention_fwd` gave; `flash_attention_vjp` is both in one.
 
     Dead pairs have no influence here either: dead keys and queries without a live pair get zeros.
-    Weights are computed anew from `lse`. So their relative error grows with its size, by 6e-8 for each unit (1e-16 in
-    float64), and a row whose logits are all as large as ``finfo.min`` has no digit left: a bias masks by -inf.
+    Weights are computed anew from `lse`, whose rounding is their relative error: 6e-8 for each unit of its size (1e-16
+    in float64). Where it is larger than 1,024, the row's logits are summed up once more instead.
 
     Parameters
     ----------

@@ -512,6 +512,71 @@ def test_extreme_logits(isa):
             np.testing.assert_allclose(getattr(got, name), getattr(exact, name), rtol=1e-4, atol=1e-4)
 
 
+NEAR = {F32: 1e-5, F64: 1e-13}
+SHIFTED = [
+    {},
+    {"causal": True, "causal_offset": 30},
+    {"sliding_window": (9, 40), "dropout_prob": 0.3},
+    {"softmax_aux": np.array([1.0, -3.0])},
+    {"softmax_aux": np.array([1.0, -3.0]), "normalize_output": False},
+]
+
+
+@pytest.mark.parametrize("more", SHIFTED, ids=str)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_what_all_logits_of_a_row_share_does_not_count(isa, dtype, more):
+    """As long as it can be added without rounding, as here to integers; though lse has hardly a digit left then."""
+    arguments = {
+        name: np.rint(array) if name != "value" else array
+        for name, array in tensors(20, 80, dtype=dtype).items()
+    }
+    arguments |= more | {"softmax_scale": 1.0}
+    dlse = np.random.default_rng(1).standard_normal((2, 4, 20)).astype(dtype)
+    plain = gradients(arguments, dlse=dlse, bias=np.zeros((20, 1), dtype))
+    for size in np.array([1, -1], dtype) / np.finfo(dtype).eps / 4:
+        given = arguments | {"bias": np.full((20, 1), size)}
+        if "softmax_aux" in more:
+            given["softmax_aux"] = more["softmax_aux"] + size
+        for name, one, other in zip(NAMES, gradients(given, dlse=dlse), plain, strict=True):
+            if one is not None:
+                np.testing.assert_allclose(one, other, rtol=NEAR[dtype], atol=10 * NEAR[dtype], err_msg=name)
+
+
+SWALLOWED = [
+    *SHIFTED[:3],
+    {"softmax_aux": np.array([1.0, -3.0])},
+    {"logits_soft_cap": 1e30},
+    {"normalize_output": False},
+]
+
+
+@pytest.mark.parametrize("more", SWALLOWED, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_bias_beside_which_products_are_nothing(isa, dtype, more):
+    """Rows with no other logits than, say, the least number of the type: all weigh the same."""
+    arguments = tensors(40, 80, dtype=dtype) | more
+    wide = accumulator(dtype)
+    keep = attnmask.dropout_keep_mask(0, 0.3, (2, 4, 40, 80)) if "dropout_prob" in more else None
+    dout, dlse = dout_of(arguments), np.random.default_rng(1).standard_normal((2, 4, 40)).astype(wide)
+    large = np.arange(40) % 5 == 2
+    plain = gradients(arguments, dout, dlse, bias=np.zeros((40, 1), wide))
+    for size in (np.finfo(wide).min, np.finfo(wide).max, 1e37, -1e37):
+        given = arguments | {"bias": np.where(large[:, None], wide(size), 0)}
+        if size > 0 and "softmax_aux" in more:
+            given["softmax_aux"] = np.array([size, -3.0])
+        got = gradients(given, dout, dlse)
+        exact, sizes = ref.flash_attention_vjp(dout, dlse, **given, keep=keep, dtype=wide)
+        for name in ("query", "key", "value", "bias", "softmax_aux"):
+            gradient, right, scale = (getattr(each, name) for each in (got, exact, sizes))
+            if gradient is None:
+                continue
+            limit = float(ml_dtypes.finfo(gradient.dtype).eps) + 1e-5 * (dtype != F64)
+            error = worst(gradient, right, scale, gradient.dtype)
+            assert error <= 8 * limit, (name, size, error)
+        if "softmax_aux" not in given:
+            assert got.query[:, ~large].tobytes() == plain.query[:, ~large].tobytes()
+
+
 # Dead pairs
 
 

@@ -19,6 +19,7 @@ enum {
     ENOUGH_TASKS = 64,       /* for any number of threads */
     MOST_TILES = 4,          /* of a task */
     TASK_BYTES = 384 * 1024, /* of what a task keeps in its cache */
+    FAR = 1024, /* size of an lse whose own rounding takes more than ten binary digits of the weights */
 };
 
 /* One block of query rows of one head. */
@@ -36,7 +37,7 @@ typedef struct {
     ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
     am_tokens d_q;         /* of the arithmetic type: the result, or on the way to it */
     rows_state *states;    /* [batch][heads][q_blocks] */
-    char *facts;           /* base, add, peak, share: [batch][heads][queries] each, the latter two or not */
+    char *facts;           /* base, rest, add, share: [batch][heads][queries] each */
     ptrdiff_t facts_bytes; /* of each */
     bool bias_at_once;     /* each number of d_bias belongs to one pair */
     am_rooms rooms;
@@ -101,8 +102,10 @@ static rows_state *state_of(const plan *p, const am_flash_place *at)
     return &p->states[(at->b * p->base.flash->heads + at->head) * p->q_blocks + at->q / AM_FLASH_ROWS];
 }
 
-/* The facts of the rows of a block: which = 0 … 3 for base, add, peak, share. */
-static char *facts_of(const plan *p, const am_flash_place *at, int which)
+typedef enum { BASE, REST, ADD, SHARE, FACTS } row_fact;
+
+/* Of the rows of a block. */
+static char *facts_of(const plan *p, const am_flash_place *at, row_fact which)
 {
     return p->facts + which * p->facts_bytes + row_index(p, at) * p->base.size;
 }
@@ -133,10 +136,10 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
         .value_step = p->value_step,
         .q = s->q,
         .d_out = s->d_out,
-        .base = facts_of(p, at, 0),
-        .add = facts_of(p, at, 1),
-        .peak = f->normalize ? NULL : facts_of(p, at, 2),
-        .share = f->normalize ? NULL : facts_of(p, at, 3),
+        .base = facts_of(p, at, BASE),
+        .rest = facts_of(p, at, REST),
+        .add = facts_of(p, at, ADD),
+        .share = f->normalize ? NULL : facts_of(p, at, SHARE),
         .d_q = s->d_q,
         .weights = s->weights,
         .slopes = s->slopes,
@@ -155,7 +158,7 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
 /* --- Tiles of keys
  * -------------------------------------------------------------------------------------------- */
 
-/* Packs the keys and, unless only logits are wanted, the values of tile `index` of the scratch. */
+/* Packs the keys and values of tile `index` of the scratch. */
 static void pack(const plan *p, const am_flash_place *at, ptrdiff_t k, const scratch *s, ptrdiff_t index,
                  bool *finite)
 {
@@ -213,37 +216,83 @@ static void write_bias(const plan *p, char *to, const char *from, am_dtype type,
 /* --- Before: facts of the rows, and zeros
  * --------------------------------------------------------------------- */
 
-static double fact(const plan *p, const am_row_facts *facts, const am_flash_place *at, ptrdiff_t row)
+static double given_fact(const plan *p, const am_row_facts *facts, const am_flash_place *at, ptrdiff_t row)
 {
     return am_number(
         &p->base, facts->data + at->b * facts->batch + at->head * facts->head + (at->q + row) * facts->token,
         0);
 }
 
-/* The greatest logit of each row, sinks included, and how many there are. */
+/* The greatest logit of each row, sinks included, as BASE; the sum of powers beside it as REST, and how many
+ * are as great as SHARE. */
 static am_status find_peaks(const plan *p, const am_flash_place *at, const scratch *s, am_keys keys,
                             am_team *team)
 {
+    const am_flash *f = p->base.flash;
     am_gradient_rows block = begin_rows(p, at, s);
+    block.share = facts_of(p, at, SHARE);
+    double peak = -INFINITY, sum = 0, count = 0;
+    for (ptrdiff_t i = 0; i < f->sink_count; i++) peak = fmax(peak, am_sink_logit(&p->base, at->head, i));
+    for (ptrdiff_t i = 0; peak > -INFINITY && i < f->sink_count; i++) {
+        double logit = am_sink_logit(&p->base, at->head, i);
+        sum += exp2((logit - peak) * p->base.unit);
+        count += logit == peak;
+    }
     for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double peak = -INFINITY, count = 0;
-        for (ptrdiff_t i = 0; i < p->base.flash->sink_count; i++) {
-            double logit = am_sink_logit(&p->base, at->head, i);
-            count = logit > peak ? 1 : count + (logit == peak);
-            peak = fmax(peak, logit);
-        }
-        am_set_number(&p->base, block.peak, r, peak);
+        am_set_number(&p->base, block.base, r, peak);
+        am_set_number(&p->base, block.rest, r, sum);
         am_set_number(&p->base, block.share, r, count);
     }
     for (ptrdiff_t k = keys.begin / TILE * TILE; k < keys.end; k += TILE) {
         am_gradient_tile tile = {.k_columns = s->k_columns};
         if (!meet(p, at, k, s, &tile)) continue;
-        pack(p, at, k, s, 0, &tile.k_finite);
+        ptrdiff_t step;
+        const char *src = read_tokens(p, &f->k, at, at->kv_head, k, tile.columns, f->depth, s->row, &step);
+        p->base.kernels->pack_keys(s->k_columns, src, step, tile.columns, f->depth);
         p->base.kernels->peaks(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
     return AM_OK;
+}
+
+/* Whether weights are measured against the row's peak, not its lse, whose rounding is their relative error.
+ */
+static bool is_from_peak(const plan *p, const am_flash_place *at, ptrdiff_t row)
+{
+    double size = fabs(given_fact(p, &p->gradient->lse, at, row));
+    return !p->base.flash->normalize || (size > FAR && size < INFINITY);
+}
+
+/* What weights and slopes of the rows are made of, beside their logits. */
+static void find_facts(const plan *p, const am_flash_place *at, const scratch *s)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t step, d_step;
+    char *other = s->row + am_row_room(TILE, am_max(f->depth, f->value_depth)), *base = facts_of(p, at, BASE),
+         *rest = facts_of(p, at, REST), *add = facts_of(p, at, ADD), *share = facts_of(p, at, SHARE);
+    const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s->row, &step);
+    const char *d_out =
+        read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
+    p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
+    for (ptrdiff_t r = 0; r < at->rows; r++) {
+        double high = given_fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, sum = 1;
+        double d_lse = p->gradient->d_lse.data ? given_fact(p, &p->gradient->d_lse, at, r) : 0;
+        double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
+        if (is_from_peak(p, at, r)) {
+            high = am_number(&p->base, base, r);
+            sum = am_number(&p->base, rest, r);
+        }
+        if (!f->normalize) {
+            am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
+            moved = 0;
+            if (sum != 0) d_lse /= sum;
+            sum = 1;
+        }
+        am_set_number(&p->base, base, r, high == -INFINITY ? 0 : high);
+        am_set_number(&p->base, rest, r, sum > 0 ? -log2(sum) : 0);
+        am_set_number(&p->base, add, r, d_lse - moved);
+    }
 }
 
 static void zero_bias(const plan *p, const am_flash_place *at)
@@ -269,29 +318,11 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    am_status status = f->normalize ? AM_OK : find_peaks(p, at, &s, keys, team);
+    bool from_peak = false;
+    for (ptrdiff_t r = 0; r < at->rows; r++) from_peak |= is_from_peak(p, at, r);
+    am_status status = from_peak ? find_peaks(p, at, &s, keys, team) : AM_OK;
     if (status == AM_OK) {
-        ptrdiff_t step, d_step;
-        char *other = s.row + am_row_room(TILE, am_max(f->depth, f->value_depth)), *add = facts_of(p, at, 1);
-        const char *out =
-            read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s.row, &step);
-        const char *d_out = read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth,
-                                        other, &d_step);
-        p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
-        for (ptrdiff_t r = 0; r < at->rows; r++) {
-            double lse = fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, base = lse;
-            double d_lse = p->gradient->d_lse.data ? fact(p, &p->gradient->d_lse, at, r) : 0;
-            double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
-            if (!f->normalize) {
-                char *share = facts_of(p, at, 3);
-                base = am_number(&p->base, facts_of(p, at, 2), r);
-                am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
-                moved = 0;
-                if (d_lse != 0) d_lse *= exp2((base - lse) * p->base.unit);
-            }
-            am_set_number(&p->base, facts_of(p, at, 0), r, base == -INFINITY ? 0 : base);
-            am_set_number(&p->base, add, r, d_lse - moved);
-        }
+        find_facts(p, at, &s);
         for (ptrdiff_t r = 0; r < at->rows; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->depth * p->base.size));
@@ -311,14 +342,15 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
     for (ptrdiff_t index = 0; index < f->batch * p->q_blocks; index++) {
         const am_flash_place at = place_of(p, index / p->q_blocks, head, index % p->q_blocks);
         for (ptrdiff_t r = 0; r < at.rows; r++) {
-            double base = am_number(&p->base, facts_of(p, &at, 0), r),
-                   add = am_number(&p->base, facts_of(p, &at, 1), r);
+            double base = am_number(&p->base, facts_of(p, &at, BASE), r),
+                   rest = am_number(&p->base, facts_of(p, &at, REST), r),
+                   add = am_number(&p->base, facts_of(p, &at, ADD), r);
             for (ptrdiff_t i = 0; i < f->sink_count; i++) {
                 double logit = am_sink_logit(&p->base, head, i);
                 if (logit == -INFINITY) continue;
-                d_sinks[i] += exp2((logit - base) * p->base.unit) * add;
-                if (!f->normalize && logit == am_number(&p->base, facts_of(p, &at, 2), r))
-                    d_sinks[i] -= am_number(&p->base, facts_of(p, &at, 3), r);
+                d_sinks[i] += exp2((logit - base) * p->base.unit + rest) * add;
+                if (!f->normalize && logit == base)
+                    d_sinks[i] -= am_number(&p->base, facts_of(p, &at, SHARE), r);
             }
         }
     }
@@ -553,7 +585,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
     p.facts_bytes = am_ceil_div(rows * size, AM_LINE) * AM_LINE;
-    p.facts = am_lines((f->normalize ? 2 : 4) * p.facts_bytes);
+    p.facts = am_lines(FACTS * p.facts_bytes);
     if (p.d_q.type != p.base.type) {
         own_d_q = am_lines(rows * f->depth * size);
         p.d_q = (am_tokens){

@@ -73,7 +73,8 @@ static void FN(slopes)(const am_gradient_rows *block, const am_gradient_tile *ti
     T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * AM_FLASH_TILE : NULL;
     FN(dressing) d = FN(dressing_of)(block, tile, row);
     V zero = VOP(set1)(0), unit = VOP(set1)((T)block->unit), scale = VOP(set1)((T)block->scale);
-    V base = VOP(set1)(((const T *)block->base)[row]), add = VOP(set1)(((const T *)block->add)[row]);
+    V base = VOP(set1)(((const T *)block->base)[row]), rest = VOP(set1)(((const T *)block->rest)[row]);
+    V add = VOP(set1)(((const T *)block->add)[row]);
     V kept_factor = VOP(set1)((T)block->kept_factor), bend = zero;
     for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
         if (i < begin || i >= end) {
@@ -83,16 +84,15 @@ static void FN(slopes)(const am_gradient_rows *block, const am_gradient_tile *ti
             continue;
         }
         V s = FN(dressed)(&d, VOP(load)(weights + i), i, &bend);
-        V p = FN(exp2)(VOP(mul)(VOP(sub)(s, base), unit)), slope = VOP(load)(slopes + i), kept = p;
+        V p = FN(exp2)(VOP(fma)(VOP(sub)(s, base), unit, rest)), slope = VOP(load)(slopes + i), kept = p;
         if (tile->kept) {
             slope = VOP(select)(tile->kept[row] >> i, VOP(mul)(slope, kept_factor), zero);
             kept = VOP(select)(tile->kept[row] >> i, VOP(mul)(p, kept_factor), zero);
         }
         slope = VOP(mul)(p, VOP(add)(slope, add));
-        if (block->peak) {
-            V peak = VOP(set1)(((const T *)block->peak)[row]),
-              share = VOP(set1)(((const T *)block->share)[row]);
-            slope = VOP(sub)(slope, VOP(pick_less)(s, peak, zero, share));
+        if (block->share) {
+            V share = VOP(set1)(((const T *)block->share)[row]);
+            slope = VOP(sub)(slope, VOP(pick_less)(s, base, zero, share));
         }
         if (d.capped) slope = VOP(mul)(slope, bend);
         if (tile->live) {
@@ -160,20 +160,33 @@ static void FN(peaks)(const am_gradient_rows *block, const am_gradient_tile *til
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
     T *logits = block->weights;
     FN(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits);
+    V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
-        T *peak = (T *)block->peak + r, *times = (T *)block->share + r;
+        T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
+        uint64_t live = tile->live ? tile->live[r] : UINT64_MAX;
         FN(dressing) d = FN(dressing_of)(block, tile, r);
-        for (uint64_t left = tile->live ? tile->live[r] : UINT64_MAX; left;) {
-            ptrdiff_t first = __builtin_ctzll(left) / LANES * LANES;
-            T dressed[LANES];
-            V bend;
-            VOP(store)(dressed, FN(dressed)(&d, VOP(load)(logits + first), first, &bend));
-            for (; left && __builtin_ctzll(left) < first + LANES; left &= left - 1) {
-                T s = dressed[__builtin_ctzll(left) - first];
-                *times = s > *peak ? 1 : *times + (s == *peak);
-                *peak = s > *peak || s != s ? s : *peak; /* of a NaN there is no way back */
-            }
+        V most = VOP(set1)(-(T)INFINITY), total = zero, equal = zero;
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            V s = FN(dressed)(&d, VOP(load)(logits + i), i, &bend);
+            VOP(store)(logits + i, s);
+            most = VOP(max)(VOP(select)(live >> i, s, VOP(set1)(-(T)INFINITY)), most);
         }
+        T highest = VOP(highest)(most);
+        if (highest > *peak) {
+            *sum *= VOP(first)(FN(exp2)(VOP(mul)(VOP(set1)(*peak - highest), unit)));
+            *times = 0;
+            *peak = highest;
+        }
+        V base = VOP(set1)(*peak > -(T)INFINITY ? *peak : 0);
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            V s = VOP(load)(logits + i), p = FN(exp2)(VOP(mul)(VOP(sub)(s, base), unit));
+            total = VOP(add)(total, VOP(select)(live >> i, p, zero));
+            equal = VOP(add)(equal, VOP(select)(live >> i, VOP(pick_less)(s, base, zero, one), zero));
+        }
+        T more = VOP(total)(total);
+        *sum += more;
+        *times += VOP(total)(equal);
+        if (more != more) *peak = more; /* of a NaN there is no way back */
     }
 }
 

@@ -172,9 +172,10 @@ typedef struct {
     am_flash_read_bias *read_bias;
 } am_flash_source;
 
-/* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) and dP = d_out vᵀ
+/* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) 2^rest and dP = d_out
+ * vᵀ
  *
- *     dS = P (dP + add) - (share where logit == peak)
+ *     dS = P (dP + add) - (share where logit == base)
  *     d_v += Pᵀ d_out,   d_k += scale dSᵀ q,   d_q += scale dS k
  *
  * where dropout takes weights out of P in the second line, and out of dP. Logits and base count as above. */
@@ -183,13 +184,12 @@ typedef struct {
     ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond the depth */
     const void *q, *d_out;      /* [rows][step], [rows][value_step] */
     bool q_finite, d_out_finite;
-    const void *base, *add; /* [rows] */
-    void *peak, *share;     /* [rows], or NULL; `share` counts peaks while they are looked for */
-    void *d_q;              /* [rows][step] */
-    void *weights, *slopes; /* [rows][AM_FLASH_TILE], for use by the kernel */
-    double scale, factor;   /* of q kᵀ: as it is, and to make logits in their unit of it */
-    double cap, unit;       /* as above */
-    double kept_factor;     /* of weights that dropout keeps */
+    void *base, *rest, *add, *share; /* [rows]; the last may be NULL */
+    void *d_q;                       /* [rows][step] */
+    void *weights, *slopes;          /* [rows][AM_FLASH_TILE], for use by the kernel */
+    double scale, factor;            /* of q kᵀ: as it is, and to make logits in their unit of it */
+    double cap, unit;                /* as above */
+    double kept_factor;              /* of weights that dropout keeps */
 } am_gradient_rows;
 
 typedef struct {
@@ -204,7 +204,8 @@ typedef struct {
 } am_gradient_tile;
 typedef void am_flash_gradient_step(const am_gradient_rows *block, const am_gradient_tile *tile);
 
-/* Raises `peak`, the greatest logits of the rows, and counts in `share` how many there are. */
+/* Raises `base`, the greatest logits of the rows; `rest` gathers Σ e^(logit - base), and `share` how many are
+ * as great. */
 typedef void am_flash_peaks(const am_gradient_rows *block, const am_gradient_tile *tile);
 
 /* Rows whose steps may differ. Loaded: zero up to whole panels; whether all numbers are finite. */
