@@ -796,8 +796,22 @@ def test_the_gradient_of_merged_parts_is_that_of_the_whole(isa, dtype, sinks):
 
 # The same bits
 
+SHARED = (
+    "[1, H, Tq, Tk]",
+    "[1, 1, Tq, Tk]",
+    "[B, 1, Tq, 1]",
+    "[1, H, Tq, 1]",
+    "[H, 1, Tk]",
+    "[1, 1, 1, Tk]",
+    "[]",
+)
+SHARED_BIAS = [
+    Case(dtype, 300, 350, 16, 16, 2, (4, 2), causal=True, offset=40, bias=shape, seed=1)
+    for dtype, shape in zip(itertools.cycle([F32, BF16, F64]), SHARED, strict=False)
+]
 
-@pytest.mark.parametrize("steady", STEADY, ids=str)
+
+@pytest.mark.parametrize("steady", [*STEADY, *SHARED_BIAS], ids=str)
 def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
     case = GradientCase(
         **{name: getattr(steady, name) for name in steady.__dataclass_fields__}, with_dlse=True

@@ -3,8 +3,8 @@
  * A task takes a few tiles of keys of one key head, and walks over the blocks of 64 query rows of its query
  * heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the tasks of all keys that its
  * rows attend to, who add to it in turn, first keys first. Tasks are dealt out in that order too, so whoever
- * waits, waits for one that is at work. Nothing depends on the number of threads, and nothing is as large as
- * queries times keys. */
+ * waits, waits for one that is at work. Those who share a bias add to its gradient in turn, too. Nothing
+ * depends on the number of threads, and nothing is as large as queries times keys, unless the bias is. */
 #include "core/flash_gradient.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@
 #include <string.h>
 
 #include "core/convert.h"
-#include "core/flash_base.h"
+#include "core/flash_bias.h"
 
 enum {
     TILE = AM_FLASH_TILE,
@@ -39,14 +39,13 @@ typedef struct {
     rows_state *states;    /* [batch][heads][q_blocks] */
     char *facts;           /* base, rest, add, share: [batch][heads][queries] each */
     ptrdiff_t facts_bytes; /* of each */
-    bool bias_at_once;     /* each number of d_bias belongs to one pair */
+    am_bias_gradient bias;
     am_rooms rooms;
 } plan;
 
 typedef struct {
-    char *q, *d_out, *d_q, *weights, *slopes, *bias, *d_bias, *row;
+    char *q, *d_out, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_room, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
-    double *sums;                                /* of a tile of d_bias */
     uint64_t *live, *kept;
 } scratch;
 
@@ -62,8 +61,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->slopes = am_take(memory, &used, tile_bytes);
     s->bias = am_take(memory, &used, f->bias ? tile_bytes : 0);
     s->d_bias = am_take(memory, &used, own_bias ? tile_bytes : 0);
-    s->sums =
-        (double *)am_take(memory, &used, own_bias ? AM_FLASH_ROWS * TILE * (ptrdiff_t)sizeof(double) : 0);
+    s->d_bias_room = am_take(memory, &used, am_bias_gradient_room(&p->bias));
     s->row = am_take(memory, &used, 2 * am_row_room(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
     s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
     s->v_columns = am_take(memory, &used, n * p->v_columns_bytes);
@@ -194,25 +192,6 @@ static bool meet(const plan *p, const am_flash_place *at, ptrdiff_t k, const scr
     return true;
 }
 
-/* The bias's gradient at a row of a tile. */
-static char *bias_row(const plan *p, const am_flash_place *at, ptrdiff_t row, ptrdiff_t k)
-{
-    const ptrdiff_t *shape = p->gradient->bias_shape;
-    ptrdiff_t b = shape[0] == 1 ? 0 : at->b, h = shape[1] == 1 ? 0 : at->head,
-              q = shape[2] == 1 ? 0 : at->q + row;
-    ptrdiff_t index = ((b * shape[1] + h) * shape[2] + q) * shape[3] + (shape[3] == 1 ? 0 : k);
-    return p->gradient->d_bias + index * (ptrdiff_t)am_size_of(p->base.flash->bias_type);
-}
-
-static void write_bias(const plan *p, char *to, const char *from, am_dtype type, ptrdiff_t count)
-{
-    am_dtype wanted = p->base.flash->bias_type;
-    if (type == wanted)
-        memcpy(to, from, (size_t)count * am_size_of(type));
-    else
-        am_converter(type, wanted)(p->base.all_kernels, to, from, count);
-}
-
 /* --- Before: facts of the rows, and zeros
  * --------------------------------------------------------------------- */
 
@@ -295,12 +274,6 @@ static void find_facts(const plan *p, const am_flash_place *at, const scratch *s
     }
 }
 
-static void zero_bias(const plan *p, const am_flash_place *at)
-{
-    ptrdiff_t bytes = p->gradient->bias_shape[3] * (ptrdiff_t)am_size_of(p->base.flash->bias_type);
-    for (ptrdiff_t r = 0; r < at->rows; r++) memset(bias_row(p, at, r, 0), 0, (size_t)bytes);
-}
-
 static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
@@ -326,7 +299,6 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
         for (ptrdiff_t r = 0; r < at->rows; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->depth * p->base.size));
-        if (p->bias_at_once) zero_bias(p, at);
     }
     am_room_leave(&p->rooms, room);
     return status == AM_OK ? am_checkpoint(team) : status;
@@ -380,10 +352,10 @@ static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t t
 {
     const am_flash *f = p->base.flash;
     rows_state *state = state_of(p, at);
-    if (task < state->first || task > state->last) return AM_OK;
+    bool any = state->first <= task && task <= state->last, begun = false;
     am_gradient_rows block;
-    bool begun = false;
-    for (ptrdiff_t i = 0; i < p->task_tiles; i++) {
+    am_status status = AM_OK;
+    for (ptrdiff_t i = 0; any && i < p->task_tiles; i++) {
         ptrdiff_t k = (task * p->task_tiles + i) * TILE;
         am_gradient_tile tile = {
             .k_columns = s->k_columns + i * p->k_columns_bytes,
@@ -392,7 +364,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t t
             .k_finite = finite[i],
             .d_k = s->d_k + i * p->k_bytes,
             .d_v = s->d_v + i * p->v_bytes,
-            .d_bias = p->bias_at_once ? s->d_bias : NULL,
+            .d_bias = p->bias.result ? s->d_bias : NULL,
         };
         if (k >= f->keys || !meet(p, at, k, s, &tile)) continue;
         if (!begun) {
@@ -401,13 +373,13 @@ static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t t
             begun = true;
         }
         p->base.kernels->gradient(&block, &tile);
-        for (ptrdiff_t r = 0; tile.d_bias && r < at->rows; r++)
-            write_bias(p, bias_row(p, at, r, k), s->d_bias + r * TILE * p->base.size, p->base.type,
-                       tile.columns);
-        am_status status = am_checkpoint(team);
+        if (tile.d_bias) status = am_bias_give(&p->bias, at, task, k, s->d_bias, s->d_bias_room, team);
+        if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
-    return add_in_turn(p, at, state, task, begun ? s->d_q : NULL, team);
+    status = am_bias_end_block(&p->bias, at, task, team);
+    if (status == AM_OK && any) status = add_in_turn(p, at, state, task, begun ? s->d_q : NULL, team);
+    return status;
 }
 
 static void write_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t head,
@@ -436,13 +408,15 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t i = 0; i < tiles; i++) pack(p, &at, (task * p->task_tiles + i) * TILE, &s, i, &finite[i]);
     memset(s.d_k, 0, (size_t)(tiles * p->k_bytes));
     memset(s.d_v, 0, (size_t)(tiles * p->v_bytes));
+    memset(s.d_bias_room, 0, (size_t)am_bias_gradient_room(&p->bias));
     am_status status = AM_OK;
-    for (ptrdiff_t h = 0; status == AM_OK && h < p->base.group; h++) {
-        for (ptrdiff_t i = 0; status == AM_OK && i < p->q_blocks; i++) {
+    for (ptrdiff_t i = 0; i < p->q_blocks; i++) {
+        for (ptrdiff_t h = 0; status == AM_OK && h < p->base.group; h++) {
             const am_flash_place rows = place_of(p, at.b, at.kv_head * p->base.group + h, i);
             status = block_step(p, &rows, task, &s, finite, team);
         }
     }
+    if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
         ptrdiff_t k = (task * p->task_tiles + i) * TILE, rows = am_min(TILE, f->keys - k);
         write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
@@ -464,60 +438,6 @@ static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
     write_tokens(p, &p->gradient->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
                  p->d_q.token / p->base.size, p->base.flash->depth);
     return am_checkpoint(team);
-}
-
-/* A tile of d_bias that several pairs share: dS is computed once more, and summed up in a fixed order. */
-static am_status bias_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const plan *p = arg;
-    const am_flash *f = p->base.flash;
-    const ptrdiff_t *shape = p->gradient->bias_shape;
-    const ptrdiff_t counts[4] = {f->batch, f->heads, p->q_blocks, p->tiles};
-    ptrdiff_t begin[4], end[4];
-    for (int axis = 3; axis >= 0; axis--) {
-        ptrdiff_t cells = shape[axis] == 1 ? 1 : counts[axis];
-        begin[axis] = shape[axis] == 1 ? 0 : index % cells;
-        end[axis] = shape[axis] == 1 ? counts[axis] : begin[axis] + 1;
-        index /= cells;
-    }
-    char *room = am_room_enter(&p->rooms);
-    scratch s;
-    lay_out(p, room, &s);
-    memset(s.sums, 0, AM_FLASH_ROWS * TILE * sizeof *s.sums);
-    am_status status = AM_OK;
-    for (ptrdiff_t b = begin[0]; b < end[0]; b++) {
-        for (ptrdiff_t h = begin[1]; h < end[1]; h++) {
-            for (ptrdiff_t i = begin[2]; i < end[2]; i++) {
-                const am_flash_place at = place_of(p, b, h, i);
-                const rows_state *state = state_of(p, &at);
-                ptrdiff_t first = am_max(begin[3], state->first * p->task_tiles);
-                ptrdiff_t last = am_min(end[3], (state->last + 1) * p->task_tiles);
-                for (ptrdiff_t j = first; j < last; j++) {
-                    am_gradient_tile tile = {
-                        .k_columns = s.k_columns, .v_columns = s.v_columns, .d_bias = s.d_bias};
-                    if (!meet(p, &at, j * TILE, &s, &tile)) continue;
-                    pack(p, &at, j * TILE, &s, 0, &tile.k_finite);
-                    const am_gradient_rows block = begin_rows(p, &at, &s);
-                    p->base.kernels->gradient(&block, &tile);
-                    for (ptrdiff_t r = 0; r < at.rows; r++) {
-                        double *row = s.sums + (shape[2] == 1 ? 0 : r * TILE);
-                        for (ptrdiff_t c = 0; c < tile.columns; c++)
-                            row[shape[3] == 1 ? 0 : c] += am_number(&p->base, s.d_bias, r * TILE + c);
-                    }
-                    status = am_checkpoint(team);
-                    if (status != AM_OK) goto done;
-                }
-            }
-        }
-    }
-    const am_flash_place at = place_of(p, begin[0], begin[1], begin[2]);
-    ptrdiff_t rows = shape[2] == 1 ? 1 : at.rows, k = begin[3] * TILE;
-    for (ptrdiff_t r = 0; r < rows; r++)
-        write_bias(p, bias_row(p, &at, r, k), (const char *)(s.sums + r * TILE), AM_FLOAT64,
-                   shape[3] == 1 ? 1 : am_min(TILE, f->keys - k));
-done:
-    am_room_leave(&p->rooms, room);
-    return status;
 }
 
 /* --- The plan
@@ -551,9 +471,6 @@ static void choose(plan *p)
                                  f->batch * f->kv_heads * (p->tiles / p->task_tiles) < ENOUGH_TASKS))
         p->task_tiles /= 2;
     p->tasks = am_ceil_div(p->tiles, p->task_tiles);
-    const ptrdiff_t *shape = p->gradient->bias_shape;
-    p->bias_at_once = p->gradient->d_bias && shape[0] == f->batch && shape[1] == f->heads &&
-                      shape[2] == f->queries && shape[3] == f->keys;
 }
 
 static am_status compute(const am_run *run, plan *p)
@@ -561,17 +478,12 @@ static am_status compute(const am_run *run, plan *p)
     const am_flash *f = p->base.flash;
     ptrdiff_t heads = f->batch * f->heads, blocks = heads * p->q_blocks;
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
+    if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
     if (status == AM_OK && p->gradient->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
     if (status == AM_OK) status = am_parallel(run, p->tasks * f->batch * f->kv_heads, 1, keys_task, p);
     if (status == AM_OK && p->d_q.data != p->gradient->d_q.data)
         status = am_parallel(run, blocks, 1, finish_task, p);
-    if (status == AM_OK && p->gradient->d_bias && !p->bias_at_once) {
-        const ptrdiff_t *shape = p->gradient->bias_shape;
-        ptrdiff_t cells =
-            shape[0] * shape[1] * (shape[2] == 1 ? 1 : p->q_blocks) * (shape[3] == 1 ? 1 : p->tiles);
-        status = am_parallel(run, cells, 1, bias_task, p);
-    }
-    return status;
+    return status == AM_OK ? am_bias_gradient_end(run, &p->bias) : status;
 }
 
 am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient)
@@ -582,7 +494,9 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size;
     char *own_d_q = NULL;
     scratch unused;
-    am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
+    am_status status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape,
+                                             p.tasks, p.task_tiles);
+    if (status == AM_OK) status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
     p.facts_bytes = am_ceil_div(rows * size, AM_LINE) * AM_LINE;
     p.facts = am_lines(FACTS * p.facts_bytes);
@@ -603,5 +517,6 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     free(p.states);
     free(p.facts);
     free(own_d_q);
+    am_bias_gradient_free(&p.bias);
     return status;
 }

@@ -117,7 +117,6 @@ static void FN(gradient)(const am_gradient_rows *block, const am_gradient_tile *
         ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
         for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(slopes)(block, tile, r, begin, end);
     }
-    if (!tile->d_k) return;
 
     uint64_t turned[64] = {0};
     if (tile->live) {

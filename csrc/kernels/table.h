@@ -196,7 +196,7 @@ typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
     const void *k;                     /* packed like values */
     bool k_finite;
-    void *d_k, *d_v; /* [AM_FLASH_TILE][step], [AM_FLASH_TILE][value_step]; NULL: only dS is wanted */
+    void *d_k, *d_v;             /* [AM_FLASH_TILE][step], [AM_FLASH_TILE][value_step] */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */

@@ -1,0 +1,198 @@
+/* flash_bias.c – the gradient of the bias. */
+#include "core/flash_bias.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/convert.h"
+
+enum {
+    TILE = AM_FLASH_TILE,
+    PIECE = 1 << 16, /* numbers that a thread zeroes or converts at a time */
+};
+
+typedef am_bias_gradient gradient;
+
+/* Where a block begins in the result, or its sums. */
+static ptrdiff_t index_of(const gradient *g, const am_flash_place *at, ptrdiff_t k)
+{
+    ptrdiff_t index = g->shape[0] == 1 ? 0 : at->b;
+    index = index * g->shape[1] + (g->shape[1] == 1 ? 0 : at->head);
+    index = index * g->shape[2] + (g->shape[2] == 1 ? 0 : at->q);
+    return index * g->shape[3] + (g->shape[3] == 1 ? 0 : k);
+}
+
+static void convert(const gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
+{
+    am_dtype own = g->base->type, wanted = g->base->flash->bias_type;
+    char *to = g->result + index * (ptrdiff_t)am_size_of(wanted);
+    if (own == wanted)
+        memcpy(to, from, (size_t)(count * g->base->size));
+    else
+        am_converter(own, wanted)(g->base->all_kernels, to, from, count);
+}
+
+/* --- Turns
+ * ---------------------------------------------------------------------------------------------------- */
+
+/* Whose turn it is to add to what a task's keys share with the rows of a block, and which turn is theirs. */
+typedef struct {
+    atomic_ptrdiff_t *now;
+    ptrdiff_t own;
+} turn;
+
+static turn turn_of(const gradient *g, const am_flash_place *at, ptrdiff_t task)
+{
+    const ptrdiff_t counts[] = {g->tasks, g->base->flash->batch, g->base->flash->heads, g->q_blocks},
+                    here[] = {task, at->b, at->head, at->q / AM_FLASH_ROWS};
+    const bool shared[] = {g->shape[3] == 1, g->shape[0] == 1, g->shape[1] == 1};
+    ptrdiff_t own = 0, cell = 0;
+    for (int i = 0; i < 3; i++) {
+        ptrdiff_t *which = shared[i] ? &own : &cell;
+        *which = *which * counts[i] + here[i];
+    }
+    if (g->shape[2] != 1) cell = cell * counts[3] + here[3];
+    return (turn){&g->turns[cell], own};
+}
+
+static am_status add_in_turn(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+                             const char *from, am_team *team)
+{
+    turn t = turn_of(g, at, task);
+    am_status status = am_await(team, t.now, t.own);
+    if (status == AM_OK)
+        g->base->kernels->add_rows(g->sums + index_of(g, at, k) * g->base->size, g->shape[3], from, TILE,
+                                   g->shape[2] == 1 ? 1 : at->rows,
+                                   g->shape[3] == 1 ? 1 : am_min(TILE, g->base->flash->keys - k));
+    return status;
+}
+
+static am_status pass_turn(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
+{
+    turn t = turn_of(g, at, task);
+    am_status status = am_await(team, t.now, t.own);
+    if (status == AM_OK) atomic_store_explicit(t.now, t.own + 1, memory_order_release);
+    return status;
+}
+
+/* --- Tiles
+ * ---------------------------------------------------------------------------------------------------- */
+
+/* Sums up a tile along shared axes, to its first row or column. */
+static void fold(const gradient *g, char *tile, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 0; g->shape[3] == 1 && r < rows; r++) {
+        double sum = 0;
+        for (ptrdiff_t c = 0; c < TILE; c++) sum += am_number(g->base, tile, r * TILE + c);
+        am_set_number(g->base, tile, r * TILE, sum);
+    }
+    if (g->shape[2] == 1)
+        g->base->kernels->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
+}
+
+/* What all queries share is gathered first for the whole task: with a turn for each block those who share
+ * would work one after the other. */
+ptrdiff_t am_bias_gradient_room(const gradient *g)
+{
+    return g->sums && g->shape[2] == 1 ? g->base->group * g->task_tiles * TILE * g->base->size : 0;
+}
+
+static ptrdiff_t in_room(const gradient *g, const am_flash_place *at, ptrdiff_t k)
+{
+    return (at->head % g->base->group * g->task_tiles + k / TILE % g->task_tiles) * TILE * g->base->size;
+}
+
+am_status am_bias_give(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k, char *tile,
+                       char *room, am_team *team)
+{
+    if (!g->sums) {
+        for (ptrdiff_t r = 0; r < at->rows; r++)
+            convert(g, index_of(g, at, k) + r * g->shape[3], tile + r * TILE * g->base->size,
+                    am_min(TILE, g->base->flash->keys - k));
+        return AM_OK;
+    }
+    fold(g, tile, at->rows);
+    if (g->shape[2] != 1) return add_in_turn(g, at, task, k, tile, team);
+    g->base->kernels->add_rows(room + in_room(g, at, k), TILE, tile, TILE, 1, TILE);
+    return AM_OK;
+}
+
+am_status am_bias_end_block(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
+{
+    return g->sums && g->shape[2] != 1 ? pass_turn(g, at, task, team) : AM_OK;
+}
+
+am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_t task, const char *room,
+                           am_team *team)
+{
+    if (!am_bias_gradient_room(g)) return AM_OK;
+    am_flash_place head = *at;
+    ptrdiff_t begin = task * g->task_tiles * TILE,
+              end = am_min(begin + g->task_tiles * TILE, g->base->flash->keys);
+    am_status status = AM_OK;
+    for (ptrdiff_t h = 0; status == AM_OK && h < g->base->group; h++) {
+        head.head = at->kv_head * g->base->group + h;
+        for (ptrdiff_t k = begin; status == AM_OK && k < end; k += TILE)
+            status = add_in_turn(g, &head, task, k, room + in_room(g, &head, k), team);
+        if (status == AM_OK) status = pass_turn(g, &head, task, team);
+    }
+    return status;
+}
+
+/* --- Begin and end
+ * -------------------------------------------------------------------------------------------- */
+
+am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *result,
+                                const ptrdiff_t shape[4], ptrdiff_t tasks, ptrdiff_t task_tiles)
+{
+    *g = (gradient){.base = base, .result = result, .tasks = tasks, .task_tiles = task_tiles, .count = 1};
+    if (!result) return AM_OK;
+    const am_flash *f = base->flash;
+    const ptrdiff_t pairs[] = {f->batch, f->heads, f->queries, f->keys};
+    bool shared = false;
+    for (int axis = 0; axis < 4; axis++) {
+        g->count *= g->shape[axis] = shape[axis];
+        shared |= shape[axis] != pairs[axis];
+    }
+    if (!shared) return AM_OK;
+    g->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
+    ptrdiff_t cells = shape[0] * shape[1] * (shape[2] == 1 ? 1 : g->q_blocks) * (shape[3] == 1 ? 1 : tasks);
+    g->turns = calloc((size_t)am_max(cells, 1), sizeof *g->turns);
+    g->sums = f->bias_type == base->type ? result : am_lines(g->count * base->size);
+    return g->turns && g->sums ? AM_OK : AM_NO_MEMORY;
+}
+
+void am_bias_gradient_free(const gradient *g)
+{
+    free(g->turns);
+    if (g->sums != g->result) free(g->sums);
+}
+
+static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const gradient *g = arg;
+    ptrdiff_t size = g->sums ? g->base->size : (ptrdiff_t)am_size_of(g->base->flash->bias_type);
+    ptrdiff_t begin = index * PIECE;
+    memset((g->sums ? g->sums : g->result) + begin * size, 0,
+           (size_t)(am_min(PIECE, g->count - begin) * size));
+    return am_checkpoint(team);
+}
+
+static am_status convert_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const gradient *g = arg;
+    ptrdiff_t begin = index * PIECE;
+    convert(g, begin, g->sums + begin * g->base->size, am_min(PIECE, g->count - begin));
+    return am_checkpoint(team);
+}
+
+am_status am_bias_gradient_begin(const am_run *run, gradient *g)
+{
+    return g->result ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
+}
+
+am_status am_bias_gradient_end(const am_run *run, gradient *g)
+{
+    bool elsewhere = g->sums && g->sums != g->result;
+    return elsewhere ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, convert_task, g) : AM_OK;
+}

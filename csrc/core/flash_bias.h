@@ -1,0 +1,42 @@
+/* flash_bias.h – the gradient of the bias: tiles of dS, summed up over the pairs that share a number.
+ *
+ * Rows of d_bias that no other queries share are added to block by block. Of what heads, batch rows or tasks
+ * share each adds in turn: in the order of tasks, and of the heads of each. So sums do not depend on the
+ * number of threads, and whoever waits, waits for a task of a lower index. */
+#ifndef AM_FLASH_BIAS_H
+#define AM_FLASH_BIAS_H
+
+#include "core/flash_base.h"
+
+typedef struct {
+    const am_flash_base *base;
+    char *result; /* C-contiguous, of the bias's type; NULL: not wanted */
+    ptrdiff_t shape[4], count;
+    ptrdiff_t q_blocks, tasks, task_tiles; /* tasks by keys, of each key head */
+    char *sums; /* of the arithmetic type: the result, or on the way to it; NULL: no number is shared */
+    atomic_ptrdiff_t *turns;
+} am_bias_gradient;
+
+/* `shape` is 1 along axes that are shared. */
+am_status am_bias_gradient_make(am_bias_gradient *gradient, const am_flash_base *base, char *result,
+                                const ptrdiff_t shape[4], ptrdiff_t tasks, ptrdiff_t task_tiles);
+void am_bias_gradient_free(const am_bias_gradient *gradient);
+
+/* Before any tile, and after all. */
+am_status am_bias_gradient_begin(const am_run *run, am_bias_gradient *gradient);
+am_status am_bias_gradient_end(const am_run *run, am_bias_gradient *gradient);
+
+/* Room of a task, which is to be zero at first. */
+ptrdiff_t am_bias_gradient_room(const am_bias_gradient *gradient);
+
+/* Takes a tile of dS, [rows][AM_FLASH_TILE], which it changes, of the keys from k on. A task gives its tiles
+ * block by block, those of its heads one after the other; it ends each block, also one of which it has given
+ * none, and last of all itself, for its key head. */
+am_status am_bias_give(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
+                       ptrdiff_t k, char *tile, char *room, am_team *team);
+am_status am_bias_end_block(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
+                            am_team *team);
+am_status am_bias_end_task(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
+                           const char *room, am_team *team);
+
+#endif
