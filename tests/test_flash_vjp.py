@@ -570,7 +570,7 @@ def test_a_bias_beside_which_products_are_nothing(isa, dtype, more):
             gradient, right, scale = (getattr(each, name) for each in (got, exact, sizes))
             if gradient is None:
                 continue
-            limit = float(ml_dtypes.finfo(gradient.dtype).eps) + 1e-5 * (dtype != F64)
+            limit = float(ml_dtypes.finfo(dtype).eps) + 1e-5 * (dtype != F64)
             error = worst(gradient, right, scale, gradient.dtype)
             assert error <= 8 * limit, (name, size, error)
         if "softmax_aux" not in given:

@@ -31,6 +31,7 @@ typedef struct {
 typedef struct {
     am_flash_base base;
     const am_flash_gradient *gradient;
+    bool pairs;                                   /* a lane of what is multiplied holds two bfloat16 */
     ptrdiff_t step, value_step;                   /* of rows in scratch */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
     ptrdiff_t k_bytes, v_bytes;                   /* of a tile's rows in scratch */
@@ -44,7 +45,7 @@ typedef struct {
 } plan;
 
 typedef struct {
-    char *q, *d_out, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_room, *row;
+    char *q, *d_out, *q_rows, *d_out_rows, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_room, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     uint64_t *live, *kept;
 } scratch;
@@ -56,6 +57,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     bool own_bias = p->gradient->d_bias != NULL;
     s->q = am_take(memory, &used, p->k_bytes);
     s->d_out = am_take(memory, &used, p->v_bytes);
+    s->q_rows = p->pairs ? am_take(memory, &used, p->k_bytes) : s->q;
+    s->d_out_rows = p->pairs ? am_take(memory, &used, p->v_bytes) : s->d_out;
     s->d_q = am_take(memory, &used, p->k_bytes);
     s->weights = am_take(memory, &used, tile_bytes);
     s->slopes = am_take(memory, &used, tile_bytes);
@@ -115,10 +118,15 @@ static const char *read_tokens(const plan *p, const am_tokens *t, const am_flash
                         depth, step);
 }
 
+/* Whether they are finite. `pairs_to`: for rows that are packed two to a lane. */
 static bool load_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t depth,
-                        char *room, char *to, ptrdiff_t to_step)
+                        char *room, char *to, ptrdiff_t to_step, char *pairs_to)
 {
     ptrdiff_t step;
+    if (p->pairs) {
+        am_copy_pairs(to, am_token(t, at->b, at->head, at->q), t->token, t->element, at->rows, depth);
+        return p->base.kernels->pack_value_pairs(pairs_to, to, 2 * am_ceil_div(depth, 2), at->rows, depth);
+    }
     const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, room, &step);
     return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
 }
@@ -134,6 +142,8 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
         .value_step = p->value_step,
         .q = s->q,
         .d_out = s->d_out,
+        .q_rows = s->q_rows,
+        .d_out_rows = s->d_out_rows,
         .base = facts_of(p, at, BASE),
         .rest = facts_of(p, at, REST),
         .add = facts_of(p, at, ADD),
@@ -147,26 +157,29 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
         .unit = p->base.unit,
         .kept_factor = 1 / (1 - f->dropout),
     };
-    block.q_finite = load_tokens(p, &f->q, at, f->depth, s->row, s->q, p->step);
-    block.d_out_finite =
-        load_tokens(p, &p->gradient->d_out, at, f->value_depth, s->row, s->d_out, p->value_step);
+    block.q_finite = load_tokens(p, &f->q, at, f->depth, s->row, s->q, p->step, s->q_rows);
+    block.d_out_finite = load_tokens(p, &p->gradient->d_out, at, f->value_depth, s->row, s->d_out,
+                                     p->value_step, s->d_out_rows);
     return block;
 }
 
 /* --- Tiles of keys
  * -------------------------------------------------------------------------------------------- */
 
-/* Packs the keys and values of tile `index` of the scratch. */
-static void pack(const plan *p, const am_flash_place *at, ptrdiff_t k, const scratch *s, ptrdiff_t index,
-                 bool *finite)
+/* Rows of keys or values to columns, and where `to_rows` is not NULL to panels; whether these are finite. */
+static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t k, ptrdiff_t depth,
+                 char *room, char *to_columns, char *to_rows)
 {
-    const am_flash *f = p->base.flash;
-    ptrdiff_t rows = am_min(TILE, f->keys - k), step;
-    const char *src = read_tokens(p, &f->k, at, at->kv_head, k, rows, f->depth, s->row, &step);
-    p->base.kernels->pack_keys(s->k_columns + index * p->k_columns_bytes, src, step, rows, f->depth);
-    *finite = p->base.kernels->pack_values(s->k + index * p->k_panels_bytes, src, step, rows, f->depth);
-    src = read_tokens(p, &f->v, at, at->kv_head, k, rows, f->value_depth, s->row, &step);
-    p->base.kernels->pack_keys(s->v_columns + index * p->v_columns_bytes, src, step, rows, f->value_depth);
+    const am_flash_kernels *kernels = p->base.kernels;
+    ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), step;
+    if (p->pairs) {
+        const char *src = am_read_pairs(t, at->b, at->kv_head, k, rows, depth, room, &step);
+        kernels->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2));
+        return to_rows && kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
+    }
+    const char *src = read_tokens(p, t, at, at->kv_head, k, rows, depth, room, &step);
+    kernels->pack_keys(to_columns, src, step, rows, depth);
+    return to_rows && kernels->pack_values(to_rows, src, step, rows, depth);
 }
 
 /* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */
@@ -225,10 +238,8 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const scrat
     for (ptrdiff_t k = keys.begin / TILE * TILE; k < keys.end; k += TILE) {
         am_gradient_tile tile = {.k_columns = s->k_columns};
         if (!meet(p, at, k, s, &tile)) continue;
-        ptrdiff_t step;
-        const char *src = read_tokens(p, &f->k, at, at->kv_head, k, tile.columns, f->depth, s->row, &step);
-        p->base.kernels->pack_keys(s->k_columns, src, step, tile.columns, f->depth);
-        p->base.kernels->peaks(&block, &tile);
+        pack(p, &f->k, at, k, f->depth, s->row, s->k_columns, NULL);
+        (p->pairs ? p->base.kernels->peaks_pairs : p->base.kernels->peaks)(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -372,7 +383,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t t
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;
         }
-        p->base.kernels->gradient(&block, &tile);
+        (p->pairs ? p->base.kernels->gradient_pairs : p->base.kernels->gradient)(&block, &tile);
         if (tile.d_bias) status = am_bias_give(&p->bias, at, task, k, s->d_bias, s->d_bias_room, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -405,7 +416,12 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     lay_out(p, room, &s);
     bool finite[MOST_TILES] = {false};
     ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
-    for (ptrdiff_t i = 0; i < tiles; i++) pack(p, &at, (task * p->task_tiles + i) * TILE, &s, i, &finite[i]);
+    for (ptrdiff_t i = 0; i < tiles; i++) {
+        ptrdiff_t k = (task * p->task_tiles + i) * TILE;
+        finite[i] = pack(p, &f->k, &at, k, f->depth, s.row, s.k_columns + i * p->k_columns_bytes,
+                         s.k + i * p->k_panels_bytes);
+        pack(p, &f->v, &at, k, f->value_depth, s.row, s.v_columns + i * p->v_columns_bytes, NULL);
+    }
     memset(s.d_k, 0, (size_t)(tiles * p->k_bytes));
     memset(s.d_v, 0, (size_t)(tiles * p->v_bytes));
     memset(s.d_bias_room, 0, (size_t)am_bias_gradient_room(&p->bias));
@@ -454,15 +470,16 @@ static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
-    ptrdiff_t panel = p->base.kernels->panel, size = p->base.size;
+    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->gradient_pairs;
+    ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->pairs ? 2 : 1;
     ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
     p->step = step_of(p, depth);
     p->value_step = step_of(p, am_ceil_div(f->value_depth, panel) * panel);
     p->k_bytes = TILE * p->step * size;
     p->v_bytes = TILE * p->value_step * size;
-    p->k_columns_bytes = TILE * f->depth * size;
-    p->v_columns_bytes = TILE * f->value_depth * size;
-    p->k_panels_bytes = TILE * depth * size;
+    p->k_columns_bytes = TILE * am_ceil_div(f->depth, width) * size;
+    p->v_columns_bytes = TILE * am_ceil_div(f->value_depth, width) * size;
+    p->k_panels_bytes = TILE / width * depth * size;
     p->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
     p->tiles = am_ceil_div(f->keys, TILE);
     ptrdiff_t bytes = p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;

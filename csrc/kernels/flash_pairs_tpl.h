@@ -16,11 +16,23 @@ static void narrow_pairs(float *weights, ptrdiff_t begin, ptrdiff_t end)
         vf_store(weights + i / 2, vf_narrow_pairs(vf_load(weights + i), vf_load(weights + i + VF_LANES)));
 }
 
+/* Two rows of [rows][AM_FLASH_TILE] to one of pairs; `to` may be `from`. */
+static const float *join_rows_pairs(float *to, const float *from, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 0; r < rows; r += 2, from += 2 * AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += VF_LANES) {
+            vf odd = r + 1 < rows ? vf_load(from + AM_FLASH_TILE + i) : vf_set1(0);
+            vf_store(to + r / 2 * AM_FLASH_TILE + i, vf_join_pairs(vf_load(from + i), odd));
+        }
+    }
+    return to;
+}
+
 /* As `add_live_rows`, where a and b are pairs: an element of b that its partner in the pair does not share
  * its row with becomes 0. */
 static void add_live_rows_pairs(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
-                                ptrdiff_t a_column, const float *b, ptrdiff_t b_panel, float *c,
-                                ptrdiff_t c_row, ptrdiff_t depth)
+                                ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
+                                float *c, ptrdiff_t c_row, ptrdiff_t depth)
 {
     static const uint32_t halves[] = {0, 0xffff, 0xffff0000, 0xffffffff};
     for (ptrdiff_t r = 0; r < rows; r++) {
@@ -30,7 +42,7 @@ static void add_live_rows_pairs(ptrdiff_t rows, const uint64_t *live, const floa
             for (ptrdiff_t i = 0; i < AM_FLASH_TILE / 2; i++) {
                 uint32_t bits = halves[live[r] >> 2 * i & 3];
                 if (!bits) continue;
-                vf x = vf_only_bits(vf_load(panel + i * PANEL_f32), bits);
+                vf x = vf_only_bits(vf_load(panel + i * b_row), bits);
                 sum = vf_fma_pairs(vf_set1(a[r * a_row + i * a_column]), x, sum);
             }
             vf_store(c + r * c_row + j, sum);
@@ -41,7 +53,7 @@ static void add_live_rows_pairs(ptrdiff_t rows, const uint64_t *live, const floa
 static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                            const float *panel)
 {
-    add_live_rows_pairs(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, 0,
+    add_live_rows_pairs(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, PANEL_f32, 0,
                         (float *)block->out + column, block->out_depth, PANEL_f32);
 }
 

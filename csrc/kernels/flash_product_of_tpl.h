@@ -44,6 +44,18 @@ static inline void FROM(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, pt
 #undef ROWS
 }
 
+/* Columns of a, and b as it lies: c = c + aᵀ b. */
+static inline void FROM(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, ptrdiff_t a_step,
+                                        const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step)
+{
+#define ROWS(n)                                                                                              \
+    case n: FROM(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true, NULL); break;
+    switch (columns) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
+
 #undef S
 #undef LOAD
 #undef FMA

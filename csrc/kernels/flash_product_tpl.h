@@ -20,18 +20,6 @@ enum { FN(PANEL) = 2 * LANES };
 #define FROM(name) FN(name)
 #include "kernels/flash_product_of_tpl.h"
 
-/* Columns of a, and b as it lies: c = aᵀ b. */
-static void FN(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const T *b,
-                               ptrdiff_t b_step, T *c, ptrdiff_t c_step)
-{
-#define ROWS(n)                                                                                              \
-    case n: FN(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true, NULL); break;
-    switch (columns) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
-}
-
 typedef struct {
     ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */
 } FN(strip);

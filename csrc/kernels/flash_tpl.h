@@ -101,7 +101,6 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    ifdef V_PAIRS
 #        include "kernels/flash_pairs_tpl.h"
 #    endif
-#    undef HALVES
 #endif
 
 #undef MORE_ROWS

@@ -254,6 +254,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
 #ifdef V_PAIRS
             .step_pairs = flash_step_pairs,
             .pack_value_pairs = pack_values_pairs,
+            .gradient_pairs = gradient_pairs,
+            .peaks_pairs = peaks_pairs,
 #endif
         },
     .flash_f64 =

@@ -182,7 +182,8 @@ typedef struct {
 typedef struct {
     ptrdiff_t rows, depth, value_depth;
     ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond the depth */
-    const void *q, *d_out;      /* [rows][step], [rows][value_step] */
+    const void *q, *d_out; /* [rows][step], [rows][value_step]; or where a lane holds two, [rows][lanes] */
+    const void *q_rows, *d_out_rows; /* the same, or where a lane holds two packed like values */
     bool q_finite, d_out_finite;
     void *base, *rest, *add, *share; /* [rows]; the last may be NULL */
     void *d_q;                       /* [rows][step] */
@@ -234,6 +235,8 @@ typedef struct {
      * neighbours. */
     am_flash_step *step_pairs;
     am_flash_pack_values *pack_value_pairs;
+    am_flash_gradient_step *gradient_pairs;
+    am_flash_peaks *peaks_pairs;
 } am_flash_kernels;
 
 typedef struct {

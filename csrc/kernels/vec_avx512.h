@@ -251,6 +251,14 @@ static inline vf vf_narrow_pairs(vf first, vf second)
 {
     return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
+/* Each lane of `low` beside that of `high`, rounded. */
+static inline vf vf_join_pairs(vf low, vf high)
+{
+    static const uint16_t order[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_loadu_si512(order), rounded));
+}
 static inline vf vf_load_pairs(const uint16_t *low, const uint16_t *high)
 {
     __m512i lows = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)low));

@@ -1,0 +1,130 @@
+/* flash_gradient_step_tpl.h – how a block of rows meets a tile of keys, going back:
+ *
+ *     S = Q Kᵀ,  dP = dO Vᵀ       like the logits of the forward pass
+ *     P, dS                       row by row
+ *     dV = dV + Pᵀ dO             one panel of columns after the other, and so are
+ *     dK = dK + dSᵀ Q,  dQ = dQ + dS K
+ *
+ * A lane of what is multiplied holds WIDTH numbers, which are neighbours in the sum that is taken.
+ */
+
+/* c = a bᵀ, where b is packed like keys. */
+static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *a, ptrdiff_t step,
+                            ptrdiff_t depth, const T *b, T *c)
+{
+    const ptrdiff_t lanes = (depth + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
+    for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
+            STEP(product)(s->rows, lanes, a + s->row * a_step, a_step, b, c + s->row * AM_FLASH_TILE + column,
+                          AM_FLASH_TILE, false);
+        }
+    }
+}
+
+/* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of live pairs alone, if `live`
+ * is not NULL. */
+static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, const uint64_t *live, const T *a,
+                             const T *b, T *c, ptrdiff_t step, ptrdiff_t depth)
+{
+    const ptrdiff_t b_row = WIDTH == 1 ? step : FN(PANEL),
+                    b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
+    if (live) {
+        ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
+        STEP(add_live_rows)(columns, live, a, 1, AM_FLASH_TILE, b, b_row, b_panel, c, step, depth);
+        return;
+    }
+    for (ptrdiff_t column = 0; column < depth; column += FN(PANEL), b += b_panel) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (s->begin == s->end) continue;
+            ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
+            STEP(product_turned)(s->rows, end - begin, a + begin * AM_FLASH_TILE + s->row, AM_FLASH_TILE,
+                                 b + begin * b_row, b_row, c + s->row * step + column, step);
+        }
+    }
+}
+
+static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile *tile)
+{
+    FN(strip) strips[AM_FLASH_ROWS];
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+    T *weights = block->weights, *slopes = block->slopes;
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights);
+    STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns,
+                    slopes);
+    for (const FN(strip) *s = strips; s < strips + count; s++) {
+        ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
+        for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(slopes)(block, tile, r, begin, end);
+    }
+
+    uint64_t turned[64] = {0};
+    if (tile->live) {
+        memcpy(turned, tile->live, (size_t)block->rows * sizeof *turned);
+        turn_tiles(turned, 1);
+    }
+    FN(strip) turned_strips[AM_FLASH_TILE];
+    ptrdiff_t turned_count =
+        FN(cut_strips)(turned_strips, tile->columns, tile->live ? turned : NULL, block->rows);
+    const T *joined = STEP(join_rows)(weights, weights, block->rows);
+    STEP(add_turned)(turned_strips, turned_count, tile->live && !block->d_out_finite ? turned : NULL, joined,
+                     block->d_out_rows, tile->d_v, block->value_step, block->value_depth);
+    joined = STEP(join_rows)(weights, slopes, block->rows);
+    STEP(add_turned)(turned_strips, turned_count, tile->live && !block->q_finite ? turned : NULL, joined,
+                     block->q_rows, tile->d_k, block->step, block->depth);
+    for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(slopes + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+    if (tile->live && !tile->k_finite) {
+        STEP(add_live_rows)(block->rows, tile->live, slopes, AM_FLASH_TILE, 1, tile->k, FN(PANEL),
+                            FN(PANEL) * AM_FLASH_TILE / WIDTH, block->d_q, block->step, block->depth);
+        return;
+    }
+    const T *k = tile->k;
+    for (ptrdiff_t column = 0; column < block->depth;
+         column += FN(PANEL), k += FN(PANEL) * AM_FLASH_TILE / WIDTH) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (s->begin == s->end) continue;
+            ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
+            STEP(product)(s->rows, end - begin, slopes + s->row * AM_FLASH_TILE + begin, AM_FLASH_TILE,
+                          k + begin * FN(PANEL), (T *)block->d_q + s->row * block->step + column, block->step,
+                          true);
+        }
+    }
+}
+
+static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *tile)
+{
+    FN(strip) strips[AM_FLASH_ROWS];
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+    T *logits = block->weights;
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits);
+    V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
+    for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
+        T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
+        uint64_t live = tile->live ? tile->live[r] : UINT64_MAX;
+        FN(dressing) d = FN(dressing_of)(block, tile, r);
+        V most = VOP(set1)(-(T)INFINITY), total = zero, equal = zero;
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            V s = FN(dressed)(&d, VOP(load)(logits + i), i, &bend);
+            VOP(store)(logits + i, s);
+            most = VOP(max)(VOP(select)(live >> i, s, VOP(set1)(-(T)INFINITY)), most);
+        }
+        T highest = VOP(highest)(most);
+        if (highest > *peak) {
+            *sum *= VOP(first)(FN(exp2)(VOP(mul)(VOP(set1)(*peak - highest), unit)));
+            *times = 0;
+            *peak = highest;
+        }
+        V base = VOP(set1)(*peak > -(T)INFINITY ? *peak : 0);
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            V s = VOP(load)(logits + i), p = FN(exp2)(VOP(mul)(VOP(sub)(s, base), unit));
+            total = VOP(add)(total, VOP(select)(live >> i, p, zero));
+            equal = VOP(add)(equal, VOP(select)(live >> i, VOP(pick_less)(s, base, zero, one), zero));
+        }
+        T more = VOP(total)(total);
+        *sum += more;
+        *times += VOP(total)(equal);
+        if (more != more) *peak = more; /* of a NaN there is no way back */
+    }
+}
+
+#undef STEP
+#undef WIDTH
