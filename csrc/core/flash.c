@@ -133,13 +133,30 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
-/* Rows of one head that will be wanted, if there are any. */
+/* Rows of one head, to be asked for. */
 static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
                             ptrdiff_t count)
 {
     if (rows <= 0 || !am_is_plain(t)) return (am_flash_ahead){0};
     return (am_flash_ahead){am_token(t, b, head, token), t->token, count * (ptrdiff_t)am_size_of(t->type),
                             rows};
+}
+
+/* What comes after the tile at k: the next one of the block, or the block that this thread may take up then.
+ */
+static void look_ahead(const plan *p, const place *at, const place *next, ptrdiff_t k, ptrdiff_t end,
+                       am_flash_tile *tile)
+{
+    const am_flash *f = p->base.flash;
+    bool last = k + TILE >= end;
+    const place *where = last ? next : at;
+    k = last ? next->split * p->split_keys : k + TILE;
+    ptrdiff_t rows = p->packed ? 0 : am_min(TILE, f->keys - k);
+    tile->next_k = ahead(&f->k, where->b, where->kv_head, k, rows, f->depth);
+    tile->next_v = ahead(&f->v, where->b, where->kv_head, k, rows, f->value_depth);
+    if (!last || p->splits > 1) return;
+    tile->next_q = ahead(&f->q, next->b, next->head, next->q, next->queries, f->depth);
+    tile->next_out = ahead(&f->out, at->b, at->head, at->q, at->queries, f->value_depth);
 }
 
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
@@ -264,15 +281,7 @@ static am_status walk(const plan *p, const place *at, const place *next, const s
             kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
         if (kind == AM_DEAD) continue;
         am_flash_tile tile = {.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
-        if (!p->packed) {
-            ptrdiff_t rows = am_min(TILE, end - k - TILE);
-            tile.next[0] = ahead(&f->k, at->b, at->kv_head, k + TILE, rows, f->depth);
-            tile.next[1] = ahead(&f->v, at->b, at->kv_head, k + TILE, rows, f->value_depth);
-        } else if (next) {
-            tile.next[0] = ahead(&f->out, at->b, at->head, at->q, at->queries, f->value_depth);
-            tile.next[1] = ahead(&f->q, next->b, next->head, next->q, next->queries, f->depth);
-            next = NULL;
-        }
+        look_ahead(p, at, next, k, end, &tile);
         if (p->packed) {
             ptrdiff_t index = (at->b * f->kv_heads + at->kv_head - p->first) * p->tiles + k / TILE;
             tile.k = p->packed + index * (p->k_bytes + p->v_bytes);

@@ -201,7 +201,7 @@ static void FROM(step_in_place)(const am_flash_rows *block, const am_flash_tile 
         FN(weigh)(block, tile, r, begin, (end + LANES - 1) / LANES * LANES);
 
     T panel[AM_FLASH_TILE * FN(PANEL)];
-    flash_ahead next = flash_ahead_of(&tile->next[0], FN(PANEL) * (ptrdiff_t)sizeof(S));
+    flash_ahead next = flash_ahead_of(&tile->next_k, FN(PANEL) * (ptrdiff_t)sizeof(S));
     ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP;
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         const S *from = v + begin * tile->v_step + column;

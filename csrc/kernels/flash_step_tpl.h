@@ -53,8 +53,10 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
 
-    flash_ahead next[] = {flash_ahead_of(&tile->next[0], 64), flash_ahead_of(&tile->next[1], 64)};
-    ptrdiff_t lines = next[0].pieces * next[0].rows + next[1].pieces * next[1].rows;
+    flash_ahead next[] = {flash_ahead_of(&tile->next_k, 64), flash_ahead_of(&tile->next_v, 64),
+                          flash_ahead_of(&tile->next_q, 64), flash_ahead_of(&tile->next_out, 64)};
+    ptrdiff_t lines = 0;
+    for (int i = 0; i < 4; i++) lines += next[i].pieces * next[i].rows;
     ptrdiff_t share = lines * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (lines > 0);
 
     T *logits = block->logits, *out = block->out;

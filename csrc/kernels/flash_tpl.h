@@ -49,10 +49,14 @@ static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
     (void)weights, (void)begin, (void)end;
 }
 
-/* A share of what is to come. */
-static void FN(ask)(flash_ahead *next, ptrdiff_t share)
+/* A share of what is to come, of four kinds one after the other. */
+static void FN(ask)(flash_ahead next[4], ptrdiff_t share)
 {
-    for (ptrdiff_t i = 0; i < share; i++) flash_ask(next->rows > 0 ? next : next + 1);
+    const flash_ahead *last = next + 3;
+    for (; share > 0; share--) {
+        while (next < last && next->rows <= 0) next++;
+        flash_ask(next);
+    }
 }
 
 #define STEP(name) FN(name)

@@ -142,7 +142,7 @@ typedef struct {
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
-    am_flash_ahead next[2];
+    am_flash_ahead next_k, next_v, next_q, next_out;
     ptrdiff_t k_step, v_step,
         value_depth; /* for those in place: elements from row to row, columns of values */
 } am_flash_tile;
