@@ -32,8 +32,9 @@ static inline V FN(dressed)(const FN(dressing) * d, V product, ptrdiff_t i, V *s
 }
 
 /* Products of one row to P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
-static void FN(slopes)(const am_gradient_rows *block, const am_gradient_tile *tile, ptrdiff_t row,
-                       ptrdiff_t begin, ptrdiff_t end)
+static inline __attribute__((always_inline)) void FN(slopes_of)(const am_gradient_rows *block,
+                                                                const am_gradient_tile *tile, ptrdiff_t row,
+                                                                ptrdiff_t begin, ptrdiff_t end)
 {
     T *weights = (T *)block->weights + row * AM_FLASH_TILE,
       *slopes = (T *)block->slopes + row * AM_FLASH_TILE;
@@ -70,6 +71,21 @@ static void FN(slopes)(const am_gradient_rows *block, const am_gradient_tile *ti
         VOP(store)(weights + i, kept);
         VOP(store)(slopes + i, VOP(mul)(slope, scale));
     }
+}
+
+/* The same, compiled once more for tiles of nothing but products: with less to ask, more vectors are at work
+ * at a time. */
+static void FN(slopes)(const am_gradient_rows *block, const am_gradient_tile *tile, ptrdiff_t row,
+                       ptrdiff_t begin, ptrdiff_t end)
+{
+    if (tile->live || tile->kept || tile->bias || tile->d_bias || block->share || block->cap > 0) {
+        FN(slopes_of)(block, tile, row, begin, end);
+        return;
+    }
+    const am_gradient_tile nothing = {0};
+    am_gradient_rows plain = *block;
+    plain.share = NULL, plain.cap = 0;
+    FN(slopes_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
 }
 
 /* Weights of two rows are what `product_turned` takes. */
