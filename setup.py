@@ -45,6 +45,8 @@ class BuildExt(build_ext):
         flags = list(CFLAGS)
         flags += ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1"]
         flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
+        if switch("ATTNMASK_DEBUG") or os.environ.get("ATTNMASK_SANITIZE"):
+            ext.define_macros += [("AM_TRY_PAIRS", "1")]
         if sanitizers := os.environ.get("ATTNMASK_SANITIZE"):
             sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
             # Python's own -fwrapv would hide signed overflow.

@@ -153,7 +153,7 @@ class Times:
     @property
     def noisy(self) -> bool:
         low, high = np.percentile(self.samples, [25, 75])
-        return self.disturbed or (high - low) / 2 > NOISY * self.median
+        return self.disturbed or len(self.samples) < 2 or (high - low) / 2 > NOISY * self.median
 
     def ratio_to(self, other: "Times") -> float:
         if len(self.samples) != len(other.samples):
@@ -188,6 +188,7 @@ def other_work() -> float:
 def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str] = ()) -> dict[str, Times]:
     """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all.
 
+    Those who are slow and far behind run three times or once before the rounds, and not in them.
     How fast the `yardsticks` among them are makes nobody else slow.
     """
     tries: dict[str, list[float]] = {}

@@ -220,6 +220,8 @@ am_convert_row *am_converter(am_dtype from, am_dtype to) { return converters[fro
 #define FN(name) name##_8
 #include "core/copy_tpl.h"
 
+enum { WORTH_A_CALL = 64 }; /* bytes, of memcpy */
+
 static ptrdiff_t magnitude(ptrdiff_t stride) { return stride < 0 ? -stride : stride; }
 
 void am_copy_2d(char *dst, ptrdiff_t dst_row, ptrdiff_t dst_column, const char *src, ptrdiff_t src_row,
@@ -233,6 +235,11 @@ void am_copy_2d(char *dst, ptrdiff_t dst_row, ptrdiff_t dst_column, const char *
         dst_row = dst_column, dst_column = swap;
         swap = src_row, src_row = src_column, src_column = swap;
         swap = rows, rows = columns, columns = swap;
+    }
+    if (dst_column == (ptrdiff_t)size && src_column == dst_column && columns * dst_column >= WORTH_A_CALL) {
+        for (ptrdiff_t r = 0; r < rows; r++)
+            memcpy(dst + r * dst_row, src + r * src_row, (size_t)columns * size);
+        return;
     }
     switch (size) {
     case 1: copy_2d_1(dst, dst_row, dst_column, src, src_row, src_column, rows, columns); break;

@@ -13,7 +13,8 @@
 
 enum {
     HUGE_PAGE = 2 << 20,
-    HALF = 2,
+    BF16_BYTES = 2,
+    LANE_BYTES = 4,
     WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
 };
 
@@ -52,12 +53,7 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
     }
     char *raw = type == base->type ? room : room + am_ceil_div(rows * count * base->size, AM_LINE) * AM_LINE;
     *step = count;
-    if (element_step == size) {
-        if (type == base->type) {
-            for (ptrdiff_t r = 0; r < rows; r++)
-                memcpy(raw + r * count * size, src + r * row_step, (size_t)(count * size));
-            return room;
-        }
+    if (element_step == size && type != base->type) {
         am_convert_row *convert = am_converter(type, base->type);
         for (ptrdiff_t r = 0; r < rows; r++)
             convert(base->all_kernels, room + r * count * base->size, src + r * row_step, count);
@@ -77,7 +73,7 @@ bool am_is_plain(const am_tokens *t)
 void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                    ptrdiff_t count)
 {
-    const ptrdiff_t size = HALF, row = (count + count % 2) * size;
+    const ptrdiff_t size = BF16_BYTES, row = (count + count % 2) * size;
     if (count % 2) memset(to, 0, (size_t)(rows * row));
     am_copy_2d(to, row, size, src, row_step, element_step, rows, count, (size_t)size);
 }
@@ -86,8 +82,8 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
                           ptrdiff_t count, char *room, ptrdiff_t *step)
 {
     const char *src = am_token(t, b, head, token);
-    *step = t->token / (2 * HALF);
-    if (am_is_plain(t) && t->token % (2 * HALF) == 0 && count % 2 == 0) return src;
+    *step = t->token / LANE_BYTES;
+    if (am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0) return src;
     *step = am_ceil_div(count, 2);
     am_copy_pairs(room, src, t->token, t->element, rows, count);
     return room;

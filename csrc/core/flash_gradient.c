@@ -7,6 +7,7 @@
  * depends on the number of threads, and nothing is as large as queries times keys, unless the bias is. */
 #include "core/flash_gradient.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -266,21 +267,25 @@ static void find_facts(const plan *p, const am_flash_place *at, const scratch *s
         read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
     p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double high = given_fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, sum = 1;
+        double high = given_fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->gradient->d_lse.data ? given_fact(p, &p->gradient->d_lse, at, r) : 0;
         double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
         if (is_from_peak(p, at, r)) {
-            high = am_number(&p->base, base, r);
-            sum = am_number(&p->base, rest, r);
+            /* What these keys sum up to, unless lse is of others too. */
+            double peak = am_number(&p->base, base, r), own = log2(am_number(&p->base, rest, r));
+            double lse = (high - peak) * p->base.unit,
+                   rounding = 4 * (p->base.size == 8 ? DBL_EPSILON : FLT_EPSILON) * fabs(high * p->base.unit);
+            power = fabs(lse - own) <= rounding || isnan(own) ? -own : -lse;
+            high = peak;
         }
         if (!f->normalize) {
             am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
             moved = 0;
-            if (sum != 0) d_lse /= sum;
-            sum = 1;
+            if (high > -INFINITY) d_lse *= exp2(power);
+            power = 0;
         }
         am_set_number(&p->base, base, r, high == -INFINITY ? 0 : high);
-        am_set_number(&p->base, rest, r, sum > 0 ? -log2(sum) : 0);
+        am_set_number(&p->base, rest, r, high == -INFINITY ? 0 : power);
         am_set_number(&p->base, add, r, d_lse - moved);
     }
 }

@@ -28,8 +28,7 @@ static const float *join_rows_pairs(float *to, const float *from, ptrdiff_t rows
     return to;
 }
 
-/* As `add_live_rows`, where a and b are pairs: an element of b that its partner in the pair does not share
- * its row with becomes 0. */
+/* As `add_live_rows`, where a and b are pairs: of each pair of b, what is dead for the row becomes 0. */
 static void add_live_rows_pairs(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
                                 ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
                                 float *c, ptrdiff_t c_row, ptrdiff_t depth)
@@ -73,11 +72,11 @@ static bool pack_values_pairs(void *to, const void *from, ptrdiff_t step, ptrdif
             const uint16_t *row[2];
             uint16_t room[2][PANEL_f32];
             for (ptrdiff_t i = 0; i < 2; i++) {
-                row[i] = (const uint16_t *)from + (r + i) * step + column;
-                if (r + i < rows && columns == PANEL_f32) continue;
+                const uint16_t *src = r + i < rows ? (const uint16_t *)from + (r + i) * step + column : NULL;
+                row[i] = src && columns == PANEL_f32 ? src : room[i];
+                if (row[i] == src) continue;
                 memset(room[i], 0, sizeof room[i]);
-                if (r + i < rows) memcpy(room[i], row[i], (size_t)columns * sizeof *room[i]);
-                row[i] = room[i];
+                if (src) memcpy(room[i], src, (size_t)columns * sizeof *src);
             }
             for (ptrdiff_t i = 0; i < PANEL_f32; i += VF_LANES) {
                 vf pairs = vf_load_pairs(row[0] + i, row[1] + i);

@@ -44,7 +44,7 @@ static inline void FROM(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, pt
 #undef ROWS
 }
 
-/* Columns of a, and b as it lies: c = c + aᵀ b. */
+/* Columns of a, and rows of b: c = c + aᵀ b. */
 static inline void FROM(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, ptrdiff_t a_step,
                                         const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step)
 {

@@ -230,9 +230,9 @@ typedef struct {
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
-    /* Where the processor multiplies bfloat16 by itself, else NULL. A lane of float32 holds two: of q and k
-     * neighbours in depth, which is `depth` lanes then and packed by pack_keys; of v rows that are
-     * neighbours. */
+    /* Where the processor multiplies bfloat16 by itself, else NULL. A lane of float32 holds two: neighbours
+     * in depth of what is packed by pack_keys and of the rows that meet it (`depth` of am_flash_rows counts
+     * lanes), neighbouring rows of what is packed by pack_value_pairs. */
     am_flash_step *step_pairs;
     am_flash_pack_values *pack_value_pairs;
     am_flash_gradient_step *gradient_pairs;

@@ -189,6 +189,42 @@ static inline void vd_turn(vd v[VD_LANES])
 }
 static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]} + (vd){v[0][1], v[1][1]}; }
 
+#ifdef AM_TRY_PAIRS
+/* Two bfloat16 to a lane, in builds for tests: what processors with AVX-512 BF16 do runs on others too. */
+#    define V_PAIRS
+static inline vf vf_only_bits(vf v, uint32_t bits)
+{
+    return (vf)((vf_mask)v & (vf_mask){bits, bits, bits, bits});
+}
+static inline vf vf_fma_pairs(vf a, vf b, vf c)
+{
+    c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
+    return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
+}
+static inline vf vf_load_pairs(const uint16_t *low, const uint16_t *high)
+{
+    vf_mask pairs;
+    for (int i = 0; i < VF_LANES; i++) pairs[i] = low[i] | (uint32_t)high[i] << 16;
+    return (vf)pairs;
+}
+static inline vf vf_join_pairs(vf low, vf high)
+{
+    uint16_t halves[2 * VF_LANES];
+    vf_store_bf16(halves, low);
+    vf_store_bf16(halves + VF_LANES, high);
+    return vf_load_pairs(halves, halves + VF_LANES);
+}
+static inline vf vf_narrow_pairs(vf first, vf second)
+{
+    vf pairs;
+    uint16_t halves[2 * VF_LANES];
+    vf_store_bf16(halves, first);
+    vf_store_bf16(halves + VF_LANES, second);
+    memcpy(&pairs, halves, sizeof pairs);
+    return pairs;
+}
+#endif
+
 typedef uint64_t vi __attribute__((vector_size(16)));
 static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }
 static inline void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
