@@ -84,6 +84,30 @@ def test_a_million_tokens(isa, set_threads, dtype, sequences):
             assert_same(got, expected[name], (isa, name, dtype, sequences, threads))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint16"])
+@pytest.mark.parametrize("sequences", [0, 1, 511, 512, 513, 1025])
+def test_counts_of_many_sequences(isa, dtype, sequences):
+    """Whole blocks of sequences and one more or less; in int64 also one that is longer than 32 bits tell."""
+    rng = np.random.default_rng(sequences)
+    for lens in (rng.integers(0, 60, sequences), np.where(np.arange(sequences) == 512, 2**40 + 3, 50)):
+        cu_seqlens = np.minimum(running(lens), np.iinfo(dtype).max).astype(dtype)
+        for given in (cu_seqlens, arrange(cu_seqlens, "strided")):
+            for chunk_size in (1, 2, 3, 49, 50, 64, 2**31 - 1, 2**31, 2**32, 2**40, 2**63):
+                for name in ("prepare_lens", "prepare_chunk_offsets"):
+                    expected = prepare(ref, name, cu_seqlens, chunk_size)
+                    assert_same(prepare(attnmask, name, given, chunk_size), expected, (isa, name, chunk_size))
+
+
+@pytest.mark.parametrize("name", ["prepare_lens", "prepare_chunk_offsets"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_one_bad_start_of_many(isa, name, dtype):
+    for at, value in ((0, 1), (0, -1), (600, 598), (600, -1), (600, np.iinfo(dtype).min), (1000, 0)):
+        cu_seqlens = np.arange(1001, dtype=dtype)
+        cu_seqlens[at] = value
+        with pytest.raises(ValueError, match=rf"cu_seqlens must .* got {value} .*at index {at}$"):
+            prepare(attnmask, name, cu_seqlens)
+
+
 @pytest.mark.parametrize("name", PREPARE)
 @pytest.mark.parametrize(
     "make",
@@ -209,6 +233,16 @@ def test_wide_masks(isa, set_threads, threads):
     assert_same(attnmask.prepare_lens_from_mask(tall.T), expected, (isa, "transposed", threads))
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int16", "float32", "float64"])
+def test_mask_rows_of_all_lengths(isa, dtype):
+    """Rows that end at, before and behind what is counted at once, or before a counter is full."""
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 2, (3, 255 * 128 + 65)).astype(dtype)
+    for length in (*range(200), 8160, 8161, 16320, 16321, 32639, 32640, 32641, 32704, 32705):
+        for mask in (whole[:, :length], np.ones((3, length), dtype)):
+            assert_same(attnmask.prepare_lens_from_mask(mask), ref.prepare_lens_from_mask(mask), (isa, length))
+
+
 def test_mask_bools_are_true_or_false_whatever_their_byte(isa):
     mask = np.tile(np.array([0, 1, 2, 128, 255], np.uint8), (3, 30)).view(bool)
     assert_same(attnmask.prepare_lens_from_mask(mask), np.full(3, 120, np.int32), isa)
@@ -331,6 +365,18 @@ def test_cdiv_of_many(dtype, size):
                 got, exact = attnmask.cdiv(dividend, divisor), -(-values.astype(object) // d)
                 expected = values.dtype if isinstance(b, int) else np.promote_types(dtype, b.dtype)
                 assert_same(got, exact.astype(expected).reshape(shape), (dtype, b))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_cdiv_of_the_ends_of_32_bits(isa, dtype):
+    """Where a product of 32 bits is just enough, and just not."""
+    ends = [edge + near for edge in (-(2**31), 0, 2**31 - 1) for near in (0, 1, -1)]
+    a = np.resize([n for n in ends if -(2**31) <= n < 2**31], 1500).astype(dtype)
+    divisors = [1, 2, 3, 5, 2**16 + 1, 2**30 - 1, 2**30, 2**30 + 1]
+    for b in [*divisors, *(2**bits + near for bits in (31, 32, 33, 62) for near in (-1, 0, 1))]:
+        for values in (a, np.where(np.arange(1500) == 700, 2**62 + 1, a)) if dtype == "int64" else (a,):
+            expected = np.array([-(-n // b) for n in values.tolist()], dtype)
+            assert_same(attnmask.cdiv(values, b), expected, (isa, dtype, b))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

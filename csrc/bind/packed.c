@@ -3,46 +3,78 @@
 #include "bind/counts.h"
 #include "core/packed.h"
 
-/* The lengths of a native contiguous array in one pass; NULL without an exception where that does not apply.
- */
-static PyObject *quick_lens(PyObject *module, PyArrayObject *array)
+/* Lengths, or with chunks of so many tokens the chunk offsets; `type` is AM_INT32 or AM_INT64. False if
+ * starts do not rise from 0. */
+static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
+                  npy_intp chunk)
 {
-    am_dtype type = am_dtype_of(PyArray_DESCR(array));
-    npy_intp count = PyArray_DIM(array, 0) - 1;
-    if ((type != AM_INT32 && type != AM_INT64) || !PyArray_IS_C_CONTIGUOUS(array)) return NULL;
-    PyArrayObject *lens = am_new_array(1, &count, PyArray_DESCR(array));
-    if (!lens) return NULL;
     am_call call;
-    bool valid;
-    am_enter(&call, module, count);
+    bool rise;
+    am_enter(&call, module, sequences);
+    const am_kernels *k = call.run.kernels;
     if (type == AM_INT32) {
-        const int32_t *starts = PyArray_DATA(array);
-        valid = call.run.kernels->lens_32(PyArray_DATA(lens), starts, count) && starts[0] == 0;
+        rise =
+            chunk ? k->chunk_offsets_32(dst, starts, sequences, chunk) : k->lens_32(dst, starts, sequences);
+        rise &= *(const int32_t *)starts == 0;
     } else {
-        const int64_t *starts = PyArray_DATA(array);
-        valid = call.run.kernels->lens_64(PyArray_DATA(lens), starts, count) && starts[0] == 0;
+        rise =
+            chunk ? k->chunk_offsets_64(dst, starts, sequences, chunk) : k->lens_64(dst, starts, sequences);
+        rise &= *(const int64_t *)starts == 0;
     }
     am_leave(&call);
-    if (!valid) Py_CLEAR(lens);
-    return (PyObject *)lens;
+    return rise;
+}
+
+/* Those of a native contiguous array in one pass; NULL without an exception where that does not apply. */
+static PyObject *quick_counts(PyObject *module, PyArrayObject *starts, npy_intp entries, npy_intp chunk)
+{
+    am_dtype type = am_dtype_of(PyArray_DESCR(starts));
+    if ((type != AM_INT32 && type != AM_INT64) || !PyArray_IS_C_CONTIGUOUS(starts)) return NULL;
+    PyArrayObject *counts = am_new_array(1, &entries, PyArray_DESCR(starts));
+    if (counts &&
+        !count(module, type, PyArray_DATA(counts), PyArray_DATA(starts), PyArray_DIM(starts, 0) - 1, chunk))
+        Py_CLEAR(counts);
+    return (PyObject *)counts;
+}
+
+static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp chunk)
+{
+    am_starts s = {.array = am_starts_array(cu_seqlens, "cu_seqlens")};
+    ptrdiff_t *counts = NULL;
+    PyObject *result = NULL;
+    if (!s.array) goto fail;
+    npy_intp entries = PyArray_DIM(s.array, 0) - (chunk ? 0 : 1);
+    result = quick_counts(module, s.array, entries, chunk);
+    if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) goto fail;
+    counts = PyMem_New(ptrdiff_t, entries);
+    if (!counts) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    count(module, AM_INT64, counts, s.starts, s.sequences, chunk);
+    result = am_counts_as(counts, entries, PyArray_DESCR(s.array));
+fail:
+    PyMem_Free(counts);
+    am_free_starts(&s);
+    return result;
 }
 
 static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    am_starts s = {0};
-    PyObject *object = NULL, *result = NULL;
-    const am_param params[] = {{"cu_seqlens", am_to_object, &object}};
+    PyObject *cu_seqlens = NULL;
+    const am_param params[] = {{"cu_seqlens", am_to_object, &cu_seqlens}};
     if (am_parse("prepare_lens", args, nargs, params, 1) < 0) return NULL;
-    s.array = am_starts_array(object, "cu_seqlens");
-    if (!s.array) goto fail;
-    result = quick_lens(module, s.array);
-    if (result || PyErr_Occurred()) goto fail;
-    if (am_check_starts(&s, "cu_seqlens") < 0) goto fail;
-    for (ptrdiff_t i = 0; i < s.sequences; i++) s.starts[i] = s.starts[i + 1] - s.starts[i];
-    result = am_counts_as(s.starts, s.sequences, PyArray_DESCR(s.array));
-fail:
-    am_free_starts(&s);
-    return result;
+    return prepare_counts(module, cu_seqlens, 0);
+}
+
+static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *cu_seqlens = NULL;
+    npy_intp chunk;
+    const am_param params[] = {{"cu_seqlens", am_to_object, &cu_seqlens},
+                               {"chunk_size", am_to_count, &chunk}};
+    if (am_parse("prepare_chunk_offsets", args, nargs, params, 2) < 0) return NULL;
+    return prepare_counts(module, cu_seqlens, chunk);
 }
 
 /* One fact of every token: shape [total], or [total, 2] for pairs. */
@@ -97,40 +129,25 @@ static PyObject *prepare_token_indices(PyObject *module, PyObject *const *args, 
 }
 
 /* Chunks are to the sequences' offsets what tokens are to their starts. */
-static PyObject *prepare_chunks(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                                const char *function, bool offsets_only)
+static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_starts s = {0};
-    npy_intp chunk_size;
+    npy_intp chunk;
     ptrdiff_t *offsets = NULL;
     PyObject *result = NULL;
-    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}, {"chunk_size", am_to_count, &chunk_size}};
-    if (am_parse(function, args, nargs, params, 2) < 0) goto fail;
-    offsets = PyMem_Malloc((size_t)(s.sequences + 1) * sizeof *offsets);
+    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}, {"chunk_size", am_to_count, &chunk}};
+    if (am_parse("prepare_chunk_indices", args, nargs, params, 2) < 0) goto fail;
+    offsets = PyMem_New(ptrdiff_t, s.sequences + 1);
     if (!offsets) {
         PyErr_NoMemory();
         goto fail;
     }
-    am_chunk_offsets(offsets, s.starts, s.sequences, chunk_size);
-    PyArray_Descr *dtype = PyArray_DESCR(s.array);
-    if (offsets_only)
-        result = am_counts_as(offsets, s.sequences + 1, dtype);
-    else
-        result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, dtype);
+    count(module, AM_INT64, offsets, s.starts, s.sequences, chunk);
+    result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, PyArray_DESCR(s.array));
 fail:
     PyMem_Free(offsets);
     am_free_starts(&s);
     return result;
-}
-
-static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return prepare_chunks(module, args, nargs, "prepare_chunk_indices", false);
-}
-
-static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return prepare_chunks(module, args, nargs, "prepare_chunk_offsets", true);
 }
 
 /* The lengths of the rows of a 2-D mask as int64. */
@@ -299,37 +316,9 @@ static PyArrayObject *divide(PyArrayObject *a, PyArrayObject *b)
     return result;
 }
 
-/* Rounded up for b > 0: a - 1/2 is never a multiple of b, and so far from one that no rounding error reaches
- * it. C truncates, which is up for a negative quotient and one too few for a positive one. */
-static int32_t ceil_32(int32_t a, double inverse) { return (int32_t)((a - 0.5) * inverse) + (a > 0); }
-
-static void divide_all_32(int32_t *dst, const int32_t *a, npy_intp count, int64_t b)
-{
-    double inverse = 1.0 / (double)b;
-    for (npy_intp i = 0; i < count; i++) dst[i] = ceil_32(a[i], inverse);
-}
-
-/* By a product, which takes half as long as a division. With 2^(s - 1) < b <= 2^s and m = 2^(63 + s) / b
- * rounded up, which is below 2^64, n / b = n m / 2^(63 + s), both rounded down, for all n <= 2^63. For n one
- * below a that is one too few; for n = -a, where a is not positive, it is the negative: q becomes (q ^ flip)
- * + 1 in both. */
-static void divide_all_64(int64_t *dst, const int64_t *a, npy_intp count, int64_t b)
-{
-    if (b == 1) {
-        memcpy(dst, a, (size_t)count * sizeof *dst);
-        return;
-    }
-    int s = 64 - __builtin_clzll((unsigned long long)b - 1);
-    uint64_t m = (uint64_t)((((unsigned __int128)1 << (63 + s)) + (uint64_t)b - 1) / (uint64_t)b);
-    for (npy_intp i = 0; i < count; i++) {
-        uint64_t flip = a[i] > 0 ? 0 : UINT64_MAX;
-        uint64_t n = ((uint64_t)a[i] - 1) ^ flip;
-        uint64_t high = (uint64_t)((unsigned __int128)n * m >> 64);
-        dst[i] = (int64_t)(((high >> (s - 1)) ^ flip) + 1);
-    }
-}
-
-/* False for a divisor that is not positive. */
+/* False for a divisor that is not positive. a - 1/2 is never a multiple of b, and so far from one that no
+ * rounding error reaches it; C truncates, which is up for a negative quotient and one too few for a positive
+ * one. */
 static bool divide_each_32(int32_t *dst, const int32_t *a, const int32_t *b, npy_intp count)
 {
     int32_t lowest = INT32_MAX;
@@ -349,44 +338,34 @@ static bool divide_each_64(int64_t *dst, const int64_t *a, const int64_t *b, npy
     return true;
 }
 
-/* The quotients of a native contiguous array by one number, or by an array of its kind; NULL without an
- * exception where that does not apply. */
-static PyArrayObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObject *b,
-                                      PyArray_Descr *dtype)
+/* The quotients of a native contiguous array by one number, or where `b` is not NULL by an array of its kind;
+ * NULL without an exception where that does not apply. */
+static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObject *b, int64_t divisor)
 {
-    am_dtype type = am_dtype_of(dtype);
-    bool one = PyArray_NDIM(b) == 0;
-    int64_t divisor = 1;
-    if ((type != AM_INT32 && type != AM_INT64) || am_dtype_of(PyArray_DESCR(a)) != type) return NULL;
-    if (PyArray_NDIM(a) == 0 || !PyArray_IS_C_CONTIGUOUS(a)) return NULL;
-    if (one) {
-        PyArrayObject *wide = widened(b);
-        if (!wide) return NULL;
-        divisor = *(const int64_t *)PyArray_DATA(wide); /* of uint64, one that is too large turns negative */
-        Py_DECREF(wide);
-    } else if (am_dtype_of(PyArray_DESCR(b)) != type || !PyArray_IS_C_CONTIGUOUS(b) ||
-               !PyArray_SAMESHAPE(a, b)) {
+    am_dtype type = am_dtype_of(PyArray_DESCR(a));
+    if ((type != AM_INT32 && type != AM_INT64) || PyArray_NDIM(a) == 0 || !PyArray_ISCARRAY_RO(a))
         return NULL;
-    }
-    if (divisor <= 0) return NULL;
-    PyArrayObject *result = am_new_array(PyArray_NDIM(a), PyArray_DIMS(a), dtype);
+    if (b ? am_dtype_of(PyArray_DESCR(b)) != type || !PyArray_ISCARRAY_RO(b) || !PyArray_SAMESHAPE(a, b)
+          : divisor <= 0)
+        return NULL;
+    PyArrayObject *result = am_new_array(PyArray_NDIM(a), PyArray_DIMS(a), PyArray_DESCR(a));
     if (!result) return NULL;
-    npy_intp count = PyArray_SIZE(a);
-    void *dst = PyArray_DATA(result), *dividends = PyArray_DATA(a), *divisors = PyArray_DATA(b);
+    npy_intp size = PyArray_SIZE(a);
+    void *dst = PyArray_DATA(result), *dividends = PyArray_DATA(a), *divisors = b ? PyArray_DATA(b) : NULL;
     bool valid = true;
     am_call call;
-    am_enter(&call, module, count);
-    if (one && type == AM_INT32)
-        divide_all_32(dst, dividends, count, divisor);
-    else if (one)
-        divide_all_64(dst, dividends, count, divisor);
+    am_enter(&call, module, size);
+    if (b && type == AM_INT32)
+        valid = divide_each_32(dst, dividends, divisors, size);
+    else if (b)
+        valid = divide_each_64(dst, dividends, divisors, size);
     else if (type == AM_INT32)
-        valid = divide_each_32(dst, dividends, divisors, count);
+        call.run.kernels->divide_32(dst, dividends, size, divisor);
     else
-        valid = divide_each_64(dst, dividends, divisors, count);
+        call.run.kernels->divide_64(dst, dividends, size, divisor);
     am_leave(&call);
     if (!valid) Py_CLEAR(result);
-    return result;
+    return (PyObject *)result;
 }
 
 /* A Python integer may give a quotient that the array's type cannot hold; a quotient of two arrays always
@@ -417,14 +396,26 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyArrayObject *a = NULL, *b = NULL, *wide_a = NULL, *wide_b = NULL, *quotients = NULL;
     PyArray_Descr *dtype = NULL;
     PyObject *result = NULL;
+    if (nargs == 2 && PyArray_Check(args[0]) && PyLong_CheckExact(args[1])) {
+        int overflow; /* then the number is -1, and refused below or not quick */
+        int64_t divisor = PyLong_AsLongLongAndOverflow(args[1], &overflow);
+        result = quick_quotients(module, (PyArrayObject *)args[0], NULL, divisor);
+        if (result || PyErr_Occurred()) return result;
+    }
     const am_param params[] = {{"a", to_integers, &a}, {"b", to_integers, &b}};
     if (am_parse("cdiv", args, nargs, params, 2) < 0) goto fail;
     dtype = cdiv_type(a, PyLong_CheckExact(args[0]), b, PyLong_CheckExact(args[1]));
     if (!dtype) goto fail;
-    result = (PyObject *)quick_quotients(module, a, b, dtype);
-    if (result || PyErr_Occurred()) goto fail;
+    bool one = PyArray_NDIM(b) == 0;
+    if (one && !(wide_b = widened(b))) goto fail;
+    if (am_dtype_of(PyArray_DESCR(a)) == am_dtype_of(dtype)) {
+        /* Of uint64, a divisor that is too large turns negative. */
+        int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
+        result = quick_quotients(module, a, one ? NULL : b, divisor);
+        if (result || PyErr_Occurred()) goto fail;
+    }
     wide_a = widened(a);
-    wide_b = widened(b);
+    if (!one) wide_b = widened(b);
     if (!wide_a || !wide_b || check_divisors(wide_b) < 0) goto fail;
     quotients = divide(wide_a, wide_b);
     if (!quotients) goto fail;

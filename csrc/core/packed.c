@@ -62,27 +62,6 @@ am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, v
     return am_parallel(run, total / TASK_TOKENS + (total % TASK_TOKENS != 0), 1, fill_task, &job);
 }
 
-void am_chunk_offsets(ptrdiff_t *offsets, const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t chunk)
-{
-    offsets[0] = 0;
-    if (chunk > 1 && chunk <= UINT32_MAX && starts[sequences] <= UINT32_MAX - chunk) {
-        /* n / d = n * ceil(2^64 / d) >> 64 for all n, d below 2^32: a multiplication instead of a division.
-         */
-        uint64_t reciprocal = UINT64_MAX / (uint64_t)chunk + 1;
-        ptrdiff_t sum = 0;
-        for (ptrdiff_t s = 0; s < sequences; s++) {
-            uint64_t rounded_up = (uint64_t)(starts[s + 1] - starts[s] + chunk - 1);
-            sum += (ptrdiff_t)((unsigned __int128)rounded_up * reciprocal >> 64);
-            offsets[s + 1] = sum;
-        }
-        return;
-    }
-    for (ptrdiff_t s = 0; s < sequences; s++) {
-        ptrdiff_t len = starts[s + 1] - starts[s];
-        offsets[s + 1] = offsets[s] + len / chunk + (len % chunk != 0);
-    }
-}
-
 typedef struct {
     const am_mask_lens *mask;
     am_count_nonzero *count;

@@ -18,9 +18,6 @@ am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, v
 /* The sequence that token t belongs to; `t` is not negative and below the total. */
 ptrdiff_t am_sequence_of(const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t t);
 
-/* offsets[s] = chunks before sequence s, for s = 0 … sequences. */
-void am_chunk_offsets(ptrdiff_t *offsets, const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t chunk);
-
 /* lens[b] = non-zero elements of row b of a mask; strides in bytes. */
 typedef struct {
     const char *mask;

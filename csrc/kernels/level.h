@@ -38,42 +38,21 @@ static inline void carry_add_f64(double *carry, vd sum) { vd_store(carry, vd_add
 #include "kernels/half_tpl.h"
 
 #define T int32_t
-#define UNSIGNED uint32_t
 #define FN(name) name##_32
 #include "kernels/tokens_tpl.h"
 #define T int64_t
-#define UNSIGNED uint64_t
 #define FN(name) name##_64
 #include "kernels/tokens_tpl.h"
 
-#define T uint8_t
-#define MASK 0xff
-#define FN(name) name##_8
-#include "kernels/nonzero_tpl.h"
-#define T uint16_t
-#define MASK 0xffff
-#define FN(name) name##_16
-#include "kernels/nonzero_tpl.h"
-#define T uint32_t
-#define MASK 0xffffffff
+#include "kernels/divide.h"
+#define T int32_t
+#define UNSIGNED uint32_t
 #define FN(name) name##_32
-#include "kernels/nonzero_tpl.h"
-#define T uint64_t
-#define MASK UINT64_MAX
+#include "kernels/sequences_tpl.h"
+#define T int64_t
+#define UNSIGNED uint64_t
 #define FN(name) name##_64
-#include "kernels/nonzero_tpl.h"
-#define T uint16_t
-#define MASK 0x7fff
-#define FN(name) name##_f16
-#include "kernels/nonzero_tpl.h"
-#define T uint32_t
-#define MASK 0x7fffffff
-#define FN(name) name##_f32
-#include "kernels/nonzero_tpl.h"
-#define T uint64_t
-#define MASK (UINT64_MAX >> 1)
-#define FN(name) name##_f64
-#include "kernels/nonzero_tpl.h"
+#include "kernels/sequences_tpl.h"
 
 #include "kernels/mask_tpl.h"
 #include "kernels/words_tpl.h"
@@ -211,6 +190,10 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .fill_pairs_64 = fill_pairs_64,
     .lens_32 = lens_32,
     .lens_64 = lens_64,
+    .chunk_offsets_32 = chunk_offsets_32,
+    .chunk_offsets_64 = chunk_offsets_64,
+    .divide_32 = divide_32,
+    .divide_64 = divide_64,
     .nonzero_8 = nonzero_8,
     .nonzero_16 = nonzero_16,
     .nonzero_32 = nonzero_32,

@@ -3,6 +3,31 @@
 
 enum { FN(STRETCH) = 512 / (int)sizeof(T) };
 
+/* Counters are as narrow as the elements, so that a vector of one feeds a vector of the other, and are
+ * emptied before they can overflow. */
+static ptrdiff_t FN(nonzero)(const void *src, ptrdiff_t count)
+{
+    enum { WIDTH = 128 / sizeof(T), ROUNDS = 255 };
+    const T *p = src;
+    ptrdiff_t total = 0, i = 0;
+    while (i + WIDTH <= count) {
+        T counters[WIDTH] = {0};
+        uint32_t sum = 0;
+        ptrdiff_t rounds = (count - i) / WIDTH < ROUNDS ? (count - i) / WIDTH : ROUNDS;
+        for (ptrdiff_t r = 0; r < rounds; r++, i += WIDTH) {
+            for (int k = 0; k < (int)WIDTH; k++) counters[k] = (T)(counters[k] + ((p[i + k] & MASK) != 0));
+        }
+        for (int k = 0; k < (int)WIDTH; k++) sum += (uint32_t)counters[k];
+        total += sum;
+    }
+    for (; i + 64 <= count; i += 64) total += __builtin_popcountll(BITS(p + i, 64, MASK));
+    if (i == count) return total;
+    /* The rest are the last of 64 elements, if there are as many. */
+    uint64_t rest =
+        count < 64 ? BITS(p + i, count - i, MASK) : BITS(p + count - 64, 64, MASK) >> (64 - (count - i));
+    return total + __builtin_popcountll(rest);
+}
+
 static void FN(pack)(uint64_t *dst, const void *src, ptrdiff_t count)
 {
     const T *p = src;

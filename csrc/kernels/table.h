@@ -59,6 +59,14 @@ typedef void am_fill_tokens_64(int64_t *dst, const ptrdiff_t *starts, ptrdiff_t 
 typedef bool am_lens_32(int32_t *lens, const int32_t *starts, ptrdiff_t count);
 typedef bool am_lens_64(int64_t *lens, const int64_t *starts, ptrdiff_t count);
 
+/* offsets[i] = chunks before sequence i, for i = 0 … count; false if a length is negative. */
+typedef bool am_chunk_offsets_32(int32_t *offsets, const int32_t *starts, ptrdiff_t count, int64_t chunk);
+typedef bool am_chunk_offsets_64(int64_t *offsets, const int64_t *starts, ptrdiff_t count, int64_t chunk);
+
+/* dst[i] = a[i] / b rounded up, for b > 0. */
+typedef void am_divide_32(int32_t *restrict dst, const int32_t *restrict a, ptrdiff_t count, int64_t b);
+typedef void am_divide_64(int64_t *restrict dst, const int64_t *restrict a, ptrdiff_t count, int64_t b);
+
 /* How many of `count` elements are non-zero; the second form takes floating-point numbers, whose sign does
  * not count. */
 typedef ptrdiff_t am_count_nonzero(const void *src, ptrdiff_t count);
@@ -251,6 +259,10 @@ typedef struct {
     am_fill_tokens_64 *fill_positions_64, *fill_sequences_64, *fill_pairs_64;
     am_lens_32 *lens_32;
     am_lens_64 *lens_64;
+    am_chunk_offsets_32 *chunk_offsets_32;
+    am_chunk_offsets_64 *chunk_offsets_64;
+    am_divide_32 *divide_32;
+    am_divide_64 *divide_64;
     am_count_nonzero *nonzero_8, *nonzero_16, *nonzero_32, *nonzero_64;
     am_count_nonzero *nonzero_f16, *nonzero_f32, *nonzero_f64; /* bfloat16 counts like float16 */
     am_equal_bits *equal_bits;

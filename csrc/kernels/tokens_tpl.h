@@ -58,18 +58,5 @@ static void FN(fill_pairs)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, 
     }
 }
 
-static bool FN(lens)(T *lens, const T *starts, ptrdiff_t count)
-{
-    T signs = 0;
-    for (ptrdiff_t i = 0; i < count; i++) {
-        /* Where no start is negative a difference cannot overflow; where one is, the result is thrown away.
-         */
-        lens[i] = (T)((UNSIGNED)starts[i + 1] - (UNSIGNED)starts[i]);
-        signs |= starts[i + 1] | lens[i];
-    }
-    return signs >= 0;
-}
-
 #undef T
-#undef UNSIGNED
 #undef FN

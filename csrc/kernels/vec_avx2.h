@@ -257,6 +257,8 @@ typedef __m256i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm256_set1_epi64x((long long)pattern); }
 static inline void vi_store(void *p, vi v) { _mm256_storeu_si256((__m256i *)p, v); }
 static inline void vi_stream(void *p, vi v) { _mm256_stream_si256((__m256i *)p, v); }
+/* The products of the low halves of lanes of 64 bits. */
+static inline vi vi_mul_32(vi a, vi b) { return _mm256_mul_epu32(a, b); }
 static inline vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
 static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)

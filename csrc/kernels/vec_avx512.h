@@ -275,6 +275,8 @@ typedef __m512i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm512_set1_epi64((long long)pattern); }
 static inline void vi_store(void *p, vi v) { _mm512_storeu_si512(p, v); }
 static inline void vi_stream(void *p, vi v) { _mm512_stream_si512((__m512i *)p, v); }
+/* The products of the low halves of lanes of 64 bits. */
+static inline vi vi_mul_32(vi a, vi b) { return _mm512_mul_epu32(a, b); }
 static inline vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 
 static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)

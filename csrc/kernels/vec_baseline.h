@@ -229,6 +229,8 @@ typedef uint64_t vi __attribute__((vector_size(16)));
 static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }
 static inline void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
 static inline void vi_stream(void *p, vi v) { vi_store(p, v); }
+/* The products of the low halves of lanes of 64 bits. */
+static inline vi vi_mul_32(vi a, vi b) { return (a & UINT32_MAX) * (b & UINT32_MAX); }
 
 static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
 {
