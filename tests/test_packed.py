@@ -91,11 +91,11 @@ def test_counts_of_many_sequences(isa, dtype, sequences):
     rng = np.random.default_rng(sequences)
     for lens in (rng.integers(0, 60, sequences), np.where(np.arange(sequences) == 512, 2**40 + 3, 50)):
         cu_seqlens = np.minimum(running(lens), np.iinfo(dtype).max).astype(dtype)
-        for given in (cu_seqlens, arrange(cu_seqlens, "strided")):
+        for array in (cu_seqlens, arrange(cu_seqlens, "strided")):
             for chunk_size in (1, 2, 3, 49, 50, 64, 2**31 - 1, 2**31, 2**32, 2**40, 2**63):
                 for name in ("prepare_lens", "prepare_chunk_offsets"):
                     expected = prepare(ref, name, cu_seqlens, chunk_size)
-                    assert_same(prepare(attnmask, name, given, chunk_size), expected, (isa, name, chunk_size))
+                    assert_same(prepare(attnmask, name, array, chunk_size), expected, (isa, name, chunk_size))
 
 
 @pytest.mark.parametrize("name", ["prepare_lens", "prepare_chunk_offsets"])
@@ -240,7 +240,9 @@ def test_mask_rows_of_all_lengths(isa, dtype):
     whole = rng.integers(0, 2, (3, 255 * 128 + 65)).astype(dtype)
     for length in (*range(200), 8160, 8161, 16320, 16321, 32639, 32640, 32641, 32704, 32705):
         for mask in (whole[:, :length], np.ones((3, length), dtype)):
-            assert_same(attnmask.prepare_lens_from_mask(mask), ref.prepare_lens_from_mask(mask), (isa, length))
+            assert_same(
+                attnmask.prepare_lens_from_mask(mask), ref.prepare_lens_from_mask(mask), (isa, length)
+            )
 
 
 def test_mask_bools_are_true_or_false_whatever_their_byte(isa):

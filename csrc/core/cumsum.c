@@ -36,6 +36,7 @@ typedef struct {
     const am_cumsum *cumsum;
     const am_kernels *kernels;
     am_dtype type; /* that sums are taken in: AM_INT64, AM_FLOAT32, AM_FLOAT64 */
+    am_dtype held; /* that the kernel reads and writes: the same, or one of sixteen bits */
     bool scan;
     bool src_direct, dst_direct; /* the kernel may read, write in place */
     bool stream;
@@ -132,11 +133,14 @@ static bool sum_integers(int64_t *dst, const int64_t *src, const am_cumsum_tile 
 static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsum_tile *tile, double *carry)
 {
     const am_kernels *k = p->kernels;
-    double scale = p->cumsum->scaled ? p->cumsum->scale : 1;
-    if (p->type == AM_FLOAT32)
-        (p->scan ? k->cumsum_scan_f32 : k->cumsum_rows_f32)(dst, src, tile, carry, (float)scale);
-    else
-        (p->scan ? k->cumsum_scan_f64 : k->cumsum_rows_f64)(dst, src, tile, carry, scale);
+    am_cumsum_rows *sum;
+    switch (p->held) {
+    case AM_FLOAT16: sum = p->scan ? k->cumsum_scan_f16 : k->cumsum_rows_f16; break;
+    case AM_BFLOAT16: sum = p->scan ? k->cumsum_scan_bf16 : k->cumsum_rows_bf16; break;
+    case AM_FLOAT32: sum = p->scan ? k->cumsum_scan_f32 : k->cumsum_rows_f32; break;
+    default: sum = p->scan ? k->cumsum_scan_f64 : k->cumsum_rows_f64; break;
+    }
+    sum(dst, src, tile, carry, p->cumsum->scaled ? p->cumsum->scale : 1);
 }
 
 /* One region whose first step in memory is at src and dst. */
@@ -144,7 +148,7 @@ static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t step
                        ptrdiff_t lanes, void *carry)
 {
     const am_cumsum *c = p->cumsum;
-    ptrdiff_t size = (ptrdiff_t)am_size_of(p->type);
+    ptrdiff_t size = (ptrdiff_t)am_size_of(p->held);
     am_cumsum_tile tile = {
         .steps = steps,
         .period = period,
@@ -321,10 +325,14 @@ static void choose_axes(plan *p)
 
     bool beside = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
     p->scan = !beside && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
-    p->src_direct =
-        c->src_type == p->type && p->type != AM_INT64 && (p->scan ? c->src_step : p->src_lane) == src_size;
-    p->dst_direct =
-        c->dst_type == p->type && p->type != AM_INT64 && (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+    bool src_dense = (p->scan ? c->src_step : p->src_lane) == src_size;
+    bool dst_dense = (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+    /* Less than a vector of sixteen-bit floats is slow to load and store. */
+    bool whole = (p->scan ? c->chunk : p->lanes) % LINE_LANES == 0;
+    bool halves = c->src_type == c->dst_type && src_size == 2 && p->type == AM_FLOAT32;
+    p->held = halves && whole && src_dense && dst_dense ? c->src_type : p->type;
+    p->src_direct = c->src_type == p->held && p->held != AM_INT64 && src_dense;
+    p->dst_direct = c->dst_type == p->held && p->held != AM_INT64 && dst_dense;
 }
 
 /* Results too large to be found in the cache by whoever reads them next are written around it. */

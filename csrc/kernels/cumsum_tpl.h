@@ -1,9 +1,9 @@
-/* cumsum_tpl.h – running sums, for the element type T with vectors V of LANES elements.
+/* cumsum_tpl.h – running sums of elements T, read and written by MEM, in vectors V of LANES elements.
  *
  *     out[t] = scale * (carry + x[0] + … + x[t])
  *
  * `carry` is a double that takes in a block of a few steps at a time; inside the block the sum starts from
- * zero, in T. That costs one addition a step more than the plain recurrence, no compensation term, and needs
+ * zero, in V. That costs one addition a step more than the plain recurrence, no compensation term, and needs
  * no special care for infinities: the carry obeys IEEE rules by itself.
  */
 
@@ -21,7 +21,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdi
 {
     V base[FN(GROUP)], sum[FN(GROUP)];
     for (int v = 0; v < vectors; v++) {
-        base[v] = FN(carry_load)(carry + v * LANES);
+        base[v] = VOP(carry_load)(carry + v * LANES);
         sum[v] = VOP(set1)(0);
     }
     for (ptrdiff_t t = 0; t < steps; t++) {
@@ -29,17 +29,17 @@ static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdi
             const T *from = src + t * src_step + v * LANES;
             if (stream && v == 0) __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * src_step);
             T *to = dst + t * dst_step + v * LANES;
-            sum[v] = VOP(add)(sum[v], part ? VOP(load_part)(from, part) : VOP(load)(from));
+            sum[v] = VOP(add)(sum[v], part ? MEM(load_part)(from, part) : MEM(load)(from));
             V out = VOP(mul)(scale, VOP(add)(base[v], sum[v]));
             if (part)
-                VOP(store_part)(to, out, part);
+                MEM(store_part)(to, out, part);
             else if (stream)
-                VOP(stream)(to, out);
+                MEM(stream)(to, out);
             else
-                VOP(store)(to, out);
+                MEM(store)(to, out);
         }
     }
-    for (int v = 0; v < vectors; v++) FN(carry_add)(carry + v * LANES, sum[v]);
+    for (int v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sum[v]);
 }
 
 static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdiff_t dst_step, const T *src,
@@ -82,19 +82,19 @@ static inline __attribute__((always_inline)) void
 FN(cumsum_scan_group)(T *dst, const T *src, const int vectors, const ptrdiff_t part, const bool reverse,
                       double *carry, V scale, const bool stream)
 {
-    const V base = VOP(set1)((T)*carry);
+    const V base = VOP(set1)(*carry);
     V before = VOP(set1)(0); /* the sum of the vectors done, in every lane */
     for (int v = 0; v < vectors; v++) {
         ptrdiff_t at = (reverse ? vectors - 1 - v : v) * LANES;
-        V x = part ? VOP(load_part)(src, part) : VOP(load)(src + at);
+        V x = part ? MEM(load_part)(src, part) : MEM(load)(src + at);
         V total, sum = reverse ? VOP(scan_back)(x, &total) : VOP(scan)(x, &total);
         V out = VOP(mul)(scale, VOP(add)(base, VOP(add)(before, sum)));
         if (part)
-            VOP(store_part)(dst, out, part);
+            MEM(store_part)(dst, out, part);
         else if (stream)
-            VOP(stream)(dst + at, out);
+            MEM(stream)(dst + at, out);
         else
-            VOP(store)(dst + at, out);
+            MEM(store)(dst + at, out);
         before = VOP(add)(before, total);
     }
     *carry += (double)VOP(first)(before);
@@ -138,8 +138,11 @@ static inline ptrdiff_t FN(segment_begin)(const am_cumsum_tile *tile, ptrdiff_t 
     return begin;
 }
 
-static void FN(cumsum_rows)(T *dst, const T *src, const am_cumsum_tile *tile, double *carry, T scale)
+static void FN(cumsum_rows)(void *to, const void *from, const am_cumsum_tile *tile, double *carry,
+                            double scale)
 {
+    T *dst = to;
+    const T *src = from;
     const V factor = VOP(set1)(scale);
     const ptrdiff_t period = tile->period ? tile->period : tile->steps,
                     count = (tile->steps - 1) / period + 1;
@@ -155,26 +158,28 @@ static void FN(cumsum_rows)(T *dst, const T *src, const am_cumsum_tile *tile, do
     if (tile->stream) v_fence();
 }
 
-static void FN(cumsum_scan)(T *dst, const T *src, const am_cumsum_tile *tile, double *carry, T scale)
+static void FN(cumsum_scan)(void *to, const void *from, const am_cumsum_tile *tile, double *carry,
+                            double scale)
 {
+    T *dst = to;
+    const T *src = from;
     const V factor = VOP(set1)(scale);
     const ptrdiff_t period = tile->period ? tile->period : tile->steps,
                     count = (tile->steps - 1) / period + 1;
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t steps, begin = FN(segment_begin)(tile, period, i, count, &steps);
-        T *to = dst + begin;
-        const T *from = src + begin;
         double sum = tile->period ? 0 : *carry;
         /* Whole vectors are stored from the end downwards when reversed, else from the beginning upwards. */
-        bool stream = tile->stream && (uintptr_t)(tile->reverse ? to + steps : to) % sizeof(V) == 0;
+        bool stream = tile->stream &&
+                      (uintptr_t)(dst + (tile->reverse ? begin + steps : begin)) % (LANES * sizeof(T)) == 0;
         if (stream && tile->reverse)
-            FN(cumsum_scan_segment)(to, from, steps, true, &sum, factor, true);
+            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, true, &sum, factor, true);
         else if (stream)
-            FN(cumsum_scan_segment)(to, from, steps, false, &sum, factor, true);
+            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, false, &sum, factor, true);
         else if (tile->reverse)
-            FN(cumsum_scan_segment)(to, from, steps, true, &sum, factor, false);
+            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, true, &sum, factor, false);
         else
-            FN(cumsum_scan_segment)(to, from, steps, false, &sum, factor, false);
+            FN(cumsum_scan_segment)(dst + begin, src + begin, steps, false, &sum, factor, false);
         *carry = sum;
     }
     if (tile->stream) v_fence();
@@ -183,5 +188,6 @@ static void FN(cumsum_scan)(T *dst, const T *src, const am_cumsum_tile *tile, do
 #undef T
 #undef V
 #undef VOP
+#undef MEM
 #undef FN
 #undef LANES

@@ -1,4 +1,18 @@
-/* half_tpl.h – whole rows of sixteen-bit floats to float32 and back. */
+/* half_tpl.h – sixteen-bit floats to float32 and back: less than a vector of them, or whole rows. */
+
+static inline vf FN(vf_load_part)(const uint16_t *p, ptrdiff_t count)
+{
+    uint16_t part[VF_LANES] = {0};
+    copy_part(part, p, count);
+    return FN(vf_load)(part);
+}
+
+static inline void FN(vf_store_part)(uint16_t *p, vf v, ptrdiff_t count)
+{
+    uint16_t part[VF_LANES];
+    FN(vf_store)(part, v);
+    copy_part(p, part, count);
+}
 
 static void FN(widen)(float *dst, const uint16_t *src, ptrdiff_t count)
 {

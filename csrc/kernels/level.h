@@ -7,35 +7,60 @@
 #include "core/half.h"
 #include "kernels/table.h"
 
-static inline vf carry_load_f32(const double *carry)
+/* `count` < VF_LANES, in steps whose sizes the compiler knows. */
+static inline void copy_part(uint16_t *dst, const uint16_t *src, ptrdiff_t count)
 {
-    return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
+    ptrdiff_t done = 0;
+    if (VF_LANES > 8 && count & 8) memcpy(dst, src, 16), done = 8;
+    if (VF_LANES > 4 && count & 4) memcpy(dst + done, src + done, 8), done += 4;
+    if (count & 2) memcpy(dst + done, src + done, 4), done += 2;
+    if (count & 1) dst[done] = src[done];
 }
-static inline void carry_add_f32(double *carry, vf sum)
-{
-    vd_store(carry, vd_add(vd_load(carry), vf_widen_low(sum)));
-    vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
-}
-#define T float
-#define V vf
-#define VOP(op) vf_##op
-#define FN(name) name##_f32
-#define LANES VF_LANES
-#include "kernels/cumsum_tpl.h"
-
-static inline vd carry_load_f64(const double *carry) { return vd_load(carry); }
-static inline void carry_add_f64(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
-#define T double
-#define V vd
-#define VOP(op) vd_##op
-#define FN(name) name##_f64
-#define LANES VD_LANES
-#include "kernels/cumsum_tpl.h"
-
 #define FN(name) name##_f16
 #include "kernels/half_tpl.h"
 #define FN(name) name##_bf16
 #include "kernels/half_tpl.h"
+
+static inline vf vf_carry_load(const double *carry)
+{
+    return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
+}
+static inline void vf_carry_add(double *carry, vf sum)
+{
+    vd_store(carry, vd_add(vd_load(carry), vf_widen_low(sum)));
+    vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
+}
+#define T uint16_t
+#define V vf
+#define VOP(op) vf_##op
+#define MEM(op) vf_##op##_f16
+#define FN(name) name##_f16
+#define LANES VF_LANES
+#include "kernels/cumsum_tpl.h"
+#define T uint16_t
+#define V vf
+#define VOP(op) vf_##op
+#define MEM(op) vf_##op##_bf16
+#define FN(name) name##_bf16
+#define LANES VF_LANES
+#include "kernels/cumsum_tpl.h"
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define MEM(op) vf_##op
+#define FN(name) name##_f32
+#define LANES VF_LANES
+#include "kernels/cumsum_tpl.h"
+
+static inline vd vd_carry_load(const double *carry) { return vd_load(carry); }
+static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define MEM(op) vd_##op
+#define FN(name) name##_f64
+#define LANES VD_LANES
+#include "kernels/cumsum_tpl.h"
 
 #define T int32_t
 #define FN(name) name##_32
@@ -174,8 +199,12 @@ static inline vd tanh_tail_f64(vd z)
 
 const am_kernels JOIN(am_kernels_, LEVEL) = {
     .name = STRING(LEVEL),
+    .cumsum_rows_f16 = cumsum_rows_f16,
+    .cumsum_rows_bf16 = cumsum_rows_bf16,
     .cumsum_rows_f32 = cumsum_rows_f32,
     .cumsum_rows_f64 = cumsum_rows_f64,
+    .cumsum_scan_f16 = cumsum_scan_f16,
+    .cumsum_scan_bf16 = cumsum_scan_bf16,
     .cumsum_scan_f32 = cumsum_scan_f32,
     .cumsum_scan_f64 = cumsum_scan_f64,
     .widen_f16 = widen_f16,

@@ -22,23 +22,21 @@ typedef struct {
 
 /* Lanes side by side, one step after the other. For each lane l, in the order of the sums:
  *     carry[l] += src[t * src_step + l];    dst[t * dst_step + l] = scale * carry[l]
- * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type; `carry`, a double, moves from
+ * Sums inside a block of AM_CUMSUM_BLOCK steps are taken in the element type, those of sixteen-bit floats in
+ * float32; `carry`, a double, moves from
  * block to block. So the error stays below 10 roundings of the sum of absolute values, however long the row.
  * To stream, dst and dst_step are multiples of a cache line. `carry` has room for AM_CUMSUM_PAD zeros behind
  * it. */
 #define AM_CUMSUM_BLOCK 8
 #define AM_CUMSUM_PAD 16
-typedef void am_cumsum_rows_f32(float *dst, const float *src, const am_cumsum_tile *tile, double *carry,
-                                float scale);
-typedef void am_cumsum_rows_f64(double *dst, const double *src, const am_cumsum_tile *tile, double *carry,
-                                double scale);
+typedef void am_cumsum_rows(void *dst, const void *src, const am_cumsum_tile *tile, double *carry,
+                            double scale);
 
 /* One lane whose steps lie side by side. Here sums inside a vector are a tree, and `carry` moves on after
  * every AM_CUMSUM_SCAN vectors, which makes the same error. Streams where dst turns out to be aligned to a
  * vector. */
 #define AM_CUMSUM_SCAN 4
-typedef am_cumsum_rows_f32 am_cumsum_scan_f32;
-typedef am_cumsum_rows_f64 am_cumsum_scan_f64;
+typedef am_cumsum_rows am_cumsum_scan;
 
 /* A multiple of both kinds of blocks on any instruction set: segments are cut into pieces of a multiple of
  * it. */
@@ -249,10 +247,8 @@ typedef struct {
 
 typedef struct {
     const char *name;
-    am_cumsum_rows_f32 *cumsum_rows_f32;
-    am_cumsum_rows_f64 *cumsum_rows_f64;
-    am_cumsum_scan_f32 *cumsum_scan_f32;
-    am_cumsum_scan_f64 *cumsum_scan_f64;
+    am_cumsum_rows *cumsum_rows_f16, *cumsum_rows_bf16, *cumsum_rows_f32, *cumsum_rows_f64;
+    am_cumsum_scan *cumsum_scan_f16, *cumsum_scan_bf16, *cumsum_scan_f32, *cumsum_scan_f64;
     am_widen_16 *widen_f16, *widen_bf16;
     am_narrow_16 *narrow_f16, *narrow_bf16;
     am_fill_tokens_32 *fill_positions_32, *fill_sequences_32, *fill_pairs_32;

@@ -118,16 +118,15 @@ static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
-static inline void vf_store_f16(uint16_t *p, vf v)
-{
-    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-}
+static inline __m128i v_to_f16(vf v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+static inline void vf_store_f16(uint16_t *p, vf v) { _mm_storeu_si128((__m128i *)p, v_to_f16(v)); }
+static inline void vf_stream_f16(uint16_t *p, vf v) { _mm_stream_si128((__m128i *)p, v_to_f16(v)); }
 static inline vf vf_load_bf16(const uint16_t *p)
 {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
-static inline void vf_store_bf16(uint16_t *p, vf v)
+static inline __m128i v_to_bf16(vf v)
 {
     __m256i bits = _mm256_castps_si256(v);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -135,9 +134,10 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
     __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     __m256i half = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
-    __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    _mm_storeu_si128((__m128i *)p, packed);
+    return _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
+static inline void vf_store_bf16(uint16_t *p, vf v) { _mm_storeu_si128((__m128i *)p, v_to_bf16(v)); }
+static inline void vf_stream_bf16(uint16_t *p, vf v) { _mm_stream_si128((__m128i *)p, v_to_bf16(v)); }
 
 /* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
 static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }

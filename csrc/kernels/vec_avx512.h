@@ -101,17 +101,16 @@ static inline vf vf_load_f16(const uint16_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
-static inline void vf_store_f16(uint16_t *p, vf v)
-{
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-}
+static inline __m256i v_to_f16(vf v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+static inline void vf_store_f16(uint16_t *p, vf v) { _mm256_storeu_si256((__m256i *)p, v_to_f16(v)); }
+static inline void vf_stream_f16(uint16_t *p, vf v) { _mm256_stream_si256((__m256i *)p, v_to_f16(v)); }
 static inline vf vf_load_bf16(const uint16_t *p)
 {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 /* Not VCVTNEPS2BF16: that flushes subnormal numbers to zero. */
-static inline void vf_store_bf16(uint16_t *p, vf v)
+static inline __m256i v_to_bf16(vf v)
 {
     __m512i bits = _mm512_castps_si512(v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -119,8 +118,10 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
     __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
     __m512i half = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(half));
+    return _mm512_cvtepi32_epi16(half);
 }
+static inline void vf_store_bf16(uint16_t *p, vf v) { _mm256_storeu_si256((__m256i *)p, v_to_bf16(v)); }
+static inline void vf_stream_bf16(uint16_t *p, vf v) { _mm256_stream_si256((__m256i *)p, v_to_bf16(v)); }
 
 /* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }

@@ -103,6 +103,7 @@ static inline void vf_store_f16(uint16_t *p, vf v)
 {
     for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_f16(v[i]);
 }
+static inline void vf_stream_f16(uint16_t *p, vf v) { vf_store_f16(p, v); }
 static inline vf vf_load_bf16(const uint16_t *p)
 {
     vf v;
@@ -113,6 +114,7 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
 {
     for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_bf16(v[i]);
 }
+static inline void vf_stream_bf16(uint16_t *p, vf v) { vf_store_bf16(p, v); }
 
 /* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
 typedef uint32_t vf_mask __attribute__((vector_size(16)));
