@@ -575,6 +575,8 @@ SPLIT = [
     Case("local", (2, 300, 5, 19), BF16, output_dtype=FLOATS[2], chunk_size=128),
     Case("global", (1, 5, 4000, 7), FLOATS[2], head_first=True, cu_seqlens=(0, 1, 1, 1700, 4000)),
     Case("global", (2, 1000, 33), FLOATS[3]),
+    Case("global", (2, 500, 192), BF16),
+    Case("local", (2, 48, 500), FLOATS[0], chunk_size=64, head_first=True),
 ]
 
 
@@ -593,6 +595,37 @@ def test_a_lane_does_not_depend_on_its_neighbours(isa, case, reverse):
                 assert got.tobytes() == whole[where].tobytes(), (isa, where, some.strides, case)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lanes", [15, 16, 17, 48, 63, 64, 65, 127, 128, 129, 144, 256, 272, 1024, 1040])
+def test_rows_of_all_widths(isa, dtype, reverse, lanes):
+    """However many lanes are summed side by side, each is what it is beside one other."""
+    base = Case("global", (1, 45, lanes), dtype, reverse=reverse, cu_seqlens=(0, 17, 17, 45))
+    for case in (base, replace(base, scope="local", chunk_size=16)):
+        values = case.data()
+        got = case.call(attnmask, values)
+        assert_close(got, values, case)
+        for first in (0, lanes // 2, lanes - 2):
+            pair = case.call(attnmask, values[:, :, first : first + 2])
+            assert pair.tobytes() == got[:, :, first : first + 2].tobytes(), (isa, first, case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("head_first", [False, True])
+def test_results_larger_than_the_cache(isa, dtype, reverse, head_first):
+    """They are written around it, in whole lines or, where `out` does not lie on one, otherwise."""
+    steps, lanes = 2048, (48 << 20) // dtype.itemsize // 2048
+    shape = (1, lanes, steps) if head_first else (1, steps, lanes)
+    line = np.arange(1, 65).astype(dtype)
+    expected = np.tile(line[::-1] if reverse else line, steps // 64)
+    values = np.ones(shape, dtype)
+    buffer = np.empty(values.size + 64, dtype)
+    for out in (None, buffer[:-64].reshape(shape), buffer[3:-61].reshape(shape)):
+        got = attnmask.chunk_local_cumsum(values, 64, reverse, head_first=head_first, out=out)
+        assert (got == (expected if head_first else expected[:, None])).all(), (isa, out is None)
+
+
 LARGE = [
     Case("global", (1, 300_000, 1), FLOATS[2]),
     Case("global", (1, 1, 300_000), FLOATS[2], head_first=True),
@@ -601,6 +634,9 @@ LARGE = [
     Case("global", (2, 40, 5_000), FLOATS[2], head_first=True, softmax_scale=-2.5),
     Case("global", (2, 5_000, 8, 9), BF16, output_dtype=FLOATS[2]),
     Case("global", (2, 5_000, 8, 9), FLOATS[0]),
+    Case("global", (1, 5_000, 320), FLOATS[0]),
+    Case("global", (2, 40, 5_000), BF16, head_first=True),
+    Case("global", (1, 2_000, 1_100), FLOATS[2]),
     Case("local", (1, 300_000, 1), FLOATS[2], chunk_size=2**17),
     Case("local", (2, 8, 5_000, 9), FLOATS[2], chunk_size=64, head_first=True),
     Case("local", (1, 60_000, 7), FLOATS[3], chunk_size=1024, cu_seqlens=(0, 5, 31_000, 31_000, 60_000)),

@@ -20,12 +20,12 @@
 #include "core/packed.h"
 
 enum {
-    TILE = 2048,     /* elements; 16 KB of float64 */
-    MAX_LANES = 256, /* in one band, so that a tile holds a block of steps */
-    LINE_LANES = 16, /* bands are cut at cache lines of float32 */
-    PIECE = 1 << 17, /* elements between two looks at the clock, about 50 µs */
-    TASK = 1 << 15,  /* elements worth handing to another thread */
-    MANY_TASKS = 4,  /* below it, lanes are divided to keep threads about equally busy */
+    TILE = 2048,      /* elements; 16 KB of float64 */
+    TILE_LANES = 256, /* in one band, so that a tile holds a block of steps */
+    LINE_LANES = 16,  /* bands are cut at cache lines of float32 */
+    PIECE = 1 << 17,  /* elements between two looks at the clock, about 50 µs */
+    TASK = 1 << 15,   /* elements worth handing to another thread */
+    MANY_TASKS = 2,   /* a thread; below it, lanes are divided to keep threads about equally busy */
 };
 
 typedef struct {
@@ -189,7 +189,7 @@ static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t en
                            ptrdiff_t period)
 {
     const am_cumsum *c = p->cumsum;
-    double carry[MAX_LANES + AM_CUMSUM_PAD]; /* or int64: zero looks the same */
+    double carry[AM_CUMSUM_LANES + AM_CUMSUM_PAD]; /* or int64: zero looks the same */
     memset(carry, 0, (size_t)(l->lanes + AM_CUMSUM_PAD) * sizeof *carry);
     ptrdiff_t last =
         c->reverse && period ? (end - begin - 1) % piece + 1 : piece; /* whole pieces from the start */
@@ -361,13 +361,14 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
     choose_axes(&p);
     p.stream = should_stream(&p);
 
-    p.bands = p.scan ? p.lanes : (p.lanes + MAX_LANES - 1) / MAX_LANES;
-    p.band = p.scan ? 1 : min(p.lanes, MAX_LANES);
+    ptrdiff_t widest = p.scan ? 1 : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES : TILE_LANES;
+    p.band = min(p.lanes, widest);
+    p.bands = (p.lanes + p.band - 1) / p.band;
     am_status status = cut_time(&p, max(TASK / p.band, 1));
     if (status != AM_OK) return status;
-    ptrdiff_t outer = p.outer[0] * p.outer[1];
-    if (!p.scan && outer * p.bands * p.span_count < MANY_TASKS) {
-        ptrdiff_t share = p.lanes * outer * p.span_count / MANY_TASKS;
+    ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
+    if (!p.scan && tasks < MANY_TASKS * run->threads && tasks % run->threads != 0) {
+        ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * run->threads);
         p.band = min(p.band, max(share / LINE_LANES, 1) * LINE_LANES);
         p.bands = (p.lanes + p.band - 1) / p.band;
     }

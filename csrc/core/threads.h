@@ -1,7 +1,7 @@
 /* threads.h – one parallel loop for the whole library: dynamic, interruptible, safe after fork.
  *
- * Tasks are numbered by the shape of the problem, never by the number of threads, and share no floating-point
- * accumulator: that is what makes every result the same for any number of threads.
+ * Tasks are numbered by the shape of the problem, by the number of threads only where that alters no sum, and
+ * share no floating-point accumulator: that is what makes every result the same for any number of threads.
  */
 #ifndef AM_THREADS_H
 #define AM_THREADS_H

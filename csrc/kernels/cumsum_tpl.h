@@ -8,26 +8,23 @@
  */
 
 enum {
-    FN(GROUP) = 64 / (int)sizeof(T) / LANES, /* vectors that fill a cache line */
-    FN(AHEAD) = 1024 / (int)sizeof(T),       /* how far a scan of a row beyond the caches prefetches */
+    FN(LINE) = 64 / (int)sizeof(T),    /* elements of a cache line */
+    FN(WIDEST) = 8,                    /* vectors side by side whose sums fit the registers */
+    FN(AHEAD) = 1024 / (int)sizeof(T), /* how far a scan of a row beyond the caches prefetches */
 };
 
-/* `steps` ≤ AM_CUMSUM_BLOCK rows of `vectors` whole vectors; or, with `part` lanes, of one vector that is not
- * full. */
-static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdiff_t dst_step, const T *src,
-                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
-                                                                   const int vectors, const ptrdiff_t part,
-                                                                   double *carry, V scale, const bool stream)
+/* `steps` rows of `vectors` whole vectors; or, with `part` lanes, of one vector that is not full. */
+static inline __attribute__((always_inline)) void
+FN(cumsum_strip)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, const ptrdiff_t steps,
+                 const int vectors, const ptrdiff_t part, const V *base, V *sums, V scale, const bool stream)
 {
-    V base[FN(GROUP)], sum[FN(GROUP)];
-    for (int v = 0; v < vectors; v++) {
-        base[v] = VOP(carry_load)(carry + v * LANES);
-        sum[v] = VOP(set1)(0);
-    }
+    V sum[FN(WIDEST)];
+    for (int v = 0; v < vectors; v++) sum[v] = sums[v];
     for (ptrdiff_t t = 0; t < steps; t++) {
         for (int v = 0; v < vectors; v++) {
             const T *from = src + t * src_step + v * LANES;
-            if (stream && v == 0) __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * src_step);
+            if (stream && v * LANES % FN(LINE) == 0)
+                __builtin_prefetch(from + 2 * AM_CUMSUM_BLOCK * src_step);
             T *to = dst + t * dst_step + v * LANES;
             sum[v] = VOP(add)(sum[v], part ? MEM(load_part)(from, part) : MEM(load)(from));
             V out = VOP(mul)(scale, VOP(add)(base[v], sum[v]));
@@ -39,21 +36,76 @@ static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdi
                 MEM(store)(to, out);
         }
     }
-    for (int v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sum[v]);
+    for (int v = 0; v < vectors; v++) sums[v] = sum[v];
 }
 
+/* The same, for steps ≤ AM_CUMSUM_BLOCK, from `carry` on. */
+static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdiff_t dst_step, const T *src,
+                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
+                                                                   const int vectors, const ptrdiff_t part,
+                                                                   double *carry, V scale, const bool stream)
+{
+    V base[FN(WIDEST)], sums[FN(WIDEST)];
+    for (int v = 0; v < vectors; v++) {
+        base[v] = VOP(carry_load)(carry + v * LANES);
+        sums[v] = VOP(set1)(0);
+    }
+    FN(cumsum_strip)(dst, dst_step, src, src_step, steps, vectors, part, base, sums, scale, stream);
+    for (int v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
+}
+
+/* Many vectors, row by row. */
+static inline __attribute__((always_inline)) void FN(cumsum_wide)(T *dst, ptrdiff_t dst_step, const T *src,
+                                                                  ptrdiff_t src_step, const ptrdiff_t steps,
+                                                                  ptrdiff_t vectors, double *carry, V scale,
+                                                                  const bool stream)
+{
+    V base[AM_CUMSUM_LANES / LANES], sums[AM_CUMSUM_LANES / LANES];
+    for (ptrdiff_t v = 0; v < vectors; v++) {
+        base[v] = VOP(carry_load)(carry + v * LANES);
+        sums[v] = VOP(set1)(0);
+    }
+    for (ptrdiff_t t = 0; t < steps; t++) {
+        for (ptrdiff_t v = 0; v < vectors; v += FN(WIDEST)) {
+            FN(cumsum_strip)(dst + t * dst_step + v * LANES, dst_step, src + t * src_step + v * LANES,
+                             src_step, 1, FN(WIDEST), 0, base + v, sums + v, scale, stream);
+        }
+    }
+    for (ptrdiff_t v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
+}
+
+/* Memory that is walked in its own order is what processors guess ahead. So a row is one strip, if its sums
+ * fit the registers; wider ones are walked row by row, which upwards is worth keeping the sums in memory (a
+ * quarter of the time), and downwards is not. */
 static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdiff_t dst_step, const T *src,
                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
                                                                   ptrdiff_t lanes, double *carry, V scale,
                                                                   const bool stream)
 {
+    enum { WIDE = FN(WIDEST) * LANES };
     ptrdiff_t lane = 0;
-    for (; lane + FN(GROUP) * LANES <= lanes; lane += FN(GROUP) * LANES) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, FN(GROUP), 0, carry + lane, scale,
-                         stream);
+    if (lanes >= 2 * WIDE && dst_step > 0) {
+        lane = lanes / WIDE * WIDE;
+        FN(cumsum_wide)(dst, dst_step, src, src_step, steps, lane / LANES, carry, scale, stream);
     }
-    for (; lane + LANES <= lanes; lane += LANES) {
-        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, 0, carry + lane, scale, false);
+    for (; lanes - lane >= WIDE; lane += WIDE) {
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, FN(WIDEST), 0, carry + lane,
+                         scale, stream);
+    }
+    if (lanes - lane >= 4 * LANES) {
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 4, 0, carry + lane, scale,
+                         stream);
+        lane += 4 * LANES;
+    }
+    if (lanes - lane >= 2 * LANES) {
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 2, 0, carry + lane, scale,
+                         stream);
+        lane += 2 * LANES;
+    }
+    if (lanes - lane >= LANES) {
+        FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, 0, carry + lane, scale,
+                         stream);
+        lane += LANES;
     }
     if (lane < lanes) {
         FN(cumsum_block)(dst + lane, dst_step, src + lane, src_step, steps, 1, lanes - lane, carry + lane,
@@ -109,8 +161,8 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst
     ptrdiff_t low = 0, high = steps; /* what is left */
     while (high - low >= GROUPED) {
         ptrdiff_t at = reverse ? high - GROUPED : low;
-        for (int line = 0; stream && line < GROUPED * (int)sizeof(T) / 64; line++) {
-            __builtin_prefetch(src + at + (reverse ? -FN(AHEAD) : FN(AHEAD)) + line * FN(GROUP) * LANES);
+        for (int line = 0; stream && line < GROUPED / FN(LINE); line++) {
+            __builtin_prefetch(src + at + (reverse ? -FN(AHEAD) : FN(AHEAD)) + line * FN(LINE));
         }
         FN(cumsum_scan_group)(dst + at, src + at, AM_CUMSUM_SCAN, 0, reverse, carry, scale, stream);
         if (reverse)

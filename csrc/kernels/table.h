@@ -29,6 +29,7 @@ typedef struct {
  * it. */
 #define AM_CUMSUM_BLOCK 8
 #define AM_CUMSUM_PAD 16
+#define AM_CUMSUM_LANES 1024 /* at most */
 typedef void am_cumsum_rows(void *dst, const void *src, const am_cumsum_tile *tile, double *carry,
                             double scale);
 
