@@ -800,7 +800,7 @@ def test_out_may_not_share_memory_with_ids(q_dtype, kv_dtype, shared, step):
 def test_masks_that_no_memory_holds(length):
     """At once: nothing of the order of the result is computed before it is known to fit."""
     errors = (MemoryError, ValueError)
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(errors):
         attnmask.qkv_cu_seqlens_to_attention_mask([0, 1] * 100, max_q_len=length, dtype=np.float64)
     if length > 2**28:
@@ -811,7 +811,7 @@ def test_masks_that_no_memory_holds(length):
     ids = np.broadcast_to(np.int32(0), (1, 2**24))
     with pytest.raises(errors):
         attnmask.segment_ids_to_mask(ids, np.float64)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_masks_too_long_to_number():
