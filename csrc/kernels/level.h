@@ -62,6 +62,19 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #define LANES VD_LANES
 #include "kernels/cumsum_tpl.h"
 
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define FN(name) name##_32
+#define LANES VF_LANES
+#include "kernels/turn_tpl.h"
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define FN(name) name##_64
+#define LANES VD_LANES
+#include "kernels/turn_tpl.h"
+
 #define T int32_t
 #define FN(name) name##_32
 #include "kernels/tokens_tpl.h"
@@ -207,6 +220,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .cumsum_scan_bf16 = cumsum_scan_bf16,
     .cumsum_scan_f32 = cumsum_scan_f32,
     .cumsum_scan_f64 = cumsum_scan_f64,
+    .turn_32 = turn_32,
+    .turn_64 = turn_64,
     .widen_f16 = widen_f16,
     .widen_bf16 = widen_bf16,
     .narrow_f16 = narrow_f16,

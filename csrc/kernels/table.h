@@ -43,6 +43,10 @@ typedef am_cumsum_rows am_cumsum_scan;
  * it. */
 #define AM_CUMSUM_PIECE 64
 
+/* Turns over a matrix of elements of 32 or 64 bits: dst[c * dst_step + r] = src[r * src_step + c]. */
+typedef void am_turn(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
+                     ptrdiff_t columns);
+
 /* Sixteen-bit floats to float32 and back, rounding to nearest even. */
 typedef void am_widen_16(float *dst, const uint16_t *src, ptrdiff_t count);
 typedef void am_narrow_16(uint16_t *dst, const float *src, ptrdiff_t count);
@@ -250,6 +254,7 @@ typedef struct {
     const char *name;
     am_cumsum_rows *cumsum_rows_f16, *cumsum_rows_bf16, *cumsum_rows_f32, *cumsum_rows_f64;
     am_cumsum_scan *cumsum_scan_f16, *cumsum_scan_bf16, *cumsum_scan_f32, *cumsum_scan_f64;
+    am_turn *turn_32, *turn_64;
     am_widen_16 *widen_f16, *widen_bf16;
     am_narrow_16 *narrow_f16, *narrow_bf16;
     am_fill_tokens_32 *fill_positions_32, *fill_sequences_32, *fill_pairs_32;
