@@ -2,7 +2,8 @@
  *
  * Rows of d_bias that no other queries share are added to block by block. Of what heads, batch rows or tasks
  * share each adds in turn: in the order of tasks, and of the heads of each. So sums do not depend on the
- * number of threads, and whoever waits, waits for a task of a lower index. */
+ * number of threads, and whoever waits, waits for a task of a lower index. Sums are of the arithmetic type,
+ * also those of a wider bias. */
 #ifndef AM_FLASH_BIAS_H
 #define AM_FLASH_BIAS_H
 
