@@ -5,7 +5,8 @@
 
 enum {
     TASK_TOKENS = 1 << 15,
-    TASK_BYTES = 1 << 17,
+    PIECE_BYTES = 1 << 17, /* between two looks at the clock */
+    TASK_BYTES = 1 << 20,  /* worth handing over: some 40 µs, as long as a busy thread takes to come */
     TILE_BYTES = 1 << 13,
 };
 
@@ -92,7 +93,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
     const am_mask_lens *m = job->mask;
     const char *src = m->mask + row * m->row_stride;
     _Alignas(8) char tile[TILE_BYTES];
-    ptrdiff_t columns = m->column_stride == job->size ? TASK_BYTES : TILE_BYTES / job->size;
+    ptrdiff_t columns = m->column_stride == job->size ? PIECE_BYTES : TILE_BYTES / job->size;
     int64_t len = 0;
     for (ptrdiff_t begin = 0; begin < m->columns; begin += columns) {
         ptrdiff_t count = m->columns - begin < columns ? m->columns - begin : columns;
@@ -102,6 +103,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
             from = tile;
         }
         len += job->count(from, count);
+        if (begin + count == m->columns) break; /* looking at the clock costs as much as a short row */
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
