@@ -68,7 +68,7 @@ static void divide_64(int64_t *restrict dst, const int64_t *restrict a, ptrdiff_
     enum { LANES = sizeof(lanes) / sizeof(uint64_t), BLOCK = 512 };
     const reciprocal r = reciprocal_32(b);
     const vi m = vi_set1(r.m);
-    for (; count >= LANES;) {
+    while (count >= LANES) {
         ptrdiff_t n = count < BLOCK ? count / LANES * LANES : BLOCK;
         lanes seen = (lanes)vi_set1(0);
         for (ptrdiff_t i = 0; i < n; i += LANES) {
