@@ -17,7 +17,12 @@ SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 # `pytest --hypothesis-profile=deep` looks for new cases; the default one is the same in every run.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile(
-    "quick", max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=CHECKS
+    "quick",
+    max_examples=15 if SANITIZED else 60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=CHECKS,
 )
 settings.register_profile("deep", max_examples=3000, deadline=None, suppress_health_check=CHECKS)
 settings.load_profile("quick")
