@@ -391,6 +391,7 @@ def live_of(arguments: dict, shape) -> np.ndarray:
 STEADY = [
     Case(F32, 300, 350, 32, 48, 2, (4, 2), causal=True, offset="bottom-right"),
     Case(F32, 1, 3000, 64, 64, 1, (8, 2)),
+    Case(BF16, 1, 1500, 64, 64, 2, (20, 20), mask="[B, H, Tq, Tk] bool"),
     Case(F16, 3, 2000, 64, 64, 2, (4, 4), causal=True, offset="bottom-right"),
     Case(BF16, 260, 500, 64, 64, 1, (2, 1), mask="dense", dropout=0.2),
     Case(F64, 200, 300, 16, 16, 3, (2, 2), window=(30, 5), sinks="[H, S]"),

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -178,8 +178,8 @@ def test_any_arguments(isa, set_threads, case):
     dtype=st.sampled_from(FLOATS),
     queries=st.integers(1, 8),
     keys=st.sampled_from([1, 31, 255, 256, 257, 1000, 3000]),
-    heads=st.sampled_from([(8, 2), (4, 4), (8, 1)]),
-    depth=st.sampled_from([64, 128, 40]),
+    heads=st.sampled_from([(8, 2), (4, 4), (8, 1), (6, 6), (18, 18), (12, 4), (14, 2)]),
+    depth=st.sampled_from([64, 128, 40, 7, 256]),
     layout=st.sampled_from(["contiguous", "heads first", "sliced", "reversed", "misaligned"]),
     more=st.sampled_from(
         [
@@ -187,6 +187,8 @@ def test_any_arguments(isa, set_threads, case):
             {"causal": True, "offset": "bottom-right"},
             {"causal": True, "offset": "bottom-right", "window": (300, 0), "sinks": "[H, S]"},
             {"mask": "[B, 1, 1, Tk] int32", "soft_cap": 20.0},
+            {"mask": "[B, H, Tq, Tk] bool"},
+            {"mask": "segments of heads, causal"},
             {"segments": True, "bias": "[H, 1, Tk]"},
             {"packing": "flat", "causal": True, "offset": "bottom-right"},
             {"normalize": False, "dropout": 0.3},
@@ -200,6 +202,19 @@ def test_decode(isa, set_threads, dtype, queries, keys, heads, depth, layout, mo
     )
     set_threads(case.threads)
     expected_of(case).check(*run(case, case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("heads", [(5, 5), (8, 4), (21, 3), (20, 20)], ids=str)
+def test_decode_gives_the_same_bits_in_any_layout(isa, dtype, heads):
+    """Heads that lie side by side are read together."""
+    first = Case(dtype, 1, 420, 24, 40, 2, heads, causal=True, offset="bottom-right", window=(350, 0))
+    out, lse = run(first, first.arguments())
+    for layout in ("heads first", "sliced", "reversed", "fortran", "swapped"):
+        case = replace(first, kv_layout=layout)
+        again = run(case, case.arguments())
+        assert again[0].tobytes() == out.tobytes(), (isa, case)
+        assert again[1].tobytes() == lse.tobytes(), (isa, case)
 
 
 def attend(arguments: dict, **more):

@@ -2,9 +2,10 @@
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of 64 keys, which are packed into panels: once for all blocks that share them, or
- * by the block itself if it is the only one. Where blocks are too few to keep many threads busy, the keys of
- * each are split, and what the splits gather is merged. All of it depends on shapes alone, so no result
- * depends on the number of threads. */
+ * by the block itself if it is the only one. A block of few rows reads them where they lie, and a task takes
+ * the blocks of all heads whose keys lie side by side, so that it reads memory in its order. Where blocks are
+ * too few to keep many threads busy, the keys of each are split, and what the splits gather is merged. All of
+ * it depends on shapes alone, so no result depends on the number of threads. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -19,12 +20,14 @@ enum {
     SHARED_QUERIES = 32, /* up to so many queries, a block takes several heads */
     ENOUGH_TASKS = 64,   /* for any number of threads */
     LEAST_SPLIT = 512,   /* keys that are worth a task */
-    MOST_SPLIT = 256,    /* keys in place, which all heads read while the processor knows their pages */
+    MOST_SPLIT = 128,    /* keys in place, which are worth one too: of many heads they are long */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 12, /* of a block, for which packing is not worth while */
+    FEW_ROWS = 12,       /* of a block, for which packing is not worth while */
+    SIDE_BY_SIDE = 4096, /* bytes of neighbouring heads that a task reads at once */
+    MOST_BLOCKS = 16,    /* of a task */
 };
 
 typedef struct {
@@ -33,6 +36,9 @@ typedef struct {
     ptrdiff_t block_heads;
     ptrdiff_t most_rows;                     /* of a block */
     ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all */
+    ptrdiff_t row_blocks, row_tasks;         /* of a batch row and split */
+    ptrdiff_t together;                      /* blocks of a task: of heads that lie side by side */
+    bool shares_keys;                        /* blocks do, and they are packed beforehand */
     bool in_place;                           /* keys and values are not packed */
     bool pairs;                              /* a lane of queries, keys and values holds two bfloat16 */
     ptrdiff_t lanes;                         /* of a query or key */
@@ -53,10 +59,17 @@ typedef struct {
 typedef struct {
     char *q, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
     char *gathered;                        /* out, high, sum, top */
-    uint64_t *live, *kept;
+    uint64_t *live, *kept, *row_keys;      /* the last for dropout */
 } scratch;
 
 typedef am_flash_place place;
+
+/* A block and its part of the scratch. */
+typedef struct {
+    place at;
+    scratch s;
+    am_flash_rows rows;
+} work;
 
 /* Of products, to make logits of them. */
 static double factor_of(const plan *p) { return p->base.flash->scale * AM_LOG2_E / p->base.unit; }
@@ -92,10 +105,23 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
     s->k = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->depth) : p->k_bytes);
     s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->v_bytes);
-    s->gathered = am_take(memory, &used, gathered_bytes(p));
+    s->gathered = am_take(memory, &used, p->together * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    s->row_keys = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     return used;
+}
+
+/* What the i-th block of a task has of it: all together they have as many rows as one that is full. */
+static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
+{
+    ptrdiff_t row = i * p->most_rows;
+    s.q += row * p->lanes * p->base.size;
+    s.logits += row * TILE * p->base.size;
+    s.bias += p->base.flash->bias ? row * TILE * p->base.size : 0;
+    s.gathered += i * p->partial_bytes;
+    s.live += row, s.kept += row, s.row_keys += row;
+    return s;
 }
 
 /* --- Numbers in and out
@@ -175,20 +201,24 @@ static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-static void begin_block(const plan *p, const place *at, const scratch *s, am_flash_rows *block)
+static void begin_block(const plan *p, const work *w)
 {
     const am_flash *f = p->base.flash;
+    const place *at = &w->at;
+    const am_flash_rows *block = &w->rows;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         ptrdiff_t step;
-        char *to = s->q + r * p->lanes * p->base.size;
+        char *to = w->s.q + r * p->lanes * p->base.size;
         const char *src = am_token(&f->q, at->b, am_head_of(at, r), am_query_of(at, r));
         if (p->pairs) {
             am_copy_pairs(to, src, 0, f->q.element, 1, f->depth);
             continue;
         }
-        src = am_read_rows(&p->base, s->row, src, 0, f->q.element, f->q.type, 1, f->depth, &step);
+        src = am_read_rows(&p->base, w->s.row, src, 0, f->q.element, f->q.type, 1, f->depth, &step);
         p->base.kernels->scale(to, src, factor_of(p), f->depth, false);
     }
+    for (ptrdiff_t r = 0; p->base.threshold && r < at->rows; r++)
+        w->s.row_keys[r] = am_row_key(f->seed, at->b, am_head_of(at, r), am_query_of(at, r));
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double high = -INFINITY, sum = 0;
@@ -255,82 +285,125 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     }
 }
 
-/* `next`: what this thread may take up after it. */
-static am_status walk(const plan *p, const place *at, const place *next, const scratch *s,
-                      am_flash_rows *block, am_team *team)
+/* From the first key that a row of the block may see to behind the last, of its split. */
+static am_keys keys_of(const plan *p, const place *at)
 {
-    const am_flash *f = p->base.flash;
     ptrdiff_t begin = PTRDIFF_MAX, end = 0;
     for (ptrdiff_t h = 0; h < at->heads; h++) {
-        am_keys keys = am_mask_keys(f->mask, at->b, at->head + h, at->q, at->queries);
+        am_keys keys = am_mask_keys(p->base.flash->mask, at->b, at->head + h, at->q, at->queries);
         if (keys.begin >= keys.end) continue;
         begin = am_min(begin, keys.begin);
         end = am_max(end, keys.end);
     }
     begin = am_max(begin / TILE * TILE, at->split * p->split_keys);
-    end = am_min(end, (at->split + 1) * p->split_keys);
-    uint64_t keys[AM_FLASH_ROWS];
-    for (ptrdiff_t r = 0; p->base.threshold && r < at->rows; r++)
-        keys[r] = am_row_key(f->seed, at->b, am_head_of(at, r), am_query_of(at, r));
-    bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
+    return (am_keys){begin, am_min(end, (at->split + 1) * p->split_keys)};
+}
+
+/* Whether the block has live pairs among the keys from k on; if so, the tile with all that belongs to it, and
+ * the kernels if it is in place. */
+static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *tile,
+                      const am_flash_source **source)
+{
+    const am_flash *f = p->base.flash;
+    const place *at = &w->at;
+    const scratch *s = &w->s;
+    ptrdiff_t columns = am_min(TILE, f->keys - k);
+    am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
+    if (kind != AM_DEAD && f->bias)
+        kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
+    if (kind == AM_DEAD) return false;
+    *tile = (am_flash_tile){.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
+    if (p->packed) {
+        ptrdiff_t index = (at->b * f->kv_heads + at->kv_head - p->first) * p->tiles + k / TILE;
+        tile->k = p->packed + index * (p->k_bytes + p->v_bytes);
+        tile->v = (const char *)tile->k + p->k_bytes;
+        tile->finite = p->finite[index];
+    } else if (p->in_place) {
+        bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
+        tile->k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile->k_step, source);
+        tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, source);
+        tile->value_depth = f->value_depth;
+    } else {
+        pack_tile(p, at, k, s->row, s->k, s->v, &tile->finite);
+        tile->k = s->k, tile->v = s->v;
+    }
+    if (p->base.threshold) {
+        for (ptrdiff_t r = 0; r < at->rows; r++)
+            s->kept[r] = p->base.all_kernels->keep_bits(s->row_keys[r], (uint32_t)k, p->base.threshold);
+        tile->kept = s->kept;
+    }
+    return true;
+}
+
+/* The blocks of a task, over their keys. `next`: the first block that this thread may take up after them. */
+static am_status walk(const plan *p, const work *works, ptrdiff_t count, const place *next, am_team *team)
+{
+    ptrdiff_t begin = PTRDIFF_MAX, end = 0;
+    for (const work *w = works; w < works + count; w++) {
+        am_keys keys = keys_of(p, &w->at);
+        if (keys.begin >= keys.end) continue;
+        begin = am_min(begin, keys.begin);
+        end = am_max(end, keys.end);
+    }
     am_flash_step *step = p->pairs ? p->base.kernels->step_pairs : p->base.kernels->step;
     for (ptrdiff_t k = begin; k < end; k += TILE) {
-        ptrdiff_t columns = am_min(TILE, f->keys - k);
-        am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
-        if (kind != AM_DEAD && f->bias)
-            kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
-        if (kind == AM_DEAD) continue;
-        am_flash_tile tile = {.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
-        look_ahead(p, at, next, k, end, &tile);
-        if (p->packed) {
-            ptrdiff_t index = (at->b * f->kv_heads + at->kv_head - p->first) * p->tiles + k / TILE;
-            tile.k = p->packed + index * (p->k_bytes + p->v_bytes);
-            tile.v = (const char *)tile.k + p->k_bytes;
-            tile.finite = p->finite[index];
-        } else if (p->in_place) {
-            const am_flash_source *source;
-            tile.k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile.k_step, &source);
-            tile.v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile.v_step, &source);
-            tile.value_depth = f->value_depth;
-            step = source->step_in_place;
-        } else {
-            pack_tile(p, at, k, s->row, s->k, s->v, &tile.finite);
-            tile.k = s->k, tile.v = s->v;
+        am_flash_rows rows[MOST_BLOCKS];
+        am_flash_tile tiles[MOST_BLOCKS];
+        const am_flash_source *source = NULL;
+        ptrdiff_t live = 0;
+        for (ptrdiff_t i = 0; i < count; i++) {
+            if (!find_tile(p, &works[i], k, &tiles[live], &source)) continue;
+            place after = *next;
+            after.kv_head = am_min(next->kv_head + i, p->base.flash->kv_heads - 1);
+            look_ahead(p, &works[i].at, &after, k, end, &tiles[live]);
+            rows[live++] = works[i].rows;
         }
-        if (p->base.threshold) {
-            for (ptrdiff_t r = 0; r < at->rows; r++)
-                s->kept[r] = p->base.all_kernels->keep_bits(keys[r], (uint32_t)k, p->base.threshold);
-            tile.kept = s->kept;
-        }
-        step(block, &tile);
+        if (live == 0) continue;
+        if (source)
+            source->step_in_place(rows, tiles, live);
+        else
+            step(rows, tiles);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
     return AM_OK;
 }
 
-/* Where the task gathers: splits of one block lie side by side. */
+/* Where a block gathers: its splits lie side by side. */
 static char *partial_of(const plan *p, ptrdiff_t index)
 {
-    ptrdiff_t blocks = p->q_blocks * p->head_blocks * p->base.flash->kv_heads; /* of a batch row */
-    ptrdiff_t row = index / blocks / p->splits, split = index / blocks % p->splits;
-    return p->partials + ((row * blocks + index % blocks) * p->splits + split) * p->partial_bytes;
+    ptrdiff_t row = index / p->row_blocks / p->splits, split = index / p->row_blocks % p->splits;
+    ptrdiff_t block = row * p->row_blocks + index % p->row_blocks;
+    return p->partials + (block * p->splits + split) * p->partial_bytes;
 }
 
-static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
+/* The first block of a task. */
+static ptrdiff_t first_of(const plan *p, ptrdiff_t task)
+{
+    return task / p->row_tasks * p->row_blocks + task % p->row_tasks * p->together;
+}
+
+static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const plan *p = arg;
-    index += p->first * p->head_blocks * p->q_blocks;
-    ptrdiff_t last = p->blocks * p->splits - 1;
-    const place at = place_of(p, index), next = place_of(p, am_min(index + p->threads, last));
+    ptrdiff_t begin = p->first * p->head_blocks * p->q_blocks + first_of(p, task),
+              end = am_min(begin + p->together, (begin / p->row_blocks + 1) * p->row_blocks),
+              after = p->first * p->head_blocks * p->q_blocks + first_of(p, task + p->threads);
+    const place next = place_of(p, am_min(after, p->blocks * p->splits - (end - begin)));
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    am_flash_rows block = gathered(p, p->partials ? partial_of(p, index) : s.gathered, at.rows);
-    block.q = s.q, block.logits = s.logits;
-    begin_block(p, &at, &s, &block);
-    am_status status = walk(p, &at, &next, &s, &block, team);
-    if (status == AM_OK && !p->partials) write_rows(p, &at, &block, s.row);
+    work works[MOST_BLOCKS];
+    for (ptrdiff_t i = 0; i < end - begin; i++) {
+        work *w = &works[i];
+        *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i)};
+        w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
+        w->rows.q = w->s.q, w->rows.logits = w->s.logits;
+        begin_block(p, w);
+    }
+    am_status status = walk(p, works, end - begin, &next, team);
+    for (ptrdiff_t i = 0; status == AM_OK && !p->partials && i < end - begin; i++)
+        write_rows(p, &works[i].at, &works[i].rows, s.row);
     am_room_leave(&p->rooms, room);
     return status;
 }
@@ -339,8 +412,7 @@ static am_status block_task(void *arg, ptrdiff_t index, am_team *team)
 static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
-    ptrdiff_t blocks = p->q_blocks * p->head_blocks * p->base.flash->kv_heads;
-    ptrdiff_t first = index / blocks * p->splits * blocks + index % blocks;
+    ptrdiff_t first = index / p->row_blocks * p->splits * p->row_blocks + index % p->row_blocks;
     const place at = place_of(p, first);
     am_flash_rows whole = gathered(p, partial_of(p, first), at.rows);
     for (ptrdiff_t r = 0; r < at.rows; r++) {
@@ -376,6 +448,18 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 /* --- The plan
  * ---------------------------------------------------------------------------------------------------- */
 
+/* How many blocks a task takes: as many heads of keys as lie side by side on a page. */
+static ptrdiff_t together(const plan *p)
+{
+    const am_tokens *k = &p->base.flash->k, *v = &p->base.flash->v;
+    if (!am_is_plain(k) || !am_is_plain(v)) return 1;
+    if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
+    ptrdiff_t kv_heads = p->base.flash->kv_heads,
+              most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), AM_FLASH_ROWS / p->most_rows);
+    most = am_max(1, am_min(most, MOST_BLOCKS));
+    return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
+}
+
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -385,7 +469,11 @@ static void choose(plan *p)
     p->most_rows = p->block_rows * p->block_heads;
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
     p->q_blocks = am_ceil_div(f->queries, p->block_rows);
-    p->in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= FEW_ROWS;
+    p->shares_keys = p->head_blocks * p->q_blocks > 1;
+    p->in_place = !p->shares_keys && p->most_rows <= FEW_ROWS;
+    p->together = p->in_place ? together(p) : 1;
+    p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
+    p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->tiles = am_ceil_div(f->keys, TILE);
     p->pairs = !p->in_place && f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
@@ -400,7 +488,7 @@ static void choose(plan *p)
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave =
         am_max(am_ceil_div(WAVE_TASKS * heads, p->blocks), WAVE_BYTES / am_max(p->tiles * tile_bytes, 1));
-    if (p->splits > 1 || p->wave > heads) p->wave = heads;
+    if (!p->shares_keys || p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(gathered_bytes(p), AM_LINE) * AM_LINE;
 }
 
@@ -418,8 +506,7 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
         p.partials = am_lines(p.blocks * p.splits * p.partial_bytes);
         if (!p.partials) goto done;
     }
-    bool pack = p.head_blocks * p.q_blocks > 1;
-    if (pack) {
+    if (p.shares_keys) {
         p.packed = am_lines(p.wave * p.tiles * (p.k_bytes + p.v_bytes));
         p.finite = malloc((size_t)am_max(p.wave * p.tiles, 1));
         if (!p.packed || !p.finite) goto done;
@@ -427,8 +514,9 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     status = AM_OK;
     for (; status == AM_OK && p.first < heads; p.first += p.wave) {
         ptrdiff_t wave = am_min(p.wave, heads - p.first);
-        if (pack) status = am_parallel(run, wave * p.tiles, 1, pack_task, &p);
-        if (status == AM_OK) status = am_parallel(run, wave * p.blocks / heads * p.splits, 1, block_task, &p);
+        if (p.shares_keys) status = am_parallel(run, wave * p.tiles, 1, pack_task, &p);
+        if (status == AM_OK)
+            status = am_parallel(run, wave * p.row_tasks / flash->kv_heads * p.splits, 1, block_task, &p);
     }
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:

@@ -23,3 +23,35 @@ static inline void flash_ask(flash_ahead *ahead)
     ahead->left = ahead->pieces;
     ahead->rows--;
 }
+
+/* The same in the order of memory, in runs of neighbouring lines: of those each loop asks for as many as it
+ * reads elsewhere. */
+enum { FLASH_LINE = 64 };
+
+typedef struct {
+    const char *row;
+    ptrdiff_t step, length, column; /* of rows, bytes; rows may be neighbours */
+} flash_lines;
+
+typedef struct {
+    const char *at;
+    ptrdiff_t step; /* from line to line, or 0 if there is nothing to ask for */
+} flash_run;
+
+static inline flash_run flash_take(flash_lines *lines, ptrdiff_t bytes)
+{
+    bool gaps = lines->step != lines->length;
+    if (gaps && bytes > lines->length) return (flash_run){lines->row, 0};
+    flash_run run = {lines->row + lines->column, FLASH_LINE};
+    lines->column += bytes;
+    if (lines->column >= lines->length) {
+        lines->row += lines->step;
+        lines->column = gaps ? 0 : lines->column - lines->length;
+    }
+    return run;
+}
+
+static inline void flash_ask_lines(flash_run *run, ptrdiff_t count)
+{
+    for (; count > 0; count--, run->at += run->step) __builtin_prefetch(run->at, 0, 2);
+}

@@ -102,126 +102,198 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
 /* --- Few rows: keys and values are used where they lie
  * --------------------------------------------------------------- */
 
-/* Dot products at a time: so many that their sums do not wait for each other. */
-enum { FROM(DOTS) = LANES > 8 ? LANES : 8 };
-
-/* Logits of up to four rows and as many keys as make DOTS of them; those behind the last count as it.
- * Meanwhile it asks for the rows `ahead`, one for each key. */
-static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, ptrdiff_t depth,
-                                                                const T *q, const S *k, ptrdiff_t step,
-                                                                ptrdiff_t last, T *logits, const S *ahead,
-                                                                ptrdiff_t ahead_step)
+/* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
+ * behind the last count as it. Asks for as many lines as it reads of keys. */
+static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                ptrdiff_t depth, const T *q, const S *k,
+                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
+                                                                flash_run ahead)
 {
-    const ptrdiff_t keys = FROM(DOTS) / (rows == 3 ? 4 : rows);
-    V sums[FROM(DOTS)], x[FROM(DOTS)];
-    const S *key[FROM(DOTS)];
-#pragma GCC unroll 16
-    for (ptrdiff_t i = 0; i < FROM(DOTS); i++) sums[i] = VOP(set1)(0);
-#pragma GCC unroll 16
+    V sums[2 * STRIP + LANES], x[2 * STRIP];
+    const S *key[2 * STRIP];
+#pragma GCC unroll 32
+    for (ptrdiff_t i = 0; i < rows * keys + LANES - 1; i++) sums[i] = VOP(set1)(0);
+#pragma GCC unroll 32
     for (ptrdiff_t j = 0; j < keys; j++) key[j] = k + (j < last ? j : last) * step;
     ptrdiff_t i = 0;
     for (; i + LANES <= depth; i += LANES) {
-#pragma GCC unroll 16
-        for (ptrdiff_t j = 0; j < keys; j++) {
-            x[j] = LOAD(key[j] + i);
-            if (ahead && i * sizeof(S) % 64 == 0) __builtin_prefetch(ahead + j * ahead_step + i, 0, 2);
-        }
+#pragma GCC unroll 32
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
+        if (i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ahead, keys);
 #pragma GCC unroll 4
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * depth + i);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = VOP(fma)(x[j], y, sums[r * keys + j]);
         }
     }
     if (i < depth) {
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = FROM(load_first)(key[j] + i, depth - i);
 #pragma GCC unroll 4
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load_part)(q + r * depth + i, depth - i);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = VOP(fma)(x[j], y, sums[r * keys + j]);
         }
     }
-    T dots[FROM(DOTS)];
-#pragma GCC unroll 16
-    for (ptrdiff_t begin = 0; begin < FROM(DOTS); begin += LANES)
+    T dots[2 * STRIP + LANES];
+#pragma GCC unroll 32
+    for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
         VOP(store)(dots + begin, VOP(totals)(sums + begin));
 #pragma GCC unroll 4
-    for (ptrdiff_t r = 0; r < rows; r++)
-        memcpy(logits + r * AM_FLASH_TILE, dots + r * keys, (size_t)keys * sizeof *dots);
-}
-
-#define ROWS(n)                                                                                              \
-    case n:                                                                                                  \
-        for (ptrdiff_t j = 0; j < keys; j += FROM(DOTS) / (n == 3 ? 4 : n))                                  \
-            FROM(dots_of)(n, depth, q, k + j * step, step, keys - 1 - j, logits + j,                         \
-                          ahead ? ahead + j * ahead_step : NULL, ahead_step);                                \
-        break;
-static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
-                       ptrdiff_t step, T *logits, const S *ahead, ptrdiff_t ahead_step)
-{
-    switch (rows) {
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4)
+    for (ptrdiff_t r = 0; r < rows; r++) {
+#pragma GCC unroll 32
+        for (ptrdiff_t j = 0; j < keys; j++)
+            if (j <= last) logits[r * AM_FLASH_TILE + j] = dots[r * keys + j];
     }
 }
-#undef ROWS
+
+/* Takes `most` keys at a time, and half as many where few are left. */
+#define DOTS(rows, most)                                                                                     \
+    case rows:                                                                                               \
+        while (keys > 0) {                                                                                   \
+            ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
+            flash_run run = flash_take(ahead, taken * line);                                                 \
+            if (taken == (most))                                                                             \
+                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, run);                         \
+            else                                                                                             \
+                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, run);                   \
+            keys -= taken, k += taken * step, logits += taken;                                               \
+        }                                                                                                    \
+        break;
+static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
+                       ptrdiff_t step, T *logits, flash_lines *ahead)
+{
+    ptrdiff_t line = (depth * (ptrdiff_t)sizeof(S) + FLASH_LINE - 1) / FLASH_LINE * FLASH_LINE;
+    switch (rows) {
+        DOTS(1, 8)
+        DOTS(2, STRIP > 6 ? 8 : STRIP)
+        DOTS(3, 2 * STRIP / 3)
+        DOTS(4, STRIP / 2)
+    }
+}
+#undef DOTS
 
 /* O + P V for a strip and a panel of columns. */
 static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v, ptrdiff_t step, T *out,
-                         ptrdiff_t out_step, flash_ahead *ahead)
+                         ptrdiff_t out_step, flash_run ahead)
 {
+    const int lines = FN(PANEL) * sizeof(S) > FLASH_LINE ? FN(PANEL) * sizeof(S) / FLASH_LINE : 1;
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, ahead); break;
+    case n: FROM(product_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, lines, ahead); break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
 #undef ROWS
 }
 
-/* While keys are read, values of the same tile are on their way, and while values are, the next keys. */
-static void FROM(step_in_place)(const am_flash_rows *block, const am_flash_tile *tile)
+/* Cuts a range to the columns that are live in any row; whether some are. */
+static bool FROM(cut)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
 {
     uint64_t any = tile->live ? 0 : UINT64_MAX;
     for (ptrdiff_t r = 0; tile->live && r < block->rows; r++) any |= tile->live[r];
-    ptrdiff_t begin = __builtin_ctzll(any) / FROM(DOTS) * FROM(DOTS),
-              end = AM_FLASH_TILE - __builtin_clzll(any);
-    const S *k = tile->k, *v = tile->v;
+    any = any >> *begin << *begin;
+    any = any << (AM_FLASH_TILE - *end) >> (AM_FLASH_TILE - *end);
+    if (!any) return false;
+    *begin = __builtin_ctzll(any);
+    *end = AM_FLASH_TILE - __builtin_clzll(any);
+    return true;
+}
+
+/* Logits of some keys. */
+static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
+                       flash_lines *ahead)
+{
+    flash_lines nothing = {.row = tile->k, .step = 1};
+    if (!FROM(cut)(block, tile, &begin, &end)) return;
+    const S *k = (const S *)tile->k + begin * tile->k_step;
     const T *q = block->q;
-    T *logits = block->logits, *out = block->out;
-    for (ptrdiff_t j = begin; j < end; j += FROM(DOTS)) {
-        ptrdiff_t keys = end - j < FROM(DOTS) ? end - j : FROM(DOTS);
-        for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-            FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, keys, block->depth, q + r * block->depth,
-                       k + j * tile->k_step, tile->k_step, logits + r * AM_FLASH_TILE + j,
-                       r == 0 ? v + j * tile->v_step : NULL, tile->v_step);
+    T *logits = (T *)block->logits + begin;
+    for (ptrdiff_t r = 0; r < block->rows; r += 4) {
+        FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
+                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? ahead : &nothing);
+    }
+}
+
+/* O + P V of some keys. */
+static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                             ptrdiff_t end, flash_lines *ahead)
+{
+    if (!FROM(cut)(block, tile, &begin, &end)) return;
+    enum { PANEL_BYTES = FN(PANEL) * sizeof(S), ASKED = PANEL_BYTES > FLASH_LINE ? PANEL_BYTES : FLASH_LINE };
+    T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
+    const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
+    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+        const S *v = (const S *)tile->v + begin * tile->v_step + column;
+        T *out = (T *)block->out + column;
+        bool packed = tile->live || column + FN(PANEL) > tile->value_depth;
+        if (packed) {
+            V nothing =
+                FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, VOP(set1)(0));
+            if (tile->live && VOP(total)(nothing) != 0) {
+                uint64_t live[AM_FLASH_ROWS];
+                for (ptrdiff_t r = 0; r < block->rows; r++)
+                    live[r] = tile->live[r] >> begin & UINT64_MAX >> (AM_FLASH_TILE - keys);
+                FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
+                                  block->out_depth, FN(PANEL));
+                continue;
+            }
+        }
+        flash_run run = {(const char *)tile->k, 0};
+        if (column * PANEL_BYTES / FN(PANEL) % FLASH_LINE == 0) run = flash_take(ahead, keys * ASKED);
+        for (ptrdiff_t i = 0, r = 0; i < strips; i++, run.step = 0) {
+            ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
+            const T *p = logits + r * AM_FLASH_TILE;
+            T *to = out + r * block->out_depth;
+            if (packed)
+                FN(product)(rows, keys, p, AM_FLASH_TILE, panel, to, block->out_depth, true);
+            else
+                FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, run);
+            r += rows;
         }
     }
-    for (ptrdiff_t r = 0; r < block->rows; r++)
-        FN(weigh)(block, tile, r, begin, (end + LANES - 1) / LANES * LANES);
+}
 
-    T panel[AM_FLASH_TILE * FN(PANEL)];
-    flash_ahead next = flash_ahead_of(&tile->next_k, FN(PANEL) * (ptrdiff_t)sizeof(S));
-    ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP;
-    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
-        const S *from = v + begin * tile->v_step + column;
-        if (!tile->live && strips == 1 && column + FN(PANEL) <= tile->value_depth) {
-            FROM(gather)(block->rows, end - begin, logits + begin, from, tile->v_step, out + column,
-                         block->out_depth, &next);
-            continue;
+/* What lies `keys` after the first of the tiles: a row of all heads for each key. */
+static flash_lines FROM(lines_of)(const S *first, const S *last, ptrdiff_t step, ptrdiff_t depth,
+                                  ptrdiff_t keys)
+{
+    ptrdiff_t size = sizeof(S);
+    return (flash_lines){(const char *)(first + keys * step), step * size, (last - first + depth) * size, 0};
+}
+
+/* Logits and weights of some keys, then their values.
+ *
+ * One or two rows are as fast as memory if that is walked in its order, of all heads a few keys at a time:
+ * then the processor sees what comes next. More rows are slower than it looks ahead. There, while keys are
+ * read, their values are on their way, and while values are, the next keys, in the order of memory as well.
+ */
+static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
+{
+    const am_flash_tile *last = &tiles[heads - 1];
+    const bool asks = blocks->rows > 2;
+    const ptrdiff_t piece = asks ? IN_PLACE_KEYS : IN_ORDER_KEYS;
+    for (ptrdiff_t begin = 0, end; begin < AM_FLASH_TILE; begin = end) {
+        end = begin + IN_PLACE_KEYS;
+        flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth, begin);
+        if (!asks) ahead.length = 0;
+        for (ptrdiff_t k = begin; k < end; k += piece) {
+            for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], k, k + piece, &ahead);
         }
-        T *to = panel + begin * FN(PANEL);
-        V nothing =
-            FROM(pack_panel)(to, from, tile->v_step, end - begin, tile->value_depth - column, VOP(set1)(0));
-        if (tile->live && VOP(total)(nothing) != 0) {
-            FN(add_live)(block, tile, column, panel);
-            continue;
+        for (ptrdiff_t h = 0; h < heads; h++) {
+            ptrdiff_t from = begin, to = end;
+            if (!FROM(cut)(&blocks[h], &tiles[h], &from, &to)) continue;
+            from -= from % LANES;
+            to = (to + LANES - 1) / LANES * LANES;
+            for (ptrdiff_t r = 0; r < blocks[h].rows; r++) FN(weigh)(&blocks[h], &tiles[h], r, from, to);
         }
-        for (ptrdiff_t i = 0, r = 0; i < strips; i++) {
-            ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
-            FN(product)(rows, end - begin, logits + r * AM_FLASH_TILE + begin, AM_FLASH_TILE, to,
-                        out + r * block->out_depth + column, block->out_depth, true);
-            r += rows;
+        ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
+        if (end == AM_FLASH_TILE && tiles->next_k.rows > 0) ahead.row = tiles->next_k.at;
+        if (!asks) ahead.length = 0;
+        for (ptrdiff_t k = begin; k < end; k += piece) {
+            for (ptrdiff_t h = 0; h < heads; h++)
+                FROM(add_values)(&blocks[h], &tiles[h], k, k + piece, &ahead);
         }
     }
 }

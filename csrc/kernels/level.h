@@ -134,6 +134,9 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 
 #include "kernels/flash_ahead.h"
 
+/* Keys in place: that are looked at before their values are, and of one head before the next one's. */
+enum { IN_PLACE_KEYS = 32, IN_ORDER_KEYS = 8 };
+
 /* 2^x on [-1/2, 1/2], relative error 2e-9 (fitted) and 4e-18 (Taylor's). */
 static const float exp2_terms_f32[] = {
     1.0f, 0.6931472029f, 0.2402264791f, 0.05550332471f, 0.009618437358f, 0.001339887441f, 0.0001535336191f};

@@ -159,6 +159,9 @@ typedef struct {
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
+/* For few rows, and keys and values in place: of several heads, which may lie side by side. */
+typedef void am_flash_step_in_place(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
+
 /* Up to AM_FLASH_TILE keys or values, rows `step` elements apart, to panels: keys [panel of
  * rows][depth][row], values [panel of columns][AM_FLASH_TILE][column]; what is missing is zero. Whether all
  * values are finite. */
@@ -179,7 +182,7 @@ typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_sou
 typedef struct {
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
-    am_flash_step *step_in_place; /* for few rows */
+    am_flash_step_in_place *step_in_place;
     am_flash_read_bias *read_bias;
 } am_flash_source;
 
