@@ -178,11 +178,11 @@ static void look_ahead(const plan *p, const place *at, const place *next, ptrdif
     const place *where = last ? next : at;
     k = last ? next->split * p->split_keys : k + TILE;
     ptrdiff_t rows = p->packed ? 0 : am_min(TILE, f->keys - k);
-    tile->next_k = ahead(&f->k, where->b, where->kv_head, k, rows, f->depth);
-    tile->next_v = ahead(&f->v, where->b, where->kv_head, k, rows, f->value_depth);
+    tile->next[AM_NEXT_K] = ahead(&f->k, where->b, where->kv_head, k, rows, f->depth);
+    tile->next[AM_NEXT_V] = ahead(&f->v, where->b, where->kv_head, k, rows, f->value_depth);
     if (!last || p->splits > 1) return;
-    tile->next_q = ahead(&f->q, next->b, next->head, next->q, next->queries, f->depth);
-    tile->next_out = ahead(&f->out, at->b, at->head, at->q, at->queries, f->value_depth);
+    tile->next[AM_NEXT_Q] = ahead(&f->q, next->b, next->head, next->q, next->queries, f->depth);
+    tile->next[AM_NEXT_OUT] = ahead(&f->out, at->b, at->head, at->q, at->queries, f->value_depth);
 }
 
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)

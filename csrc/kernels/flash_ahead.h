@@ -1,33 +1,23 @@
 /* flash_ahead.h – asking for memory ahead of time, a little at a time between the sums: of many lines at once
  * processors drop some. */
 
-typedef struct {
-    const char *at;
-    ptrdiff_t piece, pieces, gap; /* bytes of a piece, pieces of a row, and bytes from one row to the next */
-    ptrdiff_t left, rows;         /* what is still to ask for: pieces of this row, and rows */
-} flash_ahead;
+enum { FLASH_LINE = 64 };
 
-static inline flash_ahead flash_ahead_of(const am_flash_ahead *rows, ptrdiff_t piece)
+/* So many rows of what comes next, one kind after the other. */
+static inline void flash_ask_rows(am_flash_ahead next[AM_NEXTS], ptrdiff_t count)
 {
-    ptrdiff_t pieces = (rows->length + piece - 1) / piece;
-    return (flash_ahead){rows->at, piece, pieces, rows->step - pieces * piece, pieces, rows->rows};
-}
-
-static inline void flash_ask(flash_ahead *ahead)
-{
-    if (ahead->rows <= 0) return;
-    __builtin_prefetch(ahead->at, 0, 2);
-    ahead->at += ahead->piece;
-    if (--ahead->left > 0) return;
-    ahead->at += ahead->gap;
-    ahead->left = ahead->pieces;
-    ahead->rows--;
+    const am_flash_ahead *end = next + AM_NEXTS;
+    for (; count > 0; count--) {
+        while (next < end && next->rows <= 0) next++;
+        if (next == end) return;
+        for (ptrdiff_t i = 0; i < next->length; i += FLASH_LINE) __builtin_prefetch(next->at + i, 0, 2);
+        next->at += next->step;
+        next->rows--;
+    }
 }
 
 /* The same in the order of memory, in runs of neighbouring lines: of those each loop asks for as many as it
  * reads elsewhere. */
-enum { FLASH_LINE = 64 };
-
 typedef struct {
     const char *row;
     ptrdiff_t step, length, column; /* of rows, bytes; rows may be neighbours */

@@ -289,7 +289,8 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
             for (ptrdiff_t r = 0; r < blocks[h].rows; r++) FN(weigh)(&blocks[h], &tiles[h], r, from, to);
         }
         ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
-        if (end == AM_FLASH_TILE && tiles->next_k.rows > 0) ahead.row = tiles->next_k.at;
+        const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
+        if (end == AM_FLASH_TILE && next->rows > 0) ahead.row = next->at;
         if (!asks) ahead.length = 0;
         for (ptrdiff_t k = begin; k < end; k += piece) {
             for (ptrdiff_t h = 0; h < heads; h++)

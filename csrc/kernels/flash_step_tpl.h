@@ -53,11 +53,10 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
 
-    flash_ahead next[] = {flash_ahead_of(&tile->next_k, 64), flash_ahead_of(&tile->next_v, 64),
-                          flash_ahead_of(&tile->next_q, 64), flash_ahead_of(&tile->next_out, 64)};
-    ptrdiff_t lines = 0;
-    for (int i = 0; i < 4; i++) lines += next[i].pieces * next[i].rows;
-    ptrdiff_t share = lines * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (lines > 0);
+    am_flash_ahead next[AM_NEXTS];
+    ptrdiff_t rows = 0;
+    for (int i = 0; i < AM_NEXTS; i++) rows += (next[i] = tile->next[i]).rows;
+    ptrdiff_t share = rows * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (rows > 0);
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
@@ -66,7 +65,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
             STEP(product)(s->rows, block->depth, q + s->row * block->depth, block->depth, k,
                           logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE, false);
-            FN(ask)(next, share);
+            flash_ask_rows(next, share);
         }
     }
     for (const FN(strip) *s = strips; s < strips + count; s++) {
@@ -89,7 +88,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             STEP(product)(s->rows, end - begin, logits + s->row * AM_FLASH_TILE + begin, AM_FLASH_TILE,
                           v + begin * FN(PANEL), out + s->row * block->out_depth + column, block->out_depth,
                           true);
-            FN(ask)(next, share);
+            flash_ask_rows(next, share);
         }
     }
 }

@@ -49,16 +49,6 @@ static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
     (void)weights, (void)begin, (void)end;
 }
 
-/* A share of what is to come, of four kinds one after the other. */
-static void FN(ask)(flash_ahead next[4], ptrdiff_t share)
-{
-    const flash_ahead *last = next + 3;
-    for (; share > 0; share--) {
-        while (next < last && next->rows <= 0) next++;
-        flash_ask(next);
-    }
-}
-
 #define STEP(name) FN(name)
 #define WIDTH 1
 #define SLACK 8 /* P stays below e^8, and rows are seldom scaled */

@@ -146,6 +146,7 @@ typedef struct {
     const char *at;
     ptrdiff_t step, length, rows;
 } am_flash_ahead;
+enum { AM_NEXT_K, AM_NEXT_V, AM_NEXT_Q, AM_NEXT_OUT, AM_NEXTS };
 
 typedef struct {
     const void *k, *v;    /* packed, or in place */
@@ -153,7 +154,7 @@ typedef struct {
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
-    am_flash_ahead next_k, next_v, next_q, next_out;
+    am_flash_ahead next[AM_NEXTS];
     ptrdiff_t k_step, v_step,
         value_depth; /* for those in place: elements from row to row, columns of values */
 } am_flash_tile;
