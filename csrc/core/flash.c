@@ -201,37 +201,47 @@ static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
+/* What the sinks of a head add up to, for its rows to start from. */
+static double begin_sum(const plan *p, ptrdiff_t head, double *high)
+{
+    const am_flash *f = p->base.flash;
+    double sum = 0;
+    for (ptrdiff_t i = 0; i < f->sink_count; i++) *high = fmax(*high, am_sink_logit(&p->base, head, i));
+    for (ptrdiff_t i = 0; i < f->sink_count; i++) {
+        double logit = am_sink_logit(&p->base, head, i);
+        if (logit != -INFINITY) sum += exp2((logit - *high) * p->base.unit);
+    }
+    return sum;
+}
+
 static void begin_block(const plan *p, const work *w)
 {
     const am_flash *f = p->base.flash;
     const place *at = &w->at;
     const am_flash_rows *block = &w->rows;
-    for (ptrdiff_t r = 0; r < at->rows; r++) {
-        ptrdiff_t step;
-        char *to = w->s.q + r * p->lanes * p->base.size;
-        const char *src = am_token(&f->q, at->b, am_head_of(at, r), am_query_of(at, r));
+    const ptrdiff_t row_bytes = p->lanes * p->base.size;
+    for (ptrdiff_t h = 0, row = 0; h < at->heads; h++, row += at->queries) {
+        const char *src = am_token(&f->q, at->b, at->head + h, at->q);
+        char *to = w->s.q + row * row_bytes;
+        double high = -INFINITY, sum = at->split == 0 ? begin_sum(p, at->head + h, &high) : 0;
+        for (ptrdiff_t r = row; r < row + at->queries; r++) {
+            am_set_number(&p->base, block->high, r, high);
+            am_set_number(&p->base, block->top, r, high);
+            am_set_number(&p->base, block->sum, r, sum);
+            if (p->base.threshold)
+                w->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
+        }
         if (p->pairs) {
-            am_copy_pairs(to, src, 0, f->q.element, 1, f->depth);
+            am_copy_pairs(to, src, f->q.token, f->q.element, at->queries, f->depth);
             continue;
         }
-        src = am_read_rows(&p->base, w->s.row, src, 0, f->q.element, f->q.type, 1, f->depth, &step);
-        p->base.kernels->scale(to, src, factor_of(p), f->depth, false);
+        ptrdiff_t step;
+        src = am_read_rows(&p->base, w->s.row, src, f->q.token, f->q.element, f->q.type, at->queries,
+                           f->depth, &step);
+        for (ptrdiff_t r = 0; r < at->queries; r++, to += row_bytes, src += step * p->base.size)
+            p->base.kernels->scale(to, src, factor_of(p), f->depth, false);
     }
-    for (ptrdiff_t r = 0; p->base.threshold && r < at->rows; r++)
-        w->s.row_keys[r] = am_row_key(f->seed, at->b, am_head_of(at, r), am_query_of(at, r));
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
-    for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double high = -INFINITY, sum = 0;
-        ptrdiff_t sinks = at->split == 0 ? f->sink_count : 0, head = am_head_of(at, r);
-        for (ptrdiff_t i = 0; i < sinks; i++) high = fmax(high, am_sink_logit(&p->base, head, i));
-        for (ptrdiff_t i = 0; i < sinks; i++) {
-            double logit = am_sink_logit(&p->base, head, i);
-            if (logit != -INFINITY) sum += exp2((logit - high) * p->base.unit);
-        }
-        am_set_number(&p->base, block->high, r, high);
-        am_set_number(&p->base, block->top, r, high);
-        am_set_number(&p->base, block->sum, r, sum);
-    }
 }
 
 /* --- Blocks
@@ -258,30 +268,41 @@ static place place_of(const plan *p, ptrdiff_t index)
     return at;
 }
 
+/* Results of one row: its lse, and what makes out of what was gathered. */
+static double end_row(const plan *p, const am_flash_rows *block, ptrdiff_t r, ptrdiff_t lse_index)
+{
+    const am_flash *f = p->base.flash;
+    double high = am_number(&p->base, block->high, r), sum = am_number(&p->base, block->sum, r);
+    if (f->lse)
+        am_set_number(&p->base, f->lse, lse_index,
+                      sum == 0 ? -INFINITY : high * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
+    if (sum == 0) return 0; /* no live pair and no sink: out is zero already */
+    double top = am_number(&p->base, block->top, r);
+    double factor = f->normalize ? 1 / sum : exp2((high - top) * p->base.unit);
+    return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
+}
+
 /* Results of a block: out and lse. */
 static void write_rows(const plan *p, const place *at, const am_flash_rows *block, char *room)
 {
     const am_flash *f = p->base.flash;
-    ptrdiff_t size = (ptrdiff_t)am_size_of(f->out.type);
-    for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double high = am_number(&p->base, block->high, r), sum = am_number(&p->base, block->sum, r),
-               top = am_number(&p->base, block->top, r);
-        ptrdiff_t h = am_head_of(at, r), q = am_query_of(at, r);
-        char *row = (char *)block->out + r * p->out_depth * p->base.size;
-        double factor = f->normalize ? 1 / sum : exp2((high - top) * p->base.unit);
-        if (f->dropout > 0) factor /= 1 - f->dropout;
-        if (sum == 0) factor = 0; /* no live pair and no sink: out is zero already */
-        if (f->lse)
-            am_set_number(&p->base, f->lse, (at->b * f->heads + h) * f->queries + q,
-                          sum == 0 ? -INFINITY : high * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
-        char *dst = f->out.data + at->b * f->out.batch + h * f->out.head + q * f->out.token;
-        bool same = f->out.type == p->base.type, direct = f->out.element == size;
-        p->base.kernels->scale(same && direct ? dst : row, row, factor, f->value_depth, false);
-        if (!same)
-            am_converter(p->base.type, f->out.type)(p->base.all_kernels, direct ? dst : room, row,
-                                                    f->value_depth);
-        if (!direct)
-            am_copy_2d(dst, 0, f->out.element, same ? row : room, 0, size, 1, f->value_depth, (size_t)size);
+    const am_tokens *out = &f->out;
+    ptrdiff_t size = (ptrdiff_t)am_size_of(out->type);
+    bool same = out->type == p->base.type, direct = out->element == size;
+    char *row = block->out;
+    for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
+        char *dst = out->data + at->b * out->batch + (at->head + h) * out->head + at->q * out->token;
+        ptrdiff_t lse_index = (at->b * f->heads + at->head + h) * f->queries + at->q;
+        for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
+            double factor = end_row(p, block, r, lse_index);
+            p->base.kernels->scale(same && direct ? dst : row, row, factor, f->value_depth, false);
+            if (!same)
+                am_converter(p->base.type, out->type)(p->base.all_kernels, direct ? dst : room, row,
+                                                      f->value_depth);
+            if (!direct)
+                am_copy_2d(dst, 0, out->element, same ? row : room, 0, size, 1, f->value_depth, (size_t)size);
+            row += p->out_depth * p->base.size;
+        }
     }
 }
 
