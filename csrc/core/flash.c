@@ -3,7 +3,7 @@
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of 64 keys, which are packed into panels: once for all blocks that share them, or
  * by the block itself if it is the only one. A block of few rows reads them where they lie, and a task takes
- * the blocks of all heads whose keys lie side by side, so that it reads memory in its order. Where blocks are
+ * blocks of heads whose keys lie side by side, so that it reads memory in its order. Where blocks are
  * too few to keep many threads busy, the keys of each are split, and what the splits gather is merged. All of
  * it depends on shapes alone, so no result depends on the number of threads. */
 #include "core/flash.h"
@@ -17,16 +17,17 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    SHARED_QUERIES = 32, /* up to so many queries, a block takes several heads */
-    ENOUGH_TASKS = 64,   /* for any number of threads */
-    LEAST_SPLIT = 512,   /* keys that are worth a task */
-    MOST_SPLIT = 128,    /* keys in place, which are worth one too: of many heads they are long */
+    SHARED_QUERIES = 32,  /* up to so many queries, a block takes several heads */
+    ENOUGH_TASKS = 64,    /* for any number of threads */
+    LEAST_SPLIT = 512,    /* keys that are worth a task */
+    IN_PLACE_SPLIT = 128, /* the same, of keys in place, which many heads read at once */
+    FEW_TASKS = 16,       /* fewer are not made by taking heads together */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 12,       /* of a block, for which packing is not worth while */
-    SIDE_BY_SIDE = 4096, /* bytes of neighbouring heads that a task reads at once */
+    SIDE_BY_SIDE = 4096, /* bytes of a key's neighbouring heads that a task takes */
     MOST_BLOCKS = 16,    /* of a task */
 };
 
@@ -59,7 +60,7 @@ typedef struct {
 typedef struct {
     char *q, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
     char *gathered;                        /* out, high, sum, top */
-    uint64_t *live, *kept, *row_keys;      /* the last for dropout */
+    uint64_t *live, *kept, *row_keys;      /* the last two for dropout */
 } scratch;
 
 typedef am_flash_place place;
@@ -112,7 +113,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     return used;
 }
 
-/* What the i-th block of a task has of it: all together they have as many rows as one that is full. */
+/* What the i-th block of a task has of it: all together they have at most as many rows as one that is full.
+ */
 static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
@@ -374,9 +376,7 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
         ptrdiff_t live = 0;
         for (ptrdiff_t i = 0; i < count; i++) {
             if (!find_tile(p, &works[i], k, &tiles[live], &source)) continue;
-            place after = *next;
-            after.kv_head = am_min(next->kv_head + i, p->base.flash->kv_heads - 1);
-            look_ahead(p, &works[i].at, &after, k, end, &tiles[live]);
+            if (live == 0) look_ahead(p, &works[i].at, next, k, end, tiles); /* for all of them */
             rows[live++] = works[i].rows;
         }
         if (live == 0) continue;
@@ -469,7 +469,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 /* --- The plan
  * ---------------------------------------------------------------------------------------------------- */
 
-/* How many blocks a task takes: as many heads of keys as lie side by side on a page. */
+/* How many blocks a task takes: heads of keys that lie side by side. Nothing of the result depends on it. */
 static ptrdiff_t together(const plan *p)
 {
     const am_tokens *k = &p->base.flash->k, *v = &p->base.flash->v;
@@ -477,7 +477,8 @@ static ptrdiff_t together(const plan *p)
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
     ptrdiff_t kv_heads = p->base.flash->kv_heads,
               most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), AM_FLASH_ROWS / p->most_rows);
-    most = am_max(1, am_min(most, MOST_BLOCKS));
+    most = am_min(am_min(most, MOST_BLOCKS), p->base.flash->batch * kv_heads * p->splits / FEW_TASKS);
+    most = am_max(1, most);
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
 }
 
@@ -492,9 +493,7 @@ static void choose(plan *p)
     p->q_blocks = am_ceil_div(f->queries, p->block_rows);
     p->shares_keys = p->head_blocks * p->q_blocks > 1;
     p->in_place = !p->shares_keys && p->most_rows <= FEW_ROWS;
-    p->together = p->in_place ? together(p) : 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
-    p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->tiles = am_ceil_div(f->keys, TILE);
     p->pairs = !p->in_place && f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
@@ -503,8 +502,10 @@ static void choose(plan *p)
     p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
     p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
-    if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, MOST_SPLIT));
+    if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
     p->splits = am_max(wanted, 1);
+    p->together = p->in_place ? together(p) : 1;
+    p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave =

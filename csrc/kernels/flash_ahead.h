@@ -16,32 +16,32 @@ static inline void flash_ask_rows(am_flash_ahead next[AM_NEXTS], ptrdiff_t count
     }
 }
 
-/* The same in the order of memory, in runs of neighbouring lines: of those each loop asks for as many as it
- * reads elsewhere. */
+/* The same line by line, in the order of memory, which loops ask for while they read others. */
 typedef struct {
-    const char *row;
-    ptrdiff_t step, length, column; /* of rows, bytes; rows may be neighbours */
+    uintptr_t at; /* asked for whether or not it is anybody's memory, which is harmless */
+    ptrdiff_t step, left, row,
+        gap; /* bytes from line to line, lines left of this row and of all, bytes to the next */
 } flash_lines;
 
-typedef struct {
-    const char *at;
-    ptrdiff_t step; /* from line to line, or 0 if there is nothing to ask for */
-} flash_run;
-
-static inline flash_run flash_take(flash_lines *lines, ptrdiff_t bytes)
+static inline flash_lines flash_lines_of(const void *first, ptrdiff_t skip, ptrdiff_t step, ptrdiff_t length)
 {
-    bool gaps = lines->step != lines->length;
-    if (gaps && bytes > lines->length) return (flash_run){lines->row, 0};
-    flash_run run = {lines->row + lines->column, FLASH_LINE};
-    lines->column += bytes;
-    if (lines->column >= lines->length) {
-        lines->row += lines->step;
-        lines->column = gaps ? 0 : lines->column - lines->length;
-    }
-    return run;
+    ptrdiff_t row = (length + FLASH_LINE - 1) / FLASH_LINE;
+    return (flash_lines){(uintptr_t)first + (uintptr_t)skip, FLASH_LINE, row, row, step - row * FLASH_LINE};
 }
 
-static inline void flash_ask_lines(flash_run *run, ptrdiff_t count)
+/* A line that is known, again and again. */
+static inline flash_lines flash_no_lines(const void *known)
 {
-    for (; count > 0; count--, run->at += run->step) __builtin_prefetch(run->at, 0, 2);
+    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0};
+}
+
+static inline void flash_ask_lines(flash_lines *lines, ptrdiff_t count)
+{
+    for (; count > 0; count--) {
+        __builtin_prefetch((const void *)lines->at, 0, 2);
+        lines->at += (uintptr_t)lines->step;
+        if (--lines->left > 0) continue;
+        lines->at += (uintptr_t)lines->gap;
+        lines->left = lines->row;
+    }
 }

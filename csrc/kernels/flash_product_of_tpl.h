@@ -1,12 +1,12 @@
 /* flash_product_of_tpl.h – the product's innermost loop, where b is of type S, LOAD makes lanes of it, and
  * FMA multiplies and adds. */
 
-/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. With each row of b it asks for some lines.
- */
+/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. With each row of b it asks for `lines`. */
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, ptrdiff_t a_column, const S *b,
-                 ptrdiff_t b_row, T *c, ptrdiff_t c_row, bool add, const int lines, flash_run ahead)
+                 ptrdiff_t b_row, T *c, ptrdiff_t c_row, bool add, const int lines, flash_lines *ahead)
 {
+    flash_lines ask = lines ? *ahead : (flash_lines){0};
     V sums[STRIP][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
@@ -15,7 +15,7 @@ FROM(product_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, p
     }
     for (ptrdiff_t i = 0; i < depth; i++, a += a_column, b += b_row) {
         V left = LOAD(b), right = LOAD(b + LANES);
-        flash_ask_lines(&ahead, lines);
+        flash_ask_lines(&ask, lines);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             V x = VOP(set1)(a[r * a_row]);
@@ -28,15 +28,15 @@ FROM(product_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, p
         VOP(store)(c + r * c_row, sums[r][0]);
         VOP(store)(c + r * c_row + LANES, sums[r][1]);
     }
+    if (lines) *ahead = ask;
 }
 
 /* Rows of a, and b as one packed panel. */
 static inline void FROM(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const S *b,
                                  T *c, ptrdiff_t c_step, bool add)
 {
-    const flash_run none = {0};
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add, 0, none); break;
+    case n: FROM(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add, 0, NULL); break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
@@ -47,9 +47,8 @@ static inline void FROM(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, pt
 static inline void FROM(product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, ptrdiff_t a_step,
                                         const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step)
 {
-    const flash_run none = {0};
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true, 0, none); break;
+    case n: FROM(product_of)(n, depth, a, 1, a_step, b, b_step, c, c_step, true, 0, NULL); break;
     switch (columns) {
         EACH_ROWS(ROWS)
     }

@@ -103,12 +103,13 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
  * --------------------------------------------------------------- */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
- * behind the last count as it. Asks for as many lines as it reads of keys. */
+ * behind the last count as it. From three rows on it asks for as many lines as it reads of keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
                                                                 ptrdiff_t depth, const T *q, const S *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
-                                                                flash_run ahead)
+                                                                flash_lines *ahead)
 {
+    flash_lines ask = *ahead;
     V sums[2 * STRIP + LANES], x[2 * STRIP];
     const S *key[2 * STRIP];
 #pragma GCC unroll 32
@@ -119,7 +120,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     for (; i + LANES <= depth; i += LANES) {
 #pragma GCC unroll 32
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
-        if (i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ahead, keys);
+        if (rows > 2 && i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
 #pragma GCC unroll 4
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * depth + i);
@@ -147,25 +148,25 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
         for (ptrdiff_t j = 0; j < keys; j++)
             if (j <= last) logits[r * AM_FLASH_TILE + j] = dots[r * keys + j];
     }
+    *ahead = ask;
 }
 
 /* Takes `most` keys at a time, and half as many where few are left. */
 #define DOTS(rows, most)                                                                                     \
     case rows:                                                                                               \
+        _Static_assert((rows) * (most) <= 2 * STRIP, "more sums than there is room for");                    \
         while (keys > 0) {                                                                                   \
             ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
-            flash_run run = flash_take(ahead, taken * line);                                                 \
             if (taken == (most))                                                                             \
-                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, run);                         \
+                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, ahead);                       \
             else                                                                                             \
-                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, run);                   \
+                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, ahead);                 \
             keys -= taken, k += taken * step, logits += taken;                                               \
         }                                                                                                    \
         break;
 static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
                        ptrdiff_t step, T *logits, flash_lines *ahead)
 {
-    ptrdiff_t line = (depth * (ptrdiff_t)sizeof(S) + FLASH_LINE - 1) / FLASH_LINE * FLASH_LINE;
     switch (rows) {
         DOTS(1, 8)
         DOTS(2, STRIP > 6 ? 8 : STRIP)
@@ -175,13 +176,16 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T 
 }
 #undef DOTS
 
-/* O + P V for a strip and a panel of columns. */
+/* O + P V for a strip and a panel of columns. From three rows on it asks for as many lines as it reads. */
 static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v, ptrdiff_t step, T *out,
-                         ptrdiff_t out_step, flash_run ahead)
+                         ptrdiff_t out_step, flash_lines *ahead)
 {
-    const int lines = FN(PANEL) * sizeof(S) > FLASH_LINE ? FN(PANEL) * sizeof(S) / FLASH_LINE : 1;
+    enum { BYTES = FN(PANEL) * sizeof(S), LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1 };
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, lines, ahead); break;
+    case n:                                                                                                  \
+        FROM(product_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, n > 2 ? LINES : 0,      \
+                         ahead);                                                                             \
+        break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
@@ -205,14 +209,14 @@ static bool FROM(cut)(const am_flash_rows *block, const am_flash_tile *tile, ptr
 static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
                        flash_lines *ahead)
 {
-    flash_lines nothing = {.row = tile->k, .step = 1};
+    flash_lines none = flash_no_lines(tile->k);
     if (!FROM(cut)(block, tile, &begin, &end)) return;
     const S *k = (const S *)tile->k + begin * tile->k_step;
     const T *q = block->q;
     T *logits = (T *)block->logits + begin;
     for (ptrdiff_t r = 0; r < block->rows; r += 4) {
         FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
-                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? ahead : &nothing);
+                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? ahead : &none);
     }
 }
 
@@ -221,7 +225,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                              ptrdiff_t end, flash_lines *ahead)
 {
     if (!FROM(cut)(block, tile, &begin, &end)) return;
-    enum { PANEL_BYTES = FN(PANEL) * sizeof(S), ASKED = PANEL_BYTES > FLASH_LINE ? PANEL_BYTES : FLASH_LINE };
+    flash_lines none = flash_no_lines(tile->k);
     T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
@@ -240,27 +244,28 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                 continue;
             }
         }
-        flash_run run = {(const char *)tile->k, 0};
-        if (column * PANEL_BYTES / FN(PANEL) % FLASH_LINE == 0) run = flash_take(ahead, keys * ASKED);
-        for (ptrdiff_t i = 0, r = 0; i < strips; i++, run.step = 0) {
+        /* The first strip asks, and of panels that share a line the first. */
+        flash_lines *ask = column * sizeof(S) % FLASH_LINE == 0 ? ahead : &none;
+        for (ptrdiff_t i = 0, r = 0; i < strips; i++, ask = &none) {
             ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_depth;
             if (packed)
                 FN(product)(rows, keys, p, AM_FLASH_TILE, panel, to, block->out_depth, true);
             else
-                FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, run);
+                FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, ask);
             r += rows;
         }
     }
 }
 
 /* What lies `keys` after the first of the tiles: a row of all heads for each key. */
-static flash_lines FROM(lines_of)(const S *first, const S *last, ptrdiff_t step, ptrdiff_t depth,
+static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t step, ptrdiff_t depth,
                                   ptrdiff_t keys)
 {
-    ptrdiff_t size = sizeof(S);
-    return (flash_lines){(const char *)(first + keys * step), step * size, (last - first + depth) * size, 0};
+    const ptrdiff_t size = sizeof(S);
+    ptrdiff_t length = (const char *)last - (const char *)first + depth * size;
+    return flash_lines_of(first, keys * step * size, step * size, length);
 }
 
 /* Logits and weights of some keys, then their values.
@@ -272,12 +277,11 @@ static flash_lines FROM(lines_of)(const S *first, const S *last, ptrdiff_t step,
 static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     const am_flash_tile *last = &tiles[heads - 1];
-    const bool asks = blocks->rows > 2;
-    const ptrdiff_t piece = asks ? IN_PLACE_KEYS : IN_ORDER_KEYS;
+    const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
+    const ptrdiff_t piece = blocks->rows > 2 ? IN_PLACE_KEYS : IN_ORDER_KEYS;
     for (ptrdiff_t begin = 0, end; begin < AM_FLASH_TILE; begin = end) {
         end = begin + IN_PLACE_KEYS;
         flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth, begin);
-        if (!asks) ahead.length = 0;
         for (ptrdiff_t k = begin; k < end; k += piece) {
             for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], k, k + piece, &ahead);
         }
@@ -289,9 +293,10 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
             for (ptrdiff_t r = 0; r < blocks[h].rows; r++) FN(weigh)(&blocks[h], &tiles[h], r, from, to);
         }
         ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
-        const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
-        if (end == AM_FLASH_TILE && next->rows > 0) ahead.row = next->at;
-        if (!asks) ahead.length = 0;
+        if (end == AM_FLASH_TILE) {
+            ahead.at = (uintptr_t)next->at;
+            if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
+        }
         for (ptrdiff_t k = begin; k < end; k += piece) {
             for (ptrdiff_t h = 0; h < heads; h++)
                 FROM(add_values)(&blocks[h], &tiles[h], k, k + piece, &ahead);

@@ -134,8 +134,10 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 
 #include "kernels/flash_ahead.h"
 
-/* Keys in place: that are looked at before their values are, and of one head before the next one's. */
-enum { IN_PLACE_KEYS = 32, IN_ORDER_KEYS = 8 };
+enum {
+    IN_PLACE_KEYS = 32, /* that are looked at before their values are: whole vectors */
+    IN_ORDER_KEYS = 8,  /* of one head, before those of the next one that lie beside them; divides it */
+};
 
 /* 2^x on [-1/2, 1/2], relative error 2e-9 (fitted) and 4e-18 (Taylor's). */
 static const float exp2_terms_f32[] = {
