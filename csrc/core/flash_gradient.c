@@ -19,7 +19,7 @@ enum {
     TILE = AM_FLASH_TILE,
     ENOUGH_TASKS = 64,       /* for any number of threads */
     MOST_TILES = 4,          /* of a task */
-    TASK_BYTES = 384 * 1024, /* of what a task keeps in its cache */
+    TASK_BYTES = 768 * 1024, /* of what a task keeps near; what leaves the inner cache is read in order */
     FAR = 1024, /* size of an lse whose own rounding takes more than ten binary digits of the weights */
 };
 
