@@ -18,9 +18,23 @@ def shown(cell):
     outputs = []
     for output in cell.get("outputs", ()):
         data = dict(output.get("data", {}))
-        if not any(kind.startswith("image/") for kind in data):
-            outputs.append((output["output_type"], output.get("name"), output.get("text"), data))
+        if any(kind.startswith("image/") for kind in data):
+            continue
+        entry = [output["output_type"], output.get("name"), output.get("text"), data]
+        if entry[0] == "stream" and outputs and outputs[-1][:2] == entry[:2]:
+            outputs[-1][2] += entry[2]  # what is printed may come in pieces
+        else:
+            outputs.append(entry)
     return outputs
+
+
+def test_what_is_printed_may_come_in_pieces():
+    def stream(text, name="stdout"):
+        return {"output_type": "stream", "name": name, "text": text}
+
+    whole = {"outputs": [stream("True\n"), stream("oh", "stderr")]}
+    assert shown({"outputs": [stream("True"), stream("\n"), stream("oh", "stderr")]}) == shown(whole)
+    assert shown({"outputs": [stream("True"), stream("oh", "stderr")]}) != shown(whole)
 
 
 def test_tour(tmp_path, monkeypatch):

@@ -154,8 +154,8 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
 /* Takes `most` keys at a time, and half as many where few are left. */
 #define DOTS(rows, most)                                                                                     \
     case rows:                                                                                               \
-        _Static_assert((rows) * (most) <= 2 * STRIP, "more sums than there is room for");                    \
         while (keys > 0) {                                                                                   \
+            _Static_assert((rows) * (most) <= 2 * STRIP, "more sums than there is room for");                \
             ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
             if (taken == (most))                                                                             \
                 FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, ahead);                       \
