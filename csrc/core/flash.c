@@ -3,9 +3,9 @@
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of 64 keys, which are packed into panels: once for all blocks that share them, or
  * by the block itself if it is the only one. A block of few rows reads them where they lie, and a task takes
- * blocks of heads whose keys lie side by side, so that it reads memory in its order. Where blocks are
- * too few to keep many threads busy, the keys of each are split, and what the splits gather is merged. All of
- * it depends on shapes alone, so no result depends on the number of threads. */
+ * blocks of heads whose keys lie side by side, so that it reads memory in its order. Where blocks are too few
+ * to keep many threads busy, the keys of each are split, and what the splits gather is merged. Blocks and
+ * splits depend on shapes alone, so no result depends on the number of threads or on what a task takes. */
 #include "core/flash.h"
 
 #include <math.h>
