@@ -18,7 +18,7 @@ SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile(
     "quick",
-    max_examples=10 if SANITIZED else 60,
+    max_examples=15 if SANITIZED else 60,
     derandomize=True,
     deadline=None,
     database=None,

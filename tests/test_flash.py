@@ -154,7 +154,7 @@ def expected_of(case: Case) -> Expected:
 
 
 # A third of them under a sanitizer, for time.
-@pytest.mark.parametrize("case", CASES[::6] if SANITIZED else CASES, ids=lambda case: str(case.seed))
+@pytest.mark.parametrize("case", CASES[::3] if SANITIZED else CASES, ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)
     expected_of(case).check(*run(case, case.arguments()))
