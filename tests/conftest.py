@@ -41,6 +41,17 @@ def isa(request):
     _core.use_isa(previous)
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """The levels of one case follow each other: what they are compared with is computed once."""
+    first = {}
+
+    def place(item) -> int:
+        case = dict(item.callspec.params, isa=None) if hasattr(item, "callspec") else {}
+        return first.setdefault((item.parent.nodeid, item.originalname, repr(case)), len(first))
+
+    items.sort(key=place)
+
+
 @pytest.fixture
 def set_threads():
     """`attnmask.set_num_threads`, undone after the test."""

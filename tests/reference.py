@@ -21,9 +21,8 @@ def fitted(values, dtype) -> np.ndarray:
     """`values`, which are exact Python integers, as an array of an integer dtype."""
     values, dtype = np.asarray(values, dtype=object), native(dtype)
     limits = np.iinfo(dtype)
-    for index, value in np.ndenumerate(values):
-        if not limits.min <= value <= limits.max:
-            raise OverflowError(f"{value} at {index} does not fit {dtype}")
+    for index in map(tuple, np.argwhere((values < limits.min) | (values > limits.max))):
+        raise OverflowError(f"{values[index]} at {index} does not fit {dtype}")
     return values.astype(dtype)
 
 
@@ -175,7 +174,8 @@ def _sums(g, pieces, reverse: bool, scale: float | None, head_first: bool, outpu
     if scale is not None:
         sums = sums.astype(np.float64) * float(scale)
     if output_dtype.kind in "iu":
-        return fitted(np.vectorize(_whole, otypes=[object])(sums), output_dtype)
+        whole = np.vectorize(_whole, otypes=[object])
+        return fitted(whole(sums) if sums.dtype.kind == "f" else sums, output_dtype)
     return sums.astype(output_dtype)
 
 
