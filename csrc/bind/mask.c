@@ -314,8 +314,7 @@ int am_read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
     return depth == 1 ? 0 : reject("an expression must come to one mask");
 }
 
-/* --- Methods
- * ----------------------------------------------------------------------------------------------------- */
+/* --- Methods --- */
 
 /* Leaves Python and prepares the mask; am_leave is due in any case. */
 static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)

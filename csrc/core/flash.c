@@ -126,8 +126,7 @@ static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
     return s;
 }
 
-/* --- Numbers in and out
- * ---------------------------------------------------------------------------------------- */
+/* --- Numbers in and out --- */
 
 /* Rows of keys or values, where they lie if they are plain, else copied to `room` as numbers of the
  * arithmetic type; and the kernels for them. */
@@ -246,8 +245,7 @@ static void begin_block(const plan *p, const work *w)
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
 }
 
-/* --- Blocks
- * ------------------------------------------------------------------------------------------------------ */
+/* --- Blocks --- */
 
 /* Which block, and which of its splits. */
 static place place_of(const plan *p, ptrdiff_t index)
@@ -466,8 +464,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-/* --- The plan
- * ---------------------------------------------------------------------------------------------------- */
+/* --- The plan --- */
 
 /* How many blocks a task takes: heads of keys that lie side by side. Nothing of the result depends on it. */
 static ptrdiff_t together(const plan *p)

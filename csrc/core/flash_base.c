@@ -33,8 +33,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
     };
 }
 
-/* --- Numbers
- * -------------------------------------------------------------------------------------------------- */
+/* --- Numbers --- */
 
 /* Twice: as they are, and converted. */
 ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count)
@@ -95,8 +94,7 @@ double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)
     return base->type == AM_FLOAT64 ? logit : (double)(float)logit;
 }
 
-/* --- Which pairs of a tile are live
- * ------------------------------------------------------------------------------- */
+/* --- Which pairs of a tile are live --- */
 
 am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
                      uint64_t *live)
@@ -168,8 +166,7 @@ uint32_t am_threshold_of(double probability)
     return scaled >= 0x1p32 ? UINT32_MAX : (uint32_t)scaled;
 }
 
-/* --- Memory
- * ---------------------------------------------------------------------------------------------------- */
+/* --- Memory --- */
 
 void *am_lines(ptrdiff_t bytes)
 {

@@ -32,8 +32,7 @@ static void convert(const gradient *g, ptrdiff_t index, const char *from, ptrdif
         am_converter(own, wanted)(g->base->all_kernels, to, from, count);
 }
 
-/* --- Turns
- * ---------------------------------------------------------------------------------------------------- */
+/* --- Turns --- */
 
 /* Whose turn it is to add to what a task's keys share with the rows of a block, and which turn is theirs. */
 typedef struct {
@@ -75,8 +74,7 @@ static am_status pass_turn(const gradient *g, const am_flash_place *at, ptrdiff_
     return status;
 }
 
-/* --- Tiles
- * ---------------------------------------------------------------------------------------------------- */
+/* --- Tiles --- */
 
 /* Sums up a tile along shared axes, to its first row or column. */
 static void fold(const gradient *g, char *tile, ptrdiff_t rows)
@@ -139,8 +137,7 @@ am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_
     return status;
 }
 
-/* --- Begin and end
- * -------------------------------------------------------------------------------------------- */
+/* --- Begin and end --- */
 
 am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *result,
                                 const ptrdiff_t shape[4], ptrdiff_t tasks, ptrdiff_t task_tiles)

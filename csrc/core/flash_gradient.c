@@ -77,8 +77,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     return used;
 }
 
-/* --- Rows of queries
- * ------------------------------------------------------------------------------------------ */
+/* --- Rows of queries --- */
 
 static am_flash_place place_of(const plan *p, ptrdiff_t b, ptrdiff_t head, ptrdiff_t block)
 {
@@ -164,8 +163,7 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
     return block;
 }
 
-/* --- Tiles of keys
- * -------------------------------------------------------------------------------------------- */
+/* --- Tiles of keys --- */
 
 /* Rows of keys or values to columns, and where `to_rows` is not NULL to panels; whether these are finite. */
 static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t k, ptrdiff_t depth,
@@ -206,8 +204,7 @@ static bool meet(const plan *p, const am_flash_place *at, ptrdiff_t k, const scr
     return true;
 }
 
-/* --- Before: facts of the rows, and zeros
- * --------------------------------------------------------------------- */
+/* --- Before: facts of the rows, and zeros --- */
 
 static double given_fact(const plan *p, const am_row_facts *facts, const am_flash_place *at, ptrdiff_t row)
 {
@@ -345,8 +342,7 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
     return am_checkpoint(team);
 }
 
-/* --- The tasks
- * ------------------------------------------------------------------------------------------------ */
+/* --- The tasks --- */
 
 /* Adds the block's part to d_q, when it is this task's turn. */
 static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state *state, ptrdiff_t task,
@@ -461,8 +457,7 @@ static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-/* --- The plan
- * ------------------------------------------------------------------------------------------------- */
+/* --- The plan --- */
 
 /* Whole panels, and an odd number of lines: rows that are a power of two apart would meet in few sets of the
  * cache. */

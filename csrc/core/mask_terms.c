@@ -157,8 +157,7 @@ static void all_bits(const am_mask *mask, const am_node *node, const am_place *p
     for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_low_bits(p->columns);
 }
 
-/* --- Equal ids
- * ------------------------------------------------------------------------------------------------- */
+/* --- Equal ids --- */
 
 static int valid_id(int32_t id, int exclude_zero) { return id >= (exclude_zero ? 1 : 0); }
 
@@ -282,8 +281,7 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_place 
     }
 }
 
-/* --- A dense array
- * --------------------------------------------------------------------------------------------- */
+/* --- A dense array --- */
 
 static am_nonzero_bits *nonzero_of(const am_kernels *kernels, am_dtype type)
 {

@@ -22,8 +22,7 @@ static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
 
 static ptrdiff_t population(uint64_t bits) { return __builtin_popcountll(bits); }
 
-/* --- Arrays
- * ------------------------------------------------------------------------------------------------------ */
+/* --- Arrays --- */
 
 typedef struct {
     const am_mask *mask;
@@ -135,8 +134,7 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
     return am_parallel(run, mask->batch * mask->heads * job.strips, 1, fill_task, &job);
 }
 
-/* --- Counts
- * ------------------------------------------------------------------------------------------------------ */
+/* --- Counts --- */
 
 /* The live pairs of a region of rows up to a tile's height. */
 static ptrdiff_t count_region(const am_mask *mask, const am_place *p, am_keys live)
@@ -223,8 +221,7 @@ am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts)
     return status;
 }
 
-/* --- Which tokens take part
- * -------------------------------------------------------------------------------------- */
+/* --- Which tokens take part --- */
 
 typedef struct {
     const am_mask *mask;

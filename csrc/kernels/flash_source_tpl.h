@@ -99,8 +99,7 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* --- Few rows: keys and values are used where they lie
- * --------------------------------------------------------------- */
+/* --- Few rows: keys and values are used where they lie --- */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
  * behind the last count as it. From three rows on it asks for as many lines as it reads of keys. */
