@@ -1,46 +1,66 @@
 /* flash_product_of_tpl.h – the product's innermost loop, where b is of type S, LOAD makes lanes of it, and
  * FMA multiplies and adds. */
 
+/* sums[r][j] += a[r] b[j] */
+static inline __attribute__((always_inline)) void FROM(add_outer)(const int rows, const T *a, ptrdiff_t a_row,
+                                                                  const S *b, V sums[STRIP][2])
+{
+    V left = LOAD(b), right = LOAD(b + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        V x = VOP(set1)(a[r * a_row]);
+        sums[r][0] = FMA(x, left, sums[r][0]);
+        sums[r][1] = FMA(x, right, sums[r][1]);
+    }
+}
+
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j]. With each row of b it asks for `lines`. */
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, ptrdiff_t depth, const T *a, ptrdiff_t a_row, ptrdiff_t a_column, const S *b,
                  ptrdiff_t b_row, T *c, ptrdiff_t c_row, bool add, const int lines, flash_lines *ahead)
 {
-    flash_lines ask = lines ? *ahead : (flash_lines){0};
     V sums[STRIP][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         sums[r][0] = add ? VOP(load)(c + r * c_row) : VOP(set1)(0);
         sums[r][1] = add ? VOP(load)(c + r * c_row + LANES) : VOP(set1)(0);
     }
-    for (ptrdiff_t i = 0; i < depth; i++, a += a_column, b += b_row) {
-        V left = LOAD(b), right = LOAD(b + LANES);
-        flash_ask_lines(&ask, lines);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            V x = VOP(set1)(a[r * a_row]);
-            sums[r][0] = FMA(x, left, sums[r][0]);
-            sums[r][1] = FMA(x, right, sums[r][1]);
-        }
+    if (!lines && rows >= FN(LEAST_UNROLLED)) {
+#pragma GCC unroll 4
+        for (ptrdiff_t i = 0; i < depth; i++, a += a_column, b += b_row)
+            FROM(add_outer)(rows, a, a_row, b, sums);
+        depth = 0;
     }
+    flash_lines ask = lines ? *ahead : (flash_lines){0};
+    for (; depth > 0; depth--, a += a_column, b += b_row) {
+        flash_ask_lines(&ask, lines);
+        FROM(add_outer)(rows, a, a_row, b, sums);
+    }
+    if (lines) *ahead = ask;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         VOP(store)(c + r * c_row, sums[r][0]);
         VOP(store)(c + r * c_row + LANES, sums[r][1]);
     }
-    if (lines) *ahead = ask;
 }
 
 /* Rows of a, and b as one packed panel. */
 static inline void FROM(product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, ptrdiff_t a_step, const S *b,
                                  T *c, ptrdiff_t c_step, bool add)
 {
+#define ROWS_OF(n, depth) FROM(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add, 0, NULL)
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, depth, a, a_step, 1, b, FN(PANEL), c, c_step, add, 0, NULL); break;
+    case n:                                                                                                  \
+        if (n < FN(LEAST_UNROLLED) || depth != AM_FLASH_TILE)                                                \
+            ROWS_OF(n, depth);                                                                               \
+        else                                                                                                 \
+            ROWS_OF(n, AM_FLASH_TILE); /* without a rest */                                                  \
+        break;
     switch (rows) {
         EACH_ROWS(ROWS)
     }
 #undef ROWS
+#undef ROWS_OF
 }
 
 /* Columns of a, and rows of b: c = c + aᵀ b. */

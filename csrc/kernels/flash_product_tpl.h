@@ -3,7 +3,13 @@
  *
  * A strip of up to STRIP rows times a panel of PANEL columns, which together fill the vector registers. */
 
-enum { FN(PANEL) = 2 * LANES };
+enum {
+    FN(PANEL) = 2 * LANES,
+    FN(AT_ONCE) = 4, /* vectors whose sums do not wait for one another */
+    /* Strips of so many rows, in which most of the time goes, spend none on counting: a core that two threads
+     * share has few instructions to spare. */
+    FN(LEAST_UNROLLED) = STRIP - 1,
+};
 
 #if STRIP > 6
 #    define MORE_ROWS(ROWS) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
@@ -43,16 +49,34 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, const
     return count;
 }
 
-/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. */
+/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. Of some vectors side by side, each step
+ * of which waits for the one before. */
+static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count)
+{
+    V shifted[FN(AT_ONCE)], power[FN(AT_ONCE)];
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) {
+        x[j] = VOP(max)(VOP(set1)(-(T)MIN_POWER), x[j]);
+        shifted[j] = VOP(add)(x[j], VOP(set1)((T)ROUNDER)); /* low bits: round(x), plus the exponent's bias */
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) {
+        x[j] = VOP(sub)(x[j], VOP(sub)(shifted[j], VOP(set1)((T)ROUNDER)));
+        power[j] = VOP(set1)(FN(exp2_terms)[EXP2_TERMS - 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = EXP2_TERMS - 2; i >= 0; i--) {
+#pragma GCC unroll 16
+        for (int j = 0; j < count; j++) power[j] = VOP(fma)(power[j], x[j], VOP(set1)(FN(exp2_terms)[i]));
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) x[j] = VOP(mul)(power[j], VOP(low_to_exponent)(shifted[j]));
+}
+
 static inline V FN(exp2)(V x)
 {
-    x = VOP(max)(VOP(set1)(-(T)MIN_POWER), x);
-    V shifted = VOP(add)(x, VOP(set1)((T)ROUNDER)); /* its low bits: round(x), plus the exponent's bias */
-    V rest = VOP(sub)(x, VOP(sub)(shifted, VOP(set1)((T)ROUNDER)));
-    V power = VOP(set1)(FN(exp2_terms)[EXP2_TERMS - 1]);
-#pragma GCC unroll 16
-    for (int i = EXP2_TERMS - 2; i >= 0; i--) power = VOP(fma)(power, rest, VOP(set1)(FN(exp2_terms)[i]));
-    return VOP(mul)(power, VOP(low_to_exponent)(shifted));
+    FN(exp2_each)(&x, 1);
+    return x;
 }
 
 /* Near 0 by a polynomial, since 1 - 2 / (e^2x + 1) would lose what x has beyond the last digit of 1. */

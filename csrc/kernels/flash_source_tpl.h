@@ -289,7 +289,7 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
             if (!FROM(cut)(&blocks[h], &tiles[h], &from, &to)) continue;
             from -= from % LANES;
             to = (to + LANES - 1) / LANES * LANES;
-            for (ptrdiff_t r = 0; r < blocks[h].rows; r++) FN(weigh)(&blocks[h], &tiles[h], r, from, to);
+            FN(weigh)(&blocks[h], &tiles[h], 0, blocks[h].rows, from, to);
         }
         ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
         if (end == AM_FLASH_TILE) {

@@ -8,13 +8,13 @@
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
-/* Products of one row to weights; columns begin … end - 1, whole vectors. */
-static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t begin,
-                        ptrdiff_t end)
+/* Of one row products to logits, and `high` to what their powers are taken against; columns begin … end - 1,
+ * whole vectors. */
+static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                               ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
       *sum = (T *)block->sum + row, *top = (T *)block->top + row;
-    V unit = VOP(set1)((T)block->unit);
     if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     if (tile->live) {
@@ -27,25 +27,55 @@ static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, p
         for (ptrdiff_t i = begin; i < end; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
     }
     T highest = VOP(highest)(most);
-    if (highest > *top) *top = highest;
-    if (highest > *high + SLACK) { /* also if it was -INFINITY */
-        if (*high > -(T)INFINITY) {
-            V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), unit));
-            T *out = (T *)block->out + row * block->out_depth;
-            for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
-                VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
-            *sum *= VOP(first)(factor);
-        }
-        *high = highest;
+    *top = highest > *top ? highest : *top;
+    if (!(highest > *high + SLACK)) return; /* it is greater if `high` was -INFINITY */
+    if (*high > -(T)INFINITY) {
+        V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), VOP(set1)((T)block->unit)));
+        T *out = (T *)block->out + row * block->out_depth;
+        for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
+            VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
+        *sum *= VOP(first)(factor);
     }
-    V base = VOP(set1)(*high > -(T)INFINITY ? *high : 0), total = VOP(set1)(0);
-    for (ptrdiff_t i = begin; i < end; i += LANES) {
-        V p = FN(exp2)(VOP(mul)(VOP(sub)(VOP(load)(logits + i), base), unit));
-        total = VOP(add)(total, p);
-        if (tile->kept) p = VOP(select)(tile->kept[row] >> i, p, VOP(set1)(0));
-        VOP(store)(logits + i, p);
+    *high = highest;
+}
+
+/* Some vectors of logits to weights; their sum is added to `total`. */
+static inline __attribute__((always_inline)) V STEP(weigh_some)(T *logits, const int count, V base, V unit,
+                                                                const uint64_t *kept, ptrdiff_t column,
+                                                                V total)
+{
+    V p[FN(AT_ONCE)];
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++)
+        p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + column + j * LANES), base), unit);
+    FN(exp2_each)(p, count);
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) {
+        total = VOP(add)(total, p[j]);
+        if (kept) p[j] = VOP(select)(*kept >> (column + j * LANES), p[j], VOP(set1)(0));
+        VOP(store)(logits + column + j * LANES, p[j]);
     }
-    *sum += VOP(total)(total);
+    return total;
+}
+
+/* Of some rows products to weights. Their highest logits are found first, so that no row's powers wait for
+ * the row before. */
+static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
+                        ptrdiff_t begin, ptrdiff_t end)
+{
+    for (ptrdiff_t r = row; r < row + rows; r++) STEP(raise)(block, tile, r, begin, end);
+    const V unit = VOP(set1)((T)block->unit);
+    for (ptrdiff_t r = row; r < row + rows; r++) {
+        T *logits = (T *)block->logits + r * AM_FLASH_TILE, high = ((T *)block->high)[r];
+        V base = VOP(set1)(high > -(T)INFINITY ? high : 0), total = VOP(set1)(0);
+        const uint64_t *kept = tile->kept ? tile->kept + r : NULL;
+        ptrdiff_t i = begin;
+        for (; i + FN(AT_ONCE) * LANES <= end; i += FN(AT_ONCE) * LANES)
+            total = STEP(weigh_some)(logits, FN(AT_ONCE), base, unit, kept, i, total);
+        for (; i < end; i += LANES) total = STEP(weigh_some)(logits, 1, base, unit, kept, i, total);
+        ((T *)block->sum)[r] += VOP(total)(total);
+        STEP(narrow)(logits, begin, end);
+    }
 }
 
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
@@ -71,10 +101,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
-        for (ptrdiff_t r = s->row; begin < end && r < s->row + s->rows; r++) {
-            STEP(weigh)(block, tile, r, begin, end);
-            STEP(narrow)(logits + r * AM_FLASH_TILE, begin, end);
-        }
+        if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);
     }
     for (ptrdiff_t column = 0; column < block->out_depth;
          column += FN(PANEL), v += AM_FLASH_TILE / WIDTH * FN(PANEL)) {
