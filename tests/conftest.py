@@ -43,11 +43,14 @@ def isa(request):
 
 def pytest_collection_modifyitems(items) -> None:
     """The levels of one case follow each other: what they are compared with is computed once."""
-    first = {}
+    places = {}
 
     def place(item) -> int:
-        case = dict(item.callspec.params, isa=None) if hasattr(item, "callspec") else {}
-        return first.setdefault((item.parent.nodeid, item.originalname, repr(case)), len(first))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        other = item.nodeid
+        if "isa" in params:
+            other = item.parent.nodeid, item.originalname, repr(params | {"isa": None})
+        return places.setdefault(other, len(places))
 
     items.sort(key=place)
 

@@ -6,8 +6,8 @@
 enum {
     FN(PANEL) = 2 * LANES,
     FN(AT_ONCE) = 4, /* vectors whose sums do not wait for one another */
-    /* Strips of so many rows, in which most of the time goes, spend none on counting: a core that two threads
-     * share has few instructions to spare. */
+    /* Strips of so many rows, in which most of the time goes, are unrolled: a core that two threads share has
+     * no instructions to spare for counting. */
     FN(LEAST_UNROLLED) = STRIP - 1,
 };
 
@@ -49,8 +49,8 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, const
     return count;
 }
 
-/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN. Of some vectors side by side, each step
- * of which waits for the one before. */
+/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN; of some vectors, step by step: a step
+ * waits for the one before, and vectors do not wait for each other. */
 static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count)
 {
     V shifted[FN(AT_ONCE)], power[FN(AT_ONCE)];

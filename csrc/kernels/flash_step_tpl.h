@@ -8,8 +8,7 @@
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
-/* Of one row products to logits, and `high` to what their powers are taken against; columns begin … end - 1,
- * whole vectors. */
+/* Products of one row to logits, which may raise `high`; columns begin … end - 1, whole vectors. */
 static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
                                ptrdiff_t begin, ptrdiff_t end)
 {
@@ -28,7 +27,7 @@ static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *
     }
     T highest = VOP(highest)(most);
     *top = highest > *top ? highest : *top;
-    if (!(highest > *high + SLACK)) return; /* it is greater if `high` was -INFINITY */
+    if (!(highest > *high + SLACK)) return; /* any live logit exceeds a `high` of -INFINITY */
     if (*high > -(T)INFINITY) {
         V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), VOP(set1)((T)block->unit)));
         T *out = (T *)block->out + row * block->out_depth;
@@ -58,7 +57,7 @@ static inline __attribute__((always_inline)) V STEP(weigh_some)(T *logits, const
     return total;
 }
 
-/* Of some rows products to weights. Their highest logits are found first, so that no row's powers wait for
+/* Products of some rows to weights. Their highest logits are found first, so that no row's powers wait for
  * the row before. */
 static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
                         ptrdiff_t begin, ptrdiff_t end)
