@@ -76,9 +76,11 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #include "kernels/turn_tpl.h"
 
 #define T int32_t
+#define U uint32_t
 #define FN(name) name##_32
 #include "kernels/tokens_tpl.h"
 #define T int64_t
+#define U uint64_t
 #define FN(name) name##_64
 #include "kernels/tokens_tpl.h"
 

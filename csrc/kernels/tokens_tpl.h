@@ -1,62 +1,59 @@
-/* tokens_tpl.h – what prepare_* writes for every token, for the integer type T.
+/* tokens_tpl.h – what prepare_* writes for every token, for the integer type T (U without its sign): the
+ * number of its sequence, its position there, or both.
  *
  * Runs are short (documents of a hundred tokens), so their ends matter most: a run is written in whole
- * strides that may pass its end, as the next run overwrites them, except near `end`, where another thread's
+ * vectors that may pass its end, as the next run overwrites them, except near `end`, where another thread's
  * tokens begin.
  */
 
-enum {
-    FN(STRIDE) = 64 / (int)sizeof(T),
-    FN(PAIRS) = FN(STRIDE) / 2,
-};
+static inline __attribute__((always_inline)) void FN(fill)(T *dst, const ptrdiff_t *starts,
+                                                           ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end,
+                                                           bool sequences, bool positions)
+{
+    typedef U lanes __attribute__((vector_size(sizeof(vi))));
+    enum { LANES = sizeof(lanes) / sizeof(U) };
+    const int width = sequences + positions, tokens = LANES / width;
+    lanes counts = {0}, ahead = {0}; /* counts: all bits of the lanes that hold positions */
+    for (int i = 0; i < LANES; i++) {
+        counts[i] = positions && i % width == sequences ? (U)-1 : 0;
+        ahead[i] = (U)(i / width);
+    }
+    ahead &= counts;
+    const lanes step = counts & (U)tokens;
+    for (ptrdiff_t t = begin; t < end; sequence++) {
+        ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
+        ptrdiff_t position = t - starts[sequence];
+        lanes value = (counts & (U)position) + (~counts & (U)sequence) + ahead;
+        for (; t < stop && t + tokens <= end; t += tokens, value += step) {
+            memcpy(dst + (t - begin) * width, &value, sizeof value);
+        }
+        for (position = t - starts[sequence]; t < stop; t++, position++) {
+            T *own = dst + (t - begin) * width;
+            if (sequences) own[0] = (T)sequence;
+            if (positions) own[width - 1] = (T)position;
+        }
+        t = stop;
+    }
+}
 
 static void FN(fill_positions)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
                                ptrdiff_t end)
 {
-    for (ptrdiff_t t = begin; t < end; sequence++) {
-        ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
-        T position = (T)(t - starts[sequence]);
-        for (; t < stop && t + FN(STRIDE) <= end; t += FN(STRIDE), position += FN(STRIDE)) {
-            for (int i = 0; i < FN(STRIDE); i++) dst[t - begin + i] = (T)(position + i);
-        }
-        for (; t < stop; t++, position++) dst[t - begin] = position;
-        t = stop;
-    }
+    FN(fill)(dst, starts, sequence, begin, end, false, true);
 }
 
 static void FN(fill_sequences)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
                                ptrdiff_t end)
 {
-    for (ptrdiff_t t = begin; t < end; sequence++) {
-        ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
-        for (; t < stop && t + FN(STRIDE) <= end; t += FN(STRIDE)) {
-            for (int i = 0; i < FN(STRIDE); i++) dst[t - begin + i] = (T)sequence;
-        }
-        for (; t < stop; t++) dst[t - begin] = (T)sequence;
-        t = stop;
-    }
+    FN(fill)(dst, starts, sequence, begin, end, true, false);
 }
 
 static void FN(fill_pairs)(T *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
                            ptrdiff_t end)
 {
-    for (ptrdiff_t t = begin; t < end; sequence++) {
-        ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
-        T position = (T)(t - starts[sequence]);
-        for (; t < stop && t + FN(PAIRS) <= end; t += FN(PAIRS), position += FN(PAIRS)) {
-            T *pair = dst + 2 * (t - begin);
-            for (int i = 0; i < FN(PAIRS); i++) {
-                pair[2 * i] = (T)sequence;
-                pair[2 * i + 1] = (T)(position + i);
-            }
-        }
-        for (; t < stop; t++, position++) {
-            dst[2 * (t - begin)] = (T)sequence;
-            dst[2 * (t - begin) + 1] = position;
-        }
-        t = stop;
-    }
+    FN(fill)(dst, starts, sequence, begin, end, true, true);
 }
 
 #undef T
+#undef U
 #undef FN
