@@ -23,13 +23,13 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from workers import Call, Remote, load_ejkernel, optional, turn, used_by_workers
+from workers import Call, Remote, load_ejkernel, optional, settle, turn, used_by_workers
 
 import attnmask
 
 HERE = Path(__file__).parent
 
-PAUSE = 0.004  # seconds; GNU OpenMP's threads spin for about as long
+PAUSE = 0.005  # seconds between turns, about: threads of the one before go to sleep
 BATCH = 0.003  # seconds that one turn takes at least, if need be by calling again
 SLOW = 20  # times slower than the fastest: one call a turn, without a warming one
 BLOCK = 0.3  # seconds of rounds that are kept or dropped together
@@ -171,7 +171,7 @@ def digits(value: float) -> str:
 
 
 def take_turn(call: Call, repeats: int, warm: bool) -> float:
-    time.sleep(PAUSE)
+    settle()
     return call.turn(repeats, warm) if isinstance(call, Remote) else turn(call, repeats, warm)
 
 

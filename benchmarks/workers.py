@@ -98,9 +98,6 @@ def turn(call: Call, repeats: int, warm: bool) -> float:
     return (time.perf_counter() - begin) / repeats
 
 
-# In the worker
-
-
 def others_run() -> bool:
     """Whether another thread of this process runs or waits for a processor."""
     tasks = Path("/proc/self/task")
@@ -118,6 +115,16 @@ def others_run() -> bool:
     return False
 
 
+def settle() -> None:
+    """Wait until the other threads of this process sleep: GNU OpenMP's spin for some 10 ms after a call."""
+    deadline = time.perf_counter() + SPINNING
+    while others_run() and time.perf_counter() < deadline:
+        time.sleep(0.001)
+
+
+# In the worker
+
+
 def serve(**functions: Callable[..., object]) -> None:
     """Answer questions by the functions of their names, until nobody asks."""
     connection = Connection(int(sys.argv[-1]))
@@ -131,9 +138,7 @@ def serve(**functions: Callable[..., object]) -> None:
             answer = functions[question](*arguments)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-        deadline = time.perf_counter() + SPINNING
-        while others_run() and time.perf_counter() < deadline:
-            time.sleep(0.001)
+        settle()
         connection.send((error, answer, time.process_time()))
 
 
