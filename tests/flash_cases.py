@@ -397,4 +397,7 @@ STEADY = [
     Case(F64, 200, 300, 16, 16, 3, (2, 2), window=(30, 5), sinks="[H, S]"),
     Case(F32, 400, 400, 16, 16, 1, (4, 1), packing="flat", causal=True, bias="[H, 1, Tk]", normalize=False),
     Case(F32, 300, 300, 16, 16, 2, (4, 2), mask="segments of heads, causal", soft_cap=5.0),
+    Case(F32, 130, 190, 8, 24, 8, (16, 16), q_layout="heads first"),
+    Case(BF16, 330, 330, 8, 8, 4, (16, 16), causal=True, window=(50, 0), dropout=0.3, sinks="[H, S]"),
+    Case(F64, 190, 150, 5, 7, 8, (16, 16), mask="[B, H, Tq, Tk] bool", bias="[H, 1, Tk]"),
 ]

@@ -2,10 +2,12 @@
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of 64 keys, which are packed into panels: once for all blocks that share them, or
- * by the block itself if it is the only one. A block of few rows reads them where they lie, and a task takes
- * blocks of heads whose keys lie side by side, so that it reads memory in its order. Where blocks are too few
- * to keep many threads busy, the keys of each are split, and what the splits gather is merged. Blocks and
- * splits depend on shapes alone, so no result depends on the number of threads or on what a task takes. */
+ * by the block itself if it is the only one. Where each block sees few keys, a task takes neighbours one
+ * after the other and packs what they share for itself, in memory that stays in the cache. A block of few
+ * rows reads keys where they lie, and a task takes blocks of heads whose keys lie side by side, so that it
+ * reads memory in its order. Where blocks are too few to keep many threads busy, the keys of each are split,
+ * and what the splits gather is merged. Blocks and splits depend on shapes alone, so no result depends on the
+ * number of threads or on what a task takes. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -26,9 +28,12 @@ enum {
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 12,       /* of a block, for which packing is not worth while */
-    SIDE_BY_SIDE = 4096, /* bytes of a key's neighbouring heads that a task takes */
-    MOST_BLOCKS = 16,    /* of a task */
+    FEW_ROWS = 12,          /* of a block, for which packing is not worth while */
+    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
+    MOST_BLOCKS = 16,       /* of a task */
+    MOST_SLOTS = 8,         /* for tiles that a task packs for itself */
+    SLOT_BYTES = 320 << 10, /* of all of them: they stay in the second-level cache */
+    SAMPLES = 16,           /* blocks that are asked how many keys they see */
 };
 
 typedef struct {
@@ -38,11 +43,12 @@ typedef struct {
     ptrdiff_t most_rows;                     /* of a block */
     ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all */
     ptrdiff_t row_blocks, row_tasks;         /* of a batch row and split */
-    ptrdiff_t together;                      /* blocks of a task: of heads that lie side by side */
-    bool shares_keys;                        /* blocks do, and they are packed beforehand */
-    bool in_place;                           /* keys and values are not packed */
-    bool pairs;                              /* a lane of queries, keys and values holds two bfloat16 */
-    ptrdiff_t lanes;                         /* of a query or key */
+    ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side */
+    ptrdiff_t slots;             /* for tiles that a task packs for itself */
+    bool shares_keys;            /* blocks do, and they are packed beforehand */
+    bool in_place;               /* keys and values are not packed */
+    bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
+    ptrdiff_t lanes;             /* of a query or key */
     ptrdiff_t splits, split_keys;
     ptrdiff_t tiles;            /* of all keys */
     ptrdiff_t out_depth;        /* value_depth, in whole panels */
@@ -65,11 +71,18 @@ typedef struct {
 
 typedef am_flash_place place;
 
+/* Which tiles a task has packed for itself, -1 for none, and whether v is finite. */
+typedef struct {
+    ptrdiff_t tile[MOST_SLOTS];
+    bool finite[MOST_SLOTS];
+} own_tiles;
+
 /* A block and its part of the scratch. */
 typedef struct {
     place at;
     scratch s;
     am_flash_rows rows;
+    own_tiles *own;
 } work;
 
 /* Of products, to make logits of them. */
@@ -104,16 +117,16 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
-    s->k = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->depth) : p->k_bytes);
-    s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->v_bytes);
-    s->gathered = am_take(memory, &used, p->together * p->partial_bytes);
+    s->k = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->depth) : p->slots * p->k_bytes);
+    s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->slots * p->v_bytes);
+    s->gathered = am_take(memory, &used, p->at_once * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->row_keys = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     return used;
 }
 
-/* What the i-th block of a task has of it: all together they have at most as many rows as one that is full.
+/* What the i-th block at a time has of it: all together they have at most as many rows as one that is full.
  */
 static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 {
@@ -169,6 +182,20 @@ static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptr
                             rows};
 }
 
+/* From the first key that a row of the block may see to behind the last, of its split. */
+static am_keys keys_of(const plan *p, const place *at)
+{
+    ptrdiff_t begin = PTRDIFF_MAX, end = 0;
+    for (ptrdiff_t h = 0; h < at->heads; h++) {
+        am_keys keys = am_mask_keys(p->base.flash->mask, at->b, at->head + h, at->q, at->queries);
+        if (keys.begin >= keys.end) continue;
+        begin = am_min(begin, keys.begin);
+        end = am_max(end, keys.end);
+    }
+    begin = am_max(begin / TILE * TILE, at->split * p->split_keys);
+    return (am_keys){begin, am_min(end, (at->split + 1) * p->split_keys)};
+}
+
 /* What comes after the tile at k: the next one of the block, or the block that this thread may take up then.
  */
 static void look_ahead(const plan *p, const place *at, const place *next, ptrdiff_t k, ptrdiff_t end,
@@ -177,8 +204,9 @@ static void look_ahead(const plan *p, const place *at, const place *next, ptrdif
     const am_flash *f = p->base.flash;
     bool last = k + TILE >= end;
     const place *where = last ? next : at;
-    k = last ? next->split * p->split_keys : k + TILE;
-    ptrdiff_t rows = p->packed ? 0 : am_min(TILE, f->keys - k);
+    k = last ? keys_of(p, next).begin : k + TILE;
+    bool there = p->packed || (p->slots > 1 && !last);
+    ptrdiff_t rows = there ? 0 : am_min(TILE, f->keys - k);
     tile->next[AM_NEXT_K] = ahead(&f->k, where->b, where->kv_head, k, rows, f->depth);
     tile->next[AM_NEXT_V] = ahead(&f->v, where->b, where->kv_head, k, rows, f->value_depth);
     if (!last || p->splits > 1) return;
@@ -306,20 +334,6 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     }
 }
 
-/* From the first key that a row of the block may see to behind the last, of its split. */
-static am_keys keys_of(const plan *p, const place *at)
-{
-    ptrdiff_t begin = PTRDIFF_MAX, end = 0;
-    for (ptrdiff_t h = 0; h < at->heads; h++) {
-        am_keys keys = am_mask_keys(p->base.flash->mask, at->b, at->head + h, at->q, at->queries);
-        if (keys.begin >= keys.end) continue;
-        begin = am_min(begin, keys.begin);
-        end = am_max(end, keys.end);
-    }
-    begin = am_max(begin / TILE * TILE, at->split * p->split_keys);
-    return (am_keys){begin, am_min(end, (at->split + 1) * p->split_keys)};
-}
-
 /* Whether the block has live pairs among the keys from k on; if so, the tile with all that belongs to it, and
  * the kernels if it is in place. */
 static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *tile,
@@ -334,8 +348,9 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
     if (kind == AM_DEAD) return false;
     *tile = (am_flash_tile){.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
+    ptrdiff_t index = (at->b * f->kv_heads + at->kv_head) * p->tiles + k / TILE;
     if (p->packed) {
-        ptrdiff_t index = (at->b * f->kv_heads + at->kv_head - p->first) * p->tiles + k / TILE;
+        index -= p->first * p->tiles;
         tile->k = p->packed + index * (p->k_bytes + p->v_bytes);
         tile->v = (const char *)tile->k + p->k_bytes;
         tile->finite = p->finite[index];
@@ -345,8 +360,12 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, source);
         tile->value_depth = f->value_depth;
     } else {
-        pack_tile(p, at, k, s->row, s->k, s->v, &tile->finite);
-        tile->k = s->k, tile->v = s->v;
+        ptrdiff_t slot = k / TILE % p->slots;
+        char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
+        if (w->own->tile[slot] != index) pack_tile(p, at, k, s->row, own_k, own_v, &w->own->finite[slot]);
+        w->own->tile[slot] = index;
+        tile->k = own_k, tile->v = own_v;
+        tile->finite = w->own->finite[slot];
     }
     if (p->base.threshold) {
         for (ptrdiff_t r = 0; r < at->rows; r++)
@@ -408,21 +427,28 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     ptrdiff_t begin = p->first * p->head_blocks * p->q_blocks + first_of(p, task),
               end = am_min(begin + p->together, (begin / p->row_blocks + 1) * p->row_blocks),
               after = p->first * p->head_blocks * p->q_blocks + first_of(p, task + p->threads);
-    const place next = place_of(p, am_min(after, p->blocks * p->splits - (end - begin)));
+    after = am_min(after, p->blocks * p->splits - (end - begin));
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
     work works[MOST_BLOCKS];
-    for (ptrdiff_t i = 0; i < end - begin; i++) {
-        work *w = &works[i];
-        *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i)};
-        w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
-        w->rows.q = w->s.q, w->rows.logits = w->s.logits;
-        begin_block(p, w);
+    own_tiles own;
+    for (int i = 0; i < MOST_SLOTS; i++) own.tile[i] = -1;
+    am_status status = AM_OK;
+    for (; status == AM_OK && begin < end; begin += p->at_once) {
+        ptrdiff_t count = am_min(p->at_once, end - begin);
+        for (ptrdiff_t i = 0; i < count; i++) {
+            work *w = &works[i];
+            *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i), .own = &own};
+            w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
+            w->rows.q = w->s.q, w->rows.logits = w->s.logits;
+            begin_block(p, w);
+        }
+        const place next = place_of(p, begin + count < end ? begin + count : after);
+        status = walk(p, works, count, &next, team);
+        for (ptrdiff_t i = 0; status == AM_OK && !p->partials && i < count; i++)
+            write_rows(p, &works[i].at, &works[i].rows, s.row);
     }
-    am_status status = walk(p, works, end - begin, &next, team);
-    for (ptrdiff_t i = 0; status == AM_OK && !p->partials && i < end - begin; i++)
-        write_rows(p, &works[i].at, &works[i].rows, s.row);
     am_room_leave(&p->rooms, room);
     return status;
 }
@@ -479,6 +505,32 @@ static ptrdiff_t together(const plan *p)
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
 }
 
+/* How many tiles a block sees, at most, as far as some of them tell. */
+static ptrdiff_t most_tiles(const plan *p)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t most = 1;
+    for (ptrdiff_t i = 0; i < SAMPLES; i++) {
+        ptrdiff_t q = i * (p->q_blocks - 1) / (SAMPLES - 1) * p->block_rows;
+        am_keys keys =
+            am_mask_keys(f->mask, i % f->batch, i % f->heads, q, am_min(p->block_rows, f->queries - q));
+        if (keys.begin < keys.end) most = am_max(most, (keys.end - 1) / TILE - keys.begin / TILE + 1);
+    }
+    return most;
+}
+
+/* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
+ * than once. */
+static void choose_slots(plan *p)
+{
+    ptrdiff_t tiles = most_tiles(p), blocks = am_min(MOST_BLOCKS, p->blocks / ENOUGH_TASKS);
+    if (p->head_blocks > 1 || tiles > am_min(MOST_SLOTS, SLOT_BYTES / (p->k_bytes + p->v_bytes))) return;
+    if (blocks < 2 * tiles) return;
+    p->slots = tiles;
+    p->together = blocks;
+    p->shares_keys = false;
+}
+
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -501,7 +553,9 @@ static void choose(plan *p)
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
     p->splits = am_max(wanted, 1);
-    p->together = p->in_place ? together(p) : 1;
+    p->together = p->at_once = p->in_place ? together(p) : 1;
+    p->slots = 1;
+    if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
@@ -544,32 +598,4 @@ done:
     free(p.packed);
     free(p.finite);
     return status;
-}
-
-typedef struct {
-    const am_kernels *kernels;
-    const ptrdiff_t *shape;
-    uint64_t seed;
-    uint32_t threshold;
-    uint8_t *kept;
-} keep_job;
-
-static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const keep_job *job = arg;
-    ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3];
-    uint64_t key = am_row_key(job->seed, index / queries / heads, index / queries % heads, index % queries);
-    uint8_t *row = job->kept + index * keys;
-    for (ptrdiff_t k = 0; k < keys; k += 64) {
-        uint64_t bits = job->kernels->keep_bits(key, (uint32_t)k, job->threshold);
-        job->kernels->expand_bits_8(row + k, bits, am_min(64, keys - k), 1, 0);
-    }
-    return index % 64 == 0 ? am_checkpoint(team) : AM_OK;
-}
-
-am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
-                               uint8_t *kept)
-{
-    keep_job job = {run->kernels, shape, seed, am_threshold_of(probability), kept};
-    return am_parallel(run, shape[0] * shape[1] * shape[2], 16, keep_task, &job);
 }

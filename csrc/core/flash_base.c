@@ -166,6 +166,34 @@ uint32_t am_threshold_of(double probability)
     return scaled >= 0x1p32 ? UINT32_MAX : (uint32_t)scaled;
 }
 
+typedef struct {
+    const am_kernels *kernels;
+    const ptrdiff_t *shape;
+    uint64_t seed;
+    uint32_t threshold;
+    uint8_t *kept;
+} keep_job;
+
+static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const keep_job *job = arg;
+    ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3];
+    uint64_t key = am_row_key(job->seed, index / queries / heads, index / queries % heads, index % queries);
+    uint8_t *row = job->kept + index * keys;
+    for (ptrdiff_t k = 0; k < keys; k += 64) {
+        uint64_t bits = job->kernels->keep_bits(key, (uint32_t)k, job->threshold);
+        job->kernels->expand_bits_8(row + k, bits, am_min(64, keys - k), 1, 0);
+    }
+    return index % 64 == 0 ? am_checkpoint(team) : AM_OK;
+}
+
+am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
+                               uint8_t *kept)
+{
+    keep_job job = {run->kernels, shape, seed, am_threshold_of(probability), kept};
+    return am_parallel(run, shape[0] * shape[1] * shape[2], 16, keep_task, &job);
+}
+
 /* --- Memory --- */
 
 void *am_lines(ptrdiff_t bytes)
