@@ -33,6 +33,7 @@ enum {
     MOST_BLOCKS = 16,       /* of a task */
     MOST_SLOTS = 8,         /* for tiles that a task packs for itself */
     SLOT_BYTES = 320 << 10, /* of all of them: they stay in the second-level cache */
+    TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
     SAMPLES = 16,           /* blocks that are asked how many keys they see */
 };
 
@@ -520,10 +521,10 @@ static ptrdiff_t most_tiles(const plan *p)
 }
 
 /* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
- * than once. */
+ * than once, and each thread still finds some tasks. Nothing of the result depends on it. */
 static void choose_slots(plan *p)
 {
-    ptrdiff_t tiles = most_tiles(p), blocks = am_min(MOST_BLOCKS, p->blocks / ENOUGH_TASKS);
+    ptrdiff_t tiles = most_tiles(p), blocks = am_min(MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
     if (p->head_blocks > 1 || tiles > am_min(MOST_SLOTS, SLOT_BYTES / (p->k_bytes + p->v_bytes))) return;
     if (blocks < 2 * tiles) return;
     p->slots = tiles;
