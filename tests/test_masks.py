@@ -833,7 +833,7 @@ def crossing(size: int) -> np.ndarray:
 LONG_CALLS = {
     "groups": lambda: attnmask.mask_to_segment_ids(crossing(2**18)),
     "planes": lambda: attnmask.mask_to_segment_ids(
-        as_strided(np.zeros(2**18 + 600, bool), (2**18, 300, 300), (1, 1, 1))
+        as_strided(np.zeros(2**16 + 600, bool), (2**16, 300, 300), (1, 1, 1))
     ),
     "padding": lambda: attnmask.attention_mask_to_padding_segment_ids(crossing(2**19)),
     "extents": lambda: attnmask.attention_mask_to_qkv_cu_seqlens(crossing(2**19)[None]),

@@ -22,6 +22,7 @@ enum {
     PANEL = 64,           /* words a row of the matrix that is turned to get at columns */
     PARTS = 8,            /* ranges of positions, at most */
     PART_PAIRS = 1 << 18, /* and no more than are worth it */
+    MANY_LINES = 1 << 14, /* after one word of so many, a signal has waited long enough */
 };
 
 static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
@@ -192,9 +193,12 @@ static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_t
             read_columns(&job->plane, s, words, begin, count);
         else
             read_rows(&job->plane, s, words, begin, count);
-        for (ptrdiff_t w = 0; w < blocks_of(count, WORD); w++) refine(&c, words + w * s->lines);
+        for (ptrdiff_t w = 0; status == AM_OK && w < blocks_of(count, WORD); w++) {
+            refine(&c, words + w * s->lines);
+            if (s->lines >= MANY_LINES) status = am_checkpoint(team);
+        }
         if (c.classes == s->count + 1) atomic_store_explicit(&s->distinct, true, memory_order_relaxed);
-        status = am_checkpoint(team);
+        if (status == AM_OK) status = am_checkpoint(team);
     }
     free(words);
     free(c.table);
