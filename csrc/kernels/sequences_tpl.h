@@ -1,29 +1,41 @@
 /* sequences_tpl.h – what prepare_* writes for every sequence, for the integer type T. */
 
-static bool FN(lens)(T *lens, const T *starts, ptrdiff_t count)
+/* (length + more) / 2^shift of each. Where no start is negative a difference cannot overflow; where one is,
+ * the result is thrown away.
+ */
+static inline __attribute__((always_inline)) bool FN(measure)(T *dst, const T *starts, ptrdiff_t count,
+                                                              UNSIGNED more, int shift)
 {
     T signs = 0;
     for (ptrdiff_t i = 0; i < count; i++) {
-        /* Where no start is negative a difference cannot overflow; where one is, the result is thrown away.
-         */
-        lens[i] = (T)((UNSIGNED)starts[i + 1] - (UNSIGNED)starts[i]);
-        signs |= starts[i + 1] | lens[i];
+        UNSIGNED len = (UNSIGNED)starts[i + 1] - (UNSIGNED)starts[i];
+        dst[i] = (T)((len + more) >> shift);
+        signs |= starts[i + 1] | (T)len;
     }
     return signs >= 0;
 }
 
-/* A block at a time, so that lengths and quotients stay in the first-level cache. */
+static bool FN(lens)(T *lens, const T *starts, ptrdiff_t count)
+{
+    return FN(measure)(lens, starts, count, 0, 0);
+}
+
+/* A block at a time, so that chunk counts stay in the first-level cache. */
 static bool FN(chunk_offsets)(T *offsets, const T *starts, ptrdiff_t count, int64_t chunk)
 {
     enum { BLOCK = 512 };
+    const bool shifts = !(chunk & (chunk - 1)) && (uint64_t)chunk - 1 <= (UNSIGNED)-1 / 2;
+    const UNSIGNED more = shifts ? (UNSIGNED)chunk - 1 : 0;
+    const int shift = shifts ? __builtin_ctzll((uint64_t)chunk) : 0;
     T lens[BLOCK], counts[BLOCK];
     UNSIGNED sum = 0; /* may overflow where starts fall, and is thrown away */
     bool rise = true;
     offsets[0] = 0;
     for (ptrdiff_t begin = 0; begin < count; begin += BLOCK) {
         ptrdiff_t n = count - begin < BLOCK ? count - begin : BLOCK;
-        rise &= FN(lens)(lens, starts + begin, n);
-        FN(divide)(counts, lens, n, chunk);
+        rise &= FN(measure)(shifts ? counts : lens, starts + begin, n, more, shift);
+        if (!shifts) FN(divide)(counts, lens, n, chunk);
+#pragma GCC unroll 4
         for (ptrdiff_t i = 0; i < n; i++) {
             sum += (UNSIGNED)counts[i];
             offsets[begin + i + 1] = (T)sum;
