@@ -848,6 +848,43 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
         assert_equal_bits(run(case, arguments), got, (isa, threads, case))
 
 
+@pytest.mark.parametrize("poison", [0, math.nan], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
+    """Many heads of narrow masks go by 16 tiles at a time, one head alone by one; a few rows see all keys, some none."""
+    rng = np.random.default_rng(0)
+    tokens, heads = 1280, 64
+    query, key, value, dout = (rng.standard_normal((1, tokens, heads, 4)).astype(dtype) for _ in range(4))
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    mask = (distance >= 0) & (distance < 60)
+    mask[[4 * 64 + 5, 9 * 64 + 1, 18 * 64]] = True
+    mask[130:400] = False
+    mask[:, 700:900] = False
+    key[0, 77:80] = poison
+
+    def gradient(heads):
+        arguments = {"query": query, "key": key, "value": value}
+        arguments = {name: array[:, :, heads] for name, array in arguments.items()}
+        return gradients(arguments, dout[:, :, heads], attention_mask=mask)
+
+    set_threads(1)
+    whole = gradient(slice(None))
+    for threads in (2, 5):
+        set_threads(threads)
+        assert_equal_bits(gradient(slice(None)), whole, (isa, threads))
+    near = {F32: 1e-5, BF16: 2**-7}[dtype]
+    for head in (0, 37, 63):
+        for name, got, alone in zip(NAMES, whole, gradient(slice(head, head + 1)), strict=True):
+            if got is None:
+                continue
+            one, other = got[:, :, head].astype(F32), alone[:, :, 0].astype(F32)
+            np.testing.assert_allclose(one, other, rtol=near, atol=near, err_msg=f"{name} of head {head}")
+    seen = mask[:, 77:80].any(axis=1) & np.isnan(poison)
+    np.testing.assert_array_equal(np.isnan(whole.query.astype(F32)).any(axis=(0, 2, 3)), seen)
+    reached = mask[seen].any(axis=0)
+    np.testing.assert_array_equal(np.isnan(whole.value.astype(F32)).any(axis=(0, 2, 3)), reached)
+
+
 # Other libraries
 
 

@@ -34,7 +34,6 @@ enum {
     MOST_SLOTS = 8,         /* for tiles that a task packs for itself */
     SLOT_BYTES = 320 << 10, /* of all of them: they stay in the second-level cache */
     TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
-    SAMPLES = 16,           /* blocks that are asked how many keys they see */
 };
 
 typedef struct {
@@ -506,25 +505,12 @@ static ptrdiff_t together(const plan *p)
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
 }
 
-/* How many tiles a block sees, at most, as far as some of them tell. */
-static ptrdiff_t most_tiles(const plan *p)
-{
-    const am_flash *f = p->base.flash;
-    ptrdiff_t most = 1;
-    for (ptrdiff_t i = 0; i < SAMPLES; i++) {
-        ptrdiff_t q = i * (p->q_blocks - 1) / (SAMPLES - 1) * p->block_rows;
-        am_keys keys =
-            am_mask_keys(f->mask, i % f->batch, i % f->heads, q, am_min(p->block_rows, f->queries - q));
-        if (keys.begin < keys.end) most = am_max(most, (keys.end - 1) / TILE - keys.begin / TILE + 1);
-    }
-    return most;
-}
-
 /* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
  * than once, and each thread still finds some tasks. Nothing of the result depends on it. */
 static void choose_slots(plan *p)
 {
-    ptrdiff_t tiles = most_tiles(p), blocks = am_min(MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
+    ptrdiff_t tiles = am_most_tiles(&p->base, p->block_rows),
+              blocks = am_min(MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
     if (p->head_blocks > 1 || tiles > am_min(MOST_SLOTS, SLOT_BYTES / (p->k_bytes + p->v_bytes))) return;
     if (blocks < 2 * tiles) return;
     p->slots = tiles;

@@ -111,6 +111,22 @@ am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdif
     return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
 }
 
+ptrdiff_t am_most_tiles(const am_flash_base *base, ptrdiff_t block_rows)
+{
+    enum { SAMPLES = 16 }; /* blocks that are asked */
+    const am_flash *f = base->flash;
+    ptrdiff_t most = 1, blocks = am_ceil_div(f->queries, block_rows);
+    bool empty = f->batch == 0 || f->heads == 0 || blocks == 0;
+    for (ptrdiff_t i = 0; !empty && i < SAMPLES; i++) {
+        ptrdiff_t q = i * (blocks - 1) / (SAMPLES - 1) * block_rows;
+        am_keys keys =
+            am_mask_keys(f->mask, i % f->batch, i % f->heads, q, am_min(block_rows, f->queries - q));
+        if (keys.begin < keys.end)
+            most = am_max(most, (keys.end - 1) / AM_FLASH_TILE - keys.begin / AM_FLASH_TILE + 1);
+    }
+    return most;
+}
+
 am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
                      char *room, char *bias, uint64_t *live, am_tile tile)
 {

@@ -95,6 +95,9 @@ static inline const am_flash_source *am_source_of(const am_flash_base *base, am_
 am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
                      uint64_t *live);
 
+/* How many tiles a block of so many query rows sees, at most, as far as some of them tell. */
+ptrdiff_t am_most_tiles(const am_flash_base *base, ptrdiff_t block_rows);
+
 /* Reads the bias of a tile to [rows][AM_FLASH_TILE], and takes pairs where it is -INFINITY for dead. `room`
  * is for one row. */
 am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,

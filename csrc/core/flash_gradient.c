@@ -1,10 +1,11 @@
 /* flash_gradient.c – the gradient of attention, from out and lse, with logits computed anew.
  *
- * A task takes a few tiles of keys of one key head, and walks over the blocks of 64 query rows of its query
- * heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the tasks of all keys that its
- * rows attend to, who add to it in turn, first keys first. Tasks are dealt out in that order too, so whoever
- * waits, waits for one that is at work. Those who share a bias add to its gradient in turn, too. Nothing
- * depends on the number of threads, and nothing is as large as queries times keys, unless the bias is. */
+ * A task takes a few tiles of keys of one key head, more where each row sees few, and walks over the blocks
+ * of 64 query rows of its query heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the
+ * tasks of all keys that its rows attend to, who add to it in turn, first keys first. Tasks are dealt out in
+ * that order too, so whoever waits, waits for one that is at work. Those who share a bias add to its gradient
+ * in turn, too. Nothing depends on the number of threads, and nothing is as large as queries times keys,
+ * unless the bias is. */
 #include "core/flash_gradient.h"
 
 #include <float.h>
@@ -17,9 +18,11 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64,       /* for any number of threads */
-    MOST_TILES = 4,          /* of a task */
-    TASK_BYTES = 768 * 1024, /* of what a task keeps near; what leaves the inner cache is read in order */
+    ENOUGH_TASKS = 64, /* for any number of threads */
+    WIDE_TILES = 4,    /* of a task, at most, whose blocks see many tiles */
+    MOST_TILES = 16,   /* the same, if they see few: these stay near while blocks move on */
+    NEAR_BYTES = 768
+        << 10,  /* of what a block meets of a task; what leaves the inner cache is read in order */
     FAR = 1024, /* size of an lse whose own rounding takes more than ten binary digits of the weights */
 };
 
@@ -45,10 +48,16 @@ typedef struct {
     am_rooms rooms;
 } plan;
 
+/* What a task knows of one of its tiles. */
+typedef struct {
+    bool packed, finite; /* the latter: k */
+} own_tile;
+
 typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_room, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     uint64_t *live, *kept;
+    own_tile *tiles;
 } scratch;
 
 static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
@@ -74,6 +83,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->d_v = am_take(memory, &used, n * p->v_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    s->tiles = (own_tile *)am_take(memory, &used, n * (ptrdiff_t)sizeof(own_tile));
     return used;
 }
 
@@ -309,7 +319,7 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     am_status status = from_peak ? find_peaks(p, at, &s, keys, team) : AM_OK;
     if (status == AM_OK) {
         find_facts(p, at, &s);
-        for (ptrdiff_t r = 0; r < at->rows; r++)
+        for (ptrdiff_t r = 0; state->first > state->last && r < at->rows; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->depth * p->base.size));
     }
@@ -344,56 +354,6 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
 
 /* --- The tasks --- */
 
-/* Adds the block's part to d_q, when it is this task's turn. */
-static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state *state, ptrdiff_t task,
-                             const char *d_q, am_team *team)
-{
-    am_status status = am_await(team, &state->turn, task);
-    if (status != AM_OK) return status;
-    if (d_q) {
-        char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
-        p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
-                                  p->base.flash->depth);
-    }
-    atomic_store_explicit(&state->turn, task + 1, memory_order_release);
-    return AM_OK;
-}
-
-static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t task, const scratch *s,
-                            const bool *finite, am_team *team)
-{
-    const am_flash *f = p->base.flash;
-    rows_state *state = state_of(p, at);
-    bool any = state->first <= task && task <= state->last, begun = false;
-    am_gradient_rows block;
-    am_status status = AM_OK;
-    for (ptrdiff_t i = 0; any && i < p->task_tiles; i++) {
-        ptrdiff_t k = (task * p->task_tiles + i) * TILE;
-        am_gradient_tile tile = {
-            .k_columns = s->k_columns + i * p->k_columns_bytes,
-            .v_columns = s->v_columns + i * p->v_columns_bytes,
-            .k = s->k + i * p->k_panels_bytes,
-            .k_finite = finite[i],
-            .d_k = s->d_k + i * p->k_bytes,
-            .d_v = s->d_v + i * p->v_bytes,
-            .d_bias = p->bias.result ? s->d_bias : NULL,
-        };
-        if (k >= f->keys || !meet(p, at, k, s, &tile)) continue;
-        if (!begun) {
-            block = begin_rows(p, at, s);
-            memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
-            begun = true;
-        }
-        (p->pairs ? p->base.kernels->gradient_pairs : p->base.kernels->gradient)(&block, &tile);
-        if (tile.d_bias) status = am_bias_give(&p->bias, at, task, k, s->d_bias, s->d_bias_room, team);
-        if (status == AM_OK) status = am_checkpoint(team);
-        if (status != AM_OK) return status;
-    }
-    status = am_bias_end_block(&p->bias, at, task, team);
-    if (status == AM_OK && any) status = add_in_turn(p, at, state, task, begun ? s->d_q : NULL, team);
-    return status;
-}
-
 static void write_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t head,
                          ptrdiff_t token, ptrdiff_t rows, const char *from, ptrdiff_t step, ptrdiff_t depth)
 {
@@ -406,6 +366,78 @@ static void write_tokens(const plan *p, const am_tokens *t, const am_flash_place
     }
 }
 
+/* Adds the block's part to d_q, if it has one, when it is this task's turn. The first one has, and writes it.
+ */
+static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state *state, ptrdiff_t task,
+                             const char *d_q, am_team *team)
+{
+    am_status status = am_await(team, &state->turn, task);
+    if (status != AM_OK) return status;
+    if (task == state->first) {
+        write_tokens(p, &p->d_q, at, at->head, at->q, at->rows, d_q, p->step, p->base.flash->depth);
+    } else if (d_q) {
+        char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
+        p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
+                                  p->base.flash->depth);
+    }
+    atomic_store_explicit(&state->turn, task + 1, memory_order_release);
+    return AM_OK;
+}
+
+/* The i-th tile of a task, packed when it is first met: narrow masks then find it in the cache. */
+static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i, const scratch *s)
+{
+    if (s->tiles[i].packed) return;
+    ptrdiff_t k = (task * p->task_tiles + i) * TILE;
+    bool finite = pack(p, &p->base.flash->k, at, k, p->base.flash->depth, s->row,
+                       s->k_columns + i * p->k_columns_bytes, s->k + i * p->k_panels_bytes);
+    pack(p, &p->base.flash->v, at, k, p->base.flash->value_depth, s->row,
+         s->v_columns + i * p->v_columns_bytes, NULL);
+    memset(s->d_k + i * p->k_bytes, 0, (size_t)p->k_bytes);
+    memset(s->d_v + i * p->v_bytes, 0, (size_t)p->v_bytes);
+    s->tiles[i] = (own_tile){.packed = true, .finite = finite};
+}
+
+static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t task, const scratch *s,
+                            am_team *team)
+{
+    const am_flash *f = p->base.flash;
+    rows_state *state = state_of(p, at);
+    bool any = state->first <= task && task <= state->last, begun = false;
+    am_gradient_rows block;
+    am_status status = AM_OK;
+    for (ptrdiff_t i = 0; any && i < p->task_tiles; i++) {
+        ptrdiff_t k = (task * p->task_tiles + i) * TILE;
+        am_gradient_tile tile = {
+            .k_columns = s->k_columns + i * p->k_columns_bytes,
+            .v_columns = s->v_columns + i * p->v_columns_bytes,
+            .k = s->k + i * p->k_panels_bytes,
+            .d_k = s->d_k + i * p->k_bytes,
+            .d_v = s->d_v + i * p->v_bytes,
+            .d_bias = p->bias.result ? s->d_bias : NULL,
+        };
+        if (k >= f->keys || !meet(p, at, k, s, &tile)) continue;
+        open_tile(p, at, task, i, s);
+        tile.k_finite = s->tiles[i].finite;
+        if (!begun) {
+            block = begin_rows(p, at, s);
+            memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
+            begun = true;
+        }
+        (p->pairs ? p->base.kernels->gradient_pairs : p->base.kernels->gradient)(&block, &tile);
+        if (tile.d_bias) status = am_bias_give(&p->bias, at, task, k, s->d_bias, s->d_bias_room, team);
+        if (status == AM_OK) status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    if (any && !begun && task == state->first) {
+        memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
+        begun = true;
+    }
+    status = am_bias_end_block(&p->bias, at, task, team);
+    if (status == AM_OK && any) status = add_in_turn(p, at, state, task, begun ? s->d_q : NULL, team);
+    return status;
+}
+
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
@@ -415,27 +447,20 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    bool finite[MOST_TILES] = {false};
     ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
-    for (ptrdiff_t i = 0; i < tiles; i++) {
-        ptrdiff_t k = (task * p->task_tiles + i) * TILE;
-        finite[i] = pack(p, &f->k, &at, k, f->depth, s.row, s.k_columns + i * p->k_columns_bytes,
-                         s.k + i * p->k_panels_bytes);
-        pack(p, &f->v, &at, k, f->value_depth, s.row, s.v_columns + i * p->v_columns_bytes, NULL);
-    }
-    memset(s.d_k, 0, (size_t)(tiles * p->k_bytes));
-    memset(s.d_v, 0, (size_t)(tiles * p->v_bytes));
+    memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_room, 0, (size_t)am_bias_gradient_room(&p->bias));
     am_status status = AM_OK;
     for (ptrdiff_t i = 0; i < p->q_blocks; i++) {
         for (ptrdiff_t h = 0; status == AM_OK && h < p->base.group; h++) {
             const am_flash_place rows = place_of(p, at.b, at.kv_head * p->base.group + h, i);
-            status = block_step(p, &rows, task, &s, finite, team);
+            status = block_step(p, &rows, task, &s, team);
         }
     }
     if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
         ptrdiff_t k = (task * p->task_tiles + i) * TILE, rows = am_min(TILE, f->keys - k);
+        open_tile(p, &at, task, i, &s);
         write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
                      f->depth);
         write_tokens(p, &p->gradient->d_v, &at, at.kv_head, k, rows, s.d_v + i * p->v_bytes, p->value_step,
@@ -483,8 +508,9 @@ static void choose(plan *p)
     p->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
     p->tiles = am_ceil_div(f->keys, TILE);
     ptrdiff_t bytes = p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
-    p->task_tiles = MOST_TILES;
-    while (p->task_tiles > 1 && (p->task_tiles * bytes > TASK_BYTES ||
+    ptrdiff_t seen = am_most_tiles(&p->base, AM_FLASH_ROWS);
+    p->task_tiles = seen * bytes > NEAR_BYTES ? WIDE_TILES : MOST_TILES;
+    while (p->task_tiles > 1 && (am_min(p->task_tiles, seen) * bytes > NEAR_BYTES ||
                                  f->batch * f->kv_heads * (p->tiles / p->task_tiles) < ENOUGH_TASKS))
         p->task_tiles /= 2;
     p->tasks = am_ceil_div(p->tiles, p->task_tiles);
