@@ -100,7 +100,7 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
         .out = at,
         .high = at + out_bytes,
         .sum = at + out_bytes + fact_bytes,
-        .top = at + out_bytes + 2 * fact_bytes,
+        .top = p->base.flash->normalize ? NULL : at + out_bytes + 2 * fact_bytes,
         .cap = p->base.flash->cap,
         .factor = p->pairs ? factor_of(p) : 1,
         .unit = p->base.unit,
@@ -255,7 +255,7 @@ static void begin_block(const plan *p, const work *w)
         double high = -INFINITY, sum = at->split == 0 ? begin_sum(p, at->head + h, &high) : 0;
         for (ptrdiff_t r = row; r < row + at->queries; r++) {
             am_set_number(&p->base, block->high, r, high);
-            am_set_number(&p->base, block->top, r, high);
+            if (block->top) am_set_number(&p->base, block->top, r, high);
             am_set_number(&p->base, block->sum, r, sum);
             if (p->base.threshold)
                 w->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
@@ -305,8 +305,7 @@ static double end_row(const plan *p, const am_flash_rows *block, ptrdiff_t r, pt
         am_set_number(&p->base, f->lse, lse_index,
                       sum == 0 ? -INFINITY : high * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
     if (sum == 0) return 0; /* no live pair and no sink: out is zero already */
-    double top = am_number(&p->base, block->top, r);
-    double factor = f->normalize ? 1 / sum : exp2((high - top) * p->base.unit);
+    double factor = f->normalize ? 1 / sum : exp2((high - am_number(&p->base, block->top, r)) * p->base.unit);
     return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
 }
 
@@ -466,7 +465,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
         for (ptrdiff_t i = 0; i < p->splits; i++) {
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             high = fmax(high, am_number(&p->base, part.high, r));
-            top = fmax(top, am_number(&p->base, part.top, r));
+            if (part.top) top = fmax(top, am_number(&p->base, part.top, r));
         }
         for (ptrdiff_t i = 0; i < p->splits; i++) {
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
@@ -481,7 +480,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
                 p->base.kernels->scale(out, from, factor, p->base.flash->value_depth, i > 0);
         }
         am_set_number(&p->base, whole.high, r, high);
-        am_set_number(&p->base, whole.top, r, top);
+        if (whole.top) am_set_number(&p->base, whole.top, r, top);
         am_set_number(&p->base, whole.sum, r, sum);
     }
     char *room = am_room_enter(&p->rooms);

@@ -13,7 +13,7 @@ static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *
                                ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
-      *sum = (T *)block->sum + row, *top = (T *)block->top + row;
+      *sum = (T *)block->sum + row, *top = block->top ? (T *)block->top + row : NULL;
     if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     if (tile->live) {
@@ -22,11 +22,14 @@ static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *
             VOP(store)(logits + i, s);
             most = VOP(max)(s, most);
         }
+    } else if (begin == 0 && end == AM_FLASH_TILE) { /* as many as the compiler knows */
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
     } else {
         for (ptrdiff_t i = begin; i < end; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
     }
+    if (!top && !VOP(exceeds)(most, *high + SLACK)) return;
     T highest = VOP(highest)(most);
-    *top = highest > *top ? highest : *top;
+    if (top) *top = highest > *top ? highest : *top;
     if (!(highest > *high + SLACK)) return; /* any live logit exceeds a `high` of -INFINITY */
     if (*high > -(T)INFINITY) {
         V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), VOP(set1)((T)block->unit)));
@@ -38,15 +41,17 @@ static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *
     *high = highest;
 }
 
-/* Some vectors of logits to weights; their sum is added to `total`. */
-static inline __attribute__((always_inline)) V STEP(weigh_some)(T *logits, const int count, V base, V unit,
-                                                                const uint64_t *kept, ptrdiff_t column,
-                                                                V total)
+/* Some vectors of logits to weights; their sum is added to `total`. `unit`: NULL for 1. */
+static inline __attribute__((always_inline)) V STEP(weigh_some)(T *logits, const int count, V base,
+                                                                const V *unit, const uint64_t *kept,
+                                                                ptrdiff_t column, V total)
 {
     V p[FN(AT_ONCE)];
 #pragma GCC unroll 16
-    for (int j = 0; j < count; j++)
-        p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + column + j * LANES), base), unit);
+    for (int j = 0; j < count; j++) {
+        p[j] = VOP(sub)(VOP(load)(logits + column + j * LANES), base);
+        if (unit) p[j] = VOP(mul)(p[j], *unit);
+    }
     FN(exp2_each)(p, count);
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) {
@@ -57,23 +62,43 @@ static inline __attribute__((always_inline)) V STEP(weigh_some)(T *logits, const
     return total;
 }
 
+/* Logits of one row to weights; their sum, lane by lane. */
+static inline __attribute__((always_inline)) V STEP(weigh_row)(T *logits, T high, ptrdiff_t begin,
+                                                               ptrdiff_t end, const V *unit,
+                                                               const uint64_t *kept)
+{
+    V base = VOP(set1)(high > -(T)INFINITY ? high : 0), total = VOP(set1)(0);
+    ptrdiff_t i = begin;
+    for (; i + FN(AT_ONCE) * LANES <= end; i += FN(AT_ONCE) * LANES)
+        total = STEP(weigh_some)(logits, FN(AT_ONCE), base, unit, kept, i, total);
+    for (; i < end; i += LANES) total = STEP(weigh_some)(logits, 1, base, unit, kept, i, total);
+    STEP(narrow)(logits, begin, end);
+    return total;
+}
+
 /* Products of some rows to weights. Their highest logits are found first, so that no row's powers wait for
- * the row before. */
+ * the row before, and lanes are added up last, those of several rows side by side. Whole rows of nothing but
+ * logits, which are most, are compiled once more. */
 static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
                         ptrdiff_t begin, ptrdiff_t end)
 {
-    for (ptrdiff_t r = row; r < row + rows; r++) STEP(raise)(block, tile, r, begin, end);
+    const ptrdiff_t last = row + rows;
+    for (ptrdiff_t r = row; r < last; r++) STEP(raise)(block, tile, r, begin, end);
     const V unit = VOP(set1)((T)block->unit);
-    for (ptrdiff_t r = row; r < row + rows; r++) {
-        T *logits = (T *)block->logits + r * AM_FLASH_TILE, high = ((T *)block->high)[r];
-        V base = VOP(set1)(high > -(T)INFINITY ? high : 0), total = VOP(set1)(0);
-        const uint64_t *kept = tile->kept ? tile->kept + r : NULL;
-        ptrdiff_t i = begin;
-        for (; i + FN(AT_ONCE) * LANES <= end; i += FN(AT_ONCE) * LANES)
-            total = STEP(weigh_some)(logits, FN(AT_ONCE), base, unit, kept, i, total);
-        for (; i < end; i += LANES) total = STEP(weigh_some)(logits, 1, base, unit, kept, i, total);
-        ((T *)block->sum)[r] += VOP(total)(total);
-        STEP(narrow)(logits, begin, end);
+    const bool plain = begin == 0 && end == AM_FLASH_TILE && block->unit == 1 && !tile->kept;
+    for (; row < last; row += LANES) {
+        const ptrdiff_t count = last - row < LANES ? last - row : LANES;
+        V lanes[LANES];
+        T totals[LANES], *sums = (T *)block->sum + row;
+        for (ptrdiff_t i = 0; i < count; i++) {
+            T *logits = (T *)block->logits + (row + i) * AM_FLASH_TILE, high = ((T *)block->high)[row + i];
+            const uint64_t *kept = tile->kept ? tile->kept + row + i : NULL;
+            lanes[i] = plain ? STEP(weigh_row)(logits, high, 0, AM_FLASH_TILE, NULL, NULL)
+                             : STEP(weigh_row)(logits, high, begin, end, &unit, kept);
+        }
+        for (ptrdiff_t i = count; i < LANES; i++) lanes[i] = VOP(set1)(0);
+        VOP(store)(totals, VOP(totals)(lanes));
+        for (ptrdiff_t i = 0; i < count; i++) sums[i] += totals[i];
     }
 }
 

@@ -124,8 +124,9 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
  *
  *     out[r] = Σ e^(logit - high[r]) v,   sum[r] = Σ e^(logit - high[r]),   top[r] = max logit
  *
- * They start from 0, 0 and -INFINITY (high and top), or from the sinks. Logits and their maxima count in
- * units of ln 2, so that powers are those of two; or where a bias might be too large for that, in units of 1.
+ * They start from 0, 0 and -INFINITY (high and top), or from the sinks; nobody may want top. Logits and their
+ * maxima count in units of ln 2, so that powers are those of two; or where a bias might be too large for
+ * that, in units of 1.
  */
 enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 
@@ -133,7 +134,7 @@ typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of a panel's columns */
     const void *q;                    /* [rows][depth] */
     void *out;                        /* [rows][out_depth] */
-    void *high, *sum, *top;           /* [rows] */
+    void *high, *sum, *top;           /* [rows]; the last may be NULL */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
     double cap;                       /* 0: none */
     double factor;                    /* of q kᵀ, to make logits of it */

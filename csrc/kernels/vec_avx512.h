@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 #include <stddef.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #define VF_LANES 16
@@ -138,6 +139,11 @@ static inline vf vf_low_to_exponent(vf v)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
+/* Whether any lane is greater. */
+static inline bool vf_exceeds(vf v, float limit)
+{
+    return _mm512_cmp_ps_mask(v, vf_set1(limit), _CMP_GT_OQ) != 0;
+}
 static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
 /* Lane j of vector i becomes lane i of vector j. */
 static inline void vf_turn(vf v[VF_LANES])
@@ -203,6 +209,10 @@ static inline vd vd_low_to_exponent(vd v)
     return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(v), 52));
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
+static inline bool vd_exceeds(vd v, double limit)
+{
+    return _mm512_cmp_pd_mask(v, vd_set1(limit), _CMP_GT_OQ) != 0;
+}
 static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
 static inline void vd_turn(vd v[VD_LANES])
 {

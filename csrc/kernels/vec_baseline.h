@@ -4,6 +4,7 @@
 #define AM_VEC_H
 
 #include <stddef.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -142,6 +143,11 @@ static inline float vf_highest(vf v)
     for (int i = 1; i < VF_LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
+/* Whether any lane is greater. */
+static inline bool vf_exceeds(vf v, float limit)
+{
+    return (v[0] > limit) | (v[1] > limit) | (v[2] > limit) | (v[3] > limit);
+}
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane j of vector i becomes lane i of vector j. */
 static inline void vf_turn(vf v[VF_LANES])
@@ -182,6 +188,7 @@ static inline double vd_highest(vd v)
     for (int i = 1; i < VD_LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
+static inline bool vd_exceeds(vd v, double limit) { return (v[0] > limit) | (v[1] > limit); }
 static inline double vd_total(vd v) { return v[0] + v[1]; }
 static inline void vd_turn(vd v[VD_LANES])
 {
