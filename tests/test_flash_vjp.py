@@ -878,7 +878,8 @@ def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
             if got is None:
                 continue
             one, other = got[:, :, head].astype(F32), alone[:, :, 0].astype(F32)
-            np.testing.assert_allclose(one, other, rtol=near, atol=near, err_msg=f"{name} of head {head}")
+            size = np.nanmax(np.abs(other))  # of the sums, whose terms cancel in some places
+            np.testing.assert_allclose(one, other, rtol=near, atol=near * size, err_msg=f"{name} of {head}")
     seen = mask[:, 77:80].any(axis=1) & np.isnan(poison)
     np.testing.assert_array_equal(np.isnan(whole.query.astype(F32)).any(axis=(0, 2, 3)), seen)
     reached = mask[seen].any(axis=0)
