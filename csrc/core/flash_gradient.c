@@ -18,11 +18,10 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64, /* for any number of threads */
-    WIDE_TILES = 4,    /* of a task, at most, whose blocks see many tiles */
-    MOST_TILES = 16,   /* the same, if they see few: these stay near while blocks move on */
-    NEAR_BYTES = 768
-        << 10,  /* of what a block meets of a task; what leaves the inner cache is read in order */
+    ENOUGH_TASKS = 64,      /* for any number of threads */
+    WIDE_TILES = 4,         /* of a task, at most, whose blocks see many tiles */
+    MOST_TILES = 16,        /* the same, if they see few: these stay near while blocks move on */
+    NEAR_BYTES = 768 << 10, /* of a task's tiles that a block meets; what is farther is read in order */
     FAR = 1024, /* size of an lse whose own rounding takes more than ten binary digits of the weights */
 };
 
