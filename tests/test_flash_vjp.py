@@ -851,7 +851,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
 @pytest.mark.parametrize("poison", [0, math.nan], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
-    """Many heads of narrow masks go by 16 tiles at a time, one head alone by one; a few rows see all keys, some none."""
+    """Many heads of narrow masks go by 16 tiles at a time, one head alone by one; some rows see all keys, or none."""
     rng = np.random.default_rng(0)
     tokens, heads = 1280, 64
     query, key, value, dout = (rng.standard_normal((1, tokens, heads, 4)).astype(dtype) for _ in range(4))
