@@ -22,7 +22,7 @@ enum {
     PANEL = 64,           /* words a row of the matrix that is turned to get at columns */
     PARTS = 8,            /* ranges of positions, at most */
     PART_PAIRS = 1 << 18, /* and no more than are worth it */
-    MANY_LINES = 1 << 14, /* after one word of so many, a signal has waited long enough */
+    MANY_LINES = 1 << 14, /* when so many have been read, or refined, a signal has waited long enough */
 };
 
 static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
@@ -138,18 +138,22 @@ static ptrdiff_t line_of(const side *s, ptrdiff_t i)
     return 1 + (s->across ? i / TILES * TILES + i % WORD * AM_TURN_TILES + i / WORD % AM_TURN_TILES : i);
 }
 
-static void read_rows(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin, ptrdiff_t count)
+static am_status read_rows(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
+                           ptrdiff_t count, am_team *team)
 {
     ptrdiff_t used = blocks_of(count, WORD);
+    am_status status = AM_OK;
     for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines] = 0;
-    for (ptrdiff_t r = 0; r < s->count; r++) {
+    for (ptrdiff_t r = 0; status == AM_OK && r < s->count; r++) {
         uint64_t row[STRIPE];
         const char *data = plane->data + r * plane->rows.stride;
         const char *later = data + 4 * plane->rows.stride + begin * plane->columns.stride;
         for (int line = 0; line < 8; line++) __builtin_prefetch(later + 64 * line);
         am_lines_pack(plane, row, data, begin, count);
         for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines + 1 + r] = row[w];
+        if (r % MANY_LINES == MANY_LINES - 1) status = am_checkpoint(team);
     }
+    return status;
 }
 
 static void read_columns(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
@@ -192,7 +196,7 @@ static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_t
         if (s->across)
             read_columns(&job->plane, s, words, begin, count);
         else
-            read_rows(&job->plane, s, words, begin, count);
+            status = read_rows(&job->plane, s, words, begin, count, team);
         for (ptrdiff_t w = 0; status == AM_OK && w < blocks_of(count, WORD); w++) {
             refine(&c, words + w * s->lines);
             if (s->lines >= MANY_LINES) status = am_checkpoint(team);
