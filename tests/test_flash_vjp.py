@@ -857,7 +857,7 @@ def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
     query, key, value, dout = (rng.standard_normal((1, tokens, heads, 4)).astype(dtype) for _ in range(4))
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     mask = (distance >= 0) & (distance < 60)
-    mask[[4 * 64 + 5, 9 * 64 + 1, 18 * 64]] = True
+    mask[[7 * 64 + 5, 9 * 64 + 1, 18 * 64]] = True
     mask[130:400] = False
     mask[:, 700:900] = False
     key[0, 77:80] = poison

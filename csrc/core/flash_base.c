@@ -116,8 +116,8 @@ ptrdiff_t am_most_tiles(const am_flash_base *base, ptrdiff_t block_rows)
     enum { SAMPLES = 16 }; /* blocks that are asked */
     const am_flash *f = base->flash;
     ptrdiff_t most = 1, blocks = am_ceil_div(f->queries, block_rows);
-    bool empty = f->batch == 0 || f->heads == 0 || blocks == 0;
-    for (ptrdiff_t i = 0; !empty && i < SAMPLES; i++) {
+    if (f->batch == 0 || f->heads == 0 || blocks == 0) return most;
+    for (ptrdiff_t i = 0; i < SAMPLES; i++) {
         ptrdiff_t q = i * (blocks - 1) / (SAMPLES - 1) * block_rows;
         am_keys keys =
             am_mask_keys(f->mask, i % f->batch, i % f->heads, q, am_min(block_rows, f->queries - q));

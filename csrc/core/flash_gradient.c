@@ -318,7 +318,8 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     am_status status = from_peak ? find_peaks(p, at, &s, keys, team) : AM_OK;
     if (status == AM_OK) {
         find_facts(p, at, &s);
-        for (ptrdiff_t r = 0; state->first > state->last && r < at->rows; r++)
+        const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* which no task will write */
+        for (ptrdiff_t r = 0; r < unseen; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->depth * p->base.size));
     }
@@ -383,6 +384,12 @@ static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state
     return AM_OK;
 }
 
+static void clear_tile(const plan *p, ptrdiff_t i, const scratch *s)
+{
+    memset(s->d_k + i * p->k_bytes, 0, (size_t)p->k_bytes);
+    memset(s->d_v + i * p->v_bytes, 0, (size_t)p->v_bytes);
+}
+
 /* The i-th tile of a task, packed when it is first met: narrow masks then find it in the cache. */
 static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i, const scratch *s)
 {
@@ -392,8 +399,7 @@ static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, p
                        s->k_columns + i * p->k_columns_bytes, s->k + i * p->k_panels_bytes);
     pack(p, &p->base.flash->v, at, k, p->base.flash->value_depth, s->row,
          s->v_columns + i * p->v_columns_bytes, NULL);
-    memset(s->d_k + i * p->k_bytes, 0, (size_t)p->k_bytes);
-    memset(s->d_v + i * p->v_bytes, 0, (size_t)p->v_bytes);
+    clear_tile(p, i, s);
     s->tiles[i] = (own_tile){.packed = true, .finite = finite};
 }
 
@@ -459,7 +465,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
         ptrdiff_t k = (task * p->task_tiles + i) * TILE, rows = am_min(TILE, f->keys - k);
-        open_tile(p, &at, task, i, &s);
+        if (!s.tiles[i].packed) clear_tile(p, i, &s);
         write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
                      f->depth);
         write_tokens(p, &p->gradient->d_v, &at, at.kv_head, k, rows, s.d_v + i * p->v_bytes, p->value_step,

@@ -3,8 +3,8 @@
 #define AM_VEC_H
 
 #include <immintrin.h>
-#include <stddef.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define VF_LANES 8

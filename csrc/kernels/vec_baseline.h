@@ -3,8 +3,8 @@
 #ifndef AM_VEC_H
 #define AM_VEC_H
 
-#include <stddef.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
