@@ -159,6 +159,3 @@ static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_step, const void 
 #undef FN
 #undef LANES
 #undef STRIP
-#undef MIN_POWER
-#undef ROUNDER
-#undef EXP2_TERMS

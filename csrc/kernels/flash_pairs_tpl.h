@@ -9,11 +9,20 @@
 #define FROM(name) name##_pairs
 #include "kernels/flash_product_of_tpl.h"
 
+/* Weights to pairs. */
+static inline __attribute__((always_inline)) void put_pairs(float *weights, const vf *p, const int count)
+{
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j += 2) vf_store(weights + j / 2 * VF_LANES, vf_narrow_pairs(p[j], p[j + 1]));
+}
+
 /* Weights begin … end - 1 to pairs, from lane begin / 2 on. */
 static void narrow_pairs(float *weights, ptrdiff_t begin, ptrdiff_t end)
 {
-    for (ptrdiff_t i = begin; i < end; i += 2 * VF_LANES)
-        vf_store(weights + i / 2, vf_narrow_pairs(vf_load(weights + i), vf_load(weights + i + VF_LANES)));
+    for (ptrdiff_t i = begin; i < end; i += 2 * VF_LANES) {
+        vf p[] = {vf_load(weights + i), vf_load(weights + i + VF_LANES)};
+        put_pairs(weights + i / 2, p, 2);
+    }
 }
 
 /* Two rows of [rows][AM_FLASH_TILE] to one of pairs; `to` may be `from`. */
@@ -58,6 +67,7 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
 
 #define STEP(name) name##_pairs
 #define WIDTH 2
+#define EXP2_TERMS exp2_terms_pairs
 #define SLACK 0
 #include "kernels/flash_step_tpl.h"
 

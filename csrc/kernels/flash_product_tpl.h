@@ -49,33 +49,29 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, const
     return count;
 }
 
-/* 2^x for x up to some hundred, 0 from -MIN_POWER down, NaN for NaN; of some vectors, step by step: a step
- * waits for the one before, and vectors do not wait for each other. */
-static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count)
+/* 2^x for x up to some hundred, 0 from -127 or -1023 on down, NaN for NaN; of some vectors, step by step: a
+ * step waits for the one before, and vectors do not wait for each other. */
+static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,
+                                                                const int term_count)
 {
-    V shifted[FN(AT_ONCE)], power[FN(AT_ONCE)];
+    V whole[FN(AT_ONCE)], power[FN(AT_ONCE)];
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) {
-        x[j] = VOP(max)(VOP(set1)(-(T)MIN_POWER), x[j]);
-        shifted[j] = VOP(add)(x[j], VOP(set1)((T)ROUNDER)); /* low bits: round(x), plus the exponent's bias */
+        whole[j] = VOP(take_whole)(&x[j]);
+        power[j] = VOP(set1)(terms[term_count - 1]);
     }
 #pragma GCC unroll 16
-    for (int j = 0; j < count; j++) {
-        x[j] = VOP(sub)(x[j], VOP(sub)(shifted[j], VOP(set1)((T)ROUNDER)));
-        power[j] = VOP(set1)(FN(exp2_terms)[EXP2_TERMS - 1]);
+    for (int i = term_count - 2; i >= 0; i--) {
+#pragma GCC unroll 16
+        for (int j = 0; j < count; j++) power[j] = VOP(fma)(power[j], x[j], VOP(set1)(terms[i]));
     }
 #pragma GCC unroll 16
-    for (int i = EXP2_TERMS - 2; i >= 0; i--) {
-#pragma GCC unroll 16
-        for (int j = 0; j < count; j++) power[j] = VOP(fma)(power[j], x[j], VOP(set1)(FN(exp2_terms)[i]));
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < count; j++) x[j] = VOP(mul)(power[j], VOP(low_to_exponent)(shifted[j]));
+    for (int j = 0; j < count; j++) x[j] = VOP(times_power)(power[j], whole[j]);
 }
 
 static inline V FN(exp2)(V x)
 {
-    FN(exp2_each)(&x, 1);
+    FN(exp2_each)(&x, 1, FN(exp2_terms), COUNT_OF(FN(exp2_terms)));
     return x;
 }
 

@@ -8,29 +8,10 @@
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
-/* Products of one row to logits, which may raise `high`; columns begin … end - 1, whole vectors. */
-static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
-                               ptrdiff_t begin, ptrdiff_t end)
+/* A row has met a greater logit than any before: what it has gathered is scaled. */
+static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, ptrdiff_t row, T highest)
 {
-    T *logits = (T *)block->logits + row * AM_FLASH_TILE, *high = (T *)block->high + row,
-      *sum = (T *)block->sum + row, *top = block->top ? (T *)block->top + row : NULL;
-    if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
-    V most = VOP(set1)(-(T)INFINITY);
-    if (tile->live) {
-        for (ptrdiff_t i = begin; i < end; i += LANES) {
-            V s = VOP(select)(tile->live[row] >> i, VOP(load)(logits + i), VOP(set1)(-(T)INFINITY));
-            VOP(store)(logits + i, s);
-            most = VOP(max)(s, most);
-        }
-    } else if (begin == 0 && end == AM_FLASH_TILE) { /* as many as the compiler knows */
-        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
-    } else {
-        for (ptrdiff_t i = begin; i < end; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
-    }
-    if (!top && !VOP(exceeds)(most, *high + SLACK)) return;
-    T highest = VOP(highest)(most);
-    if (top) *top = highest > *top ? highest : *top;
-    if (!(highest > *high + SLACK)) return; /* any live logit exceeds a `high` of -INFINITY */
+    T *high = (T *)block->high + row, *sum = (T *)block->sum + row;
     if (*high > -(T)INFINITY) {
         V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), VOP(set1)((T)block->unit)));
         T *out = (T *)block->out + row * block->out_depth;
@@ -41,61 +22,105 @@ static inline void STEP(raise)(const am_flash_rows *block, const am_flash_tile *
     *high = highest;
 }
 
-/* Some vectors of logits to weights; their sum is added to `total`. `unit`: NULL for 1. */
-static inline __attribute__((always_inline)) V STEP(weigh_some)(T *logits, const int count, V base,
-                                                                const V *unit, const uint64_t *kept,
-                                                                ptrdiff_t column, V total)
+/* What logits of a row count from. */
+static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 {
-    V p[FN(AT_ONCE)];
-#pragma GCC unroll 16
-    for (int j = 0; j < count; j++) {
-        p[j] = VOP(sub)(VOP(load)(logits + column + j * LANES), base);
-        if (unit) p[j] = VOP(mul)(p[j], *unit);
+    T high = ((const T *)block->high)[row];
+    return VOP(set1)(high > -(T)INFINITY ? high : 0);
+}
+
+/* Products of one row to logits, which may raise `high`; columns begin … end - 1, whole vectors. */
+static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                                   ptrdiff_t begin, ptrdiff_t end)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE, *top = block->top ? (T *)block->top + row : NULL;
+    const T limit = ((const T *)block->high)[row] + SLACK;
+    if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
+    V most = VOP(set1)(-(T)INFINITY);
+    for (ptrdiff_t i = begin; i < end; i += LANES) {
+        V s = VOP(load)(logits + i);
+        if (tile->live) {
+            s = VOP(select)(tile->live[row] >> i, s, VOP(set1)(-(T)INFINITY));
+            VOP(store)(logits + i, s);
+        }
+        most = VOP(max)(s, most);
     }
-    FN(exp2_each)(p, count);
-#pragma GCC unroll 16
-    for (int j = 0; j < count; j++) {
-        total = VOP(add)(total, p[j]);
-        if (kept) p[j] = VOP(select)(*kept >> (column + j * LANES), p[j], VOP(set1)(0));
-        VOP(store)(logits + column + j * LANES, p[j]);
-    }
-    return total;
+    if (!top && !VOP(exceeds)(most, limit)) return;
+    T highest = VOP(highest)(most);
+    if (top) *top = highest > *top ? highest : *top;
+    if (highest > limit) STEP(raise)(block, row, highest); /* any live logit exceeds a `high` of -INFINITY */
 }
 
 /* Logits of one row to weights; their sum, lane by lane. */
-static inline __attribute__((always_inline)) V STEP(weigh_row)(T *logits, T high, ptrdiff_t begin,
-                                                               ptrdiff_t end, const V *unit,
-                                                               const uint64_t *kept)
+static inline V STEP(weigh_row)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                                ptrdiff_t begin, ptrdiff_t end)
 {
-    V base = VOP(set1)(high > -(T)INFINITY ? high : 0), total = VOP(set1)(0);
-    ptrdiff_t i = begin;
-    for (; i + FN(AT_ONCE) * LANES <= end; i += FN(AT_ONCE) * LANES)
-        total = STEP(weigh_some)(logits, FN(AT_ONCE), base, unit, kept, i, total);
-    for (; i < end; i += LANES) total = STEP(weigh_some)(logits, 1, base, unit, kept, i, total);
-    STEP(narrow)(logits, begin, end);
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), total = VOP(set1)(0);
+    for (ptrdiff_t i = begin; i < end; i += WIDTH * LANES) {
+        V p[WIDTH];
+        for (int j = 0; j < WIDTH; j++)
+            p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + i + j * LANES), base), unit);
+        FN(exp2_each)(p, WIDTH, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+        for (int j = 0; j < WIDTH; j++) {
+            total = VOP(add)(total, p[j]);
+            if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
+        }
+        STEP(put)(logits + i / WIDTH, p, WIDTH);
+    }
     return total;
 }
 
-/* Products of some rows to weights. Their highest logits are found first, so that no row's powers wait for
- * the row before, and lanes are added up last, those of several rows side by side. Whole rows of nothing but
- * logits, which are most, are compiled once more. */
+/* The same of a row that is nothing but products, which are logits but for a factor, and may raise `high`:
+ * most are. */
+static inline V STEP(weigh_plain_row)(const am_flash_rows *block, ptrdiff_t row)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    const V factor = VOP(set1)((T)block->factor);
+    V most = VOP(set1)(-(T)INFINITY), total = VOP(set1)(0);
+#pragma GCC unroll 16
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
+    if (WIDTH > 1) most = VOP(mul)(factor, most);
+    if (VOP(exceeds)(most, ((const T *)block->high)[row] + SLACK))
+        STEP(raise)(block, row, VOP(highest)(most));
+    const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
+#pragma GCC unroll 16
+    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += FN(AT_ONCE) * LANES) {
+        V p[FN(AT_ONCE)];
+#pragma GCC unroll 16
+        for (int j = 0; j < FN(AT_ONCE); j++) {
+            p[j] = VOP(load)(logits + i + j * LANES);
+            p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
+        }
+        FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+#pragma GCC unroll 16
+        for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
+        STEP(put)(logits + i / WIDTH, p, FN(AT_ONCE));
+    }
+    return total;
+}
+
+static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
+    return scaled && block->unit == 1 && block->cap == 0 && !block->top && !tile->live && !tile->kept &&
+           !tile->bias;
+}
+
+/* Products of some rows to weights. Lanes are added up last, those of several rows side by side. */
 static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
                         ptrdiff_t begin, ptrdiff_t end)
 {
-    const ptrdiff_t last = row + rows;
-    for (ptrdiff_t r = row; r < last; r++) STEP(raise)(block, tile, r, begin, end);
-    const V unit = VOP(set1)((T)block->unit);
-    const bool plain = begin == 0 && end == AM_FLASH_TILE && block->unit == 1 && !tile->kept;
-    for (; row < last; row += LANES) {
+    const bool plain = begin == 0 && end == AM_FLASH_TILE && STEP(is_plain)(block, tile);
+    for (const ptrdiff_t last = row + rows; row < last; row += LANES) {
         const ptrdiff_t count = last - row < LANES ? last - row : LANES;
         V lanes[LANES];
         T totals[LANES], *sums = (T *)block->sum + row;
-        for (ptrdiff_t i = 0; i < count; i++) {
-            T *logits = (T *)block->logits + (row + i) * AM_FLASH_TILE, high = ((T *)block->high)[row + i];
-            const uint64_t *kept = tile->kept ? tile->kept + row + i : NULL;
-            lanes[i] = plain ? STEP(weigh_row)(logits, high, 0, AM_FLASH_TILE, NULL, NULL)
-                             : STEP(weigh_row)(logits, high, begin, end, &unit, kept);
-        }
+        if (!plain)
+            for (ptrdiff_t i = 0; i < count; i++) STEP(find_high)(block, tile, row + i, begin, end);
+        for (ptrdiff_t i = 0; i < count; i++)
+            lanes[i] = plain ? STEP(weigh_plain_row)(block, row + i)
+                             : STEP(weigh_row)(block, tile, row + i, begin, end);
         for (ptrdiff_t i = count; i < LANES; i++) lanes[i] = VOP(set1)(0);
         VOP(store)(totals, VOP(totals)(lanes));
         for (ptrdiff_t i = 0; i < count; i++) sums[i] += totals[i];
@@ -122,7 +147,8 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             flash_ask_rows(next, share);
         }
     }
-    for (const FN(strip) *s = strips; s < strips + count; s++) {
+    if (!tile->live) STEP(weigh)(block, tile, 0, block->rows, 0, AM_FLASH_TILE);
+    for (const FN(strip) *s = strips; tile->live && s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
         if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);
@@ -146,4 +172,5 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
 
 #undef STEP
 #undef WIDTH
+#undef EXP2_TERMS
 #undef SLACK

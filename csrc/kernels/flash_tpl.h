@@ -48,9 +48,15 @@ static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
 {
     (void)weights, (void)begin, (void)end;
 }
+static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p, const int count)
+{
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) VOP(store)(weights + j * LANES, p[j]);
+}
 
 #define STEP(name) FN(name)
 #define WIDTH 1
+#define EXP2_TERMS FN(exp2_terms)
 #define SLACK 8 /* P stays below e^8, and rows are seldom scaled */
 #include "kernels/flash_step_tpl.h"
 

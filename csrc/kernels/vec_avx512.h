@@ -124,7 +124,7 @@ static inline __m256i v_to_bf16(vf v)
 static inline void vf_store_bf16(uint16_t *p, vf v) { _mm256_storeu_si256((__m256i *)p, v_to_bf16(v)); }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { _mm256_stream_si256((__m256i *)p, v_to_bf16(v)); }
 
-/* For attention. The greater of two, or b if there is a NaN; lane i by bit i; the low bits as an exponent. */
+/* For attention. The greater of two, or b if there is a NaN; lane i by bit i. */
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -134,9 +134,16 @@ static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vf vf_select(uint64_t bits, vf x, vf y) { return _mm512_mask_blend_ps((__mmask16)bits, y, x); }
-static inline vf vf_low_to_exponent(vf v)
+/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -127 on down. */
+static inline vf vf_take_whole(vf *x)
 {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23));
+    vf whole = _mm512_roundscale_ps(*x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *x = vf_sub(*x, whole);
+    return whole;
+}
+static inline vf vf_times_power(vf v, vf whole)
+{
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, vf_set1(-127), _CMP_NLE_UQ), v, whole);
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
 /* Whether any lane is greater. */
@@ -204,9 +211,15 @@ static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vd vd_select(uint64_t bits, vd x, vd y) { return _mm512_mask_blend_pd((__mmask8)bits, y, x); }
-static inline vd vd_low_to_exponent(vd v)
+static inline vd vd_take_whole(vd *x)
 {
-    return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(v), 52));
+    vd whole = _mm512_roundscale_pd(*x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *x = vd_sub(*x, whole);
+    return whole;
+}
+static inline vd vd_times_power(vd v, vd whole)
+{
+    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(whole, vd_set1(-1023), _CMP_NLE_UQ), v, whole);
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
 static inline bool vd_exceeds(vd v, double limit)
