@@ -8,6 +8,12 @@
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
+/* What greater logits raise. */
+static inline V STEP(limit_of)(const T *high)
+{
+    return SLACK ? VOP(add)(VOP(set1)(*high), VOP(set1)(SLACK)) : VOP(set1)(*high);
+}
+
 /* A row has met a greater logit than any before: what it has gathered is scaled. */
 static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, ptrdiff_t row, T highest)
 {
@@ -22,11 +28,10 @@ static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, pt
     *high = highest;
 }
 
-/* What logits of a row count from. */
+/* What logits of a row count from: finite, also where all are -INFINITY. */
 static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 {
-    T high = ((const T *)block->high)[row];
-    return VOP(set1)(high > -(T)INFINITY ? high : 0);
+    return VOP(max)(VOP(set1)(((const T *)block->high)[row]), VOP(set1)(-(T)FLT_MAX));
 }
 
 /* Products of one row to logits, which may raise `high`; columns begin … end - 1, whole vectors. */
@@ -34,7 +39,7 @@ static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_ti
                                    ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE, *top = block->top ? (T *)block->top + row : NULL;
-    const T limit = ((const T *)block->high)[row] + SLACK;
+    const V limit = STEP(limit_of)((const T *)block->high + row);
     if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
@@ -45,61 +50,65 @@ static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_ti
         }
         most = VOP(max)(s, most);
     }
-    if (!top && !VOP(exceeds)(most, limit)) return;
-    T highest = VOP(highest)(most);
-    if (top) *top = highest > *top ? highest : *top;
-    if (highest > limit) STEP(raise)(block, row, highest); /* any live logit exceeds a `high` of -INFINITY */
-}
-
-/* Logits of one row to weights; their sum, lane by lane. */
-static inline V STEP(weigh_row)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
-                                ptrdiff_t begin, ptrdiff_t end)
-{
-    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), total = VOP(set1)(0);
-    for (ptrdiff_t i = begin; i < end; i += WIDTH * LANES) {
-        V p[WIDTH];
-        for (int j = 0; j < WIDTH; j++)
-            p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + i + j * LANES), base), unit);
-        FN(exp2_each)(p, WIDTH, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
-        for (int j = 0; j < WIDTH; j++) {
-            total = VOP(add)(total, p[j]);
-            if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
-        }
-        STEP(put)(logits + i / WIDTH, p, WIDTH);
+    if (top) {
+        T highest = VOP(highest)(most);
+        *top = highest > *top ? highest : *top;
     }
-    return total;
-}
-
-/* The same of a row that is nothing but products, which are logits but for a factor, and may raise `high`:
- * most are. */
-static inline V STEP(weigh_plain_row)(const am_flash_rows *block, ptrdiff_t row)
-{
-    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    const V factor = VOP(set1)((T)block->factor);
-    V most = VOP(set1)(-(T)INFINITY), total = VOP(set1)(0);
-#pragma GCC unroll 16
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
-    if (WIDTH > 1) most = VOP(mul)(factor, most);
-    if (VOP(exceeds)(most, ((const T *)block->high)[row] + SLACK))
+    if (VOP(exceeds)(most, limit)) /* as any live logit does a `high` of -INFINITY */
         STEP(raise)(block, row, VOP(highest)(most));
-    const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
+}
+
+/* Some vectors of logits to weights, whose sum is added to `total`, lane by lane. */
+static inline __attribute__((always_inline)) V STEP(weigh_some)(const am_flash_rows *block,
+                                                                const am_flash_tile *tile, ptrdiff_t row,
+                                                                ptrdiff_t column, const int count, V total)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(AT_ONCE)];
 #pragma GCC unroll 16
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += FN(AT_ONCE) * LANES) {
-        V p[FN(AT_ONCE)];
+    for (int j = 0; j < count; j++)
+        p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + column + j * LANES), base), unit);
+    FN(exp2_each)(p, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
 #pragma GCC unroll 16
-        for (int j = 0; j < FN(AT_ONCE); j++) {
-            p[j] = VOP(load)(logits + i + j * LANES);
-            p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
-        }
-        FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
-#pragma GCC unroll 16
-        for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
-        STEP(put)(logits + i / WIDTH, p, FN(AT_ONCE));
+    for (int j = 0; j < count; j++) {
+        total = VOP(add)(total, p[j]);
+        if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
     }
+    STEP(put)(logits + column / WIDTH, p, count);
     return total;
 }
 
+/* The sums of some rows, of which lanes are given: they are added up side by side. */
+static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
+{
+    T totals[LANES];
+    for (ptrdiff_t i = rows; i < LANES; i++) lanes[i] = VOP(set1)(0);
+    VOP(store)(totals, VOP(totals)(lanes));
+    for (ptrdiff_t i = 0; i < rows; i++) sums[i] += totals[i];
+}
+
+/* Products of some rows to weights. */
+static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
+                        ptrdiff_t begin, ptrdiff_t end)
+{
+    for (const ptrdiff_t last = row + rows; row < last; row += LANES) {
+        const ptrdiff_t count = last - row < LANES ? last - row : LANES;
+        V lanes[LANES];
+        for (ptrdiff_t i = 0; i < count; i++) STEP(find_high)(block, tile, row + i, begin, end);
+        for (ptrdiff_t i = 0; i < count; i++) {
+            V total = VOP(set1)(0);
+            ptrdiff_t column = begin;
+            for (; column + FN(AT_ONCE) * LANES <= end; column += FN(AT_ONCE) * LANES)
+                total = STEP(weigh_some)(block, tile, row + i, column, FN(AT_ONCE), total);
+            for (; column < end; column += WIDTH * LANES)
+                total = STEP(weigh_some)(block, tile, row + i, column, WIDTH, total);
+            lanes[i] = total;
+        }
+        STEP(add_lanes)((T *)block->sum + row, lanes, count);
+    }
+}
+
+/* Whether all pairs are live, and their products are logits but for a factor. */
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
@@ -107,23 +116,38 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
            !tile->bias;
 }
 
-/* Products of some rows to weights. Lanes are added up last, those of several rows side by side. */
-static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
-                        ptrdiff_t begin, ptrdiff_t end)
+/* `weigh` for all rows of such a tile, which most are. */
+static void STEP(weigh_plain)(const am_flash_rows *block)
 {
-    const bool plain = begin == 0 && end == AM_FLASH_TILE && STEP(is_plain)(block, tile);
-    for (const ptrdiff_t last = row + rows; row < last; row += LANES) {
-        const ptrdiff_t count = last - row < LANES ? last - row : LANES;
+    const ptrdiff_t rows = block->rows;
+    const V factor = VOP(set1)((T)block->factor);
+    T *logits = block->logits, *high = block->high, *sums = block->sum;
+    for (ptrdiff_t begin = 0; begin < rows; begin += LANES) {
+        const ptrdiff_t end = rows - begin < LANES ? rows : begin + LANES;
         V lanes[LANES];
-        T totals[LANES], *sums = (T *)block->sum + row;
-        if (!plain)
-            for (ptrdiff_t i = 0; i < count; i++) STEP(find_high)(block, tile, row + i, begin, end);
-        for (ptrdiff_t i = 0; i < count; i++)
-            lanes[i] = plain ? STEP(weigh_plain_row)(block, row + i)
-                             : STEP(weigh_row)(block, tile, row + i, begin, end);
-        for (ptrdiff_t i = count; i < LANES; i++) lanes[i] = VOP(set1)(0);
-        VOP(store)(totals, VOP(totals)(lanes));
-        for (ptrdiff_t i = 0; i < count; i++) sums[i] += totals[i];
+        for (ptrdiff_t row = begin; row < end; row++, logits += AM_FLASH_TILE) {
+            V most = VOP(set1)(-(T)INFINITY), total = VOP(set1)(0);
+#pragma GCC unroll 16
+            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
+            if (WIDTH > 1) most = VOP(mul)(factor, most);
+            if (VOP(exceeds)(most, STEP(limit_of)(&high[row]))) STEP(raise)(block, row, VOP(highest)(most));
+            const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
+#pragma GCC unroll 16
+            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += FN(AT_ONCE) * LANES) {
+                V p[FN(AT_ONCE)];
+#pragma GCC unroll 16
+                for (int j = 0; j < FN(AT_ONCE); j++) {
+                    p[j] = VOP(load)(logits + i + j * LANES);
+                    p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
+                }
+                FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+#pragma GCC unroll 16
+                for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
+                STEP(put)(logits + i / WIDTH, p, FN(AT_ONCE));
+            }
+            lanes[row - begin] = total;
+        }
+        STEP(add_lanes)(sums + begin, lanes, end - begin);
     }
 }
 
@@ -147,8 +171,9 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             flash_ask_rows(next, share);
         }
     }
-    if (!tile->live) STEP(weigh)(block, tile, 0, block->rows, 0, AM_FLASH_TILE);
-    for (const FN(strip) *s = strips; tile->live && s < strips + count; s++) {
+    const bool plain = STEP(is_plain)(block, tile);
+    if (plain) STEP(weigh_plain)(block);
+    for (const FN(strip) *s = strips; !plain && s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
         if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);

@@ -1,5 +1,6 @@
 /* level.h – every kernel, compiled for the instruction set that the including file has named (LEVEL) and
  * whose vector operations it has included. */
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>

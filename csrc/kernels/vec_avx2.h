@@ -176,9 +176,9 @@ static inline float vf_highest(vf v)
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 /* Whether any lane is greater. */
-static inline bool vf_exceeds(vf v, float limit)
+static inline bool vf_exceeds(vf v, vf limit)
 {
-    return _mm256_movemask_ps(_mm256_cmp_ps(v, vf_set1(limit), _CMP_GT_OQ)) != 0;
+    return _mm256_movemask_ps(_mm256_cmp_ps(v, limit, _CMP_GT_OQ)) != 0;
 }
 static inline float vf_total(vf v)
 {
@@ -256,9 +256,9 @@ static inline double vd_highest(vd v)
     __m128d x = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_max_sd(x, _mm_unpackhi_pd(x, x)));
 }
-static inline bool vd_exceeds(vd v, double limit)
+static inline bool vd_exceeds(vd v, vd limit)
 {
-    return _mm256_movemask_pd(_mm256_cmp_pd(v, vd_set1(limit), _CMP_GT_OQ)) != 0;
+    return _mm256_movemask_pd(_mm256_cmp_pd(v, limit, _CMP_GT_OQ)) != 0;
 }
 static inline double vd_total(vd v)
 {

@@ -147,10 +147,7 @@ static inline vf vf_times_power(vf v, vf whole)
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
 /* Whether any lane is greater. */
-static inline bool vf_exceeds(vf v, float limit)
-{
-    return _mm512_cmp_ps_mask(v, vf_set1(limit), _CMP_GT_OQ) != 0;
-}
+static inline bool vf_exceeds(vf v, vf limit) { return _mm512_cmp_ps_mask(v, limit, _CMP_GT_OQ) != 0; }
 static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
 /* Lane j of vector i becomes lane i of vector j. */
 static inline void vf_turn(vf v[VF_LANES])
@@ -222,10 +219,7 @@ static inline vd vd_times_power(vd v, vd whole)
     return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(whole, vd_set1(-1023), _CMP_NLE_UQ), v, whole);
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
-static inline bool vd_exceeds(vd v, double limit)
-{
-    return _mm512_cmp_pd_mask(v, vd_set1(limit), _CMP_GT_OQ) != 0;
-}
+static inline bool vd_exceeds(vd v, vd limit) { return _mm512_cmp_pd_mask(v, limit, _CMP_GT_OQ) != 0; }
 static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
 static inline void vd_turn(vd v[VD_LANES])
 {

@@ -154,9 +154,9 @@ static inline float vf_highest(vf v)
     return most;
 }
 /* Whether any lane is greater. */
-static inline bool vf_exceeds(vf v, float limit)
+static inline bool vf_exceeds(vf v, vf limit)
 {
-    return (v[0] > limit) | (v[1] > limit) | (v[2] > limit) | (v[3] > limit);
+    return (v[0] > limit[0]) | (v[1] > limit[1]) | (v[2] > limit[2]) | (v[3] > limit[3]);
 }
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane j of vector i becomes lane i of vector j. */
@@ -206,7 +206,7 @@ static inline double vd_highest(vd v)
     for (int i = 1; i < VD_LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
-static inline bool vd_exceeds(vd v, double limit) { return (v[0] > limit) | (v[1] > limit); }
+static inline bool vd_exceeds(vd v, vd limit) { return (v[0] > limit[0]) | (v[1] > limit[1]); }
 static inline double vd_total(vd v) { return v[0] + v[1]; }
 static inline void vd_turn(vd v[VD_LANES])
 {
