@@ -159,3 +159,4 @@ static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_step, const void 
 #undef FN
 #undef LANES
 #undef STRIP
+#undef GREATEST

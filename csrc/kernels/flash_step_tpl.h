@@ -31,7 +31,7 @@ static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, pt
 /* What logits of a row count from: finite, also where all are -INFINITY. */
 static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 {
-    return VOP(max)(VOP(set1)(((const T *)block->high)[row]), VOP(set1)(-(T)FLT_MAX));
+    return VOP(max)(VOP(set1)(((const T *)block->high)[row]), VOP(set1)(-GREATEST));
 }
 
 /* Products of one row to logits, which may raise `high`; columns begin … end - 1, whole vectors. */

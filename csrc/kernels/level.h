@@ -191,6 +191,7 @@ static inline vd tanh_tail_f64(vd z)
 #define FN(name) name##_f32
 #define LANES VF_LANES
 #define STRIP V_STRIP
+#define GREATEST FLT_MAX
 #define HALVES /* may come as numbers of sixteen bits too */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
@@ -201,6 +202,7 @@ static inline vd tanh_tail_f64(vd z)
 #define FN(name) name##_f64
 #define LANES VD_LANES
 #define STRIP V_STRIP
+#define GREATEST DBL_MAX
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_gradient_tpl.h"
