@@ -22,7 +22,7 @@ enum {
     SHARED_QUERIES = 32,  /* up to so many queries, a block takes several heads */
     ENOUGH_TASKS = 64,    /* for any number of threads */
     LEAST_SPLIT = 512,    /* keys that are worth a task */
-    IN_PLACE_SPLIT = 128, /* the same, of keys in place, which many heads read at once */
+    IN_PLACE_SPLIT = 256, /* the same, of keys in place, which many heads read at once */
     FEW_TASKS = 16,       /* fewer are not made by taking heads together */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
@@ -334,9 +334,9 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
 }
 
 /* Whether the block has live pairs among the keys from k on; if so, the tile with all that belongs to it, and
- * the kernels if it is in place. */
+ * what takes it if it is in place. */
 static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *tile,
-                      const am_flash_source **source)
+                      am_flash_step_in_place **step_in_place)
 {
     const am_flash *f = p->base.flash;
     const place *at = &w->at;
@@ -353,11 +353,18 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         tile->k = p->packed + index * (p->k_bytes + p->v_bytes);
         tile->v = (const char *)tile->k + p->k_bytes;
         tile->finite = p->finite[index];
+    } else if (p->in_place && p->pairs) {
+        tile->k = am_read_pairs(&f->k, at->b, at->kv_head, k, columns, f->depth, s->k, &tile->k_step);
+        tile->v = am_read_pairs(&f->v, at->b, at->kv_head, k, columns, f->value_depth, s->v, &tile->v_step);
+        tile->value_depth = am_ceil_div(f->value_depth, 2);
+        *step_in_place = p->base.kernels->step_in_place_pairs;
     } else if (p->in_place) {
+        const am_flash_source *source;
         bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
-        tile->k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile->k_step, source);
-        tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, source);
+        tile->k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile->k_step, &source);
+        tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, &source);
         tile->value_depth = f->value_depth;
+        *step_in_place = source->step_in_place;
     } else {
         ptrdiff_t slot = k / TILE % p->slots;
         char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
@@ -388,16 +395,16 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
     for (ptrdiff_t k = begin; k < end; k += TILE) {
         am_flash_rows rows[MOST_BLOCKS];
         am_flash_tile tiles[MOST_BLOCKS];
-        const am_flash_source *source = NULL;
+        am_flash_step_in_place *step_in_place = NULL;
         ptrdiff_t live = 0;
         for (ptrdiff_t i = 0; i < count; i++) {
-            if (!find_tile(p, &works[i], k, &tiles[live], &source)) continue;
+            if (!find_tile(p, &works[i], k, &tiles[live], &step_in_place)) continue;
             if (live == 0) look_ahead(p, &works[i].at, next, k, end, tiles); /* for all of them */
             rows[live++] = works[i].rows;
         }
         if (live == 0) continue;
-        if (source)
-            source->step_in_place(rows, tiles, live);
+        if (step_in_place)
+            step_in_place(rows, tiles, live);
         else
             step(rows, tiles);
         am_status status = am_checkpoint(team);
@@ -494,12 +501,14 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 /* How many blocks a task takes: heads of keys that lie side by side. Nothing of the result depends on it. */
 static ptrdiff_t together(const plan *p)
 {
-    const am_tokens *k = &p->base.flash->k, *v = &p->base.flash->v;
+    const am_flash *f = p->base.flash;
+    const am_tokens *k = &f->k, *v = &f->v;
     if (!am_is_plain(k) || !am_is_plain(v)) return 1;
+    if (p->pairs && !(am_is_plain_pairs(k, f->depth) && am_is_plain_pairs(v, f->value_depth))) return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
-    ptrdiff_t kv_heads = p->base.flash->kv_heads,
+    ptrdiff_t kv_heads = f->kv_heads,
               most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), AM_FLASH_ROWS / p->most_rows);
-    most = am_min(am_min(most, MOST_BLOCKS), p->base.flash->batch * kv_heads * p->splits / FEW_TASKS);
+    most = am_min(am_min(most, MOST_BLOCKS), f->batch * kv_heads * p->splits / FEW_TASKS);
     most = am_max(1, most);
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
 }
@@ -530,7 +539,7 @@ static void choose(plan *p)
     p->in_place = !p->shares_keys && p->most_rows <= FEW_ROWS;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->tiles = am_ceil_div(f->keys, TILE);
-    p->pairs = !p->in_place && f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
+    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
     p->out_depth = am_ceil_div(f->value_depth, p->base.kernels->panel) * p->base.kernels->panel;
     p->k_bytes = TILE * p->lanes * p->base.size;

@@ -69,6 +69,11 @@ bool am_is_plain(const am_tokens *t)
     return t->element == size && t->token % size == 0;
 }
 
+bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count)
+{
+    return am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0;
+}
+
 void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                    ptrdiff_t count)
 {
@@ -82,7 +87,7 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
 {
     const char *src = am_token(t, b, head, token);
     *step = t->token / LANE_BYTES;
-    if (am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0) return src;
+    if (am_is_plain_pairs(t, count)) return src;
     *step = am_ceil_div(count, 2);
     am_copy_pairs(room, src, t->token, t->element, rows, count);
     return room;

@@ -71,29 +71,82 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
 #define SLACK 0
 #include "kernels/flash_step_tpl.h"
 
+/* Up to a panel's columns of some rows, to `lanes` rows of pairs. Adds 0 × what it reads to `nothing` if
+ * somebody wants it, and asks for as many lines as it reads. */
+static inline __attribute__((always_inline)) void pack_panel_pairs(float *dst, ptrdiff_t lanes,
+                                                                   const uint16_t *src, ptrdiff_t step,
+                                                                   ptrdiff_t rows, ptrdiff_t columns,
+                                                                   vf nothing[2], flash_lines *ahead)
+{
+    flash_lines ask = *ahead;
+    for (ptrdiff_t r = 0; r < 2 * lanes; r += 2, dst += PANEL_f32) {
+        vf row[2], pairs[2];
+        for (ptrdiff_t i = 0; i < 2; i++) {
+            const void *at = src + (r + i) * step;
+            uint16_t room[PANEL_f32] = {0};
+            if (r + i < rows && columns < PANEL_f32) at = memcpy(room, at, (size_t)columns * sizeof *room);
+            row[i] = r + i < rows ? vf_load(at) : vf_set1(0);
+        }
+        vf_zip_pairs(row[0], row[1], &pairs[0], &pairs[1]);
+        flash_ask_lines(&ask, 2);
+        for (ptrdiff_t i = 0; i < 2; i++) {
+            vf_store(dst + i * VF_LANES, pairs[i]);
+            if (nothing) nothing[i] = vf_fma_pairs(pairs[i], vf_set1(0), nothing[i]);
+        }
+    }
+    *ahead = ask;
+}
+
 static bool pack_values_pairs(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
 {
     float *dst = to;
-    const vf zero = vf_set1(0);
-    vf nothing = zero; /* 0 × x is 0 for finite x, else NaN */
-    for (ptrdiff_t column = 0; column < depth; column += PANEL_f32) {
-        ptrdiff_t columns = depth - column < PANEL_f32 ? depth - column : PANEL_f32;
-        for (ptrdiff_t r = 0; r < AM_FLASH_TILE; r += 2, dst += PANEL_f32) {
-            const uint16_t *row[2];
-            uint16_t room[2][PANEL_f32];
-            for (ptrdiff_t i = 0; i < 2; i++) {
-                const uint16_t *src = r + i < rows ? (const uint16_t *)from + (r + i) * step + column : NULL;
-                row[i] = src && columns == PANEL_f32 ? src : room[i];
-                if (row[i] == src) continue;
-                memset(room[i], 0, sizeof room[i]);
-                if (src) memcpy(room[i], src, (size_t)columns * sizeof *src);
-            }
-            for (ptrdiff_t i = 0; i < PANEL_f32; i += VF_LANES) {
-                vf pairs = vf_load_pairs(row[0] + i, row[1] + i);
-                vf_store(dst + i, pairs);
-                nothing = vf_fma_pairs(pairs, zero, nothing);
-            }
-        }
-    }
-    return vf_total(nothing) == 0;
+    vf nothing[] = {vf_set1(0), vf_set1(0)};
+    flash_lines none = flash_no_lines(from);
+    for (ptrdiff_t i = 0; i < depth; i += PANEL_f32, dst += AM_FLASH_TILE / 2 * PANEL_f32)
+        pack_panel_pairs(dst, AM_FLASH_TILE / 2, (const uint16_t *)from + i, step, rows, depth - i, nothing,
+                         &none);
+    return vf_total(vf_add(nothing[0], nothing[1])) == 0;
 }
+
+/* --- Few rows: keys are used where they lie, of values a few at a time become pairs --- */
+
+/* O + P V of some keys in place. From three rows on it asks for as many lines as it reads. */
+static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                             ptrdiff_t end, flash_lines *ahead)
+{
+    if (!cut_live(block, tile, &begin, &end)) return;
+    begin -= begin % 2;
+    const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
+    const uint16_t *v = (const uint16_t *)tile->v + begin * step;
+    const float *p = (const float *)block->logits + begin / 2;
+    float panel[IN_PLACE_KEYS / 2 * PANEL_f32], *out = block->out;
+    flash_lines none = flash_no_lines(v), *ask = rows > 2 ? ahead : &none;
+    for (ptrdiff_t column = 0; column < block->out_depth; column += PANEL_f32) {
+        const ptrdiff_t columns = 2 * tile->value_depth - column;
+        vf nothing[] = {vf_set1(0), vf_set1(0)};
+        if (tile->live)
+            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, nothing, ask);
+        else
+            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, NULL, ask);
+        if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
+            uint64_t live[AM_FLASH_ROWS];
+            for (ptrdiff_t r = 0; r < rows; r++)
+                live[r] = tile->live[r] >> begin & UINT64_MAX >> (AM_FLASH_TILE - keys);
+            add_live_rows_pairs(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
+                                block->out_depth, PANEL_f32);
+            continue;
+        }
+        for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+            product_pairs(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
+                          AM_FLASH_TILE, panel, out + r * block->out_depth + column, block->out_depth, true);
+    }
+}
+
+static vf load_first_pairs(const float *src, ptrdiff_t count) { return vf_load_part(src, count); }
+
+#define S float
+#define LOAD vf_load
+#define FMA vf_fma_pairs
+#define WEIGH weigh_pairs
+#define FROM(name) name##_pairs
+#include "kernels/flash_in_place_tpl.h"

@@ -99,82 +99,6 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* --- Few rows: keys and values are used where they lie --- */
-
-/* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
- * behind the last count as it. From three rows on it asks for as many lines as it reads of keys. */
-static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                ptrdiff_t depth, const T *q, const S *k,
-                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
-                                                                flash_lines *ahead)
-{
-    flash_lines ask = *ahead;
-    V sums[2 * STRIP + LANES], x[2 * STRIP];
-    const S *key[2 * STRIP];
-#pragma GCC unroll 32
-    for (ptrdiff_t i = 0; i < rows * keys + LANES - 1; i++) sums[i] = VOP(set1)(0);
-#pragma GCC unroll 32
-    for (ptrdiff_t j = 0; j < keys; j++) key[j] = k + (j < last ? j : last) * step;
-    ptrdiff_t i = 0;
-    for (; i + LANES <= depth; i += LANES) {
-#pragma GCC unroll 32
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
-        if (rows > 2 && i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
-#pragma GCC unroll 4
-        for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = VOP(load)(q + r * depth + i);
-#pragma GCC unroll 32
-            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = VOP(fma)(x[j], y, sums[r * keys + j]);
-        }
-    }
-    if (i < depth) {
-#pragma GCC unroll 32
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = FROM(load_first)(key[j] + i, depth - i);
-#pragma GCC unroll 4
-        for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = VOP(load_part)(q + r * depth + i, depth - i);
-#pragma GCC unroll 32
-            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = VOP(fma)(x[j], y, sums[r * keys + j]);
-        }
-    }
-    T dots[2 * STRIP + LANES];
-#pragma GCC unroll 32
-    for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
-        VOP(store)(dots + begin, VOP(totals)(sums + begin));
-#pragma GCC unroll 4
-    for (ptrdiff_t r = 0; r < rows; r++) {
-#pragma GCC unroll 32
-        for (ptrdiff_t j = 0; j < keys; j++)
-            if (j <= last) logits[r * AM_FLASH_TILE + j] = dots[r * keys + j];
-    }
-    *ahead = ask;
-}
-
-/* Takes `most` keys at a time, and half as many where few are left. */
-#define DOTS(rows, most)                                                                                     \
-    case rows:                                                                                               \
-        while (keys > 0) {                                                                                   \
-            _Static_assert((rows) * (most) <= 2 * STRIP, "more sums than there is room for");                \
-            ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
-            if (taken == (most))                                                                             \
-                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, ahead);                       \
-            else                                                                                             \
-                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, ahead);                 \
-            keys -= taken, k += taken * step, logits += taken;                                               \
-        }                                                                                                    \
-        break;
-static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
-                       ptrdiff_t step, T *logits, flash_lines *ahead)
-{
-    switch (rows) {
-        DOTS(1, 8)
-        DOTS(2, STRIP > 6 ? 8 : STRIP)
-        DOTS(3, 2 * STRIP / 3)
-        DOTS(4, STRIP / 2)
-    }
-}
-#undef DOTS
-
 /* O + P V for a strip and a panel of columns. From three rows on it asks for as many lines as it reads. */
 static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v, ptrdiff_t step, T *out,
                          ptrdiff_t out_step, flash_lines *ahead)
@@ -191,39 +115,11 @@ static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v,
 #undef ROWS
 }
 
-/* Cuts a range to the columns that are live in any row; whether some are. */
-static bool FROM(cut)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
-{
-    uint64_t any = tile->live ? 0 : UINT64_MAX;
-    for (ptrdiff_t r = 0; tile->live && r < block->rows; r++) any |= tile->live[r];
-    any = any >> *begin << *begin;
-    any = any << (AM_FLASH_TILE - *end) >> (AM_FLASH_TILE - *end);
-    if (!any) return false;
-    *begin = __builtin_ctzll(any);
-    *end = AM_FLASH_TILE - __builtin_clzll(any);
-    return true;
-}
-
-/* Logits of some keys. */
-static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
-                       flash_lines *ahead)
-{
-    flash_lines none = flash_no_lines(tile->k);
-    if (!FROM(cut)(block, tile, &begin, &end)) return;
-    const S *k = (const S *)tile->k + begin * tile->k_step;
-    const T *q = block->q;
-    T *logits = (T *)block->logits + begin;
-    for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-        FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
-                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? ahead : &none);
-    }
-}
-
-/* O + P V of some keys. */
+/* O + P V of some keys in place. */
 static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
                              ptrdiff_t end, flash_lines *ahead)
 {
-    if (!FROM(cut)(block, tile, &begin, &end)) return;
+    if (!cut_live(block, tile, &begin, &end)) return;
     flash_lines none = flash_no_lines(tile->k);
     T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
@@ -258,51 +154,6 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     }
 }
 
-/* What lies `keys` after the first of the tiles: a row of all heads for each key. */
-static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t step, ptrdiff_t depth,
-                                  ptrdiff_t keys)
-{
-    const ptrdiff_t size = sizeof(S);
-    ptrdiff_t length = (const char *)last - (const char *)first + depth * size;
-    return flash_lines_of(first, keys * step * size, step * size, length);
-}
-
-/* Logits and weights of some keys, then their values.
- *
- * One or two rows are as fast as memory if that is walked in its order, of all heads a few keys at a time:
- * then the processor sees what comes next. More rows are slower than it looks ahead. There, while keys are
- * read, their values are on their way, and while values are, the next keys, in the order of memory as well.
- */
-static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
-{
-    const am_flash_tile *last = &tiles[heads - 1];
-    const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
-    const ptrdiff_t piece = blocks->rows > 2 ? IN_PLACE_KEYS : IN_ORDER_KEYS;
-    for (ptrdiff_t begin = 0, end; begin < AM_FLASH_TILE; begin = end) {
-        end = begin + IN_PLACE_KEYS;
-        flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth, begin);
-        for (ptrdiff_t k = begin; k < end; k += piece) {
-            for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], k, k + piece, &ahead);
-        }
-        for (ptrdiff_t h = 0; h < heads; h++) {
-            ptrdiff_t from = begin, to = end;
-            if (!FROM(cut)(&blocks[h], &tiles[h], &from, &to)) continue;
-            from -= from % LANES;
-            to = (to + LANES - 1) / LANES * LANES;
-            FN(weigh)(&blocks[h], &tiles[h], 0, blocks[h].rows, from, to);
-        }
-        ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
-        if (end == AM_FLASH_TILE) {
-            ahead.at = (uintptr_t)next->at;
-            if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
-        }
-        for (ptrdiff_t k = begin; k < end; k += piece) {
-            for (ptrdiff_t h = 0; h < heads; h++)
-                FROM(add_values)(&blocks[h], &tiles[h], k, k + piece, &ahead);
-        }
-    }
-}
-
-#undef S
-#undef LOAD
-#undef FROM
+#define FMA VOP(fma)
+#define WEIGH FN(weigh)
+#include "kernels/flash_in_place_tpl.h"

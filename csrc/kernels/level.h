@@ -140,7 +140,21 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 enum {
     IN_PLACE_KEYS = 32, /* that are looked at before their values are: whole vectors */
     IN_ORDER_KEYS = 8,  /* of one head, before those of the next one that lie beside them; divides it */
+    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* at most, of rows and keys in place: whole vectors of them */
 };
+
+/* Cuts a range to the columns that are live in any row; whether some are. */
+static bool cut_live(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
+{
+    uint64_t any = tile->live ? 0 : UINT64_MAX;
+    for (ptrdiff_t r = 0; tile->live && r < block->rows; r++) any |= tile->live[r];
+    any = any >> *begin << *begin;
+    any = any << (AM_FLASH_TILE - *end) >> (AM_FLASH_TILE - *end);
+    if (!any) return false;
+    *begin = __builtin_ctzll(any);
+    *end = AM_FLASH_TILE - __builtin_clzll(any);
+    return true;
+}
 
 /* 2^x on [-1/2, 1/2], fitted to a relative error of 2e-9 and 2e-17; or of 4e-7, for what is rounded to
  * bfloat16. */
@@ -287,6 +301,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
 #ifdef V_PAIRS
             .step_pairs = flash_step_pairs,
             .pack_value_pairs = pack_values_pairs,
+            .step_in_place_pairs = step_in_place_pairs,
             .gradient_pairs = gradient_pairs,
             .peaks_pairs = peaks_pairs,
 #endif

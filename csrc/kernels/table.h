@@ -156,8 +156,7 @@ typedef struct {
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
     am_flash_ahead next[AM_NEXTS];
-    ptrdiff_t k_step, v_step,
-        value_depth; /* for those in place: elements from row to row, columns of values */
+    ptrdiff_t k_step, v_step, value_depth; /* for those in place: lanes from row to row, lanes of a value */
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
@@ -251,6 +250,7 @@ typedef struct {
      * lanes), neighbouring rows of what is packed by pack_value_pairs. */
     am_flash_step *step_pairs;
     am_flash_pack_values *pack_value_pairs;
+    am_flash_step_in_place *step_in_place_pairs; /* of pairs of neighbours in depth, values among them */
     am_flash_gradient_step *gradient_pairs;
     am_flash_peaks *peaks_pairs;
 } am_flash_kernels;

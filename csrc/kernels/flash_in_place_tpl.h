@@ -1,0 +1,145 @@
+/* flash_in_place_tpl.h – attention of few rows to keys of type S that are used where they lie. LOAD makes
+ * lanes of keys, FMA multiplies and adds them, WEIGH makes weights of logits, and add_values adds what they
+ * weigh. */
+
+/* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
+ * behind the last count as it. From three rows on it asks for as many lines as it reads of keys. */
+static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                ptrdiff_t depth, const T *q, const S *k,
+                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
+                                                                flash_lines *ahead)
+{
+    flash_lines ask = *ahead;
+    V sums[DOT_SUMS + LANES], x[DOT_SUMS];
+    const S *key[DOT_SUMS];
+#pragma GCC unroll 32
+    for (ptrdiff_t j = 0; j < keys; j++) key[j] = k + (j < last ? j : last) * step;
+#pragma GCC unroll 64
+    for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
+    ptrdiff_t i = 0;
+    for (; i + LANES <= depth; i += LANES) {
+#pragma GCC unroll 32
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
+        if (rows > 2 && i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
+#pragma GCC unroll 4
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            V y = VOP(load)(q + r * depth + i);
+#pragma GCC unroll 32
+            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
+        }
+    }
+    if (i < depth) {
+#pragma GCC unroll 32
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = FROM(load_first)(key[j] + i, depth - i);
+#pragma GCC unroll 4
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            V y = VOP(load_part)(q + r * depth + i, depth - i);
+#pragma GCC unroll 32
+            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
+        }
+    }
+    T dots[DOT_SUMS + LANES];
+#pragma GCC unroll 32
+    for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
+        VOP(store)(dots + begin, VOP(totals)(sums + begin));
+#pragma GCC unroll 4
+    for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE) {
+        if (last + 1 >= keys) {
+            memcpy(logits, dots + r * keys, (size_t)keys * sizeof *dots);
+            continue;
+        }
+        for (ptrdiff_t j = 0; j <= last; j++) logits[j] = dots[r * keys + j];
+    }
+    *ahead = ask;
+}
+
+/* Takes `most` keys at a time, and half as many where few are left. */
+#define DOTS(rows, most)                                                                                     \
+    case rows:                                                                                               \
+        while (keys > 0) {                                                                                   \
+            _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than there is room for");                 \
+            ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
+            if (taken == (most))                                                                             \
+                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, ahead);                       \
+            else                                                                                             \
+                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, ahead);                 \
+            keys -= taken, k += taken * step, logits += taken;                                               \
+        }                                                                                                    \
+        break;
+static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
+                       ptrdiff_t step, T *logits, flash_lines *ahead)
+{
+    switch (rows) {
+        DOTS(1, 8)
+        DOTS(2, DOT_SUMS / 2)
+        DOTS(3, DOT_SUMS / 3)
+        DOTS(4, DOT_SUMS / 4)
+    }
+}
+#undef DOTS
+
+/* Logits of some keys. */
+static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
+                       flash_lines *ahead)
+{
+    flash_lines none = flash_no_lines(tile->k);
+    if (!cut_live(block, tile, &begin, &end)) return;
+    const S *k = (const S *)tile->k + begin * tile->k_step;
+    const T *q = block->q;
+    T *logits = (T *)block->logits + begin;
+    for (ptrdiff_t r = 0; r < block->rows; r += 4) {
+        FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
+                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? ahead : &none);
+    }
+}
+
+/* What lies `keys` after the first of the tiles: a row of all heads for each key. */
+static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t step, ptrdiff_t depth,
+                                  ptrdiff_t keys)
+{
+    const ptrdiff_t size = sizeof(S);
+    ptrdiff_t length = (const char *)last - (const char *)first + depth * size;
+    return flash_lines_of(first, keys * step * size, step * size, length);
+}
+
+/* Logits and weights of some keys, then their values.
+ *
+ * One or two rows are as fast as memory if that is walked in its order, of all heads a few keys at a time:
+ * then the processor sees what comes next. More rows are slower than it looks ahead. There, while keys are
+ * read, their values are on their way, and while values are, the next keys, in the order of memory as well.
+ */
+static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
+{
+    const am_flash_tile *last = &tiles[heads - 1];
+    const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
+    const ptrdiff_t piece = blocks->rows > 2 ? IN_PLACE_KEYS : IN_ORDER_KEYS;
+    for (ptrdiff_t begin = 0, end; begin < AM_FLASH_TILE; begin = end) {
+        end = begin + IN_PLACE_KEYS;
+        flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth, begin);
+        for (ptrdiff_t k = begin; k < end; k += piece) {
+            for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], k, k + piece, &ahead);
+        }
+        for (ptrdiff_t h = 0; h < heads; h++) {
+            ptrdiff_t from = begin, to = end;
+            if (!cut_live(&blocks[h], &tiles[h], &from, &to)) continue;
+            from -= from % FN(PANEL);
+            to = (to + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
+            WEIGH(&blocks[h], &tiles[h], 0, blocks[h].rows, from, to);
+        }
+        ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
+        if (end == AM_FLASH_TILE) {
+            ahead.at = (uintptr_t)next->at;
+            if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
+        }
+        for (ptrdiff_t k = begin; k < end; k += piece) {
+            for (ptrdiff_t h = 0; h < heads; h++)
+                FROM(add_values)(&blocks[h], &tiles[h], k, k + piece, &ahead);
+        }
+    }
+}
+
+#undef S
+#undef LOAD
+#undef FMA
+#undef WEIGH
+#undef FROM
