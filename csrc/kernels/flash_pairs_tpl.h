@@ -1,7 +1,7 @@
 /* flash_pairs_tpl.h – attention of bfloat16 numbers by the processor's own products of them, where it has
  * some: two numbers to a lane, sums in float32. Queries and keys are pairs of neighbours in depth, weights
- * and values pairs of neighbours among keys. Weights are rounded to bfloat16, and for that never exceed 1,
- * which is exact. */
+ * and values pairs of neighbours among keys. Weights are rounded to bfloat16. That is exact for the greatest
+ * one of a row if it raises `high`, as it does unless those before it are within the digits that it has. */
 
 #define S float
 #define LOAD vf_load
@@ -68,7 +68,6 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
 #define STEP(name) name##_pairs
 #define WIDTH 2
 #define EXP2_TERMS exp2_terms_pairs
-#define SLACK 0
 #include "kernels/flash_step_tpl.h"
 
 /* Up to a panel's columns of some rows, to `lanes` rows of pairs. Adds 0 × what it reads to `nothing` if

@@ -1,7 +1,8 @@
 /* flash_step_tpl.h – how a block of rows meets a tile of keys:
  *
  *     S = Q Kᵀ           rows × 64, one panel of keys after the other, so that the panel stays in cache
- *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by more than SLACK
+ *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by more than
+ *                        FLASH_SLACK
  *     O = O + P V        one panel of columns after the other
  *
  * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
@@ -9,10 +10,7 @@
  */
 
 /* What greater logits raise. */
-static inline V STEP(limit_of)(const T *high)
-{
-    return SLACK ? VOP(add)(VOP(set1)(*high), VOP(set1)(SLACK)) : VOP(set1)(*high);
-}
+static inline V STEP(limit_of)(const T *high) { return VOP(add)(VOP(set1)(*high), VOP(set1)(FLASH_SLACK)); }
 
 /* A row has met a greater logit than any before: what it has gathered is scaled. */
 static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, ptrdiff_t row, T highest)
@@ -198,4 +196,3 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
 #undef STEP
 #undef WIDTH
 #undef EXP2_TERMS
-#undef SLACK

@@ -57,7 +57,6 @@ static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p
 #define STEP(name) FN(name)
 #define WIDTH 1
 #define EXP2_TERMS FN(exp2_terms)
-#define SLACK 8 /* P stays below e^8, and rows are seldom scaled */
 #include "kernels/flash_step_tpl.h"
 
 static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count, bool add)
