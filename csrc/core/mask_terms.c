@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/convert.h"
+#include "core/dense.h"
 
 enum { BLOCK = 64 };
 
@@ -328,27 +329,36 @@ typedef struct {
     ptrdiff_t queries, keys; /* of the array: what the mask sees of it in any batch row */
 } dense_job;
 
-/* The kind of every 64 × 64 tile of one row of tiles, by looking at each element once. */
+/* The kind of every 64 × 64 tile of one row of tiles: each element is looked at once, in memory's order. */
 static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
 {
+    enum { WORDS = 64 }; /* of a line, before the next one; one word where elements lie apart */
     const dense_job *job = arg;
     const am_node *node = job->node;
-    ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks;
-    ptrdiff_t row = index % node->dense.q_blocks * BLOCK;
-    /* The array itself, free of the shifts of any batch row. */
-    static const ptrdiff_t no_shift[1] = {0};
-    am_node whole = *node;
-    whole.dense.data += plane / heads * node->dense.batch;
-    whole.dense.q_shift = whole.dense.k_shift = no_shift;
-    am_place p = {.h = plane % heads, .q = row, .rows = min(BLOCK, job->queries - row)};
-    for (ptrdiff_t i = 0; i < node->dense.k_blocks; i++) {
-        p.k = i * BLOCK;
-        p.columns = min(BLOCK, job->keys - p.k);
-        uint64_t bits[AM_TILE_ROWS], any = 0, all = UINT64_MAX;
-        dense_bits(job->mask, &whole, &p, bits);
-        for (ptrdiff_t r = 0; r < p.rows; r++) any |= bits[r], all &= bits[r];
-        am_tile tile = !any ? AM_DEAD : all == am_low_bits(p.columns) ? AM_FULL : AM_MIXED;
-        node->dense.tiles[index * node->dense.k_blocks + i] = (uint8_t)tile;
+    const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks,
+                    first = index % node->dense.q_blocks * BLOCK, last = min(first + BLOCK, job->queries);
+    /* Of the array itself, free of the shifts of any batch row. */
+    const char *data =
+        node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
+    const am_lines lines = {
+        .kernels = job->mask->kernels,
+        .columns.stride = node->dense.column,
+        .size = (ptrdiff_t)am_size_of(node->dense.type),
+        .lane = am_lane_of(node->dense.type),
+    };
+    const ptrdiff_t step = lines.columns.stride == lines.size ? WORDS * BLOCK : BLOCK;
+    for (ptrdiff_t k = 0; k < job->keys; k += step) {
+        const ptrdiff_t columns = min(step, job->keys - k), words = blocks_of(columns);
+        uint64_t bits[WORDS], any[WORDS] = {0}, dead[WORDS] = {0};
+        for (ptrdiff_t q = first; q < last; q++) {
+            am_lines_pack(&lines, bits, data + q * node->dense.row, k, columns);
+            for (ptrdiff_t i = 0; i < words; i++) any[i] |= bits[i], dead[i] |= ~bits[i];
+        }
+        for (ptrdiff_t i = 0; i < words; i++) {
+            bool full = !(dead[i] & am_low_bits(min(BLOCK, columns - i * BLOCK)));
+            am_tile tile = !any[i] ? AM_DEAD : full ? AM_FULL : AM_MIXED;
+            node->dense.tiles[index * node->dense.k_blocks + k / BLOCK + i] = (uint8_t)tile;
+        }
     }
     return am_checkpoint(team);
 }
