@@ -217,6 +217,19 @@ def test_decode_gives_the_same_bits_in_any_layout(isa, dtype, heads):
         assert again[1].tobytes() == lse.tobytes(), (isa, case)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", [1, 70])
+def test_a_key_that_outweighs_all_others_gives_its_value(isa, dtype, queries):
+    """Exactly, wherever it comes, though weights may be rounded and count from others that came before."""
+    rng = np.random.default_rng(0)
+    value = rng.standard_normal((1, 300, 2, 40)).astype(dtype)
+    for place in (0, 31, 150, 299):
+        key = rng.standard_normal((1, 300, 2, 16)).astype(dtype)
+        key[0, place] = 32
+        out = attnmask.flash_attention(np.ones((1, queries, 2, 16), dtype), key, value)
+        assert (out == value[:, place : place + 1]).all(), place
+
+
 def attend(arguments: dict, **more):
     return attnmask.flash_attention(**(arguments | more), return_lse=True)
 
