@@ -228,18 +228,14 @@ static inline vf vf_fma_pairs(vf a, vf b, vf c)
     c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
     return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
 }
-static inline vf vf_load_pairs(const uint16_t *low, const uint16_t *high)
+static inline void vf_zip_pairs(vf low, vf high, vf *first, vf *second)
 {
-    vf_mask pairs;
-    for (int i = 0; i < VF_LANES; i++) pairs[i] = low[i] | (uint32_t)high[i] << 16;
-    return (vf)pairs;
-}
-static inline vf vf_join_pairs(vf low, vf high)
-{
-    uint16_t halves[2 * VF_LANES];
-    vf_store_bf16(halves, low);
-    vf_store_bf16(halves + VF_LANES, high);
-    return vf_load_pairs(halves, halves + VF_LANES);
+    uint16_t from[2][2 * VF_LANES], to[2][2 * VF_LANES];
+    memcpy(from[0], &low, sizeof low);
+    memcpy(from[1], &high, sizeof high);
+    for (int i = 0; i < 4 * VF_LANES; i++) to[i / (2 * VF_LANES)][i % (2 * VF_LANES)] = from[i % 2][i / 2];
+    memcpy(first, to[0], sizeof *first);
+    memcpy(second, to[1], sizeof *second);
 }
 static inline vf vf_narrow_pairs(vf first, vf second)
 {
@@ -249,6 +245,12 @@ static inline vf vf_narrow_pairs(vf first, vf second)
     vf_store_bf16(halves + VF_LANES, second);
     memcpy(&pairs, halves, sizeof pairs);
     return pairs;
+}
+static inline vf vf_join_pairs(vf low, vf high)
+{
+    vf joined, unused;
+    vf_zip_pairs(vf_narrow_pairs(low, high), vf_narrow_pairs(high, low), &joined, &unused);
+    return joined;
 }
 #endif
 
