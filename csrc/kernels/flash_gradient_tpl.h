@@ -160,3 +160,5 @@ static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_step, const void 
 #undef LANES
 #undef STRIP
 #undef GREATEST
+#undef MIN_POWER
+#undef ROUNDER

@@ -49,7 +49,21 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, const
     return count;
 }
 
-/* 2^x for x up to some hundred, 0 from -127 or -1023 on down, NaN for NaN; of some vectors, step by step: a
+#ifndef V_POWERS
+/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -MIN_POWER on down. The number
+ * is kept as low bits, beside the exponent's bias. */
+static inline V VOP(take_whole)(V *x)
+{
+    const V shift = VOP(set1)((T)ROUNDER);
+    *x = VOP(max)(VOP(set1)(-(T)MIN_POWER), *x);
+    V whole = VOP(add)(*x, shift);
+    *x = VOP(sub)(*x, VOP(sub)(whole, shift));
+    return whole;
+}
+static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_exponent)(whole)); }
+#endif
+
+/* 2^x for x up to some hundred, 0 from -MIN_POWER on down, NaN for NaN; of some vectors, step by step: a
  * step waits for the one before, and vectors do not wait for each other. */
 static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,
                                                                 const int term_count)

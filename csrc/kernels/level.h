@@ -141,7 +141,7 @@ enum {
     FLASH_SLACK = 8,    /* weights stay below 2^8 or e^8, and rows are seldom scaled */
     IN_PLACE_KEYS = 32, /* that are looked at before their values are: whole vectors */
     IN_ORDER_KEYS = 8,  /* of one head, before those of the next one that lie beside them; divides it */
-    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* at most, of rows and keys in place: whole vectors of them */
+    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* of rows and keys in place: as fit, or fill whole vectors */
 };
 
 /* Cuts a range to the columns that are live in any row; whether some are. */
@@ -207,6 +207,8 @@ static inline vd tanh_tail_f64(vd z)
 #define LANES VF_LANES
 #define STRIP V_STRIP
 #define GREATEST FLT_MAX
+#define MIN_POWER 127
+#define ROUNDER (0x1.8p23 + 127)
 #define HALVES /* may come as numbers of sixteen bits too */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
@@ -218,6 +220,8 @@ static inline vd tanh_tail_f64(vd z)
 #define LANES VD_LANES
 #define STRIP V_STRIP
 #define GREATEST DBL_MAX
+#define MIN_POWER 1023
+#define ROUNDER (0x1.8p52 + 1023)
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_gradient_tpl.h"

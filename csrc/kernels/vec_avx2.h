@@ -155,19 +155,10 @@ static inline vf vf_select(uint64_t bits, vf x, vf y)
     __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), own), own);
     return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(set));
 }
-/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -127 on down. It is kept as low
- * bits, beside the exponent's bias. */
-static inline vf vf_take_whole(vf *x)
+/* The low bits as an exponent. */
+static inline vf vf_low_to_exponent(vf v)
 {
-    const vf shift = vf_set1(0x1.8p23f + 127);
-    *x = vf_max(vf_set1(-127), *x);
-    vf whole = vf_add(*x, shift);
-    *x = vf_sub(*x, vf_sub(whole, shift));
-    return whole;
-}
-static inline vf vf_times_power(vf v, vf whole)
-{
-    return vf_mul(v, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(whole), 23)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23));
 }
 static inline float vf_highest(vf v)
 {
@@ -239,17 +230,9 @@ static inline vd vd_select(uint64_t bits, vd x, vd y)
     __m256i set = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x((long long)bits), own), own);
     return _mm256_blendv_pd(y, x, _mm256_castsi256_pd(set));
 }
-static inline vd vd_take_whole(vd *x)
+static inline vd vd_low_to_exponent(vd v)
 {
-    const vd shift = vd_set1(0x1.8p52 + 1023);
-    *x = vd_max(vd_set1(-1023), *x);
-    vd whole = vd_add(*x, shift);
-    *x = vd_sub(*x, vd_sub(whole, shift));
-    return whole;
-}
-static inline vd vd_times_power(vd v, vd whole)
-{
-    return vd_mul(v, _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(whole), 52)));
+    return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(v), 52));
 }
 static inline double vd_highest(vd v)
 {

@@ -134,7 +134,9 @@ static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vf vf_select(uint64_t bits, vf x, vf y) { return _mm512_mask_blend_ps((__mmask16)bits, y, x); }
-/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -127 on down. */
+/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -127 on down: the processor has
+ * instructions for both. */
+#define V_POWERS
 static inline vf vf_take_whole(vf *x)
 {
     vf whole = _mm512_roundscale_ps(*x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

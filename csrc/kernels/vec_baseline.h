@@ -136,17 +136,8 @@ static inline vf vf_select(uint64_t bits, vf x, vf y)
         (vf_mask)(((vf_mask){(uint32_t)bits, (uint32_t)bits, (uint32_t)bits, (uint32_t)bits} & own) == own);
     return (vf)((set & (vf_mask)x) | (~set & (vf_mask)y));
 }
-/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -127 on down. It is kept as low
- * bits, beside the exponent's bias. */
-static inline vf vf_take_whole(vf *x)
-{
-    const vf shift = vf_set1(0x1.8p23f + 127);
-    *x = vf_max(vf_set1(-127), *x);
-    vf whole = vf_add(*x, shift);
-    *x = vf_sub(*x, vf_sub(whole, shift));
-    return whole;
-}
-static inline vf vf_times_power(vf v, vf whole) { return vf_mul(v, (vf)((vf_mask)whole << 23)); }
+/* The low bits as an exponent. */
+static inline vf vf_low_to_exponent(vf v) { return (vf)((vf_mask)v << 23); }
 static inline float vf_highest(vf v)
 {
     float most = v[0];
@@ -191,15 +182,7 @@ static inline vd vd_select(uint64_t bits, vd x, vd y)
     vd_mask set = (vd_mask)(((vd_mask){(uint64_t)bits, (uint64_t)bits} & own) == own);
     return (vd)((set & (vd_mask)x) | (~set & (vd_mask)y));
 }
-static inline vd vd_take_whole(vd *x)
-{
-    const vd shift = vd_set1(0x1.8p52 + 1023);
-    *x = vd_max(vd_set1(-1023), *x);
-    vd whole = vd_add(*x, shift);
-    *x = vd_sub(*x, vd_sub(whole, shift));
-    return whole;
-}
-static inline vd vd_times_power(vd v, vd whole) { return vd_mul(v, (vd)((vd_mask)whole << 52)); }
+static inline vd vd_low_to_exponent(vd v) { return (vd)((vd_mask)v << 52); }
 static inline double vd_highest(vd v)
 {
     double most = v[0];
