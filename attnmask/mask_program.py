@@ -147,19 +147,20 @@ class Cut:
 
     def __init__(self, q_start: PerRow, q_len: int, k_start: PerRow, kv_len: int) -> None:
         self.q_start, self.q_len, self.k_start, self.kv_len = q_start, q_len, k_start, kv_len
-        self._taken: dict[tuple[str, int], NDArray[Any]] = {}  # arrays that are shared stay so
+        # Arrays that are shared stay so. Each is held beside what was taken of it: an id is its own only so long.
+        self._taken: dict[tuple[str, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
     def queries(self, array: NDArray[Any]) -> NDArray[Any]:
-        key = ("queries", id(array))
-        if key not in self._taken:
-            self._taken[key] = cut_tokens(array, self.q_start, self.q_len)
-        return self._taken[key]
+        return self._take("queries", array, self.q_start, self.q_len)
 
     def keys(self, array: NDArray[Any]) -> NDArray[Any]:
-        key = ("keys", id(array))
+        return self._take("keys", array, self.k_start, self.kv_len)
+
+    def _take(self, side: str, array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
+        key = (side, id(array))
         if key not in self._taken:
-            self._taken[key] = cut_tokens(array, self.k_start, self.kv_len)
-        return self._taken[key]
+            self._taken[key] = array, cut_tokens(array, start, length)
+        return self._taken[key][1]
 
     def program(self, program: Program) -> Program:
         """The same mask inside the rectangle: terms look further, ids are taken along."""

@@ -65,9 +65,11 @@ class Labels:
         return None not in self.shapes
 
     def get(self) -> tuple[MaybeIds, MaybeIds]:
+        compute = self._compute
         if self._ids is None:
-            assert self._compute is not None
-            self._ids = self._compute()
+            assert compute is not None
+            self._ids = compute()
+            self._compute = None  # with all that it holds
         return self._ids
 
     def map(

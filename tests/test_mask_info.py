@@ -145,6 +145,7 @@ def bases(draw, shape=None):
         pairs.q_positions = np.arange(batch * queries, dtype=np.int32).reshape(batch, queries) * 7 % 11
         pairs.kv_positions = np.arange(batch * keys, dtype=np.int32).reshape(batch, keys) * 5 % 13
         info = info.replace(q_positions=pairs.q_positions, kv_positions=pairs.kv_positions)
+        kind += " with positions"
     return info, pairs, [f"{kind} {info.shape}"]
 
 
@@ -319,6 +320,13 @@ def test_every_answer(program, order, cells):
         np.testing.assert_array_equal(info.grid(b, h, *cells), pairs.cells(b, h, *cells), err_msg=repr(words))
         q_ids, kv_ids = info.labels(b, h)
         assert (q_ids.shape, kv_ids.shape) == ((pairs.shape[2],), (pairs.shape[3],)), words
+
+
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_what_is_cut_is_not_taken_for_what_lay_there_before(side):
+    take = getattr(mask_program.Cut(1, 20, 22, 3), side)
+    # Each array is gone before the next one is made, which gets its address.
+    assert [take(np.full((2, 64), value, np.int32)).max() for value in range(9)] == list(range(9))
 
 
 @given(program=programs(), other=bases())
