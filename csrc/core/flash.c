@@ -567,15 +567,17 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     choose(&p);
     ptrdiff_t heads = flash->batch * flash->kv_heads;
     scratch unused;
+    ptrdiff_t partials_bytes = p.blocks * p.splits * p.partial_bytes,
+              packed_bytes = p.wave * p.tiles * (p.k_bytes + p.v_bytes);
     am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;
     if (p.splits > 1) {
-        p.partials = am_lines(p.blocks * p.splits * p.partial_bytes);
+        p.partials = am_lines(partials_bytes);
         if (!p.partials) goto done;
     }
     if (p.shares_keys) {
-        p.packed = am_lines(p.wave * p.tiles * (p.k_bytes + p.v_bytes));
+        p.packed = am_lines(packed_bytes);
         p.finite = malloc((size_t)am_max(p.wave * p.tiles, 1));
         if (!p.packed || !p.finite) goto done;
     }
@@ -589,8 +591,8 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:
     am_rooms_free(&p.rooms);
-    free(p.partials);
-    free(p.packed);
+    am_lines_free(p.partials, partials_bytes);
+    am_lines_free(p.packed, packed_bytes);
     free(p.finite);
     return status;
 }

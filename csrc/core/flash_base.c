@@ -1,18 +1,14 @@
 /* flash_base.c – what attention and its gradient share. */
-#define _DEFAULT_SOURCE /* madvise */
 #include "core/flash_base.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __linux__
-#    include <sys/mman.h>
-#endif
 
+#include "core/blocks.h"
 #include "core/convert.h"
 
 enum {
-    HUGE_PAGE = 2 << 20,
     BF16_BYTES = 2,
     LANE_BYTES = 4,
     WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
@@ -219,18 +215,23 @@ am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probabil
 
 void *am_lines(ptrdiff_t bytes)
 {
+    if (bytes >= AM_BLOCK_BYTES) return am_block_new((size_t)bytes);
     void *memory = NULL;
-    size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : AM_LINE;
-    if (posix_memalign(&memory, alignment, (size_t)am_max(bytes, 1)) != 0) return NULL;
-#ifdef MADV_HUGEPAGE
-    if (bytes >= HUGE_PAGE) madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
-#endif
-    return memory;
+    return posix_memalign(&memory, AM_LINE, (size_t)am_max(bytes, 1)) == 0 ? memory : NULL;
+}
+
+void am_lines_free(void *memory, ptrdiff_t bytes)
+{
+    if (bytes >= AM_BLOCK_BYTES)
+        am_block_free(memory, (size_t)bytes);
+    else
+        free(memory);
 }
 
 am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes)
 {
     rooms->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    rooms->count = threads;
     rooms->memory = am_lines(threads * rooms->bytes);
     rooms->taken = malloc((size_t)threads * sizeof *rooms->taken);
     if (!rooms->memory || !rooms->taken) return AM_NO_MEMORY;
@@ -240,7 +241,7 @@ am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes)
 
 void am_rooms_free(am_rooms *rooms)
 {
-    free(rooms->memory);
+    am_lines_free(rooms->memory, rooms->count * rooms->bytes);
     free(rooms->taken);
 }
 

@@ -108,9 +108,9 @@ am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdif
 uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
 uint32_t am_threshold_of(double probability);
 
-/* Memory from the start of a line on, in huge pages if there are some and it is long: touching fresh small
- * ones would cost more than packing. To be freed. */
+/* Memory from the start of a line on; long memory is in large pages, and is found again by the next call. */
 void *am_lines(ptrdiff_t bytes);
+void am_lines_free(void *memory, ptrdiff_t bytes);
 
 /* The next `bytes` of `from`, whole lines; NULL as long as there is no memory and lengths are only added up.
  */
@@ -124,7 +124,7 @@ static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
 /* One room for each thread, of which a task takes any that is free. */
 typedef struct {
     char *memory;
-    ptrdiff_t bytes; /* of each */
+    ptrdiff_t bytes, count; /* of each, and how many */
     atomic_flag *taken;
 } am_rooms;
 am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes);

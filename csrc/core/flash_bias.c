@@ -162,7 +162,7 @@ am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *re
 void am_bias_gradient_free(const gradient *g)
 {
     free(g->turns);
-    if (g->sums != g->result) free(g->sums);
+    if (g->sums != g->result) am_lines_free(g->sums, g->count * g->base->size);
 }
 
 static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)

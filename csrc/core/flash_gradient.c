@@ -539,7 +539,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     const am_flash *f = &gradient->forward;
     plan p = {.base = am_flash_base_of(run, f), .gradient = gradient, .d_q = gradient->d_q};
     choose(&p);
-    ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size;
+    ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size, d_q_bytes = rows * f->depth * size;
     char *own_d_q = NULL;
     scratch unused;
     am_status status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape,
@@ -549,7 +549,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     p.facts_bytes = am_ceil_div(rows * size, AM_LINE) * AM_LINE;
     p.facts = am_lines(FACTS * p.facts_bytes);
     if (p.d_q.type != p.base.type) {
-        own_d_q = am_lines(rows * f->depth * size);
+        own_d_q = am_lines(d_q_bytes);
         p.d_q = (am_tokens){
             .data = own_d_q,
             .type = p.base.type,
@@ -563,8 +563,8 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK) status = compute(run, &p);
     am_rooms_free(&p.rooms);
     free(p.states);
-    free(p.facts);
-    free(own_d_q);
+    am_lines_free(p.facts, FACTS * p.facts_bytes);
+    am_lines_free(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
     return status;
 }
