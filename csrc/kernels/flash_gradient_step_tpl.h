@@ -15,9 +15,8 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
     const ptrdiff_t lanes = (depth + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
-            STEP(product)(s->rows, lanes, a + s->row * a_step, a_step, b, c + s->row * AM_FLASH_TILE + column,
-                          AM_FLASH_TILE, false);
+            STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
+                                 a_step, b, c + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE);
         }
     }
 }

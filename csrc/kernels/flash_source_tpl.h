@@ -106,7 +106,7 @@ static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v,
     enum { BYTES = FN(PANEL) * sizeof(S), LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1 };
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, n > 2 ? LINES : 0,      \
+        FROM(product_of)(n, 2, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, n > 2 ? LINES : 0,   \
                          ahead);                                                                             \
         break;
     switch (rows) {

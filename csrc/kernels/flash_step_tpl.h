@@ -163,10 +163,10 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     const T *q = block->q, *k = tile->k, *v = tile->v;
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), k += FN(PANEL) * block->depth) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            if (column >= s->end || column + FN(PANEL) <= s->begin) continue;
-            STEP(product)(s->rows, block->depth, q + s->row * block->depth, block->depth, k,
-                          logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE, false);
-            flash_ask_rows(next, share);
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
+                                     q + s->row * block->depth, block->depth, k,
+                                     logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE))
+                flash_ask_rows(next, share);
         }
     }
     const bool plain = STEP(is_plain)(block, tile);
