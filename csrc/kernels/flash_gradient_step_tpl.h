@@ -16,7 +16,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
-                                 a_step, b, c + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE);
+                                 a_step, b, c + s->row * AM_FLASH_TILE + column);
         }
     }
 }
@@ -37,8 +37,8 @@ static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, const ui
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(product_turned)(s->rows, end - begin, a + begin * AM_FLASH_TILE + s->row, AM_FLASH_TILE,
-                                 b + begin * b_row, b_row, c + s->row * step + column, step);
+            STEP(add_product_turned)(s->rows, end - begin, a + begin * AM_FLASH_TILE + s->row,
+                                     b + begin * b_row, b_row, c + s->row * step + column, step);
         }
     }
 }
@@ -82,9 +82,9 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(product)(s->rows, end - begin, slopes + s->row * AM_FLASH_TILE + begin, AM_FLASH_TILE,
-                          k + begin * FN(PANEL), (T *)block->d_q + s->row * block->step + column, block->step,
-                          true);
+            STEP(add_product)(s->rows, end - begin, slopes + s->row * AM_FLASH_TILE + begin,
+                              k + begin * FN(PANEL), (T *)block->d_q + s->row * block->step + column,
+                              block->step);
         }
     }
 }

@@ -6,6 +6,7 @@
 #define S float
 #define LOAD vf_load
 #define FMA vf_fma_pairs
+#define TIMES(x, y) vf_fma_pairs(x, y, vf_set1(0))
 #define FROM(name) name##_pairs
 #include "kernels/flash_product_of_tpl.h"
 
@@ -136,8 +137,8 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
             continue;
         }
         for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-            product_pairs(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
-                          AM_FLASH_TILE, panel, out + r * block->out_depth + column, block->out_depth, true);
+            add_product_pairs(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE, panel,
+                              out + r * block->out_depth + column, block->out_depth);
     }
 }
 

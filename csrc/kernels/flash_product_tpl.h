@@ -6,9 +6,6 @@
 enum {
     FN(PANEL) = 2 * LANES,
     FN(AT_ONCE) = 4, /* vectors whose sums do not wait for one another */
-    /* Strips of so many rows, in which most of the time goes, are unrolled: a core that two threads share has
-     * no instructions to spare for counting. */
-    FN(LEAST_UNROLLED) = STRIP - 1,
 };
 
 #if STRIP > 6
@@ -23,6 +20,7 @@ enum {
 #define S T
 #define LOAD VOP(load)
 #define FMA VOP(fma)
+#define TIMES VOP(mul)
 #define FROM(name) FN(name)
 #include "kernels/flash_product_of_tpl.h"
 

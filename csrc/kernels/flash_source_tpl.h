@@ -146,7 +146,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_depth;
             if (packed)
-                FN(product)(rows, keys, p, AM_FLASH_TILE, panel, to, block->out_depth, true);
+                FN(add_product)(rows, keys, p, panel, to, block->out_depth);
             else
                 FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, ask);
             r += rows;

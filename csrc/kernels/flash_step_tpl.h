@@ -165,7 +165,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
                                      q + s->row * block->depth, block->depth, k,
-                                     logits + s->row * AM_FLASH_TILE + column, AM_FLASH_TILE))
+                                     logits + s->row * AM_FLASH_TILE + column))
                 flash_ask_rows(next, share);
         }
     }
@@ -185,9 +185,9 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(product)(s->rows, end - begin, logits + s->row * AM_FLASH_TILE + begin, AM_FLASH_TILE,
-                          v + begin * FN(PANEL), out + s->row * block->out_depth + column, block->out_depth,
-                          true);
+            STEP(add_product)(s->rows, end - begin, logits + s->row * AM_FLASH_TILE + begin,
+                              v + begin * FN(PANEL), out + s->row * block->out_depth + column,
+                              block->out_depth);
             flash_ask_rows(next, share);
         }
     }

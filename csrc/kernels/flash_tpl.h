@@ -16,8 +16,8 @@ static void FN(dress)(const am_flash_rows *block, const am_flash_tile *tile, ptr
 }
 
 /* c[r] += sum over live i of a[r][i] b[i], for a b among which are NaN or Inf: 0 × NaN would reach beyond
- * live pairs. The same sums in the same order as by `product`, so that garbage in dead pairs does not change
- * a bit. Panels of b lie `b_panel` apart. */
+ * live pairs. The same sums in the same order as by `add_product`, so that garbage in dead pairs does not
+ * change a bit. Panels of b lie `b_panel` apart. */
 static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, ptrdiff_t a_row,
                               ptrdiff_t a_column, const T *b, ptrdiff_t b_row, ptrdiff_t b_panel, T *c,
                               ptrdiff_t c_row, ptrdiff_t depth)
@@ -43,7 +43,7 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
                       (T *)block->out + column, block->out_depth, FN(PANEL));
 }
 
-/* Weights are what `product` takes. */
+/* Weights are what `add_product` takes. */
 static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
 {
     (void)weights, (void)begin, (void)end;
@@ -82,6 +82,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define S uint16_t
 #    define LOAD vf_load_f16
 #    define FMA vf_fma
+#    define TIMES vf_mul
 #    define FROM(name) name##_f16
 #    include "kernels/flash_product_of_tpl.h"
 #    define S uint16_t
@@ -91,6 +92,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define S uint16_t
 #    define LOAD vf_load_bf16
 #    define FMA vf_fma
+#    define TIMES vf_mul
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_product_of_tpl.h"
 #    define S uint16_t

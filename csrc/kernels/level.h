@@ -177,6 +177,8 @@ static const double exp2_terms_f64[] = {
     7.0725704128144235096e-9,
     4.078071929588336665e-10,
 };
+/* The compiler does not know any more where a pointer came from. */
+#define HIDE(pointer) __asm__("" : "+r"(pointer))
 #define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
 
 /* tanh(x) / x - 1 for |x| < 0.625, from x². Coefficients are those of Moshier's Cephes. */
