@@ -58,6 +58,10 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
                                         const T *a, ptrdiff_t a_step, const S *b, T *c)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
+    if (depth == 0) {
+        for (ptrdiff_t r = 0; r < rows; r++) memset(c + r * AM_FLASH_TILE, 0, FN(PANEL) * sizeof *c);
+        return true;
+    }
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
 #define PART_OF(n, vectors, depth, skip)                                                                     \
