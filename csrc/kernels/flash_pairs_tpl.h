@@ -4,10 +4,20 @@
  * one of a row if it raises `high`, as it does unless those before it are within the digits that it has. */
 
 #define S float
-#define LOAD vf_load
+#define LOADS(b, b_row, left, right) left = vf_load(b), right = vf_load((b) + VF_LANES)
 #define FMA vf_fma_pairs
 #define TIMES(x, y) vf_fma_pairs(x, y, vf_set1(0))
 #define FROM(name) name##_pairs
+#include "kernels/flash_product_of_tpl.h"
+
+/* Where numbers lie apart that are neighbours in the sum: two rows are zipped on the way, half of b_row
+ * apart. */
+#define S uint16_t
+#define LOADS(b, b_row, left, right)                                                                         \
+    vf_zip_pairs(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)), &left, &right)
+#define FMA vf_fma_pairs
+#define TIMES(x, y) vf_fma_pairs(x, y, vf_set1(0))
+#define FROM(name) name##_zipped
 #include "kernels/flash_product_of_tpl.h"
 
 /* Weights to pairs. */
@@ -123,6 +133,13 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     flash_lines none = flash_no_lines(v), *ask = rows > 2 ? ahead : &none;
     for (ptrdiff_t column = 0; column < block->out_depth; column += PANEL_f32) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
+        if (!tile->live && keys % 2 == 0 && columns >= PANEL_f32) {
+            for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+                gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
+                              v + column, 2 * step, out + r * block->out_depth + column, block->out_depth, 2,
+                              r == 0 ? ask : &none);
+            continue;
+        }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
         if (tile->live)
             pack_panel_pairs(panel, lanes, v + column, step, keys, columns, nothing, ask);

@@ -1,5 +1,5 @@
-/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S, LOAD makes lanes of it, FMA
- * multiplies and adds, and TIMES multiplies.
+/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S, LOADS makes two vectors of a
+ * row of it, FMA multiplies and adds, and TIMES multiplies.
  *
  * What is stored takes part of the time of FMA on some processors, but not of a product alone: where sums
  * begin from nothing, those of the strip before are stored beside products. */
@@ -7,9 +7,12 @@
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j] */
 static inline __attribute__((always_inline)) void FROM(add_outer)(const int rows, const int vectors,
                                                                   const T *a, ptrdiff_t a_row, const S *b,
-                                                                  const bool add, V sums[STRIP][2])
+                                                                  ptrdiff_t b_row, const bool add,
+                                                                  V sums[STRIP][2])
 {
-    V left = LOAD(b), right = vectors > 1 ? LOAD(b + LANES) : left;
+    (void)b_row;
+    V left, right;
+    LOADS(b, b_row, left, right);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         V x = VOP(set1)(a[r * a_row]);
@@ -34,13 +37,13 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     }
     flash_lines ask = lines ? *ahead : (flash_lines){0};
     if (!add) {
-        FROM(add_outer)(rows, vectors, a, a_row, b, false, sums);
+        FROM(add_outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
 #pragma GCC unroll 2
     for (; depth > 0; depth--, a += a_column, b += b_row) {
         flash_ask_lines(&ask, lines);
-        FROM(add_outer)(rows, vectors, a, a_row, b, true, sums);
+        FROM(add_outer)(rows, vectors, a, a_row, b, b_row, true, sums);
     }
     if (lines) *ahead = ask;
     HIDE(c); /* its rows are cheaper found again than kept, for which there are no registers */
@@ -94,6 +97,24 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a
 #undef ROWS
 }
 
+/* c = c + a b, where a is of logits, and b two vectors of rows that lie apart. From three rows of a on it
+ * asks for `lines` with each of b. */
+static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, ptrdiff_t depth, const T *a,
+                                                               const S *b, ptrdiff_t b_step, T *c,
+                                                               ptrdiff_t c_step, const int lines,
+                                                               flash_lines *ahead)
+{
+#define ROWS(n)                                                                                              \
+    case n:                                                                                                  \
+        FROM(product_of)(n, 2, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, n > 2 ? lines : 0,    \
+                         ahead);                                                                             \
+        break;
+    switch (rows) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
+
 /* c = c + aᵀ b, where columns of a are of logits. */
 static inline void FROM(add_product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
                                             ptrdiff_t b_step, T *c, ptrdiff_t c_step)
@@ -107,7 +128,7 @@ static inline void FROM(add_product_turned)(ptrdiff_t columns, ptrdiff_t depth, 
 }
 
 #undef S
-#undef LOAD
+#undef LOADS
 #undef FMA
 #undef TIMES
 #undef TIMES

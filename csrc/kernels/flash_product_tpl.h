@@ -18,7 +18,7 @@ enum {
 #define EACH_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) MORE_ROWS(ROWS)
 
 #define S T
-#define LOAD VOP(load)
+#define LOADS(b, b_row, left, right) left = VOP(load)(b), right = VOP(load)((b) + LANES)
 #define FMA VOP(fma)
 #define TIMES VOP(mul)
 #define FROM(name) FN(name)

@@ -99,27 +99,12 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* O + P V for a strip and a panel of columns. From three rows on it asks for as many lines as it reads. */
-static void FROM(gather)(ptrdiff_t rows, ptrdiff_t keys, const T *p, const S *v, ptrdiff_t step, T *out,
-                         ptrdiff_t out_step, flash_lines *ahead)
-{
-    enum { BYTES = FN(PANEL) * sizeof(S), LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1 };
-#define ROWS(n)                                                                                              \
-    case n:                                                                                                  \
-        FROM(product_of)(n, 2, keys, p, AM_FLASH_TILE, 1, v, step, out, out_step, true, n > 2 ? LINES : 0,   \
-                         ahead);                                                                             \
-        break;
-    switch (rows) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
-}
-
 /* O + P V of some keys in place. */
 static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
                              ptrdiff_t end, flash_lines *ahead)
 {
     if (!cut_live(block, tile, &begin, &end)) return;
+    enum { BYTES = FN(PANEL) * sizeof(S), LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1 };
     flash_lines none = flash_no_lines(tile->k);
     T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
@@ -148,7 +133,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             if (packed)
                 FN(add_product)(rows, keys, p, panel, to, block->out_depth);
             else
-                FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, ask);
+                FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, LINES, ask);
             r += rows;
         }
     }
