@@ -13,6 +13,11 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
                             ptrdiff_t depth, const T *b, T *c)
 {
     const ptrdiff_t lanes = (depth + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
+    if (lanes == 0) {
+        const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
+        memset(c, 0, (size_t)(rows * AM_FLASH_TILE) * sizeof *c);
+        return;
+    }
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,

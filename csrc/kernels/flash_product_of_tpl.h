@@ -55,16 +55,12 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     }
 }
 
-/* Rows of a times one packed panel, as logits. Of its columns begin … end - 1 at least, which may lie beside
- * it; whether there are any. */
+/* Rows of a times one packed panel, as logits; depth is at least 1. Of its columns begin … end - 1 at least,
+ * which may lie beside it; whether there are any. */
 static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
                                         const T *a, ptrdiff_t a_step, const S *b, T *c)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
-    if (depth == 0) {
-        for (ptrdiff_t r = 0; r < rows; r++) memset(c + r * AM_FLASH_TILE, 0, FN(PANEL) * sizeof *c);
-        return true;
-    }
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
 #define PART_OF(n, vectors, depth, skip)                                                                     \
