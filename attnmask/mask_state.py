@@ -65,7 +65,7 @@ class Labels:
         return None not in self.shapes
 
     def get(self) -> tuple[MaybeIds, MaybeIds]:
-        compute = self._compute
+        compute = self._compute  # read first: another thread may clear it once there are ids
         if self._ids is None:
             assert compute is not None
             self._ids = compute()

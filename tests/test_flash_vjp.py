@@ -358,7 +358,8 @@ def test_hints_change_rounding_only(isa, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("at", range(7))
-def test_an_axis_of_length_zero(isa, dtype, at):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_an_axis_of_length_zero(isa, dtype, normalize, at):
     sizes = [2, 3, 4, 2, 5, 8, 6]
     sizes[at] = 0
     batch, queries, keys, groups, kv_heads, depth, value_depth = sizes
@@ -373,6 +374,7 @@ def test_an_axis_of_length_zero(isa, dtype, at):
         "bias": np.zeros((queries, keys), dtype),
         "softmax_aux": np.ones(2, dtype),
         "softmax_scale": 1.0,
+        "normalize_output": normalize,
     }
     if heads == 0:
         try:

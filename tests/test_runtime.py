@@ -540,7 +540,13 @@ def some_calls() -> list:
     head_first = np.ascontiguousarray(time_first.swapaxes(1, 2)).astype(ml_dtypes.bfloat16)
     counts = rng.integers(0, 9, (1, 60_000, 3)).astype(np.int16)
     mask = rng.random((20, 30_000)) < 0.5
+    query, key = (rng.standard_normal((1, tokens, 4, 64)).astype(np.float32) for tokens in (128, 1024))
+    halves = [
+        x.astype(np.float16) for x in (key, query, query)
+    ]  # many queries: their gradient is added up apart
     return [
+        lambda: attnmask.flash_attention(query, key, key),
+        lambda: attnmask.flash_attention_vjp(*halves)[1](halves[0]).query,
         lambda: attnmask.chunk_global_cumsum(time_first, cu_seqlens=ends),
         lambda: attnmask.chunk_local_cumsum(head_first, 64, True, 0.5, head_first=True),
         lambda: attnmask.chunk_global_cumsum_vjp(time_first, output_dtype=np.float64)[1](time_first[::-1]),
@@ -571,6 +577,18 @@ def test_calls_from_many_python_threads(set_threads):
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(work, range(12))) == list(range(12))
+
+
+def test_results_that_were_resized():
+    """Long memory is used again by the next call for as much, and what was made longer or shorter may lie anywhere."""
+    calls = some_calls()[:3]  # attention, which packs its keys to as much memory as the sums take
+    expected = [call().tobytes() for call in calls]
+    for length in (300_000, 700_000, 500_000, 10, 0):
+        array = calls[-1]()
+        array.resize(length, refcheck=False)
+        assert array.tobytes()[: len(expected[-1])] == expected[-1][: 4 * length]
+        del array
+        assert [call().tobytes() for call in calls] == expected
 
 
 FORK = """

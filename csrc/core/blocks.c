@@ -27,8 +27,19 @@ typedef struct {
 static _Atomic(kept_block *) kept[KEPT];
 static atomic_uint next_kept;
 
+#ifdef __has_feature
+#    define SANITIZED __has_feature(address_sanitizer)
+#elif defined(__SANITIZE_ADDRESS__)
+#    define SANITIZED 1
+#else
+#    define SANITIZED 0
+#endif
+
+/* The sanitizer sees what is beyond a length and what is used after `free` only if neither belongs to a
+ * block. */
 static size_t whole_pages(size_t size)
 {
+    if (SANITIZED) return size ? size : 1;
     return size ? (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE : LARGE_PAGE;
 }
 
@@ -65,9 +76,14 @@ void *am_block_resize(void *block, size_t size)
 void am_block_free(void *block, size_t size)
 {
     size = whole_pages(size);
-    if (block && size <= LARGEST_KEPT) {
+    /* What was resized may lie anywhere. */
+    if (block && size <= LARGEST_KEPT && (uintptr_t)block % LARGE_PAGE == 0 && !SANITIZED) {
         kept_block *freed = block;
         freed->size = size;
+        for (int i = 0; i < KEPT; i++) {
+            kept_block *empty = NULL;
+            if (atomic_compare_exchange_strong(&kept[i], &empty, freed)) return;
+        }
         block = atomic_exchange(&kept[atomic_fetch_add(&next_kept, 1) % KEPT], freed);
     }
     free(block);

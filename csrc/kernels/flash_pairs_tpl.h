@@ -4,7 +4,8 @@
  * one of a row if it raises `high`, as it does unless those before it are within the digits that it has. */
 
 #define S float
-#define LOADS(b, b_row, left, right) left = vf_load(b), right = vf_load((b) + VF_LANES)
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    left = vf_load(b), right = vf_load((b) + ((vectors) - 1) * VF_LANES)
 #define FMA vf_fma_pairs
 #define TIMES(x, y) vf_fma_pairs(x, y, vf_set1(0))
 #define FROM(name) name##_pairs
@@ -13,7 +14,7 @@
 /* Where numbers lie apart that are neighbours in the sum: two rows are zipped on the way, half of b_row
  * apart. */
 #define S uint16_t
-#define LOADS(b, b_row, left, right)                                                                         \
+#define LOADS(b, b_row, vectors, left, right)                                                                \
     vf_zip_pairs(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)), &left, &right)
 #define FMA vf_fma_pairs
 #define TIMES(x, y) vf_fma_pairs(x, y, vf_set1(0))
@@ -133,11 +134,12 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     flash_lines none = flash_no_lines(v), *ask = rows > 2 ? ahead : &none;
     for (ptrdiff_t column = 0; column < block->out_depth; column += PANEL_f32) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
-        if (!tile->live && keys % 2 == 0 && columns >= PANEL_f32) {
+        if (!tile->live && columns >= PANEL_f32) { /* keys are even: a whole piece */
+            enum { LINES = 2 };                    /* of two rows */
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
                 gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
-                              v + column, 2 * step, out + r * block->out_depth + column, block->out_depth, 2,
-                              r == 0 ? ask : &none);
+                              v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,
+                              LINES, r == 0 ? ask : &none);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};

@@ -1,18 +1,18 @@
-/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S, LOADS makes two vectors of a
- * row of it, FMA multiplies and adds, and TIMES multiplies.
+/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S. LOADS makes one or two vectors
+ * of the row at b, or two of the two rows there that lie half of b_row apart; FMA multiplies and adds, and
+ * TIMES multiplies.
  *
- * What is stored takes part of the time of FMA on some processors, but not of a product alone: where sums
- * begin from nothing, those of the strip before are stored beside products. */
+ * On some processors stores delay FMA, but not a plain product: sums that begin from nothing begin with
+ * TIMES, beside which the strip before is stored. */
 
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j] */
-static inline __attribute__((always_inline)) void FROM(add_outer)(const int rows, const int vectors,
-                                                                  const T *a, ptrdiff_t a_row, const S *b,
-                                                                  ptrdiff_t b_row, const bool add,
-                                                                  V sums[STRIP][2])
+static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
+                                                              ptrdiff_t a_row, const S *b, ptrdiff_t b_row,
+                                                              const bool add, V sums[STRIP][2])
 {
     (void)b_row;
     V left, right;
-    LOADS(b, b_row, left, right);
+    LOADS(b, b_row, vectors, left, right);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         V x = VOP(set1)(a[r * a_row]);
@@ -37,13 +37,13 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     }
     flash_lines ask = lines ? *ahead : (flash_lines){0};
     if (!add) {
-        FROM(add_outer)(rows, vectors, a, a_row, b, b_row, false, sums);
+        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
 #pragma GCC unroll 2
     for (; depth > 0; depth--, a += a_column, b += b_row) {
         flash_ask_lines(&ask, lines);
-        FROM(add_outer)(rows, vectors, a, a_row, b, b_row, true, sums);
+        FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
     }
     if (lines) *ahead = ask;
     HIDE(c); /* its rows are cheaper found again than kept, for which there are no registers */
@@ -63,15 +63,15 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
-#define PART_OF(n, vectors, depth, skip)                                                                     \
-    FROM(product_of)(n, vectors, depth, a, a_step, 1, b + skip, FN(PANEL), c + skip, AM_FLASH_TILE, false,   \
-                     0, NULL)
+    b += half, c += half;
+#define PART_OF(n, vectors)                                                                                  \
+    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, 0, NULL)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        if (!whole)                                                                                          \
-            PART_OF(n, 1, depth, half);                                                                      \
+        if (whole)                                                                                           \
+            PART_OF(n, 2);                                                                                   \
         else                                                                                                 \
-            PART_OF(n, 2, depth, 0);                                                                         \
+            PART_OF(n, 1);                                                                                   \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -81,7 +81,7 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
     return true;
 }
 
-/* c = c + a b, where a is of logits, and b one packed panel. */
+/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one packed panel. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, T *c,
                                      ptrdiff_t c_step)
 {
@@ -93,8 +93,8 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a
 #undef ROWS
 }
 
-/* c = c + a b, where a is of logits, and b two vectors of rows that lie apart. From three rows of a on it
- * asks for `lines` with each of b. */
+/* The same where b is two vectors of rows that lie anywhere. From three rows of a on it asks for `lines` with
+ * each of b. */
 static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, ptrdiff_t depth, const T *a,
                                                                const S *b, ptrdiff_t b_step, T *c,
                                                                ptrdiff_t c_step, const int lines,
@@ -111,7 +111,7 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
 #undef ROWS
 }
 
-/* c = c + aᵀ b, where columns of a are of logits. */
+/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart. */
 static inline void FROM(add_product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
                                             ptrdiff_t b_step, T *c, ptrdiff_t c_step)
 {
@@ -126,6 +126,5 @@ static inline void FROM(add_product_turned)(ptrdiff_t columns, ptrdiff_t depth, 
 #undef S
 #undef LOADS
 #undef FMA
-#undef TIMES
 #undef TIMES
 #undef FROM

@@ -18,7 +18,8 @@ enum {
 #define EACH_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) MORE_ROWS(ROWS)
 
 #define S T
-#define LOADS(b, b_row, left, right) left = VOP(load)(b), right = VOP(load)((b) + LANES)
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    left = VOP(load)(b), right = VOP(load)((b) + ((vectors) - 1) * LANES)
 #define FMA VOP(fma)
 #define TIMES VOP(mul)
 #define FROM(name) FN(name)

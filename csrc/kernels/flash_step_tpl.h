@@ -162,7 +162,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
     if (block->depth == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
-    for (ptrdiff_t column = block->depth == 0 ? AM_FLASH_TILE : 0; column < AM_FLASH_TILE;
+    for (ptrdiff_t column = 0; block->depth > 0 && column < AM_FLASH_TILE;
          column += FN(PANEL), k += FN(PANEL) * block->depth) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,

@@ -80,7 +80,8 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #include "kernels/flash_source_tpl.h"
 #ifdef HALVES
 #    define S uint16_t
-#    define LOADS(b, b_row, left, right) left = vf_load_f16(b), right = vf_load_f16((b) + LANES)
+#    define LOADS(b, b_row, vectors, left, right)                                                            \
+        left = vf_load_f16(b), right = vf_load_f16((b) + ((vectors) - 1) * LANES)
 #    define FMA vf_fma
 #    define TIMES vf_mul
 #    define FROM(name) name##_f16
@@ -90,7 +91,8 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define FROM(name) name##_f16
 #    include "kernels/flash_source_tpl.h"
 #    define S uint16_t
-#    define LOADS(b, b_row, left, right) left = vf_load_bf16(b), right = vf_load_bf16((b) + LANES)
+#    define LOADS(b, b_row, vectors, left, right)                                                            \
+        left = vf_load_bf16(b), right = vf_load_bf16((b) + ((vectors) - 1) * LANES)
 #    define FMA vf_fma
 #    define TIMES vf_mul
 #    define FROM(name) name##_bf16
