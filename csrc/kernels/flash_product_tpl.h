@@ -63,16 +63,18 @@ static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_e
 #endif
 
 /* 2^x for x up to some hundred, 0 from -MIN_POWER on down, NaN for NaN; of some vectors, step by step: a
- * step waits for the one before, and vectors do not wait for each other. */
-static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,
-                                                                const int term_count)
+ * step waits for the one before, and vectors do not wait for each other. First whole numbers are taken. */
+static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole, const int count)
 {
-    V whole[FN(AT_ONCE)], power[FN(AT_ONCE)];
 #pragma GCC unroll 16
-    for (int j = 0; j < count; j++) {
-        whole[j] = VOP(take_whole)(&x[j]);
-        power[j] = VOP(set1)(terms[term_count - 1]);
-    }
+    for (int j = 0; j < count; j++) whole[j] = VOP(take_whole)(&x[j]);
+}
+static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *whole, const int count,
+                                                               const T *terms, const int term_count)
+{
+    V power[FN(AT_ONCE)];
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) power[j] = VOP(set1)(terms[term_count - 1]);
 #pragma GCC unroll 16
     for (int i = term_count - 2; i >= 0; i--) {
 #pragma GCC unroll 16
@@ -80,6 +82,13 @@ static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int 
     }
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) x[j] = VOP(times_power)(power[j], whole[j]);
+}
+static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,
+                                                                const int term_count)
+{
+    V whole[FN(AT_ONCE)];
+    FN(exp2_begin)(x, whole, count);
+    FN(exp2_end)(x, whole, count, terms, term_count);
 }
 
 static inline V FN(exp2)(V x)

@@ -9,8 +9,11 @@
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
-/* What greater logits raise. */
-static inline V STEP(limit_of)(const T *high) { return VOP(add)(VOP(set1)(*high), VOP(set1)(FLASH_SLACK)); }
+/* Whether there is a logit that raises what a row counts from. */
+static inline bool STEP(is_over)(V most, const T *high)
+{
+    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*high));
+}
 
 /* A row has met a greater logit than any before: what it has gathered is scaled. */
 static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, ptrdiff_t row, T highest)
@@ -37,7 +40,6 @@ static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_ti
                                    ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE, *top = block->top ? (T *)block->top + row : NULL;
-    const V limit = STEP(limit_of)((const T *)block->high + row);
     if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
@@ -52,7 +54,7 @@ static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_ti
         T highest = VOP(highest)(most);
         *top = highest > *top ? highest : *top;
     }
-    if (VOP(exceeds)(most, limit)) /* as any live logit does a `high` of -INFINITY */
+    if (STEP(is_over)(most, (const T *)block->high + row)) /* as any live logit does a `high` of -INFINITY */
         STEP(raise)(block, row, VOP(highest)(most));
 }
 
@@ -114,31 +116,51 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
            !tile->bias;
 }
 
-/* `weigh` for all rows of such a tile, which most are. */
+/* Some products of such a tile to logits, of which whole numbers are taken. The first of a row may raise. */
+static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
+                                                                    ptrdiff_t column, V *x, V *whole)
+{
+    const T *logits = (const T *)block->logits + row * AM_FLASH_TILE, *high = (const T *)block->high + row;
+    const V factor = VOP(set1)((T)block->factor);
+    if (column == 0) {
+        V most = VOP(set1)(-(T)INFINITY);
+#pragma GCC unroll 16
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
+        if (WIDTH > 1) most = VOP(mul)(factor, most);
+        if (STEP(is_over)(most, high)) STEP(raise)(block, row, VOP(highest)(most));
+    }
+    const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
+#pragma GCC unroll 16
+    for (int j = 0; j < FN(AT_ONCE); j++) {
+        x[j] = VOP(load)(logits + column + j * LANES);
+        x[j] = WIDTH > 1 ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
+    }
+    FN(exp2_begin)(x, whole, FN(AT_ONCE));
+}
+
+/* `weigh` for all rows of such a tile, which most are. What comes next is begun before powers are taken,
+ * whose steps wait for one another. */
 static void STEP(weigh_plain)(const am_flash_rows *block)
 {
+    enum { SOME = FN(AT_ONCE) * LANES };
     const ptrdiff_t rows = block->rows;
-    const V factor = VOP(set1)((T)block->factor);
-    T *logits = block->logits, *high = block->high, *sums = block->sum;
+    T *logits = block->logits, *sums = block->sum;
+    V next[FN(AT_ONCE)], next_whole[FN(AT_ONCE)];
+    STEP(begin_plain)(block, 0, 0, next, next_whole);
     for (ptrdiff_t begin = 0; begin < rows; begin += LANES) {
         const ptrdiff_t end = rows - begin < LANES ? rows : begin + LANES;
         V lanes[LANES];
         for (ptrdiff_t row = begin; row < end; row++, logits += AM_FLASH_TILE) {
-            V most = VOP(set1)(-(T)INFINITY), total = VOP(set1)(0);
+            V total = VOP(set1)(0);
 #pragma GCC unroll 16
-            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
-            if (WIDTH > 1) most = VOP(mul)(factor, most);
-            if (VOP(exceeds)(most, STEP(limit_of)(&high[row]))) STEP(raise)(block, row, VOP(highest)(most));
-            const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
-#pragma GCC unroll 16
-            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += FN(AT_ONCE) * LANES) {
-                V p[FN(AT_ONCE)];
-#pragma GCC unroll 16
-                for (int j = 0; j < FN(AT_ONCE); j++) {
-                    p[j] = VOP(load)(logits + i + j * LANES);
-                    p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
-                }
-                FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += SOME) {
+                V p[FN(AT_ONCE)], whole[FN(AT_ONCE)];
+                memcpy(p, next, sizeof p), memcpy(whole, next_whole, sizeof whole);
+                if (i + SOME < AM_FLASH_TILE)
+                    STEP(begin_plain)(block, row, i + SOME, next, next_whole);
+                else if (row + 1 < rows)
+                    STEP(begin_plain)(block, row + 1, 0, next, next_whole);
+                FN(exp2_end)(p, whole, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
 #pragma GCC unroll 16
                 for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
                 STEP(put)(logits + i / WIDTH, p, FN(AT_ONCE));
