@@ -108,24 +108,30 @@ static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, p
     }
 }
 
-/* Whether all pairs are live, and their products are logits but for a factor. */
+/* Whether products are logits but for a factor, and rows are weighed whole: where vectors go together to
+ * pairs, leaving out those that are dead costs more than it saves. */
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
-    return scaled && block->unit == 1 && block->cap == 0 && !block->top && !tile->live && !tile->kept &&
+    bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1, whole = WIDTH > 1 || !tile->live;
+    return scaled && whole && block->unit == 1 && block->cap == 0 && !block->top && !tile->kept &&
            !tile->bias;
 }
 
 /* Some products of such a tile to logits, of which whole numbers are taken. The first of a row may raise. */
 static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
-                                                                    ptrdiff_t column, V *x, V *whole)
+                                                                    const uint64_t *live, ptrdiff_t column,
+                                                                    V *x, V *whole)
 {
     const T *logits = (const T *)block->logits + row * AM_FLASH_TILE, *high = (const T *)block->high + row;
     const V factor = VOP(set1)((T)block->factor);
     if (column == 0) {
         V most = VOP(set1)(-(T)INFINITY);
 #pragma GCC unroll 16
-        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) most = VOP(max)(VOP(load)(logits + i), most);
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            V s = VOP(load)(logits + i);
+            if (live) s = VOP(select)(live[row] >> i, s, VOP(set1)(-(T)INFINITY));
+            most = VOP(max)(s, most);
+        }
         if (WIDTH > 1) most = VOP(mul)(factor, most);
         if (STEP(is_over)(most, high)) STEP(raise)(block, row, VOP(highest)(most));
     }
@@ -138,15 +144,16 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
     FN(exp2_begin)(x, whole, FN(AT_ONCE));
 }
 
-/* `weigh` for all rows of such a tile, which most are. What comes next is begun before powers are taken,
- * whose steps wait for one another. */
-static void STEP(weigh_plain)(const am_flash_rows *block)
+/* `weigh` for all rows of such a tile, which most are. `live`: NULL if all pairs are. What comes next is
+ * begun before powers are taken, whose steps wait for one another. */
+static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_flash_rows *block,
+                                                                    const uint64_t *live)
 {
     enum { SOME = FN(AT_ONCE) * LANES };
     const ptrdiff_t rows = block->rows;
     T *logits = block->logits, *sums = block->sum;
     V next[FN(AT_ONCE)], next_whole[FN(AT_ONCE)];
-    STEP(begin_plain)(block, 0, 0, next, next_whole);
+    STEP(begin_plain)(block, 0, live, 0, next, next_whole);
     for (ptrdiff_t begin = 0; begin < rows; begin += LANES) {
         const ptrdiff_t end = rows - begin < LANES ? rows : begin + LANES;
         V lanes[LANES];
@@ -157,12 +164,15 @@ static void STEP(weigh_plain)(const am_flash_rows *block)
                 V p[FN(AT_ONCE)], whole[FN(AT_ONCE)];
                 memcpy(p, next, sizeof p), memcpy(whole, next_whole, sizeof whole);
                 if (i + SOME < AM_FLASH_TILE)
-                    STEP(begin_plain)(block, row, i + SOME, next, next_whole);
+                    STEP(begin_plain)(block, row, live, i + SOME, next, next_whole);
                 else if (row + 1 < rows)
-                    STEP(begin_plain)(block, row + 1, 0, next, next_whole);
+                    STEP(begin_plain)(block, row + 1, live, 0, next, next_whole);
                 FN(exp2_end)(p, whole, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
 #pragma GCC unroll 16
-                for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
+                for (int j = 0; j < FN(AT_ONCE); j++) {
+                    if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
+                    total = VOP(add)(total, p[j]);
+                }
                 STEP(put)(logits + i / WIDTH, p, FN(AT_ONCE));
             }
             lanes[row - begin] = total;
@@ -194,7 +204,10 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         }
     }
     const bool plain = STEP(is_plain)(block, tile);
-    if (plain) STEP(weigh_plain)(block);
+    if (plain && WIDTH > 1 && tile->live)
+        STEP(weigh_plain)(block, tile->live);
+    else if (plain)
+        STEP(weigh_plain)(block, NULL);
     for (const FN(strip) *s = strips; !plain && s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
