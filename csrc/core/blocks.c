@@ -27,11 +27,14 @@ typedef struct {
 static _Atomic(kept_block *) kept[KEPT];
 static atomic_uint next_kept;
 
-#ifdef __has_feature
-#    define SANITIZED __has_feature(address_sanitizer)
-#elif defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__)
 #    define SANITIZED 1
-#else
+#elif defined(__has_feature)
+#    if __has_feature(address_sanitizer)
+#        define SANITIZED 1
+#    endif
+#endif
+#ifndef SANITIZED
 #    define SANITIZED 0
 #endif
 
