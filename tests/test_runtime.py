@@ -541,9 +541,8 @@ def some_calls() -> list:
     counts = rng.integers(0, 9, (1, 60_000, 3)).astype(np.int16)
     mask = rng.random((20, 30_000)) < 0.5
     query, key = (rng.standard_normal((1, tokens, 4, 64)).astype(np.float32) for tokens in (128, 1024))
-    halves = [
-        x.astype(np.float16) for x in (key, query, query)
-    ]  # many queries: their gradient is added up apart
+    # Many queries, whose gradient is added up in float32 apart.
+    halves = [x.astype(np.float16) for x in (key, query, query)]
     return [
         lambda: attnmask.flash_attention(query, key, key),
         lambda: attnmask.flash_attention_vjp(*halves)[1](halves[0]).query,
