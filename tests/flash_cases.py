@@ -400,5 +400,7 @@ STEADY = [
     Case(F32, 130, 190, 8, 24, 8, (16, 16), q_layout="heads first"),
     Case(BF16, 330, 330, 8, 8, 4, (16, 16), causal=True, window=(50, 0), dropout=0.3, sinks="[H, S]"),
     Case(F64, 190, 150, 5, 7, 8, (16, 16), mask="[B, H, Tq, Tk] bool", bias="[H, 1, Tk]"),
+    Case(BF16, 64, 64, 64, 64, 8, (8, 8), mask="segments of heads, causal"),  # of heads that lie side by side
+    Case(F32, 20, 200, 24, 40, 3, (24, 12), dropout=0.2, sinks="[H, S]", bias="[H, 1, Tk]", normalize=False),
     Case(F32, 640, 640, 8, 8, 1, (6, 6), window=(0, 0)),  # by one thread in few tasks, of split keys
 ]

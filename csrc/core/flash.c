@@ -30,6 +30,7 @@ enum {
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 12,          /* of a block, for which packing is not worth while */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
+    SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */
     MOST_SLOTS = 8,         /* for tiles that a task packs for itself */
     SLOT_BYTES = 320 << 10, /* of all of them: they stay in the second-level cache */
@@ -113,7 +114,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0;
-    s->q = am_take(memory, &used, AM_FLASH_ROWS * f->depth * p->base.size);
+    s->q = am_take(memory, &used, p->at_once * p->most_rows * f->depth * p->base.size);
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
@@ -122,20 +123,22 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->gathered = am_take(memory, &used, p->at_once * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
-    s->row_keys = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
+    s->row_keys = (uint64_t *)am_take(memory, &used, p->at_once * p->most_rows * (ptrdiff_t)sizeof(uint64_t));
     return used;
 }
 
-/* What the i-th block at a time has of it: all together they have at most as many rows as one that is full.
- */
+/* What the i-th block at a time has of it. In place all take their steps together, and have at most as many
+ * rows as one that is full; else one after the other, each with all the room for a tile. */
 static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
     s.q += row * p->lanes * p->base.size;
+    s.gathered += i * p->partial_bytes;
+    s.row_keys += row;
+    if (!p->in_place) return s;
     s.logits += row * TILE * p->base.size;
     s.bias += p->base.flash->bias ? row * TILE * p->base.size : 0;
-    s.gathered += i * p->partial_bytes;
-    s.live += row, s.kept += row, s.row_keys += row;
+    s.live += row, s.kept += row;
     return s;
 }
 
@@ -173,13 +176,16 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
-/* Rows of one head, to be asked for. */
-static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
-                            ptrdiff_t count)
+/* One of `parts` of some rows, to be asked for: those of heads that lie side by side, else of the first. */
+static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
+                            ptrdiff_t rows, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts)
 {
     if (rows <= 0 || !am_is_plain(t)) return (am_flash_ahead){0};
-    return (am_flash_ahead){am_token(t, b, head, token), t->token, count * (ptrdiff_t)am_size_of(t->type),
-                            rows};
+    ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one,
+              begin = rows * part / parts, end = rows * (part + 1) / parts;
+    bool side_by_side = one < all && all <= t->token;
+    return (am_flash_ahead){am_token(t, b, head, token + begin), t->token, side_by_side ? all : one,
+                            end - begin};
 }
 
 /* From the first key that a row of the block may see to behind the last, of its split. */
@@ -196,22 +202,33 @@ static am_keys keys_of(const plan *p, const place *at)
     return (am_keys){begin, am_min(end, (at->split + 1) * p->split_keys)};
 }
 
-/* What comes after the tile at k: the next one of the block, or the block that this thread may take up then.
- */
-static void look_ahead(const plan *p, const place *at, const place *next, ptrdiff_t k, ptrdiff_t end,
-                       am_flash_tile *tile)
+/* Of all tiles. */
+static ptrdiff_t tile_index(const plan *p, const place *at, ptrdiff_t k)
+{
+    return (at->b * p->base.flash->kv_heads + at->kv_head) * p->tiles + k / TILE;
+}
+
+/* What comes after the tiles at k of some blocks: the next ones of theirs, or the blocks that this thread may
+ * take up then. The blocks walk one after the other in `parts`, of which each asks for its part. */
+static void look_ahead(const plan *p, const work *works, const place *next, ptrdiff_t k, ptrdiff_t end,
+                       ptrdiff_t part, ptrdiff_t parts, am_flash_tile *tile)
 {
     const am_flash *f = p->base.flash;
+    const place *at = &works->at;
+    const ptrdiff_t kv_heads = p->at_once, heads = p->at_once * p->block_heads;
     bool last = k + TILE >= end;
     const place *where = last ? next : at;
     k = last ? keys_of(p, next).begin : k + TILE;
-    bool there = p->packed || (p->slots > 1 && !last);
+    bool there = p->packed || works->own->tile[k / TILE % p->slots] == tile_index(p, where, k);
     ptrdiff_t rows = there ? 0 : am_min(TILE, f->keys - k);
-    tile->next[AM_NEXT_K] = ahead(&f->k, where->b, where->kv_head, k, rows, f->depth);
-    tile->next[AM_NEXT_V] = ahead(&f->v, where->b, where->kv_head, k, rows, f->value_depth);
+    tile->next[AM_NEXT_K] = ahead(&f->k, where->b, where->kv_head, kv_heads, k, rows, f->depth, part, parts);
+    tile->next[AM_NEXT_V] =
+        ahead(&f->v, where->b, where->kv_head, kv_heads, k, rows, f->value_depth, part, parts);
     if (!last || p->splits > 1) return;
-    tile->next[AM_NEXT_Q] = ahead(&f->q, next->b, next->head, next->q, next->queries, f->depth);
-    tile->next[AM_NEXT_OUT] = ahead(&f->out, at->b, at->head, at->q, at->queries, f->value_depth);
+    tile->next[AM_NEXT_Q] =
+        ahead(&f->q, next->b, next->head, heads, next->q, next->queries, f->depth, part, parts);
+    tile->next[AM_NEXT_OUT] =
+        ahead(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
 }
 
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
@@ -347,7 +364,7 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
     if (kind == AM_DEAD) return false;
     *tile = (am_flash_tile){.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
-    ptrdiff_t index = (at->b * f->kv_heads + at->kv_head) * p->tiles + k / TILE;
+    ptrdiff_t index = tile_index(p, at, k);
     if (p->packed) {
         index -= p->first * p->tiles;
         tile->k = p->packed + index * (p->k_bytes + p->v_bytes);
@@ -392,23 +409,27 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
         end = am_max(end, keys.end);
     }
     am_flash_step *step = p->pairs ? p->base.kernels->step_pairs : p->base.kernels->step;
+    const ptrdiff_t together = p->in_place ? count : 1, parts = count / together;
     for (ptrdiff_t k = begin; k < end; k += TILE) {
-        am_flash_rows rows[MOST_BLOCKS];
-        am_flash_tile tiles[MOST_BLOCKS];
-        am_flash_step_in_place *step_in_place = NULL;
-        ptrdiff_t live = 0;
-        for (ptrdiff_t i = 0; i < count; i++) {
-            if (!find_tile(p, &works[i], k, &tiles[live], &step_in_place)) continue;
-            if (live == 0) look_ahead(p, &works[i].at, next, k, end, tiles); /* for all of them */
-            rows[live++] = works[i].rows;
+        for (ptrdiff_t part = 0; part < parts; part++) {
+            const work *first = works + part * together;
+            am_flash_rows rows[MOST_BLOCKS];
+            am_flash_tile tiles[MOST_BLOCKS];
+            am_flash_step_in_place *step_in_place = NULL;
+            ptrdiff_t live = 0;
+            for (const work *w = first; w < first + together; w++) {
+                if (!find_tile(p, w, k, &tiles[live], &step_in_place)) continue;
+                if (live == 0) look_ahead(p, works, next, k, end, part, parts, tiles); /* for all of them */
+                rows[live++] = w->rows;
+            }
+            if (live == 0) continue;
+            if (step_in_place)
+                step_in_place(rows, tiles, live);
+            else
+                step(rows, tiles);
+            am_status status = am_checkpoint(team);
+            if (status != AM_OK) return status;
         }
-        if (live == 0) continue;
-        if (step_in_place)
-            step_in_place(rows, tiles, live);
-        else
-            step(rows, tiles);
-        am_status status = am_checkpoint(team);
-        if (status != AM_OK) return status;
     }
     return AM_OK;
 }
@@ -506,8 +527,9 @@ static ptrdiff_t together(const plan *p)
     if (!am_is_plain(k) || !am_is_plain(v)) return 1;
     if (p->pairs && !(am_is_plain_pairs(k, f->depth) && am_is_plain_pairs(v, f->value_depth))) return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
-    ptrdiff_t kv_heads = f->kv_heads,
-              most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), AM_FLASH_ROWS / p->most_rows);
+    ptrdiff_t kv_heads = f->kv_heads, row_bytes = (p->lanes + p->out_depth) * p->base.size,
+              rows = p->in_place ? AM_FLASH_ROWS : SIDE_BYTES / am_max(row_bytes, 1),
+              most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), rows / p->most_rows);
     most = am_min(am_min(most, MOST_BLOCKS), f->batch * kv_heads * p->splits / FEW_TASKS);
     most = am_max(1, most);
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
@@ -548,7 +570,7 @@ static void choose(plan *p)
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
     p->splits = am_max(wanted, 1);
-    p->together = p->at_once = p->in_place ? together(p) : 1;
+    p->together = p->at_once = p->shares_keys ? 1 : together(p);
     p->slots = 1;
     if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);

@@ -3,36 +3,28 @@
 
 enum { FLASH_LINE = 64 };
 
-/* So many rows of what comes next, one kind after the other. */
-static inline void flash_ask_rows(am_flash_ahead next[AM_NEXTS], ptrdiff_t count)
-{
-    const am_flash_ahead *end = next + AM_NEXTS;
-    for (; count > 0; count--) {
-        while (next < end && next->rows <= 0) next++;
-        if (next == end) return;
-        for (ptrdiff_t i = 0; i < next->length; i += FLASH_LINE) __builtin_prefetch(next->at + i, 0, 2);
-        next->at += next->step;
-        next->rows--;
-    }
-}
-
-/* The same line by line, in the order of memory, which loops ask for while they read others. */
+/* Lines of some rows, in the order of memory. */
 typedef struct {
     uintptr_t at; /* asked for whether or not it is anybody's memory, which is harmless */
     ptrdiff_t step, left, row,
-        gap; /* bytes from line to line, lines left of this row and of all, bytes to the next */
+        gap;         /* bytes from line to line, lines left of this row and of all, bytes to the next */
+    ptrdiff_t count; /* of all rows, in so far as somebody keeps the count */
 } flash_lines;
 
-static inline flash_lines flash_lines_of(const void *first, ptrdiff_t skip, ptrdiff_t step, ptrdiff_t length)
+/* Rows may begin and end within a line. */
+static inline flash_lines flash_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t length, ptrdiff_t rows)
 {
-    ptrdiff_t row = (length + FLASH_LINE - 1) / FLASH_LINE;
-    return (flash_lines){(uintptr_t)first + (uintptr_t)skip, FLASH_LINE, row, row, step - row * FLASH_LINE};
+    const bool alike = step % FLASH_LINE == 0;
+    const ptrdiff_t skipped = alike ? (ptrdiff_t)(at % FLASH_LINE) : FLASH_LINE - 1;
+    ptrdiff_t row = (skipped + length + FLASH_LINE - 1) / FLASH_LINE;
+    if (alike && 0 < step && step < row * FLASH_LINE) row = step / FLASH_LINE; /* the next one has the rest */
+    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows};
 }
 
 /* A line that is known, again and again. */
 static inline flash_lines flash_no_lines(const void *known)
 {
-    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0};
+    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0};
 }
 
 static inline void flash_ask_lines(flash_lines *lines, ptrdiff_t count)
@@ -43,5 +35,46 @@ static inline void flash_ask_lines(flash_lines *lines, ptrdiff_t count)
         if (--lines->left > 0) continue;
         lines->at += (uintptr_t)lines->gap;
         lines->left = lines->row;
+    }
+}
+
+/* What comes after a tile. */
+typedef struct {
+    flash_lines kinds[AM_NEXTS];
+    ptrdiff_t left, share; /* lines of all kinds, and how many of them a product asks for at least */
+} flash_next;
+
+static inline flash_next flash_next_of(const am_flash_tile *tile, ptrdiff_t products)
+{
+    flash_next next = {.left = 0};
+    for (int i = 0; i < AM_NEXTS; i++) {
+        const am_flash_ahead *rows = &tile->next[i];
+        if (rows->rows <= 0) continue;
+        next.kinds[i] = flash_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows);
+        next.left += next.kinds[i].count;
+    }
+    next.share = next.left / products + 1;
+    return next;
+}
+
+/* What a loop asks for, one line at a time, so many times; NULL if no kind has as many left. */
+static inline flash_lines *flash_next_for(flash_next *next, ptrdiff_t count)
+{
+    for (int i = 0; next->left >= count && i < AM_NEXTS; i++) {
+        if (next->kinds[i].count >= count) return &next->kinds[i];
+    }
+    return NULL;
+}
+
+/* After a loop that has asked `count` times, if not for NULL: asks for what is missing to its share. */
+static inline void flash_ask_rest(flash_next *next, flash_lines *asked, ptrdiff_t count)
+{
+    if (next->left == 0) return;
+    ptrdiff_t more = next->share;
+    if (asked) asked->count -= count, next->left -= count, more -= count;
+    for (int i = 0; more > 0 && i < AM_NEXTS; i++) {
+        const ptrdiff_t some = next->kinds[i].count < more ? next->kinds[i].count : more;
+        flash_ask_lines(&next->kinds[i], some);
+        next->kinds[i].count -= some, next->left -= some, more -= some;
     }
 }

@@ -99,7 +99,7 @@ static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t
 {
     const ptrdiff_t size = sizeof(S);
     ptrdiff_t length = (const char *)last - (const char *)first + depth * size;
-    return flash_lines_of(first, keys * step * size, step * size, length);
+    return flash_lines_of((uintptr_t)first + (uintptr_t)(keys * step * size), step * size, length, 0);
 }
 
 /* Logits and weights of some keys, then their values.

@@ -37,6 +37,7 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     }
     flash_lines ask = lines ? *ahead : (flash_lines){0};
     if (!add) {
+        flash_ask_lines(&ask, lines);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
@@ -57,15 +58,17 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
 
 /* Rows of a times one packed panel, as logits; depth is at least 1. Of its columns begin … end - 1 at least,
  * which may lie beside it; whether there are any. */
-static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
-                                        const T *a, ptrdiff_t a_step, const S *b, T *c)
+static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
+                                                               ptrdiff_t depth, const T *a, ptrdiff_t a_step,
+                                                               const S *b, T *c, const int lines,
+                                                               flash_lines *ahead)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     b += half, c += half;
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, 0, NULL)
+    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines, ahead)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -80,21 +83,19 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
 #undef PART_OF
     return true;
 }
-
-/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one packed panel. */
-static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, T *c,
-                                     ptrdiff_t c_step)
+APART bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth, const T *a,
+                                ptrdiff_t a_step, const S *b, T *c)
 {
-#define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, 2, depth, a, AM_FLASH_TILE, 1, b, FN(PANEL), c, c_step, true, 0, NULL); break;
-    switch (rows) {
-        EACH_ROWS(ROWS)
-    }
-#undef ROWS
+    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 0, NULL);
+}
+APART bool FROM(product_within_asking)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                       const T *a, ptrdiff_t a_step, const S *b, T *c, flash_lines *ahead)
+{
+    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, ahead);
 }
 
-/* The same where b is two vectors of rows that lie anywhere. From three rows of a on it asks for `lines` with
- * each of b. */
+/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is two vectors of rows that lie anywhere. From
+ * three rows of a on it asks for `lines` with each of b. */
 static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, ptrdiff_t depth, const T *a,
                                                                const S *b, ptrdiff_t b_step, T *c,
                                                                ptrdiff_t c_step, const int lines,
@@ -109,6 +110,17 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
         EACH_ROWS(ROWS)
     }
 #undef ROWS
+}
+
+/* The same where b is one packed panel. */
+APART void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, T *c, ptrdiff_t c_step)
+{
+    FROM(gather)(rows, depth, a, b, FN(PANEL), c, c_step, 0, NULL);
+}
+APART void FROM(add_product_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, T *c,
+                                    ptrdiff_t c_step, flash_lines *ahead)
+{
+    FROM(gather)(rows, depth, a, b, FN(PANEL), c, c_step, 1, ahead);
 }
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart. */

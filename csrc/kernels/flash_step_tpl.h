@@ -186,10 +186,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
 
-    am_flash_ahead next[AM_NEXTS];
-    ptrdiff_t rows = 0;
-    for (int i = 0; i < AM_NEXTS; i++) rows += (next[i] = tile->next[i]).rows;
-    ptrdiff_t share = rows * FN(PANEL) / (count * (AM_FLASH_TILE + block->out_depth)) + (rows > 0);
+    flash_next next = flash_next_of(tile, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
@@ -197,10 +194,13 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     for (ptrdiff_t column = 0; block->depth > 0 && column < AM_FLASH_TILE;
          column += FN(PANEL), k += FN(PANEL) * block->depth) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
-                                     q + s->row * block->depth, block->depth, k,
-                                     logits + s->row * AM_FLASH_TILE + column))
-                flash_ask_rows(next, share);
+            flash_lines *ask = flash_next_for(&next, block->depth);
+            const ptrdiff_t depth = block->depth, begin = s->begin - column, end = s->end - column;
+            const T *a = q + s->row * depth;
+            T *c = logits + s->row * AM_FLASH_TILE + column;
+            if (ask ? STEP(product_within_asking)(s->rows, begin, end, depth, a, depth, k, c, ask)
+                    : STEP(product_within)(s->rows, begin, end, depth, a, depth, k, c))
+                flash_ask_rest(&next, ask, depth);
         }
     }
     const bool plain = STEP(is_plain)(block, tile);
@@ -222,10 +222,14 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product)(s->rows, end - begin, logits + s->row * AM_FLASH_TILE + begin,
-                              v + begin * FN(PANEL), out + s->row * block->out_depth + column,
-                              block->out_depth);
-            flash_ask_rows(next, share);
+            flash_lines *ask = flash_next_for(&next, end - begin);
+            const T *a = logits + s->row * AM_FLASH_TILE + begin, *b = v + begin * FN(PANEL);
+            T *c = out + s->row * block->out_depth + column;
+            if (ask)
+                STEP(add_product_asking)(s->rows, end - begin, a, b, c, block->out_depth, ask);
+            else
+                STEP(add_product)(s->rows, end - begin, a, b, c, block->out_depth);
+            flash_ask_rest(&next, ask, end - begin);
         }
     }
 }
