@@ -16,6 +16,7 @@
 
 #include "core/convert.h"
 #include "core/flash_base.h"
+#include "kernels/flash_ahead.h"
 
 enum {
     TILE = AM_FLASH_TILE,
@@ -29,6 +30,7 @@ enum {
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 12,          /* of a block, for which packing is not worth while */
+    SOME_ROWS = 48,         /* the same, packing values */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */
@@ -48,6 +50,7 @@ typedef struct {
     ptrdiff_t slots;             /* for tiles that a task packs for itself */
     bool shares_keys;            /* blocks do, and they are packed beforehand */
     bool in_place;               /* keys and values are not packed */
+    bool values_in_place;        /* values are not, of tiles whose pairs are all live */
     bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
     ptrdiff_t lanes;             /* of a query or key */
     ptrdiff_t splits, split_keys;
@@ -157,6 +160,7 @@ static const char *read_tile(const plan *p, const am_tokens *t, bool plain, cons
     return src;
 }
 
+/* v_to: NULL if values are used where they lie. */
 static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, char *k_to, char *v_to,
                       bool *finite)
 {
@@ -165,6 +169,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     if (p->pairs) {
         const char *pairs = am_read_pairs(&f->k, at->b, at->kv_head, k, rows, f->depth, room, &step);
         p->base.kernels->pack_keys(k_to, pairs, step, rows, p->lanes);
+        if (!v_to) return;
         pairs = am_read_pairs(&f->v, at->b, at->kv_head, k, rows, f->value_depth, room, &step);
         *finite = p->base.kernels->pack_value_pairs(v_to, pairs, 2 * step, rows, f->value_depth);
         return;
@@ -172,6 +177,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     const am_flash_source *source;
     const char *src = read_tile(p, &f->k, am_is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
     source->pack_keys(k_to, src, step, rows, f->depth);
+    if (!v_to) return;
     src = read_tile(p, &f->v, am_is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
@@ -231,17 +237,39 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
         ahead(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
 }
 
+/* Whose tile it is, of all, and its first key. */
+static place place_of_tile(const plan *p, ptrdiff_t index, ptrdiff_t *k)
+{
+    ptrdiff_t head = index / p->tiles;
+    *k = index % p->tiles * TILE;
+    return (place){.b = head / p->base.flash->kv_heads, .kv_head = head % p->base.flash->kv_heads};
+}
+
+/* Asks for the rows of a tile, all at once. */
+static void ask_tile(const plan *p, const am_tokens *t, ptrdiff_t index, ptrdiff_t count)
+{
+    ptrdiff_t k;
+    const place at = place_of_tile(p, index, &k);
+    const am_flash_ahead rows =
+        ahead(t, at.b, at.kv_head, 1, k, am_min(TILE, p->base.flash->keys - k), count, 0, 1);
+    flash_lines lines = flash_lines_of((uintptr_t)rows.at, rows.step, rows.length, rows.rows);
+    flash_ask_lines(&lines, lines.count);
+}
+
 static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
-    char *room = am_room_enter(&p->rooms);
-    ptrdiff_t head = p->first + index / p->tiles;
+    const am_flash *f = p->base.flash;
+    char *room = am_room_enter(&p->rooms), *to = p->packed + index * (p->k_bytes + p->v_bytes);
     scratch s;
     lay_out(p, room, &s);
-    const place at = {.b = head / p->base.flash->kv_heads, .kv_head = head % p->base.flash->kv_heads};
-    char *to = p->packed + index * (p->k_bytes + p->v_bytes);
+    ptrdiff_t tile = p->first * p->tiles + index, k,
+              next = am_min(tile + p->threads, f->batch * f->kv_heads * p->tiles - 1);
+    const place at = place_of_tile(p, tile, &k);
+    ask_tile(p, &f->k, next, f->depth);
+    ask_tile(p, &f->v, next, f->value_depth);
     bool finite;
-    pack_tile(p, &at, index % p->tiles * TILE, s.row, to, to + p->k_bytes, &finite);
+    pack_tile(p, &at, k, s.row, to, to + p->k_bytes, &finite);
     p->finite[index] = finite;
     am_room_leave(&p->rooms, room);
     return am_checkpoint(team);
@@ -385,9 +413,12 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
     } else {
         ptrdiff_t slot = k / TILE % p->slots;
         char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
-        if (w->own->tile[slot] != index) pack_tile(p, at, k, s->row, own_k, own_v, &w->own->finite[slot]);
+        bool there = p->values_in_place && kind == AM_FULL;
+        if (w->own->tile[slot] != index)
+            pack_tile(p, at, k, s->row, own_k, there ? NULL : own_v, &w->own->finite[slot]);
         w->own->tile[slot] = index;
-        tile->k = own_k, tile->v = own_v;
+        tile->k = own_k, tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
+        tile->v_step = there ? f->v.token / p->base.size : 0;
         tile->finite = w->own->finite[slot];
     }
     if (p->base.threshold) {
@@ -572,6 +603,10 @@ static void choose(plan *p)
     p->splits = am_max(wanted, 1);
     p->together = p->at_once = p->shares_keys ? 1 : together(p);
     p->slots = 1;
+    p->values_in_place = !p->shares_keys && p->most_rows <= SOME_ROWS && f->v.token > 0 &&
+                         f->value_depth == p->out_depth &&
+                         (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
+                                   : am_is_plain(&f->v) && f->v.type == p->base.type);
     if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;

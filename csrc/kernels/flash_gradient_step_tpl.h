@@ -21,7 +21,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
-                                 a_step, b, c + s->row * AM_FLASH_TILE + column);
+                                 a_step, b, c + s->row * AM_FLASH_TILE + column, NULL);
         }
     }
 }
@@ -88,8 +88,8 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             STEP(add_product)(s->rows, end - begin, slopes + s->row * AM_FLASH_TILE + begin,
-                              k + begin * FN(PANEL), (T *)block->d_q + s->row * block->step + column,
-                              block->step);
+                              k + begin * FN(PANEL), FN(PANEL),
+                              (T *)block->d_q + s->row * block->step + column, block->step, NULL);
         }
     }
 }

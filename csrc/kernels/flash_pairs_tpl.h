@@ -77,6 +77,14 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
                         (float *)block->out + column, block->out_depth, PANEL_f32);
 }
 
+/* Two rows of values are zipped. */
+static void add_in_place_pairs(ptrdiff_t rows, const float *p, const float *v, ptrdiff_t v_step,
+                               ptrdiff_t column, float *c, ptrdiff_t c_step, flash_lines *ahead)
+{
+    add_product_zipped(rows, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c, c_step,
+                       ahead);
+}
+
 #define STEP(name) name##_pairs
 #define WIDTH 2
 #define EXP2_TERMS exp2_terms_pairs
@@ -157,7 +165,7 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
         }
         for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
             add_product_pairs(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE, panel,
-                              out + r * block->out_depth + column, block->out_depth);
+                              PANEL_f32, out + r * block->out_depth + column, block->out_depth, NULL);
     }
 }
 

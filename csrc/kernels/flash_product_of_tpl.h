@@ -56,8 +56,6 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     }
 }
 
-/* Rows of a times one packed panel, as logits; depth is at least 1. Of its columns begin … end - 1 at least,
- * which may lie beside it; whether there are any. */
 static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
                                                                ptrdiff_t depth, const T *a, ptrdiff_t a_step,
                                                                const S *b, T *c, const int lines,
@@ -83,15 +81,25 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
 #undef PART_OF
     return true;
 }
-APART bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth, const T *a,
-                                ptrdiff_t a_step, const S *b, T *c)
+APART bool FROM(within_silent)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth, const T *a,
+                               ptrdiff_t a_step, const S *b, T *c)
 {
     return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 0, NULL);
 }
-APART bool FROM(product_within_asking)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
-                                       const T *a, ptrdiff_t a_step, const S *b, T *c, flash_lines *ahead)
+APART bool FROM(within_asking)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth, const T *a,
+                               ptrdiff_t a_step, const S *b, T *c, flash_lines *ahead)
 {
     return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, ahead);
+}
+
+/* Rows of a times one packed panel, as logits; depth is at least 1. Of its columns begin … end - 1 at least,
+ * which may lie beside it; whether there are any. Asks for a line with each row of b, if `ahead` is not NULL.
+ */
+static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                        const T *a, ptrdiff_t a_step, const S *b, T *c, flash_lines *ahead)
+{
+    return ahead ? FROM(within_asking)(rows, begin, end, depth, a, a_step, b, c, ahead)
+                 : FROM(within_silent)(rows, begin, end, depth, a, a_step, b, c);
 }
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is two vectors of rows that lie anywhere. From
@@ -112,15 +120,25 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
 #undef ROWS
 }
 
-/* The same where b is one packed panel. */
-APART void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, T *c, ptrdiff_t c_step)
+APART void FROM(add_silent)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
+                            ptrdiff_t c_step)
 {
-    FROM(gather)(rows, depth, a, b, FN(PANEL), c, c_step, 0, NULL);
+    FROM(gather)(rows, depth, a, b, b_step, c, c_step, 0, NULL);
 }
-APART void FROM(add_product_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, T *c,
-                                    ptrdiff_t c_step, flash_lines *ahead)
+APART void FROM(add_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
+                            ptrdiff_t c_step, flash_lines *ahead)
 {
-    FROM(gather)(rows, depth, a, b, FN(PANEL), c, c_step, 1, ahead);
+    FROM(gather)(rows, depth, a, b, b_step, c, c_step, 1, ahead);
+}
+
+/* The same, asking for one if `ahead` is not NULL. */
+static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
+                                     ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
+{
+    if (ahead)
+        FROM(add_asking)(rows, depth, a, b, b_step, c, c_step, ahead);
+    else
+        FROM(add_silent)(rows, depth, a, b, b_step, c, c_step);
 }
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart. */

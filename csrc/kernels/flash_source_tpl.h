@@ -131,7 +131,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_depth;
             if (packed)
-                FN(add_product)(rows, keys, p, panel, to, block->out_depth);
+                FN(add_product)(rows, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
             else
                 FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, LINES, ask);
             r += rows;

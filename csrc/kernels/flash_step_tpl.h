@@ -195,12 +195,10 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
          column += FN(PANEL), k += FN(PANEL) * block->depth) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             flash_lines *ask = flash_next_for(&next, block->depth);
-            const ptrdiff_t depth = block->depth, begin = s->begin - column, end = s->end - column;
-            const T *a = q + s->row * depth;
-            T *c = logits + s->row * AM_FLASH_TILE + column;
-            if (ask ? STEP(product_within_asking)(s->rows, begin, end, depth, a, depth, k, c, ask)
-                    : STEP(product_within)(s->rows, begin, end, depth, a, depth, k, c))
-                flash_ask_rest(&next, ask, depth);
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
+                                     q + s->row * block->depth, block->depth, k,
+                                     logits + s->row * AM_FLASH_TILE + column, ask))
+                flash_ask_rest(&next, ask, block->depth);
         }
     }
     const bool plain = STEP(is_plain)(block, tile);
@@ -223,12 +221,13 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             flash_lines *ask = flash_next_for(&next, end - begin);
-            const T *a = logits + s->row * AM_FLASH_TILE + begin, *b = v + begin * FN(PANEL);
+            const T *p = logits + s->row * AM_FLASH_TILE + begin;
             T *c = out + s->row * block->out_depth + column;
-            if (ask)
-                STEP(add_product_asking)(s->rows, end - begin, a, b, c, block->out_depth, ask);
+            if (tile->v_step > 0)
+                STEP(add_in_place)(s->rows, p, tile->v, tile->v_step, column, c, block->out_depth, ask);
             else
-                STEP(add_product)(s->rows, end - begin, a, b, c, block->out_depth);
+                STEP(add_product)(s->rows, end - begin, p, v + begin * FN(PANEL), FN(PANEL), c,
+                                  block->out_depth, ask);
             flash_ask_rest(&next, ask, end - begin);
         }
     }

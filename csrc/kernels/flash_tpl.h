@@ -54,6 +54,13 @@ static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p
     for (int j = 0; j < count; j++) VOP(store)(weights + j * LANES, p[j]);
 }
 
+/* O + P V of a panel of columns of values where they lie. */
+static void FN(add_in_place)(ptrdiff_t rows, const T *p, const T *v, ptrdiff_t v_step, ptrdiff_t column, T *c,
+                             ptrdiff_t c_step, flash_lines *ahead)
+{
+    FN(add_product)(rows, AM_FLASH_TILE, p, v + column, v_step, c, c_step, ahead);
+}
+
 #define STEP(name) FN(name)
 #define WIDTH 1
 #define EXP2_TERMS FN(exp2_terms)

@@ -156,7 +156,9 @@ typedef struct {
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
     am_flash_ahead next[AM_NEXTS];
-    ptrdiff_t k_step, v_step, value_depth; /* for those in place: lanes from row to row, lanes of a value */
+    /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
+     * packed, if all pairs are live and their depth is whole panels; else v_step is 0. */
+    ptrdiff_t k_step, v_step, value_depth;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
