@@ -1,13 +1,13 @@
 /* flash.c – attention forward: the plan, and the way of one block of query rows over its keys.
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
- * keys. It walks over tiles of 64 keys, which are packed into panels: once for all blocks that share them, or
- * by the block itself if it is the only one. Where each block sees few keys, a task takes neighbours one
- * after the other and packs what they share for itself, in memory that stays in the cache. A block of few
- * rows reads keys where they lie, and a task takes blocks of heads whose keys lie side by side, so that it
- * reads memory in its order. Where blocks are too few to keep many threads busy, the keys of each are split,
- * and what the splits gather is merged. Blocks and splits depend on shapes alone, so no result depends on the
- * number of threads or on what a task takes. */
+ * keys. It walks over tiles of 64 keys, which are packed into panels: for all blocks that share them, by the
+ * first that needs them, or by the block itself if it is the only one. Where each block sees few keys, a task
+ * takes neighbours one after the other and packs what they share for itself, in memory that stays in the
+ * cache. A block of few rows reads keys where they lie. Blocks that share nothing are taken together if their
+ * heads lie side by side, so that a task reads memory in its order. Where blocks are too few to keep many
+ * threads busy, the keys of each are split, and what the splits gather is merged. Blocks and splits depend on
+ * shapes alone, so no result depends on the number of threads or on what a task takes. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -16,7 +16,6 @@
 
 #include "core/convert.h"
 #include "core/flash_base.h"
-#include "kernels/flash_ahead.h"
 
 enum {
     TILE = AM_FLASH_TILE,
@@ -48,7 +47,7 @@ typedef struct {
     ptrdiff_t row_blocks, row_tasks;         /* of a batch row and split */
     ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side */
     ptrdiff_t slots;             /* for tiles that a task packs for itself */
-    bool shares_keys;            /* blocks do, and they are packed beforehand */
+    bool shares_keys;            /* blocks do, and find what others have packed */
     bool in_place;               /* keys and values are not packed */
     bool values_in_place;        /* values are not, of tiles whose pairs are all live */
     bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
@@ -60,7 +59,7 @@ typedef struct {
     int threads;                /* that take blocks */
     ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
     char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
-    uint8_t *finite;            /* the same, whether v is */
+    atomic_uchar *states;       /* of each a tile_state */
     char *partials;             /* [batch][kv_heads][head_blocks][q_blocks][splits], NULL without splits */
     ptrdiff_t partial_bytes;
     am_rooms rooms; /* for scratch */
@@ -74,6 +73,9 @@ typedef struct {
 } scratch;
 
 typedef am_flash_place place;
+
+/* Of a tile that blocks share. The first that needs it packs it; who comes meanwhile packs for itself. */
+typedef enum { UNPACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
 /* Which tiles a task has packed for itself, -1 for none, and whether v is finite. */
 typedef struct {
@@ -214,6 +216,15 @@ static ptrdiff_t tile_index(const plan *p, const place *at, ptrdiff_t k)
     return (at->b * p->base.flash->kv_heads + at->kv_head) * p->tiles + k / TILE;
 }
 
+/* Where a tile that blocks share is packed to; NULL if it is not among those of now. */
+static char *shared_tile(const plan *p, const place *at, ptrdiff_t k, atomic_uchar **state)
+{
+    ptrdiff_t index = tile_index(p, at, k) - p->first * p->tiles;
+    if (!p->packed || index >= p->wave * p->tiles) return NULL;
+    *state = &p->states[index];
+    return p->packed + index * (p->k_bytes + p->v_bytes);
+}
+
 /* What comes after the tiles at k of some blocks: the next ones of theirs, or the blocks that this thread may
  * take up then. The blocks walk one after the other in `parts`, of which each asks for its part. */
 static void look_ahead(const plan *p, const work *works, const place *next, ptrdiff_t k, ptrdiff_t end,
@@ -225,54 +236,20 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
     bool last = k + TILE >= end;
     const place *where = last ? next : at;
     k = last ? keys_of(p, next).begin : k + TILE;
-    bool there = p->packed || works->own->tile[k / TILE % p->slots] == tile_index(p, where, k);
-    ptrdiff_t rows = there ? 0 : am_min(TILE, f->keys - k);
+    atomic_uchar *state;
+    char *to = shared_tile(p, where, k, &state);
+    bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
+                    : works->own->tile[k / TILE % p->slots] == tile_index(p, where, k);
+    ptrdiff_t rows = there ? 0 : am_min(TILE, f->keys - k), bytes = p->k_bytes + p->v_bytes;
     tile->next[AM_NEXT_K] = ahead(&f->k, where->b, where->kv_head, kv_heads, k, rows, f->depth, part, parts);
     tile->next[AM_NEXT_V] =
         ahead(&f->v, where->b, where->kv_head, kv_heads, k, rows, f->value_depth, part, parts);
+    if (to && rows > 0) tile->next[AM_NEXT_PACKED] = (am_flash_ahead){to, bytes, bytes, 1};
     if (!last || p->splits > 1) return;
     tile->next[AM_NEXT_Q] =
         ahead(&f->q, next->b, next->head, heads, next->q, next->queries, f->depth, part, parts);
     tile->next[AM_NEXT_OUT] =
         ahead(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
-}
-
-/* Whose tile it is, of all, and its first key. */
-static place place_of_tile(const plan *p, ptrdiff_t index, ptrdiff_t *k)
-{
-    ptrdiff_t head = index / p->tiles;
-    *k = index % p->tiles * TILE;
-    return (place){.b = head / p->base.flash->kv_heads, .kv_head = head % p->base.flash->kv_heads};
-}
-
-/* Asks for the rows of a tile, all at once. */
-static void ask_tile(const plan *p, const am_tokens *t, ptrdiff_t index, ptrdiff_t count)
-{
-    ptrdiff_t k;
-    const place at = place_of_tile(p, index, &k);
-    const am_flash_ahead rows =
-        ahead(t, at.b, at.kv_head, 1, k, am_min(TILE, p->base.flash->keys - k), count, 0, 1);
-    flash_lines lines = flash_lines_of((uintptr_t)rows.at, rows.step, rows.length, rows.rows);
-    flash_ask_lines(&lines, lines.count);
-}
-
-static am_status pack_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const plan *p = arg;
-    const am_flash *f = p->base.flash;
-    char *room = am_room_enter(&p->rooms), *to = p->packed + index * (p->k_bytes + p->v_bytes);
-    scratch s;
-    lay_out(p, room, &s);
-    ptrdiff_t tile = p->first * p->tiles + index, k,
-              next = am_min(tile + p->threads, f->batch * f->kv_heads * p->tiles - 1);
-    const place at = place_of_tile(p, tile, &k);
-    ask_tile(p, &f->k, next, f->depth);
-    ask_tile(p, &f->v, next, f->value_depth);
-    bool finite;
-    pack_tile(p, &at, k, s.row, to, to + p->k_bytes, &finite);
-    p->finite[index] = finite;
-    am_room_leave(&p->rooms, room);
-    return am_checkpoint(team);
 }
 
 /* What the sinks of a head add up to, for its rows to start from. */
@@ -378,6 +355,24 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     }
 }
 
+/* A tile that blocks share; false if there is none, or somebody else is packing it. */
+static bool find_shared(const plan *p, const place *at, ptrdiff_t k, char *room, am_flash_tile *tile)
+{
+    atomic_uchar *state;
+    char *shared = shared_tile(p, at, k, &state);
+    if (!shared) return false;
+    tile->k = shared, tile->v = shared + p->k_bytes;
+    unsigned char found = atomic_load_explicit(state, memory_order_acquire);
+    if (found == UNPACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
+        bool finite;
+        pack_tile(p, at, k, room, shared, shared + p->k_bytes, &finite);
+        found = finite ? PACKED_FINITE : PACKED;
+        atomic_store_explicit(state, found, memory_order_release);
+    }
+    tile->finite = found == PACKED_FINITE;
+    return found >= PACKED;
+}
+
 /* Whether the block has live pairs among the keys from k on; if so, the tile with all that belongs to it, and
  * what takes it if it is in place. */
 static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *tile,
@@ -392,13 +387,7 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
     if (kind == AM_DEAD) return false;
     *tile = (am_flash_tile){.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
-    ptrdiff_t index = tile_index(p, at, k);
-    if (p->packed) {
-        index -= p->first * p->tiles;
-        tile->k = p->packed + index * (p->k_bytes + p->v_bytes);
-        tile->v = (const char *)tile->k + p->k_bytes;
-        tile->finite = p->finite[index];
-    } else if (p->in_place && p->pairs) {
+    if (p->in_place && p->pairs) {
         tile->k = am_read_pairs(&f->k, at->b, at->kv_head, k, columns, f->depth, s->k, &tile->k_step);
         tile->v = am_read_pairs(&f->v, at->b, at->kv_head, k, columns, f->value_depth, s->v, &tile->v_step);
         tile->value_depth = am_ceil_div(f->value_depth, 2);
@@ -410,8 +399,8 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, &source);
         tile->value_depth = f->value_depth;
         *step_in_place = source->step_in_place;
-    } else {
-        ptrdiff_t slot = k / TILE % p->slots;
+    } else if (!find_shared(p, at, k, s->row, tile)) {
+        ptrdiff_t index = tile_index(p, at, k), slot = k / TILE % p->slots;
         char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
         bool there = p->values_in_place && kind == AM_FULL;
         if (w->own->tile[slot] != index)
@@ -473,18 +462,26 @@ static char *partial_of(const plan *p, ptrdiff_t index)
     return p->partials + (block * p->splits + split) * p->partial_bytes;
 }
 
-/* The first block of a task. */
+/* The first block of a task. Where blocks share what is packed, threads take up different heads: they seldom
+ * need the same tile first, and each finds in its cache what the block before has left there. */
 static ptrdiff_t first_of(const plan *p, ptrdiff_t task)
 {
-    return task / p->row_tasks * p->row_blocks + task % p->row_tasks * p->together;
+    ptrdiff_t blocks = p->head_blocks * p->q_blocks, begin = p->first * blocks;
+    if (p->packed && p->splits == 1) {
+        ptrdiff_t group = task / (p->threads * blocks) * p->threads,
+                  heads = am_max(1, am_min(p->threads, p->wave - group)); /* behind the last task: any */
+        task -= group * blocks;
+        return begin + (group + task % heads) * blocks + task / heads;
+    }
+    return begin + task / p->row_tasks * p->row_blocks + task % p->row_tasks * p->together;
 }
 
 static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const plan *p = arg;
-    ptrdiff_t begin = p->first * p->head_blocks * p->q_blocks + first_of(p, task),
+    ptrdiff_t begin = first_of(p, task),
               end = am_min(begin + p->together, (begin / p->row_blocks + 1) * p->row_blocks),
-              after = p->first * p->head_blocks * p->q_blocks + first_of(p, task + p->threads);
+              after = first_of(p, task + p->threads);
     after = am_min(after, p->blocks * p->splits - (end - begin));
     char *room = am_room_enter(&p->rooms);
     scratch s;
@@ -635,21 +632,20 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     }
     if (p.shares_keys) {
         p.packed = am_lines(packed_bytes);
-        p.finite = malloc((size_t)am_max(p.wave * p.tiles, 1));
-        if (!p.packed || !p.finite) goto done;
+        p.states = malloc((size_t)am_max(p.wave * p.tiles, 1) * sizeof *p.states);
+        if (!p.packed || !p.states) goto done;
     }
     status = AM_OK;
     for (; status == AM_OK && p.first < heads; p.first += p.wave) {
-        ptrdiff_t wave = am_min(p.wave, heads - p.first);
-        if (p.shares_keys) status = am_parallel(run, wave * p.tiles, 1, pack_task, &p);
-        if (status == AM_OK)
-            status = am_parallel(run, wave * p.row_tasks / flash->kv_heads * p.splits, 1, block_task, &p);
+        p.wave = am_min(p.wave, heads - p.first);
+        for (ptrdiff_t i = 0; p.packed && i < p.wave * p.tiles; i++) atomic_init(&p.states[i], UNPACKED);
+        status = am_parallel(run, p.wave * p.row_tasks / flash->kv_heads * p.splits, 1, block_task, &p);
     }
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:
     am_rooms_free(&p.rooms);
     am_lines_free(p.partials, partials_bytes);
     am_lines_free(p.packed, packed_bytes);
-    free(p.finite);
+    free(p.states);
     return status;
 }
