@@ -33,14 +33,16 @@ static am_tile interval_tile(interval_of *interval, const am_node *node, const a
     return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
 }
 
+static uint64_t bits_of(am_keys keys, const am_place *p)
+{
+    ptrdiff_t begin = min(max(keys.begin - p->k, 0), p->columns);
+    ptrdiff_t end = min(max(keys.end - p->k, begin), p->columns);
+    return am_low_bits(end) & ~am_low_bits(begin);
+}
+
 static void interval_bits(interval_of *interval, const am_node *node, const am_place *p, uint64_t *bits)
 {
-    for (ptrdiff_t r = 0; r < p->rows; r++) {
-        am_keys keys = interval(node, p->b, p->q + r);
-        ptrdiff_t begin = min(max(keys.begin - p->k, 0), p->columns);
-        ptrdiff_t end = min(max(keys.end - p->k, begin), p->columns);
-        bits[r] = am_low_bits(end) & ~am_low_bits(begin);
-    }
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p->b, p->q + r), p);
 }
 
 static am_keys band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
@@ -117,15 +119,19 @@ static ptrdiff_t sequence_of(const am_node *node, ptrdiff_t q)
     return first;
 }
 
-static am_keys sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+/* What query q sees of sequence s, which owns it. */
+static am_keys keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
 {
-    (void)b;
-    if (node->sequences.count == 0) return (am_keys){0, 0};
-    ptrdiff_t s = sequence_of(node, q);
     ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
     ptrdiff_t same = begin + q - node->sequences.q_starts[s];
     return (am_keys){min(max(same + node->sequences.low[s], begin), end),
                      max(min(same + node->sequences.high[s] + 1, end), begin)};
+}
+static am_keys sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+{
+    (void)b;
+    if (node->sequences.count == 0) return (am_keys){0, 0};
+    return keys_in_sequence(node, sequence_of(node, q), q);
 }
 static am_keys sequences_keys(const am_mask *mask, const am_node *node, const am_place *p)
 {
@@ -139,7 +145,11 @@ static am_tile sequences_tile(const am_mask *mask, const am_node *node, const am
 static void sequences_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
 {
     (void)mask;
-    interval_bits(sequences_interval, node, p, bits);
+    ptrdiff_t count = node->sequences.count, s = count ? sequence_of(node, p->q) : 0;
+    for (ptrdiff_t q = p->q; q < p->q + p->rows; q++) {
+        while (s + 1 < count && node->sequences.q_starts[s + 1] <= q) s++;
+        *bits++ = count ? bits_of(keys_in_sequence(node, s, q), p) : 0;
+    }
 }
 
 static am_keys all_keys(const am_mask *mask, const am_node *node, const am_place *p)
