@@ -184,16 +184,12 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
 }
 
-/* One of `parts` of some rows, to be asked for: those of heads that lie side by side, else of the first. */
+/* One of `parts` of some rows, to be asked for. */
 static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
                             ptrdiff_t rows, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts)
 {
-    if (rows <= 0 || !am_is_plain(t)) return (am_flash_ahead){0};
-    ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one,
-              begin = rows * part / parts, end = rows * (part + 1) / parts;
-    bool side_by_side = one < all && all <= t->token;
-    return (am_flash_ahead){am_token(t, b, head, token + begin), t->token, side_by_side ? all : one,
-                            end - begin};
+    ptrdiff_t begin = rows * part / parts, end = rows * (part + 1) / parts;
+    return am_ahead(t, b, head, heads, token + begin, end - begin, count);
 }
 
 /* From the first key that a row of the block may see to behind the last, of its split. */
@@ -487,7 +483,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     scratch s;
     lay_out(p, room, &s);
     work works[MOST_BLOCKS];
-    own_tiles own;
+    own_tiles own = {0};
     for (int i = 0; i < MOST_SLOTS; i++) own.tile[i] = -1;
     am_status status = AM_OK;
     for (; status == AM_OK && begin < end; begin += p->at_once) {

@@ -89,6 +89,15 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
     return room;
 }
 
+am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
+                        ptrdiff_t rows, ptrdiff_t count)
+{
+    if (rows <= 0 || !am_is_plain(t)) return (am_flash_ahead){0};
+    ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one;
+    bool side_by_side = one < all && all <= t->token;
+    return (am_flash_ahead){am_token(t, b, head, token), t->token, side_by_side ? all : one, rows};
+}
+
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)
 {
     double logit = base->flash->sinks[head * base->flash->sink_count + i] * (AM_LOG2_E / base->unit);

@@ -79,6 +79,11 @@ void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t elem
 const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
                           ptrdiff_t count, char *room, ptrdiff_t *step);
 
+/* Rows of `count` numbers to be asked for, none if rows <= 0: of heads that lie side by side, else of the
+ * first. */
+am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
+                        ptrdiff_t rows, ptrdiff_t count);
+
 /* A sink in units of logits, rounded as they are. */
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
 

@@ -403,12 +403,30 @@ static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, p
     s->tiles[i] = (own_tile){.packed = true, .finite = finite};
 }
 
-static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t task, const scratch *s,
-                            am_team *team)
+/* Whether the task's keys are among those that the rows attend to. */
+static bool has_part(const rows_state *state, ptrdiff_t task)
+{
+    return state->first <= task && task <= state->last;
+}
+
+/* Asks for the rows of a block. */
+static void look_ahead(const plan *p, const am_flash_place *at, ptrdiff_t task, am_gradient_tile *tile)
+{
+    const am_flash *f = p->base.flash;
+    if (!has_part(state_of(p, at), task)) return;
+    const am_tokens *d_out = &p->gradient->d_out;
+    tile->next[AM_NEXT_Q] = am_ahead(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
+    tile->next[AM_NEXT_OUT] = am_ahead(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
+    tile->next[AM_NEXT_D_Q] = am_ahead(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
+}
+
+/* `next`: the block after it. */
+static am_status block_step(const plan *p, const am_flash_place *at, const am_flash_place *next,
+                            ptrdiff_t task, const scratch *s, am_team *team)
 {
     const am_flash *f = p->base.flash;
     rows_state *state = state_of(p, at);
-    bool any = state->first <= task && task <= state->last, begun = false;
+    bool any = has_part(state, task), begun = false;
     am_gradient_rows block;
     am_status status = AM_OK;
     for (ptrdiff_t i = 0; any && i < p->task_tiles; i++) {
@@ -425,6 +443,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t t
         open_tile(p, at, task, i, s);
         tile.k_finite = s->tiles[i].finite;
         if (!begun) {
+            look_ahead(p, next, task, &tile);
             block = begin_rows(p, at, s);
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;
@@ -443,6 +462,13 @@ static am_status block_step(const plan *p, const am_flash_place *at, ptrdiff_t t
     return status;
 }
 
+/* The i-th of those that share the keys. */
+static am_flash_place block_of(const plan *p, const am_flash_place *keys, ptrdiff_t i)
+{
+    ptrdiff_t group = p->base.group;
+    return place_of(p, keys->b, keys->kv_head * group + i % group, i / group);
+}
+
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
@@ -456,11 +482,10 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_room, 0, (size_t)am_bias_gradient_room(&p->bias));
     am_status status = AM_OK;
-    for (ptrdiff_t i = 0; i < p->q_blocks; i++) {
-        for (ptrdiff_t h = 0; status == AM_OK && h < p->base.group; h++) {
-            const am_flash_place rows = place_of(p, at.b, at.kv_head * p->base.group + h, i);
-            status = block_step(p, &rows, task, &s, team);
-        }
+    ptrdiff_t blocks = p->q_blocks * p->base.group;
+    for (ptrdiff_t i = 0; status == AM_OK && i < blocks; i++) {
+        const am_flash_place rows = block_of(p, &at, i), next = block_of(p, &at, am_min(i + 1, blocks - 1));
+        status = block_step(p, &rows, &next, task, &s, team);
     }
     if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {

@@ -44,11 +44,11 @@ typedef struct {
     ptrdiff_t left, share; /* lines of all kinds, and how many of them a product asks for at least */
 } flash_next;
 
-static inline flash_next flash_next_of(const am_flash_tile *tile, ptrdiff_t products)
+static inline flash_next flash_next_of(const am_flash_ahead kinds[AM_NEXTS], ptrdiff_t products)
 {
     flash_next next = {.left = 0};
     for (int i = 0; i < AM_NEXTS; i++) {
-        const am_flash_ahead *rows = &tile->next[i];
+        const am_flash_ahead *rows = &kinds[i];
         if (rows->rows <= 0) continue;
         next.kinds[i] = flash_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows);
         next.left += next.kinds[i].count;

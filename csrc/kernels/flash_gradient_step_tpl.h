@@ -10,7 +10,7 @@
 
 /* c = a bᵀ, where b is packed like keys. */
 static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *a, ptrdiff_t step,
-                            ptrdiff_t depth, const T *b, T *c)
+                            ptrdiff_t depth, const T *b, T *c, flash_next *next)
 {
     const ptrdiff_t lanes = (depth + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
     if (lanes == 0) {
@@ -20,8 +20,10 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
     }
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
-                                 a_step, b, c + s->row * AM_FLASH_TILE + column, NULL);
+            flash_lines *ask = flash_next_for(next, lanes);
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
+                                     a_step, b, c + s->row * AM_FLASH_TILE + column, ask))
+                flash_ask_rest(next, ask, lanes);
         }
     }
 }
@@ -53,9 +55,10 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
     T *weights = block->weights, *slopes = block->slopes;
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights);
+    flash_next next = flash_next_of(tile->next, 2 * count * AM_FLASH_TILE / FN(PANEL));
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights, &next);
     STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns,
-                    slopes);
+                    slopes, &next);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
         for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(slopes)(block, tile, r, begin, end);
@@ -99,7 +102,8 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
     T *logits = block->weights;
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits);
+    flash_next next = flash_next_of(tile->next, count * AM_FLASH_TILE / FN(PANEL));
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &next);
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;

@@ -186,7 +186,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
 
-    flash_next next = flash_next_of(tile, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
+    flash_next next = flash_next_of(tile->next, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;

@@ -147,7 +147,7 @@ typedef struct {
     const char *at;
     ptrdiff_t step, length, rows;
 } am_flash_ahead;
-enum { AM_NEXT_K, AM_NEXT_V, AM_NEXT_PACKED, AM_NEXT_Q, AM_NEXT_OUT, AM_NEXTS };
+enum { AM_NEXT_K, AM_NEXT_V, AM_NEXT_PACKED, AM_NEXT_Q, AM_NEXT_OUT, AM_NEXT_D_Q, AM_NEXTS };
 
 typedef struct {
     const void *k, *v;    /* packed, or in place */
@@ -219,6 +219,7 @@ typedef struct {
     const void *bias;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
+    am_flash_ahead next[AM_NEXTS];
 } am_gradient_tile;
 typedef void am_flash_gradient_step(const am_gradient_rows *block, const am_gradient_tile *tile);
 
