@@ -590,6 +590,36 @@ def test_results_that_were_resized():
         assert [call().tobytes() for call in calls] == expected
 
 
+KEPT = """
+import resource
+import numpy as np
+import attnmask
+
+def result(megabytes):
+    return attnmask.chunk_global_cumsum(np.broadcast_to(np.float32(1), (1, megabytes << 18, 1)))
+
+def resident():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * resource.getpagesize() / 2**20
+
+result(2)
+before = resident()
+for sizes in ([60], [40, 50], [80], [50, 60, 40], [34, 36], [63], [100, 62]):  # which malloc gives back at once
+    results = [result(size) for size in sizes]
+    del results
+    print(resident() - before)
+"""
+
+
+@without_sanitizer
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="says how much memory is in use")
+def test_memory_that_is_kept():
+    """Of the last results, up to 64 MB in all."""
+    kept = [float(size) for size in python(KEPT).stdout.split()]
+    assert len(kept) == 7, kept
+    assert all(30 < size < 68 for size in kept), kept
+
+
 FORK = """
 import multiprocessing, os, sys, threading
 import numpy as np

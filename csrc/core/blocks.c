@@ -7,6 +7,7 @@
 #include "core/blocks.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #ifdef __linux__
@@ -15,8 +16,8 @@
 
 enum {
     LARGE_PAGE = 2 << 20,
-    LARGEST_KEPT = 16 << 20,
     KEPT = 4,
+    KEPT_BYTES = 64 << 20, /* of all of them */
 };
 
 /* What a block holds while nobody uses it. */
@@ -26,6 +27,7 @@ typedef struct {
 
 static _Atomic(kept_block *) kept[KEPT];
 static atomic_uint next_kept;
+static atomic_size_t kept_bytes;
 
 #if defined(__SANITIZE_ADDRESS__)
 #    define SANITIZED 1
@@ -52,10 +54,21 @@ static void *take(size_t size)
     for (int i = 0; i < KEPT; i++) {
         kept_block *block = atomic_exchange(&kept[i], NULL), *empty = NULL;
         if (!block) continue;
-        if (block->size == size) return block;
-        if (!atomic_compare_exchange_strong(&kept[i], &empty, block)) free(block);
+        bool fits = block->size == size;
+        if (!fits && atomic_compare_exchange_strong(&kept[i], &empty, block)) continue;
+        atomic_fetch_sub(&kept_bytes, block->size);
+        if (fits) return block;
+        free(block);
     }
     return NULL;
+}
+
+/* Puts a block, or NULL, in a place whose block goes. */
+static void replace(kept_block *block)
+{
+    kept_block *old = atomic_exchange(&kept[atomic_fetch_add(&next_kept, 1) % KEPT], block);
+    if (old) atomic_fetch_sub(&kept_bytes, old->size);
+    free(old);
 }
 
 void *am_block_new(size_t size)
@@ -80,14 +93,20 @@ void am_block_free(void *block, size_t size)
 {
     size = whole_pages(size);
     /* What was resized may lie anywhere. */
-    if (block && size <= LARGEST_KEPT && (uintptr_t)block % LARGE_PAGE == 0 && !SANITIZED) {
-        kept_block *freed = block;
-        freed->size = size;
-        for (int i = 0; i < KEPT; i++) {
-            kept_block *empty = NULL;
-            if (atomic_compare_exchange_strong(&kept[i], &empty, freed)) return;
-        }
-        block = atomic_exchange(&kept[atomic_fetch_add(&next_kept, 1) % KEPT], freed);
+    if (!block || size > KEPT_BYTES || (uintptr_t)block % LARGE_PAGE != 0 || SANITIZED) {
+        free(block);
+        return;
     }
-    free(block);
+    kept_block *freed = block;
+    freed->size = size;
+    size_t others = atomic_fetch_add(&kept_bytes, size);
+    for (int i = 0; i < KEPT && others + size > KEPT_BYTES; i++) {
+        replace(NULL);
+        others = atomic_load(&kept_bytes) - size;
+    }
+    for (int i = 0; i < KEPT; i++) {
+        kept_block *empty = NULL;
+        if (atomic_compare_exchange_strong(&kept[i], &empty, freed)) return;
+    }
+    replace(freed);
 }
