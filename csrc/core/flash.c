@@ -29,7 +29,6 @@ enum {
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 12,          /* of a block, for which packing is not worth while */
-    SOME_ROWS = 48,         /* the same, packing values */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */
@@ -596,7 +595,9 @@ static void choose(plan *p)
     p->splits = am_max(wanted, 1);
     p->together = p->at_once = p->shares_keys ? 1 : together(p);
     p->slots = 1;
-    p->values_in_place = !p->shares_keys && p->most_rows <= SOME_ROWS && f->v.token > 0 &&
+    /* Values that are read for a few strips only are not worth packing. */
+    const ptrdiff_t few_for_values = p->base.kernels->panel * 3 / 2;
+    p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
                          f->value_depth == p->out_depth &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
