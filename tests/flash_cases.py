@@ -402,5 +402,6 @@ STEADY = [
     Case(F64, 190, 150, 5, 7, 8, (16, 16), mask="[B, H, Tq, Tk] bool", bias="[H, 1, Tk]"),
     Case(BF16, 64, 64, 64, 64, 8, (8, 8), mask="segments of heads, causal"),  # of heads that lie side by side
     Case(F32, 20, 200, 24, 40, 3, (24, 12), dropout=0.2, sinks="[H, S]", bias="[H, 1, Tk]", normalize=False),
+    Case(F32, 70, 200, 16, 64, 7, (50, 25), causal=True),  # not all heads are packed at once
     Case(F32, 640, 640, 8, 8, 1, (6, 6), window=(0, 0)),  # by one thread in few tasks, of split keys
 ]

@@ -592,6 +592,7 @@ def test_results_that_were_resized():
 
 KEPT = """
 import resource
+from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import attnmask
 
@@ -604,10 +605,20 @@ def resident():
 
 result(2)
 before = resident()
-for sizes in ([60], [40, 50], [80], [50, 60, 40], [34, 36], [63], [100, 62]):  # which malloc gives back at once
-    results = [result(size) for size in sizes]
+def free(*sizes):
+    results = [result(size) for size in sizes]  # of sizes that malloc gives back at once
     del results
+
+for sizes in ([60], [40, 50], [80], [50, 60, 40], [34, 36], [63], [100, 62]):
+    free(*sizes)
     print(resident() - before)
+for _ in range(3):
+    free(36, 26)
+    print(resident() - before)
+with ThreadPoolExecutor(2) as pool:
+    for _ in range(20):
+        list(pool.map(free, [60, 60]))
+print(resident() - before)
 """
 
 
@@ -616,8 +627,10 @@ for sizes in ([60], [40, 50], [80], [50, 60, 40], [34, 36], [63], [100, 62]):  #
 def test_memory_that_is_kept():
     """Of the last results, up to 64 MB in all."""
     kept = [float(size) for size in python(KEPT).stdout.split()]
-    assert len(kept) == 7, kept
-    assert all(30 < size < 68 for size in kept), kept
+    assert len(kept) == 11, kept
+    assert all(30 < size < 68 for size in kept[:7]), kept
+    assert all(58 < size < 68 for size in kept[7:10]), kept  # both
+    assert kept[10] < 68, kept
 
 
 FORK = """

@@ -1,8 +1,8 @@
 /* blocks.c – long memory: large pages, and the last few blocks again.
  *
  * The first touch of a 4 KB page costs four times what writing it does, that of a 2 MB page a seventh. A
- * caller in a loop asks for the same sizes again: the last few blocks that were freed are kept, memory whose
- * pages are there, and may still be in the cache. */
+ * caller in a loop asks for the same sizes again: a few blocks that were freed are kept, memory whose pages
+ * are there, and may still be in the cache. */
 #define _DEFAULT_SOURCE /* madvise */
 #include "core/blocks.h"
 
@@ -103,6 +103,11 @@ void am_block_free(void *block, size_t size)
     for (int i = 0; i < KEPT && others + size > KEPT_BYTES; i++) {
         replace(NULL);
         others = atomic_load(&kept_bytes) - size;
+    }
+    if (others + size > KEPT_BYTES) { /* other threads are about to keep theirs */
+        atomic_fetch_sub(&kept_bytes, size);
+        free(block);
+        return;
     }
     for (int i = 0; i < KEPT; i++) {
         kept_block *empty = NULL;

@@ -187,6 +187,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
 static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
                             ptrdiff_t rows, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts)
 {
+    if (rows <= 0) return (am_flash_ahead){0};
     ptrdiff_t begin = rows * part / parts, end = rows * (part + 1) / parts;
     return am_ahead(t, b, head, heads, token + begin, end - begin, count);
 }
@@ -230,7 +231,8 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
     const ptrdiff_t kv_heads = p->at_once, heads = p->at_once * p->block_heads;
     bool last = k + TILE >= end;
     const place *where = last ? next : at;
-    k = last ? keys_of(p, next).begin : k + TILE;
+    const am_keys keys = last ? keys_of(p, next) : (am_keys){k + TILE, end};
+    k = am_min(keys.begin, f->keys); /* behind all keys if there are none */
     atomic_uchar *state;
     char *to = shared_tile(p, where, k, &state);
     bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
@@ -350,7 +352,8 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     }
 }
 
-/* A tile that blocks share; false if there is none, or somebody else is packing it. */
+/* Finds a tile that blocks share, and packs it if nobody has begun to. False if blocks share none, or
+ * somebody else is packing it. */
 static bool find_shared(const plan *p, const place *at, ptrdiff_t k, char *room, am_flash_tile *tile)
 {
     atomic_uchar *state;
@@ -400,7 +403,7 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         bool there = p->values_in_place && kind == AM_FULL;
         if (w->own->tile[slot] != index)
             pack_tile(p, at, k, s->row, own_k, there ? NULL : own_v, &w->own->finite[slot]);
-        w->own->tile[slot] = index;
+        w->own->tile[slot] = there ? -1 : index;
         tile->k = own_k, tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
         tile->v_step = there ? f->v.token / p->base.size : 0;
         tile->finite = w->own->finite[slot];
@@ -458,7 +461,7 @@ static char *partial_of(const plan *p, ptrdiff_t index)
 }
 
 /* The first block of a task. Where blocks share what is packed, threads take up different heads: they seldom
- * need the same tile first, and each finds in its cache what the block before has left there. */
+ * need the same tile first, and each is likely to find in its cache what the block before has left there. */
 static ptrdiff_t first_of(const plan *p, ptrdiff_t task)
 {
     ptrdiff_t blocks = p->head_blocks * p->q_blocks, begin = p->first * blocks;
@@ -564,7 +567,8 @@ static void choose_slots(plan *p)
 {
     ptrdiff_t tiles = am_most_tiles(&p->base, p->block_rows),
               blocks = am_min(MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
-    if (p->head_blocks > 1 || tiles > am_min(MOST_SLOTS, SLOT_BYTES / (p->k_bytes + p->v_bytes))) return;
+    if (p->head_blocks > 1 || tiles > am_min(MOST_SLOTS, SLOT_BYTES / am_max(p->k_bytes + p->v_bytes, 1)))
+        return;
     if (blocks < 2 * tiles) return;
     p->slots = tiles;
     p->together = blocks;

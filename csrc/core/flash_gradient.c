@@ -420,7 +420,7 @@ static void look_ahead(const plan *p, const am_flash_place *at, ptrdiff_t task, 
     tile->next[AM_NEXT_D_Q] = am_ahead(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
 }
 
-/* `next`: the block after it. */
+/* `next`: the block after it, or NULL. */
 static am_status block_step(const plan *p, const am_flash_place *at, const am_flash_place *next,
                             ptrdiff_t task, const scratch *s, am_team *team)
 {
@@ -443,7 +443,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
         open_tile(p, at, task, i, s);
         tile.k_finite = s->tiles[i].finite;
         if (!begun) {
-            look_ahead(p, next, task, &tile);
+            if (next) look_ahead(p, next, task, &tile);
             block = begin_rows(p, at, s);
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;
@@ -484,8 +484,8 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     am_status status = AM_OK;
     ptrdiff_t blocks = p->q_blocks * p->base.group;
     for (ptrdiff_t i = 0; status == AM_OK && i < blocks; i++) {
-        const am_flash_place rows = block_of(p, &at, i), next = block_of(p, &at, am_min(i + 1, blocks - 1));
-        status = block_step(p, &rows, &next, task, &s, team);
+        const am_flash_place rows = block_of(p, &at, i), next = block_of(p, &at, i + 1);
+        status = block_step(p, &rows, i + 1 < blocks ? &next : NULL, task, &s, team);
     }
     if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {

@@ -5,10 +5,12 @@ enum { FLASH_LINE = 64 };
 
 /* Lines of some rows, in the order of memory. */
 typedef struct {
-    uintptr_t at; /* asked for whether or not it is anybody's memory, which is harmless */
-    ptrdiff_t step, left, row,
-        gap;         /* bytes from line to line, lines left of this row and of all, bytes to the next */
-    ptrdiff_t count; /* of all rows, in so far as somebody keeps the count */
+    uintptr_t at;    /* asked for whether or not it is anybody's memory, which is harmless */
+    ptrdiff_t step;  /* bytes from line to line */
+    ptrdiff_t left;  /* lines of this row */
+    ptrdiff_t row;   /* lines of a whole row */
+    ptrdiff_t gap;   /* bytes from behind a row's last line to the next row */
+    ptrdiff_t count; /* lines left of all rows, in so far as somebody counts */
 } flash_lines;
 
 /* Rows may begin and end within a line. */

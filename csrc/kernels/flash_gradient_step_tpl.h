@@ -102,8 +102,8 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
     T *logits = block->weights;
-    flash_next next = flash_next_of(tile->next, count * AM_FLASH_TILE / FN(PANEL));
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &next);
+    flash_next none = {.left = 0};
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;

@@ -131,7 +131,7 @@ APART void FROM(add_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S
     FROM(gather)(rows, depth, a, b, b_step, c, c_step, 1, ahead);
 }
 
-/* The same, asking for one if `ahead` is not NULL. */
+/* The same. From three rows on it asks for one with each of b, if `ahead` is not NULL. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
                                      ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
 {

@@ -177,8 +177,8 @@ static const double exp2_terms_f64[] = {
     7.0725704128144235096e-9,
     4.078071929588336665e-10,
 };
-/* A function that stays one: where it is called, registers are not taken for its sake. Some types use some.
- */
+/* A function that stays one: where it is called, registers are not taken for its sake. Not every type calls
+ * it. */
 #define APART static __attribute__((noinline, unused))
 /* The compiler does not know any more where a pointer came from. */
 #define HIDE(pointer) __asm__("" : "+r"(pointer))
