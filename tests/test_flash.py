@@ -377,7 +377,7 @@ def test_out_that_is_interleaved_with_the_input(isa):
 # Queries: keys are used where they lie, or packed by a block, or for several.
 @pytest.mark.parametrize("some", [3, 30, 70])
 def test_axes_of_length_zero(isa, dtype, some, at):
-    sizes = [2, some, 100, 2, 5, 8, 6]
+    sizes = [2, some, 128, 2, 5, 8, 6]  # the weight of a key is exact
     for axis in at:
         sizes[axis] = 0
     batch, queries, keys, groups, kv_heads, depth, value_depth = sizes
@@ -400,7 +400,7 @@ def test_axes_of_length_zero(isa, dtype, some, at):
         assert (out == 0).all()
         assert np.isneginf(lse).all()
     else:
-        assert (np.abs(out.astype(F64) - 1) < 0.01).all()
+        assert (out == 1).all()
 
 
 # Rows without a live pair

@@ -1,4 +1,4 @@
-/* blocks.c – long memory: large pages, and the last few blocks again.
+/* blocks.c – long memory: in large pages, and used again.
  *
  * The first touch of a 4 KB page costs four times what writing it does, that of a 2 MB page a seventh. A
  * caller in a loop asks for the same sizes again: a few blocks that were freed are kept, memory whose pages
