@@ -3,6 +3,8 @@
 #include "bind/counts.h"
 #include "core/packed.h"
 
+enum { DIVIDE_PIECE = 1 << 16 }; /* quotients between two questions whether to go on */
+
 /* Lengths, or with chunks of so many tokens the chunk offsets; `type` is AM_INT32 or AM_INT64. False if
  * starts do not rise from 0. */
 static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
@@ -169,7 +171,7 @@ static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
         .lens = PyArray_DATA(lens),
     };
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(mask));
+    am_enter(&call, module, PyArray_SIZE(mask) + job.rows);
     am_status status = am_count_rows(&call.run, &job);
     am_leave(&call);
     if (status != AM_OK) {
@@ -287,11 +289,33 @@ static int check_divisors(PyArrayObject *b)
     return 0;
 }
 
+typedef struct {
+    PyArrayMultiIterObject *pairs;
+    bool is_signed;
+    uint64_t *quotients;
+} divide_job;
+
+static am_status divide_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const divide_job *job = arg;
+    PyArrayMultiIterObject *pairs = job->pairs;
+    for (; PyArray_MultiIter_NOTDONE(pairs); index++) {
+        uint64_t n = *(const uint64_t *)PyArray_MultiIter_DATA(pairs, 0);
+        uint64_t d = *(const uint64_t *)PyArray_MultiIter_DATA(pairs, 1);
+        job->quotients[index] = job->is_signed ? (uint64_t)ceil_signed((int64_t)n, d) : ceil_unsigned(n, d);
+        PyArray_MultiIter_NEXT(pairs);
+        am_status status = index % DIVIDE_PIECE == 0 ? am_checkpoint(team) : AM_OK;
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
 /* The quotients as int64 or uint64. */
-static PyArrayObject *divide(PyArrayObject *a, PyArrayObject *b)
+static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *b)
 {
     PyArrayObject *result = NULL;
     PyArrayMultiIterObject *pairs = (PyArrayMultiIterObject *)PyArray_MultiIterNew(2, a, b);
+    if (!pairs && !PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
     if (!pairs) {
         PyErr_Clear();
         PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
@@ -303,13 +327,14 @@ static PyArrayObject *divide(PyArrayObject *a, PyArrayObject *b)
     }
     result = am_new_array_of(pairs->nd, pairs->dimensions, PyArray_TYPE(a));
     if (result) {
-        bool is_signed = PyArray_ISSIGNED(a);
-        uint64_t *quotient = PyArray_DATA(result);
-        while (PyArray_MultiIter_NOTDONE(pairs)) {
-            uint64_t n = *(const uint64_t *)PyArray_MultiIter_DATA(pairs, 0);
-            uint64_t d = *(const uint64_t *)PyArray_MultiIter_DATA(pairs, 1);
-            *quotient++ = is_signed ? (uint64_t)ceil_signed((int64_t)n, d) : ceil_unsigned(n, d);
-            PyArray_MultiIter_NEXT(pairs);
+        divide_job job = {pairs, PyArray_ISSIGNED(a), PyArray_DATA(result)};
+        am_call call;
+        am_enter(&call, module, PyArray_SIZE(result));
+        am_status status = am_parallel(&call.run, 1, 1, divide_task, &job);
+        am_leave(&call);
+        if (status != AM_OK) {
+            Py_CLEAR(result);
+            am_raise(status, NULL);
         }
     }
     Py_DECREF(pairs);
@@ -417,7 +442,7 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     wide_a = widened(a);
     if (!one) wide_b = widened(b);
     if (!wide_a || !wide_b || check_divisors(wide_b) < 0) goto fail;
-    quotients = divide(wide_a, wide_b);
+    quotients = divide(module, wide_a, wide_b);
     if (!quotients) goto fail;
     result = PyArray_Return(narrowed(quotients, dtype));
 fail:

@@ -170,7 +170,7 @@ static PyArrayObject *new_from_ids(PyObject *module, PyArrayObject *array, const
     if (status == AM_OK)
         reject_id(array, name, FITS_INT32, large.index);
     else
-        am_raise(status, NULL);
+        am_raise(status, "a position does not fit int32");
     return NULL;
 }
 

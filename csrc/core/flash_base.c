@@ -12,6 +12,7 @@ enum {
     BF16_BYTES = 2,
     LANE_BYTES = 4,
     WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
+    KEEP_PIECE = 1 << 16, /* keys of dropout between two questions whether to go on */
 };
 
 am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
@@ -206,18 +207,20 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3];
     uint64_t key = am_row_key(job->seed, index / queries / heads, index / queries % heads, index % queries);
     uint8_t *row = job->kept + index * keys;
-    for (ptrdiff_t k = 0; k < keys; k += 64) {
+    am_status status = index % 64 == 0 ? am_checkpoint(team) : AM_OK;
+    for (ptrdiff_t k = 0; status == AM_OK && k < keys; k += 64) {
         uint64_t bits = job->kernels->keep_bits(key, (uint32_t)k, job->threshold);
         job->kernels->expand_bits_8(row + k, bits, am_min(64, keys - k), 1, 0);
+        if (k % KEEP_PIECE == KEEP_PIECE - 64) status = am_checkpoint(team);
     }
-    return index % 64 == 0 ? am_checkpoint(team) : AM_OK;
+    return status;
 }
 
 am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
                                uint8_t *kept)
 {
     keep_job job = {run->kernels, shape, seed, am_threshold_of(probability), kept};
-    return am_parallel(run, shape[0] * shape[1] * shape[2], 16, keep_task, &job);
+    return am_parallel(run, shape[3] == 0 ? 0 : shape[0] * shape[1] * shape[2], 16, keep_task, &job);
 }
 
 /* --- Memory --- */

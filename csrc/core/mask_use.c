@@ -11,6 +11,7 @@
 enum {
     PANEL = 4096, /* columns whose bits are held while rows are written from left to right */
     WORDS = PANEL / AM_TILE_COLUMNS,
+    MANY_TILES = 1024,
 };
 
 static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
@@ -21,6 +22,12 @@ static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
 }
 
 static ptrdiff_t population(uint64_t bits) { return __builtin_popcountll(bits); }
+
+/* A checkpoint, at one in many tiles. */
+static am_status glance(am_team *team, ptrdiff_t position)
+{
+    return position / AM_TILE_COLUMNS % MANY_TILES == 0 ? am_checkpoint(team) : AM_OK;
+}
 
 /* --- Arrays --- */
 
@@ -136,21 +143,23 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
 
 /* --- Counts --- */
 
-/* The live pairs of a region of rows up to a tile's height. */
-static ptrdiff_t count_region(const am_mask *mask, const am_place *p, am_keys live)
+/* Adds the live pairs of a region of rows up to a tile's height. */
+static am_status count_region(const am_mask *mask, const am_place *p, am_keys live, int64_t *count,
+                              am_team *team)
 {
-    ptrdiff_t count = 0, end = min(p->k + p->columns, live.end);
+    ptrdiff_t end = min(p->k + p->columns, live.end);
     for (ptrdiff_t k = max(p->k, live.begin), next; k < end; k = next) {
         /* Summaries are kept of aligned tiles: questions that respect their borders get the sharper answers.
          */
         next = min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
         uint64_t bits[AM_TILE_ROWS];
         am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, next - k, bits);
-        if (kind == AM_FULL) count += p->rows * (next - k);
-        if (kind != AM_MIXED) continue;
-        for (ptrdiff_t r = 0; r < p->rows; r++) count += population(bits[r]);
+        if (kind == AM_FULL) *count += p->rows * (next - k);
+        for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) *count += population(bits[r]);
+        am_status status = glance(team, k);
+        if (status != AM_OK) return status;
     }
-    return count;
+    return AM_OK;
 }
 
 typedef struct {
@@ -174,7 +183,8 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
         for (ptrdiff_t cell = live.begin / job->k_cell; cell * job->k_cell < live.end; cell++) {
             p.k = cell * job->k_cell;
             p.columns = min(job->k_cell, mask->keys - p.k);
-            counts[cell] += count_region(mask, &p, live);
+            am_status status = count_region(mask, &p, live, &counts[cell], team);
+            if (status != AM_OK) return status;
         }
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -202,8 +212,10 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
     am_place p = {plane / mask->heads, plane % mask->heads, q, min(AM_TILE_ROWS, mask->queries - q), 0,
                   mask->keys};
-    job->counts[index] = count_region(mask, &p, am_mask_keys(mask, p.b, p.h, q, p.rows));
-    return am_checkpoint(team);
+    job->counts[index] = 0;
+    am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
+    am_status status = count_region(mask, &p, live, &job->counts[index], team);
+    return status == AM_OK ? am_checkpoint(team) : status;
 }
 
 am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts)
@@ -244,6 +256,8 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
         am_tile kind = am_mask_bits(mask, b, h, q, rows, k, columns, bits);
         if (kind == AM_FULL) seen = am_low_bits(columns);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= bits[r];
+        am_status status = glance(team, q);
+        if (status != AM_OK) return status;
     }
     mask->kernels->expand_bits_8(job->keys + plane * mask->keys + k, seen, columns, 1, 0);
     return am_checkpoint(team);
@@ -263,6 +277,8 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
         am_tile kind = am_mask_bits(mask, b, h, q, rows, k, next - k, bits);
         if (kind == AM_FULL) seen = am_low_bits(rows);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
+        am_status status = glance(team, k);
+        if (status != AM_OK) return status;
     }
     mask->kernels->expand_bits_8(job->queries + plane * mask->queries + q, seen, rows, 1, 0);
     return am_checkpoint(team);

@@ -73,6 +73,7 @@ static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
                 note_large(job, row * tokens + begin + i);
                 return AM_OK;
             }
+            if (id == before && place == INT32_MAX) return AM_OVERFLOW;
             place = id == before ? place + 1 : 0;
             before = id;
             if (!job->positions)
@@ -89,8 +90,8 @@ static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
 static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
 {
     atomic_init(&job->large, PTRDIFF_MAX);
-    ptrdiff_t tokens = tokens_of(job->ids);
-    am_status status = am_parallel(run, rows_of(job->ids), TASK_TOKENS / max(tokens, 1), row_task, job);
+    ptrdiff_t tokens = tokens_of(job->ids), rows = tokens > 0 ? rows_of(job->ids) : 0;
+    am_status status = am_parallel(run, rows, TASK_TOKENS / max(tokens, 1), row_task, job);
     large->index = atomic_load(&job->large);
     large->any = large->index != PTRDIFF_MAX;
     return status;
@@ -158,9 +159,10 @@ typedef struct {
 /* New room comes zeroed, and untouched where no id falls. */
 static am_status make_room(count_job *job, ptrdiff_t segments)
 {
+    if (segments > PTRDIFF_MAX / 16) return AM_NO_MEMORY;
     ptrdiff_t capacity = max(job->capacity, 128);
-    while (capacity < segments) capacity = capacity > PTRDIFF_MAX / 32 ? PTRDIFF_MAX / 16 : 2 * capacity;
-    ptrdiff_t *counts = segments > PTRDIFF_MAX / 16 ? NULL : calloc((size_t)capacity, sizeof *counts);
+    while (capacity < segments) capacity *= 2;
+    ptrdiff_t *counts = calloc((size_t)capacity, sizeof *counts);
     if (!counts) return AM_NO_MEMORY;
     if (job->segments) memcpy(counts, job->counts, (size_t)job->segments * sizeof *counts);
     free(job->counts);
@@ -195,7 +197,7 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     (void)index; /* there is one */
     count_job *job = arg;
     ptrdiff_t tokens = tokens_of(job->ids);
-    for (ptrdiff_t row = 0; row < rows_of(job->ids); row++) {
+    for (ptrdiff_t row = 0; tokens > 0 && row < rows_of(job->ids) && !job->large->any; row++) {
         for (ptrdiff_t begin = 0; begin < tokens && !job->large->any; begin += BLOCK) {
             int64_t wide[BLOCK];
             ptrdiff_t count = min(BLOCK, tokens - begin);
