@@ -29,13 +29,14 @@ PyObject *am_describe(PyObject *object)
         Py_DECREF(shape);
         return text;
     }
-    if (PyNumber_Check(object) || PyUnicode_Check(object) || object == Py_None)
+    if (PyArray_IsAnyScalar(object) || object == Py_None)
         return PyUnicode_FromFormat("%.200R", object);
     return PyUnicode_FromFormat("an object of type %s", Py_TYPE(object)->tp_name);
 }
 
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
 {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
     PyErr_Clear(); /* of what found out; this says more */
     PyObject *what = am_describe(got);
     if (what) PyErr_Format(exception, "%s must be %s, got %U", name, expected, what);
@@ -285,7 +286,7 @@ int am_check_starts(am_starts *s, const char *name)
 {
     npy_intp count = PyArray_DIM(s->array, 0);
     s->sequences = count - 1;
-    s->starts = PyMem_Malloc((size_t)count * sizeof *s->starts);
+    s->starts = PyMem_New(ptrdiff_t, count);
     if (!s->starts) {
         PyErr_NoMemory();
         return -1;

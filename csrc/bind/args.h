@@ -3,7 +3,7 @@
  * Every message names the argument, says what was expected and what came. The Python functions above call
  * with every argument in its place, so a converter table is all the parsing there is:
  *
- *     am_array g = {0};
+ *     PyArrayObject *g = NULL;
  *     bool reverse;
  *     const am_param params[] = {{"g", am_to_array, &g}, {"reverse", am_to_bool, &reverse}};
  *     if (am_parse("chunk_cumsum", args, nargs, params, 2) < 0) goto fail;

@@ -58,7 +58,7 @@ static ptrdiff_t saturated(int64_t a, int64_t b)
 /* An int, or an array of one for each batch row, plus `more`, as ptrdiff_t within ±AM_FAR. */
 static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
 {
-    ptrdiff_t batch = arg->mask.batch, *values = PyMem_Malloc((size_t)(batch + 1) * sizeof *values);
+    ptrdiff_t batch = arg->mask.batch, *values = PyMem_New(ptrdiff_t, batch + 1);
     if (!values) {
         PyErr_NoMemory();
         return NULL;
@@ -163,7 +163,7 @@ static int read_equal(am_mask_arg *arg, am_node *node, PyObject *term)
 /* Integers [count] as ptrdiff_t within ±AM_FAR; None is `none` everywhere. */
 static const ptrdiff_t *read_integers(am_mask_arg *arg, PyObject *object, ptrdiff_t count, ptrdiff_t none)
 {
-    ptrdiff_t *values = PyMem_Malloc((size_t)(count + 1) * sizeof *values);
+    ptrdiff_t *values = PyMem_New(ptrdiff_t, count + 1);
     if (!values) {
         PyErr_NoMemory();
         return NULL;

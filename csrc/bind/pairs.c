@@ -30,6 +30,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     if (am_to_array(object, name, &p->array) < 0) return -1;
     am_dtype type = am_dtype_of(PyArray_DESCR(p->array));
     npy_intp size = PyArray_SIZE(p->array);
+    if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
     if (!am_is_integer(type) && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
         Py_DECREF(p->array);
         p->array = am_new_array_of(1, &size, NPY_INT64);
@@ -37,10 +38,9 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
         type = AM_INT64;
     }
     if (!am_is_integer(type)) return am_reject(PyExc_TypeError, name, expected, (PyObject *)p->array);
-    if (PyArray_NDIM(p->array) != 1 || size % 2 != 0)
-        return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
+    if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
     p->count = size / 2;
-    p->ranges = PyMem_Malloc((size_t)p->count * sizeof *p->ranges + 1);
+    p->ranges = (void *)PyMem_New(ptrdiff_t, size);
     if (!p->ranges) {
         PyErr_NoMemory();
         return -1;
@@ -58,7 +58,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
 /* The extents of a mask; NULL with the exception set. */
 static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_rule rule, npy_intp work)
 {
-    am_extent *extents = PyMem_Malloc((size_t)mask->batch * sizeof *extents + 1);
+    am_extent *extents = PyMem_New(am_extent, mask->batch);
     if (!extents) return (am_extent *)PyErr_NoMemory();
     am_call call;
     am_enter(&call, module, work);
@@ -71,7 +71,7 @@ static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_r
 
 static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys, PyArray_Descr *dtype)
 {
-    ptrdiff_t *ends = PyMem_Malloc((size_t)batch * 2 * sizeof *ends + 1);
+    ptrdiff_t *ends = PyMem_New(ptrdiff_t, 2 * batch);
     if (!ends) return PyErr_NoMemory();
     PyObject *result = NULL;
     for (npy_intp b = 0; b < batch; b++) {
@@ -230,7 +230,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(ndim, shape, a->dtype);
-    am_extent *extents = out ? PyMem_Malloc((size_t)batch * sizeof *extents + 1) : NULL;
+    am_extent *extents = out ? PyMem_New(am_extent, batch) : NULL;
     if (!extents) {
         Py_XDECREF(out);
         return out ? PyErr_NoMemory() : NULL;
@@ -324,7 +324,7 @@ static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py
     PyObject *result = NULL;
     const am_param params[] = {{"pairs", to_pairs, &p}};
     if (am_parse("pairs_to_cu_seqlens", args, nargs, params, 1) < 0) goto fail;
-    starts = PyMem_Malloc((size_t)(p.count + 1) * sizeof *starts);
+    starts = PyMem_New(ptrdiff_t, p.count + 1);
     if (!starts) {
         PyErr_NoMemory();
         goto fail;
@@ -354,7 +354,7 @@ static PyObject *cu_seqlens_to_pairs(PyObject *module, PyObject *const *args, Py
     PyObject *result = NULL;
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
     if (am_parse("cu_seqlens_to_pairs", args, nargs, params, 1) < 0) goto fail;
-    ends = PyMem_Malloc((size_t)s.sequences * 2 * sizeof *ends + 1);
+    ends = PyMem_New(ptrdiff_t, 2 * s.sequences);
     if (!ends) {
         PyErr_NoMemory();
         goto fail;

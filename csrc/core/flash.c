@@ -609,8 +609,8 @@ static void choose(plan *p)
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
-    p->wave =
-        am_max(am_ceil_div(WAVE_TASKS * heads, p->blocks), WAVE_BYTES / am_max(p->tiles * tile_bytes, 1));
+    p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
+                     WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
     if (!p->shares_keys || p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(gathered_bytes(p), AM_LINE) * AM_LINE;
 }
@@ -618,12 +618,13 @@ static void choose(plan *p)
 am_status am_flash_forward(const am_run *run, const am_flash *flash)
 {
     if (flash->batch == 0 || flash->heads == 0 || flash->queries == 0) return AM_OK;
+    if (am_is_too_deep(flash)) return AM_NO_MEMORY;
     plan p = {.base = am_flash_base_of(run, flash), .threads = run->threads};
     choose(&p);
     ptrdiff_t heads = flash->batch * flash->kv_heads;
     scratch unused;
-    ptrdiff_t partials_bytes = p.blocks * p.splits * p.partial_bytes,
-              packed_bytes = p.wave * p.tiles * (p.k_bytes + p.v_bytes);
+    ptrdiff_t partials_bytes = am_product(p.blocks, p.splits, p.partial_bytes),
+              packed_bytes = am_product(p.wave, p.tiles, p.k_bytes + p.v_bytes);
     am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;

@@ -15,6 +15,22 @@ static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b;
 static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
 
+/* a b c, or the largest number where that does not fit; nobody has so many bytes. */
+static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
+{
+    ptrdiff_t product;
+    bool fits = !__builtin_mul_overflow(a, b, &product) && !__builtin_mul_overflow(product, c, &product);
+    return fits ? product : PTRDIFF_MAX;
+}
+
+/* More channels than this are refused for want of memory. As many fit no memory either, but the lengths of all
+ * that belongs to a block still add up to a number. */
+static const ptrdiff_t AM_MOST_DEPTH = PTRDIFF_MAX >> 23;
+static inline bool am_is_too_deep(const am_flash *f)
+{
+    return am_max(f->depth, f->value_depth) > AM_MOST_DEPTH;
+}
+
 typedef struct {
     const am_flash *flash;
     const am_kernels *all_kernels;

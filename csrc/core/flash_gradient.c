@@ -539,7 +539,7 @@ static void choose(plan *p)
     p->tiles = am_ceil_div(f->keys, TILE);
     ptrdiff_t bytes = p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
     ptrdiff_t seen = am_most_tiles(&p->base, AM_FLASH_ROWS);
-    p->task_tiles = seen * bytes > NEAR_BYTES ? WIDE_TILES : MOST_TILES;
+    p->task_tiles = seen > NEAR_BYTES / bytes ? WIDE_TILES : MOST_TILES;
     while (p->task_tiles > 1 && (am_min(p->task_tiles, seen) * bytes > NEAR_BYTES ||
                                  f->batch * f->kv_heads * (p->tiles / p->task_tiles) < ENOUGH_TASKS))
         p->task_tiles /= 2;
@@ -562,17 +562,20 @@ static am_status compute(const am_run *run, plan *p)
 am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient)
 {
     const am_flash *f = &gradient->forward;
+    if (am_is_too_deep(f)) return AM_NO_MEMORY;
     plan p = {.base = am_flash_base_of(run, f), .gradient = gradient, .d_q = gradient->d_q};
     choose(&p);
-    ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size, d_q_bytes = rows * f->depth * size;
+    ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
+              d_q_bytes = am_product(rows, f->depth, size),
+              facts_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, FACTS);
     char *own_d_q = NULL;
     scratch unused;
     am_status status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape,
                                              p.tasks, p.task_tiles);
     if (status == AM_OK) status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
-    p.facts_bytes = am_ceil_div(rows * size, AM_LINE) * AM_LINE;
-    p.facts = am_lines(FACTS * p.facts_bytes);
+    p.facts_bytes = facts_bytes / FACTS;
+    p.facts = am_lines(facts_bytes);
     if (p.d_q.type != p.base.type) {
         own_d_q = am_lines(d_q_bytes);
         p.d_q = (am_tokens){
@@ -588,7 +591,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK) status = compute(run, &p);
     am_rooms_free(&p.rooms);
     free(p.states);
-    am_lines_free(p.facts, FACTS * p.facts_bytes);
+    am_lines_free(p.facts, facts_bytes);
     am_lines_free(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
     return status;
