@@ -115,7 +115,7 @@ static int module_exec(PyObject *module)
     am_state *state = am_state_of(module);
     const am_kernels *kernels = initial_kernels();
     int threads;
-    if (!kernels || initial_threads(&threads) < 0) return -1;
+    if (!kernels || initial_threads(&threads) < 0 || am_find_main_thread() < 0) return -1;
     atomic_init(&state->kernels, kernels);
     atomic_init(&state->threads, threads);
     PyMethodDef *const topics[] = {runtime_methods,  am_packed_methods,   am_cumsum_methods,

@@ -712,6 +712,8 @@ def long_calls() -> dict:
     lse = np.broadcast_to(ones, (1, 16, 2**16))
     attention = {"query": tokens, "key": tokens, "value": tokens, "causal": True}
     gradient = attention | {"dout": tokens, "out": tokens, "lse": lse}
+    numbers = np.arange(1, 20_001)
+    one_row = attnmask.MaskInfo.from_attention_mask(np.broadcast_to(np.True_, (1, 1, 1, 2**40)))
     return {
         "one lane": lambda out: attnmask.chunk_local_cumsum(lane, 64, out=out.reshape(lane.shape)),
         "lanes": lambda out: attnmask.chunk_global_cumsum(lanes, out=out.reshape(lanes.shape)),
@@ -722,6 +724,9 @@ def long_calls() -> dict:
         "attention": lambda out: attnmask.flash_attention(**attention),
         "gradients": lambda out: attnmask.flash_attention_bwd(**gradient),
         "gradients of peaks": lambda out: attnmask.flash_attention_bwd(**gradient, normalize_output=False),
+        "division": lambda out: attnmask.cdiv(numbers[:, None], numbers[None]),
+        "one long row of a mask": lambda out: one_row.density(),
+        "one long row of dropout": lambda out: attnmask.dropout_keep_mask(0, 0.5, (1, 1, 1, 2**31)),
     }
 
 
@@ -801,6 +806,69 @@ def test_ctrl_c_ends_a_long_call():
     caught, first, finished = stdout.split()
     assert (first, finished) == ("1.0", "False")
     assert float(caught) - sent < 0.5
+
+
+FORK_BY_SIGNAL = """
+import os
+import signal
+import numpy as np
+import attnmask
+
+attnmask.set_num_threads(4)
+tokens = np.random.default_rng(0).standard_normal((1, 4096, 8, 64)).astype(np.float32)
+_, vjp = attnmask.flash_attention_vjp(tokens, tokens, tokens)
+expected = vjp(tokens).query
+children = []
+signal.signal(signal.SIGALRM, lambda *_: children.append(os.fork()))
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+try:
+    same = np.array_equal(vjp(tokens).query, expected)
+except RuntimeError as error:
+    assert children == [0] and "forked" in str(error)
+    same = np.array_equal(vjp(tokens).query, expected)  # with threads of its own
+    os._exit(0 if same else 1)
+if children == [0]:
+    os._exit(0 if same else 1)
+print(same, *[os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_signal_handler_that_forks_in_the_middle_of_a_call():
+    """The parent's call goes on; the child, whose other threads are gone, is told so and can go on as well."""
+    result = python(FORK_BY_SIGNAL, timeout=100)
+    assert result.stdout == "True 0\n", (result.returncode, result.stderr)
+
+
+DAEMON = """
+import threading
+import time
+import numpy as np
+import attnmask
+
+class Slow:  # the interpreter takes its time to end
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+
+attnmask.set_num_threads(4)
+tokens = np.zeros((1, 4096, 8, 64), np.float32)
+
+def attend(depth):
+    # deep in the stack, most of which goes when the thread does
+    if depth:
+        sorted([1], key=lambda _: attend(depth - 1) or 1)
+    while True:
+        attnmask.flash_attention(tokens, tokens, tokens)
+
+threading.Thread(target=attend, args=(40,), daemon=True).start()
+slow = Slow()
+time.sleep(0.2)
+"""
+
+
+def test_the_interpreter_ends_while_a_daemon_is_in_a_call():
+    result = python(DAEMON)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("kind", ["cumsum", "mask"])

@@ -1,6 +1,8 @@
 /* state.c – crossing the border between Python and the core. */
 #include "bind/state.h"
 
+#include <pthread.h>
+
 /* Below this many elements waking a thread or handing over the GIL costs more than the work. */
 static const npy_intp SMALL = 1 << 14;
 
@@ -8,6 +10,29 @@ int am_threads(am_state *state)
 {
     int threads = atomic_load(&state->threads);
     return threads ? threads : am_default_threads();
+}
+
+/* The thread that handles signals. No other asks whether there are any: it would never be told so, and were
+ * the interpreter to end meanwhile, it would end there too, under the threads that help it. */
+static atomic_ulong main_thread;
+
+static void stay_main_thread(void) { atomic_store(&main_thread, PyThread_get_thread_ident()); }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, stay_main_thread); }
+
+int am_find_main_thread(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    PyObject *threading = PyImport_ImportModule("threading");
+    PyObject *thread = threading ? PyObject_CallMethod(threading, "main_thread", NULL) : NULL;
+    PyObject *ident = thread ? PyObject_GetAttrString(thread, "ident") : NULL;
+    unsigned long number = ident ? PyLong_AsUnsignedLong(ident) : 0;
+    Py_XDECREF(ident);
+    Py_XDECREF(thread);
+    Py_XDECREF(threading);
+    if (PyErr_Occurred()) return -1;
+    atomic_store(&main_thread, number);
+    pthread_once(&once, watch_forks);
+    return 0;
 }
 
 /* Called by the thread that holds the Python thread state: may Ctrl-C end this? */
@@ -26,7 +51,7 @@ void am_enter(am_call *call, PyObject *module, npy_intp work)
     *call = (am_call){.run = {.kernels = atomic_load(&state->kernels), .threads = 1}};
     if (work < SMALL) return;
     call->run.threads = am_threads(state);
-    call->run.stop = interrupted;
+    if (PyThread_get_thread_ident() == atomic_load(&main_thread)) call->run.stop = interrupted;
     call->run.stop_arg = call;
     call->python = PyEval_SaveThread();
 }
@@ -40,5 +65,8 @@ PyObject *am_raise(am_status status, const char *overflow)
 {
     if (status == AM_NO_MEMORY) return PyErr_NoMemory();
     if (status == AM_OVERFLOW) PyErr_SetString(PyExc_OverflowError, overflow);
+    if (status == AM_FORKED)
+        PyErr_SetString(PyExc_RuntimeError, "a signal handler forked this process in the middle of a call, "
+                                            "which the child cannot end: its other threads are gone");
     return NULL; /* interrupted: the signal handler's exception is set */
 }

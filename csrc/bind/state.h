@@ -16,6 +16,9 @@ static inline am_state *am_state_of(PyObject *module) { return (am_state *)PyMod
 
 int am_threads(am_state *state);
 
+/* Once, at import; 0 or -1. */
+int am_find_main_thread(void);
+
 /* Between am_enter and am_leave the GIL is released, unless `work` (elements touched) is too little to be
  * worth it. */
 typedef struct {

@@ -28,6 +28,7 @@ struct am_team {
     am_task task;
     void *job;
     ptrdiff_t count, grain;
+    bool helped;            /* others may have tasks of it */
     struct timespec polled; /* the calling thread's alone */
     pthread_t caller;
     atomic_ptrdiff_t next;
@@ -45,6 +46,7 @@ static struct {
     atomic_int inside;   /* helpers that have joined and not yet left */
     atomic_uint loops;   /* counts the loops that there were */
     int threads, asleep; /* helpers in all, and those waiting for `wake` */
+    unsigned forks;      /* that led to this process, written by nobody else */
 } pool = {
     .owner = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -55,13 +57,16 @@ static struct {
 /* A child has none of its parent's threads, and whatever they held is free. */
 static void start_over_in_child(void)
 {
+    const bool owned = pool.team && pthread_equal(pool.team->caller, pthread_self());
     pthread_mutex_init(&pool.owner, NULL);
+    if (owned) pthread_mutex_lock(&pool.owner); /* until this thread is out of its loop */
     pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.done, NULL);
     pool.team = NULL;
     pool.threads = pool.asleep = 0;
     atomic_store(&pool.inside, 0);
+    pool.forks++;
 }
 
 static ptrdiff_t cache_bytes = 16 << 20;
@@ -118,7 +123,9 @@ am_status am_checkpoint(am_team *team)
         long elapsed =
             (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
         if (elapsed >= POLL_NANOSECONDS) {
+            const unsigned forks = pool.forks;
             if (team->run->stop(team->run->stop_arg)) fail(team, AM_INTERRUPTED);
+            if (pool.forks != forks && team->helped) fail(team, AM_FORKED);
             clock_gettime(CLOCK_MONOTONIC, &team->polled);
         }
     }
@@ -206,6 +213,7 @@ static void hire(int count)
 
 static void work_together(am_team *team, int helpers)
 {
+    team->helped = true;
     pthread_mutex_lock(&pool.lock);
     if (pool.threads < helpers) hire(helpers);
     pool.team = team;
