@@ -3,6 +3,7 @@
 import operator
 import sys
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,11 @@ def integer(value: Any, name: str, minimum: int | None = None) -> int:
 
 def real(value: Any, name: str) -> float:
     """Any kind of real number but a bool or a NaN, as Python's own."""
-    if type(value) is float:
-        number = value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must fit float64, got {describe(value)}") from None
     else:
         array = as_array(value, name)
         if array.ndim or array.dtype.kind == "b" or not is_number(array.dtype):
@@ -142,12 +146,12 @@ def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = ""
 
 def per_row(value: ArrayLike, name: str, batch: int, minimum: int = -FARTHEST) -> int | NDArray[np.int64]:
     """One integer for all batch rows, or an array of one each."""
-    if np.ndim(value) == 0:
+    array = as_array(value, name)
+    if array.ndim == 0:
         number = integer(value, name, minimum)
         if number > FARTHEST:
             raise ValueError(f"{name} must be at most {FARTHEST}, got {number}")
         return number
-    array = as_array(value, name)
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
         raise TypeError(f"{name} must be an integer or one for each batch row, got {describe(array)}")
     if array.shape not in ((batch,), (1,)):
@@ -186,18 +190,18 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
 
 def is_number(dtype: np.dtype[Any]) -> bool:
     """bool, an integer or a floating-point type that the core knows."""
-    return (dtype.kind in "biuf" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
+    return dtype.kind in "biu" or is_floating(dtype)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """A floating-point type that the core knows."""
-    return (dtype.kind == "f" and dtype.itemsize <= 8) or dtype.name == "bfloat16"
+    return dtype.char in "efd" or dtype.name == "bfloat16"
 
 
 def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
     """An array of bool or numbers, as it is: where it is not zero it says yes."""
     array = as_array(value, name)
-    if array.dtype.kind == "f" and array.dtype.itemsize > 8:  # long double
+    if array.dtype.kind == "f" and not is_floating(array.dtype):  # long double, or eight bits
         array = array != 0
     if not is_number(array.dtype):
         raise TypeError(f"{name} must be bool, integers or floats, got {describe(array)}")

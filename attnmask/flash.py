@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array, describe, flag, integer
+from attnmask.arguments import FARTHEST, as_array, describe, flag, integer
 from attnmask.flash_arguments import BwdParams, FwdParams, Problem, check_apart, dropout_of, read_problem
 from attnmask.mask_info import MaskInfo
 
@@ -27,11 +27,11 @@ __all__ = [
 
 def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     """`out` of packed sequences, with the axis for the batch that it lacks."""
-    shape = (*problem.query.shape[1:3], problem.value.shape[3])
+    shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}")
-    if out.shape != shape:
-        raise ValueError(f"out must be of shape {shape}, got {describe(out)}")
+    if out.shape != shape or out.dtype.newbyteorder("=") != dtype:
+        raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(out)}")
     return out[None]
 
 
@@ -333,6 +333,8 @@ def dropout_keep_mask(
     if len(shape) != 4:
         raise ValueError(f"shape must be four integers, got {len(shape)}")
     b, h, q, k = (integer(length, "shape", 0) for length in shape)
+    if max(b, h, q, k) > FARTHEST:
+        raise ValueError(f"shape must be at most {FARTHEST} along each axis, got {(b, h, q, k)}")
     return _core.dropout_keep_mask(number, chance, (b, h, q, k), out)
 
 

@@ -6,7 +6,7 @@ and `out` fit together is for the core to say.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,18 @@ from attnmask.mask_info import MaskInfo
 from attnmask.mask_program import Node, PerRow, Program, Shape, band, dense, equal, sequences
 
 _PRECISIONS = ("default", "high", "highest")
+
+
+class _Range(NamedTuple):
+    """Of the arithmetic: the least positive number that has a reciprocal, and the greatest one."""
+
+    least: float
+    greatest: float
+
+
+_FLOAT32, _FLOAT64 = (
+    _Range(float(info.tiny), float(info.max)) for info in (np.finfo(np.float32), np.finfo(np.float64))
+)
 
 
 class Problem(NamedTuple):
@@ -139,24 +151,27 @@ def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int
     return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
 
 
-def _scale(softmax_scale: Any, channels: int) -> float:
+def _scale(softmax_scale: Any, channels: int, numbers: _Range) -> float:
     if softmax_scale is None:
         return 1 / sqrt(channels) if channels else 1.0  # without channels all products are 0
     scale = real(softmax_scale, "softmax_scale")
     if scale in (inf, -inf):
         raise ValueError(f"softmax_scale must be finite, got {scale}")
+    most = numbers.greatest / log2(e)  # logits count in powers of 2
+    if abs(scale) > most:
+        raise ValueError(f"softmax_scale must be from {-most:.1e} to {most:.1e}, got {scale}")
     return scale
 
 
-def _cap(logits_soft_cap: Any) -> float:
+def _cap(logits_soft_cap: Any, numbers: _Range) -> float:
     cap = 0.0 if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
         raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
-    return 0.0 if cap == inf else cap
+    return 0.0 if cap == 0 or cap > numbers.greatest else max(cap, numbers.least)
 
 
-def _sinks(softmax_aux: ArrayLike, heads: int) -> NDArray[np.float64] | None:
-    """One row of sinks for each head, or None if there are none."""
+def _sinks(softmax_aux: ArrayLike, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
+    """One row of sinks for each head, finite where they are; or None if there are none."""
     array = as_array(softmax_aux, "softmax_aux")
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
@@ -164,7 +179,8 @@ def _sinks(softmax_aux: ArrayLike, heads: int) -> NDArray[np.float64] | None:
         raise ValueError(f"softmax_aux must be [S] or [H, S] with H = {heads}, got {describe(array)}")
     if array.shape[-1] == 0:
         return None
-    return np.array(np.broadcast_to(array, (heads, array.shape[-1])), np.float64, order="C")
+    sinks = np.array(np.broadcast_to(array, (heads, array.shape[-1])), np.float64, order="C")
+    return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
 
 
 def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
@@ -379,15 +395,16 @@ def read_problem(
     if places is not None:
         programs.append((places,))
     dropout, seed = dropout_of(dropout_prob, dropout_seed, ("dropout_prob", "dropout_seed"))
+    numbers = _FLOAT64 if q.dtype == np.float64 else _FLOAT32
     problem = Problem(
         q,
         k,
         v,
         _joined(programs),
         None if bias is None else _bias(bias, shape),
-        _scale(softmax_scale, channels),
-        _cap(logits_soft_cap),
-        None if softmax_aux is None else _sinks(softmax_aux, heads),
+        _scale(softmax_scale, channels, numbers),
+        _cap(logits_soft_cap, numbers),
+        None if softmax_aux is None else _sinks(softmax_aux, heads, numbers),
         flag(normalize_output, "normalize_output"),
         dropout,
         seed,

@@ -151,7 +151,8 @@ def flash_attention_bwd(
     Dead pairs have no influence here either: dead keys and queries without a live pair get zeros.
     Weights are computed anew from `lse`, whose rounding is their relative error: 6e-8 for each unit of its size (1e-16
     in float64). Where it is larger than 1,024, and of these very keys, the row's logits are summed up once more
-    instead. With `out` and `lse` of all keys, parts of the keys give their parts of the gradients.
+    instead. With `out` and `lse` of all keys, parts of the keys give their parts of the gradients, if the output is
+    normalized and nothing is dropped out.
 
     Parameters
     ----------

@@ -27,6 +27,7 @@ Examples
 """
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ except ImportError as error:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from error
 
 from attnmask import flash
-from attnmask.arguments import as_array, flag
+from attnmask.arguments import as_array, describe, flag
 from attnmask.flash_gradient import flash_attention_bwd
 from attnmask.mask_info import MaskInfo
 
@@ -57,6 +58,7 @@ _TRACED = (
     "causal_offset",
     "dropout_seed",
 )
+_NAMES = frozenset(signature(flash.flash_attention).parameters) - {"out"}
 
 
 def _on_host(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +73,20 @@ def _on_host(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _like(arrays: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
+
+
+def _check(traced: dict[str, Any], static: dict[str, Any]) -> None:
+    """What would not be understood where it comes out of a compiled function."""
+    for name in _LEARNED[:3]:
+        if name in static:
+            raise TypeError(f"{name} must be an array, got {describe(static[name])}")
+        if traced[name].ndim not in (3, 4):
+            raise ValueError(f"{name} must have three or four axes, got shape {traced[name].shape}")
+    for name, x in static.items():
+        if name not in _NAMES:
+            raise TypeError(f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}")
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+            raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
 
 
 def flash_attention(
@@ -96,7 +112,7 @@ def flash_attention(
     bias, softmax_aux : array, optional
     return_lse : bool
     **more
-        The other arguments of `attnmask.flash_attention`, by their names. Segment ids, `cum_seqlens_q`,
+        The other arguments of `attnmask.flash_attention` but `out`, by their names. Segment ids, `cum_seqlens_q`,
         `cum_seqlens_k`, `causal_offset` and `dropout_seed` may be traced; the others are fixed when a function is
         compiled.
 
@@ -131,6 +147,7 @@ def flash_attention(
         if name in _TRACED and not (x is None or isinstance(x, (int, str)))
     }
     static = {name: x for name, x in given.items() if name not in traced}
+    _check(traced, static)
     learned = {name: traced.pop(name) for name in _LEARNED if name in traced}
     query, key, value = (learned[name] for name in _LEARNED[:3])
     rows = (*query.shape[:-3], query.shape[-2], query.shape[-3])

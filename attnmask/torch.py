@@ -36,7 +36,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         ctx: Any, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, more: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = query, key, value, bias, softmax_aux
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        tensors = [x for x in (*inputs, *more.values()) if isinstance(x, torch.Tensor)]
         query, key, value, bias, softmax_aux = (_detached(x) for x in inputs)
         (out, lse), ctx.vjp = flash_attention_vjp(
             query,
@@ -89,7 +89,7 @@ def flash_attention(
     bias, softmax_aux : Tensor or array_like, optional
     return_lse : bool
     **more
-        The other arguments of `attnmask.flash_attention`, by their names.
+        The other arguments of `attnmask.flash_attention` but `out`, by their names.
 
     Returns
     -------
@@ -111,6 +111,8 @@ def flash_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {describe(tensor)}")
+    if "out" in more:
+        raise TypeError("flash_attention() of tensors got an unexpected keyword argument 'out'")
     with_lse = flag(return_lse, "return_lse")
     more = {"attention_mask": attention_mask} | {name: _detached(x) for name, x in more.items()}
     inputs = query, key, value, bias, softmax_aux

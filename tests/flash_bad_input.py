@@ -82,7 +82,7 @@ BAD: dict[str, tuple[dict, dict[type, list]]] = {
             ValueError: [zeros(TQ, TK + 1), zeros(B + 1, 1, 1, TK), zeros(3, TQ, TK), zeros(1, B, H, TQ, TK)],
         },
     ),
-    "softmax_scale": (GOOD, {TypeError: NO_NUMBER, ValueError: [math.nan]}),
+    "softmax_scale": (GOOD, {TypeError: NO_NUMBER, ValueError: [math.nan, 1e39, -1e39, 10**400]}),
     "dropout_prob": (
         GOOD,
         {TypeError: [*NO_NUMBER, None], ValueError: [-0.1, 1.0, 1, 1.5, math.nan, math.inf]},
@@ -140,7 +140,7 @@ BAD: dict[str, tuple[dict, dict[type, list]]] = {
     ),
     "causal_offset": (
         GOOD | {"causal": True},
-        {TypeError: [1.5, None, [0.5, 1.5], object()], ValueError: ["top", [1, 2, 3], [], [[1, 2]]]},
+        {TypeError: [1.5, None, [0.5, 1.5], object()], ValueError: ["top", [1, 2, 3], [], [[1, 2]], [[1], [1, 2]]]},
     ),
     "out": (
         GOOD,

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ from conftest import SANITIZED
 from flash_bad_input import BAD, DV, GOOD, HKV, NO_INTEGER, NO_NUMBER, PACKED, TK, TQ, B, D, H, zeros
 from flash_cases import (
     BF16,
+    F16,
     F32,
     F64,
     FACTORS,
@@ -36,6 +38,7 @@ from flash_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 import attnmask
 from attnmask import MaskInfo
@@ -931,6 +934,77 @@ def test_an_array_that_raises():
             attnmask.flash_attention(**(PACKED | {name: Raises()}))
 
 
+def test_bad_out_of_packed_rows_is_told_without_the_batch():
+    without = {name: PACKED[name][0] for name in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=rf"of float32 of shape \({TQ}, {H}, {DV}\), got float64 array"):
+        attnmask.flash_attention(**(PACKED | without), out=np.zeros((TQ, H, DV)))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_an_axis_that_is_too_long(axis):
+    shape = [1, 1, 1, 0]
+    shape[axis] = 2**57
+    endless = as_strided(np.zeros(1, F32), shape, (0, 0, 0, 0))
+    with pytest.raises(ValueError, match="query must be of at most"):
+        attnmask.flash_attention(endless, endless, endless)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=lambda dtype: np.dtype(dtype).name)
+def test_numbers_that_the_arithmetic_does_not_have(isa, dtype):
+    """Caps and sinks are what they come closest to; of scales all are refused that would be infinite."""
+    wide, narrow = (1.5e308, 1e-309) if dtype == F64 else (1e39, 1e-39)
+    query, key = np.zeros((1, 5, 2, 8), dtype), np.ones((1, 7, 2, 8), dtype)
+    value = np.arange(7).reshape(1, 7, 1, 1).repeat(2, 2).astype(dtype)
+    mean = np.full((1, 5, 2, 1), 3.0)
+    for cap in (wide, narrow, 5e-324, 1.7e308):
+        got = attnmask.flash_attention(query, key, value, logits_soft_cap=cap)
+        np.testing.assert_allclose(got.astype(F64), mean, rtol=1e-2)
+    ones = attnmask.flash_attention(key, key, value, logits_soft_cap=wide)
+    np.testing.assert_array_equal(ones, attnmask.flash_attention(key, key, value))
+    with pytest.raises(ValueError, match=r"softmax_scale must be from -.*, got"):
+        attnmask.flash_attention(query, key, value, softmax_scale=wide)
+    if dtype == F64:
+        return
+    got, lse = attnmask.flash_attention_fwd(query, key, value, softmax_aux=[1e300])
+    assert (got == 0).all()
+    assert (lse == np.finfo(F32).max).all()
+    got = attnmask.flash_attention(query, key, value, softmax_aux=[-1e300])
+    np.testing.assert_allclose(got.astype(F64), mean, rtol=1e-2)
+
+
+def test_any_kind_of_real_number():
+    for scale in (
+        Fraction(1, 2),
+        np.float16(0.5),
+        10**30,
+        np.int8(2),
+        ml_dtypes.bfloat16(0.5),
+        np.array(0.5),
+    ):
+        got = attnmask.flash_attention(**GOOD, softmax_scale=scale)
+        np.testing.assert_array_equal(got, attnmask.flash_attention(**GOOD, softmax_scale=float(scale)))
+
+
+def test_floats_of_eight_bits():
+    """As a mask they are zero or not, as numbers they are refused by name."""
+    small = np.ones((TQ, TK), ml_dtypes.float8_e5m2)
+    np.testing.assert_array_equal(
+        attnmask.flash_attention(**GOOD, attention_mask=small), attnmask.flash_attention(**GOOD)
+    )
+    with pytest.raises(TypeError, match=r"bias must be float16, .*, got float8_e5m2 array"):
+        attnmask.flash_attention(**GOOD, bias=small)
+    with pytest.raises(ValueError, match=r"logits_dtype must be .*, got float8_e5m2"):
+        attnmask.flash_attention(**GOOD, logits_dtype=small.dtype)
+
+
+def test_the_keep_mask_into_any_strides():
+    shape, memory = (3, 2, 5, 100), np.full((5, 3, 201, 2), 7, np.uint8).view(np.bool_)
+    out = memory[::-1, :, 200:0:-2].transpose(1, 3, 0, 2)
+    assert attnmask.dropout_keep_mask(3, 0.4, shape, out=out) is out
+    np.testing.assert_array_equal(out, attnmask.dropout_keep_mask(3, 0.4, shape))
+    assert (memory.view(np.uint8)[:, :, 1::2] == 7).all()
+
+
 @pytest.mark.parametrize("name", ["seed", "prob", "shape"])
 def test_bad_input_of_the_keep_mask(name):
     bad = {
@@ -938,7 +1012,7 @@ def test_bad_input_of_the_keep_mask(name):
         "prob": {TypeError: [*NO_NUMBER, None], ValueError: [-0.1, 1.0, math.nan]},
         "shape": {
             TypeError: ["x", None, (1, 2, 3, 4.5)],
-            ValueError: [(1, 2, 3), (1, 1, 1, 1, 1), (1, -1, 2, 2)],
+            ValueError: [(1, 2, 3), (1, 1, 1, 1, 1), (1, -1, 2, 2), (2**70, 1, 1, 1)],
         },
     }[name]
     for error, values in bad.items():

@@ -227,3 +227,13 @@ def test_bad_attention(jax, arrays):
         jax.jit(attnmask.jax.flash_attention)(query, key[:1], value)
     with pytest.raises(TypeError, match="return_lse must be True or False"):
         attnmask.jax.flash_attention(query, key, value, return_lse=1)
+    for attend in (attnmask.jax.flash_attention, jax.jit(attnmask.jax.flash_attention)):
+        with pytest.raises(ValueError, match="query must have three or four axes, got shape"):
+            attend(query[0, 0], key, value)
+        with pytest.raises(TypeError, match="key must be an array, got None"):
+            attend(query, None, value)
+    for name in ("out", "sliding_windows"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            attnmask.jax.flash_attention(query, key, value, **{name: 1})
+    with pytest.raises(TypeError, match="sliding_window must be known when a function is compiled"):
+        jax.jit(lambda width: attnmask.jax.flash_attention(query, key, value, sliding_window=width))(3)

@@ -278,10 +278,10 @@ import sys
 sys.modules['ml_dtypes'] = None
 try:
     {make}
-except TypeError as error:
+except ImportError as error:
     print(error)
 """
-    expected = "runtime_dtype must be None, float16, bfloat16, float32 or float64, got 'bfloat16'\n"
+    expected = "runtime_dtype is of bfloat16, for which NumPy needs ml_dtypes: pip install ml_dtypes\n"
     assert printed(without) == expected
 
 

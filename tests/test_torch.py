@@ -123,11 +123,24 @@ def test_refusals(torch, inputs):
         attnmask.flash_attention(query.detach(), key.to("meta"), value.detach())
     with pytest.raises(TypeError, match="query must be a tensor that needs no gradient"):
         attnmask.flash_attention(query, key, value)
+    for more in ({}, {"query": query.detach(), "key": key.detach(), "value": value.detach()}):
+        arguments = {"query": query, "key": key, "value": value} | more
+        with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+            attnmask.torch.flash_attention(**arguments, out=np.zeros(1))
     with pytest.raises(TypeError, match="return_lse must be True or False"):
         attnmask.torch.flash_attention(query, key, value, return_lse=1)
     out = attnmask.torch.flash_attention(query, key, value)
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.grad(out.sum(), query, create_graph=True)
+    for name, array in (
+        ("attention_mask", torch.ones(query.shape[1], key.shape[1])),
+        ("q_segment_ids", torch.zeros(query.shape[:2], dtype=torch.int32)),
+    ):
+        more = {} if name == "attention_mask" else {"kv_segment_ids": np.zeros(key.shape[:2], np.int32)}
+        out = attnmask.torch.flash_attention(query, key, value, **{name: array}, **more)
+        array += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
     doubled = query * 2
     out = attnmask.torch.flash_attention(doubled, key, value)
     with torch.no_grad():

@@ -77,9 +77,9 @@ class _Attention(OperationImpl):
 class FlashAttention(_Attention):
     """`attnmask.flash_attention` as the operator ``"flash"``.
 
-    A mask or a bias may have as many heads as the keys; each then holds for the heads of the queries that share one.
-    Beyond that a call takes, by name, all other arguments of `flash_attention` but `out` and `return_lse`. `mask` is
-    its `attention_mask`, and errors call it so.
+    An array of a mask or a bias may have as many heads as the keys; each then holds for the heads of the queries that
+    share one. Beyond that a call takes, by name, all other arguments of `flash_attention` but `out` and `return_lse`.
+    `mask` is its `attention_mask`, and errors call it so.
 
     Examples
     --------

@@ -1,9 +1,7 @@
 """What every operator has: its settings, the form of its result, and tools for masks, heads and sharding."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array, describe, flag, integer, is_floating, mask_array, real
+from attnmask.arguments import as_array, bfloat16, describe, flag, integer, is_floating, mask_array, real
 from attnmask.flash_arguments import dropout_of
 from attnmask.mask_info import MaskInfo
 from attnmask.mask_program import band, fill
@@ -22,8 +20,7 @@ _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
 
 def _floating(value: Any, name: str) -> np.dtype[Any]:
     if isinstance(value, str) and value == "bfloat16":
-        with suppress(ImportError):
-            importlib.import_module("ml_dtypes")  # from then on NumPy knows it
+        return bfloat16(name)
     expected = f"{name} must be None, float16, bfloat16, float32 or float64"
     try:
         dtype: np.dtype[Any] = np.dtype(value)
@@ -31,7 +28,7 @@ def _floating(value: Any, name: str) -> np.dtype[Any]:
         raise TypeError(f"{expected}, got {value!r:.200}") from None
     if not is_floating(dtype):
         raise ValueError(f"{expected}, got {dtype}")
-    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("=")
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 @dataclass(frozen=True, slots=True)

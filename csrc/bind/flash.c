@@ -51,6 +51,11 @@ static int check_inputs(const arguments *a)
                                 arrays[i]);
         if (PyArray_NDIM(arrays[i]) != 4)
             return reject_array(PyExc_ValueError, names[i], shapes[i], arrays[i]);
+        for (int axis = 0; axis < 3; axis++) {
+            if (PyArray_DIM(arrays[i], axis) > AM_LONGEST)
+                return reject_array(PyExc_ValueError, names[i], "of at most 2**56 rows, tokens and heads",
+                                    arrays[i]);
+        }
     }
     am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
     for (int i = 1; i < 3; i++) {
@@ -384,23 +389,19 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
         PyErr_SetString(PyExc_ValueError, "prob must be at least 0 and less than 1");
         goto fail;
     }
-    PyArrayObject *made = NULL;
     if (!out) {
-        made = out = am_new_array_of(4, dims, NPY_BOOL);
-        if (!made) goto fail;
+        out = am_new_array_of(4, dims, NPY_BOOL);
+        if (!out) goto fail;
     } else {
         PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
         int bad = am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0);
         Py_DECREF(dtype);
-        if (bad < 0 || !PyArray_IS_C_CONTIGUOUS(out)) {
-            if (bad == 0) reject_array(PyExc_ValueError, "out", "C-contiguous", out);
-            goto fail;
-        }
+        if (bad < 0) goto fail;
     }
-    const ptrdiff_t sizes[4] = {dims[0], dims[1], dims[2], dims[3]};
     am_call call;
     am_enter(&call, module, PyArray_SIZE(out));
-    am_status status = am_dropout_keep_mask(&call.run, seed, probability.value, sizes, PyArray_DATA(out));
+    am_status status = am_dropout_keep_mask(&call.run, seed, probability.value, dims, PyArray_STRIDES(out),
+                                            PyArray_DATA(out));
     am_leave(&call);
     if (status == AM_OK) return (PyObject *)out;
     am_raise(status, NULL);

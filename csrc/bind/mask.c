@@ -10,9 +10,6 @@
 #include "bind/args.h"
 #include "bind/dense.h"
 
-/* So that lengths can be multiplied by the size of an element, and added to AM_FAR. */
-static const ptrdiff_t LONGEST = (ptrdiff_t)1 << 56;
-
 /* A list of what the description points at; freed with it. */
 static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
 {
@@ -288,7 +285,7 @@ static int to_shape(PyObject *object, const char *name, void *dst)
     for (int i = 0; i < 4; i++) {
         Py_ssize_t length = PyNumber_AsSsize_t(PyTuple_GET_ITEM(object, i), NULL);
         if (length == -1 && PyErr_Occurred()) return -1;
-        if (length < 0 || length > LONGEST)
+        if (length < 0 || length > AM_LONGEST)
             return am_reject(PyExc_ValueError, name, "from 0 to 2**56 along each axis", object);
         *lengths[i] = length;
     }

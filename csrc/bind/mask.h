@@ -11,6 +11,9 @@ typedef struct am_kept {
     PyObject *object;
 } am_kept;
 
+/* Of an axis: so that lengths can be multiplied by the size of an element, and added to AM_FAR. */
+static const npy_intp AM_LONGEST = (npy_intp)1 << 56;
+
 /* A mask and what it points at. Starts from zero; am_free_mask releases it, also after a failure. */
 typedef struct {
     am_mask mask;

@@ -39,8 +39,8 @@ typedef struct {
 
 am_status am_flash_forward(const am_run *run, const am_flash *flash);
 
-/* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]. */
+/* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]; strides in bytes. */
 am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
-                               uint8_t *kept);
+                               const ptrdiff_t strides[4], uint8_t *kept);
 
 #endif

@@ -195,7 +195,7 @@ uint32_t am_threshold_of(double probability)
 
 typedef struct {
     const am_kernels *kernels;
-    const ptrdiff_t *shape;
+    const ptrdiff_t *shape, *strides;
     uint64_t seed;
     uint32_t threshold;
     uint8_t *kept;
@@ -204,22 +204,28 @@ typedef struct {
 static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const keep_job *job = arg;
-    ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3];
-    uint64_t key = am_row_key(job->seed, index / queries / heads, index / queries % heads, index % queries);
-    uint8_t *row = job->kept + index * keys;
+    const ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3],
+                    step = job->strides[3];
+    const ptrdiff_t b = index / queries / heads, h = index / queries % heads, q = index % queries;
+    uint64_t key = am_row_key(job->seed, b, h, q);
+    uint8_t *row = job->kept + b * job->strides[0] + h * job->strides[1] + q * job->strides[2];
     am_status status = index % 64 == 0 ? am_checkpoint(team) : AM_OK;
     for (ptrdiff_t k = 0; status == AM_OK && k < keys; k += 64) {
         uint64_t bits = job->kernels->keep_bits(key, (uint32_t)k, job->threshold);
-        job->kernels->expand_bits_8(row + k, bits, am_min(64, keys - k), 1, 0);
+        ptrdiff_t count = am_min(64, keys - k);
+        if (step == 1)
+            job->kernels->expand_bits_8(row + k, bits, count, 1, 0);
+        else
+            for (ptrdiff_t i = 0; i < count; i++) row[(k + i) * step] = bits >> i & 1;
         if (k % KEEP_PIECE == KEEP_PIECE - 64) status = am_checkpoint(team);
     }
     return status;
 }
 
 am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
-                               uint8_t *kept)
+                               const ptrdiff_t strides[4], uint8_t *kept)
 {
-    keep_job job = {run->kernels, shape, seed, am_threshold_of(probability), kept};
+    keep_job job = {run->kernels, shape, strides, seed, am_threshold_of(probability), kept};
     return am_parallel(run, shape[3] == 0 ? 0 : shape[0] * shape[1] * shape[2], 16, keep_task, &job);
 }
 
