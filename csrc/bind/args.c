@@ -29,8 +29,7 @@ PyObject *am_describe(PyObject *object)
         Py_DECREF(shape);
         return text;
     }
-    if (PyArray_IsAnyScalar(object) || object == Py_None)
-        return PyUnicode_FromFormat("%.200R", object);
+    if (PyArray_IsAnyScalar(object) || object == Py_None) return PyUnicode_FromFormat("%.200R", object);
     return PyUnicode_FromFormat("an object of type %s", Py_TYPE(object)->tp_name);
 }
 

@@ -11,7 +11,7 @@
 enum {
     BF16_BYTES = 2,
     LANE_BYTES = 4,
-    WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
+    WIDEST = 8,           /* bytes of a number; a bias may be wider than the arithmetic */
     KEEP_PIECE = 1 << 16, /* keys of dropout between two questions whether to go on */
 };
 

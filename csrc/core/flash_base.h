@@ -23,8 +23,8 @@ static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
     return fits ? product : PTRDIFF_MAX;
 }
 
-/* More channels than this are refused for want of memory. As many fit no memory either, but the lengths of all
- * that belongs to a block still add up to a number. */
+/* More channels than this are refused for want of memory. As many fit no memory either, but the lengths of
+ * all that belongs to a block still add up to a number. */
 static const ptrdiff_t AM_MOST_DEPTH = PTRDIFF_MAX >> 23;
 static inline bool am_is_too_deep(const am_flash *f)
 {
