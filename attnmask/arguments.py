@@ -144,6 +144,21 @@ def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = ""
     return frozen(array.astype(np.int32, order="C", copy=True))
 
 
+def rising(starts: NDArray[Any], name: str) -> NDArray[Any]:
+    """`starts` of sequences, which begin at 0 and never fall."""
+    if len(starts) == 0:
+        raise ValueError(f"{name} must have an entry at least, got {describe(starts)}")
+    if starts[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {starts[0]} at index 0")
+    falls = starts[1:] < starts[:-1]
+    if np.count_nonzero(falls):
+        index = int(falls.argmax()) + 1
+        raise ValueError(
+            f"{name} must never decrease, got {starts[index]} after {starts[index - 1]} at index {index}"
+        )
+    return starts
+
+
 def per_row(value: ArrayLike, name: str, batch: int, minimum: int = -FARTHEST) -> int | NDArray[np.int64]:
     """One integer for all batch rows, or an array of one each."""
     array = as_array(value, name)

@@ -23,6 +23,7 @@ from attnmask.arguments import (
     mask_array,
     per_row,
     real,
+    rising,
     window,
 )
 from attnmask.mask_info import MaskInfo
@@ -261,15 +262,7 @@ def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
         raise ValueError(f"{name} must be 1-D with an entry at least, got {describe(array)}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {describe(array)}")
-    starts = np.array(array, np.int64)  # what is beyond int64 wraps, and so falls
-    if starts[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {array[0]} at index 0")
-    falls = starts[1:] < starts[:-1]
-    if np.count_nonzero(falls):
-        index = int(falls.argmax()) + 1
-        raise ValueError(
-            f"{name} must never decrease, got {array[index]} after {array[index - 1]} at index {index}"
-        )
+    starts = rising(np.array(array, np.int64), name)  # what is beyond int64 wraps, and so falls
     if starts[-1] != tokens:
         raise ValueError(f"{name} must end at {tokens} tokens, got {array[-1]} at index {len(array) - 1}")
     return starts

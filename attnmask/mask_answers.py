@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from attnmask import _core, masks
 from attnmask.arguments import (
+    flag,
     frozen,
     integer,
     number_dtype,
@@ -48,6 +49,12 @@ def _first_head(ids: Ids) -> Ids:
     if ids.ndim == 2:
         return ids
     return ids[:, 0] if ids.shape[1] else np.full((len(ids), ids.shape[2]), -1, np.int32)
+
+
+def _check_plane(batch: int, head: int, shape: Shape) -> None:
+    for name, place, count in (("batch", batch, shape[0]), ("head", head, shape[1])):
+        if not 0 <= integer(place, name) < count:
+            raise IndexError(f"{name} must be at least 0 and below {count}, got {place}")
 
 
 class MaskAnswers:
@@ -147,7 +154,7 @@ class MaskAnswers:
         state = self._state
         held = [cu for cu in (state.cu_seqlens_q, state.cu_seqlens_kv) if cu is not None]
         if held:
-            dtype = np.dtype(out_dtype)
+            dtype = np.dtype(out_dtype).newbyteorder("=")
             if dtype.kind not in "iu":
                 raise TypeError(f"out_dtype must be an integer type, got {dtype}")
             for cu in held:
@@ -359,7 +366,7 @@ class MaskAnswers:
         >>> mask.get_or_compute_segment_ids()
         (array([[0, 0, 1]], dtype=int32), array([[-1,  0,  0,  1]], dtype=int32))
         """
-        return self._ids(bool(per_head))
+        return self._ids(flag(per_head, "per_head"))
 
     def materialize_segment_ids(self, per_head: bool = False) -> Self:
         """The same mask, holding the segment ids of `get_or_compute_segment_ids`.
@@ -381,9 +388,10 @@ class MaskAnswers:
         >>> info.q_segment_ids.shape
         (1, 8)
         """
+        each_head = flag(per_head, "per_head")
         if self._state.labels.complete:
             return self
-        return self._with(labels=Labels(*self._ids(bool(per_head))), cu_seqlens_q=None, cu_seqlens_kv=None)
+        return self._with(labels=Labels(*self._ids(each_head)), cu_seqlens_q=None, cu_seqlens_kv=None)
 
     @property
     def q_attention_mask(self) -> NDArray[np.int32]:
@@ -835,12 +843,9 @@ class MaskAnswers:
         [[3, 0], [4, 3]]
         """
         shape, program = self._described("count live pairs")
-        for name, place, count in (("batch", batch, shape[0]), ("head", head, shape[1])):
-            if not 0 <= integer(place, name) < count:
-                raise IndexError(f"{name} must be at least 0 and below {count}, got {place}")
-        return _core.mask_grid(
-            shape, program, batch, head, integer(q_cell, "q_cell", 1), integer(k_cell, "k_cell", 1)
-        )
+        _check_plane(batch, head, shape)
+        cells = integer(q_cell, "q_cell", 1), integer(k_cell, "k_cell", 1)
+        return frozen(_core.mask_grid(shape, program, batch, head, *cells))
 
     def labels(self, batch: int, head: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """Segment ids of the queries and of the keys of one plane, as `visualize` shows them.
@@ -848,6 +853,7 @@ class MaskAnswers:
         Parameters
         ----------
         batch, head : int
+            Which plane; IndexError if there is no such.
 
         Returns
         -------
@@ -863,6 +869,7 @@ class MaskAnswers:
         """
         state = self._state
         shape, _ = self._described("tell segment ids")
+        _check_plane(batch, head, shape)
         if not state.labels.complete and shape[1] * shape[2] * shape[3] > _LABELLED_PAIRS:
             return None
         q_ids, kv_ids = (

@@ -24,10 +24,12 @@ from numpy.typing import ArrayLike
 from attnmask import masks, packed
 from attnmask.arguments import (
     describe,
+    flag,
     frozen,
     integer,
     integers,
     mask_array,
+    rising,
 )
 from attnmask.debug import traced
 from attnmask.mask_answers import MaskAnswers
@@ -73,7 +75,7 @@ def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: 
 
 def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
     """The starts of sequences, and the number of its sequence for each token of one row."""
-    starts = integers(cu_seqlens, name, ("[sequences + 1]",))
+    starts = rising(integers(cu_seqlens, name, ("[sequences + 1]",)), name)
     numbers = packed.prepare_sequence_ids(starts)
     tokens = len(numbers) if length is None else integer(length, length_name, 0)
     if tokens < len(numbers):
@@ -200,7 +202,7 @@ class MaskInfo(MaskTerms):
                [0, 0, 1, 0],
                [1, 1, 0, 0]])
         """
-        if is_attn_mask:
+        if flag(is_attn_mask, "is_attn_mask"):
             q_ids = _padding_ids(q_segment_ids, "q_segment_ids", QUERY_IDS)
             kv_ids = (
                 q_ids if kv_segment_ids is None else _padding_ids(kv_segment_ids, "kv_segment_ids", KEY_IDS)
@@ -253,8 +255,9 @@ class MaskInfo(MaskTerms):
         (array([[ 0, -1]], dtype=int32), array([[ 0,  0, -1]], dtype=int32))
         """
         mask = mask_array(attention_mask, "attention_mask", ("[B, T]", "[B, Q, K]", "[B, H, Q, K]"))
+        flag(mask_is_valid, "mask_is_valid")
         if mask.ndim == 2:
-            ids = _padding_ids(mask, "attention_mask", ("[B, T]",), bool(mask_is_valid))
+            ids = _padding_ids(mask, "attention_mask", ("[B, T]",), mask_is_valid)
             state = fitted(State(base=segments(ids, ids), segment_based=True, labels=Labels(ids, ids)))
         else:
             mask = four_dimensions(mask)
@@ -327,9 +330,9 @@ class MaskInfo(MaskTerms):
         >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 2, 5], packed=True).q_segment_ids
         array([[0, 0, 2, 2, 2]], dtype=int32)
         """
-        if max_q_len is None and not packed:
+        if max_q_len is None and not flag(packed, "packed"):
             raise TypeError("max_q_len must be given unless packed=True, got None")
-        ids_of = _packed_ids if packed else _row_ids
+        ids_of = _packed_ids if flag(packed, "packed") else _row_ids
         q_cu, q_ids = ids_of(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
         alike = max_kv_len in (None, max_q_len)
         if alike and cu_seqlens_kv is None:
@@ -565,7 +568,7 @@ class MaskInfo(MaskTerms):
         """
         state, sizes = self._state, mesh_sizes(mesh)
         batch_axis, heads_axis, _, tokens_axis = state.axes
-        if not sequence_parallel:
+        if not flag(sequence_parallel, "sequence_parallel"):
             tokens_axis = None
         check_axes(
             {
@@ -644,6 +647,7 @@ class MaskInfo(MaskTerms):
         """
         from attnmask import render
 
+        flag(return_str, "return_str")
         drawing = render.visualize(
             self._drawable(),
             block_size,

@@ -10,6 +10,7 @@ from attnmask import _core
 from attnmask.arguments import (
     FARTHEST,
     describe,
+    flag,
     frozen,
     integer,
     integers,
@@ -27,6 +28,7 @@ from attnmask.mask_program import (
     band,
     chunk,
     equal,
+    extents,
     fill,
     first_keys,
     join,
@@ -307,15 +309,18 @@ class MaskTerms(MaskAnswers):
         shape, program = self._described("apply chunks")
         up_to = band(None, 0, per_row(offset, "offset", shape[0]))
         labels = self._state.labels
-        if within_segments:
+        if flag(within_segments, "within_segments"):
             if not labels.complete:
                 raise ValueError(
                     "within_segments must be False for a mask that holds no segment ids, got True"
                 )
             q_ids, kv_ids = chunks_of_segments(*self._ids(), size)
-            return self._and(
-                equal(q_ids, kv_ids), "and", up_to, "and", flag="chunked", labels=Labels(q_ids, kv_ids)
-            )
+            inside = equal(q_ids, kv_ids)
+            held = (shape[0], None if shape[1] == 1 else shape[1], *shape[2:])
+            heads = agree([("the mask", held), *extents((inside,))])[1]
+            extent = (shape[0], shape[1] if heads is None else heads, *shape[2:])
+            labels = Labels(q_ids, kv_ids)
+            return self._and(inside, "and", up_to, "and", flag="chunked", labels=labels, extent=extent)
         if not labels.complete:
             labels = padding_of(shape, program)
 
@@ -391,7 +396,8 @@ class MaskTerms(MaskAnswers):
                 )
         term = equal(q_types, kv_types, zero_policy != "none")
         changes: dict[str, Any] = {}
-        if combine != "union" if update_segment_ids is None else update_segment_ids:
+        updates = update_segment_ids
+        if combine != "union" if updates is None else flag(updates, "update_segment_ids"):
             q_ids = frozen(np.where(q_types == 0, np.int32(-1), q_types))
             kv_ids = q_ids if kv_types is q_types else frozen(np.where(kv_types == 0, np.int32(-1), kv_types))
             changes["labels"] = Labels(q_ids, kv_ids)

@@ -473,7 +473,7 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
     Returns
     -------
     ndarray, shape [B + 1]
-        Of the type of `pairs`. OverflowError if the total does not fit it.
+        Of the type of `pairs`. OverflowError if the total does not fit it, or a number does not fit int64.
 
     Examples
     --------

@@ -33,7 +33,7 @@ def set_num_threads(n: int) -> None:
     Parameters
     ----------
     n : int
-        At least 1.
+        At least 1. More than 1,024 count as 1,024.
 
     Examples
     --------

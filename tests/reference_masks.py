@@ -134,6 +134,8 @@ def qkv_cu_seqlens_to_attention_mask(
 
 def pairs_to_cu_seqlens(pairs) -> np.ndarray:
     pairs = np.asarray(pairs)
+    if pairs.size and pairs.max() > 2**63 - 1:
+        raise OverflowError("beyond int64")
     sums = [0]
     for start, end in zip(*[iter(pairs.tolist())] * 2, strict=True):
         sums.append(sums[-1] + max(end - max(start, 0), 0))

@@ -73,3 +73,18 @@ def test_what_is_empty_takes_no_time():
 def test_the_first_large_id_is_the_last_one_looked_at():
     with pytest.raises(ValueError, match=r"segment_ids must be below max_segments = 128, got 200 at index"):
         attnmask.segment_ids_to_cu_seqlens(endless(2**40, 1, value=200, dtype=np.int32))
+
+
+def test_pairs_beyond_all_numbers():
+    for pairs in ([0, 2**64 - 1], [2**63, 2**63 + 5]):
+        with pytest.raises(OverflowError, match=r"pairs must be below 2\*\*63, got uint64 array"):
+            attnmask.pairs_to_cu_seqlens(np.array(pairs, np.uint64))
+    most = np.array([0, 2**63 - 1], np.uint64)
+    np.testing.assert_array_equal(attnmask.pairs_to_cu_seqlens(most), most)
+
+
+def test_uneven_lists_are_told_by_their_name():
+    with pytest.raises(ValueError, match="cu_seqlens must be array_like"):
+        attnmask.prepare_lens([[0], [1, 2]])
+    with pytest.raises(ValueError, match="pairs must be a 1-D array"):
+        attnmask.pairs_to_cu_seqlens([[]])

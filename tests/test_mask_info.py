@@ -1223,3 +1223,66 @@ def test_bad_input(error, message, work):
     with pytest.raises(error, match=message):
         work()
     assert MaskInfo.from_segments(IDS) == INFO
+
+
+# Flags, planes, and labels of other heads than the mask's
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("is_attn_mask", lambda no: MaskInfo.from_segments([[1]], is_attn_mask=no)),
+        ("mask_is_valid", lambda no: MaskInfo.from_attention_mask([[1]], mask_is_valid=no)),
+        ("packed", lambda no: MaskInfo.from_cu_seqlens([0, 1], packed=no)),
+        ("packed", lambda no: MaskInfo.from_cu_seqlens([0, 1], max_q_len=1, packed=no)),
+        ("within_segments", lambda no: INFO.apply_chunked(2, within_segments=no)),
+        ("update_segment_ids", lambda no: INFO.apply_token_type_ids(IDS, update_segment_ids=no)),
+        ("sequence_parallel", lambda no: INFO.get_shardings(no, mesh={})),
+        ("return_str", lambda no: INFO.visualize(return_str=no)),
+        ("per_head", lambda no: INFO.get_or_compute_segment_ids(no)),
+        ("per_head", lambda no: INFO.materialize_segment_ids(no)),
+    ],
+)
+def test_flags_are_true_or_false(name, call):
+    for no in ("no", 1, 0.0, np.int8(1)):
+        with pytest.raises(TypeError, match=rf"\b{name} must be True or False, got"):
+            call(no)
+
+
+def test_planes_that_there_are_not():
+    info = MaskInfo.from_segments([[0, 1], [2, 2]])
+    for ask in (info.labels, lambda batch, head: info.grid(batch, head, 1, 1)):
+        for batch, head in ((-1, 0), (2, 0), (0, 1), (0, -1)):
+            with pytest.raises(IndexError, match="must be at least 0 and below"):
+                ask(batch, head)
+        with pytest.raises(TypeError, match="head must be an integer"):
+            ask(0, "a")
+    assert not info.grid(0, 0, 1, 1).flags.writeable
+
+
+def test_chunks_within_segments_of_each_head():
+    """A mask that is the same for all heads takes on those of its labels; other numbers of heads do not go together."""
+    ids, types = np.array([[[0, 0, 1], [0, 1, 1]]]), np.array([[1, 1, 2]])
+    info = MaskInfo.from_segments(ids)
+    alike = info.apply_token_type_ids(types, combine="replace", update_segment_ids=False)
+    chunked = alike.apply_chunked(2, within_segments=True)
+    same = (types[:, None, :, None] == types[:, None, None]) & np.tri(3, dtype=bool)
+    same = same & (ids[..., None] == ids[..., None, :])
+    assert chunked.attention_mask.shape == (1, 2, 3, 3)
+    np.testing.assert_array_equal(chunked.attention_mask, same)
+    three = MaskInfo(attention_mask=np.ones((1, 3, 3, 3)), q_segment_ids=ids, kv_segment_ids=ids)
+    with pytest.raises(ValueError, match="the query ids must have 3 heads as the mask, got 2"):
+        three.apply_chunked(2, within_segments=True)
+
+
+def test_starts_are_told_by_their_name():
+    with pytest.raises(ValueError, match="cu_seqlens_q must never decrease, got 1 after 2 at index 2"):
+        MaskInfo.from_cu_seqlens([0, 2, 1], packed=True)
+    with pytest.raises(ValueError, match="cu_seqlens_kv must start at 0, got 1"):
+        MaskInfo.from_cu_seqlens([0, 2], cu_seqlens_kv=[1, 2], packed=True)
+
+
+def test_cu_seqlens_that_are_held_are_native():
+    info = MaskInfo.from_cu_seqlens([0, 2, 3], packed=True)
+    for swapped in (">i4", "<i4"):
+        assert info.get_or_compute_qkv_cu_seqlens(out_dtype=swapped)[0].dtype.isnative

@@ -102,10 +102,15 @@ static bool is_aligned(PyArrayObject *array)
     return bits % size == 0;
 }
 
-/* Lists and numbers are NumPy's matter, other libraries' arrays that of as_array. */
+/* Lists and numbers are NumPy's matter; other libraries' arrays, and what NumPy makes none of, that of
+ * as_array, whose errors say more. */
 static PyArrayObject *convert_array_like(PyObject *object, const char *name)
 {
-    if (!PyObject_HasAttrString(object, "__dlpack__")) return (PyArrayObject *)PyArray_FROM_O(object);
+    if (!PyObject_HasAttrString(object, "__dlpack__")) {
+        PyArrayObject *array = (PyArrayObject *)PyArray_FROM_O(object);
+        if (array || !PyErr_ExceptionMatches(PyExc_ValueError)) return array;
+        PyErr_Clear();
+    }
     PyObject *arguments = PyImport_ImportModule("attnmask.arguments");
     if (!arguments) return NULL;
     PyObject *array = PyObject_CallMethod(arguments, "as_array", "Os", object, name);

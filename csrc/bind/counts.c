@@ -15,7 +15,6 @@ static npy_intp largest(am_dtype type)
     }
 }
 
-/* 0, or -1 with OverflowError if `value`, which is to stand in a result of `dtype`, does not fit. */
 int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *what)
 {
     if (value <= largest(am_dtype_of(dtype))) return 0;
@@ -23,8 +22,6 @@ int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *what)
     return -1;
 }
 
-/* Results are computed as int32 or int64; this is the type to compute in, and what turns it into the
- * caller's. */
 int am_working_type(PyArray_Descr *dtype) { return am_dtype_of(dtype) == AM_INT32 ? NPY_INT32 : NPY_INT64; }
 
 PyObject *am_finish(PyArrayObject *result, PyArray_Descr *dtype)

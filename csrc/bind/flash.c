@@ -2,7 +2,6 @@
 #include "core/flash_gradient.h"
 
 #include <math.h>
-#include <string.h>
 
 #include "bind/args.h"
 #include "bind/mask.h"

@@ -5,8 +5,6 @@
  */
 #include "bind/mask.h"
 
-#include <string.h>
-
 #include "bind/args.h"
 #include "bind/dense.h"
 

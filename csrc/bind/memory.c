@@ -1,5 +1,4 @@
-/* memory.c – memory for results: small ones are NumPy's, which asks for large pages from 4 MB on and on any
- * alignment; large ones are blocks. */
+/* memory.c – memory for results: small ones are NumPy's, large ones are blocks. */
 #include "bind/state.h"
 
 #include <string.h>
@@ -46,7 +45,7 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
 {
     Py_INCREF(dtype);
     npy_intp bytes = PyDataType_ELSIZE(dtype);
-    for (int i = 0; i < ndim && bytes < AM_BLOCK_BYTES; i++)
+    for (int i = 0; i < ndim && 0 < bytes && bytes < AM_BLOCK_BYTES; i++)
         bytes = shape[i] > AM_BLOCK_BYTES ? AM_BLOCK_BYTES : bytes * shape[i];
     for (int i = 0; i < ndim; i++) bytes = shape[i] == 0 ? 0 : bytes;
     if (bytes >= AM_BLOCK_BYTES) {
@@ -59,6 +58,7 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
         }
         PyArrayObject *array =
             (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
+        if (!array && PyErr_ExceptionMatches(PyExc_ValueError)) PyErr_NoMemory(); /* "array is too big" */
         PyObject *ours = PyDataMem_SetHandler(previous);
         Py_XDECREF(ours);
         Py_DECREF(previous);

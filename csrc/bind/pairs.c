@@ -5,13 +5,12 @@
 #include "core/extents.h"
 #include "core/pairs.h"
 
-#include <string.h>
-
 /* Starts and ends, of any size and order; or NULL. */
 typedef struct {
     PyArrayObject *array;
     ptrdiff_t (*ranges)[2];
     npy_intp count;
+    bool beyond; /* some number exceeds ptrdiff_t */
 } pairs;
 
 static void free_pairs(pairs *p)
@@ -49,6 +48,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
         int64_t value;
         bool fits = am_converter(type, AM_INT64)(NULL, &value, PyArray_GETPTR1(p->array, i), 1);
         p->ranges[i / 2][i % 2] = fits ? (ptrdiff_t)value : PTRDIFF_MAX;
+        p->beyond |= !fits;
     }
     return 0;
 }
@@ -324,6 +324,10 @@ static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py
     PyObject *result = NULL;
     const am_param params[] = {{"pairs", to_pairs, &p}};
     if (am_parse("pairs_to_cu_seqlens", args, nargs, params, 1) < 0) goto fail;
+    if (p.beyond) {
+        am_reject(PyExc_OverflowError, "pairs", "below 2**63", (PyObject *)p.array);
+        goto fail;
+    }
     starts = PyMem_New(ptrdiff_t, p.count + 1);
     if (!starts) {
         PyErr_NoMemory();

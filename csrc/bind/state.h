@@ -32,7 +32,7 @@ void am_leave(am_call *call);
 PyObject *am_raise(am_status status, const char *overflow);
 
 /* A new C-contiguous array, or NULL with the exception set. Steals nothing. Large ones are backed by huge
- * pages. */
+ * pages, which are used again. */
 PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype);
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num);
 

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/convert.h"
-
 enum {
     WORD = 64,
     WORDS = 8,             /* looked at in each head at once */

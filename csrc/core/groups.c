@@ -14,8 +14,6 @@
 #include <string.h>
 #include <time.h>
 
-#include "core/convert.h"
-
 enum {
     WORD = 64,
     STRIPE = 8,           /* words read at once from each row */

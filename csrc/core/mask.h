@@ -10,8 +10,8 @@
  *     which of its pairs are live?                     am_mask_bits
  *
  * The first two may err on one side: keys may name too many, and a tile may be called mixed that is not. The
- * third is exact. A new kind of mask is a new term: an entry in am_term, its functions in mask_terms.c, and
- * nothing else.
+ * third is exact. A new kind of mask is a new term: a value of am_node_kind, its functions in mask_terms.c,
+ * and nothing else.
  */
 #ifndef AM_MASK_H
 #define AM_MASK_H

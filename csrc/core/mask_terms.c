@@ -1,9 +1,7 @@
 /* mask_terms.c – the kinds of terms that masks are made of. */
 #include "core/mask_terms.h"
 
-#include <limits.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/convert.h"
 #include "core/dense.h"

@@ -67,7 +67,6 @@ typedef struct {
     const am_mask_lens *mask;
     am_count_nonzero *count;
     ptrdiff_t size;
-    const am_kernels *kernels;
 } count_job;
 
 static am_count_nonzero *counter(const am_kernels *k, am_dtype type)
@@ -113,8 +112,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
 
 am_status am_count_rows(const am_run *run, const am_mask_lens *mask)
 {
-    count_job job = {mask, counter(run->kernels, mask->type), (ptrdiff_t)am_size_of(mask->type),
-                     run->kernels};
+    count_job job = {mask, counter(run->kernels, mask->type), (ptrdiff_t)am_size_of(mask->type)};
     ptrdiff_t row_bytes = mask->columns * job.size;
     return am_parallel(run, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task, &job);
 }
