@@ -433,16 +433,17 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!dtype) goto fail;
     bool one = PyArray_NDIM(b) == 0;
     if (one && !(wide_b = widened(b))) goto fail;
+    /* Of uint64, a divisor that is too large turns negative. */
+    int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
     if (am_dtype_of(PyArray_DESCR(a)) == am_dtype_of(dtype)) {
-        /* Of uint64, a divisor that is too large turns negative. */
-        int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
         result = quick_quotients(module, a, one ? NULL : b, divisor);
         if (result || PyErr_Occurred()) goto fail;
     }
     wide_a = widened(a);
     if (!one) wide_b = widened(b);
     if (!wide_a || !wide_b || check_divisors(wide_b) < 0) goto fail;
-    quotients = divide(module, wide_a, wide_b);
+    quotients = (PyArrayObject *)quick_quotients(module, wide_a, one ? NULL : wide_b, divisor);
+    if (!quotients && !PyErr_Occurred()) quotients = divide(module, wide_a, wide_b);
     if (!quotients) goto fail;
     result = PyArray_Return(narrowed(quotients, dtype));
 fail:

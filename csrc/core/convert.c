@@ -17,6 +17,11 @@ size_t am_size_of(am_dtype type)
     return sizes[type];
 }
 
+am_lane am_lane_of_size(ptrdiff_t size)
+{
+    return size == 1 ? AM_LANE_8 : size == 2 ? AM_LANE_16 : size == 4 ? AM_LANE_32 : AM_LANE_64;
+}
+
 am_lane am_lane_of(am_dtype type)
 {
     switch (type) {
@@ -24,14 +29,15 @@ am_lane am_lane_of(am_dtype type)
     case AM_BFLOAT16: return AM_LANE_F16;
     case AM_FLOAT32: return AM_LANE_F32;
     case AM_FLOAT64: return AM_LANE_F64;
-    default: break;
+    default: return am_lane_of_size((ptrdiff_t)am_size_of(type));
     }
-    switch (am_size_of(type)) {
-    case 1: return AM_LANE_8;
-    case 2: return AM_LANE_16;
-    case 4: return AM_LANE_32;
-    default: return AM_LANE_64;
-    }
+}
+
+uint64_t am_repeated(uint64_t element, ptrdiff_t size)
+{
+    if (size == 1) element = (element & 0xff) * 0x0101;
+    if (size <= 2) element = (element & 0xffff) * 0x00010001;
+    return size <= 4 ? (element & 0xffffffff) << 32 | (element & 0xffffffff) : element;
 }
 
 #define T int8_t

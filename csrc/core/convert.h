@@ -10,6 +10,10 @@
 
 size_t am_size_of(am_dtype type);
 am_lane am_lane_of(am_dtype type);
+am_lane am_lane_of_size(ptrdiff_t size);
+
+/* The low `size` bytes of an element, again and again. */
+uint64_t am_repeated(uint64_t element, ptrdiff_t size);
 
 /* Converts `count` contiguous elements; false if an integer does not fit. */
 typedef bool am_convert_row(const am_kernels *kernels, void *dst, const void *src, ptrdiff_t count);

@@ -296,7 +296,7 @@ static void place_columns(const padding_job *job, ptrdiff_t b, int32_t *ids)
     for (ptrdiff_t w = 0; w < job->words; w++) {
         uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
         ptrdiff_t count = min(WORD, job->lines.columns.count - w * WORD);
-        job->lines.kernels->expand_bits_32(ids + w * WORD, bits, count, 0, UINT32_MAX);
+        job->lines.kernels->expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
     }
     place_ids(ids, &job->lines.columns);
 }

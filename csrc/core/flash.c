@@ -169,7 +169,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     ptrdiff_t rows = am_min(TILE, f->keys - k), step;
     if (p->pairs) {
         const char *pairs = am_read_pairs(&f->k, at->b, at->kv_head, k, rows, f->depth, room, &step);
-        p->base.kernels->pack_keys(k_to, pairs, step, rows, p->lanes);
+        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(k_to, pairs, step, rows, p->lanes);
         if (!v_to) return;
         pairs = am_read_pairs(&f->v, at->b, at->kv_head, k, rows, f->value_depth, room, &step);
         *finite = p->base.kernels->pack_value_pairs(v_to, pairs, 2 * step, rows, f->value_depth);

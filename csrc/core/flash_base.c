@@ -214,7 +214,7 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
         uint64_t bits = job->kernels->keep_bits(key, (uint32_t)k, job->threshold);
         ptrdiff_t count = am_min(64, keys - k);
         if (step == 1)
-            job->kernels->expand_bits_8(row + k, bits, count, 1, 0);
+            job->kernels->expand_bits[AM_LANE_8](row + k, bits, count, 1, 0);
         else
             for (ptrdiff_t i = 0; i < count; i++) row[(k + i) * step] = bits >> i & 1;
         if (k % KEEP_PIECE == KEEP_PIECE - 64) status = am_checkpoint(team);

@@ -178,16 +178,16 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
 static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t k, ptrdiff_t depth,
                  char *room, char *to_columns, char *to_rows)
 {
-    const am_flash_kernels *kernels = p->base.kernels;
+    const am_flash_source *own = &p->base.kernels->sources[AM_SOURCE_OWN];
     ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), step;
     if (p->pairs) {
         const char *src = am_read_pairs(t, at->b, at->kv_head, k, rows, depth, room, &step);
-        kernels->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2));
-        return to_rows && kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
+        own->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2));
+        return to_rows && p->base.kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
     }
     const char *src = read_tokens(p, t, at, at->kv_head, k, rows, depth, room, &step);
-    kernels->pack_keys(to_columns, src, step, rows, depth);
-    return to_rows && kernels->pack_values(to_rows, src, step, rows, depth);
+    own->pack_keys(to_columns, src, step, rows, depth);
+    return to_rows && own->pack_values(to_rows, src, step, rows, depth);
 }
 
 /* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */

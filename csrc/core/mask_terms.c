@@ -43,24 +43,30 @@ static void interval_bits(interval_of *interval, const am_node *node, const am_p
     for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p->b, p->q + r), p);
 }
 
+/* The questions to a term, answered by its interval. */
+#define ASK_INTERVAL(name)                                                                                   \
+    static am_keys name##_keys(const am_mask *mask, const am_node *node, const am_place *p)                  \
+    {                                                                                                        \
+        return interval_keys(name##_interval, mask, node, p);                                                \
+    }                                                                                                        \
+    static am_tile name##_tile(const am_mask *mask, const am_node *node, const am_place *p)                  \
+    {                                                                                                        \
+        (void)mask;                                                                                          \
+        return interval_tile(name##_interval, node, p);                                                      \
+    }
+#define ASK_INTERVALS(name)                                                                                  \
+    ASK_INTERVAL(name)                                                                                       \
+    static void name##_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)     \
+    {                                                                                                        \
+        (void)mask;                                                                                          \
+        interval_bits(name##_interval, node, p, bits);                                                       \
+    }
+
 static am_keys band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
     return (am_keys){q + node->band.low[b], q + node->band.high[b] + 1};
 }
-static am_keys band_keys(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    return interval_keys(band_interval, mask, node, p);
-}
-static am_tile band_tile(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    (void)mask;
-    return interval_tile(band_interval, node, p);
-}
-static void band_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
-{
-    (void)mask;
-    interval_bits(band_interval, node, p, bits);
-}
+ASK_INTERVALS(band)
 
 static am_keys chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
@@ -68,40 +74,14 @@ static am_keys chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
     ptrdiff_t begin = (q + node->chunk.q_shift[b]) / size * size - node->chunk.k_shift[b];
     return (am_keys){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
 }
-static am_keys chunk_keys(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    return interval_keys(chunk_interval, mask, node, p);
-}
-static am_tile chunk_tile(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    (void)mask;
-    return interval_tile(chunk_interval, node, p);
-}
-static void chunk_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
-{
-    (void)mask;
-    interval_bits(chunk_interval, node, p, bits);
-}
+ASK_INTERVALS(chunk)
 
 static am_keys keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
     (void)q;
     return (am_keys){node->keys.begin[b], node->keys.end[b]};
 }
-static am_keys keys_keys(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    return interval_keys(keys_interval, mask, node, p);
-}
-static am_tile keys_tile(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    (void)mask;
-    return interval_tile(keys_interval, node, p);
-}
-static void keys_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
-{
-    (void)mask;
-    interval_bits(keys_interval, node, p, bits);
-}
+ASK_INTERVALS(keys)
 
 /* The sequence that owns query q: the last that begins at or before it. */
 static ptrdiff_t sequence_of(const am_node *node, ptrdiff_t q)
@@ -131,15 +111,7 @@ static am_keys sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
     if (node->sequences.count == 0) return (am_keys){0, 0};
     return keys_in_sequence(node, sequence_of(node, q), q);
 }
-static am_keys sequences_keys(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    return interval_keys(sequences_interval, mask, node, p);
-}
-static am_tile sequences_tile(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    (void)mask;
-    return interval_tile(sequences_interval, node, p);
-}
+ASK_INTERVAL(sequences)
 static void sequences_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
 {
     (void)mask;
@@ -292,30 +264,13 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_place 
 
 /* --- A dense array --- */
 
-static am_nonzero_bits *nonzero_of(const am_kernels *kernels, am_dtype type)
-{
-    switch (type) {
-    case AM_FLOAT16:
-    case AM_BFLOAT16: return kernels->nonzero_bits_f16;
-    case AM_FLOAT32: return kernels->nonzero_bits_f32;
-    case AM_FLOAT64: return kernels->nonzero_bits_f64;
-    default: break;
-    }
-    switch (am_size_of(type)) {
-    case 1: return kernels->nonzero_bits_8;
-    case 2: return kernels->nonzero_bits_16;
-    case 4: return kernels->nonzero_bits_32;
-    default: return kernels->nonzero_bits_64;
-    }
-}
-
 static void dense_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
 {
     ptrdiff_t size = (ptrdiff_t)am_size_of(node->dense.type);
     ptrdiff_t q = p->q + node->dense.q_shift[p->b], k = p->k + node->dense.k_shift[p->b];
     const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
                        q * node->dense.row + k * node->dense.column;
-    am_nonzero_bits *nonzero = nonzero_of(mask->kernels, node->dense.type);
+    am_nonzero_bits *nonzero = mask->kernels->nonzero_bits[am_lane_of(node->dense.type)];
     uint64_t line[AM_TILE_COLUMNS]; /* as wide as the widest type */
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         const char *row = data + r * node->dense.row;

@@ -110,32 +110,18 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-static uint64_t repeated(uint64_t element, ptrdiff_t size)
-{
-    switch (size) {
-    case 1: return (element & 0xff) * 0x0101010101010101u;
-    case 2: return (element & 0xffff) * 0x0001000100010001u;
-    case 4: return (element & 0xffffffff) * 0x0000000100000001u;
-    default: return element;
-    }
-}
-
 am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_target *target)
 {
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) return AM_OK;
-    const am_kernels *k = run->kernels;
     ptrdiff_t bytes = target->size, limit = am_cache_bytes() / 2;
     bytes = bytes * mask->keys > limit / mask->queries ? limit : bytes * mask->keys * mask->queries;
     fill_job job = {
         .mask = mask,
         .target = target,
         .strips = blocks_of(mask->queries, AM_TILE_ROWS),
-        .expand = target->size == 1   ? k->expand_bits_8
-                  : target->size == 2 ? k->expand_bits_16
-                  : target->size == 4 ? k->expand_bits_32
-                                      : k->expand_bits_64,
-        .live = repeated(target->live, target->size),
-        .dead = repeated(target->dead, target->size),
+        .expand = run->kernels->expand_bits[am_lane_of_size(target->size)],
+        .live = am_repeated(target->live, target->size),
+        .dead = am_repeated(target->dead, target->size),
         .stream = bytes > limit / (mask->batch * mask->heads) && target->column == target->size,
     };
     return am_parallel(run, mask->batch * mask->heads * job.strips, 1, fill_task, &job);
@@ -259,7 +245,7 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
         am_status status = glance(team, q);
         if (status != AM_OK) return status;
     }
-    mask->kernels->expand_bits_8(job->keys + plane * mask->keys + k, seen, columns, 1, 0);
+    mask->kernels->expand_bits[AM_LANE_8](job->keys + plane * mask->keys + k, seen, columns, 1, 0);
     return am_checkpoint(team);
 }
 
@@ -280,7 +266,7 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
         am_status status = glance(team, k);
         if (status != AM_OK) return status;
     }
-    mask->kernels->expand_bits_8(job->queries + plane * mask->queries + q, seen, rows, 1, 0);
+    mask->kernels->expand_bits[AM_LANE_8](job->queries + plane * mask->queries + q, seen, rows, 1, 0);
     return am_checkpoint(team);
 }
 

@@ -69,23 +69,6 @@ typedef struct {
     ptrdiff_t size;
 } count_job;
 
-static am_count_nonzero *counter(const am_kernels *k, am_dtype type)
-{
-    switch (type) {
-    case AM_FLOAT16:
-    case AM_BFLOAT16: return k->nonzero_f16;
-    case AM_FLOAT32: return k->nonzero_f32;
-    case AM_FLOAT64: return k->nonzero_f64;
-    default: break;
-    }
-    switch (am_size_of(type)) {
-    case 1: return k->nonzero_8;
-    case 2: return k->nonzero_16;
-    case 4: return k->nonzero_32;
-    default: return k->nonzero_64;
-    }
-}
-
 static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
 {
     const count_job *job = arg;
@@ -112,7 +95,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
 
 am_status am_count_rows(const am_run *run, const am_mask_lens *mask)
 {
-    count_job job = {mask, counter(run->kernels, mask->type), (ptrdiff_t)am_size_of(mask->type)};
+    count_job job = {mask, run->kernels->nonzero[am_lane_of(mask->type)], (ptrdiff_t)am_size_of(mask->type)};
     ptrdiff_t row_bytes = mask->columns * job.size;
     return am_parallel(run, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task, &job);
 }

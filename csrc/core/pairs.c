@@ -20,13 +20,6 @@ typedef struct {
     bool stream;
 } box_job;
 
-static uint64_t repeated(uint64_t element, ptrdiff_t size)
-{
-    if (size == 1) element = (element & 0xff) * 0x0101;
-    if (size <= 2) element = (element & 0xffff) * 0x00010001;
-    return size <= 4 ? (element & 0xffffffff) << 32 | (element & 0xffffffff) : element;
-}
-
 static ptrdiff_t clipped(ptrdiff_t value, ptrdiff_t low, ptrdiff_t high)
 {
     return value < low ? low : value > high ? high : value;
@@ -65,8 +58,8 @@ am_status am_fill_boxes(const am_run *run, const am_boxes *boxes)
     ptrdiff_t rows = boxes->batch * boxes->queries, piece = FILL_BYTES / boxes->size;
     box_job job = {.kernels = run->kernels,
                    .boxes = boxes,
-                   .live = repeated(boxes->live, boxes->size),
-                   .dead = repeated(boxes->dead, boxes->size),
+                   .live = am_repeated(boxes->live, boxes->size),
+                   .dead = am_repeated(boxes->dead, boxes->size),
                    .pieces = blocks_of(boxes->keys, piece),
                    .piece = piece,
                    .stream = rows > am_cache_bytes() / 2 / boxes->size / boxes->keys};

@@ -133,16 +133,7 @@ static am_status valid_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, void *dst, ptrdiff_t size,
                         uint64_t one)
 {
-    const am_kernels *k = run->kernels;
-    valid_job job = {size == 1   ? k->expand_bits_8
-                     : size == 2 ? k->expand_bits_16
-                     : size == 4 ? k->expand_bits_32
-                                 : k->expand_bits_64,
-                     ids,
-                     dst,
-                     count,
-                     size,
-                     one};
+    valid_job job = {run->kernels->expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
     return am_parallel(run, blocks_of(count, TASK_TOKENS), 1, valid_task, &job);
 }
 

@@ -239,8 +239,6 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void 
 typedef struct {
     ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
     am_flash_step *step;
-    am_flash_pack_keys *pack_keys; /* those of AM_SOURCE_OWN */
-    am_flash_pack_values *pack_values;
     am_flash_scale *scale;
     am_flash_source sources[AM_SOURCES];
     am_flash_gradient_step *gradient;
@@ -249,8 +247,8 @@ typedef struct {
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
     /* Where the processor multiplies bfloat16 by itself, else NULL. A lane of float32 holds two: neighbours
-     * in depth of what is packed by pack_keys and of the rows that meet it (`depth` of am_flash_rows counts
-     * lanes), neighbouring rows of what is packed by pack_value_pairs. */
+     * in depth of what is packed by pack_keys of AM_SOURCE_OWN and of the rows that meet it (`depth` of
+     * am_flash_rows counts lanes), neighbouring rows of what is packed by pack_value_pairs. */
     am_flash_step *step_pairs;
     am_flash_pack_values *pack_value_pairs;
     am_flash_step_in_place *step_in_place_pairs; /* of pairs of neighbours in depth, values among them */
@@ -273,12 +271,10 @@ typedef struct {
     am_chunk_offsets_64 *chunk_offsets_64;
     am_divide_32 *divide_32;
     am_divide_64 *divide_64;
-    am_count_nonzero *nonzero_8, *nonzero_16, *nonzero_32, *nonzero_64;
-    am_count_nonzero *nonzero_f16, *nonzero_f32, *nonzero_f64; /* bfloat16 counts like float16 */
+    am_count_nonzero *nonzero[AM_LANES];
     am_equal_bits *equal_bits;
-    am_nonzero_bits *nonzero_bits_8, *nonzero_bits_16, *nonzero_bits_32, *nonzero_bits_64;
-    am_nonzero_bits *nonzero_bits_f16, *nonzero_bits_f32, *nonzero_bits_f64;
-    am_expand_bits *expand_bits_8, *expand_bits_16, *expand_bits_32, *expand_bits_64;
+    am_nonzero_bits *nonzero_bits[AM_LANES];
+    am_expand_bits *expand_bits[AM_LANE_64 + 1]; /* for lanes that are told by their size alone */
     am_fill_bytes *fill_bytes;
     am_pack_bits *pack[AM_LANES];
     am_find_nonzero *first[AM_LANES], *last[AM_LANES];
