@@ -118,7 +118,11 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     am_leave(&call);
     if (status == AM_OK) return (PyObject *)out;
     Py_DECREF(out);
-    return am_raise(status, "a sum does not fit the result's integer type");
+    char overflow[128];
+    PyOS_snprintf(overflow, sizeof overflow, "a sum of %s, or what it is scaled to, does not fit %s", name,
+                  am_is_integer(job.dst_type) ? "the result's integer type"
+                                              : "int64, in which integers are added up");
+    return am_raise(status, overflow);
 }
 
 static void release(arguments *a)
