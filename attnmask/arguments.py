@@ -68,6 +68,16 @@ def real(value: Any, name: str) -> float:
     return number
 
 
+def place(value: Any, name: str, count: int) -> int:
+    """Which of so many planes."""
+    number = integer(value, name)
+    if not 0 <= number < count:
+        raise IndexError(
+            f"{name} must be from 0 to {count - 1}, got {number}" if count else f"the mask has no {name}"
+        )
+    return number
+
+
 def flag(value: Any, name: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {describe(value)}")

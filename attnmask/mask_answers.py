@@ -17,6 +17,7 @@ from attnmask.arguments import (
     frozen,
     integer,
     number_dtype,
+    place,
 )
 from attnmask.mask_program import (
     Program,
@@ -49,12 +50,6 @@ def _first_head(ids: Ids) -> Ids:
     if ids.ndim == 2:
         return ids
     return ids[:, 0] if ids.shape[1] else np.full((len(ids), ids.shape[2]), -1, np.int32)
-
-
-def _check_plane(batch: int, head: int, shape: Shape) -> None:
-    for name, place, count in (("batch", batch, shape[0]), ("head", head, shape[1])):
-        if not 0 <= integer(place, name) < count:
-            raise IndexError(f"{name} must be at least 0 and below {count}, got {place}")
 
 
 class MaskAnswers:
@@ -843,9 +838,9 @@ class MaskAnswers:
         [[3, 0], [4, 3]]
         """
         shape, program = self._described("count live pairs")
-        _check_plane(batch, head, shape)
+        plane = place(batch, "batch", shape[0]), place(head, "head", shape[1])
         cells = integer(q_cell, "q_cell", 1), integer(k_cell, "k_cell", 1)
-        return frozen(_core.mask_grid(shape, program, batch, head, *cells))
+        return frozen(_core.mask_grid(shape, program, *plane, *cells))
 
     def labels(self, batch: int, head: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
         """Segment ids of the queries and of the keys of one plane, as `visualize` shows them.
@@ -869,7 +864,7 @@ class MaskAnswers:
         """
         state = self._state
         shape, _ = self._described("tell segment ids")
-        _check_plane(batch, head, shape)
+        batch, head = place(batch, "batch", shape[0]), place(head, "head", shape[1])
         if not state.labels.complete and shape[1] * shape[2] * shape[3] > _LABELLED_PAIRS:
             return None
         q_ids, kv_ids = (

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask import _core, masks
-from attnmask.arguments import as_array, describe, frozen, integers, mask_array, per_row
+from attnmask.arguments import as_array, describe, flag, frozen, integers, mask_array, per_row
 from attnmask.mask_program import (
     Cut,
     Extent,
@@ -244,9 +244,7 @@ def _changed_details(state: State, others: Mapping[str, Any]) -> dict[str, Any]:
         if name in _POSITION_FIELDS:
             changes[name] = None if value is None else integers(value, name, _POSITION_FIELDS[name])
         elif name in FLAG_FIELDS:
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(f"{name} must be True or False, got {describe(value)}")
-            flags[FLAG_FIELDS.index(name)] = bool(value)
+            flags[FLAG_FIELDS.index(name)] = flag(value, name)
         elif name in AXIS_FIELDS:
             axes[AXIS_FIELDS.index(name)] = axis_name(value, name)
         else:

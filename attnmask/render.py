@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask.arguments import describe, integer, one_of
+from attnmask.arguments import flag, integer, one_of, place
 
 Counts = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -48,23 +48,8 @@ class Drawable(Protocol):
 # Arguments
 
 
-def _flag(value: Any, name: str) -> bool:
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise TypeError(f"{name} must be True or False, got {describe(value)}")
-
-
-def _place(value: Any, name: str, count: int) -> int:
-    place = integer(value, name)
-    if not 0 <= place < count:
-        raise IndexError(
-            f"{name} must be from 0 to {count - 1}, got {place}" if count else f"the mask has no {name}"
-        )
-    return place
-
-
 def _places(info: Drawable, batch: Any, head: Any) -> tuple[int, int]:
-    return _place(batch, "batch", info.shape[0]), _place(head, "head", info.heads)
+    return place(batch, "batch", info.shape[0]), place(head, "head", info.heads)
 
 
 def _block(block_size: Any) -> tuple[int, int]:
@@ -192,8 +177,8 @@ def visualize(
     """
     batch, head = _places(info, batch, head)
     q_block, k_block = _block(block_size)
-    fit_in_screen = _flag(fit_in_screen, "fit_in_screen")
-    show_segments = _flag(show_segments, "show_segments")
+    fit_in_screen = flag(fit_in_screen, "fit_in_screen")
+    show_segments = flag(show_segments, "show_segments")
     max_rows, max_cols = integer(max_rows, "max_rows", 1), integer(max_cols, "max_cols", 1)
     one_of(charset, "charset", tuple(_GLYPHS))
 

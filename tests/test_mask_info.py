@@ -1238,6 +1238,8 @@ def test_bad_input(error, message, work):
         ("within_segments", lambda no: INFO.apply_chunked(2, within_segments=no)),
         ("update_segment_ids", lambda no: INFO.apply_token_type_ids(IDS, update_segment_ids=no)),
         ("sequence_parallel", lambda no: INFO.get_shardings(no, mesh={})),
+        ("fit_in_screen", lambda no: INFO.visualize(fit_in_screen=no)),
+        ("show_segments", lambda no: INFO.visualize(show_segments=no)),
         ("return_str", lambda no: INFO.visualize(return_str=no)),
         ("per_head", lambda no: INFO.get_or_compute_segment_ids(no)),
         ("per_head", lambda no: INFO.materialize_segment_ids(no)),
@@ -1253,7 +1255,7 @@ def test_planes_that_there_are_not():
     info = MaskInfo.from_segments([[0, 1], [2, 2]])
     for ask in (info.labels, lambda batch, head: info.grid(batch, head, 1, 1)):
         for batch, head in ((-1, 0), (2, 0), (0, 1), (0, -1)):
-            with pytest.raises(IndexError, match="must be at least 0 and below"):
+            with pytest.raises(IndexError, match=r"(batch|head) must be from 0 to"):
                 ask(batch, head)
         with pytest.raises(TypeError, match="head must be an integer"):
             ask(0, "a")
