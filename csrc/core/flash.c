@@ -460,17 +460,10 @@ static char *partial_of(const plan *p, ptrdiff_t index)
     return p->partials + (block * p->splits + split) * p->partial_bytes;
 }
 
-/* The first block of a task. Where blocks share what is packed, threads take up different heads: they seldom
- * need the same tile first, and each is likely to find in its cache what the block before has left there. */
+/* The first block of a task. */
 static ptrdiff_t first_of(const plan *p, ptrdiff_t task)
 {
-    ptrdiff_t blocks = p->head_blocks * p->q_blocks, begin = p->first * blocks;
-    if (p->packed && p->splits == 1) {
-        ptrdiff_t group = task / (p->threads * blocks) * p->threads,
-                  heads = am_max(1, am_min(p->threads, p->wave - group)); /* behind the last task: any */
-        task -= group * blocks;
-        return begin + (group + task % heads) * blocks + task / heads;
-    }
+    ptrdiff_t begin = p->first * p->head_blocks * p->q_blocks;
     return begin + task / p->row_tasks * p->row_blocks + task % p->row_tasks * p->together;
 }
 
@@ -479,8 +472,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     const plan *p = arg;
     ptrdiff_t begin = first_of(p, task),
               end = am_min(begin + p->together, (begin / p->row_blocks + 1) * p->row_blocks),
-              after = first_of(p, task + p->threads);
-    after = am_min(after, p->blocks * p->splits - (end - begin));
+              after = am_min(end, p->blocks * p->splits - (end - begin));
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
@@ -641,7 +633,11 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     for (; status == AM_OK && p.first < heads; p.first += p.wave) {
         p.wave = am_min(p.wave, heads - p.first);
         for (ptrdiff_t i = 0; p.packed && i < p.wave * p.tiles; i++) atomic_init(&p.states[i], UNPACKED);
-        status = am_parallel(run, p.wave * p.row_tasks / flash->kv_heads * p.splits, 1, block_task, &p);
+        const ptrdiff_t tasks = p.wave * p.row_tasks / flash->kv_heads * p.splits;
+        /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
+         * tile first. */
+        status = p.packed ? am_parallel_rows(run, p.wave, tasks / p.wave, block_task, &p)
+                          : am_parallel(run, tasks, 1, block_task, &p);
     }
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:

@@ -1,9 +1,9 @@
 /* flash_bias.h – the gradient of the bias: tiles of dS, summed up over the pairs that share a number.
  *
  * Rows of d_bias that no other queries share are added to block by block. Of what heads, batch rows or tasks
- * share each adds in turn: in the order of tasks, and of the heads of each. So sums do not depend on the
- * number of threads, and whoever waits, waits for a task of a lower index. Sums are of the arithmetic type,
- * also those of a wider bias. */
+ * share each adds in turn: in the order of batch rows, of their tasks, and of the heads of each. So sums do
+ * not depend on the number of threads, and whoever waits, waits for a task before. Sums are of the arithmetic
+ * type, also those of a wider bias. */
 #ifndef AM_FLASH_BIAS_H
 #define AM_FLASH_BIAS_H
 

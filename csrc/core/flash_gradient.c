@@ -2,8 +2,8 @@
  *
  * A task takes a few tiles of keys of one key head, more where each row sees few, and walks over the blocks
  * of 64 query rows of its query heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the
- * tasks of all keys that its rows attend to, who add to it in turn, first keys first. Tasks are dealt out in
- * that order too, so whoever waits, waits for one that is at work. Those who share a bias add to its gradient
+ * tasks of all keys that its rows attend to, who add to it in turn, first keys first. Tasks begin in that
+ * order too, so whoever waits, waits for one that is at work. Those who share a bias add to its gradient
  * in turn, too. Nothing depends on the number of threads, and nothing is as large as queries times keys,
  * unless the bias is. */
 #include "core/flash_gradient.h"
@@ -473,8 +473,8 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
     const am_flash *f = p->base.flash;
-    ptrdiff_t kv_heads = f->batch * f->kv_heads, task = index / kv_heads, kv_head = index % kv_heads;
-    am_flash_place at = {.b = kv_head / f->kv_heads, .kv_head = kv_head % f->kv_heads};
+    ptrdiff_t task = index / f->kv_heads % p->tasks;
+    am_flash_place at = {.b = index / f->kv_heads / p->tasks, .kv_head = index % f->kv_heads};
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
@@ -553,7 +553,9 @@ static am_status compute(const am_run *run, plan *p)
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
     if (status == AM_OK && p->gradient->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
-    if (status == AM_OK) status = am_parallel(run, p->tasks * f->batch * f->kv_heads, 1, keys_task, p);
+    ptrdiff_t rows = p->bias.sums ? 1 : f->batch,
+              row_tasks = f->batch / am_max(rows, 1) * p->tasks * f->kv_heads;
+    if (status == AM_OK) status = am_parallel_rows(run, rows, row_tasks, keys_task, p);
     if (status == AM_OK && p->d_q.data != p->gradient->d_q.data)
         status = am_parallel(run, blocks, 1, finish_task, p);
     return status == AM_OK ? am_bias_gradient_end(run, &p->bias) : status;

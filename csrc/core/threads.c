@@ -23,16 +23,26 @@ static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
 /* How often a thread without work looks for some before it sleeps: about as long as waking it would take. */
 enum { SPINS = 1 << 11 };
 
+enum { LINE = 64, MOST_PARTS = 64 };
+
+/* Tasks that one thread takes before it helps others; on a line of its own. */
+typedef struct {
+    _Alignas(LINE) atomic_ptrdiff_t next;
+    ptrdiff_t end;
+    bool taken; /* by a helper that begins with it */
+} part;
+
 struct am_team {
     const am_run *run;
     am_task task;
     void *job;
-    ptrdiff_t count, grain;
+    ptrdiff_t grain;
     bool helped;            /* others may have tasks of it */
     struct timespec polled; /* the calling thread's alone */
     pthread_t caller;
-    atomic_ptrdiff_t next;
     atomic_int status;
+    int part_count;
+    part parts[MOST_PARTS];
 };
 
 /* One loop at a time has the pool; a second caller meanwhile works alone. What is not atomic is guarded by
@@ -154,12 +164,23 @@ am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t valu
     return AM_OK;
 }
 
-static void work(am_team *team)
+/* Where a helper begins: with the part that has its number, or if somebody is there, with the next free one.
+ * The first part is the caller's. */
+static int take_part(am_team *team, int number)
+{
+    int i = number % team->part_count;
+    for (int tried = 1; (i == 0 || team->parts[i].taken) && tried < team->part_count; tried++)
+        i = (i + 1) % team->part_count;
+    team->parts[i].taken = true;
+    return i;
+}
+
+static void work_on(am_team *team, part *p)
 {
     while (am_checkpoint(team) == AM_OK) {
-        ptrdiff_t begin = atomic_fetch_add_explicit(&team->next, team->grain, memory_order_relaxed);
-        if (begin >= team->count) return;
-        ptrdiff_t end = team->count - begin < team->grain ? team->count : begin + team->grain;
+        ptrdiff_t begin = atomic_fetch_add_explicit(&p->next, team->grain, memory_order_relaxed);
+        if (begin >= p->end) return;
+        ptrdiff_t end = p->end - begin < team->grain ? p->end : begin + team->grain;
         for (ptrdiff_t index = begin; index < end; index++) {
             am_status status = team->task(team->job, index, team);
             if (status != AM_OK) {
@@ -170,9 +191,14 @@ static void work(am_team *team)
     }
 }
 
-static void *help(void *unused)
+/* One part after the other. */
+static void work(am_team *team, int first)
 {
-    (void)unused;
+    for (int i = 0; i < team->part_count; i++) work_on(team, &team->parts[(first + i) % team->part_count]);
+}
+
+static void *help(void *number)
+{
     pthread_mutex_lock(&pool.lock);
     for (;;) {
         while (!pool.team || pool.seats == 0) {
@@ -188,9 +214,10 @@ static void *help(void *unused)
         }
         am_team *team = pool.team;
         pool.seats--;
+        const int first = take_part(team, (int)(intptr_t)number);
         atomic_fetch_add(&pool.inside, 1);
         pthread_mutex_unlock(&pool.lock);
-        work(team);
+        work(team, first);
         pthread_mutex_lock(&pool.lock);
         if (atomic_fetch_sub(&pool.inside, 1) == 1) pthread_cond_signal(&pool.done);
     }
@@ -205,7 +232,7 @@ static void hire(int count)
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (pthread_t thread; pool.threads < count; pool.threads++) {
-        if (pthread_create(&thread, NULL, help, NULL) != 0) break;
+        if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(pool.threads + 1)) != 0) break;
         pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -223,7 +250,7 @@ static void work_together(am_team *team, int helpers)
     pthread_mutex_unlock(&pool.lock);
     for (int i = 0; i < sleeping && i < helpers; i++) pthread_cond_signal(&pool.wake);
 
-    work(team);
+    work(team, 0);
 
     pthread_mutex_lock(&pool.lock);
     pool.team = NULL; /* nobody joins any more */
@@ -234,19 +261,43 @@ static void work_together(am_team *team, int helpers)
     pthread_mutex_unlock(&pool.lock);
 }
 
-am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job)
+static ptrdiff_t pieces_of(ptrdiff_t count, ptrdiff_t piece) { return count / piece + (count % piece != 0); }
+
+/* `grain` tasks are taken at once, and parts begin at multiples of `unit`. */
+static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, ptrdiff_t unit, am_task task,
+                          void *job)
 {
-    if (grain < 1) grain = 1;
-    am_team team = {
-        .run = run, .task = task, .job = job, .count = count, .grain = grain, .caller = pthread_self()};
+    if (count <= 0) return AM_OK;
+    const ptrdiff_t shares = pieces_of(count, grain), units = pieces_of(count, unit);
+    const int threads = shares < run->threads ? (int)shares : run->threads;
+    const bool together = threads > 1 && pthread_mutex_trylock(&pool.owner) == 0;
+    am_team team = {.run = run, .task = task, .job = job, .grain = grain, .caller = pthread_self()};
+    team.part_count = !together ? 1 : threads < MOST_PARTS ? threads : MOST_PARTS;
+    if (team.part_count > units) team.part_count = (int)units;
+    ptrdiff_t done = 0;
+    for (int i = 0; i < team.part_count; i++) {
+        part *p = &team.parts[i];
+        atomic_init(&p->next, done * unit);
+        done += units / team.part_count + (i < units % team.part_count);
+        p->end = done == units ? count : done * unit;
+    }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
-    ptrdiff_t shares = count / grain + (count % grain != 0);
-    int threads = shares < run->threads ? (int)shares : run->threads;
-    if (threads > 1 && pthread_mutex_trylock(&pool.owner) == 0) {
+    if (together) {
         work_together(&team, threads - 1);
         pthread_mutex_unlock(&pool.owner);
     } else {
-        work(&team);
+        work(&team, 0);
     }
     return (am_status)atomic_load(&team.status);
+}
+
+am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job)
+{
+    if (grain < 1) grain = 1;
+    return run_loop(run, count, grain, grain, task, job);
+}
+
+am_status am_parallel_rows(const am_run *run, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task, void *job)
+{
+    return run_loop(run, rows * row_tasks, 1, row_tasks, task, job);
 }
