@@ -37,7 +37,8 @@ typedef struct {
     bool pairs;                                   /* a lane of what is multiplied holds two bfloat16 */
     ptrdiff_t step, value_step;                   /* of rows in scratch */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
-    ptrdiff_t k_bytes, v_bytes;                   /* of a tile's rows in scratch */
+    int threads;
+    ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in scratch */
     ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
     am_tokens d_q;         /* of the arithmetic type: the result, or on the way to it */
     rows_state *states;    /* [batch][heads][q_blocks] */
@@ -469,12 +470,23 @@ static am_flash_place block_of(const plan *p, const am_flash_place *keys, ptrdif
     return place_of(p, keys->b, keys->kv_head * group + i % group, i / group);
 }
 
+/* The i-th head of keys that is begun. Threads that work in the same batch row have heads far from each
+ * other, as rows of neighbours share lines of the cache, and who writes to them at once waits. Those who
+ * share a bias add to its gradient in the order of heads. */
+static ptrdiff_t head_in_turn(const plan *p, ptrdiff_t i)
+{
+    if (p->bias.sums || p->base.flash->batch >= p->threads) return i;
+    const ptrdiff_t heads = p->base.flash->kv_heads, thread = i % p->threads;
+    return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
+}
+
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
     const am_flash *f = p->base.flash;
     ptrdiff_t task = index / f->kv_heads % p->tasks;
-    am_flash_place at = {.b = index / f->kv_heads / p->tasks, .kv_head = index % f->kv_heads};
+    am_flash_place at = {.b = index / f->kv_heads / p->tasks,
+                         .kv_head = head_in_turn(p, index % f->kv_heads)};
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
@@ -565,7 +577,10 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
 {
     const am_flash *f = &gradient->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
-    plan p = {.base = am_flash_base_of(run, f), .gradient = gradient, .d_q = gradient->d_q};
+    plan p = {.base = am_flash_base_of(run, f),
+              .gradient = gradient,
+              .threads = run->threads,
+              .d_q = gradient->d_q};
     choose(&p);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->depth, size),
