@@ -43,8 +43,7 @@ int am_reject(PyObject *exception, const char *name, const char *expected, PyObj
     return -1;
 }
 
-int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
-                      long long value)
+PyObject *am_position(PyArrayObject *array, npy_intp index)
 {
     int ndim = PyArray_NDIM(array);
     npy_intp position[NPY_MAXDIMS];
@@ -52,7 +51,13 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
         position[i] = index % PyArray_DIM(array, i);
         index /= PyArray_DIM(array, i);
     }
-    PyObject *where = ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
+    return ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
+}
+
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
+                      long long value)
+{
+    PyObject *where = am_position(array, index);
     if (where)
         PyErr_Format(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
     Py_XDECREF(where);
@@ -255,35 +260,19 @@ PyArrayObject *am_starts_array(PyObject *object, const char *name)
     return array;
 }
 
-/* Widens the entries to ptrdiff_t; false with the exception set if one does not fit. */
-static bool widen_starts(am_starts *s, const char *name)
+npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to)
 {
-    npy_intp count = PyArray_DIM(s->array, 0), stride = PyArray_STRIDE(s->array, 0);
-    const char *data = PyArray_BYTES(s->array);
-    am_dtype type = am_dtype_of(PyArray_DESCR(s->array));
-    if (type == AM_INT32 && stride == sizeof(int32_t)) {
-        for (npy_intp i = 0; i < count; i++) s->starts[i] = ((const int32_t *)data)[i];
-        return true;
+    const npy_intp count = PyArray_DIM(array, 0), step = PyArray_STRIDE(array, 0);
+    const am_dtype type = am_dtype_of(PyArray_DESCR(array));
+    am_convert_row *widen = am_converter(type, AM_INT64);
+    if (step == (npy_intp)am_size_of(type) && widen(NULL, to, PyArray_DATA(array), count)) return -1;
+    npy_intp beyond = -1;
+    for (npy_intp i = count - 1; i >= 0; i--) {
+        if (widen(NULL, &to[i], PyArray_BYTES(array) + i * step, 1)) continue;
+        to[i] = PTRDIFF_MAX;
+        beyond = i;
     }
-    for (npy_intp i = 0; i < count; i++, data += stride) {
-        switch (type) {
-        case AM_INT32: s->starts[i] = *(const int32_t *)data; break;
-        case AM_INT64: s->starts[i] = (ptrdiff_t)*(const int64_t *)data; break;
-        case AM_INT8: s->starts[i] = *(const int8_t *)data; break;
-        case AM_UINT8: s->starts[i] = *(const uint8_t *)data; break;
-        case AM_INT16: s->starts[i] = *(const int16_t *)data; break;
-        case AM_UINT16: s->starts[i] = *(const uint16_t *)data; break;
-        case AM_UINT32: s->starts[i] = *(const uint32_t *)data; break;
-        default:
-            if (*(const uint64_t *)data > PTRDIFF_MAX) {
-                PyErr_Format(PyExc_ValueError, "%s must hold values below 2**63, got %llu at index %zd", name,
-                             (unsigned long long)*(const uint64_t *)data, i);
-                return false;
-            }
-            s->starts[i] = (ptrdiff_t)*(const uint64_t *)data;
-        }
-    }
-    return true;
+    return beyond;
 }
 
 int am_check_starts(am_starts *s, const char *name)
@@ -295,7 +284,12 @@ int am_check_starts(am_starts *s, const char *name)
         PyErr_NoMemory();
         return -1;
     }
-    if (!widen_starts(s, name)) return -1;
+    npy_intp beyond = am_widen_entries(s->array, s->starts);
+    if (beyond >= 0) {
+        PyErr_Format(PyExc_ValueError, "%s must hold values below 2**63, got %llu at index %zd", name,
+                     *(unsigned long long *)PyArray_GETPTR1(s->array, beyond), beyond);
+        return -1;
+    }
     if (s->starts[0] != 0) {
         PyErr_Format(PyExc_ValueError, "%s must start at 0, got %zd at index 0", name, s->starts[0]);
         return -1;

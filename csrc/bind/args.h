@@ -61,13 +61,18 @@ PyArrayObject *am_starts_array(PyObject *object, const char *name);
 /* The second half. */
 int am_check_starts(am_starts *starts, const char *name);
 
+/* Entries of a 1-D array of integers. What exceeds ptrdiff_t becomes its largest value; the index of the
+ * first such entry, or -1. */
+npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to);
+
 /* A (borrowed) text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
 PyObject *am_describe(PyObject *object);
 
 /* Raises "`name` must …, got …" with what came described. Returns -1. */
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
 
-/* The same for element `index` (counted in C order) of an array; ValueError. */
+/* The same for element `index` (counted in C order) of an array; ValueError. am_position is where that is. */
+PyObject *am_position(PyArrayObject *array, npy_intp index);
 int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
                       long long value);
 

@@ -44,12 +44,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
         PyErr_NoMemory();
         return -1;
     }
-    for (npy_intp i = 0; i < size; i++) {
-        int64_t value;
-        bool fits = am_converter(type, AM_INT64)(NULL, &value, PyArray_GETPTR1(p->array, i), 1);
-        p->ranges[i / 2][i % 2] = fits ? (ptrdiff_t)value : PTRDIFF_MAX;
-        p->beyond |= !fits;
-    }
+    p->beyond = am_widen_entries(p->array, *p->ranges) >= 0;
     return 0;
 }
 

@@ -135,13 +135,7 @@ static int reject_id(PyArrayObject *array, const char *name, const char *expecte
 {
     PyObject *value = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
     if (!value) return -1;
-    npy_intp position[NPY_MAXDIMS];
-    int ndim = PyArray_NDIM(array);
-    for (int i = ndim - 1; i >= 0; i--) {
-        position[i] = index % PyArray_DIM(array, i);
-        index /= PyArray_DIM(array, i);
-    }
-    PyObject *where = ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
+    PyObject *where = am_position(array, index);
     if (where)
         PyErr_Format(PyExc_ValueError, "%s must be %s, got %S at index %S", name, expected, value, where);
     Py_XDECREF(where);

@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/arithmetic.h"
 #include "core/convert.h"
 #include "core/packed.h"
 
@@ -48,9 +49,6 @@ typedef struct {
     span *spans;
     ptrdiff_t span_count;
 } plan;
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 
 /* A region of memory: `rows` lines of `columns` elements, strides in bytes. Steps × lanes, or one line of
  * steps. */
@@ -215,7 +213,7 @@ static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t en
     ptrdiff_t last =
         c->reverse && period ? (end - begin - 1) % piece + 1 : piece; /* whole pieces from the start */
     for (ptrdiff_t left = end - begin; left > 0;) {
-        ptrdiff_t steps = min(left == end - begin ? last : piece, left);
+        ptrdiff_t steps = am_min(left == end - begin ? last : piece, left);
         ptrdiff_t first = c->reverse ? begin + left - steps : end - left;
         if (!sum_region(p, l->dst + first * c->dst_step, l->src + first * c->src_step, steps, period,
                         l->lanes, carry))
@@ -237,13 +235,13 @@ static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t
 {
     const am_cumsum *c = p->cumsum;
     ptrdiff_t room = p->src_direct && p->dst_direct ? PIECE : TILE;
-    ptrdiff_t piece = max(room / l->lanes / AM_CUMSUM_PIECE * AM_CUMSUM_PIECE, AM_CUMSUM_BLOCK);
+    ptrdiff_t piece = am_max(room / l->lanes / AM_CUMSUM_PIECE * AM_CUMSUM_PIECE, AM_CUMSUM_BLOCK);
     if (!c->chunk) return sum_steps(p, l, begin, end, piece, 0);
     if (c->chunk <= piece) return sum_steps(p, l, begin, end, piece / c->chunk * c->chunk, c->chunk);
     ptrdiff_t count = (end - begin - 1) / c->chunk + 1;
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t first = begin + (c->reverse ? count - 1 - i : i) * c->chunk;
-        am_status status = sum_steps(p, l, first, min(end, first + c->chunk), piece, 0);
+        am_status status = sum_steps(p, l, first, am_min(end, first + c->chunk), piece, 0);
         if (status != AM_OK) return status;
     }
     return AM_OK;
@@ -257,7 +255,8 @@ static am_status sum_span(const plan *p, const span *s, band *l)
     ptrdiff_t last = am_sequence_of(c->starts, c->sequences, s->end - 1);
     for (ptrdiff_t i = 0; i <= last - first; i++) {
         ptrdiff_t sequence = c->reverse ? last - i : first + i;
-        ptrdiff_t begin = max(c->starts[sequence], s->begin), end = min(c->starts[sequence + 1], s->end);
+        ptrdiff_t begin = am_max(c->starts[sequence], s->begin),
+                  end = am_min(c->starts[sequence + 1], s->end);
         am_status status = begin < end ? sum_sequence(p, l, begin, end) : AM_OK;
         if (status != AM_OK) return status;
     }
@@ -275,7 +274,7 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     ptrdiff_t i = index / p->outer[1], j = index % p->outer[1];
     char *dst = c->dst + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
-    band l = {.dst = dst, .src = src, .lanes = min(p->band, p->lanes - first_lane), .team = team};
+    band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
     return sum_span(p, s, &l);
 }
 
@@ -291,8 +290,8 @@ static am_status cut_time(plan *p, ptrdiff_t target)
         while (end - begin >= target) {
             ptrdiff_t cut = end;
             if (c->chunk) {
-                ptrdiff_t chunks = (max(begin + target - start, 0) + c->chunk - 1) / c->chunk;
-                cut = min(end, start + chunks * c->chunk);
+                ptrdiff_t chunks = am_ceil_div(am_max(begin + target - start, 0), c->chunk);
+                cut = am_min(end, start + chunks * c->chunk);
             }
             p->spans[p->span_count++] = (span){begin, cut};
             begin = cut;
@@ -386,17 +385,17 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
         turner(&p, c.src_step, am_size_of(c.src_type)) || turner(&p, c.dst_step, am_size_of(c.dst_type));
     ptrdiff_t widest = turned ? TURNED_LANES : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES : TILE_LANES;
     if (p.scan) widest = 1;
-    p.band = min(p.lanes, widest);
+    p.band = am_min(p.lanes, widest);
     p.bands = (p.lanes + p.band - 1) / p.band;
-    am_status status = cut_time(&p, max(TASK / p.band, 1));
+    am_status status = cut_time(&p, am_max(TASK / p.band, 1));
     if (status != AM_OK) return status;
     ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
     if (!p.scan && tasks < MANY_TASKS * run->threads && tasks % run->threads != 0) {
         ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * run->threads);
-        p.band = min(p.band, max(share / LINE_LANES, 1) * LINE_LANES);
+        p.band = am_min(p.band, am_max(share / LINE_LANES, 1) * LINE_LANES);
         p.bands = (p.lanes + p.band - 1) / p.band;
     }
-    ptrdiff_t grain = TASK / max(p.band * (c.steps / p.span_count), 1);
+    ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
     status = am_parallel(run, outer * p.bands * p.span_count, grain, sum_task, &p);
     free(p.spans);
     return status;

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/arithmetic.h"
+
 enum {
     WORD = 64,
     WORDS = 8,             /* looked at in each head at once */
@@ -12,13 +14,6 @@ enum {
     TASK_BYTES = 1 << 18,  /* of rows */
     PANEL_BYTES = 1 << 14, /* of a row, whose columns stay in the first cache */
 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
-static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
-{
-    return length / block + (length % block != 0);
-}
 
 /* [begin, end) of lines in the order of the array. */
 static void place_range(const am_axis *axis, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
@@ -52,7 +47,7 @@ static void live_in_all(const extent_job *job, uint64_t *words, const char *row,
     for (ptrdiff_t h = 0; h < job->heads; h++) {
         uint64_t head[WORDS];
         am_lines_pack(&job->lines, head, row + h * job->mask->head_stride, begin, count);
-        for (ptrdiff_t w = 0; w < blocks_of(count, WORD); w++) words[w] &= head[w];
+        for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++) words[w] &= head[w];
     }
 }
 
@@ -65,7 +60,7 @@ static ptrdiff_t first_in_stretch(const extent_job *job, const char *row, ptrdif
     }
     for (; begin < end; begin += WORDS * WORD) {
         uint64_t words[WORDS];
-        live_in_all(job, words, row, begin, min(WORDS * WORD, end - begin));
+        live_in_all(job, words, row, begin, am_min(WORDS * WORD, end - begin));
         for (ptrdiff_t w = 0; w < WORDS && begin + w * WORD < end; w++) {
             if (words[w]) return begin + w * WORD + __builtin_ctzll(words[w]);
         }
@@ -81,10 +76,10 @@ static ptrdiff_t last_in_stretch(const extent_job *job, const char *row, ptrdiff
         return begin;
     }
     for (ptrdiff_t low; begin < end; end = low) {
-        low = max(begin, end - WORDS * WORD);
+        low = am_max(begin, end - WORDS * WORD);
         uint64_t words[WORDS];
         live_in_all(job, words, row, low, end - low);
-        for (ptrdiff_t w = blocks_of(end - low, WORD) - 1; w >= 0; w--) {
+        for (ptrdiff_t w = am_ceil_div(end - low, WORD) - 1; w >= 0; w--) {
             if (words[w]) return low + w * WORD + WORD - __builtin_clzll(words[w]);
         }
     }
@@ -96,7 +91,7 @@ static ptrdiff_t first_live(const extent_job *job, const char *row, ptrdiff_t be
                             am_team *team)
 {
     for (ptrdiff_t stop; begin < end; begin = stop) {
-        stop = min(begin + STRETCH, end);
+        stop = am_min(begin + STRETCH, end);
         ptrdiff_t found = first_in_stretch(job, row, begin, stop);
         if (found < stop) return found;
         if (stop < end && am_checkpoint(team) != AM_OK) break;
@@ -109,7 +104,7 @@ static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t beg
                            am_team *team)
 {
     for (ptrdiff_t stop; begin < end; end = stop) {
-        stop = max(end - STRETCH, begin);
+        stop = am_max(end - STRETCH, begin);
         ptrdiff_t found = last_in_stretch(job, row, stop, end);
         if (found > stop) return found;
         if (begin < stop && am_checkpoint(team) != AM_OK) break;
@@ -170,7 +165,7 @@ static am_status extent_task(void *arg, ptrdiff_t index, am_team *team)
     const extent_job *job = arg;
     ptrdiff_t b = index / job->tasks, t = index % job->tasks;
     ptrdiff_t begin = (t % 2 ? job->tasks - 1 - t / 2 : t / 2) * job->task_rows;
-    ptrdiff_t end = min(begin + job->task_rows, job->lines.rows.count);
+    ptrdiff_t end = am_min(begin + job->task_rows, job->lines.rows.count);
     widen(job, &job->bounds[b], job->lines.data + b * job->mask->batch_stride, begin, end, team);
     return AM_OK; /* many tasks are short, and who deals them out asks whether to stop */
 }
@@ -193,14 +188,14 @@ static ptrdiff_t rows_a_task(const am_lines *lines, ptrdiff_t heads)
 {
     ptrdiff_t bytes =
         lines->columns.count > TASK_BYTES / lines->size ? TASK_BYTES : lines->columns.count * lines->size;
-    return max(TASK_BYTES / bytes / heads, 1);
+    return am_max(TASK_BYTES / bytes / heads, 1);
 }
 
 /* And the tasks of small masks that are dealt out together. */
 static ptrdiff_t grain_of(const am_lines *lines, ptrdiff_t heads)
 {
-    ptrdiff_t rows = min(rows_a_task(lines, heads), lines->rows.count);
-    return max(TASK_BYTES / (rows * heads * lines->columns.count * lines->size), 1);
+    ptrdiff_t rows = am_min(rows_a_task(lines, heads), lines->rows.count);
+    return am_max(TASK_BYTES / (rows * heads * lines->columns.count * lines->size), 1);
 }
 
 am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule rule, am_extent *extents)
@@ -217,7 +212,7 @@ am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule 
                       .rule = rule,
                       .heads = mask->head_stride ? mask->heads : 1};
     job.task_rows = rows_a_task(&job.lines, job.heads);
-    job.tasks = blocks_of(job.lines.rows.count, job.task_rows);
+    job.tasks = am_ceil_div(job.lines.rows.count, job.task_rows);
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
     job.bounds = malloc((size_t)batch * sizeof *job.bounds);
     if (!job.bounds) return AM_NO_MEMORY;
@@ -252,13 +247,13 @@ static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
     const padding_job *job = arg;
     const am_lines *lines = &job->lines;
     ptrdiff_t b = index / job->tasks, first = index % job->tasks * job->task_rows;
-    ptrdiff_t end = min(first + job->task_rows, lines->rows.count), panel = PANEL_BYTES / lines->size;
+    ptrdiff_t end = am_min(first + job->task_rows, lines->rows.count), panel = PANEL_BYTES / lines->size;
     int32_t *ids = job->row_ids + b * lines->rows.length;
     const char *data = lines->data + b * job->mask->batch_stride;
     for (ptrdiff_t r = first; r < end; r++) ids[r] = -1;
     for (ptrdiff_t begin = 0; begin < lines->columns.count; begin += panel) {
         _Alignas(64) char seen[PANEL_BYTES];
-        ptrdiff_t count = min(panel, lines->columns.count - begin);
+        ptrdiff_t count = am_min(panel, lines->columns.count - begin);
         memset(seen, 0, (size_t)(count * lines->size));
         for (ptrdiff_t r = first; r < end; r++) {
             bool any = false;
@@ -270,7 +265,7 @@ static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
         }
         uint64_t bits[PANEL_BYTES / WORD];
         lines->kernels->pack[lines->lane](bits, seen, count);
-        for (ptrdiff_t w = 0; w < blocks_of(count, WORD); w++)
+        for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++)
             atomic_fetch_or_explicit(&job->columns[b * job->words + begin / WORD + w], bits[w],
                                      memory_order_relaxed);
         am_status status = am_checkpoint(team);
@@ -295,7 +290,7 @@ static void place_columns(const padding_job *job, ptrdiff_t b, int32_t *ids)
 {
     for (ptrdiff_t w = 0; w < job->words; w++) {
         uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
-        ptrdiff_t count = min(WORD, job->lines.columns.count - w * WORD);
+        ptrdiff_t count = am_min(WORD, job->lines.columns.count - w * WORD);
         job->lines.kernels->expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
     }
     place_ids(ids, &job->lines.columns);
@@ -315,8 +310,8 @@ am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_id
     int32_t *column_ids = job.lines.turned ? q_ids : k_ids;
     job.row_ids = job.lines.turned ? k_ids : q_ids;
     job.task_rows = rows_a_task(&job.lines, job.heads);
-    job.tasks = blocks_of(job.lines.rows.count, job.task_rows);
-    job.words = blocks_of(job.lines.columns.count, WORD);
+    job.tasks = am_ceil_div(job.lines.rows.count, job.task_rows);
+    job.words = am_ceil_div(job.lines.columns.count, WORD);
     job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
     if (!job.columns) return AM_NO_MEMORY;
     am_status status =

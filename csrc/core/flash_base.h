@@ -5,23 +5,12 @@
 
 #include <stdatomic.h>
 
+#include "core/arithmetic.h"
 #include "core/flash.h"
 
 enum { AM_LINE = 64 }; /* bytes */
 
 static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453;
-
-static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
-static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
-
-/* a b c, or the largest number where that does not fit; nobody has so many bytes. */
-static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
-{
-    ptrdiff_t product;
-    bool fits = !__builtin_mul_overflow(a, b, &product) && !__builtin_mul_overflow(product, c, &product);
-    return fits ? product : PTRDIFF_MAX;
-}
 
 /* More channels than this are refused for want of memory. As many fit no memory either, but the lengths of
  * all that belongs to a block still add up to a number. */

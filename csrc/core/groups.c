@@ -14,6 +14,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "core/arithmetic.h"
+
 enum {
     WORD = 64,
     STRIPE = 8,           /* words read at once from each row */
@@ -22,12 +24,6 @@ enum {
     PART_PAIRS = 1 << 18, /* and no more than are worth it */
     MANY_LINES = 1 << 14, /* when so many have been read, or refined, a signal has waited long enough */
 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
-{
-    return length / block + (length % block != 0);
-}
 
 /* --- Classes --- */
 
@@ -110,7 +106,7 @@ static void refine(classes *c, const uint64_t *words)
     c->round++;
     c->last = 0;
     for (ptrdiff_t begin = 0; begin < c->lines; begin += WORD) {
-        uint64_t bits = c->kernels->unlike_bits(words, c->twin, begin, min(WORD, c->lines - begin));
+        uint64_t bits = c->kernels->unlike_bits(words, c->twin, begin, am_min(WORD, c->lines - begin));
         for (; bits; bits &= bits - 1) leave(c, words, (int32_t)begin + __builtin_ctzll(bits));
     }
 }
@@ -139,7 +135,7 @@ static ptrdiff_t line_of(const side *s, ptrdiff_t i)
 static am_status read_rows(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
                            ptrdiff_t count, am_team *team)
 {
-    ptrdiff_t used = blocks_of(count, WORD);
+    ptrdiff_t used = am_ceil_div(count, WORD);
     am_status status = AM_OK;
     for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines] = 0;
     for (ptrdiff_t r = 0; status == AM_OK && r < s->count; r++) {
@@ -160,8 +156,8 @@ static void read_columns(const am_lines *plane, const side *s, uint64_t *words, 
     words[0] = 0;
     uint64_t panel[WORD][PANEL];
     for (ptrdiff_t first = 0; first < s->count; first += PANEL * WORD) {
-        ptrdiff_t columns = min(PANEL * WORD, s->count - first), used = blocks_of(columns, WORD);
-        ptrdiff_t tiles = blocks_of(used, AM_TURN_TILES) * AM_TURN_TILES;
+        ptrdiff_t columns = am_min(PANEL * WORD, s->count - first), used = am_ceil_div(columns, WORD);
+        ptrdiff_t tiles = am_ceil_div(used, AM_TURN_TILES) * AM_TURN_TILES;
         for (ptrdiff_t r = 0; r < WORD; r++) {
             ptrdiff_t filled = r < count ? used : 0;
             if (filled)
@@ -187,15 +183,15 @@ static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_t
     uint64_t *words = malloc((size_t)(width * s->lines) * sizeof *words);
     am_status status = words ? start_classes(&c, job->plane.kernels, s->lines, twin) : AM_NO_MEMORY;
     memset(twin, 0, (size_t)s->lines * sizeof *twin);
-    ptrdiff_t end = min((part + 1) * s->part, s->positions);
+    ptrdiff_t end = am_min((part + 1) * s->part, s->positions);
     for (ptrdiff_t begin = part * s->part; status == AM_OK && begin < end; begin += s->step) {
         if (atomic_load_explicit(&s->distinct, memory_order_relaxed)) break;
-        ptrdiff_t count = min(s->step, end - begin);
+        ptrdiff_t count = am_min(s->step, end - begin);
         if (s->across)
             read_columns(&job->plane, s, words, begin, count);
         else
             status = read_rows(&job->plane, s, words, begin, count, team);
-        for (ptrdiff_t w = 0; status == AM_OK && w < blocks_of(count, WORD); w++) {
+        for (ptrdiff_t w = 0; status == AM_OK && w < am_ceil_div(count, WORD); w++) {
             refine(&c, words + w * s->lines);
             if (s->lines >= MANY_LINES) status = am_checkpoint(team);
         }
@@ -256,17 +252,17 @@ static am_status number_lines(const am_kernels *kernels, side *s, const am_axis 
 
 static am_status prepare_side(side *s, bool across, const am_axis *axis, const am_axis *other)
 {
-    ptrdiff_t step = across ? WORD : WORD * STRIPE, steps = blocks_of(other->count, step);
-    ptrdiff_t parts = min(min(PARTS, steps),
-                          axis->count > PART_PAIRS ? PARTS : 1 + axis->count * other->count / PART_PAIRS);
+    ptrdiff_t step = across ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
+    ptrdiff_t parts = am_min(am_min(PARTS, steps),
+                             axis->count > PART_PAIRS ? PARTS : 1 + axis->count * other->count / PART_PAIRS);
     *s = (side){.across = across,
                 .count = axis->count,
-                .lines = 1 + (across ? blocks_of(axis->count, WORD * AM_TURN_TILES) * WORD * AM_TURN_TILES
+                .lines = 1 + (across ? am_ceil_div(axis->count, WORD * AM_TURN_TILES) * WORD * AM_TURN_TILES
                                      : axis->count),
                 .positions = other->count,
                 .step = step,
-                .part = blocks_of(steps, parts) * step};
-    s->parts = blocks_of(s->positions, s->part);
+                .part = am_ceil_div(steps, parts) * step};
+    s->parts = am_ceil_div(s->positions, s->part);
     s->twin = malloc((size_t)(s->parts * s->lines) * sizeof *s->twin);
     return s->twin ? AM_OK : AM_NO_MEMORY;
 }
@@ -372,12 +368,12 @@ static int32_t *ids_in_order(const int32_t *ids, ptrdiff_t planes, const am_axis
 static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t *column_ids, int32_t id,
                            bool id_is_new, uint64_t *words)
 {
-    ptrdiff_t columns = job->lines.columns.count, used = blocks_of(columns, WORD);
+    ptrdiff_t columns = job->lines.columns.count, used = am_ceil_div(columns, WORD);
     uint64_t *expected = words + used;
     am_lines_pack(&job->lines, words, row, 0, columns);
     for (ptrdiff_t w = 0; w < used; w++) {
         if (id_is_new) {
-            ptrdiff_t count = min(WORD, columns - w * WORD);
+            ptrdiff_t count = am_min(WORD, columns - w * WORD);
             expected[w] = id < 0 ? 0 : job->lines.kernels->equal_bits(column_ids + w * WORD, id, count);
         }
         if (words[w] != expected[w]) return w * WORD + __builtin_ctzll(words[w] ^ expected[w]);
@@ -396,10 +392,10 @@ static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
     const char *data = lines->data + b * job->mask->batch_stride + h * job->mask->head_stride;
     if (atomic_load_explicit(&job->found, memory_order_relaxed) < (plane * rows + first) * columns)
         return AM_OK;
-    uint64_t *words = malloc((size_t)(2 * blocks_of(columns, WORD)) * sizeof *words);
+    uint64_t *words = malloc((size_t)(2 * am_ceil_div(columns, WORD)) * sizeof *words);
     if (!words) return AM_NO_MEMORY;
     const int32_t *row_ids = job->row_ids + ids * rows;
-    for (ptrdiff_t r = first; r < min(first + WORD, rows); r++) {
+    for (ptrdiff_t r = first; r < am_min(first + WORD, rows); r++) {
         bool id_is_new = r == first || row_ids[r] != row_ids[r - 1];
         ptrdiff_t column = check_row(job, data + r * lines->rows.stride, job->column_ids + ids * columns,
                                      row_ids[r], id_is_new, words);
@@ -441,7 +437,7 @@ am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t i
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
     job.row_ids = ids_in_order(job.lines.turned ? k_ids : q_ids, batch * id_heads, &job.lines.rows);
     job.column_ids = ids_in_order(job.lines.turned ? q_ids : k_ids, batch * id_heads, &job.lines.columns);
-    job.blocks = blocks_of(job.lines.rows.count, WORD);
+    job.blocks = am_ceil_div(job.lines.rows.count, WORD);
     atomic_init(&job.found, PTRDIFF_MAX);
     am_status status = job.row_ids && job.column_ids ? AM_OK : AM_NO_MEMORY;
     if (status == AM_OK) status = am_parallel(run, batch * job.heads * job.blocks, 1, check_task, &job);

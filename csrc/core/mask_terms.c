@@ -3,14 +3,11 @@
 
 #include <stdlib.h>
 
+#include "core/arithmetic.h"
 #include "core/convert.h"
 #include "core/dense.h"
 
 enum { BLOCK = 64 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
-static ptrdiff_t blocks_of(ptrdiff_t length) { return (length + BLOCK - 1) / BLOCK; }
 
 /* --- Terms in which each query row sees one interval of keys, and later rows see none that begins or ends
  * earlier --- */
@@ -21,7 +18,7 @@ static am_keys interval_keys(interval_of *interval, const am_mask *mask, const a
                              const am_place *p)
 {
     am_keys first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
-    return (am_keys){max(first.begin, 0), min(last.end, mask->keys)};
+    return (am_keys){am_max(first.begin, 0), am_min(last.end, mask->keys)};
 }
 
 static am_tile interval_tile(interval_of *interval, const am_node *node, const am_place *p)
@@ -33,8 +30,8 @@ static am_tile interval_tile(interval_of *interval, const am_node *node, const a
 
 static uint64_t bits_of(am_keys keys, const am_place *p)
 {
-    ptrdiff_t begin = min(max(keys.begin - p->k, 0), p->columns);
-    ptrdiff_t end = min(max(keys.end - p->k, begin), p->columns);
+    ptrdiff_t begin = am_min(am_max(keys.begin - p->k, 0), p->columns);
+    ptrdiff_t end = am_min(am_max(keys.end - p->k, begin), p->columns);
     return am_low_bits(end) & ~am_low_bits(begin);
 }
 
@@ -102,8 +99,8 @@ static am_keys keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
 {
     ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
     ptrdiff_t same = begin + q - node->sequences.q_starts[s];
-    return (am_keys){min(max(same + node->sequences.low[s], begin), end),
-                     max(min(same + node->sequences.high[s] + 1, end), begin)};
+    return (am_keys){am_min(am_max(same + node->sequences.low[s], begin), end),
+                     am_max(am_min(same + node->sequences.high[s] + 1, end), begin)};
 }
 static am_keys sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
@@ -145,7 +142,7 @@ static int valid_id(int32_t id, int exclude_zero) { return id >= (exclude_zero ?
 static void note_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int exclude_zero)
 {
     for (ptrdiff_t begin = 0; begin < count; begin += BLOCK, blocks++) {
-        ptrdiff_t end = min(begin + BLOCK, count);
+        ptrdiff_t end = am_min(begin + BLOCK, count);
         int32_t low = INT32_MAX, high = INT32_MIN, clean = 1;
         for (ptrdiff_t t = begin; t < end; t++) {
             int valid = valid_id(ids[t], exclude_zero);
@@ -172,13 +169,13 @@ static ptrdiff_t distinct_index(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, p
 static am_status note_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
                            ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length, int exclude_zero)
 {
-    ptrdiff_t count = distinct(mask, batch_stride, head_stride) * blocks_of(length);
-    *blocks = malloc((size_t)max(count, 1) * sizeof **blocks);
+    ptrdiff_t count = distinct(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
+    *blocks = malloc((size_t)am_max(count, 1) * sizeof **blocks);
     if (!*blocks) return AM_NO_MEMORY;
     for (ptrdiff_t b = 0; b < (batch_stride ? mask->batch : 1); b++) {
         for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
             am_id_block *row =
-                *blocks + distinct_index(mask, b, h, batch_stride, head_stride) * blocks_of(length);
+                *blocks + distinct_index(mask, b, h, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
             note_ids(row, ids + b * batch_stride + h * head_stride, length, exclude_zero);
         }
     }
@@ -217,13 +214,13 @@ static am_id_block known_ids(const am_id_block *blocks, ptrdiff_t begin, ptrdiff
 static const am_id_block *q_blocks(const am_mask *mask, const am_node *node, const am_place *p)
 {
     return node->equal.q_blocks + distinct_index(mask, p->b, p->h, node->equal.q_batch, node->equal.q_head) *
-                                      blocks_of(mask->queries);
+                                      am_ceil_div(mask->queries, BLOCK);
 }
 
 static const am_id_block *k_blocks(const am_mask *mask, const am_node *node, const am_place *p)
 {
-    return node->equal.k_blocks +
-           distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * blocks_of(mask->keys);
+    return node->equal.k_blocks + distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) *
+                                      am_ceil_div(mask->keys, BLOCK);
 }
 
 static int apart(const am_id_block *a, const am_id_block *b) { return a->low > b->high || b->low > a->high; }
@@ -232,10 +229,10 @@ static am_keys equal_keys(const am_mask *mask, const am_node *node, const am_pla
 {
     am_id_block queries = known_ids(q_blocks(mask, node, p), p->q, p->rows);
     const am_id_block *keys = k_blocks(mask, node, p);
-    ptrdiff_t begin = 0, end = blocks_of(mask->keys);
+    ptrdiff_t begin = 0, end = am_ceil_div(mask->keys, BLOCK);
     while (begin < end && apart(&queries, &keys[begin])) begin++;
     while (begin < end && apart(&queries, &keys[end - 1])) end--;
-    return (am_keys){begin * BLOCK, min(end * BLOCK, mask->keys)};
+    return (am_keys){begin * BLOCK, am_min(end * BLOCK, mask->keys)};
 }
 
 static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_place *p)
@@ -299,7 +296,7 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
     const dense_job *job = arg;
     const am_node *node = job->node;
     const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks,
-                    first = index % node->dense.q_blocks * BLOCK, last = min(first + BLOCK, job->queries);
+                    first = index % node->dense.q_blocks * BLOCK, last = am_min(first + BLOCK, job->queries);
     /* Of the array itself, free of the shifts of any batch row. */
     const char *data =
         node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
@@ -311,14 +308,14 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
     };
     const ptrdiff_t step = lines.columns.stride == lines.size ? WORDS * BLOCK : BLOCK;
     for (ptrdiff_t k = 0; k < job->keys; k += step) {
-        const ptrdiff_t columns = min(step, job->keys - k), words = blocks_of(columns);
+        const ptrdiff_t columns = am_min(step, job->keys - k), words = am_ceil_div(columns, BLOCK);
         uint64_t bits[WORDS], any[WORDS] = {0}, dead[WORDS] = {0};
         for (ptrdiff_t q = first; q < last; q++) {
             am_lines_pack(&lines, bits, data + q * node->dense.row, k, columns);
             for (ptrdiff_t i = 0; i < words; i++) any[i] |= bits[i], dead[i] |= ~bits[i];
         }
         for (ptrdiff_t i = 0; i < words; i++) {
-            bool full = !(dead[i] & am_low_bits(min(BLOCK, columns - i * BLOCK)));
+            bool full = !(dead[i] & am_low_bits(am_min(BLOCK, columns - i * BLOCK)));
             am_tile tile = !any[i] ? AM_DEAD : full ? AM_FULL : AM_MIXED;
             node->dense.tiles[index * node->dense.k_blocks + k / BLOCK + i] = (uint8_t)tile;
         }
@@ -330,21 +327,21 @@ static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *
 {
     ptrdiff_t q_reach = 0, k_reach = 0;
     for (ptrdiff_t b = 0; b < mask->batch; b++) {
-        q_reach = max(q_reach, node->dense.q_shift[b]);
-        k_reach = max(k_reach, node->dense.k_shift[b]);
+        q_reach = am_max(q_reach, node->dense.q_shift[b]);
+        k_reach = am_max(k_reach, node->dense.k_shift[b]);
     }
     dense_job job = {
         .mask = mask,
         .node = node,
-        .queries = node->dense.row ? mask->queries + q_reach : min(mask->queries, 1),
-        .keys = node->dense.column ? mask->keys + k_reach : min(mask->keys, 1),
+        .queries = node->dense.row ? mask->queries + q_reach : am_min(mask->queries, 1),
+        .keys = node->dense.column ? mask->keys + k_reach : am_min(mask->keys, 1),
     };
-    node->dense.q_blocks = blocks_of(job.queries);
-    node->dense.k_blocks = blocks_of(job.keys);
+    node->dense.q_blocks = am_ceil_div(job.queries, BLOCK);
+    node->dense.k_blocks = am_ceil_div(job.keys, BLOCK);
     ptrdiff_t rows = distinct(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
     /* Nobody asks about an empty mask, and its arrays may have nothing to read. */
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
-    node->dense.tiles = malloc((size_t)max(rows * node->dense.k_blocks, 1));
+    node->dense.tiles = malloc((size_t)am_max(rows * node->dense.k_blocks, 1));
     return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;
 }
 
@@ -386,10 +383,10 @@ static am_keys dense_keys(const am_mask *mask, const am_node *node, const am_pla
 {
     dense_view view = dense_tiles(mask, node, p);
     if (!node->dense.column) return (am_keys){0, column_is_dead(&view, 0) ? 0 : mask->keys};
-    ptrdiff_t begin = view.k_shift / BLOCK, end = blocks_of(mask->keys + view.k_shift);
+    ptrdiff_t begin = view.k_shift / BLOCK, end = am_ceil_div(mask->keys + view.k_shift, BLOCK);
     while (begin < end && column_is_dead(&view, begin)) begin++;
     while (begin < end && column_is_dead(&view, end - 1)) end--;
-    return (am_keys){max(begin * BLOCK - view.k_shift, 0), min(end * BLOCK - view.k_shift, mask->keys)};
+    return (am_keys){am_max(begin * BLOCK - view.k_shift, 0), am_min(end * BLOCK - view.k_shift, mask->keys)};
 }
 
 static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_place *p)

@@ -1,4 +1,5 @@
 /* mask_use.c – what is made of masks by walking over their tiles: arrays, counts, pictures, lengths. */
+#include "core/arithmetic.h"
 #include "core/mask.h"
 
 #include <stdbool.h>
@@ -13,13 +14,6 @@ enum {
     WORDS = PANEL / AM_TILE_COLUMNS,
     MANY_TILES = 1024,
 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
-static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
-{
-    return length / block + (length % block != 0);
-}
 
 static ptrdiff_t population(uint64_t bits) { return __builtin_popcountll(bits); }
 
@@ -55,12 +49,12 @@ static void fill_row(const fill_job *job, char *row, const panel *tiles, ptrdiff
         ptrdiff_t begin = w * AM_TILE_COLUMNS;
         am_tile kind = tiles->kind[w++];
         if (kind == AM_MIXED) {
-            job->expand(row + begin * t->size, tiles->bits[w - 1][r], min(AM_TILE_COLUMNS, columns - begin),
-                        t->live, t->dead);
+            job->expand(row + begin * t->size, tiles->bits[w - 1][r],
+                        am_min(AM_TILE_COLUMNS, columns - begin), t->live, t->dead);
             continue;
         }
         while (tiles->kind[w] == kind) w++;
-        ptrdiff_t end = min(w * AM_TILE_COLUMNS, columns);
+        ptrdiff_t end = am_min(w * AM_TILE_COLUMNS, columns);
         k->fill_bytes(row + begin * t->size, kind == AM_FULL ? job->live : job->dead,
                       (size_t)((end - begin) * t->size), job->stream);
     }
@@ -70,7 +64,7 @@ static void look_at_panel(const am_mask *mask, const am_place *p, am_keys live, 
 {
     ptrdiff_t w = 0;
     for (; w * AM_TILE_COLUMNS < p->columns; w++) {
-        ptrdiff_t k = p->k + w * AM_TILE_COLUMNS, count = min(AM_TILE_COLUMNS, mask->keys - k);
+        ptrdiff_t k = p->k + w * AM_TILE_COLUMNS, count = am_min(AM_TILE_COLUMNS, mask->keys - k);
         bool outside = k + count <= live.begin || k >= live.end;
         tiles->kind[w] =
             (uint8_t)(outside ? AM_DEAD
@@ -88,12 +82,12 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     am_place p = {.b = plane / mask->heads,
                   .h = plane % mask->heads,
                   .q = q,
-                  .rows = min(AM_TILE_ROWS, mask->queries - q)};
+                  .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
     am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
     char *strip = t->data + p.b * t->batch + p.h * t->head + q * t->row;
     for (p.k = 0; p.k < mask->keys; p.k += PANEL) {
         panel tiles;
-        p.columns = min(PANEL, mask->keys - p.k);
+        p.columns = am_min(PANEL, mask->keys - p.k);
         look_at_panel(mask, &p, live, &tiles);
         for (ptrdiff_t r = 0; r < p.rows; r++) {
             char *row = strip + r * t->row + p.k * t->column;
@@ -118,7 +112,7 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
     fill_job job = {
         .mask = mask,
         .target = target,
-        .strips = blocks_of(mask->queries, AM_TILE_ROWS),
+        .strips = am_ceil_div(mask->queries, AM_TILE_ROWS),
         .expand = run->kernels->expand_bits[am_lane_of_size(target->size)],
         .live = am_repeated(target->live, target->size),
         .dead = am_repeated(target->dead, target->size),
@@ -133,11 +127,11 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
 static am_status count_region(const am_mask *mask, const am_place *p, am_keys live, int64_t *count,
                               am_team *team)
 {
-    ptrdiff_t end = min(p->k + p->columns, live.end);
-    for (ptrdiff_t k = max(p->k, live.begin), next; k < end; k = next) {
+    ptrdiff_t end = am_min(p->k + p->columns, live.end);
+    for (ptrdiff_t k = am_max(p->k, live.begin), next; k < end; k = next) {
         /* Summaries are kept of aligned tiles: questions that respect their borders get the sharper answers.
          */
-        next = min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
+        next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
         uint64_t bits[AM_TILE_ROWS];
         am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, next - k, bits);
         if (kind == AM_FULL) *count += p->rows * (next - k);
@@ -161,14 +155,14 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
     const am_mask *mask = job->mask;
     int64_t *counts = job->counts + row * job->cells;
     memset(counts, 0, (size_t)job->cells * sizeof *counts);
-    ptrdiff_t end = min(mask->queries - row * job->q_cell, job->q_cell) + row * job->q_cell;
+    ptrdiff_t end = am_min(mask->queries - row * job->q_cell, job->q_cell) + row * job->q_cell;
     for (ptrdiff_t q = row * job->q_cell, next; q < end; q = next) {
-        next = min((q / AM_TILE_ROWS + 1) * AM_TILE_ROWS, end);
+        next = am_min((q / AM_TILE_ROWS + 1) * AM_TILE_ROWS, end);
         am_place p = {.b = job->b, .h = job->h, .q = q, .rows = next - q};
         am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
         for (ptrdiff_t cell = live.begin / job->k_cell; cell * job->k_cell < live.end; cell++) {
             p.k = cell * job->k_cell;
-            p.columns = min(job->k_cell, mask->keys - p.k);
+            p.columns = am_min(job->k_cell, mask->keys - p.k);
             am_status status = count_region(mask, &p, live, &counts[cell], team);
             if (status != AM_OK) return status;
         }
@@ -181,8 +175,8 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
 am_status am_mask_grid(const am_run *run, const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
                        ptrdiff_t k_cell, int64_t *counts)
 {
-    grid_job job = {mask, b, h, q_cell, k_cell, blocks_of(mask->keys, k_cell), counts};
-    return am_parallel(run, blocks_of(mask->queries, q_cell), 1, grid_task, &job);
+    grid_job job = {mask, b, h, q_cell, k_cell, am_ceil_div(mask->keys, k_cell), counts};
+    return am_parallel(run, am_ceil_div(mask->queries, q_cell), 1, grid_task, &job);
 }
 
 typedef struct {
@@ -196,7 +190,7 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     const count_job *job = arg;
     const am_mask *mask = job->mask;
     ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
-    am_place p = {plane / mask->heads, plane % mask->heads, q, min(AM_TILE_ROWS, mask->queries - q), 0,
+    am_place p = {plane / mask->heads, plane % mask->heads, q, am_min(AM_TILE_ROWS, mask->queries - q), 0,
                   mask->keys};
     job->counts[index] = 0;
     am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
@@ -207,8 +201,8 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts)
 {
     ptrdiff_t planes = mask->batch * mask->heads;
-    count_job job = {.mask = mask, .strips = blocks_of(mask->queries, AM_TILE_ROWS)};
-    job.counts = malloc((size_t)max(planes * job.strips, 1) * sizeof *job.counts);
+    count_job job = {.mask = mask, .strips = am_ceil_div(mask->queries, AM_TILE_ROWS)};
+    job.counts = malloc((size_t)am_max(planes * job.strips, 1) * sizeof *job.counts);
     if (!job.counts) return AM_NO_MEMORY;
     am_status status = am_parallel(run, planes * job.strips, 1, count_task, &job);
     for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
@@ -234,10 +228,10 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
     const am_mask *mask = job->mask;
     ptrdiff_t plane = index / job->strips, k = index % job->strips * AM_TILE_COLUMNS;
     ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
-              columns = min(AM_TILE_COLUMNS, mask->keys - k);
+              columns = am_min(AM_TILE_COLUMNS, mask->keys - k);
     uint64_t seen = 0;
     for (ptrdiff_t q = 0; q < mask->queries && seen != am_low_bits(columns); q += AM_TILE_ROWS) {
-        ptrdiff_t rows = min(AM_TILE_ROWS, mask->queries - q);
+        ptrdiff_t rows = am_min(AM_TILE_ROWS, mask->queries - q);
         uint64_t bits[AM_TILE_ROWS];
         am_tile kind = am_mask_bits(mask, b, h, q, rows, k, columns, bits);
         if (kind == AM_FULL) seen = am_low_bits(columns);
@@ -254,11 +248,12 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
     const any_job *job = arg;
     const am_mask *mask = job->mask;
     ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
-    ptrdiff_t b = plane / mask->heads, h = plane % mask->heads, rows = min(AM_TILE_ROWS, mask->queries - q);
+    ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
+              rows = am_min(AM_TILE_ROWS, mask->queries - q);
     am_keys live = am_mask_keys(mask, b, h, q, rows);
     uint64_t seen = 0;
     for (ptrdiff_t k = live.begin, next; k < live.end && seen != am_low_bits(rows); k = next) {
-        next = min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, live.end);
+        next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, live.end);
         uint64_t bits[AM_TILE_ROWS];
         am_tile kind = am_mask_bits(mask, b, h, q, rows, k, next - k, bits);
         if (kind == AM_FULL) seen = am_low_bits(rows);
@@ -273,9 +268,9 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_mask_any(const am_run *run, const am_mask *mask, uint8_t *queries, uint8_t *keys)
 {
     ptrdiff_t planes = mask->batch * mask->heads;
-    any_job job = {mask, blocks_of(mask->queries, AM_TILE_ROWS), queries, keys};
+    any_job job = {mask, am_ceil_div(mask->queries, AM_TILE_ROWS), queries, keys};
     am_status status = am_parallel(run, planes * job.strips, 1, any_query_task, &job);
     if (status != AM_OK) return status;
-    job.strips = blocks_of(mask->keys, AM_TILE_COLUMNS);
+    job.strips = am_ceil_div(mask->keys, AM_TILE_COLUMNS);
     return am_parallel(run, planes * job.strips, 1, any_key_task, &job);
 }

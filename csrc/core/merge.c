@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/arithmetic.h"
 #include "core/convert.h"
 
 enum {
@@ -14,9 +15,6 @@ enum {
     EXP_COST = 16,   /* an exponential, in elements added up */
     CHECK = 1 << 17, /* elements between two looks at the clock */
 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 
 typedef struct {
     const am_merge *merge;
@@ -53,7 +51,7 @@ static const char *lse_of(const am_merge_part *part, const ptrdiff_t *place)
 static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const merge_job *job = arg;
-    ptrdiff_t begin = index * job->task_rows, end = min(begin + job->task_rows, job->rows);
+    ptrdiff_t begin = index * job->task_rows, end = am_min(begin + job->task_rows, job->rows);
     size_t count = (size_t)job->merge->count;
     void *weights = calloc(count, 2 * sizeof(double)); /* which checks the product */
     if (!weights) return AM_NO_MEMORY;
@@ -67,8 +65,8 @@ static am_status merge(const am_run *run, const am_merge *merge, bool backward)
 {
     merge_job job = {.merge = merge, .kernels = run->kernels, .backward = backward};
     job.rows = merge->shape[0] * merge->shape[1] * merge->shape[2];
-    job.task_rows = max(TASK / merge->count / (min(merge->shape[3], TASK) + EXP_COST), 1);
-    ptrdiff_t tasks = job.rows / job.task_rows + (job.rows % job.task_rows != 0);
+    job.task_rows = am_max(TASK / merge->count / (am_min(merge->shape[3], TASK) + EXP_COST), 1);
+    ptrdiff_t tasks = am_ceil_div(job.rows, job.task_rows);
     return am_parallel(run, tasks, 1, merge_task, &job);
 }
 

@@ -127,7 +127,7 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
             ((T *)m->lse)[(place[0] * heads + place[2]) * tokens + place[1]] = lse;
         for (ptrdiff_t first = 0; first < channels; first += PIECE) {
             T sums[PIECE];
-            ptrdiff_t count = min(PIECE, channels - first);
+            ptrdiff_t count = am_min(PIECE, channels - first);
             if (job->backward) {
                 FN(hand_down)(job, place, row, weights, first, count, dots);
             } else {

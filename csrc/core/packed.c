@@ -1,6 +1,7 @@
 /* packed.c – one pass over tokens, sequences or a mask. */
 #include "core/packed.h"
 
+#include "core/arithmetic.h"
 #include "core/convert.h"
 
 enum {
@@ -60,7 +61,7 @@ am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, v
 {
     token_job job = {run->kernels, fact, type, dst, starts, sequences};
     ptrdiff_t total = starts[sequences];
-    return am_parallel(run, total / TASK_TOKENS + (total % TASK_TOKENS != 0), 1, fill_task, &job);
+    return am_parallel(run, am_ceil_div(total, TASK_TOKENS), 1, fill_task, &job);
 }
 
 typedef struct {

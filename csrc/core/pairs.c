@@ -1,16 +1,10 @@
 /* pairs.c – ranges of tokens, written down as masks. */
 #include "core/pairs.h"
 
+#include "core/arithmetic.h"
 #include "core/convert.h"
 
 enum { FILL_BYTES = 1 << 18 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
-static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
-{
-    return length / block + (length % block != 0);
-}
 
 typedef struct {
     const am_kernels *kernels;
@@ -40,7 +34,7 @@ static am_status box_task(void *arg, ptrdiff_t index, am_team *team)
     const box_job *job = arg;
     const am_boxes *t = job->boxes;
     ptrdiff_t row = index / job->pieces, b = row / t->queries, q = row % t->queries;
-    ptrdiff_t begin = index % job->pieces * job->piece, end = min(begin + job->piece, t->keys);
+    ptrdiff_t begin = index % job->pieces * job->piece, end = am_min(begin + job->piece, t->keys);
     const am_extent *box = &t->boxes[b];
     bool live = box->q_begin <= q && q < box->q_end;
     ptrdiff_t from = live ? clipped(box->k_begin, begin, end) : end,
@@ -60,9 +54,9 @@ am_status am_fill_boxes(const am_run *run, const am_boxes *boxes)
                    .boxes = boxes,
                    .live = am_repeated(boxes->live, boxes->size),
                    .dead = am_repeated(boxes->dead, boxes->size),
-                   .pieces = blocks_of(boxes->keys, piece),
+                   .pieces = am_ceil_div(boxes->keys, piece),
                    .piece = piece,
                    .stream = rows > am_cache_bytes() / 2 / boxes->size / boxes->keys};
-    ptrdiff_t grain = max(piece / boxes->keys, 1);
+    ptrdiff_t grain = am_max(piece / boxes->keys, 1);
     return am_parallel(run, rows * job.pieces, grain, box_task, &job);
 }

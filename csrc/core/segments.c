@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/arithmetic.h"
 #include "core/convert.h"
 
 enum {
@@ -12,13 +13,6 @@ enum {
     BLOCK = 512,           /* ids that are widened at once */
     TASK_TOKENS = 1 << 15, /* of whole rows */
 };
-
-static ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-static ptrdiff_t max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
-static ptrdiff_t blocks_of(ptrdiff_t length, ptrdiff_t block)
-{
-    return length / block + (length % block != 0);
-}
 
 static ptrdiff_t rows_of(const am_ids *ids) { return ids->shape[0] * ids->shape[1]; }
 static ptrdiff_t tokens_of(const am_ids *ids) { return ids->shape[2]; }
@@ -64,7 +58,7 @@ static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
     int32_t place = 0;
     for (ptrdiff_t begin = 0; begin < tokens; begin += BLOCK) {
         int64_t wide[BLOCK];
-        ptrdiff_t count = min(BLOCK, tokens - begin);
+        ptrdiff_t count = am_min(BLOCK, tokens - begin);
         int32_t *dst = job->dst + row * tokens + begin;
         widen(job->kernels, job->ids, row, begin, count, wide);
         for (ptrdiff_t i = 0; i < count; i++) {
@@ -91,7 +85,7 @@ static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
 {
     atomic_init(&job->large, PTRDIFF_MAX);
     ptrdiff_t tokens = tokens_of(job->ids), rows = tokens > 0 ? rows_of(job->ids) : 0;
-    am_status status = am_parallel(run, rows, TASK_TOKENS / max(tokens, 1), row_task, job);
+    am_status status = am_parallel(run, rows, TASK_TOKENS / am_max(tokens, 1), row_task, job);
     large->index = atomic_load(&job->large);
     large->any = large->index != PTRDIFF_MAX;
     return status;
@@ -120,10 +114,10 @@ typedef struct {
 static am_status valid_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const valid_job *job = arg;
-    ptrdiff_t end = min((index + 1) * TASK_TOKENS, job->count);
+    ptrdiff_t end = am_min((index + 1) * TASK_TOKENS, job->count);
     for (ptrdiff_t begin = index * TASK_TOKENS; begin < end; begin += WORD) {
         uint64_t bits = 0;
-        ptrdiff_t count = min(WORD, end - begin);
+        ptrdiff_t count = am_min(WORD, end - begin);
         for (ptrdiff_t i = 0; i < count; i++) bits |= (uint64_t)(job->ids[begin + i] >= 0) << i;
         job->expand(job->dst + begin * job->size, bits, count, job->one, 0);
     }
@@ -134,7 +128,7 @@ am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, 
                         uint64_t one)
 {
     valid_job job = {run->kernels->expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
-    return am_parallel(run, blocks_of(count, TASK_TOKENS), 1, valid_task, &job);
+    return am_parallel(run, am_ceil_div(count, TASK_TOKENS), 1, valid_task, &job);
 }
 
 /* --- Counts --- */
@@ -151,7 +145,7 @@ typedef struct {
 static am_status make_room(count_job *job, ptrdiff_t segments)
 {
     if (segments > PTRDIFF_MAX / 16) return AM_NO_MEMORY;
-    ptrdiff_t capacity = max(job->capacity, 128);
+    ptrdiff_t capacity = am_max(job->capacity, 128);
     while (capacity < segments) capacity *= 2;
     ptrdiff_t *counts = calloc((size_t)capacity, sizeof *counts);
     if (!counts) return AM_NO_MEMORY;
@@ -191,7 +185,7 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t row = 0; tokens > 0 && row < rows_of(job->ids) && !job->large->any; row++) {
         for (ptrdiff_t begin = 0; begin < tokens && !job->large->any; begin += BLOCK) {
             int64_t wide[BLOCK];
-            ptrdiff_t count = min(BLOCK, tokens - begin);
+            ptrdiff_t count = am_min(BLOCK, tokens - begin);
             widen(job->kernels, job->ids, row, begin, count, wide);
             am_status status = count_block(job, wide, count, row * tokens + begin);
             if (status == AM_OK) status = am_checkpoint(team);

@@ -17,6 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/arithmetic.h"
+
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
 
@@ -261,14 +263,12 @@ static void work_together(am_team *team, int helpers)
     pthread_mutex_unlock(&pool.lock);
 }
 
-static ptrdiff_t pieces_of(ptrdiff_t count, ptrdiff_t piece) { return count / piece + (count % piece != 0); }
-
 /* `grain` tasks are taken at once, and parts begin at multiples of `unit`. */
 static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, ptrdiff_t unit, am_task task,
                           void *job)
 {
     if (count <= 0) return AM_OK;
-    const ptrdiff_t shares = pieces_of(count, grain), units = pieces_of(count, unit);
+    const ptrdiff_t shares = am_ceil_div(count, grain), units = am_ceil_div(count, unit);
     const int threads = shares < run->threads ? (int)shares : run->threads;
     const bool together = threads > 1 && pthread_mutex_trylock(&pool.owner) == 0;
     am_team team = {.run = run, .task = task, .job = job, .grain = grain, .caller = pthread_self()};

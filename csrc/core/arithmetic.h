@@ -1,0 +1,20 @@
+/* arithmetic.h – of lengths and counts, which are not negative. */
+#ifndef AM_ARITHMETIC_H
+#define AM_ARITHMETIC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
+
+/* a b c, or the largest number where that does not fit; nobody has so many bytes. */
+static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
+{
+    ptrdiff_t product;
+    int fits = !__builtin_mul_overflow(a, b, &product) && !__builtin_mul_overflow(product, c, &product);
+    return fits ? product : PTRDIFF_MAX;
+}
+
+#endif
