@@ -5,7 +5,7 @@
 
 #define S float
 #define LOADS(b, b_row, vectors, left, right)                                                                \
-    left = vf_load(b), right = vf_load((b) + ((vectors) - 1) * VF_LANES)
+    left = vf_load(b), right = vf_load((b) + ((vectors) > 1) * VF_LANES)
 #define FMA vf_fma_pairs
 #define TIMES(x, y) vf_fma_pairs(x, y, vf_set1(0))
 #define FROM(name) name##_pairs
@@ -140,10 +140,17 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     const float *p = (const float *)block->logits + begin / 2;
     float panel[IN_PLACE_KEYS / 2 * PANEL_f32], *out = block->out;
     flash_lines none = flash_no_lines(v), *ask = rows > 2 ? ahead : &none;
-    for (ptrdiff_t column = 0; column < block->out_depth; column += PANEL_f32) {
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
+        const bool wide = rows <= V_STRIP / 2 && !tile->live && columns >= 2 * PANEL_f32;
+        width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (!tile->live && columns >= PANEL_f32) { /* keys are even: a whole piece */
             enum { LINES = 2 };                    /* of two rows */
+            if (wide) {
+                gather_wide_zipped(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
+                                   2 * LINES, ask);
+                continue;
+            }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
                 gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
                               v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,

@@ -11,29 +11,34 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
                                                               const bool add, V sums[STRIP][2])
 {
     (void)b_row;
-    V left, right;
+    V left, right, third, fourth;
     LOADS(b, b_row, vectors, left, right);
+    if (vectors > 2) LOADS(b + FN(PANEL), b_row, vectors, third, fourth);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         V x = VOP(set1)(a[r * a_row]);
         sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
         if (vectors > 1) sums[r][1] = add ? FMA(x, right, sums[r][1]) : TIMES(x, right);
+        if (vectors <= 2) continue;
+        V *more = sums[rows + r];
+        more[0] = add ? FMA(x, third, more[0]) : TIMES(x, third);
+        more[1] = add ? FMA(x, fourth, more[1]) : TIMES(x, fourth);
     }
 }
 
-/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j], for one or two vectors of columns. With each
- * row of b it asks for `lines`. */
+/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns;
+ * four of half as many rows at most. With each row of b it asks for `lines`. */
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
                  const int lines, flash_lines *ahead)
 {
-    V sums[STRIP][2];
+    V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *row = c;
 #pragma GCC unroll 16
     for (int r = 0; add && r < rows; r++, row += c_row) {
-#pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) sums[r][j] = VOP(load)(row + j * LANES);
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
     }
     flash_lines ask = lines ? *ahead : (flash_lines){0};
     if (!add) {
@@ -51,8 +56,8 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     row = c;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++, row += c_row) {
-#pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) VOP(store)(row + j * LANES, sums[r][j]);
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) VOP(store)(row + j * LANES, sums[j / 2 * rows + r][j % 2]);
     }
 }
 
@@ -116,6 +121,22 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
+
+/* The same of two panels of columns side by side, for few rows. */
+static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
+                                     ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
+                                     flash_lines *ahead)
+{
+#define ROWS(n)                                                                                              \
+    case n:                                                                                                  \
+        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, n > 2 ? lines : 0,    \
+                         ahead);                                                                             \
+        break;
+    switch (rows) {
+        EACH_FEW_ROWS(ROWS)
     }
 #undef ROWS
 }

@@ -16,10 +16,18 @@ enum {
 #    define MORE_ROWS(ROWS)
 #endif
 #define EACH_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) MORE_ROWS(ROWS)
+/* Up to STRIP / 2 rows. */
+#if STRIP > 6
+#    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#elif STRIP > 4
+#    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3)
+#else
+#    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2)
+#endif
 
 #define S T
 #define LOADS(b, b_row, vectors, left, right)                                                                \
-    left = VOP(load)(b), right = VOP(load)((b) + ((vectors) - 1) * LANES)
+    left = VOP(load)(b), right = VOP(load)((b) + ((vectors) > 1) * LANES)
 #define FMA VOP(fma)
 #define TIMES VOP(mul)
 #define FROM(name) FN(name)

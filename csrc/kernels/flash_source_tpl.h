@@ -105,12 +105,21 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 {
     if (!cut_live(block, tile, &begin, &end)) return;
     enum { BYTES = FN(PANEL) * sizeof(S), LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1 };
+    enum { WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1 };
     flash_lines none = flash_no_lines(tile->k);
     T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
-    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const S *v = (const S *)tile->v + begin * tile->v_step + column;
         T *out = (T *)block->out + column;
+        const bool wide =
+            block->rows <= STRIP / 2 && !tile->live && column + 2 * FN(PANEL) <= tile->value_depth;
+        width = wide ? 2 * FN(PANEL) : FN(PANEL);
+        if (wide) {
+            FROM(gather_wide)(block->rows, keys, logits, v, tile->v_step, out, block->out_depth, WIDE_LINES,
+                              ahead);
+            continue;
+        }
         bool packed = tile->live || column + FN(PANEL) > tile->value_depth;
         if (packed) {
             V nothing =

@@ -88,7 +88,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #ifdef HALVES
 #    define S uint16_t
 #    define LOADS(b, b_row, vectors, left, right)                                                            \
-        left = vf_load_f16(b), right = vf_load_f16((b) + ((vectors) - 1) * LANES)
+        left = vf_load_f16(b), right = vf_load_f16((b) + ((vectors) > 1) * LANES)
 #    define FMA vf_fma
 #    define TIMES vf_mul
 #    define FROM(name) name##_f16
@@ -99,7 +99,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    include "kernels/flash_source_tpl.h"
 #    define S uint16_t
 #    define LOADS(b, b_row, vectors, left, right)                                                            \
-        left = vf_load_bf16(b), right = vf_load_bf16((b) + ((vectors) - 1) * LANES)
+        left = vf_load_bf16(b), right = vf_load_bf16((b) + ((vectors) > 1) * LANES)
 #    define FMA vf_fma
 #    define TIMES vf_mul
 #    define FROM(name) name##_bf16
@@ -115,3 +115,4 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 
 #undef MORE_ROWS
 #undef EACH_ROWS
+#undef EACH_FEW_ROWS
