@@ -71,8 +71,10 @@ PyObject *am_describe(PyObject *object);
 /* Raises "`name` must …, got …" with what came described. Returns -1. */
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
 
-/* The same for element `index` (counted in C order) of an array; ValueError. am_position is where that is. */
+/* Where element `index` is, counted in C order: an index or a tuple of them, a new reference. */
 PyObject *am_position(PyArrayObject *array, npy_intp index);
+
+/* As am_reject for such an element; ValueError. */
 int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
                       long long value);
 

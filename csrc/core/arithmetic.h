@@ -1,4 +1,4 @@
-/* arithmetic.h – of lengths and counts, which are not negative. */
+/* arithmetic.h – of lengths and counts. */
 #ifndef AM_ARITHMETIC_H
 #define AM_ARITHMETIC_H
 
@@ -7,9 +7,10 @@
 
 static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+/* Of what is not negative. */
 static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
 
-/* a b c, or the largest number where that does not fit; nobody has so many bytes. */
+/* Of such, too: a b c, or the largest number where that does not fit; nobody has so many bytes. */
 static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
 {
     ptrdiff_t product;

@@ -386,14 +386,14 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
     ptrdiff_t widest = turned ? TURNED_LANES : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES : TILE_LANES;
     if (p.scan) widest = 1;
     p.band = am_min(p.lanes, widest);
-    p.bands = (p.lanes + p.band - 1) / p.band;
+    p.bands = am_ceil_div(p.lanes, p.band);
     am_status status = cut_time(&p, am_max(TASK / p.band, 1));
     if (status != AM_OK) return status;
     ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
     if (!p.scan && tasks < MANY_TASKS * run->threads && tasks % run->threads != 0) {
         ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * run->threads);
         p.band = am_min(p.band, am_max(share / LINE_LANES, 1) * LINE_LANES);
-        p.bands = (p.lanes + p.band - 1) / p.band;
+        p.bands = am_ceil_div(p.lanes, p.band);
     }
     ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
     status = am_parallel(run, outer * p.bands * p.span_count, grain, sum_task, &p);

@@ -633,11 +633,11 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     for (; status == AM_OK && p.first < heads; p.first += p.wave) {
         p.wave = am_min(p.wave, heads - p.first);
         for (ptrdiff_t i = 0; p.packed && i < p.wave * p.tiles; i++) atomic_init(&p.states[i], UNPACKED);
-        const ptrdiff_t tasks = p.wave * p.row_tasks / flash->kv_heads * p.splits;
         /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
          * tile first. */
-        status = p.packed ? am_parallel_rows(run, p.wave, tasks / p.wave, block_task, &p)
-                          : am_parallel(run, tasks, 1, block_task, &p);
+        status = p.packed
+                     ? am_parallel_rows(run, p.wave * p.splits, p.head_blocks * p.q_blocks, block_task, &p)
+                     : am_parallel(run, p.wave * p.row_tasks / flash->kv_heads * p.splits, 1, block_task, &p);
     }
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:

@@ -4,7 +4,7 @@
  * of 64 query rows of its query heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the
  * tasks of all keys that its rows attend to, who add to it in turn, first keys first. Tasks begin in that
  * order too, so whoever waits, waits for one that is at work. Those who share a bias add to its gradient
- * in turn, too. Nothing depends on the number of threads, and nothing is as large as queries times keys,
+ * in turn, too. No result depends on the number of threads, and nothing is as large as queries times keys,
  * unless the bias is. */
 #include "core/flash_gradient.h"
 
@@ -471,11 +471,13 @@ static am_flash_place block_of(const plan *p, const am_flash_place *keys, ptrdif
 }
 
 /* The i-th head of keys that is begun. Threads that work in the same batch row have heads far from each
- * other, as rows of neighbours share lines of the cache, and who writes to them at once waits. Those who
- * share a bias add to its gradient in the order of heads. */
+ * other, as rows of neighbours share lines of the cache, and who writes to them at once waits. Heads that
+ * share a bias are begun in their order, in which they add to its gradient: who waits there must have been
+ * begun later. */
 static ptrdiff_t head_in_turn(const plan *p, ptrdiff_t i)
 {
-    if (p->bias.sums || p->base.flash->batch >= p->threads) return i;
+    const bool in_order = p->bias.sums && p->bias.shape[1] == 1;
+    if (in_order || p->base.flash->batch >= p->threads) return i;
     const ptrdiff_t heads = p->base.flash->kv_heads, thread = i % p->threads;
     return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
 }
@@ -565,9 +567,12 @@ static am_status compute(const am_run *run, plan *p)
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
     if (status == AM_OK && p->gradient->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
-    ptrdiff_t rows = p->bias.sums ? 1 : f->batch,
-              row_tasks = f->batch / am_max(rows, 1) * p->tasks * f->kv_heads;
-    if (status == AM_OK) status = am_parallel_rows(run, rows, row_tasks, keys_task, p);
+    /* Batch rows that share a bias add to its gradient in their order, too. */
+    const bool in_order = p->bias.sums && p->bias.shape[0] == 1;
+    const ptrdiff_t row_tasks = p->tasks * f->kv_heads;
+    if (status == AM_OK)
+        status = am_parallel_rows(run, in_order ? 1 : f->batch, in_order ? f->batch * row_tasks : row_tasks,
+                                  keys_task, p);
     if (status == AM_OK && p->d_q.data != p->gradient->d_q.data)
         status = am_parallel(run, blocks, 1, finish_task, p);
     return status == AM_OK ? am_bias_gradient_end(run, &p->bias) : status;

@@ -39,7 +39,7 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     const token_job *job = arg;
     const am_kernels *k = job->kernels;
     ptrdiff_t total = job->starts[job->sequences];
-    ptrdiff_t begin = index * TASK_TOKENS, end = total - begin < TASK_TOKENS ? total : begin + TASK_TOKENS;
+    ptrdiff_t begin = index * TASK_TOKENS, end = begin + am_min(TASK_TOKENS, total - begin);
     ptrdiff_t sequence = am_sequence_of(job->starts, job->sequences, begin);
     char *dst = job->dst + begin * (job->fact == AM_PAIRS ? 2 : 1) * (ptrdiff_t)am_size_of(job->type);
     if (job->type == AM_INT32) {
@@ -79,7 +79,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
     ptrdiff_t columns = m->column_stride == job->size ? PIECE_BYTES : TILE_BYTES / job->size;
     int64_t len = 0;
     for (ptrdiff_t begin = 0; begin < m->columns; begin += columns) {
-        ptrdiff_t count = m->columns - begin < columns ? m->columns - begin : columns;
+        ptrdiff_t count = am_min(columns, m->columns - begin);
         const char *from = src + begin * m->column_stride;
         if (m->column_stride != job->size) {
             am_copy_2d(tile, 0, job->size, from, 0, m->column_stride, 1, count, (size_t)job->size);

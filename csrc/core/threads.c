@@ -22,7 +22,9 @@
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
 
-/* How often a thread without work looks for some before it sleeps: about as long as waking it would take. */
+/* How often a thread that waits looks before it sleeps or lets others run: about as long as waking it would
+ * take.
+ */
 enum { SPINS = 1 << 11 };
 
 enum { LINE = 64, MOST_PARTS = 64 };
@@ -31,7 +33,7 @@ enum { LINE = 64, MOST_PARTS = 64 };
 typedef struct {
     _Alignas(LINE) atomic_ptrdiff_t next;
     ptrdiff_t end;
-    bool taken; /* by a helper that begins with it */
+    bool taken; /* by a thread that begins with it */
 } part;
 
 struct am_team {
@@ -44,7 +46,7 @@ struct am_team {
     pthread_t caller;
     atomic_int status;
     int part_count;
-    part parts[MOST_PARTS];
+    part *parts;
 };
 
 /* One loop at a time has the pool; a second caller meanwhile works alone. What is not atomic is guarded by
@@ -57,8 +59,8 @@ static struct {
     int seats;           /* helpers that may still join the team */
     atomic_int inside;   /* helpers that have joined and not yet left */
     atomic_uint loops;   /* counts the loops that there were */
-    int threads, asleep; /* helpers in all, and those waiting for `wake` */
-    unsigned forks;      /* that led to this process, written by nobody else */
+    int helpers, asleep; /* in all, and those waiting for `wake` */
+    unsigned forks;      /* that led to this process; changes in a child alone, which has one thread yet */
 } pool = {
     .owner = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -76,7 +78,7 @@ static void start_over_in_child(void)
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.done, NULL);
     pool.team = NULL;
-    pool.threads = pool.asleep = 0;
+    pool.helpers = pool.asleep = 0;
     atomic_store(&pool.inside, 0);
     pool.forks++;
 }
@@ -155,23 +157,23 @@ static void pause_briefly(void)
 
 am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value)
 {
-    for (int i = 0; atomic_load_explicit(number, memory_order_acquire) != value; i++) {
+    for (int spins = 0; atomic_load_explicit(number, memory_order_acquire) != value;) {
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
-        if (i < SPINS)
-            pause_briefly();
+        if (spins < SPINS)
+            spins++, pause_briefly();
         else
             sched_yield(); /* who is waited for may have no processor */
     }
     return AM_OK;
 }
 
-/* Where a helper begins: with the part that has its number, or if somebody is there, with the next free one.
- * The first part is the caller's. */
+/* Where a helper begins: with the part that has its number, or if that is taken with the next one that is
+ * not, or with any. */
 static int take_part(am_team *team, int number)
 {
     int i = number % team->part_count;
-    for (int tried = 1; (i == 0 || team->parts[i].taken) && tried < team->part_count; tried++)
+    for (int tried = 1; team->parts[i].taken && tried < team->part_count; tried++)
         i = (i + 1) % team->part_count;
     team->parts[i].taken = true;
     return i;
@@ -233,8 +235,8 @@ static void hire(int count)
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (pthread_t thread; pool.threads < count; pool.threads++) {
-        if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(pool.threads + 1)) != 0) break;
+    for (pthread_t thread; pool.helpers < count; pool.helpers++) {
+        if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(pool.helpers + 1)) != 0) break;
         pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -244,7 +246,7 @@ static void work_together(am_team *team, int helpers)
 {
     team->helped = true;
     pthread_mutex_lock(&pool.lock);
-    if (pool.threads < helpers) hire(helpers);
+    if (pool.helpers < helpers) hire(helpers);
     pool.team = team;
     pool.seats = helpers;
     atomic_fetch_add(&pool.loops, 1);
@@ -271,15 +273,17 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
     const ptrdiff_t shares = am_ceil_div(count, grain), units = am_ceil_div(count, unit);
     const int threads = shares < run->threads ? (int)shares : run->threads;
     const bool together = threads > 1 && pthread_mutex_trylock(&pool.owner) == 0;
-    am_team team = {.run = run, .task = task, .job = job, .grain = grain, .caller = pthread_self()};
+    part parts[MOST_PARTS];
+    am_team team = {
+        .run = run, .task = task, .job = job, .grain = grain, .caller = pthread_self(), .parts = parts};
     team.part_count = !together ? 1 : threads < MOST_PARTS ? threads : MOST_PARTS;
     if (team.part_count > units) team.part_count = (int)units;
-    ptrdiff_t done = 0;
+    ptrdiff_t given = 0;
     for (int i = 0; i < team.part_count; i++) {
-        part *p = &team.parts[i];
-        atomic_init(&p->next, done * unit);
-        done += units / team.part_count + (i < units % team.part_count);
-        p->end = done == units ? count : done * unit;
+        atomic_init(&parts[i].next, given * unit);
+        given += units / team.part_count + (i < units % team.part_count);
+        parts[i].end = given == units ? count : given * unit;
+        parts[i].taken = i == 0; /* by the caller */
     }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
     if (together) {

@@ -1,8 +1,8 @@
 /* threads.h – one parallel loop for the whole library: dynamic, interruptible, safe after fork.
  *
- * Each thread has a part of the tasks that lies together, the same one in each loop of that shape, and helps
- * others when it is through. So it finds in its cache what it has left there, reads memory in order, and does
- * not write to the lines that another one is writing to.
+ * Each thread begins with a part of the tasks that lies together, if it can with the same one in each loop of
+ * that shape, and helps others when it is through. So it finds in its cache what it has left there, reads
+ * memory in order, and does not write to the lines that another one is writing to.
  *
  * Tasks are numbered by the shape of the problem, by the number of threads only where that alters no sum, and
  * share no floating-point accumulator: that is what makes every result the same for any number of threads.
@@ -36,7 +36,7 @@ typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
 am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
 /* The same for rows of tasks, numbered row by row: those of a row begin in their order, and one thread goes
- * through a row as long as there are enough of them. */
+ * through a row as long as there are rows enough. */
 am_status am_parallel_rows(const am_run *run, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task, void *job);
 
 /* AM_OK, or the reason to stop. */

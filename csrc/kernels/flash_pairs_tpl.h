@@ -142,10 +142,11 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     flash_lines none = flash_no_lines(v), *ask = rows > 2 ? ahead : &none;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
-        const bool wide = rows <= V_STRIP / 2 && !tile->live && columns >= 2 * PANEL_f32;
+        const bool whole = !tile->live && columns >= PANEL_f32, /* keys are even, too: a whole piece */
+            wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
-        if (!tile->live && columns >= PANEL_f32) { /* keys are even: a whole piece */
-            enum { LINES = 2 };                    /* of two rows */
+        if (whole) {
+            enum { LINES = 2 }; /* of two rows */
             if (wide) {
                 gather_wide_zipped(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
                                    2 * LINES, ask);

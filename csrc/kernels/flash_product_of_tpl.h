@@ -125,22 +125,6 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
 #undef ROWS
 }
 
-/* The same of two panels of columns side by side, for few rows. */
-static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
-                                     ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
-                                     flash_lines *ahead)
-{
-#define ROWS(n)                                                                                              \
-    case n:                                                                                                  \
-        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, n > 2 ? lines : 0,    \
-                         ahead);                                                                             \
-        break;
-    switch (rows) {
-        EACH_FEW_ROWS(ROWS)
-    }
-#undef ROWS
-}
-
 APART void FROM(add_silent)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
                             ptrdiff_t c_step)
 {
@@ -160,6 +144,22 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a
         FROM(add_asking)(rows, depth, a, b, b_step, c, c_step, ahead);
     else
         FROM(add_silent)(rows, depth, a, b, b_step, c, c_step);
+}
+
+/* As `gather`, two panels of columns at once, of half a strip's rows at most. */
+static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
+                                     ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
+                                     flash_lines *ahead)
+{
+#define ROWS(n)                                                                                              \
+    case n:                                                                                                  \
+        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, n > 2 ? lines : 0,    \
+                         ahead);                                                                             \
+        break;
+    switch (rows) {
+        EACH_FEW_ROWS(ROWS)
+    }
+#undef ROWS
 }
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart. */

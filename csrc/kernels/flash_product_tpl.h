@@ -1,28 +1,24 @@
 /* flash_product_tpl.h – the product that attention and its gradient are made of, and two functions, for one
  * type of numbers.
  *
- * A strip of up to STRIP rows times a panel of PANEL columns, which together fill the vector registers. */
+ * A strip of up to STRIP rows times a panel of PANEL columns, or half a strip times two, which fill the
+ * vector registers. */
 
 enum {
     FN(PANEL) = 2 * LANES,
     FN(AT_ONCE) = 4, /* vectors whose sums do not wait for one another */
 };
 
-#if STRIP > 6
-#    define MORE_ROWS(ROWS) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#elif STRIP > 4
-#    define MORE_ROWS(ROWS) ROWS(5) ROWS(6)
-#else
-#    define MORE_ROWS(ROWS)
-#endif
-#define EACH_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) MORE_ROWS(ROWS)
-/* Up to STRIP / 2 rows. */
+/* Up to half a strip, and up to a whole one. */
 #if STRIP > 6
 #    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #elif STRIP > 4
 #    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3)
+#    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(4) ROWS(5) ROWS(6)
 #else
 #    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2)
+#    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(3) ROWS(4)
 #endif
 
 #define S T

@@ -104,8 +104,11 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                              ptrdiff_t end, flash_lines *ahead)
 {
     if (!cut_live(block, tile, &begin, &end)) return;
-    enum { BYTES = FN(PANEL) * sizeof(S), LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1 };
-    enum { WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1 };
+    enum {
+        BYTES = FN(PANEL) * sizeof(S),
+        LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1,
+        WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1,
+    };
     flash_lines none = flash_no_lines(tile->k);
     T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;

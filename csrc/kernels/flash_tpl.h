@@ -113,6 +113,5 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    endif
 #endif
 
-#undef MORE_ROWS
 #undef EACH_ROWS
 #undef EACH_FEW_ROWS
