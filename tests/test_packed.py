@@ -369,6 +369,28 @@ def test_cdiv_of_many(dtype, size):
                 assert_same(got, exact.astype(expected).reshape(shape), (dtype, b))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"),
+    [
+        ((301, 1, 113), (7, 113)),
+        ((301, 1, 113), (301, 7, 1)),
+        ((1,), (40_000,)),
+        ((40_000, 1), (1, 3)),
+        ((), (5, 3)),
+        ((3, 0, 2), (1, 2)),
+    ],
+)
+def test_cdiv_of_arrays_that_broadcast(dtype, a_shape, b_shape):
+    """Longer than what one task divides, and rows that such a piece cuts; reversed and every other one, too."""
+    ends, rng = np.iinfo(dtype), np.random.default_rng(0)
+    a = rng.integers(ends.min, ends.max, (*a_shape, 2), dtype, endpoint=True)[..., 1]
+    b = rng.integers(1, 1000, b_shape, dtype)
+    b = b[::-1] if b_shape else b
+    quotients = a // b
+    assert_same(attnmask.cdiv(a, b), quotients + (quotients * b != a).astype(dtype), dtype)
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_cdiv_of_the_ends_of_32_bits(isa, dtype):
     """Where a product of 32 bits is just enough, and just not."""

@@ -2,8 +2,7 @@
 #include "bind/args.h"
 #include "bind/counts.h"
 #include "core/packed.h"
-
-enum { DIVIDE_PIECE = 1 << 16 }; /* quotients between two questions whether to go on */
+#include "core/quotients.h"
 
 /* Lengths, or with chunks of so many tokens the chunk offsets; `type` is AM_INT32 or AM_INT64. False if
  * starts do not rise from 0. */
@@ -236,15 +235,6 @@ fail:
     return result;
 }
 
-static uint64_t ceil_unsigned(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
-
-/* On magnitudes, since neither -a nor a + b - 1 need fit; a magnitude of 2**63 is negated before it is
- * signed. */
-static int64_t ceil_signed(int64_t a, uint64_t b)
-{
-    return (int64_t)(a > 0 ? ceil_unsigned((uint64_t)a, b) : 0 - (0 - (uint64_t)a) / b);
-}
-
 static int to_integers(PyObject *object, const char *name, void *dst)
 {
     PyArrayObject **array = dst;
@@ -289,27 +279,6 @@ static int check_divisors(PyArrayObject *b)
     return 0;
 }
 
-typedef struct {
-    PyArrayMultiIterObject *pairs;
-    bool is_signed;
-    uint64_t *quotients;
-} divide_job;
-
-static am_status divide_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    const divide_job *job = arg;
-    PyArrayMultiIterObject *pairs = job->pairs;
-    for (; PyArray_MultiIter_NOTDONE(pairs); index++) {
-        uint64_t n = *(const uint64_t *)PyArray_MultiIter_DATA(pairs, 0);
-        uint64_t d = *(const uint64_t *)PyArray_MultiIter_DATA(pairs, 1);
-        job->quotients[index] = job->is_signed ? (uint64_t)ceil_signed((int64_t)n, d) : ceil_unsigned(n, d);
-        PyArray_MultiIter_NEXT(pairs);
-        am_status status = index % DIVIDE_PIECE == 0 ? am_checkpoint(team) : AM_OK;
-        if (status != AM_OK) return status;
-    }
-    return AM_OK;
-}
-
 /* The quotients as int64 or uint64. */
 static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *b)
 {
@@ -327,10 +296,19 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
     }
     result = am_new_array_of(pairs->nd, pairs->dimensions, PyArray_TYPE(a));
     if (result) {
-        divide_job job = {pairs, PyArray_ISSIGNED(a), PyArray_DATA(result)};
+        const am_broadcast arrays = {
+            .axes = pairs->nd,
+            .shape = pairs->dimensions,
+            .a_steps = pairs->iters[0]->strides,
+            .b_steps = pairs->iters[1]->strides,
+            .a = PyArray_BYTES(a),
+            .b = PyArray_BYTES(b),
+            .is_signed = PyArray_ISSIGNED(a),
+            .quotients = PyArray_DATA(result),
+        };
         am_call call;
         am_enter(&call, module, PyArray_SIZE(result));
-        am_status status = am_parallel(&call.run, 1, 1, divide_task, &job);
+        am_status status = am_divide_broadcast(&call.run, &arrays);
         am_leave(&call);
         if (status != AM_OK) {
             Py_CLEAR(result);
@@ -339,28 +317,6 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
     }
     Py_DECREF(pairs);
     return result;
-}
-
-/* False for a divisor that is not positive. a - 1/2 is never a multiple of b, and so far from one that no
- * rounding error reaches it; C truncates, which is up for a negative quotient and one too few for a positive
- * one. */
-static bool divide_each_32(int32_t *dst, const int32_t *a, const int32_t *b, npy_intp count)
-{
-    int32_t lowest = INT32_MAX;
-    for (npy_intp i = 0; i < count; i++) lowest = b[i] < lowest ? b[i] : lowest;
-    if (lowest <= 0) return false;
-    for (npy_intp i = 0; i < count; i++) dst[i] = (int32_t)((a[i] - 0.5) / b[i]) + (a[i] > 0);
-    return true;
-}
-
-static bool divide_each_64(int64_t *dst, const int64_t *a, const int64_t *b, npy_intp count)
-{
-    for (npy_intp i = 0; i < count; i++) {
-        int64_t divisor = b[i]; /* read once: other threads may write a zero */
-        if (divisor <= 0) return false;
-        dst[i] = a[i] / divisor + (a[i] % divisor > 0);
-    }
-    return true;
 }
 
 /* The quotients of a native contiguous array by one number, or where `b` is not NULL by an array of its kind;
@@ -380,10 +336,8 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
     bool valid = true;
     am_call call;
     am_enter(&call, module, size);
-    if (b && type == AM_INT32)
-        valid = divide_each_32(dst, dividends, divisors, size);
-    else if (b)
-        valid = divide_each_64(dst, dividends, divisors, size);
+    if (b)
+        valid = am_divide_each(type, dst, dividends, divisors, size);
     else if (type == AM_INT32)
         call.run.kernels->divide_32(dst, dividends, size, divisor);
     else
