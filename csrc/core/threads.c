@@ -22,8 +22,7 @@
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
 
-/* How often a thread that waits looks before it sleeps or lets others run: about as long as waking it would
- * take.
+/* How often a thread that waits looks before it sleeps or lets others run: about as long as waking it takes.
  */
 enum { SPINS = 1 << 11 };
 
