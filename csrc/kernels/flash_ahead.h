@@ -11,27 +11,31 @@ typedef struct {
     ptrdiff_t row;   /* lines of a whole row */
     ptrdiff_t gap;   /* bytes from behind a row's last line to the next row */
     ptrdiff_t count; /* lines left of all rows, in so far as somebody counts */
+    ptrdiff_t early; /* bytes from a line to one that is asked for beside it, for the first time: what is
+                      * dropped is asked for again in its turn; or 0 */
 } flash_lines;
 
 /* Rows may begin and end within a line. */
-static inline flash_lines flash_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t length, ptrdiff_t rows)
+static inline flash_lines flash_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t length, ptrdiff_t rows,
+                                         ptrdiff_t early_rows)
 {
     const bool alike = step % FLASH_LINE == 0;
     const ptrdiff_t skipped = alike ? (ptrdiff_t)(at % FLASH_LINE) : FLASH_LINE - 1;
     ptrdiff_t row = (skipped + length + FLASH_LINE - 1) / FLASH_LINE;
     if (alike && 0 < step && step < row * FLASH_LINE) row = step / FLASH_LINE; /* the next one has the rest */
-    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows};
+    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows, early_rows * step};
 }
 
 /* A line that is known, again and again. */
 static inline flash_lines flash_no_lines(const void *known)
 {
-    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0};
+    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0};
 }
 
 static inline void flash_ask_lines(flash_lines *lines, ptrdiff_t count)
 {
     for (; count > 0; count--) {
+        __builtin_prefetch((const void *)(lines->at + (uintptr_t)lines->early), 0, 2);
         __builtin_prefetch((const void *)lines->at, 0, 2);
         lines->at += (uintptr_t)lines->step;
         if (--lines->left > 0) continue;
@@ -52,7 +56,7 @@ static inline flash_next flash_next_of(const am_flash_ahead kinds[AM_NEXTS], ptr
     for (int i = 0; i < AM_NEXTS; i++) {
         const am_flash_ahead *rows = &kinds[i];
         if (rows->rows <= 0) continue;
-        next.kinds[i] = flash_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows);
+        next.kinds[i] = flash_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows, 0);
         next.left += next.kinds[i].count;
     }
     next.share = next.left / products + 1;

@@ -3,7 +3,7 @@
  * weigh. */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
- * behind the last count as it. From three rows on it asks for as many lines as it reads of keys. */
+ * behind the last count as it. It asks for as many lines as it reads of keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
                                                                 ptrdiff_t depth, const T *q, const S *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     for (; i + LANES <= depth; i += LANES) {
 #pragma GCC unroll 32
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
-        if (rows > 2 && i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
+        if (i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
 #pragma GCC unroll 4
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * depth + i);
@@ -99,26 +99,21 @@ static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t
 {
     const ptrdiff_t size = sizeof(S);
     ptrdiff_t length = (const char *)last - (const char *)first + depth * size;
-    return flash_lines_of((uintptr_t)first + (uintptr_t)(keys * step * size), step * size, length, 0);
+    return flash_lines_of((uintptr_t)first + (uintptr_t)(keys * step * size), step * size, length, 0,
+                          EARLY_KEYS);
 }
 
-/* Logits and weights of some keys, then their values.
- *
- * One or two rows are as fast as memory if that is walked in its order, of all heads a few keys at a time:
- * then the processor sees what comes next. More rows are slower than it looks ahead. There, while keys are
- * read, their values are on their way, and while values are, the next keys, in the order of memory as well.
- */
+/* Logits and weights of some keys, then their values. Keys of a head may lie far apart, where processors do
+ * not see what comes next. So while keys are read, their values are asked for, and meanwhile the next keys,
+ * in the order of memory. */
 static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     const am_flash_tile *last = &tiles[heads - 1];
     const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
-    const ptrdiff_t piece = blocks->rows > 2 ? IN_PLACE_KEYS : IN_ORDER_KEYS;
     for (ptrdiff_t begin = 0, end; begin < AM_FLASH_TILE; begin = end) {
         end = begin + IN_PLACE_KEYS;
         flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth, begin);
-        for (ptrdiff_t k = begin; k < end; k += piece) {
-            for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], k, k + piece, &ahead);
-        }
+        for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], begin, end, &ahead);
         for (ptrdiff_t h = 0; h < heads; h++) {
             ptrdiff_t from = begin, to = end;
             if (!cut_live(&blocks[h], &tiles[h], &from, &to)) continue;
@@ -131,10 +126,7 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
             ahead.at = (uintptr_t)next->at;
             if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
         }
-        for (ptrdiff_t k = begin; k < end; k += piece) {
-            for (ptrdiff_t h = 0; h < heads; h++)
-                FROM(add_values)(&blocks[h], &tiles[h], k, k + piece, &ahead);
-        }
+        for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], begin, end, &ahead);
     }
 }
 

@@ -129,7 +129,7 @@ static bool pack_values_pairs(void *to, const void *from, ptrdiff_t step, ptrdif
 
 /* --- Few rows: keys are used where they lie, of values a few at a time become pairs --- */
 
-/* O + P V of some keys in place. From three rows on it asks for as many lines as it reads. */
+/* O + P V of some keys in place. It asks for as many lines as it reads. */
 static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
                              ptrdiff_t end, flash_lines *ahead)
 {
@@ -139,7 +139,7 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     const uint16_t *v = (const uint16_t *)tile->v + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[IN_PLACE_KEYS / 2 * PANEL_f32], *out = block->out;
-    flash_lines none = flash_no_lines(v), *ask = rows > 2 ? ahead : &none;
+    flash_lines none = flash_no_lines(v);
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
         const bool whole = !tile->live && columns >= PANEL_f32, /* keys are even, too: a whole piece */
@@ -149,20 +149,20 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
             enum { LINES = 2 }; /* of two rows */
             if (wide) {
                 gather_wide_zipped(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
-                                   2 * LINES, ask);
+                                   2 * LINES, ahead);
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
                 gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
                               v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,
-                              LINES, r == 0 ? ask : &none);
+                              LINES, r == 0 ? ahead : &none);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
         if (tile->live)
-            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, nothing, ask);
+            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, nothing, ahead);
         else
-            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, NULL, ask);
+            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, NULL, ahead);
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
             for (ptrdiff_t r = 0; r < rows; r++)

@@ -107,8 +107,8 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
                  : FROM(within_silent)(rows, begin, end, depth, a, a_step, b, c);
 }
 
-/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is two vectors of rows that lie anywhere. From
- * three rows of a on it asks for `lines` with each of b. */
+/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is two vectors of rows that lie anywhere. With
+ * each of b it asks for `lines`. */
 static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, ptrdiff_t depth, const T *a,
                                                                const S *b, ptrdiff_t b_step, T *c,
                                                                ptrdiff_t c_step, const int lines,
@@ -116,8 +116,7 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, 2, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, n > 2 ? lines : 0,    \
-                         ahead);                                                                             \
+        FROM(product_of)(n, 2, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, ahead);        \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -136,7 +135,7 @@ APART void FROM(add_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S
     FROM(gather)(rows, depth, a, b, b_step, c, c_step, 1, ahead);
 }
 
-/* The same. From three rows on it asks for one with each of b, if `ahead` is not NULL. */
+/* The same. It asks for one with each row of b, if `ahead` is not NULL. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
                                      ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
 {
@@ -153,8 +152,7 @@ static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, n > 2 ? lines : 0,    \
-                         ahead);                                                                             \
+        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, ahead);        \
         break;
     switch (rows) {
         EACH_FEW_ROWS(ROWS)

@@ -220,7 +220,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            flash_lines *ask = s->rows > 2 ? flash_next_for(&next, end - begin) : NULL;
+            flash_lines *ask = flash_next_for(&next, end - begin);
             const T *p = logits + s->row * AM_FLASH_TILE + begin;
             T *c = out + s->row * block->out_depth + column;
             if (tile->v_step > 0)
