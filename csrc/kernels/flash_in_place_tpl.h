@@ -1,6 +1,6 @@
 /* flash_in_place_tpl.h – attention of few rows to keys of type S that are used where they lie. LOAD makes
- * lanes of keys, FMA multiplies and adds them, WEIGH makes weights of logits, and add_values adds what they
- * weigh. */
+ * lanes of keys, FMA multiplies and adds them, STEP names what makes weights of logits, and add_values adds
+ * what they weigh. */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
  * behind the last count as it. It asks for as many lines as it reads of keys. */
@@ -78,12 +78,12 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T 
 }
 #undef DOTS
 
-/* Logits of some keys. */
-static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin, ptrdiff_t end,
-                       flash_lines *ahead)
+/* Logits of a tile. */
+static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
 {
     flash_lines none = flash_no_lines(tile->k);
-    if (!cut_live(block, tile, &begin, &end)) return;
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
     const S *k = (const S *)tile->k + begin * tile->k_step;
     const T *q = block->q;
     T *logits = (T *)block->logits + begin;
@@ -93,45 +93,38 @@ static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, pt
     }
 }
 
-/* What lies `keys` after the first of the tiles: a row of all heads for each key. */
-static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t step, ptrdiff_t depth,
-                                  ptrdiff_t keys)
+/* The rows of tiles that lie side by side. */
+static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t step, ptrdiff_t depth)
 {
-    const ptrdiff_t size = sizeof(S);
-    ptrdiff_t length = (const char *)last - (const char *)first + depth * size;
-    return flash_lines_of((uintptr_t)first + (uintptr_t)(keys * step * size), step * size, length, 0,
-                          EARLY_KEYS);
+    ptrdiff_t length = (const char *)last - (const char *)first + depth * (ptrdiff_t)sizeof(S);
+    return flash_lines_of((uintptr_t)first, step * (ptrdiff_t)sizeof(S), length, 0, EARLY_KEYS);
 }
 
-/* Logits and weights of some keys, then their values. Keys of a head may lie far apart, where processors do
- * not see what comes next. So while keys are read, their values are asked for, and meanwhile the next keys,
- * in the order of memory. */
+/* Logits and weights, then values. Keys of a head may lie far apart, where processors do not see what comes
+ * next. So while keys are read, their values are asked for, and meanwhile the next keys, in the order of
+ * memory. */
 static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     const am_flash_tile *last = &tiles[heads - 1];
     const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
-    for (ptrdiff_t begin = 0, end; begin < AM_FLASH_TILE; begin = end) {
-        end = begin + IN_PLACE_KEYS;
-        flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth, begin);
-        for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], begin, end, &ahead);
-        for (ptrdiff_t h = 0; h < heads; h++) {
-            ptrdiff_t from = begin, to = end;
-            if (!cut_live(&blocks[h], &tiles[h], &from, &to)) continue;
-            from -= from % FN(PANEL);
-            to = (to + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
-            WEIGH(&blocks[h], &tiles[h], 0, blocks[h].rows, from, to);
-        }
-        ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth, end);
-        if (end == AM_FLASH_TILE) {
-            ahead.at = (uintptr_t)next->at;
-            if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
-        }
-        for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], begin, end, &ahead);
+    flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], &ahead);
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        if (STEP(weigh_whole)(&blocks[h], &tiles[h])) continue;
+        ptrdiff_t begin, end;
+        find_live(&blocks[h], &tiles[h], &begin, &end);
+        begin -= begin % FN(PANEL);
+        end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
+        STEP(weigh)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
     }
+    ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth);
+    ahead.at = (uintptr_t)next->at;
+    if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], &ahead);
 }
 
 #undef S
 #undef LOAD
 #undef FMA
-#undef WEIGH
+#undef STEP
 #undef FROM

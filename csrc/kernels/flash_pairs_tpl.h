@@ -129,20 +129,20 @@ static bool pack_values_pairs(void *to, const void *from, ptrdiff_t step, ptrdif
 
 /* --- Few rows: keys are used where they lie, of values a few at a time become pairs --- */
 
-/* O + P V of some keys in place. It asks for as many lines as it reads. */
-static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
-                             ptrdiff_t end, flash_lines *ahead)
+/* O + P V of a tile in place. It asks for as many lines as it reads. */
+static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
 {
-    if (!cut_live(block, tile, &begin, &end)) return;
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
     begin -= begin % 2;
     const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
     const uint16_t *v = (const uint16_t *)tile->v + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
-    float panel[IN_PLACE_KEYS / 2 * PANEL_f32], *out = block->out;
+    float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
     flash_lines none = flash_no_lines(v);
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
-        const bool whole = !tile->live && columns >= PANEL_f32, /* keys are even, too: a whole piece */
+        const bool whole = !tile->live && columns >= PANEL_f32, /* so keys are even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (whole) {
@@ -182,6 +182,6 @@ static vf load_first_pairs(const float *src, ptrdiff_t count) { return vf_load_p
 #define S float
 #define LOAD vf_load
 #define FMA vf_fma_pairs
-#define WEIGH weigh_pairs
+#define STEP(name) name##_pairs
 #define FROM(name) name##_pairs
 #include "kernels/flash_in_place_tpl.h"

@@ -99,18 +99,18 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* O + P V of some keys in place. */
-static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
-                             ptrdiff_t end, flash_lines *ahead)
+/* O + P V of a tile in place. */
+static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
 {
-    if (!cut_live(block, tile, &begin, &end)) return;
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
     enum {
         BYTES = FN(PANEL) * sizeof(S),
         LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1,
         WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1,
     };
     flash_lines none = flash_no_lines(tile->k);
-    T *logits = (T *)block->logits + begin, panel[IN_PLACE_KEYS * FN(PANEL)];
+    T *logits = (T *)block->logits + begin, panel[AM_FLASH_TILE * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const S *v = (const S *)tile->v + begin * tile->v_step + column;
@@ -152,5 +152,5 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 }
 
 #define FMA VOP(fma)
-#define WEIGH FN(weigh)
+#define STEP(name) FN(name)
 #include "kernels/flash_in_place_tpl.h"

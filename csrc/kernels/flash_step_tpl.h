@@ -181,6 +181,17 @@ static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_fla
     }
 }
 
+/* All rows of a tile, if they are plain. */
+static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    if (!STEP(is_plain)(block, tile)) return false;
+    if (WIDTH > 1 && tile->live)
+        STEP(weigh_plain)(block, tile->live);
+    else
+        STEP(weigh_plain)(block, NULL);
+    return true;
+}
+
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
@@ -201,12 +212,8 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
                 flash_ask_rest(&next, ask, block->depth);
         }
     }
-    const bool plain = STEP(is_plain)(block, tile);
-    if (plain && WIDTH > 1 && tile->live)
-        STEP(weigh_plain)(block, tile->live);
-    else if (plain)
-        STEP(weigh_plain)(block, NULL);
-    for (const FN(strip) *s = strips; !plain && s < strips + count; s++) {
+    const bool weighed = STEP(weigh_whole)(block, tile);
+    for (const FN(strip) *s = strips; !weighed && s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
         if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);

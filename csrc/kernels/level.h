@@ -138,23 +138,19 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #include "kernels/flash_ahead.h"
 
 enum {
-    FLASH_SLACK = 8,    /* weights stay below 2^8 or e^8, and rows are seldom scaled */
-    IN_PLACE_KEYS = 32, /* that are looked at before their values are: whole vectors */
-    EARLY_KEYS = 8,     /* before a line's turn, it is asked for the first time; never is 0.8 times as fast */
+    FLASH_SLACK = 8, /* weights stay below 2^8 or e^8, and rows are seldom scaled */
+    /* Keys in place are asked for first so many keys before their turn: never would be 0.8 times as fast. */
+    EARLY_KEYS = 8,
     DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* of rows and keys in place: as fit, or fill whole vectors */
 };
 
-/* Cuts a range to the columns that are live in any row; whether some are. */
-static bool cut_live(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
+/* From the first column of a tile that is live in any row to behind the last. */
+static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
 {
     uint64_t any = tile->live ? 0 : UINT64_MAX;
     for (ptrdiff_t r = 0; tile->live && r < block->rows; r++) any |= tile->live[r];
-    any = any >> *begin << *begin;
-    any = any << (AM_FLASH_TILE - *end) >> (AM_FLASH_TILE - *end);
-    if (!any) return false;
     *begin = __builtin_ctzll(any);
     *end = AM_FLASH_TILE - __builtin_clzll(any);
-    return true;
 }
 
 /* 2^x on [-1/2, 1/2], fitted to a relative error of 2e-9 and 2e-17; or of 4e-7, for what is rounded to
