@@ -28,7 +28,8 @@ enum {
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 12,          /* of a block, for which packing is not worth while */
+    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
+    FEW_NARROW_ROWS = 12,   /* the same, where keys have sixteen bits, which each few rows widen anew */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */
@@ -577,7 +578,7 @@ static void choose(plan *p)
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
     p->q_blocks = am_ceil_div(f->queries, p->block_rows);
     p->shares_keys = p->head_blocks * p->q_blocks > 1;
-    p->in_place = !p->shares_keys && p->most_rows <= FEW_ROWS;
+    p->in_place = !p->shares_keys && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->tiles = am_ceil_div(f->keys, TILE);
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
