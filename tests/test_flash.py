@@ -210,7 +210,7 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (8, 4), (21, 3), (20, 20)], ids=str)
 # Keys are used where they lie, or packed; and values are not, if their depth is such.
-@pytest.mark.parametrize(("queries", "value_depth"), [(1, 40), (20, 40), (20, 64)])
+@pytest.mark.parametrize(("queries", "value_depth"), [(1, 40), (2, 40), (20, 40), (20, 64)])
 def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries, value_depth):
     """Heads that lie side by side are read together."""
     first = Case(

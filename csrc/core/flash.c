@@ -5,7 +5,7 @@
  * first that needs them, or by the block itself if it is the only one. Where each block sees few keys, a task
  * takes neighbours one after the other and packs what they share for itself, in memory that stays in the
  * cache. A block of few rows reads keys where they lie. Blocks that share nothing are taken together if their
- * heads lie side by side, so that a task reads memory in its order. Where blocks are too few to keep many
+ * heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to keep many
  * threads busy, the keys of each are split, and what the splits gather is merged. Blocks and splits depend on
  * shapes alone, so no result depends on the number of threads or on what a task takes. */
 #include "core/flash.h"
@@ -28,8 +28,9 @@ enum {
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
-    FEW_NARROW_ROWS = 12,   /* the same, where keys have sixteen bits, which each few rows widen anew */
+    FEW_ROWS = 16, /* of a block, for which packing is not worth while */
+    FEW_NARROW_ROWS =
+        12, /* the same of keys of sixteen bits: they are widened, or values zipped, for each few rows */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */

@@ -1,5 +1,5 @@
 /* flash_ahead.h – asking for memory ahead of time, a little at a time between the sums: of many lines at once
- * processors drop some. */
+ * processors drop some. Where memory is all that is waited for, lines are asked for twice. */
 
 enum { FLASH_LINE = 64 };
 
@@ -11,8 +11,8 @@ typedef struct {
     ptrdiff_t row;   /* lines of a whole row */
     ptrdiff_t gap;   /* bytes from behind a row's last line to the next row */
     ptrdiff_t count; /* lines left of all rows, in so far as somebody counts */
-    ptrdiff_t early; /* bytes from a line to one that is asked for beside it, for the first time: what is
-                      * dropped is asked for again in its turn; or 0 */
+    uintptr_t early; /* bytes from a line to one that is asked for beside it, before its turn; 0 costs
+                      * less than to find out that it is 0 */
 } flash_lines;
 
 /* Rows may begin and end within a line. */
@@ -23,7 +23,8 @@ static inline flash_lines flash_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t
     const ptrdiff_t skipped = alike ? (ptrdiff_t)(at % FLASH_LINE) : FLASH_LINE - 1;
     ptrdiff_t row = (skipped + length + FLASH_LINE - 1) / FLASH_LINE;
     if (alike && 0 < step && step < row * FLASH_LINE) row = step / FLASH_LINE; /* the next one has the rest */
-    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows, early_rows * step};
+    const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
+    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows, early};
 }
 
 /* A line that is known, again and again. */
@@ -35,7 +36,7 @@ static inline flash_lines flash_no_lines(const void *known)
 static inline void flash_ask_lines(flash_lines *lines, ptrdiff_t count)
 {
     for (; count > 0; count--) {
-        __builtin_prefetch((const void *)(lines->at + (uintptr_t)lines->early), 0, 2);
+        __builtin_prefetch((const void *)(lines->at + lines->early), 0, 2);
         __builtin_prefetch((const void *)lines->at, 0, 2);
         lines->at += (uintptr_t)lines->step;
         if (--lines->left > 0) continue;

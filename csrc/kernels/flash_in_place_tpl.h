@@ -93,21 +93,16 @@ static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, fl
     }
 }
 
-/* The rows of tiles that lie side by side. */
-static flash_lines FROM(lines_of)(const void *first, const void *last, ptrdiff_t step, ptrdiff_t depth)
-{
-    ptrdiff_t length = (const char *)last - (const char *)first + depth * (ptrdiff_t)sizeof(S);
-    return flash_lines_of((uintptr_t)first, step * (ptrdiff_t)sizeof(S), length, 0, EARLY_KEYS);
-}
-
 /* Logits and weights, then values. Keys of a head may lie far apart, where processors do not see what comes
- * next. So while keys are read, their values are asked for, and meanwhile the next keys, in the order of
- * memory. */
+ * next. So while keys are read, their values are asked for, and while values are, the next keys, in the
+ * order of memory. */
 static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     const am_flash_tile *last = &tiles[heads - 1];
     const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
-    flash_lines ahead = FROM(lines_of)(tiles->v, last->v, tiles->v_step, tiles->value_depth);
+    const ptrdiff_t size = sizeof(S), v_bytes = (const char *)last->v - (const char *)tiles->v;
+    flash_lines ahead = flash_lines_of((uintptr_t)tiles->v, tiles->v_step * size,
+                                       v_bytes + tiles->value_depth * size, 0, EARLY_KEYS);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], &ahead);
     for (ptrdiff_t h = 0; h < heads; h++) {
         if (STEP(weigh_whole)(&blocks[h], &tiles[h])) continue;
@@ -117,9 +112,8 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
         end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
         STEP(weigh)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
     }
-    ahead = FROM(lines_of)(tiles->k, last->k, tiles->k_step, blocks->depth);
-    ahead.at = (uintptr_t)next->at;
-    if (next->rows <= 0) ahead = flash_no_lines(tiles->k);
+    ahead = next->rows > 0 ? flash_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS)
+                           : flash_no_lines(tiles->k);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], &ahead);
 }
 

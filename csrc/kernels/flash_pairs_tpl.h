@@ -165,8 +165,7 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
             pack_panel_pairs(panel, lanes, v + column, step, keys, columns, NULL, ahead);
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
-            for (ptrdiff_t r = 0; r < rows; r++)
-                live[r] = tile->live[r] >> begin & UINT64_MAX >> (AM_FLASH_TILE - keys);
+            for (ptrdiff_t r = 0; r < rows; r++) live[r] = tile->live[r] >> begin;
             add_live_rows_pairs(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
                                 block->out_depth, PANEL_f32);
             continue;

@@ -108,7 +108,7 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
 }
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is two vectors of rows that lie anywhere. With
- * each of b it asks for `lines`. */
+ * each row of b it asks for `lines`. */
 static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, ptrdiff_t depth, const T *a,
                                                                const S *b, ptrdiff_t b_step, T *c,
                                                                ptrdiff_t c_step, const int lines,

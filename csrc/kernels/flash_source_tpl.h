@@ -99,7 +99,7 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* O + P V of a tile in place. */
+/* O + P V of a tile in place. Asks for as many lines as it reads of values where they lie. */
 static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
 {
     ptrdiff_t begin, end;
@@ -129,8 +129,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                 FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, VOP(set1)(0));
             if (tile->live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
-                for (ptrdiff_t r = 0; r < block->rows; r++)
-                    live[r] = tile->live[r] >> begin & UINT64_MAX >> (AM_FLASH_TILE - keys);
+                for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = tile->live[r] >> begin;
                 FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
                                   block->out_depth, FN(PANEL));
                 continue;

@@ -181,7 +181,7 @@ static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_fla
     }
 }
 
-/* All rows of a tile, if they are plain. */
+/* Weighs all rows of a tile if they are plain; whether they are. */
 static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     if (!STEP(is_plain)(block, tile)) return false;

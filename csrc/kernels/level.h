@@ -139,7 +139,8 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 
 enum {
     FLASH_SLACK = 8, /* weights stay below 2^8 or e^8, and rows are seldom scaled */
-    /* Keys in place are asked for first so many keys before their turn: never would be 0.8 times as fast. */
+    /* Rows of keys and values in place are asked for so many rows early, and again in their turn: once would
+     * be 0.8 times as fast. */
     EARLY_KEYS = 8,
     DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* of rows and keys in place: as fit, or fill whole vectors */
 };
