@@ -593,8 +593,10 @@ static void choose(plan *p)
     p->splits = am_max(wanted, 1);
     p->together = p->at_once = p->shares_keys ? 1 : together(p);
     p->slots = 1;
-    /* Values that are read for a few strips only are not worth packing. */
-    const ptrdiff_t few_for_values = p->base.kernels->panel * 3 / 2;
+    /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
+     * they are not zipped for each strip. */
+    const ptrdiff_t panel = p->base.kernels->panel,
+                    few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
                          f->value_depth == p->out_depth &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
