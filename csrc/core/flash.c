@@ -28,9 +28,8 @@ enum {
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 16, /* of a block, for which packing is not worth while */
-    FEW_NARROW_ROWS =
-        12, /* the same of keys of sixteen bits: they are widened, or values zipped, for each few rows */
+    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
+    FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */
