@@ -66,8 +66,9 @@ static inline V VOP(take_whole)(V *x)
 static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_exponent)(whole)); }
 #endif
 
-/* 2^x for x up to some hundred, 0 from -MIN_POWER on down, NaN for NaN; of some vectors, step by step: a
- * step waits for the one before, and vectors do not wait for each other. First whole numbers are taken. */
+/* 2^x for x up to some hundred, NaN for NaN, maybe 0 for what is less than normal numbers; of some vectors,
+ * step by step: a step waits for the one before, and vectors do not wait for each other. First whole numbers
+ * are taken. */
 static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole, const int count)
 {
 #pragma GCC unroll 16

@@ -155,11 +155,23 @@ static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptr
 }
 
 /* 2^x on [-1/2, 1/2], fitted to a relative error of 2e-9 and 2e-17; or of 4e-7, for what is rounded to
- * bfloat16. */
+ * bfloat16; or on [-1/16, 1/16], of 6e-18. */
 static const float exp2_terms_f32[] = {
     1.0f, 0.6931472029f, 0.2402264791f, 0.05550332471f, 0.009618437358f, 0.001339887441f, 0.0001535336191f};
 static const float exp2_terms_pairs[] = {1.0f,           0.6931428306f,   0.2402235065f,
                                          0.05557400469f, 0.009666282547f, 0.001112550926f};
+#ifdef VD_EIGHTHS
+static const double exp2_terms_f64[] = {
+    1.0,
+    0.6931471805599453,
+    0.2402265069591204,
+    0.055504108664823096,
+    0.00961812908242099,
+    0.0013333558127014689,
+    0.00015404562882891175,
+    1.5253528985683798e-5,
+};
+#else
 static const double exp2_terms_f64[] = {
     1.0,
     0.69314718055994569675,
@@ -174,6 +186,7 @@ static const double exp2_terms_f64[] = {
     7.0725704128144235096e-9,
     4.078071929588336665e-10,
 };
+#endif
 /* A function that stays one: where it is called, registers are not taken for its sake. Not every type calls
  * it. */
 #define APART static __attribute__((noinline, unused))

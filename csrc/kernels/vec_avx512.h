@@ -210,15 +210,28 @@ static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vd vd_select(uint64_t bits, vd x, vd y) { return _mm512_mask_blend_pd((__mmask8)bits, y, x); }
+/* Here the number is one of eighths, whose powers are in a table: that saves four multiplications for steps
+ * that run beside them. Its low bits find the power, and scalef takes what is whole of it; for -INFINITY that
+ * makes 0, even of NaN. */
+#define VD_EIGHTHS
 static inline vd vd_take_whole(vd *x)
 {
-    vd whole = _mm512_roundscale_pd(*x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vd whole = _mm512_roundscale_pd(*x, 3 << 4 | _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     *x = vd_sub(*x, whole);
     return whole;
 }
 static inline vd vd_times_power(vd v, vd whole)
 {
-    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(whole, vd_set1(-1023), _CMP_NLE_UQ), v, whole);
+    static const double powers[] = {1.0,
+                                    1.0905077326652577,
+                                    1.189207115002721,
+                                    1.2968395546510096,
+                                    1.4142135623730951,
+                                    1.5422108254079407,
+                                    1.681792830507429,
+                                    1.8340080864093424};
+    __m512i eighths = _mm512_castpd_si512(vd_add(whole, vd_set1(0x1.8p49)));
+    return _mm512_scalef_pd(vd_mul(v, _mm512_permutexvar_pd(eighths, vd_load(powers))), whole);
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
 static inline bool vd_exceeds(vd v, vd limit) { return _mm512_cmp_pd_mask(v, limit, _CMP_GT_OQ) != 0; }
