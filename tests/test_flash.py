@@ -208,13 +208,15 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("heads", [(5, 5), (8, 4), (21, 3), (20, 20)], ids=str)
+@pytest.mark.parametrize("heads", [(5, 5), (20, 20), (8, 4), (21, 3)][: 2 if SANITIZED else 4], ids=str)
 # Keys are used where they lie, or packed; and values are not, if their depth is such.
 @pytest.mark.parametrize(("queries", "value_depth"), [(1, 40), (2, 40), (20, 40), (20, 64), (64, 64)])
 def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries, value_depth):
     """Heads that lie side by side are read together."""
+    keys = 330 if SANITIZED else 700
+    window = (keys - 70, 0)
     first = Case(
-        dtype, queries, 700, 24, value_depth, 2, heads, causal=True, offset="bottom-right", window=(630, 0)
+        dtype, queries, keys, 24, value_depth, 2, heads, causal=True, offset="bottom-right", window=window
     )
     out, lse = run(first, first.arguments())
     for layout in ("heads first", "sliced", "reversed", "fortran", "swapped"):
@@ -790,7 +792,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
     set_threads(1)
     out, lse = run(case, arguments)
     expected_of(case).check(out, lse)
-    for threads in (1, 2, 3, 8, 8):
+    for threads in (3,) if SANITIZED else (1, 2, 3, 8, 8):
         set_threads(threads)
         again = run(case, arguments)
         assert again[0].tobytes() == out.tobytes(), (isa, threads, case)

@@ -845,7 +845,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
     set_threads(1)
     got = run(case, arguments)
     expected_of(case).check(got)
-    for threads in (2, 3, 8):
+    for threads in (3,) if SANITIZED else (2, 3, 8):
         set_threads(threads)
         assert_equal_bits(run(case, arguments), got, (isa, threads, case))
 
