@@ -292,16 +292,16 @@ static inline vf vf_join_pairs(vf low, vf high)
     __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_loadu_si512(order), rounded));
 }
-/* Numbers of `low` beside those of `high`, from the first halves of both and from the second. */
+/* Numbers of `low` beside those of `high`, from the first halves of both and from the second. Unpacking goes
+ * by quarters of a vector, so each gets a piece of either half first: unlike a permutation of two vectors,
+ * that runs beside products. */
 static inline void vf_zip_pairs(vf low, vf high, vf *first, vf *second)
 {
-    static const uint16_t order[] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                     8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
-                                     16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-                                     24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    __m512i x = _mm512_castps_si512(low), y = _mm512_castps_si512(high);
-    *first = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_loadu_si512(order), y));
-    *second = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_loadu_si512(order + 32), y));
+    const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    __m512i x = _mm512_permutexvar_epi64(halves, _mm512_castps_si512(low));
+    __m512i y = _mm512_permutexvar_epi64(halves, _mm512_castps_si512(high));
+    *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
+    *second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
 }
 static inline vf vf_only_bits(vf v, uint32_t bits)
 {
