@@ -15,31 +15,30 @@ FROM(load_turned)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows,
 {
 #pragma GCC unroll 16
     for (ptrdiff_t r = 0; r < LANES; r++) {
-        square[r] = r >= rows          ? VOP(set1)(0)
-                    : columns >= LANES ? LOAD(src + r * step)
-                                       : FROM(load_first)(src + r * step, columns);
+        square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : FROM(load_first)(src, columns);
+        src += step;
+        HIDE(src); /* found from the row before: there are no registers for all rows */
     }
     VOP(turn)(square);
 }
 
+/* A row of squares after the other: the fewer rows are under way, the less they get in each other's way in
+ * the cache. */
 static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
 {
-    T *dst = to;
-    for (ptrdiff_t begin = 0; begin < AM_FLASH_TILE; begin += FN(PANEL), dst += FN(PANEL) * depth) {
-        for (ptrdiff_t i = 0; i < depth; i += LANES) {
-            for (ptrdiff_t half = 0; half < FN(PANEL); half += LANES) {
-                const S *src = (const S *)from + (begin + half) * step + i;
-                T *at = dst + i * FN(PANEL) + half;
-                V square[LANES];
-                if (begin + half + LANES <= rows && i + LANES <= depth) {
-                    FROM(load_turned)(square, src, step, LANES, LANES);
+    for (ptrdiff_t row = 0; row < AM_FLASH_TILE; row += LANES) {
+        const S *src = (const S *)from + row * step;
+        T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * depth + row % FN(PANEL);
+        for (ptrdiff_t i = 0; i < depth; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
+            V square[LANES];
+            if (row + LANES <= rows && i + LANES <= depth) {
+                FROM(load_turned)(square, src, step, LANES, LANES);
 #pragma GCC unroll 16
-                    for (ptrdiff_t c = 0; c < LANES; c++) VOP(store)(at + c * FN(PANEL), square[c]);
-                } else {
-                    FROM(load_turned)(square, src, step, rows - begin - half, depth - i);
-                    for (ptrdiff_t c = 0; c < LANES && i + c < depth; c++)
-                        VOP(store)(at + c * FN(PANEL), square[c]);
-                }
+                for (ptrdiff_t c = 0; c < LANES; c++) VOP(store)(dst + c * FN(PANEL), square[c]);
+            } else {
+                FROM(load_turned)(square, src, step, rows - row, depth - i);
+                for (ptrdiff_t c = 0; c < LANES && i + c < depth; c++)
+                    VOP(store)(dst + c * FN(PANEL), square[c]);
             }
         }
     }
