@@ -207,20 +207,25 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
     expected_of(case).check(*run(case, case.arguments()))
 
 
+MANY = 330 if SANITIZED else 700
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (20, 20), (8, 4), (21, 3)][: 2 if SANITIZED else 4], ids=str)
-# Keys are used where they lie, or packed; and values are not, if their depth is such.
-@pytest.mark.parametrize(("queries", "value_depth"), [(1, 40), (2, 40), (20, 40), (20, 64), (64, 64)])
-def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries, value_depth):
+# Keys are used where they lie, or packed; and values are not, if their depth is such, nor queries for few keys.
+@pytest.mark.parametrize(
+    ("queries", "keys", "value_depth"),
+    [(1, MANY, 40), (2, MANY, 40), (20, MANY, 40), (20, MANY, 64), (64, MANY, 64), (40, 100, 40)],
+)
+def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries, keys, value_depth):
     """Heads that lie side by side are read together."""
-    keys = 330 if SANITIZED else 700
     window = (keys - 70, 0)
     first = Case(
         dtype, queries, keys, 24, value_depth, 2, heads, causal=True, offset="bottom-right", window=window
     )
     out, lse = run(first, first.arguments())
     for layout in ("heads first", "sliced", "reversed", "fortran", "swapped"):
-        case = replace(first, kv_layout=layout)
+        case = replace(first, q_layout=layout, kv_layout=layout)
         again = run(case, case.arguments())
         assert again[0].tobytes() == out.tobytes(), (isa, case)
         assert again[1].tobytes() == lse.tobytes(), (isa, case)
@@ -498,6 +503,20 @@ def test_extreme_logits(isa):
         assert np.isfinite(got[1]).all()
         shares = ref.flash_attention(**(arguments | {"bias": bias, "softmax_scale": 0.0}))
         np.testing.assert_allclose(got[0], shares.out, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("scale", [0.5, -3.0])
+@pytest.mark.parametrize("queries", [1, 40, 100])
+def test_keys_near_the_greatest_number(isa, dtype, queries, scale):
+    """No scale takes them out of range, however small the queries are that they meet."""
+    arguments = tensors(queries, 100, heads=2, dtype=dtype)
+    info = ml_dtypes.finfo(dtype)
+    rng = np.random.default_rng(0)
+    for name, size in (("query", 8 * float(info.smallest_normal)), ("key", 0.99 * float(info.max))):
+        some = rng.uniform(0.5, 1, arguments[name].shape) * rng.choice([-1, 1], arguments[name].shape)
+        arguments[name] = (size * some).astype(dtype)
+    expected(arguments | {"softmax_scale": scale}).check(*attend(arguments, softmax_scale=scale))
 
 
 # Dead pairs

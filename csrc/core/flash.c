@@ -30,6 +30,8 @@ enum {
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
     FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
+    FEW_TILES = 2,          /* for which copying queries takes time */
+    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     MOST_BLOCKS = 16,       /* of a task */
@@ -50,6 +52,8 @@ typedef struct {
     bool shares_keys;            /* blocks do, and find what others have packed */
     bool in_place;               /* keys and values are not packed */
     bool values_in_place;        /* values are not, of tiles whose pairs are all live */
+    bool keys_scaled;            /* keys are, instead of queries */
+    bool queries_in_place;       /* queries are not copied */
     bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
     ptrdiff_t lanes;             /* of a query or key */
     ptrdiff_t splits, split_keys;
@@ -170,7 +174,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     ptrdiff_t rows = am_min(TILE, f->keys - k), step;
     if (p->pairs) {
         const char *pairs = am_read_pairs(&f->k, at->b, at->kv_head, k, rows, f->depth, room, &step);
-        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(k_to, pairs, step, rows, p->lanes);
+        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(k_to, pairs, step, rows, p->lanes, 1);
         if (!v_to) return;
         pairs = am_read_pairs(&f->v, at->b, at->kv_head, k, rows, f->value_depth, room, &step);
         *finite = p->base.kernels->pack_value_pairs(v_to, pairs, 2 * step, rows, f->value_depth);
@@ -178,7 +182,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     }
     const am_flash_source *source;
     const char *src = read_tile(p, &f->k, am_is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
-    source->pack_keys(k_to, src, step, rows, f->depth);
+    source->pack_keys(k_to, src, step, rows, f->depth, p->keys_scaled ? factor_of(p) : 1);
     if (!v_to) return;
     src = read_tile(p, &f->v, am_is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
@@ -280,6 +284,7 @@ static void begin_block(const plan *p, const work *w)
             if (p->base.threshold)
                 w->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
         }
+        if (p->queries_in_place) continue;
         if (p->pairs) {
             am_copy_pairs(to, src, f->q.token, f->q.element, at->queries, f->depth);
             continue;
@@ -288,7 +293,7 @@ static void begin_block(const plan *p, const work *w)
         src = am_read_rows(&p->base, w->s.row, src, f->q.token, f->q.element, f->q.type, at->queries,
                            f->depth, &step);
         for (ptrdiff_t r = 0; r < at->queries; r++, to += row_bytes, src += step * p->base.size)
-            p->base.kernels->scale(to, src, factor_of(p), f->depth, false);
+            p->base.kernels->scale(to, src, p->keys_scaled ? 1 : factor_of(p), f->depth, false);
     }
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
 }
@@ -487,7 +492,11 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
             work *w = &works[i];
             *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i), .own = &own};
             w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
-            w->rows.q = w->s.q, w->rows.logits = w->s.logits;
+            w->rows.q = w->s.q, w->rows.q_step = p->lanes, w->rows.logits = w->s.logits;
+            if (p->queries_in_place) {
+                w->rows.q = am_token(&p->base.flash->q, w->at.b, w->at.head, w->at.q);
+                w->rows.q_step = p->base.flash->q.token / p->base.size;
+            }
             begin_block(p, w);
         }
         const place next = place_of(p, begin + count < end ? begin + count : after);
@@ -587,6 +596,12 @@ static void choose(plan *p)
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
     p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
+    /* Few keys that are packed for one block are scaled on the way, unless that could take them out of range.
+     * Then queries stay where they lie, if their rows do not all want the same lines of the cache. */
+    p->keys_scaled =
+        !p->shares_keys && !p->in_place && !p->pairs && p->tiles <= FEW_TILES && fabs(factor_of(p)) <= 1;
+    p->queries_in_place = p->keys_scaled && p->block_heads == 1 && f->q.type == p->base.type &&
+                          am_is_plain(&f->q) && f->q.token % L1_WAY != 0;
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
     p->splits = am_max(wanted, 1);

@@ -183,11 +183,11 @@ static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, pt
     ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), step;
     if (p->pairs) {
         const char *src = am_read_pairs(t, at->b, at->kv_head, k, rows, depth, room, &step);
-        own->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2));
+        own->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2), 1);
         return to_rows && p->base.kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
     }
     const char *src = read_tokens(p, t, at, at->kv_head, k, rows, depth, room, &step);
-    own->pack_keys(to_columns, src, step, rows, depth);
+    own->pack_keys(to_columns, src, step, rows, depth, 1);
     return to_rows && own->pack_values(to_rows, src, step, rows, depth);
 }
 

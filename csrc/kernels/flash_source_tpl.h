@@ -23,9 +23,12 @@ FROM(load_turned)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows,
 }
 
 /* A row of squares after the other: the fewer rows are under way, the less they get in each other's way in
- * the cache. */
-static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+ * the cache. With a factor of 1 they may also be pairs. */
+static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+                            double factor)
 {
+    const bool scaled = factor != 1;
+    const V scale = VOP(set1)((T)factor);
     for (ptrdiff_t row = 0; row < AM_FLASH_TILE; row += LANES) {
         const S *src = (const S *)from + row * step;
         T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * depth + row % FN(PANEL);
@@ -34,11 +37,12 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
             if (row + LANES <= rows && i + LANES <= depth) {
                 FROM(load_turned)(square, src, step, LANES, LANES);
 #pragma GCC unroll 16
-                for (ptrdiff_t c = 0; c < LANES; c++) VOP(store)(dst + c * FN(PANEL), square[c]);
+                for (ptrdiff_t c = 0; c < LANES; c++)
+                    VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             } else {
                 FROM(load_turned)(square, src, step, rows - row, depth - i);
                 for (ptrdiff_t c = 0; c < LANES && i + c < depth; c++)
-                    VOP(store)(dst + c * FN(PANEL), square[c]);
+                    VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             }
         }
     }

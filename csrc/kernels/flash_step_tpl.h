@@ -207,7 +207,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             flash_lines *ask = flash_next_for(&next, block->depth);
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
-                                     q + s->row * block->depth, block->depth, k,
+                                     q + s->row * block->q_step, block->q_step, k,
                                      logits + s->row * AM_FLASH_TILE + column, ask))
                 flash_ask_rest(&next, ask, block->depth);
         }

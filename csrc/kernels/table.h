@@ -133,6 +133,7 @@ enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of a panel's columns */
     const void *q;                    /* [rows][depth] */
+    ptrdiff_t q_step;                 /* from row to row */
     void *out;                        /* [rows][out_depth] */
     void *high, *sum, *top;           /* [rows]; the last may be NULL */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
@@ -166,9 +167,10 @@ typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile
 typedef void am_flash_step_in_place(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
 
 /* Up to AM_FLASH_TILE keys or values, rows `step` elements apart, to panels: keys [panel of
- * rows][depth][row], values [panel of columns][AM_FLASH_TILE][column]; what is missing is zero. Whether all
- * values are finite. */
-typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth);
+ * rows][depth][row], times a factor, values [panel of columns][AM_FLASH_TILE][column]; what is missing is
+ * zero. Whether all values are finite. */
+typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+                                double factor);
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
                                   ptrdiff_t depth);
 
