@@ -75,11 +75,14 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
 static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
 {
     T *dst = to;
+    const S *src = from;
     V nothing = VOP(set1)(0);
-    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL), dst += AM_FLASH_TILE * FN(PANEL)) {
-        nothing = FROM(pack_panel)(dst, (const S *)from + i, step, rows, depth - i, nothing);
-        memset(dst + rows * FN(PANEL), 0, (size_t)((AM_FLASH_TILE - rows) * FN(PANEL)) * sizeof *dst);
+    for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
+        for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
+            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i, nothing);
     }
+    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
+        memset(dst + i * AM_FLASH_TILE, 0, (size_t)((AM_FLASH_TILE - rows) * FN(PANEL)) * sizeof *dst);
     return VOP(total)(nothing) == 0;
 }
 
