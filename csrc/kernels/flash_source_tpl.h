@@ -72,6 +72,7 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
     return nothing;
 }
 
+/* Row by row, since rows may lie far apart. */
 static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
 {
     T *dst = to;
