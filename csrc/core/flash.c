@@ -30,7 +30,7 @@ enum {
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
     FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
-    FEW_TILES = 2,          /* for which copying queries takes time */
+    FEW_TILES = 2,          /* of a block that packs for itself, for which copying queries takes time */
     L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
@@ -52,8 +52,8 @@ typedef struct {
     bool shares_keys;            /* blocks do, and find what others have packed */
     bool in_place;               /* keys and values are not packed */
     bool values_in_place;        /* values are not, of tiles whose pairs are all live */
-    bool keys_scaled;            /* keys are, instead of queries */
-    bool queries_in_place;       /* queries are not copied */
+    bool keys_scaled;            /* as they are packed, instead of queries */
+    bool queries_in_place;       /* they are not copied */
     bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
     ptrdiff_t lanes;             /* of a query or key */
     ptrdiff_t splits, split_keys;
@@ -577,6 +577,16 @@ static void choose_slots(plan *p)
     p->shares_keys = false;
 }
 
+/* Whether queries can be used where they lie: not those that are scaled, nor if their rows all want the same
+ * lines of the cache. */
+static bool can_stay(const plan *p)
+{
+    const am_tokens *q = &p->base.flash->q;
+    if (p->block_heads > 1 || q->token % L1_WAY == 0) return false;
+    if (p->pairs) return am_is_aligned_pairs(q, p->base.flash->depth);
+    return p->keys_scaled && q->type == p->base.type && am_is_plain(q);
+}
+
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -596,12 +606,9 @@ static void choose(plan *p)
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
     p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
-    /* Few keys that are packed for one block are scaled on the way, unless that could take them out of range.
-     * Then queries stay where they lie, if their rows do not all want the same lines of the cache. */
-    p->keys_scaled =
-        !p->shares_keys && !p->in_place && !p->pairs && p->tiles <= FEW_TILES && fabs(factor_of(p)) <= 1;
-    p->queries_in_place = p->keys_scaled && p->block_heads == 1 && f->q.type == p->base.type &&
-                          am_is_plain(&f->q) && f->q.token % L1_WAY != 0;
+    const bool few = !p->shares_keys && !p->in_place && p->tiles <= FEW_TILES;
+    p->keys_scaled = few && !p->pairs && fabs(factor_of(p)) <= 1; /* which takes none out of range */
+    p->queries_in_place = few && can_stay(p);
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
     p->splits = am_max(wanted, 1);

@@ -71,6 +71,12 @@ bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count)
     return am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0;
 }
 
+bool am_is_aligned_pairs(const am_tokens *t, ptrdiff_t count)
+{
+    const uintptr_t rows = (uintptr_t)t->data | (uintptr_t)t->batch | (uintptr_t)t->head;
+    return am_is_plain_pairs(t, count) && rows % LANE_BYTES == 0;
+}
+
 void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                    ptrdiff_t count)
 {

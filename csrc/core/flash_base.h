@@ -74,9 +74,11 @@ static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t he
     return t->data + b * t->batch + head * t->head + token * t->token;
 }
 
-/* Whether the kernels can read rows where they lie: as numbers, or `count` bfloat16 as lanes of two. */
+/* Whether the kernels can read rows where they lie: as numbers, or `count` bfloat16 as lanes of two, by whole
+ * vectors or also lane by lane. */
 bool am_is_plain(const am_tokens *t);
 bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count);
+bool am_is_aligned_pairs(const am_tokens *t, ptrdiff_t count);
 
 /* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes apart in place or in `room`. */
 void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
