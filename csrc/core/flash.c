@@ -30,7 +30,7 @@ enum {
     WAVE_BYTES = 4 << 20,
     FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
     FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
-    FEW_TILES = 2,          /* of a block that packs for itself, for which copying queries takes time */
+    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
     L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
     SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
@@ -52,9 +52,9 @@ typedef struct {
     bool shares_keys;            /* blocks do, and find what others have packed */
     bool in_place;               /* keys and values are not packed */
     bool values_in_place;        /* values are not, of tiles whose pairs are all live */
-    bool keys_scaled;            /* as they are packed, instead of queries */
     bool queries_in_place;       /* they are not copied */
     bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
+    double q_factor, k_factor;   /* what queries are scaled by, and keys as they are packed */
     ptrdiff_t lanes;             /* of a query or key */
     ptrdiff_t splits, split_keys;
     ptrdiff_t tiles;            /* of all keys */
@@ -182,7 +182,7 @@ static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, c
     }
     const am_flash_source *source;
     const char *src = read_tile(p, &f->k, am_is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
-    source->pack_keys(k_to, src, step, rows, f->depth, p->keys_scaled ? factor_of(p) : 1);
+    source->pack_keys(k_to, src, step, rows, f->depth, p->k_factor);
     if (!v_to) return;
     src = read_tile(p, &f->v, am_is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
     *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
@@ -293,7 +293,7 @@ static void begin_block(const plan *p, const work *w)
         src = am_read_rows(&p->base, w->s.row, src, f->q.token, f->q.element, f->q.type, at->queries,
                            f->depth, &step);
         for (ptrdiff_t r = 0; r < at->queries; r++, to += row_bytes, src += step * p->base.size)
-            p->base.kernels->scale(to, src, p->keys_scaled ? 1 : factor_of(p), f->depth, false);
+            p->base.kernels->scale(to, src, p->q_factor, f->depth, false);
     }
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
 }
@@ -577,14 +577,14 @@ static void choose_slots(plan *p)
     p->shares_keys = false;
 }
 
-/* Whether queries can be used where they lie: not those that are scaled, nor if their rows all want the same
- * lines of the cache. */
+/* Whether a block's queries can be read where they lie: not if they are to be scaled, nor if all rows want
+ * the same lines of the cache. */
 static bool can_stay(const plan *p)
 {
     const am_tokens *q = &p->base.flash->q;
-    if (p->block_heads > 1 || q->token % L1_WAY == 0) return false;
+    if (p->block_heads > 1 || p->q_factor != 1 || q->token % L1_WAY == 0) return false;
     if (p->pairs) return am_is_aligned_pairs(q, p->base.flash->depth);
-    return p->keys_scaled && q->type == p->base.type && am_is_plain(q);
+    return q->type == p->base.type && am_is_plain(q);
 }
 
 static void choose(plan *p)
@@ -606,8 +606,13 @@ static void choose(plan *p)
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
     p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
+    /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
+     * that makes none infinite, and queries are not. */
     const bool few = !p->shares_keys && !p->in_place && p->tiles <= FEW_TILES;
-    p->keys_scaled = few && !p->pairs && fabs(factor_of(p)) <= 1; /* which takes none out of range */
+    const double factor = p->pairs ? 1 : factor_of(p);
+    const bool scales_keys = few && fabs(factor) <= 1;
+    p->k_factor = scales_keys ? factor : 1;
+    p->q_factor = scales_keys ? 1 : factor;
     p->queries_in_place = few && can_stay(p);
     ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
     if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));

@@ -133,7 +133,7 @@ enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of a panel's columns */
     const void *q;                    /* [rows][depth] */
-    ptrdiff_t q_step;                 /* from row to row */
+    ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are in place */
     void *out;                        /* [rows][out_depth] */
     void *high, *sum, *top;           /* [rows]; the last may be NULL */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
