@@ -58,7 +58,7 @@ typedef struct {
     ptrdiff_t lanes;             /* of a query or key */
     ptrdiff_t splits, split_keys;
     ptrdiff_t tiles;            /* of all keys */
-    ptrdiff_t out_depth;        /* value_depth, in whole panels */
+    ptrdiff_t out_depth;        /* value_depth, in halves of panels */
     ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
     int threads;                /* that take blocks */
     ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
@@ -602,9 +602,10 @@ static void choose(plan *p)
     p->tiles = am_ceil_div(f->keys, TILE);
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
-    p->out_depth = am_ceil_div(f->value_depth, p->base.kernels->panel) * p->base.kernels->panel;
+    const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
+    p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
     p->k_bytes = TILE * p->lanes * p->base.size;
-    p->v_bytes = TILE * p->out_depth * p->base.size / (p->pairs ? 2 : 1);
+    p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
     p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
     /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
@@ -621,10 +622,9 @@ static void choose(plan *p)
     p->slots = 1;
     /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
      * they are not zipped for each strip. */
-    const ptrdiff_t panel = p->base.kernels->panel,
-                    few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
+    const ptrdiff_t few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
-                         f->value_depth == p->out_depth &&
+                         f->value_depth == (p->pairs ? panels * panel : p->out_depth) &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
     if (p->shares_keys) choose_slots(p);

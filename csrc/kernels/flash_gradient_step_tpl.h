@@ -44,7 +44,7 @@ static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, const ui
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product_turned)(s->rows, end - begin, a + begin * AM_FLASH_TILE + s->row,
+            STEP(add_product_turned)(s->rows, depth - column, end - begin, a + begin * AM_FLASH_TILE + s->row,
                                      b + begin * b_row, b_row, c + s->row * step + column, step);
         }
     }
@@ -90,8 +90,8 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product)(s->rows, end - begin, slopes + s->row * AM_FLASH_TILE + begin,
-                              k + begin * FN(PANEL), FN(PANEL),
+            STEP(add_product)(s->rows, block->depth - column, end - begin,
+                              slopes + s->row * AM_FLASH_TILE + begin, k + begin * FN(PANEL), FN(PANEL),
                               (T *)block->d_q + s->row * block->step + column, block->step, NULL);
         }
     }

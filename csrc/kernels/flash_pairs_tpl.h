@@ -74,15 +74,16 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
                            const float *panel)
 {
     add_live_rows_pairs(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, PANEL_f32, 0,
-                        (float *)block->out + column, block->out_depth, PANEL_f32);
+                        (float *)block->out + column, block->out_depth, columns_at(block, column, PANEL_f32));
 }
 
 /* Two rows of values are zipped. */
-static void add_in_place_pairs(ptrdiff_t rows, const float *p, const float *v, ptrdiff_t v_step,
-                               ptrdiff_t column, float *c, ptrdiff_t c_step, flash_lines *ahead)
+static void add_in_place_pairs(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
+                               ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
+                               flash_lines *ahead)
 {
-    add_product_zipped(rows, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c, c_step,
-                       ahead);
+    add_product_zipped(rows, columns, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c,
+                       c_step, ahead);
 }
 
 #define STEP(name) name##_pairs
@@ -98,13 +99,11 @@ static inline __attribute__((always_inline)) void pack_panel_pairs(float *dst, p
                                                                    vf nothing[2], flash_lines *ahead)
 {
     flash_lines ask = *ahead;
+    const ptrdiff_t some = columns < PANEL_f32 ? columns : PANEL_f32;
     for (ptrdiff_t r = 0; r < 2 * lanes; r += 2, dst += PANEL_f32) {
         vf row[2], pairs[2];
         for (ptrdiff_t i = 0; i < 2; i++) {
-            const void *at = src + (r + i) * step;
-            uint16_t room[PANEL_f32] = {0};
-            if (r + i < rows && columns < PANEL_f32) at = memcpy(room, at, (size_t)columns * sizeof *room);
-            row[i] = r + i < rows ? vf_load(at) : vf_set1(0);
+            row[i] = r + i < rows ? vf_load_some_pairs(src + (r + i) * step, some) : vf_set1(0);
         }
         vf_zip_pairs(row[0], row[1], &pairs[0], &pairs[1]);
         flash_ask_lines(&ask, 2);
@@ -153,7 +152,7 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-                gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE,
+                gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes, p + r * AM_FLASH_TILE,
                               v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,
                               LINES, r == 0 ? ahead : &none);
             continue;
@@ -167,12 +166,13 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
             uint64_t live[AM_FLASH_ROWS];
             for (ptrdiff_t r = 0; r < rows; r++) live[r] = tile->live[r] >> begin;
             add_live_rows_pairs(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
-                                block->out_depth, PANEL_f32);
+                                block->out_depth, columns_at(block, column, PANEL_f32));
             continue;
         }
         for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-            add_product_pairs(rows - r < V_STRIP ? rows - r : V_STRIP, lanes, p + r * AM_FLASH_TILE, panel,
-                              PANEL_f32, out + r * block->out_depth + column, block->out_depth, NULL);
+            add_product_pairs(rows - r < V_STRIP ? rows - r : V_STRIP, block->out_depth - column, lanes,
+                              p + r * AM_FLASH_TILE, panel, PANEL_f32, out + r * block->out_depth + column,
+                              block->out_depth, NULL);
     }
 }
 

@@ -107,16 +107,16 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
                  : FROM(within_silent)(rows, begin, end, depth, a, a_step, b, c);
 }
 
-/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is two vectors of rows that lie anywhere. With
- * each row of b it asks for `lines`. */
-static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, ptrdiff_t depth, const T *a,
-                                                               const S *b, ptrdiff_t b_step, T *c,
-                                                               ptrdiff_t c_step, const int lines,
-                                                               flash_lines *ahead)
+/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
+ * anywhere. With each row of b it asks for `lines`. */
+static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, const int vectors,
+                                                               ptrdiff_t depth, const T *a, const S *b,
+                                                               ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                                               const int lines, flash_lines *ahead)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, 2, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, ahead);        \
+        FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, ahead);  \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -127,19 +127,27 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, p
 APART void FROM(add_silent)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
                             ptrdiff_t c_step)
 {
-    FROM(gather)(rows, depth, a, b, b_step, c, c_step, 0, NULL);
+    FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL);
+}
+APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
+                          ptrdiff_t c_step)
+{
+    FROM(gather)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL);
 }
 APART void FROM(add_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
                             ptrdiff_t c_step, flash_lines *ahead)
 {
-    FROM(gather)(rows, depth, a, b, b_step, c, c_step, 1, ahead);
+    FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 1, ahead);
 }
 
-/* The same. It asks for one with each row of b, if `ahead` is not NULL. */
-static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
-                                     ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
+/* The same, of `columns` or a panel of them if there are more. It asks for one line with each row of b, if
+ * `ahead` is not NULL, which it is for half a panel. */
+static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
 {
-    if (ahead)
+    if (columns <= LANES)
+        FROM(add_half)(rows, depth, a, b, b_step, c, c_step);
+    else if (ahead)
         FROM(add_asking)(rows, depth, a, b, b_step, c, c_step, ahead);
     else
         FROM(add_silent)(rows, depth, a, b, b_step, c, c_step);
@@ -160,16 +168,24 @@ static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a
 #undef ROWS
 }
 
-/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart. */
-static inline void FROM(add_product_turned)(ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
-                                            ptrdiff_t b_step, T *c, ptrdiff_t c_step)
+/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. */
+static inline void FROM(add_product_turned)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+                                            const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step)
 {
+#define PART_OF(n, vectors)                                                                                  \
+    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL)
 #define ROWS(n)                                                                                              \
-    case n: FROM(product_of)(n, 2, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL); break;
-    switch (columns) {
+    case n:                                                                                                  \
+        if (columns > LANES)                                                                                 \
+            PART_OF(n, 2);                                                                                   \
+        else                                                                                                 \
+            PART_OF(n, 1);                                                                                   \
+        break;
+    switch (rows) {
         EACH_ROWS(ROWS)
     }
 #undef ROWS
+#undef PART_OF
 }
 
 #undef S

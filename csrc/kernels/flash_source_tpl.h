@@ -114,6 +114,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     enum {
         BYTES = FN(PANEL) * sizeof(S),
         LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1,
+        HALF_LINES = BYTES / 2 > FLASH_LINE ? BYTES / 2 / FLASH_LINE : 1,
         WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1,
     };
     flash_lines none = flash_no_lines(tile->k);
@@ -124,13 +125,13 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         T *out = (T *)block->out + column;
         const bool wide =
             block->rows <= STRIP / 2 && !tile->live && column + 2 * FN(PANEL) <= tile->value_depth;
-        width = wide ? 2 * FN(PANEL) : FN(PANEL);
+        width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
         if (wide) {
             FROM(gather_wide)(block->rows, keys, logits, v, tile->v_step, out, block->out_depth, WIDE_LINES,
                               ahead);
             continue;
         }
-        bool packed = tile->live || column + FN(PANEL) > tile->value_depth;
+        bool packed = tile->live || column + width > tile->value_depth;
         if (packed) {
             V nothing =
                 FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, VOP(set1)(0));
@@ -138,7 +139,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                 uint64_t live[AM_FLASH_ROWS];
                 for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = tile->live[r] >> begin;
                 FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
-                                  block->out_depth, FN(PANEL));
+                                  block->out_depth, width);
                 continue;
             }
         }
@@ -149,9 +150,11 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_depth;
             if (packed)
-                FN(add_product)(rows, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
+                FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
+            else if (width == FN(PANEL))
+                FROM(gather)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, ask);
             else
-                FROM(gather)(rows, keys, p, v, tile->v_step, to, block->out_depth, LINES, ask);
+                FROM(gather)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, HALF_LINES, ask);
             r += rows;
         }
     }

@@ -220,6 +220,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     }
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         const ptrdiff_t panel = column * (AM_FLASH_TILE / WIDTH); /* where it begins, of packed values */
+        const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
         if (tile->live && !tile->finite) {
             STEP(add_live)(block, tile, column, v + panel);
             continue;
@@ -227,14 +228,14 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            flash_lines *ask = flash_next_for(&next, end - begin);
+            flash_lines *ask = columns > LANES ? flash_next_for(&next, end - begin) : NULL;
             const T *p = logits + s->row * AM_FLASH_TILE + begin;
             T *c = out + s->row * block->out_depth + column;
             if (tile->v_step > 0)
-                STEP(add_in_place)(s->rows, p, v, tile->v_step, column, c, block->out_depth, ask);
+                STEP(add_in_place)(s->rows, columns, p, v, tile->v_step, column, c, block->out_depth, ask);
             else
-                STEP(add_product)(s->rows, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL), c,
-                                  block->out_depth, ask);
+                STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
+                                  c, block->out_depth, ask);
             flash_ask_rest(&next, ask, end - begin);
         }
     }

@@ -40,7 +40,7 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
                          const T *panel)
 {
     FN(add_live_rows)(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0,
-                      (T *)block->out + column, block->out_depth, FN(PANEL));
+                      (T *)block->out + column, block->out_depth, columns_at(block, column, FN(PANEL)));
 }
 
 /* Weights are what `add_product` takes. */
@@ -54,11 +54,11 @@ static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p
     for (int j = 0; j < count; j++) VOP(store)(weights + j * LANES, p[j]);
 }
 
-/* O + P V of a panel of columns of values where they lie. */
-static void FN(add_in_place)(ptrdiff_t rows, const T *p, const T *v, ptrdiff_t v_step, ptrdiff_t column, T *c,
-                             ptrdiff_t c_step, flash_lines *ahead)
+/* O + P V of some columns of values where they lie, at most a panel. */
+static void FN(add_in_place)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const T *v, ptrdiff_t v_step,
+                             ptrdiff_t column, T *c, ptrdiff_t c_step, flash_lines *ahead)
 {
-    FN(add_product)(rows, AM_FLASH_TILE, p, v + column, v_step, c, c_step, ahead);
+    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v + column, v_step, c, c_step, ahead);
 }
 
 #define STEP(name) FN(name)

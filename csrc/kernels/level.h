@@ -145,6 +145,12 @@ enum {
     DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* of rows and keys in place: as fit, or fill whole vectors */
 };
 
+/* Columns of a panel of results that begins at `column`: all of a panel, or half. */
+static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
+{
+    return block->out_depth - column < panel ? block->out_depth - column : panel;
+}
+
 /* From the first column of a tile that is live in any row to behind the last. */
 static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
 {

@@ -131,7 +131,7 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
 enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 
 typedef struct {
-    ptrdiff_t rows, depth, out_depth; /* the last a multiple of a panel's columns */
+    ptrdiff_t rows, depth, out_depth; /* the last a multiple of half a panel's columns */
     const void *q;                    /* [rows][depth] */
     ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are in place */
     void *out;                        /* [rows][out_depth] */
@@ -158,7 +158,7 @@ typedef struct {
     bool finite;          /* no value is NaN or Inf; for packed ones */
     am_flash_ahead next[AM_NEXTS];
     /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
-     * packed, if all pairs are live and their depth is whole panels; else v_step is 0. */
+     * packed, if all pairs are live and their depth is `out_depth`; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);

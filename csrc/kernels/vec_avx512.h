@@ -279,6 +279,11 @@ static inline vf vf_fma_pairs(vf a, vf b, vf c)
 {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
+/* The first `count` numbers, then zeros. */
+static inline vf vf_load_some_pairs(const uint16_t *p, ptrdiff_t count)
+{
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32)((UINT64_C(1) << count) - 1), p));
+}
 /* Lanes of `first`, then those of `second`, rounded. */
 static inline vf vf_narrow_pairs(vf first, vf second)
 {

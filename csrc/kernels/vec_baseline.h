@@ -211,6 +211,14 @@ static inline vf vf_fma_pairs(vf a, vf b, vf c)
     c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
     return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
 }
+static inline vf vf_load_some_pairs(const uint16_t *p, ptrdiff_t count)
+{
+    uint16_t numbers[2 * VF_LANES] = {0};
+    memcpy(numbers, p, (size_t)count * sizeof *p);
+    vf v;
+    memcpy(&v, numbers, sizeof v);
+    return v;
+}
 static inline void vf_zip_pairs(vf low, vf high, vf *first, vf *second)
 {
     uint16_t from[2][2 * VF_LANES], to[2][2 * VF_LANES];
