@@ -2,8 +2,9 @@
  * for many rows, or used where they lie by few. */
 
 /* The first `count` lanes, then zeros. */
-static V FROM(load_first)(const S *src, ptrdiff_t count)
+static inline V FROM(load_first)(const S *src, ptrdiff_t count)
 {
+    if (sizeof(S) == sizeof(T)) return VOP(load_part)((const void *)src, count);
     S lanes[LANES] = {0};
     memcpy(lanes, src, (size_t)count * sizeof *src);
     return LOAD(lanes);
