@@ -141,7 +141,7 @@ APART void FROM(add_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S
 }
 
 /* The same, of `columns` or a panel of them if there are more. It asks for one line with each row of b, if
- * `ahead` is not NULL, which it is for half a panel. */
+ * `ahead` is not NULL; half a panel never asks. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
                                      const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
 {

@@ -158,7 +158,8 @@ typedef struct {
     bool finite;          /* no value is NaN or Inf; for packed ones */
     am_flash_ahead next[AM_NEXTS];
     /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
-     * packed, if all pairs are live and their depth is `out_depth`; else v_step is 0. */
+     * packed, if all pairs are live and their depth is `out_depth`, and whole panels where a lane holds two
+     * numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);

@@ -25,7 +25,7 @@ static inline vf vf_load(const float *p)
 static inline vf vf_load_part(const float *p, ptrdiff_t count)
 {
     vf v = {0};
-    for (ptrdiff_t i = 0; i < count; i++) v[i] = p[i];
+    memcpy(&v, p, (size_t)count * sizeof *p); /* lanes may be pairs, and p no multiple of their size */
     return v;
 }
 static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
