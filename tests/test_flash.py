@@ -182,7 +182,7 @@ def test_any_arguments(isa, set_threads, case):
     queries=st.sampled_from([*range(1, 9), 13, 40, 64]),
     keys=st.sampled_from([1, 31, 255, 256, 257, 1000, 3000]),
     heads=st.sampled_from([(8, 2), (4, 4), (8, 1), (6, 6), (18, 18), (12, 4), (14, 2)]),
-    depth=st.sampled_from([64, 128, 40, 7, 256]),
+    depth=st.sampled_from([64, 128, 40, 48, 7, 256]),
     layout=st.sampled_from(["contiguous", "heads first", "sliced", "reversed", "misaligned"]),
     more=st.sampled_from(
         [
@@ -215,7 +215,15 @@ MANY = 330 if SANITIZED else 700
 # Keys are used where they lie, or packed; and values are not, if their depth is such, nor queries for few keys.
 @pytest.mark.parametrize(
     ("queries", "keys", "value_depth"),
-    [(1, MANY, 40), (2, MANY, 40), (20, MANY, 40), (20, MANY, 64), (64, MANY, 64), (40, 100, 40)],
+    [
+        (1, MANY, 40),
+        (2, MANY, 40),
+        (20, MANY, 40),
+        (20, MANY, 48),
+        (20, MANY, 64),
+        (64, MANY, 64),
+        (40, 100, 40),
+    ],
 )
 def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries, keys, value_depth):
     """Heads that lie side by side are read together."""

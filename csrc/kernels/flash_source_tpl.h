@@ -115,7 +115,6 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     enum {
         BYTES = FN(PANEL) * sizeof(S),
         LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1,
-        HALF_LINES = BYTES / 2 > FLASH_LINE ? BYTES / 2 / FLASH_LINE : 1,
         WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1,
     };
     flash_lines none = flash_no_lines(tile->k);
@@ -155,7 +154,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             else if (width == FN(PANEL))
                 FROM(gather)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, ask);
             else
-                FROM(gather)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, HALF_LINES, ask);
+                FROM(gather)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, ask);
             r += rows;
         }
     }
