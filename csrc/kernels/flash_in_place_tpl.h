@@ -1,6 +1,6 @@
-/* flash_in_place_tpl.h – attention of few rows to keys of type S that are used where they lie. LOAD makes
- * lanes of keys, FMA multiplies and adds them, STEP names what makes weights of logits, and add_values adds
- * what they weigh. */
+/* flash_in_place_tpl.h – attention of few rows to keys of type S that are used where they lie. LOAD and
+ * LOAD_PART make lanes of keys, FMA multiplies and adds them, STEP names what makes weights of logits, and
+ * add_values adds what they weigh. */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
  * behind the last count as it. It asks for as many lines as it reads of keys. */
@@ -30,7 +30,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     }
     if (i < depth) {
 #pragma GCC unroll 32
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = FROM(load_first)(key[j] + i, depth - i);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(key[j] + i, depth - i);
 #pragma GCC unroll 4
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load_part)(q + r * depth + i, depth - i);
@@ -119,6 +119,7 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
 
 #undef S
 #undef LOAD
+#undef LOAD_PART
 #undef FMA
 #undef STEP
 #undef FROM

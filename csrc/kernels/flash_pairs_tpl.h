@@ -176,10 +176,9 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     }
 }
 
-static vf load_first_pairs(const float *src, ptrdiff_t count) { return vf_load_part(src, count); }
-
 #define S float
 #define LOAD vf_load
+#define LOAD_PART vf_load_part
 #define FMA vf_fma_pairs
 #define STEP(name) name##_pairs
 #define FROM(name) name##_pairs

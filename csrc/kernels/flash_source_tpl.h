@@ -1,14 +1,5 @@
-/* flash_source_tpl.h – keys and values of type S (LOAD makes lanes of them) on their way to attention: packed
- * for many rows, or used where they lie by few. */
-
-/* The first `count` lanes, then zeros. */
-static inline V FROM(load_first)(const S *src, ptrdiff_t count)
-{
-    if (sizeof(S) == sizeof(T)) return VOP(load_part)((const void *)src, count);
-    S lanes[LANES] = {0};
-    memcpy(lanes, src, (size_t)count * sizeof *src);
-    return LOAD(lanes);
-}
+/* flash_source_tpl.h – keys and values of type S (LOAD and LOAD_PART make lanes of them) on their way to
+ * attention: packed for many rows, or used where they lie by few. */
 
 /* A square of lanes, turned; zeros where there are no more rows or columns. */
 static inline __attribute__((always_inline)) void
@@ -16,7 +7,7 @@ FROM(load_turned)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows,
 {
 #pragma GCC unroll 16
     for (ptrdiff_t r = 0; r < LANES; r++) {
-        square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : FROM(load_first)(src, columns);
+        square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : LOAD_PART(src, columns);
         src += step;
         HIDE(src); /* found from the row before: there are no registers for all rows */
     }
@@ -61,9 +52,9 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
             left = LOAD(src), right = LOAD(src + LANES);
         } else if (columns >= LANES) {
             left = LOAD(src);
-            if (columns > LANES) right = FROM(load_first)(src + LANES, columns - LANES);
+            if (columns > LANES) right = LOAD_PART(src + LANES, columns - LANES);
         } else {
-            left = FROM(load_first)(src, columns);
+            left = LOAD_PART(src, columns);
         }
         VOP(store)(dst, left);
         VOP(store)(dst + LANES, right);
@@ -94,9 +85,7 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     const S *from = src;
     V zero = VOP(set1)(0), least = zero; /* as its opposite */
     for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        V x = i + LANES <= columns ? LOAD(from + i)
-              : i < columns        ? FROM(load_first)(from + i, columns - i)
-                                   : zero;
+        V x = i + LANES <= columns ? LOAD(from + i) : i < columns ? LOAD_PART(from + i, columns - i) : zero;
         VOP(store)(to + i, x);
         least = VOP(max)(VOP(sub)(zero, x), least);
     }

@@ -83,6 +83,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 
 #define S T
 #define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
 #define FROM(name) FN(name)
 #include "kernels/flash_source_tpl.h"
 #ifdef HALVES
@@ -95,6 +96,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    include "kernels/flash_product_of_tpl.h"
 #    define S uint16_t
 #    define LOAD vf_load_f16
+#    define LOAD_PART vf_load_part_f16
 #    define FROM(name) name##_f16
 #    include "kernels/flash_source_tpl.h"
 #    define S uint16_t
@@ -106,6 +108,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    include "kernels/flash_product_of_tpl.h"
 #    define S uint16_t
 #    define LOAD vf_load_bf16
+#    define LOAD_PART vf_load_part_bf16
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_source_tpl.h"
 #    ifdef V_PAIRS

@@ -8,6 +8,7 @@
 #include "core/half.h"
 #include "kernels/table.h"
 
+#ifndef V_PARTS_16
 /* `count` < VF_LANES, in steps whose sizes the compiler knows. */
 static inline void copy_part(uint16_t *dst, const uint16_t *src, ptrdiff_t count)
 {
@@ -17,6 +18,7 @@ static inline void copy_part(uint16_t *dst, const uint16_t *src, ptrdiff_t count
     if (count & 2) memcpy(dst + done, src + done, 4), done += 2;
     if (count & 1) dst[done] = src[done];
 }
+#endif
 #define FN(name) name##_f16
 #include "kernels/half_tpl.h"
 #define FN(name) name##_bf16

@@ -98,17 +98,22 @@ static inline vf vd_narrow(vd low, vd high)
     return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
 }
 
-static inline vf vf_load_f16(const uint16_t *p)
+static inline __m256i v_load_part_16(const uint16_t *p, ptrdiff_t count)
 {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+    return _mm256_maskz_loadu_epi16(v_mask_32(count), p);
 }
+static inline vf v_from_f16(__m256i halves) { return _mm512_cvtph_ps(halves); }
+static inline vf vf_load_f16(const uint16_t *p) { return v_from_f16(_mm256_loadu_si256((const __m256i *)p)); }
 static inline __m256i v_to_f16(vf v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 static inline void vf_store_f16(uint16_t *p, vf v) { _mm256_storeu_si256((__m256i *)p, v_to_f16(v)); }
 static inline void vf_stream_f16(uint16_t *p, vf v) { _mm256_stream_si256((__m256i *)p, v_to_f16(v)); }
+static inline vf v_from_bf16(__m256i halves)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 static inline vf vf_load_bf16(const uint16_t *p)
 {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    return v_from_bf16(_mm256_loadu_si256((const __m256i *)p));
 }
 /* Not VCVTNEPS2BF16: that flushes subnormal numbers to zero. */
 static inline __m256i v_to_bf16(vf v)
@@ -123,6 +128,23 @@ static inline __m256i v_to_bf16(vf v)
 }
 static inline void vf_store_bf16(uint16_t *p, vf v) { _mm256_storeu_si256((__m256i *)p, v_to_bf16(v)); }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { _mm256_stream_si256((__m256i *)p, v_to_bf16(v)); }
+#define V_PARTS_16
+static inline vf vf_load_part_f16(const uint16_t *p, ptrdiff_t count)
+{
+    return v_from_f16(v_load_part_16(p, count));
+}
+static inline vf vf_load_part_bf16(const uint16_t *p, ptrdiff_t count)
+{
+    return v_from_bf16(v_load_part_16(p, count));
+}
+static inline void vf_store_part_f16(uint16_t *p, vf v, ptrdiff_t count)
+{
+    _mm256_mask_storeu_epi16(p, v_mask_32(count), v_to_f16(v));
+}
+static inline void vf_store_part_bf16(uint16_t *p, vf v, ptrdiff_t count)
+{
+    _mm256_mask_storeu_epi16(p, v_mask_32(count), v_to_bf16(v));
+}
 
 /* For attention. The greater of two, or b if there is a NaN; lane i by bit i. */
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
