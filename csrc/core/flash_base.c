@@ -121,6 +121,7 @@ am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdif
     for (ptrdiff_t h = 0; h < at->heads; h++, live += at->queries) {
         am_tile tile =
             am_mask_bits(base->flash->mask, at->b, at->head + h, at->q, at->queries, k, columns, live);
+        if (tile == AM_DEAD && at->heads == 1) return tile; /* without bits, for which nobody looks */
         for (ptrdiff_t r = 0; tile != AM_MIXED && r < at->queries; r++) live[r] = tile == AM_FULL ? all : 0;
         any_dead |= tile != AM_FULL;
         any_live |= tile != AM_DEAD;

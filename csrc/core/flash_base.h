@@ -104,7 +104,7 @@ static inline const am_flash_source *am_source_of(const am_flash_base *base, am_
     return known ? &base->kernels->sources[source] : NULL;
 }
 
-/* Fills in a word a row; whether there is any live pair, and whether all are. */
+/* Fills in a word a row if there is any live pair; whether there is, and whether all are. */
 am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
                      uint64_t *live);
 
