@@ -60,6 +60,10 @@ static struct {
     atomic_uint loops;   /* counts the loops that there were */
     int helpers, asleep; /* in all, and those waiting for `wake` */
     unsigned forks;      /* that led to this process; changes in a child alone, which has one thread yet */
+    struct {
+        pthread_t thread;
+        int processor; /* on which it fell asleep; -1 if it is awake, or nobody knows */
+    } who[AM_MAX_THREADS];
 } pool = {
     .owner = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -200,9 +204,37 @@ static void work(am_team *team, int first)
     for (int i = 0; i < team->part_count; i++) work_on(team, &team->parts[(first + i) % team->part_count]);
 }
 
+static int this_processor(void)
+{
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+/* Linux wakes a thread where it ran last, and may leave it waiting there for the caller, who has come to run
+ * on the same processor, though others are idle: for a millisecond or more. So whoever has fallen asleep
+ * where the caller runs now is kept off that processor, until it falls asleep where a caller runs again. */
+static void make_way(void)
+{
+#ifdef __linux__
+    const int here = this_processor();
+    for (int i = 0; here >= 0 && i < pool.helpers; i++) {
+        cpu_set_t others;
+        if (pool.who[i].processor != here) continue;
+        if (pthread_getaffinity_np(pthread_self(), sizeof others, &others) != 0) return;
+        CPU_CLR((size_t)here, &others);
+        if (CPU_COUNT(&others) > 0) pthread_setaffinity_np(pool.who[i].thread, sizeof others, &others);
+    }
+#endif
+}
+
 static void *help(void *number)
 {
+    const int index = (int)(intptr_t)number - 1;
     pthread_mutex_lock(&pool.lock);
+    pool.who[index].thread = pthread_self();
     for (;;) {
         while (!pool.team || pool.seats == 0) {
             unsigned seen = atomic_load(&pool.loops);
@@ -212,7 +244,9 @@ static void *help(void *number)
             pthread_mutex_lock(&pool.lock);
             if (atomic_load(&pool.loops) != seen) continue;
             pool.asleep++;
+            pool.who[index].processor = this_processor();
             pthread_cond_wait(&pool.wake, &pool.lock);
+            pool.who[index].processor = -1;
             pool.asleep--;
         }
         am_team *team = pool.team;
@@ -235,6 +269,7 @@ static void hire(int count)
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (pthread_t thread; pool.helpers < count; pool.helpers++) {
+        pool.who[pool.helpers].processor = -1;
         if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(pool.helpers + 1)) != 0) break;
         pthread_detach(thread);
     }
@@ -250,6 +285,7 @@ static void work_together(am_team *team, int helpers)
     pool.seats = helpers;
     atomic_fetch_add(&pool.loops, 1);
     int sleeping = pool.asleep;
+    if (sleeping > 0) make_way();
     pthread_mutex_unlock(&pool.lock);
     for (int i = 0; i < sleeping && i < helpers; i++) pthread_cond_signal(&pool.wake);
 
