@@ -211,18 +211,17 @@ def call():
     time.sleep(0.02) # the helper falls asleep
 before = set(os.listdir("/proc/self/task"))
 call()
-(helper,) = set(os.listdir("/proc/self/task")) - before
+(helper,) = map(int, set(os.listdir("/proc/self/task")) - before)
 every = os.sched_getaffinity(0)
 here = min(every)
-for _ in range(50):
-    os.sched_setaffinity(int(helper), {here})
+for i in range(20):
+    os.sched_setaffinity(helper, {here})
     call()
+    os.sched_setaffinity(helper, every)
     os.sched_setaffinity(0, {here})
     os.sched_setaffinity(0, every)
     call() # on the same processor still, unless the system moved it meanwhile
-    if os.sched_getaffinity(int(helper)) == every - {here}:
-        print("sent elsewhere")
-        break
+    print(os.sched_getaffinity(helper) == every - {here})
 """
 
 
@@ -232,7 +231,9 @@ def test_a_helper_does_not_wait_for_the_callers_processor():
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two processors")
     result = python(HELPER_AND_CALLER)
-    assert result.stdout == "sent elsewhere\n", result.stderr
+    elsewhere = result.stdout.split()
+    assert len(elsewhere) == 20, result.stderr
+    assert elsewhere.count("True") >= 10
 
 
 # Wrong arguments: for every argument of every function, what is refused and how.

@@ -63,6 +63,7 @@ static struct {
     struct {
         pthread_t thread;
         int processor; /* on which it fell asleep; -1 if it is awake, or nobody knows */
+        int kept_off;  /* a processor on which it may not run for now, or -1 */
     } who[AM_MAX_THREADS];
 } pool = {
     .owner = PTHREAD_MUTEX_INITIALIZER,
@@ -221,11 +222,14 @@ static void make_way(void)
 #ifdef __linux__
     const int here = this_processor();
     for (int i = 0; here >= 0 && i < pool.helpers; i++) {
-        cpu_set_t others;
+        cpu_set_t others; /* of those that are its own */
         if (pool.who[i].processor != here) continue;
-        if (pthread_getaffinity_np(pthread_self(), sizeof others, &others) != 0) return;
+        if (pthread_getaffinity_np(pool.who[i].thread, sizeof others, &others) != 0) return;
+        if (pool.who[i].kept_off >= 0) CPU_SET((size_t)pool.who[i].kept_off, &others);
         CPU_CLR((size_t)here, &others);
-        if (CPU_COUNT(&others) > 0) pthread_setaffinity_np(pool.who[i].thread, sizeof others, &others);
+        if (CPU_COUNT(&others) == 0) continue;
+        if (pthread_setaffinity_np(pool.who[i].thread, sizeof others, &others) == 0)
+            pool.who[i].kept_off = here;
     }
 #endif
 }
@@ -269,7 +273,7 @@ static void hire(int count)
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (pthread_t thread; pool.helpers < count; pool.helpers++) {
-        pool.who[pool.helpers].processor = -1;
+        pool.who[pool.helpers].processor = pool.who[pool.helpers].kept_off = -1;
         if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(pool.helpers + 1)) != 0) break;
         pthread_detach(thread);
     }
