@@ -29,7 +29,9 @@ CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
 # Kernel file -> flags. Levels in the order in which the dispatcher climbs them.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+AVX512BF16 = [*AVX512, "-mavx512bf16"]
+AMX = [*AVX512BF16, "-mamx-tile", "-mamx-bf16"]
+X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512BF16, "amx": AMX}
 
 
 def sources(pattern: str) -> list[str]:
@@ -46,7 +48,7 @@ class BuildExt(build_ext):
         flags += ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1"]
         flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
         if switch("ATTNMASK_DEBUG") or os.environ.get("ATTNMASK_SANITIZE"):
-            ext.define_macros += [("AM_TRY_PAIRS", "1")]
+            ext.define_macros += [("AM_EMULATE", "1")]
         if sanitizers := os.environ.get("ATTNMASK_SANITIZE"):
             sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
             # Python's own -fwrapv would hide signed overflow.

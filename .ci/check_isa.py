@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KERNELS = {"avx2", "avx512", "avx512bf16"}  # by file name, in csrc/kernels/
+KERNELS = {"avx2", "avx512", "avx512bf16", "amx"}  # by file name, in csrc/kernels/
 
 # Registers of AVX and AVX-512; mnemonics of AVX, which all begin with v as only verr and verw did before, and of BMI.
 REGISTER = re.compile(r"%[yz]mm\d|%k[0-7]\b|%xmm(?:1[6-9]|2\d|3[01])\b")

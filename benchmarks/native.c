@@ -8,6 +8,10 @@
 #ifdef __AVX512BF16__
 #    include <immintrin.h>
 #endif
+#ifdef __AMX_BF16__
+#    include <sys/syscall.h>
+#    include <unistd.h>
+#endif
 #ifdef _OPENMP
 #    include <omp.h>
 #else
@@ -88,8 +92,45 @@ FMA(fma_float32, float, WIDEST)
 FMA(fma_float64, double, WIDEST)
 FMA(fma_avx2, float, 32)
 
+#ifdef __AMX_BF16__
+/* Four whole tiles gather products of two others, if Linux lends tiles to the process. */
+static double fma_tiles(size_t steps, int threads)
+{
+    enum { REQUEST = 0x1023, TILES = 18, OPERATIONS = 4 * 2 * 16 * 16 * 32 };
+    int count = 0;
+    if (syscall(SYS_arch_prctl, REQUEST, TILES)) return 0;
+#    pragma omp parallel num_threads(threads) reduction(+ : count)
+    {
+        static const struct {
+            uint8_t palette, start_row, reserved[14];
+            uint16_t row_bytes[16];
+            uint8_t rows[16];
+        } whole = {1, 0, {0}, {64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16}};
+        uint16_t halves[512];
+        for (int i = 0; i < 512; i++) halves[i] = 0x3f00; /* 0.5 */
+        __asm__ volatile("ldtilecfg %0" : : "m"(whole));
+        __asm__ volatile("" : : "r"(halves) : "memory");
+        _tile_loadd(4, halves, 64);
+        _tile_loadd(5, halves, 64);
+        for (size_t step = 0; step < steps; step++) {
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_dpbf16ps(1, 4, 5);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+        _tile_release();
+        count++;
+    }
+    return (double)OPERATIONS * (double)steps * count;
+}
+#endif
+
 double fma_bfloat16(size_t steps, int threads)
 {
+#ifdef __AMX_BF16__
+    const double done = fma_tiles(steps, threads);
+    if (done) return done;
+#endif
     int count = 0;
 #ifdef __AVX512BF16__
 #    pragma omp parallel num_threads(threads) reduction(+ : count)

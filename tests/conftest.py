@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 import attnmask
 from attnmask import _core
 
-ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16")
+ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 
 # Under AddressSanitizer nothing can be said about time and memory.
 SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")

@@ -624,6 +624,7 @@ static void choose(plan *p)
      * they are not zipped for each strip. */
     const ptrdiff_t few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
+                         !(p->pairs && p->base.kernels->tiles) &&
                          f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);

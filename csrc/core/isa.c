@@ -5,6 +5,10 @@
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
+#    ifdef __linux__
+#        include <sys/syscall.h>
+#        include <unistd.h>
+#    endif
 
 static const unsigned LEAF1_ECX = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
 static const unsigned LEAF7_EBX_AVX2 = 1u << 3 | 1u << 5 | 1u << 8;          /* BMI1, AVX2, BMI2 */
@@ -20,6 +24,21 @@ static unsigned saved_registers(void)
     return low;
 }
 
+/* Linux saves the tiles of a process that has asked, and of its children. Builds for tests have their own. */
+static bool has_tiles(unsigned leaf7_edx)
+{
+#    if defined AM_EMULATE
+    return (void)leaf7_edx, true;
+#    elif defined __linux__
+    enum { BF16_AND_TILES = 1 << 22 | 1 << 24, XCR0_TILES = 0x60000 };
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return (leaf7_edx & BF16_AND_TILES) == BF16_AND_TILES && (saved_registers() & XCR0_TILES) == XCR0_TILES &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#    else
+    return (void)leaf7_edx, false;
+#    endif
+}
+
 static int highest_level(void)
 {
     unsigned a, b, c, d;
@@ -28,8 +47,9 @@ static int highest_level(void)
     if ((saved & XCR0_YMM) != XCR0_YMM) return 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & LEAF7_EBX_AVX2) != LEAF7_EBX_AVX2) return 0;
     if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM) return 1;
+    const unsigned leaf7_edx = d;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & LEAF7_1_EAX_BF16)) return 2;
-    return 3;
+    return has_tiles(leaf7_edx) ? 4 : 3;
 }
 #else
 static int highest_level(void) { return 0; }
@@ -46,6 +66,9 @@ static const am_kernels *const ladder[] = {
 #endif
 #ifdef AM_HAVE_AVX512BF16
     &am_kernels_avx512bf16,
+#endif
+#ifdef AM_HAVE_AMX
+    &am_kernels_amx,
 #endif
 };
 

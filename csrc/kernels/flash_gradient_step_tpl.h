@@ -53,7 +53,7 @@ static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, const ui
 static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
     T *weights = block->weights, *slopes = block->slopes;
     flash_next next = flash_next_of(tile->next, 2 * count * AM_FLASH_TILE / FN(PANEL));
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights, &next);
@@ -71,7 +71,7 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
     }
     FN(strip) turned_strips[AM_FLASH_TILE];
     ptrdiff_t turned_count =
-        FN(cut_strips)(turned_strips, tile->columns, tile->live ? turned : NULL, block->rows);
+        FN(cut_strips)(turned_strips, tile->columns, STRIP, tile->live ? turned : NULL, block->rows);
     const T *joined = STEP(join_rows)(weights, weights, block->rows);
     STEP(add_turned)(turned_strips, turned_count, tile->live && !block->d_out_finite ? turned : NULL, joined,
                      block->d_out_rows, tile->d_v, block->value_step, block->value_depth);
@@ -100,7 +100,7 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
 static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
     T *logits = block->weights;
     flash_next none = {.left = 0};
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);

@@ -77,6 +77,7 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
                         (float *)block->out + column, block->out_depth, columns_at(block, column, PANEL_f32));
 }
 
+#ifndef V_TILES
 /* Two rows of values are zipped. */
 static void add_in_place_pairs(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
                                ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
@@ -85,6 +86,7 @@ static void add_in_place_pairs(ptrdiff_t rows, ptrdiff_t columns, const float *p
     add_product_zipped(rows, columns, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c,
                        c_step, ahead);
 }
+#endif
 
 #define STEP(name) name##_pairs
 #define WIDTH 2

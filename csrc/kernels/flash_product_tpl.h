@@ -33,12 +33,12 @@ typedef struct {
     ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */
 } FN(strip);
 
-/* Cuts rows to strips of about the same height; returns how many. `live`: a word a row, or NULL if all
- * columns are. */
-static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, const uint64_t *live,
-                                       ptrdiff_t columns)
+/* Cuts rows to strips of about the same height, at most `most`; returns how many. `live`: a word a row, or
+ * NULL if all columns are. */
+static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, ptrdiff_t most,
+                                       const uint64_t *live, ptrdiff_t columns)
 {
-    ptrdiff_t count = (rows + STRIP - 1) / STRIP, least = rows / count;
+    ptrdiff_t count = (rows + most - 1) / most, least = rows / count;
     for (ptrdiff_t i = 0, row = 0; i < count; i++) {
         FN(strip) *s = &strips[i];
         *s = (FN(strip)){row, least + (i < rows % count), 0, columns};

@@ -192,10 +192,23 @@ static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *t
     return true;
 }
 
+/* Weighs the rows of a tile: all, or of each strip the columns that it takes. */
+static void STEP(weigh_strips)(const am_flash_rows *block, const am_flash_tile *tile,
+                               const FN(strip) * strips, ptrdiff_t count)
+{
+    if (STEP(weigh_whole)(block, tile)) return;
+    for (const FN(strip) *s = strips; s < strips + count; s++) {
+        ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
+                  end = (s->end + whole - 1) / whole * whole;
+        if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);
+    }
+}
+
+#if WIDTH == 1 || !defined V_TILES
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
 
     flash_next next = flash_next_of(tile->next, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
 
@@ -212,12 +225,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
                 flash_ask_rest(&next, ask, block->depth);
         }
     }
-    const bool weighed = STEP(weigh_whole)(block, tile);
-    for (const FN(strip) *s = strips; !weighed && s < strips + count; s++) {
-        ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
-                  end = (s->end + whole - 1) / whole * whole;
-        if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);
-    }
+    STEP(weigh_strips)(block, tile, strips, count);
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         const ptrdiff_t panel = column * (AM_FLASH_TILE / WIDTH); /* where it begins, of packed values */
         const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
@@ -240,6 +248,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         }
     }
 }
+#endif
 
 #undef STEP
 #undef WIDTH

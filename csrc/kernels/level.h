@@ -236,6 +236,9 @@ static inline vd tanh_tail_f64(vd z)
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_gradient_tpl.h"
+#ifdef V_TILES
+#    include "kernels/flash_tiles.h"
+#endif
 #define T double
 #define V vd
 #define VOP(op) vd_##op
@@ -310,7 +313,12 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,
 #ifdef V_PAIRS
+#    ifdef V_TILES
+            .step_pairs = flash_step_tiles,
+            .tiles = true,
+#    else
             .step_pairs = flash_step_pairs,
+#    endif
             .pack_value_pairs = pack_values_pairs,
             .step_in_place_pairs = step_in_place_pairs,
             .gradient_pairs = gradient_pairs,

@@ -253,6 +253,7 @@ typedef struct {
      * in depth of what is packed by pack_keys of AM_SOURCE_OWN and of the rows that meet it (`depth` of
      * am_flash_rows counts lanes), neighbouring rows of what is packed by pack_value_pairs. */
     am_flash_step *step_pairs;
+    bool tiles; /* step_pairs takes no values in place */
     am_flash_pack_values *pack_value_pairs;
     am_flash_step_in_place *step_in_place_pairs; /* of pairs of neighbours in depth, values among them */
     am_flash_gradient_step *gradient_pairs;
@@ -297,6 +298,9 @@ extern const am_kernels am_kernels_avx512;
 #endif
 #ifdef AM_HAVE_AVX512BF16
 extern const am_kernels am_kernels_avx512bf16;
+#endif
+#ifdef AM_HAVE_AMX
+extern const am_kernels am_kernels_amx;
 #endif
 
 #endif

@@ -2,10 +2,12 @@
 #ifndef AM_VEC_H
 #define AM_VEC_H
 
+#include <assert.h>
 #include <immintrin.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define VF_LANES 16
 #define V_STRIP 12 /* rows of two vectors that fit the registers, beside what they are made of */
@@ -334,6 +336,70 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
 {
     return _mm512_and_ps(v, _mm512_castsi512_ps(_mm512_set1_epi32((int)bits)));
 }
+#endif
+
+#ifdef __AMX_BF16__
+/* Eight tiles of up to 16 rows of 64 bytes, a thread's own; `n`, `a`, `b` and `c` are numbers of tiles. Each
+ * row of c gathers what the lanes of a row of a weigh rows of b: a lane holds two bfloat16, as above. */
+#    define V_TILES
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} vt_shapes;
+#    ifndef AM_EMULATE
+/* Tiles begin with zeros. */
+static inline void vt_begin(const vt_shapes *shapes)
+{
+    __asm__ volatile("ldtilecfg %0" : : "m"(*shapes) : "memory");
+}
+static inline void vt_end(void) { _tile_release(); }
+#        define vt_zero(n) _tile_zero(n)
+#        define vt_load(n, p, step) _tile_loadd(n, p, (step) * (ptrdiff_t)sizeof(float))
+#        define vt_store(n, p, step) _tile_stored(n, p, (step) * (ptrdiff_t)sizeof(float))
+#        define vt_fma_pairs(c, a, b) _tile_dpbf16ps(c, a, b)
+#    else
+/* In builds for tests tiles lie in memory, for processors that have none; what those reject, these do. */
+static _Thread_local struct {
+    vt_shapes shapes;
+    __m512 rows[8][16];
+} vt_held;
+static inline void vt_begin(const vt_shapes *shapes)
+{
+    memset(&vt_held, 0, sizeof vt_held);
+    vt_held.shapes = *shapes;
+}
+static inline void vt_end(void) { vt_begin(&(vt_shapes){0}); }
+static inline void vt_zero(int n)
+{
+    assert(vt_held.shapes.rows[n] > 0);
+    memset(vt_held.rows[n], 0, sizeof vt_held.rows[n]);
+}
+static inline void vt_load(int n, const float *p, ptrdiff_t step)
+{
+    vt_zero(n);
+    for (int row = 0; row < vt_held.shapes.rows[n]; row++)
+        memcpy(&vt_held.rows[n][row], p + row * step, vt_held.shapes.row_bytes[n]);
+}
+static inline void vt_store(int n, float *p, ptrdiff_t step)
+{
+    assert(vt_held.shapes.rows[n] > 0);
+    for (int row = 0; row < vt_held.shapes.rows[n]; row++)
+        memcpy(p + row * step, &vt_held.rows[n][row], vt_held.shapes.row_bytes[n]);
+}
+static inline void vt_fma_pairs(int c, int a, int b)
+{
+    const vt_shapes *s = &vt_held.shapes;
+    assert(s->rows[c] > 0 && s->rows[a] == s->rows[c] && s->row_bytes[b] == s->row_bytes[c] &&
+           s->row_bytes[a] == s->rows[b] * sizeof(float));
+    for (int row = 0; row < s->rows[c]; row++) {
+        for (int lane = 0; lane < s->rows[b]; lane++) {
+            vf weight = vf_set1(vt_held.rows[a][row][lane]);
+            vt_held.rows[c][row] = vf_fma_pairs(weight, vt_held.rows[b][lane], vt_held.rows[c][row]);
+        }
+    }
+}
+#    endif
 #endif
 
 typedef __m512i vi;

@@ -199,7 +199,7 @@ static inline void vd_turn(vd v[VD_LANES])
 }
 static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]} + (vd){v[0][1], v[1][1]}; }
 
-#ifdef AM_TRY_PAIRS
+#ifdef AM_EMULATE
 /* Two bfloat16 to a lane, in builds for tests: what processors with AVX-512 BF16 do runs on others too. */
 #    define V_PAIRS
 static inline vf vf_only_bits(vf v, uint32_t bits)
