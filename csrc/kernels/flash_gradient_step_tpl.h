@@ -5,7 +5,8 @@
  *     dV = dV + Pᵀ dO             one panel of columns after the other, and so are
  *     dK = dK + dSᵀ Q,  dQ = dQ + dS K
  *
- * A lane of what is multiplied holds WIDTH numbers, which are neighbours in the sum that is taken.
+ * A lane of what is multiplied holds WIDTH numbers, which are neighbours in the sum that is taken. TILED: by
+ * products of flash_tiles.h, of HEIGHT rows at once.
  */
 
 /* c = a bᵀ, where b is packed like keys. */
@@ -18,6 +19,9 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
         memset(c, 0, (size_t)(rows * AM_FLASH_TILE) * sizeof *c);
         return;
     }
+#ifdef TILED
+    find_logits(strips, count, lanes, a, a_step, b, c, next);
+#else
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             flash_lines *ask = flash_next_for(next, lanes);
@@ -26,13 +30,18 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
                 flash_ask_rest(next, ask, lanes);
         }
     }
+#endif
 }
 
+#ifndef TILED
 /* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of live pairs alone, if `live`
- * is not NULL. */
-static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, const uint64_t *live, const T *a,
-                             const T *b, T *c, ptrdiff_t step, ptrdiff_t depth)
+ * is not NULL. `room`: as large as a, which it may be. */
+static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
+                             const T *a, T *room, const T *b, T *c, ptrdiff_t step, ptrdiff_t depth,
+                             flash_next *next)
 {
+    (void)next;
+    a = STEP(join_rows)(room, a, rows);
     const ptrdiff_t b_row = WIDTH == 1 ? step : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
     if (live) {
@@ -50,12 +59,41 @@ static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, const ui
     }
 }
 
+/* Products that ask for memory. */
+static ptrdiff_t STEP(gradient_asks)(const am_gradient_rows *block, ptrdiff_t strips)
+{
+    (void)block;
+    return 2 * strips * AM_FLASH_TILE / FN(PANEL);
+}
+
+/* c += a b, as `add_turned`. */
+static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
+                               const uint64_t *live, const T *a, const T *b, T *c, ptrdiff_t step,
+                               ptrdiff_t depth, flash_next *next)
+{
+    (void)next;
+    if (live) {
+        STEP(add_live_rows)(rows, live, a, AM_FLASH_TILE, 1, b, FN(PANEL), FN(PANEL) * AM_FLASH_TILE / WIDTH,
+                            c, step, depth);
+        return;
+    }
+    for (ptrdiff_t column = 0; column < depth; column += FN(PANEL), b += FN(PANEL) * AM_FLASH_TILE / WIDTH) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (s->begin == s->end) continue;
+            ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
+            STEP(add_product)(s->rows, depth - column, end - begin, a + s->row * AM_FLASH_TILE + begin,
+                              b + begin * FN(PANEL), FN(PANEL), c + s->row * step + column, step, NULL);
+        }
+    }
+}
+#endif
+
 static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *weights = block->weights, *slopes = block->slopes;
-    flash_next next = flash_next_of(tile->next, 2 * count * AM_FLASH_TILE / FN(PANEL));
+    flash_next next = flash_next_of(tile->next, STEP(gradient_asks)(block, count));
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights, &next);
     STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns,
                     slopes, &next);
@@ -71,39 +109,30 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
     }
     FN(strip) turned_strips[AM_FLASH_TILE];
     ptrdiff_t turned_count =
-        FN(cut_strips)(turned_strips, tile->columns, STRIP, tile->live ? turned : NULL, block->rows);
-    const T *joined = STEP(join_rows)(weights, weights, block->rows);
-    STEP(add_turned)(turned_strips, turned_count, tile->live && !block->d_out_finite ? turned : NULL, joined,
-                     block->d_out_rows, tile->d_v, block->value_step, block->value_depth);
-    joined = STEP(join_rows)(weights, slopes, block->rows);
-    STEP(add_turned)(turned_strips, turned_count, tile->live && !block->q_finite ? turned : NULL, joined,
-                     block->q_rows, tile->d_k, block->step, block->depth);
+        FN(cut_strips)(turned_strips, tile->columns, HEIGHT, tile->live ? turned : NULL, block->rows);
+    STEP(add_turned)(turned_strips, turned_count, block->rows,
+                     tile->live && !block->d_out_finite ? turned : NULL, weights, weights, block->d_out_rows,
+                     tile->d_v, block->value_step, block->value_depth, &next);
+    STEP(add_turned)(turned_strips, turned_count, block->rows, tile->live && !block->q_finite ? turned : NULL,
+                     slopes, weights, block->q_rows, tile->d_k, block->step, block->depth, &next);
     for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(slopes + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
-    if (tile->live && !tile->k_finite) {
-        STEP(add_live_rows)(block->rows, tile->live, slopes, AM_FLASH_TILE, 1, tile->k, FN(PANEL),
-                            FN(PANEL) * AM_FLASH_TILE / WIDTH, block->d_q, block->step, block->depth);
-        return;
-    }
-    const T *k = tile->k;
-    for (ptrdiff_t column = 0; column < block->depth;
-         column += FN(PANEL), k += FN(PANEL) * AM_FLASH_TILE / WIDTH) {
-        for (const FN(strip) *s = strips; s < strips + count; s++) {
-            if (s->begin == s->end) continue;
-            ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product)(s->rows, block->depth - column, end - begin,
-                              slopes + s->row * AM_FLASH_TILE + begin, k + begin * FN(PANEL), FN(PANEL),
-                              (T *)block->d_q + s->row * block->step + column, block->step, NULL);
-        }
-    }
+    STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, slopes,
+                       tile->k, block->d_q, block->step, block->depth, &next);
+#ifdef TILED
+    end_tiles();
+#endif
 }
 
 static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
-    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *logits = block->weights;
     flash_next none = {.left = 0};
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);
+#ifdef TILED
+    end_tiles();
+#endif
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
@@ -136,3 +165,5 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
 
 #undef STEP
 #undef WIDTH
+#undef HEIGHT
+#undef TILED

@@ -97,10 +97,17 @@ static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
 
 #define STEP(name) FN(name)
 #define WIDTH 1
+#define HEIGHT STRIP
 #include "kernels/flash_gradient_step_tpl.h"
 #if defined HALVES && defined V_PAIRS
 #    define STEP(name) name##_pairs
 #    define WIDTH 2
+#    ifdef V_TILES
+#        define TILED
+#        define HEIGHT TILES_ROWS
+#    else
+#        define HEIGHT STRIP
+#    endif
 #    include "kernels/flash_gradient_step_tpl.h"
 #endif
 #undef HALVES

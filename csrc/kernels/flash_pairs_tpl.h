@@ -37,18 +37,6 @@ static void narrow_pairs(float *weights, ptrdiff_t begin, ptrdiff_t end)
     }
 }
 
-/* Two rows of [rows][AM_FLASH_TILE] to one of pairs; `to` may be `from`. */
-static const float *join_rows_pairs(float *to, const float *from, ptrdiff_t rows)
-{
-    for (ptrdiff_t r = 0; r < rows; r += 2, from += 2 * AM_FLASH_TILE) {
-        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += VF_LANES) {
-            vf odd = r + 1 < rows ? vf_load(from + AM_FLASH_TILE + i) : vf_set1(0);
-            vf_store(to + r / 2 * AM_FLASH_TILE + i, vf_join_pairs(vf_load(from + i), odd));
-        }
-    }
-    return to;
-}
-
 /* As `add_live_rows`, where a and b are pairs: of each pair of b, what is dead for the row becomes 0. */
 static void add_live_rows_pairs(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
                                 ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
@@ -70,6 +58,19 @@ static void add_live_rows_pairs(ptrdiff_t rows, const uint64_t *live, const floa
     }
 }
 
+#ifndef V_TILES
+/* Two rows of [rows][AM_FLASH_TILE] to one of pairs; `to` may be `from`. */
+static const float *join_rows_pairs(float *to, const float *from, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 0; r < rows; r += 2, from += 2 * AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += VF_LANES) {
+            vf odd = r + 1 < rows ? vf_load(from + AM_FLASH_TILE + i) : vf_set1(0);
+            vf_store(to + r / 2 * AM_FLASH_TILE + i, vf_join_pairs(vf_load(from + i), odd));
+        }
+    }
+    return to;
+}
+
 static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                            const float *panel)
 {
@@ -77,7 +78,6 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
                         (float *)block->out + column, block->out_depth, columns_at(block, column, PANEL_f32));
 }
 
-#ifndef V_TILES
 /* Two rows of values are zipped. */
 static void add_in_place_pairs(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
                                ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,

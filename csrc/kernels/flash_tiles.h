@@ -1,6 +1,7 @@
-/* flash_tiles.h – attention of bfloat16 numbers where the processor multiplies whole tiles of them. Queries,
- * keys, weights and values are pairs as in flash_pairs_tpl.h, and lie where they lie there: rows of a packed
- * panel are rows of tiles. Tiles 0 to 3 gather two by two, 4 and 5 are of a, 6 and 7 of b. */
+/* flash_tiles.h – attention of bfloat16 numbers, and what its gradient is made of, where the processor
+ * multiplies whole tiles of them. Queries, keys, weights and values are pairs as in flash_pairs_tpl.h, and
+ * lie where they lie there: rows of a packed panel are rows of tiles. Tiles 0 to 3 gather two by two, 4 and 5
+ * are of a, 6 and 7 of b. */
 
 enum {
     TILE_ROWS = 16,
@@ -9,14 +10,14 @@ enum {
 };
 _Static_assert(PANEL_f32 == 2 * TILE_LANES && VF_LANES == TILE_LANES, "a panel is two tiles wide");
 
-/* What the tiles of a thread are made for: rows of a, and how many of their lanes. */
-typedef struct {
+/* What the tiles of a thread are made for: rows of a, and how many of their lanes; 0: nothing. */
+static _Thread_local struct {
     ptrdiff_t rows, lanes;
-} tile_shape;
+} tiles_now;
 
-static void shape_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
+static void shape_tiles(ptrdiff_t rows, ptrdiff_t lanes)
 {
-    if (now->rows == rows && now->lanes == lanes) return;
+    if (tiles_now.rows == rows && tiles_now.lanes == lanes) return;
     const uint8_t high = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS), low = (uint8_t)(rows - high),
                   depth = (uint8_t)lanes;
     const uint16_t line = TILE_LANES * sizeof(float), bytes = (uint16_t)(lanes * (ptrdiff_t)sizeof(float)),
@@ -27,7 +28,13 @@ static void shape_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
         .row_bytes = {line, line, low_line, low_line, bytes, low_bytes, line, line},
     };
     vt_begin(&shapes);
-    *now = (tile_shape){rows, lanes};
+    tiles_now.rows = rows, tiles_now.lanes = lanes;
+}
+
+static void end_tiles(void)
+{
+    vt_end();
+    tiles_now.rows = 0;
 }
 
 /* c = (add ? c : 0) + a b, for tiles as they are made: two of rows with `low`, two of columns with `right`.
@@ -71,16 +78,16 @@ multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float 
 }
 
 /* c = (add ? c : 0) + a b, of up to two tiles of rows, and of columns of a panel of b. */
-static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes,
-                           const float *a, ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step,
-                           bool add, flash_next *next)
+static void multiply_tiles(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, const float *a,
+                           ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, bool add,
+                           flash_next *next)
 {
     const bool low = rows > TILE_ROWS, right = columns > TILE_LANES;
     __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
     for (ptrdiff_t some; lanes > 0; lanes -= some, a += some, b += some * PANEL_f32, add = true) {
         some = lanes < TILE_LANES ? lanes : lanes / TILE_LANES * TILE_LANES;
         const ptrdiff_t chunks = (some + TILE_LANES - 1) / TILE_LANES;
-        shape_tiles(now, rows, some / chunks);
+        shape_tiles(rows, some / chunks);
         if (low && right)
             multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, next);
         else if (low)
@@ -92,18 +99,53 @@ static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, p
     }
 }
 
-/* O + P V of a tile of which values that are dead for some rows are not finite. Everything goes the way of
- * values that are: sums are added up in another order elsewhere, and what is dead must leave no trace. The
- * rest weighs on the rows for which it lives. */
-static void split_values(const float *panel, float *finite, float *rest)
+/* c = a bᵀ, where b is packed like keys. */
+static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const float *a,
+                        ptrdiff_t a_step, const float *b, float *c, flash_next *next)
 {
-    enum { COUNT = AM_FLASH_TILE * PANEL_f32, EXPONENT = 0x7f80 };
-    uint16_t all[COUNT], numbers[COUNT];
+    for (const strip_f32 *s = strips; s < strips + count; s++) {
+        for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
+            multiply_tiles(s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
+                           c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, next);
+    }
+}
+
+enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* of what is packed like values */
+
+/* Numbers of a panel, and what is none. */
+static void split_panel(const float *panel, float *finite, float *rest)
+{
+    enum { EXPONENT = 0x7f80 };
+    uint16_t all[2 * PANEL_LANES], numbers[2 * PANEL_LANES];
     memcpy(all, panel, sizeof all);
-    for (ptrdiff_t i = 0; i < COUNT; i++) numbers[i] = (all[i] & EXPONENT) == EXPONENT ? 0 : all[i];
-    for (ptrdiff_t i = 0; i < COUNT; i++) all[i] ^= numbers[i];
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) numbers[i] = (all[i] & EXPONENT) == EXPONENT ? 0 : all[i];
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) all[i] ^= numbers[i];
     memcpy(finite, numbers, sizeof numbers);
     memcpy(rest, all, sizeof all);
+}
+
+/* c += a b, where b is packed like values; of live pairs alone, if `live` is not NULL. All numbers go by
+ * tiles even then, as sums are added up in another order elsewhere, and what is dead must leave no trace;
+ * what is not finite weighs on the rows for which it lives. */
+static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
+                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t depth,
+                         flash_next *next)
+{
+    for (ptrdiff_t column = 0; column < depth; column += PANEL_f32, b += PANEL_LANES) {
+        const ptrdiff_t columns = depth - column < PANEL_f32 ? depth - column : PANEL_f32;
+        float finite[PANEL_LANES], rest[PANEL_LANES];
+        if (live) split_panel(b, finite, rest);
+        for (const strip_f32 *s = strips; s < strips + count; s++) {
+            const ptrdiff_t begin = s->begin / PANEL_f32 * TILE_LANES,
+                            end = (s->end + PANEL_f32 - 1) / PANEL_f32 * TILE_LANES;
+            multiply_tiles(s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
+                           (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step,
+                           true, next);
+        }
+        const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
+        if (live)
+            add_live_rows_pairs(rows, live, a, a_step, 1, rest, PANEL_f32, 0, c + column, c_step, columns);
+    }
 }
 
 static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *tile)
@@ -113,31 +155,58 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
     const ptrdiff_t key_chunks = AM_FLASH_TILE / 2 / TILE_LANES,
                     chunks = (block->depth + block->out_depth) / TILE_LANES * key_chunks + 1;
     flash_next next = flash_next_of(tile->next, count * chunks);
-    tile_shape now = {0};
-    float *logits = block->logits, *out = block->out;
-    const float *q = block->q, *k = tile->k, *v = tile->v;
-    if (block->depth == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
-    for (const strip_f32 *s = strips; s < strips + count; s++) {
-        for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
-            multiply_tiles(&now, s->rows, PANEL_f32, block->depth, q + s->row * block->q_step, block->q_step,
-                           k + i * block->depth, logits + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false,
-                           &next);
-    }
+    if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
+    find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &next);
     weigh_strips_pairs(block, tile, strips, count);
-    for (ptrdiff_t column = 0; column < block->out_depth; column += PANEL_f32) {
-        enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 };
-        float finite[PANEL_LANES], rest[PANEL_LANES];
-        const bool split = tile->live && !tile->finite;
-        const float *panel = v + column * (AM_FLASH_TILE / 2);
-        if (split) split_values(panel, finite, rest), panel = finite;
-        for (const strip_f32 *s = strips; s < strips + count; s++) {
-            const ptrdiff_t begin = s->begin / PANEL_f32 * TILE_LANES,
-                            end = (s->end + PANEL_f32 - 1) / PANEL_f32 * TILE_LANES;
-            multiply_tiles(&now, s->rows, columns_at(block, column, PANEL_f32), end - begin,
-                           logits + s->row * AM_FLASH_TILE + begin, AM_FLASH_TILE, panel + begin * PANEL_f32,
-                           out + s->row * block->out_depth + column, block->out_depth, true, &next);
+    add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
+                 block->out, block->out_depth, block->out_depth, &next);
+    end_tiles();
+}
+
+/* --- What flash_gradient_step_tpl.h is made of --- */
+
+/* [rows][AM_FLASH_TILE] to pairs of neighbouring rows, turned: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
+static void turn_rows(float *to, const float *from, ptrdiff_t rows)
+{
+    enum { STEP = AM_FLASH_ROWS / 2 };
+    for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
+        for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += VF_LANES) {
+            vf pairs[VF_LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t i = 0; i < VF_LANES; i++) {
+                const ptrdiff_t r = 2 * (lane + i);
+                const float *row = from + r * AM_FLASH_TILE + column;
+                vf even = r < rows ? vf_load(row) : vf_set1(0),
+                   odd = r + 1 < rows ? vf_load(row + AM_FLASH_TILE) : vf_set1(0);
+                pairs[i] = vf_join_pairs(even, odd);
+            }
+            vf_turn(pairs);
+#pragma GCC unroll 16
+            for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, pairs[i]);
         }
-        if (split) add_live_pairs(block, tile, column, rest);
     }
-    vt_end();
+}
+
+static void add_turned_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
+                             const float *a, float *room, const float *b, float *c, ptrdiff_t step,
+                             ptrdiff_t depth, flash_next *next)
+{
+    (void)room;
+    float turned[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
+    turn_rows(turned, a, rows);
+    add_products(strips, count, live, turned, AM_FLASH_ROWS / 2, b, c, step, depth, next);
+}
+
+static void add_straight_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
+                               const float *a, const float *b, float *c, ptrdiff_t step, ptrdiff_t depth,
+                               flash_next *next)
+{
+    (void)rows;
+    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, next);
+}
+
+/* Chunks of all its products. */
+static ptrdiff_t gradient_asks_pairs(const am_gradient_rows *block, ptrdiff_t strips)
+{
+    return strips * ((3 * block->depth + 2 * block->value_depth) / TILE_LANES + 1);
 }

@@ -235,10 +235,10 @@ static inline vd tanh_tail_f64(vd z)
 #define HALVES /* may come as numbers of sixteen bits too */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
-#include "kernels/flash_gradient_tpl.h"
 #ifdef V_TILES
 #    include "kernels/flash_tiles.h"
 #endif
+#include "kernels/flash_gradient_tpl.h"
 #define T double
 #define V vd
 #define VOP(op) vd_##op
