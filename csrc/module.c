@@ -86,6 +86,7 @@ static PyMethodDef runtime_methods[] = {
 
 static const am_kernels *initial_kernels(void)
 {
+    am_isa_begin();
     const char *wanted = getenv("ATTNMASK_ISA");
     if (wanted && *wanted) return find_kernels("ATTNMASK_ISA", wanted);
     const am_kernels *best = NULL, *kernels;

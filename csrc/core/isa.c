@@ -2,12 +2,12 @@
 #include "core/isa.h"
 
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
 #    ifdef __linux__
 #        include <sys/syscall.h>
-#        include <unistd.h>
 #    endif
 
 static const unsigned LEAF1_ECX = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
@@ -54,6 +54,15 @@ static int highest_level(void)
 #else
 static int highest_level(void) { return 0; }
 #endif
+
+bool am_asks_near;
+
+void am_isa_begin(void)
+{
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    am_asks_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+#endif
+}
 
 /* By level. A compiler that cannot build one cannot build those above it. */
 static const am_kernels *const ladder[] = {

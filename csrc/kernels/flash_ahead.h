@@ -1,6 +1,5 @@
 /* flash_ahead.h – asking for memory ahead of time, a little at a time between the sums: of many lines at once
- * processors drop some. Where memory is all that is waited for, lines are asked for twice. They are
- * asked to the first-level cache: to the second alone was slower on Zen 5, decoding by up to a tenth. */
+ * processors drop some. Where memory is all that is waited for, lines are asked for twice. */
 
 enum { FLASH_LINE = 64 };
 
@@ -14,6 +13,7 @@ typedef struct {
     ptrdiff_t count; /* lines left of all rows, in so far as somebody counts */
     uintptr_t early; /* bytes from a line to one that is asked for beside it, before its turn; 0 costs
                       * less than to find out that it is 0 */
+    bool near;       /* to the first-level cache */
 } flash_lines;
 
 /* Rows may begin and end within a line. */
@@ -25,20 +25,25 @@ static inline flash_lines flash_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t
     ptrdiff_t row = (skipped + length + FLASH_LINE - 1) / FLASH_LINE;
     if (alike && 0 < step && step < row * FLASH_LINE) row = step / FLASH_LINE; /* the next one has the rest */
     const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
-    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows, early};
+    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows, early, am_asks_near};
 }
 
 /* A line that is known, again and again. */
 static inline flash_lines flash_no_lines(const void *known)
 {
-    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0};
+    return (flash_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0, false};
 }
 
 static inline void flash_ask_lines(flash_lines *lines, ptrdiff_t count)
 {
     for (; count > 0; count--) {
-        __builtin_prefetch((const void *)(lines->at + lines->early));
-        __builtin_prefetch((const void *)lines->at);
+        if (lines->near) { /* compilers make two loops of those in which this is asked */
+            __builtin_prefetch((const void *)(lines->at + lines->early));
+            __builtin_prefetch((const void *)lines->at);
+        } else {
+            __builtin_prefetch((const void *)(lines->at + lines->early), 0, 2);
+            __builtin_prefetch((const void *)lines->at, 0, 2);
+        }
         lines->at += (uintptr_t)lines->step;
         if (--lines->left > 0) continue;
         lines->at += (uintptr_t)lines->gap;
