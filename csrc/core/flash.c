@@ -340,19 +340,16 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     const am_flash *f = p->base.flash;
     const am_tokens *out = &f->out;
     ptrdiff_t size = (ptrdiff_t)am_size_of(out->type);
-    bool same = out->type == p->base.type, direct = out->element == size;
+    const bool direct = out->element == size;
+    am_flash_write *write = am_source_of(&p->base, out->type)->write;
     char *row = block->out;
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         char *dst = out->data + at->b * out->batch + (at->head + h) * out->head + at->q * out->token;
         ptrdiff_t lse_index = (at->b * f->heads + at->head + h) * f->queries + at->q;
         for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
             double factor = end_row(p, block, r, lse_index);
-            p->base.kernels->scale(same && direct ? dst : row, row, factor, f->value_depth, false);
-            if (!same)
-                am_converter(p->base.type, out->type)(p->base.all_kernels, direct ? dst : room, row,
-                                                      f->value_depth);
-            if (!direct)
-                am_copy_2d(dst, 0, out->element, same ? row : room, 0, size, 1, f->value_depth, (size_t)size);
+            write(direct ? dst : room, row, factor, f->value_depth);
+            if (!direct) am_copy_2d(dst, 0, out->element, room, 0, size, 1, f->value_depth, (size_t)size);
             row += p->out_depth * p->base.size;
         }
     }

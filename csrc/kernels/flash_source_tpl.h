@@ -1,5 +1,6 @@
 /* flash_source_tpl.h – keys and values of type S (LOAD and LOAD_PART make lanes of them) on their way to
- * attention: packed for many rows, or used where they lie by few. */
+ * attention: packed for many rows, or used where they lie by few. And results on their way back, by STORE and
+ * STORE_PART. */
 
 /* A square of lanes, turned; zeros where there are no more rows or columns. */
 static inline __attribute__((always_inline)) void
@@ -149,6 +150,18 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     }
 }
 
+static void FROM(write)(void *dst, const void *src, double factor, ptrdiff_t count)
+{
+    S *to = dst;
+    const T *from = src;
+    const V scale = VOP(set1)((T)factor);
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES) STORE(to + i, VOP(mul)(scale, VOP(load)(from + i)));
+    if (i < count) STORE_PART(to + i, VOP(mul)(scale, VOP(load_part)(from + i, count - i)), count - i);
+}
+
+#undef STORE
+#undef STORE_PART
 #define FMA VOP(fma)
 #define STEP(name) FN(name)
 #include "kernels/flash_in_place_tpl.h"

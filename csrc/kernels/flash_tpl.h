@@ -84,6 +84,8 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #define S T
 #define LOAD VOP(load)
 #define LOAD_PART VOP(load_part)
+#define STORE VOP(store)
+#define STORE_PART VOP(store_part)
 #define FROM(name) FN(name)
 #include "kernels/flash_source_tpl.h"
 #ifdef HALVES
@@ -97,6 +99,8 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define S uint16_t
 #    define LOAD vf_load_f16
 #    define LOAD_PART vf_load_part_f16
+#    define STORE vf_store_f16
+#    define STORE_PART vf_store_part_f16
 #    define FROM(name) name##_f16
 #    include "kernels/flash_source_tpl.h"
 #    define S uint16_t
@@ -109,6 +113,8 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define S uint16_t
 #    define LOAD vf_load_bf16
 #    define LOAD_PART vf_load_part_bf16
+#    define STORE vf_store_bf16
+#    define STORE_PART vf_store_part_bf16
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_source_tpl.h"
 #    ifdef V_PAIRS

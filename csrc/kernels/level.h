@@ -254,7 +254,8 @@ static inline vd tanh_tail_f64(vd z)
 
 #define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
-#define FLASH_SOURCE(type) {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type}
+#define FLASH_SOURCE(type)                                                                                   \
+    {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type, write_##type}
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)

@@ -187,7 +187,11 @@ typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t column
 /* dst[i] = src[i] factor, plus dst[i] with `add`. */
 typedef void am_flash_scale(void *dst, const void *src, double factor, ptrdiff_t count, bool add);
 
-/* Keys, values and bias may have the arithmetic type, or where that is float32 also be float16 or bfloat16.
+/* The same, to the type of the result. */
+typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
+
+/* Keys, values, bias and result may have the arithmetic type, or where that is float32 also be float16 or
+ * bfloat16.
  */
 typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_source;
 typedef struct {
@@ -195,6 +199,7 @@ typedef struct {
     am_flash_pack_values *pack_values;
     am_flash_step_in_place *step_in_place;
     am_flash_read_bias *read_bias;
+    am_flash_write *write;
 } am_flash_source;
 
 /* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) 2^rest and dP = d_out
