@@ -32,6 +32,8 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefe
 AVX512BF16 = [*AVX512, "-mavx512bf16"]
 AMX = [*AVX512BF16, "-mamx-tile", "-mamx-bf16"]
 X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512BF16, "amx": AMX}
+# What assemblers may not know that are older than their compiler.
+INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
 
 
 def sources(pattern: str) -> list[str]:
@@ -59,7 +61,11 @@ class BuildExt(build_ext):
 
         levels = {"baseline": []}
         if platform.machine().lower() in ("x86_64", "amd64"):
-            levels |= {level: isa for level, isa in X86_KERNELS.items() if self.understands(isa)}
+            levels |= {
+                level: isa
+                for level, isa in X86_KERNELS.items()
+                if self.understands(isa, INSTRUCTIONS.get(level, ""))
+            }
         ext.define_macros += [(f"AM_HAVE_{level.upper()}", "1") for level in levels]
         ext.extra_compile_args += flags
         command = " ".join([*self.compiler.compiler_so, *flags, *levels])
@@ -83,11 +89,13 @@ class BuildExt(build_ext):
         super().build_extension(ext)
         record.write_text(command)
 
-    def understands(self, flags: list[str]) -> bool:
-        """Whether the compiler knows `flags`."""
+    def understands(self, flags: list[str], instruction: str) -> bool:
+        """Whether the compiler knows `flags`, and its assembler the instruction."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
-            source.write_text("int main(void) { return 0; }")
+            source.write_text(
+                f'int main(void) {{ return 0; }}\nvoid other(void) {{ __asm__("{instruction}"); }}\n'
+            )
             try:
                 # The object lands beside its source: its path is the source's own, below output_dir.
                 objects = self.compiler.compile(

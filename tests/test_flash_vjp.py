@@ -634,6 +634,27 @@ def test_dead_pairs_have_no_influence(isa, dtype, kind):
                     assert got.softmax_aux.tobytes() == clean.softmax_aux.tobytes(), (*case, name)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_dead_pairs_have_no_influence_on_what_is_infinite(isa, dtype):
+    """A slope of infinity times what stands for poison would be NaN."""
+    arguments = tensors(50, 50, dtype=dtype) | {"causal": True, "bias": np.zeros((1, 1, 1, 50), dtype)}
+    arguments["bias"][..., 5] = -60  # a weight that keeps what follows out of the results
+    arguments["value"][:, 5] = 1e10
+    dout = dout_of(arguments)
+    dout[:, 20, ::2] = 1e30  # of one of two heads that share keys, whose infinities might cancel out
+    live = np.tile(np.tri(50, dtype=bool), (2, 4, 1, 1))
+    clean = gradients(arguments, dout)
+    assert np.isinf(clean.query[:, 20, ::2].astype(F32)).all()
+    assert np.isinf(clean.key[:, 5].astype(F32)).all()
+    for name, token in itertools.product(("key", "query", "dout"), (2, 30, 49)):
+        poisoned = (dout if name == "dout" else arguments[name]).copy()
+        poisoned[:, token] = math.nan
+        given = (arguments, poisoned) if name == "dout" else (arguments | {name: poisoned}, dout)
+        row = np.broadcast_to(np.arange(50) == token, live.shape[:3])
+        touched = live[..., token] if name == "key" else row
+        assert_same_outside(gradients(*given), clean, live, touched, (isa, dtype, name, token))
+
+
 @pytest.mark.parametrize("poison", [math.nan, "huge"], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("flat", [False, True])

@@ -11,13 +11,14 @@ enum {
 _Static_assert(PANEL_f32 == 2 * TILE_LANES && VF_LANES == TILE_LANES, "a panel is two tiles wide");
 
 /* What the tiles of a thread are made for: rows of a, and how many of their lanes; 0: nothing. */
-static _Thread_local struct {
+typedef struct {
     ptrdiff_t rows, lanes;
-} tiles_now;
+} tile_shape;
+static _Thread_local tile_shape tiles_now;
 
-static void shape_tiles(ptrdiff_t rows, ptrdiff_t lanes)
+static void shape_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
 {
-    if (tiles_now.rows == rows && tiles_now.lanes == lanes) return;
+    if (now->rows == rows && now->lanes == lanes) return;
     const uint8_t high = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS), low = (uint8_t)(rows - high),
                   depth = (uint8_t)lanes;
     const uint16_t line = TILE_LANES * sizeof(float), bytes = (uint16_t)(lanes * (ptrdiff_t)sizeof(float)),
@@ -28,7 +29,7 @@ static void shape_tiles(ptrdiff_t rows, ptrdiff_t lanes)
         .row_bytes = {line, line, low_line, low_line, bytes, low_bytes, line, line},
     };
     vt_begin(&shapes);
-    tiles_now.rows = rows, tiles_now.lanes = lanes;
+    *now = (tile_shape){rows, lanes};
 }
 
 static void end_tiles(void)
@@ -78,16 +79,16 @@ multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float 
 }
 
 /* c = (add ? c : 0) + a b, of up to two tiles of rows, and of columns of a panel of b. */
-static void multiply_tiles(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, const float *a,
-                           ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, bool add,
-                           flash_next *next)
+static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes,
+                           const float *a, ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step,
+                           bool add, flash_next *next)
 {
     const bool low = rows > TILE_ROWS, right = columns > TILE_LANES;
     __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
     for (ptrdiff_t some; lanes > 0; lanes -= some, a += some, b += some * PANEL_f32, add = true) {
         some = lanes < TILE_LANES ? lanes : lanes / TILE_LANES * TILE_LANES;
         const ptrdiff_t chunks = (some + TILE_LANES - 1) / TILE_LANES;
-        shape_tiles(rows, some / chunks);
+        shape_tiles(now, rows, some / chunks);
         if (low && right)
             multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, next);
         else if (low)
@@ -103,9 +104,10 @@ static void multiply_tiles(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, c
 static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const float *a,
                         ptrdiff_t a_step, const float *b, float *c, flash_next *next)
 {
+    tile_shape *now = &tiles_now;
     for (const strip_f32 *s = strips; s < strips + count; s++) {
         for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
-            multiply_tiles(s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
+            multiply_tiles(now, s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
                            c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, next);
     }
 }
@@ -113,38 +115,56 @@ static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lane
 enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* of what is packed like values */
 
 /* Numbers of a panel, and what is none. */
-static void split_panel(const float *panel, float *finite, float *rest)
+static void split_panel(const float *panel, float *finite, uint16_t *rest)
 {
     enum { EXPONENT = 0x7f80 };
-    uint16_t all[2 * PANEL_LANES], numbers[2 * PANEL_LANES];
-    memcpy(all, panel, sizeof all);
-    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) numbers[i] = (all[i] & EXPONENT) == EXPONENT ? 0 : all[i];
-    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) all[i] ^= numbers[i];
+    uint16_t numbers[2 * PANEL_LANES];
+    memcpy(rest, panel, sizeof numbers);
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++)
+        numbers[i] = (rest[i] & EXPONENT) == EXPONENT ? 0 : rest[i];
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) rest[i] ^= numbers[i];
     memcpy(finite, numbers, sizeof numbers);
-    memcpy(rest, all, sizeof all);
 }
 
-/* c += a b, where b is packed like values; of live pairs alone, if `live` is not NULL. All numbers go by
- * tiles even then, as sums are added up in another order elsewhere, and what is dead must leave no trace;
- * what is not finite weighs on the rows for which it lives. */
+/* c += a b of live pairs of such a rest, where 0 is nothing. */
+static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_step,
+                     const uint16_t *rest, float *c, ptrdiff_t c_step)
+{
+    uint64_t any = 0;
+    for (ptrdiff_t r = 0; r < rows; r++) any |= live[r];
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) {
+        const ptrdiff_t row = i / (2 * PANEL_f32) * 2 + i % 2, column = i / 2 % PANEL_f32;
+        if (rest[i] == 0 || !(any >> row & 1)) continue;
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            if (!(live[r] >> row & 1)) continue;
+            uint16_t weight;
+            memcpy(&weight, (const char *)(a + r * a_step) + row * 2, sizeof weight);
+            c[r * c_step + column] += am_widen_one_bf16(weight) * am_widen_one_bf16(rest[i]);
+        }
+    }
+}
+
+/* c += a b, where b is packed like values; of live pairs alone, if `live` is not NULL. Numbers go by tiles
+ * even then, as sums are added up in another order elsewhere, and what is dead must leave no trace. */
 static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
                          ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t depth,
                          flash_next *next)
 {
+    tile_shape *now = &tiles_now;
     for (ptrdiff_t column = 0; column < depth; column += PANEL_f32, b += PANEL_LANES) {
         const ptrdiff_t columns = depth - column < PANEL_f32 ? depth - column : PANEL_f32;
-        float finite[PANEL_LANES], rest[PANEL_LANES];
+        float finite[PANEL_LANES];
+        uint16_t rest[2 * PANEL_LANES];
         if (live) split_panel(b, finite, rest);
         for (const strip_f32 *s = strips; s < strips + count; s++) {
             const ptrdiff_t begin = s->begin / PANEL_f32 * TILE_LANES,
                             end = (s->end + PANEL_f32 - 1) / PANEL_f32 * TILE_LANES;
-            multiply_tiles(s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
+            multiply_tiles(now, s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
                            (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step,
                            true, next);
         }
         const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
-        if (live)
-            add_live_rows_pairs(rows, live, a, a_step, 1, rest, PANEL_f32, 0, c + column, c_step, columns);
+        if (live) add_rest(rows, live, a, a_step, rest, c + column, c_step);
     }
 }
 
@@ -152,8 +172,7 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
 {
     strip_f32 strips[AM_FLASH_ROWS / TILES_ROWS];
     ptrdiff_t count = cut_strips_f32(strips, block->rows, TILES_ROWS, tile->live, AM_FLASH_TILE);
-    const ptrdiff_t key_chunks = AM_FLASH_TILE / 2 / TILE_LANES,
-                    chunks = (block->depth + block->out_depth) / TILE_LANES * key_chunks + 1;
+    const ptrdiff_t chunks = (2 * block->depth + block->out_depth) / TILE_LANES + 1;
     flash_next next = flash_next_of(tile->next, count * chunks);
     if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
     find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &next);
