@@ -34,6 +34,7 @@ from flash_cases import (
     padding,
     poison_of,
     tensors,
+    thinned,
     worst,
 )
 from hypothesis import given
@@ -156,8 +157,7 @@ def expected_of(case: Case) -> Expected:
     return expected(case.arguments(), case.keep(), case)
 
 
-# A third of them under a sanitizer, for time.
-@pytest.mark.parametrize("case", CASES[::3] if SANITIZED else CASES, ids=lambda case: str(case.seed))
+@pytest.mark.parametrize("case", thinned(CASES, 3), ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)
     expected_of(case).check(*run(case, case.arguments()))

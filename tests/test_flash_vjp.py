@@ -35,6 +35,7 @@ from flash_cases import (
     padding,
     poison_of,
     tensors,
+    thinned,
     worst,
 )
 from hypothesis import given, settings
@@ -203,8 +204,7 @@ def expected_of(case: GradientCase) -> Expected:
     return expected(case.arguments(), *case.cotangents(), case.keep(), case)
 
 
-# A fifth of them under a sanitizer, for time.
-@pytest.mark.parametrize("case", CASES[::5] if SANITIZED else CASES, ids=lambda case: str(case.seed))
+@pytest.mark.parametrize("case", thinned(CASES, 5), ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(isa, set_threads, case):
     set_threads(case.threads)
     expected_of(case).check(run(case, case.arguments()))
