@@ -191,8 +191,7 @@ typedef void am_flash_scale(void *dst, const void *src, double factor, ptrdiff_t
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
 
 /* Keys, values, bias and result may have the arithmetic type, or where that is float32 also be float16 or
- * bfloat16.
- */
+ * bfloat16. */
 typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_source;
 typedef struct {
     am_flash_pack_keys *pack_keys;
