@@ -429,7 +429,7 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
         begin = am_min(begin, keys.begin);
         end = am_max(end, keys.end);
     }
-    am_flash_step *step = p->pairs ? p->base.kernels->step_pairs : p->base.kernels->step;
+    am_flash_step *step = p->pairs ? p->base.kernels->pairs.step : p->base.kernels->step;
     const ptrdiff_t together = p->in_place ? count : 1, parts = count / together;
     for (ptrdiff_t k = begin; k < end; k += TILE) {
         for (ptrdiff_t part = 0; part < parts; part++) {
@@ -597,7 +597,7 @@ static void choose(plan *p)
     p->in_place = !p->shares_keys && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->tiles = am_ceil_div(f->keys, TILE);
-    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->step_pairs;
+    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
     const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
@@ -621,7 +621,7 @@ static void choose(plan *p)
      * they are not zipped for each strip. */
     const ptrdiff_t few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
-                         !(p->pairs && p->base.kernels->tiles) &&
+                         !(p->pairs && p->base.kernels->pairs.tiles) &&
                          f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);

@@ -247,7 +247,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const scrat
         am_gradient_tile tile = {.k_columns = s->k_columns};
         if (!meet(p, at, k, s, &tile)) continue;
         pack(p, &f->k, at, k, f->depth, s->row, s->k_columns, NULL);
-        (p->pairs ? p->base.kernels->peaks_pairs : p->base.kernels->peaks)(&block, &tile);
+        (p->pairs ? p->base.kernels->pairs.peaks : p->base.kernels->peaks)(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -449,7 +449,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;
         }
-        (p->pairs ? p->base.kernels->gradient_pairs : p->base.kernels->gradient)(&block, &tile);
+        (p->pairs ? p->base.kernels->pairs.gradient : p->base.kernels->gradient)(&block, &tile);
         if (tile.d_bias) status = am_bias_give(&p->bias, at, task, k, s->d_bias, s->d_bias_room, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -539,7 +539,7 @@ static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
-    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->gradient_pairs;
+    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.gradient;
     ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->pairs ? 2 : 1;
     ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
     p->step = step_of(p, depth);

@@ -57,8 +57,17 @@ static int highest_level(void) { return 0; }
 
 bool am_asks_near;
 
+#ifdef AM_HAVE_AMX
+static am_kernels amx;
+#endif
+
 void am_isa_begin(void)
 {
+#ifdef AM_HAVE_AMX
+    amx = am_kernels_avx512bf16;
+    amx.name = "amx";
+    amx.flash_f32.pairs = am_kernels_amx;
+#endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
     am_asks_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
 #endif
@@ -77,7 +86,7 @@ static const am_kernels *const ladder[] = {
     &am_kernels_avx512bf16,
 #endif
 #ifdef AM_HAVE_AMX
-    &am_kernels_amx,
+    &amx,
 #endif
 };
 

@@ -1,4 +1,7 @@
-/* amx.c – the kernels for x86-64 processors that multiply tiles of bfloat16 (Sapphire Rapids). */
+/* amx.c – attention of bfloat16 for x86-64 processors that multiply tiles of it (Sapphire Rapids). */
+#define V_TILES
 #include "kernels/vec_avx512.h"
-#define LEVEL amx
+#pragma GCC diagnostic ignored "-Wunused-function" /* of all kernels these need some */
 #include "kernels/level.h"
+
+const am_pair_kernels am_kernels_amx = {flash_step_tiles, true, gradient_pairs, peaks_pairs};

@@ -1,5 +1,5 @@
-/* level.h – every kernel, compiled for the instruction set that the including file has named (LEVEL) and
- * whose vector operations it has included. */
+/* level.h – every kernel, compiled for the instruction set whose vector operations the including file has
+ * included, and their table if it has named the level (LEVEL). */
 #include <float.h>
 #include <math.h>
 #include <stdbool.h>
@@ -252,15 +252,16 @@ static inline vd tanh_tail_f64(vd z)
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_gradient_tpl.h"
 
-#define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
+#ifdef LEVEL
+#    define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
-#define FLASH_SOURCE(type)                                                                                   \
-    {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type, write_##type}
+#    define FLASH_SOURCE(type)                                                                               \
+        {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type, write_##type}
 
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-#define STRING_(a) #a
-#define STRING(a) STRING_(a)
+#    define JOIN_(a, b) a##b
+#    define JOIN(a, b) JOIN_(a, b)
+#    define STRING_(a) #a
+#    define STRING(a) STRING_(a)
 
 const am_kernels JOIN(am_kernels_, LEVEL) = {
     .name = STRING(LEVEL),
@@ -313,18 +314,11 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,
-#ifdef V_PAIRS
-#    ifdef V_TILES
-            .step_pairs = flash_step_tiles,
-            .tiles = true,
-#    else
-            .step_pairs = flash_step_pairs,
-#    endif
+#    ifdef V_PAIRS
+            .pairs = {flash_step_pairs, false, gradient_pairs, peaks_pairs},
             .pack_value_pairs = pack_values_pairs,
             .step_in_place_pairs = step_in_place_pairs,
-            .gradient_pairs = gradient_pairs,
-            .peaks_pairs = peaks_pairs,
-#endif
+#    endif
         },
     .flash_f64 =
         {
@@ -339,3 +333,4 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .dot_rows = dot_rows_f64,
         },
 };
+#endif

@@ -338,10 +338,9 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
 }
 #endif
 
-#ifdef __AMX_BF16__
+#ifdef V_TILES /* where the including file wants them */
 /* Eight tiles of up to 16 rows of 64 bytes, a thread's own; `n`, `a`, `b` and `c` are numbers of tiles. Each
  * row of c gathers what the lanes of a row of a weigh rows of b: a lane holds two bfloat16, as above. */
-#    define V_TILES
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
