@@ -1,4 +1,4 @@
-/* flash.c – attention forward: the plan, and the way of one block of query rows over its keys.
+/* flash.c – attention forward: the way of one block of query rows over its keys.
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of 64 keys, which are packed into panels: for all blocks that share them, by the
@@ -6,8 +6,7 @@
  * takes neighbours one after the other and packs what they share for itself, in memory that stays in the
  * cache. A block of few rows reads keys where they lie. Blocks that share nothing are taken together if their
  * heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to keep many
- * threads busy, the keys of each are split, and what the splits gather is merged. Blocks and splits depend on
- * shapes alone, so no result depends on the number of threads or on what a task takes. */
+ * threads busy, the keys of each are split, and what the splits gather is merged. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -15,59 +14,12 @@
 #include <string.h>
 
 #include "core/convert.h"
-#include "core/flash_base.h"
+#include "core/flash_plan.h"
 
-enum {
-    TILE = AM_FLASH_TILE,
-    SHARED_QUERIES = 32,  /* up to so many queries, a block takes several heads */
-    ENOUGH_TASKS = 64,    /* for any number of threads */
-    LEAST_SPLIT = 512,    /* keys that are worth a task */
-    IN_PLACE_SPLIT = 256, /* the same, of keys in place, which many heads read at once */
-    FEW_TASKS = 16,       /* fewer are not made by taking heads together */
-    /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
-     * bytes: so the memory stays warm, and little of it is fresh. */
-    WAVE_TASKS = 256,
-    WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
-    FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
-    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
-    SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
-    MOST_BLOCKS = 16,       /* of a task */
-    MOST_SLOTS = 8,         /* for tiles that a task packs for itself */
-    SLOT_BYTES = 320 << 10, /* of all of them: they stay in the second-level cache */
-    TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
-};
+enum { TILE = AM_FLASH_TILE };
 
-typedef struct {
-    am_flash_base base;
-    ptrdiff_t block_rows; /* queries of a block */
-    ptrdiff_t block_heads;
-    ptrdiff_t most_rows;                     /* of a block */
-    ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all */
-    ptrdiff_t row_blocks, row_tasks;         /* of a batch row and split */
-    ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side */
-    ptrdiff_t slots;             /* for tiles that a task packs for itself */
-    bool shares_keys;            /* blocks do, and find what others have packed */
-    bool in_place;               /* keys and values are not packed */
-    bool values_in_place;        /* values are not, of tiles whose pairs are all live */
-    bool queries_in_place;       /* they are not copied */
-    bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
-    double q_factor, k_factor;   /* what queries are scaled by, and keys as they are packed */
-    ptrdiff_t lanes;             /* of a query or key */
-    ptrdiff_t splits, split_keys;
-    ptrdiff_t tiles;            /* of all keys */
-    ptrdiff_t out_depth;        /* value_depth, in halves of panels */
-    ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
-    int threads;                /* that take blocks */
-    ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
-    char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
-    atomic_uchar *states;       /* of each a tile_state */
-    char *partials;             /* [batch][kv_heads][head_blocks][q_blocks][splits], NULL without splits */
-    ptrdiff_t partial_bytes;
-    am_rooms rooms; /* for scratch */
-} plan;
+typedef am_flash_plan plan;
+typedef am_flash_place place;
 
 /* What a block works on; arrays of the arithmetic type. */
 typedef struct {
@@ -76,15 +28,13 @@ typedef struct {
     uint64_t *live, *kept, *row_keys;      /* the last two for dropout */
 } scratch;
 
-typedef am_flash_place place;
-
 /* Of a tile that blocks share. The first that needs it packs it; who comes meanwhile packs for itself. */
 typedef enum { UNPACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
 /* Which tiles a task has packed for itself, -1 for none, and whether v is finite. */
 typedef struct {
-    ptrdiff_t tile[MOST_SLOTS];
-    bool finite[MOST_SLOTS];
+    ptrdiff_t tile[AM_MOST_SLOTS];
+    bool finite[AM_MOST_SLOTS];
 } own_tiles;
 
 /* A block and its part of the scratch. */
@@ -94,9 +44,6 @@ typedef struct {
     am_flash_rows rows;
     own_tiles *own;
 } work;
-
-/* Of products, to make logits of them. */
-static double factor_of(const plan *p) { return p->base.flash->scale * AM_LOG2_E / p->base.unit; }
 
 /* Out, high, sum and top of a block lie side by side. */
 static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
@@ -112,11 +59,10 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
         .sum = at + out_bytes + fact_bytes,
         .top = p->base.flash->normalize ? NULL : at + out_bytes + 2 * fact_bytes,
         .cap = p->base.flash->cap,
-        .factor = p->pairs ? factor_of(p) : 1,
+        .factor = p->pairs ? p->factor : 1,
         .unit = p->base.unit,
     };
 }
-static ptrdiff_t gathered_bytes(const plan *p) { return p->most_rows * (p->out_depth + 3) * p->base.size; }
 
 /* Lays out the scratch of one thread from `memory` on, which may be NULL; returns its length. */
 static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
@@ -434,8 +380,8 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
     for (ptrdiff_t k = begin; k < end; k += TILE) {
         for (ptrdiff_t part = 0; part < parts; part++) {
             const work *first = works + part * together;
-            am_flash_rows rows[MOST_BLOCKS];
-            am_flash_tile tiles[MOST_BLOCKS];
+            am_flash_rows rows[AM_MOST_BLOCKS];
+            am_flash_tile tiles[AM_MOST_BLOCKS];
             am_flash_step_in_place *step_in_place = NULL;
             ptrdiff_t live = 0;
             for (const work *w = first; w < first + together; w++) {
@@ -479,9 +425,9 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    work works[MOST_BLOCKS];
+    work works[AM_MOST_BLOCKS];
     own_tiles own = {0};
-    for (int i = 0; i < MOST_SLOTS; i++) own.tile[i] = -1;
+    for (int i = 0; i < AM_MOST_SLOTS; i++) own.tile[i] = -1;
     am_status status = AM_OK;
     for (; status == AM_OK && begin < end; begin += p->at_once) {
         ptrdiff_t count = am_min(p->at_once, end - begin);
@@ -542,105 +488,11 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-/* --- The plan --- */
-
-/* How many blocks a task takes: heads of keys that lie side by side. Nothing of the result depends on it. */
-static ptrdiff_t together(const plan *p)
-{
-    const am_flash *f = p->base.flash;
-    const am_tokens *k = &f->k, *v = &f->v;
-    if (!am_is_plain(k) || !am_is_plain(v)) return 1;
-    if (p->pairs && !(am_is_plain_pairs(k, f->depth) && am_is_plain_pairs(v, f->value_depth))) return 1;
-    if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
-    ptrdiff_t kv_heads = f->kv_heads, row_bytes = (p->lanes + p->out_depth) * p->base.size,
-              rows = p->in_place ? AM_FLASH_ROWS : SIDE_BYTES / am_max(row_bytes, 1),
-              most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), rows / p->most_rows);
-    most = am_min(am_min(most, MOST_BLOCKS), f->batch * kv_heads * p->splits / FEW_TASKS);
-    most = am_max(1, most);
-    return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
-}
-
-/* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
- * than once, and each thread still finds some tasks. Nothing of the result depends on it. */
-static void choose_slots(plan *p)
-{
-    ptrdiff_t tiles = am_most_tiles(&p->base, p->block_rows),
-              blocks = am_min(MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
-    if (p->head_blocks > 1 || tiles > am_min(MOST_SLOTS, SLOT_BYTES / am_max(p->k_bytes + p->v_bytes, 1)))
-        return;
-    if (blocks < 2 * tiles) return;
-    p->slots = tiles;
-    p->together = blocks;
-    p->shares_keys = false;
-}
-
-/* Whether a block's queries can be read where they lie: not if they are to be scaled, nor if all rows want
- * the same lines of the cache. */
-static bool can_stay(const plan *p)
-{
-    const am_tokens *q = &p->base.flash->q;
-    if (p->block_heads > 1 || p->q_factor != 1 || q->token % L1_WAY == 0) return false;
-    if (p->pairs) return am_is_aligned_pairs(q, p->base.flash->depth);
-    return q->type == p->base.type && am_is_plain(q);
-}
-
-static void choose(plan *p)
-{
-    const am_flash *f = p->base.flash;
-    bool shared = p->base.group > 1 && f->queries <= SHARED_QUERIES;
-    p->block_rows = am_min(f->queries, AM_FLASH_ROWS);
-    p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
-    p->most_rows = p->block_rows * p->block_heads;
-    p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
-    p->q_blocks = am_ceil_div(f->queries, p->block_rows);
-    p->shares_keys = p->head_blocks * p->q_blocks > 1;
-    p->in_place = !p->shares_keys && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
-    p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
-    p->tiles = am_ceil_div(f->keys, TILE);
-    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
-    p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
-    const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
-    p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
-    p->k_bytes = TILE * p->lanes * p->base.size;
-    p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
-    p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
-    /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
-     * that makes none infinite, and queries are not. */
-    const bool few = !p->shares_keys && !p->in_place && p->tiles <= FEW_TILES;
-    const double factor = p->pairs ? 1 : factor_of(p);
-    const bool scales_keys = few && fabs(factor) <= 1;
-    p->k_factor = scales_keys ? factor : 1;
-    p->q_factor = scales_keys ? 1 : factor;
-    p->queries_in_place = few && can_stay(p);
-    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
-    if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
-    p->splits = am_max(wanted, 1);
-    p->together = p->at_once = p->shares_keys ? 1 : together(p);
-    p->slots = 1;
-    /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
-     * they are not zipped for each strip. */
-    const ptrdiff_t few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
-    p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
-                         !(p->pairs && p->base.kernels->pairs.tiles) &&
-                         f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
-                         (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
-                                   : am_is_plain(&f->v) && f->v.type == p->base.type);
-    if (p->shares_keys) choose_slots(p);
-    p->row_tasks = am_ceil_div(p->row_blocks, p->together);
-    p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
-    ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
-    p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
-                     WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
-    if (!p->shares_keys || p->splits > 1 || p->wave > heads) p->wave = heads;
-    p->partial_bytes = am_ceil_div(gathered_bytes(p), AM_LINE) * AM_LINE;
-}
-
 am_status am_flash_forward(const am_run *run, const am_flash *flash)
 {
     if (flash->batch == 0 || flash->heads == 0 || flash->queries == 0) return AM_OK;
     if (am_is_too_deep(flash)) return AM_NO_MEMORY;
-    plan p = {.base = am_flash_base_of(run, flash), .threads = run->threads};
-    choose(&p);
+    plan p = am_flash_plan_of(run, flash);
     ptrdiff_t heads = flash->batch * flash->kv_heads;
     scratch unused;
     ptrdiff_t partials_bytes = am_product(p.blocks, p.splits, p.partial_bytes),

@@ -1,0 +1,124 @@
+/* flash_plan.c – how attention forward goes about a call. */
+#include "core/flash_plan.h"
+
+#include <math.h>
+
+enum {
+    TILE = AM_FLASH_TILE,
+    SHARED_QUERIES = 32,  /* up to so many queries, a block takes several heads */
+    ENOUGH_TASKS = 64,    /* for any number of threads */
+    LEAST_SPLIT = 512,    /* keys that are worth a task */
+    IN_PLACE_SPLIT = 256, /* the same, of keys in place, which many heads read at once */
+    FEW_TASKS = 16,       /* fewer are not made by taking heads together */
+    /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
+     * bytes: so the memory stays warm, and little of it is fresh. */
+    WAVE_TASKS = 256,
+    WAVE_BYTES = 4 << 20,
+    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
+    FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
+    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
+    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
+    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
+    SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
+    SLOT_BYTES = 320 << 10, /* of all slots of a task: they stay in the second-level cache */
+    TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
+};
+
+/* How many blocks a task takes: heads of keys that lie side by side. Nothing of the result depends on it. */
+static ptrdiff_t together(const am_flash_plan *p)
+{
+    const am_flash *f = p->base.flash;
+    const am_tokens *k = &f->k, *v = &f->v;
+    if (!am_is_plain(k) || !am_is_plain(v)) return 1;
+    if (p->pairs && !(am_is_plain_pairs(k, f->depth) && am_is_plain_pairs(v, f->value_depth))) return 1;
+    if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
+    ptrdiff_t kv_heads = f->kv_heads, row_bytes = (p->lanes + p->out_depth) * p->base.size,
+              rows = p->in_place ? AM_FLASH_ROWS : SIDE_BYTES / am_max(row_bytes, 1),
+              most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), rows / p->most_rows);
+    most = am_min(am_min(most, AM_MOST_BLOCKS), f->batch * kv_heads * p->splits / FEW_TASKS);
+    most = am_max(1, most);
+    return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
+}
+
+/* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
+ * than once, and each thread still finds some tasks. Nothing of the result depends on it. */
+static void choose_slots(am_flash_plan *p)
+{
+    ptrdiff_t tiles = am_most_tiles(&p->base, p->block_rows),
+              blocks = am_min(AM_MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
+    if (p->head_blocks > 1 || tiles > am_min(AM_MOST_SLOTS, SLOT_BYTES / am_max(p->k_bytes + p->v_bytes, 1)))
+        return;
+    if (blocks < 2 * tiles) return;
+    p->slots = tiles;
+    p->together = blocks;
+    p->shares_keys = false;
+}
+
+/* Whether a block's queries can be read where they lie: not if they are to be scaled, nor if all rows want
+ * the same lines of the cache. */
+static bool can_stay(const am_flash_plan *p)
+{
+    const am_tokens *q = &p->base.flash->q;
+    if (p->block_heads > 1 || p->q_factor != 1 || q->token % L1_WAY == 0) return false;
+    if (p->pairs) return am_is_aligned_pairs(q, p->base.flash->depth);
+    return q->type == p->base.type && am_is_plain(q);
+}
+
+static void choose(am_flash_plan *p)
+{
+    const am_flash *f = p->base.flash;
+    bool shared = p->base.group > 1 && f->queries <= SHARED_QUERIES;
+    p->block_rows = am_min(f->queries, AM_FLASH_ROWS);
+    p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
+    p->most_rows = p->block_rows * p->block_heads;
+    p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
+    p->q_blocks = am_ceil_div(f->queries, p->block_rows);
+    p->shares_keys = p->head_blocks * p->q_blocks > 1;
+    p->in_place = !p->shares_keys && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
+    p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
+    p->tiles = am_ceil_div(f->keys, TILE);
+    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
+    p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
+    const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
+    p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
+    p->k_bytes = TILE * p->lanes * p->base.size;
+    p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
+    p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
+    /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
+     * that makes none infinite, and queries are not. */
+    const bool few = !p->shares_keys && !p->in_place && p->tiles <= FEW_TILES;
+    p->factor = f->scale * AM_LOG2_E / p->base.unit;
+    const double factor = p->pairs ? 1 : p->factor;
+    const bool scales_keys = few && fabs(factor) <= 1;
+    p->k_factor = scales_keys ? factor : 1;
+    p->q_factor = scales_keys ? 1 : factor;
+    p->queries_in_place = few && can_stay(p);
+    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
+    if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
+    p->splits = am_max(wanted, 1);
+    p->together = p->at_once = p->shares_keys ? 1 : together(p);
+    p->slots = 1;
+    /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
+     * they are not zipped for each strip. */
+    const ptrdiff_t few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
+    p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
+                         !(p->pairs && p->base.kernels->pairs.tiles) &&
+                         f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
+                         (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
+                                   : am_is_plain(&f->v) && f->v.type == p->base.type);
+    if (p->shares_keys) choose_slots(p);
+    p->row_tasks = am_ceil_div(p->row_blocks, p->together);
+    p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
+    ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
+    p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
+                     WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
+    if (!p->shares_keys || p->splits > 1 || p->wave > heads) p->wave = heads;
+    p->partial_bytes = am_ceil_div(p->most_rows * (p->out_depth + 3) * p->base.size, AM_LINE) * AM_LINE;
+}
+
+am_flash_plan am_flash_plan_of(const am_run *run, const am_flash *flash)
+{
+    am_flash_plan p = {.base = am_flash_base_of(run, flash), .threads = run->threads};
+    choose(&p);
+    return p;
+}
