@@ -11,12 +11,17 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 # Offsets are added to positions in 64 bits. Nothing that fits in memory is as far away as this.
 FARTHEST = 2**59
+LONG = 256  # bits of an integer, which is not spelled out then
 
 
 def describe(value: Any) -> str:
     """A few words to end an error message with."""
     if isinstance(value, np.ndarray):
+        if value.ndim == 0 and value.dtype.kind in "OU":  # what NumPy made of something else
+            return describe(value.item())
         return f"{value.dtype} array of shape {value.shape}"
+    if isinstance(value, int) and value.bit_length() > LONG:
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int, float, str, np.generic)):
         return f"{value!r:.200}"
     return f"an object of type {type(value).__name__}"
@@ -47,7 +52,7 @@ def integer(value: Any, name: str, minimum: int | None = None) -> int:
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {describe(value)}") from None
     if minimum is not None and number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+        raise ValueError(f"{name} must be at least {minimum}, got {describe(number)}")
     return number
 
 
@@ -169,18 +174,22 @@ def rising(starts: NDArray[Any], name: str) -> NDArray[Any]:
     return starts
 
 
-def per_row(value: ArrayLike, name: str, batch: int, minimum: int = -FARTHEST) -> int | NDArray[np.int64]:
-    """One integer for all batch rows, or an array of one each."""
+def per_row(
+    value: ArrayLike, name: str, rows: int, minimum: int = -FARTHEST, row: str = "batch row"
+) -> int | NDArray[np.int64]:
+    """One integer for all rows, or an array of one each."""
     array = as_array(value, name)
-    if array.ndim == 0:
+    large = array.dtype.kind == "O" and array.ndim == 0 and hasattr(array.item(), "__index__")
+    if array.ndim == 0 and (array.dtype.kind in "iu" or large):
         number = integer(value, name, minimum)
         if number > FARTHEST:
-            raise ValueError(f"{name} must be at most {FARTHEST}, got {number}")
+            raise ValueError(f"{name} must be at most {FARTHEST}, got {describe(number)}")
         return number
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
-        raise TypeError(f"{name} must be an integer or one for each batch row, got {describe(array)}")
-    if array.shape not in ((batch,), (1,)):
-        raise ValueError(f"{name} must be an integer or of shape ({batch},), got {describe(array)}")
+        came = describe(array if array.ndim else value)
+        raise TypeError(f"{name} must be an integer or one for each {row}, got {came}")
+    if array.shape not in ((rows,), (1,)):
+        raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}")
     outside = (array < minimum) | (array > FARTHEST)
     if outside.any():
         index = int(outside.argmax())
@@ -203,7 +212,8 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
                 f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
             )
         left, right = (
-            None if side is None else integer(side, "sliding_window", 0) for side in sliding_window
+            None if side is None else integer(side, f"sliding_window[{i}]", 0)
+            for i, side in enumerate(sliding_window)
         )
     else:
         left = right = integer(sliding_window, "sliding_window", 0)

@@ -209,7 +209,11 @@ def flash_attention(
         causal_offset,
     )
     inputs = {
+        "query": query,
+        "key": key,
+        "value": value,
         "attention_mask": attention_mask,
+        "bias": bias,
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
         "cum_seqlens_q": cum_seqlens_q,
@@ -328,7 +332,7 @@ def dropout_keep_mask(
     True
     """
     chance, number = dropout_of(prob, seed, ("prob", "seed"))
-    if not isinstance(shape, (tuple, list)):
+    if not isinstance(shape, (tuple, list)) and not (isinstance(shape, np.ndarray) and shape.ndim == 1):
         raise TypeError(f"shape must be four integers, got {describe(shape)}")
     if len(shape) != 4:
         raise ValueError(f"shape must be four integers, got {len(shape)}")

@@ -1,7 +1,7 @@
 """What attention is asked for, checked and put as the core takes it: one mask program, numbers, arrays as they lie.
 
-Nothing here looks at tokens one by one. Ranks are checked, as masks need to know the lengths; that query, key, value
-and `out` fit together is for the core to say.
+Nothing here looks at tokens one by one. What was given is compared and described as it was given, before it gets an
+axis for the batch; what `out` has to be is for the core to say.
 """
 
 from collections.abc import Iterable, Iterator
@@ -189,8 +189,10 @@ def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
     sizes = zip(array.shape[::-1], shape[::-1], strict=False)
     if array.ndim > 4 or not all(size in (1, wanted) for size, wanted in sizes):
         hint = ""
-        if array.ndim == 3 and array.shape == (shape[0], *shape[2:]):
+        if array.shape == (shape[0], *shape[2:]):
             hint = f"; {name}[:, None] has an axis for heads"
+        elif array.shape == (shape[0], shape[3]):
+            hint = f"; {name}[:, None, None] has axes for heads and queries"
         raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
     return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
 
@@ -227,12 +229,12 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
 def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
     """Segment ids as int32, in place if they are."""
     array = as_array(value, name)
-    if array.ndim == 1 and packed:
-        array = array[None]
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
         raise TypeError(f"{name} must be integers, got {describe(array)}")
-    if array.shape != shape:
-        raise ValueError(f"{name} must be of shape {shape}, got {describe(array)}")
+    expected = shape[1:] if packed and array.ndim == 1 else shape
+    if array.shape != expected:
+        raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
+    array = array.reshape(shape)
     if array.dtype == np.int32 and array.flags.c_contiguous:
         return array
     return _core.segment_ids(array, name, None) if array.size else np.empty(shape, np.int32)
@@ -262,10 +264,10 @@ def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
         raise ValueError(f"{name} must be 1-D with an entry at least, got {describe(array)}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {describe(array)}")
-    starts = rising(np.array(array, np.int64), name)  # what is beyond int64 wraps, and so falls
+    starts = rising(array.copy(), name)
     if starts[-1] != tokens:
-        raise ValueError(f"{name} must end at {tokens} tokens, got {array[-1]} at index {len(array) - 1}")
-    return starts
+        raise ValueError(f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}")
+    return starts.astype(np.int64)
 
 
 def _both_starts(
@@ -317,7 +319,7 @@ def _places(
     if _is_bottom_right(causal_offset):
         offset = np.diff(k_starts) - np.diff(q_starts)
     else:
-        offset = per_row(causal_offset, "causal_offset", len(q_starts) - 1)
+        offset = per_row(causal_offset, "causal_offset", len(q_starts) - 1, row="sequence")
     limits = (None if end is None else np.full(len(q_starts) - 1, end + offset) for end in (low, high))
     return sequences(q_starts, k_starts, *limits)
 
@@ -329,6 +331,24 @@ def _joined(programs: Iterable[Program]) -> Program:
         operators = ("and",) if nodes else ()
         nodes += (*program, *operators)
     return tuple(nodes) or (("all",),)
+
+
+def _check_fit(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> None:
+    for name, array in (("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}")
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} must have batch size {query.shape[0]} as query, got {describe(array)}")
+    (heads, channels), kv_heads = query.shape[-2:], key.shape[-2]
+    if key.shape[-1] != channels:
+        raise ValueError(f"key must have D = {channels} as query, got {describe(key)}")
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(f"key must have a number of heads that divides query's {heads}, got {describe(key)}")
+    if value.shape[:-1] != key.shape[:-1]:
+        tokens = key.shape[-3]
+        raise ValueError(
+            f"value must have {tokens} tokens and {kv_heads} heads as key, got {describe(value)}"
+        )
 
 
 def _batched(
@@ -346,6 +366,7 @@ def _batched(
             hint = "; without B it takes cum_seqlens_q" if array.ndim == 3 and not packed else ""
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
             raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
+    _check_fit(*arrays)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 
@@ -419,11 +440,11 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
         for node in value._described("attend by attention_mask")[1]:
             yield from (operand for operand in node if isinstance(operand, np.ndarray))
     elif value is not None and not isinstance(value, str):
-        yield as_array(value, name)
+        yield value if isinstance(value, np.ndarray) else as_array(value, name)  # and no copy of it
 
 
 def check_apart(out: Any, inputs: dict[str, Any]) -> None:
-    """What is written to may be none of what is read: the core looks at query, key, value and bias itself."""
+    """What is written to may be none of what is given, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
         return  # which the core refuses
     for name, value in inputs.items():

@@ -153,3 +153,28 @@ BAD: dict[str, tuple[dict, dict[type, list]]] = {
         },
     ),
 }  # fmt: skip
+
+FLAT = PACKED | {name: PACKED[name][0] for name in ("query", "key", "value")}
+# Arguments, one that is wrong, and what is said: what was expected and what was given, not what became of it.
+MESSAGES = [
+    (GOOD, "key", zeros(B, TK, HKV, 7), r"key must have D = 8 as query, got float32 array of shape \(2, 7, 2, 7\)"),
+    (GOOD, "key", zeros(B, TK, 3, D), r"key must have a number of heads that divides query's 4, got .*\(2, 7, 3, 8\)"),
+    (GOOD, "key", zeros(B, TK, HKV, D, dtype=F64), r"key must be float32 as query, got float64 array"),
+    (GOOD, "key", zeros(3, TK, HKV, D), r"key must have batch size 2 as query, got .*\(3, 7, 2, 8\)"),
+    (GOOD, "value", zeros(B, 5, HKV, DV), r"value must have 7 tokens and 2 heads as key, got .*\(2, 5, 2, 5\)"),
+    (GOOD | {"attention_mask": np.ones((TQ, TK))}, "key", zeros(B, 3, HKV, D), r"value must have 3 tokens"),
+    (GOOD, "query", None, "query must be of float16, .*, got None"),
+    (GOOD, "bias", INFO(np.zeros((B, TQ), int)), "bias must .*, got an object of type MaskInfo"),
+    (GOOD, "attention_mask", "causal", "attention_mask must be .*, got 'causal'"),
+    (GOOD, "attention_mask", np.ones((B, TK)), r"attention_mask must .*; attention_mask\[:, None, None\] has axes"),
+    (GOOD, "sliding_window", (-1, 2), r"sliding_window\[0\] must be at least 0, got -1"),
+    (GOOD, "sliding_window", (1, 2.0), r"sliding_window\[1\] must be an integer, got 2.0"),
+    (GOOD, "sliding_window", -(10**5000), "sliding_window must be at least 0, got an integer of 16610 bits"),
+    (GOOD, "causal", 10**5000, "causal must be True or False, got an integer of 16610 bits"),
+    (GOOD, "causal_offset", 10**5000, "causal_offset must be at most .*, got an integer of 16610 bits"),
+    (GOOD, "causal_offset", None, "causal_offset must be an integer or one for each batch row, got None"),
+    (PACKED, "causal_offset", [0.5, 1], "causal_offset must be an integer or one for each sequence, got float64"),
+    (PACKED, "cum_seqlens_q", np.array([0, 2**63 + 5, TQ], np.uint64), "got 6 after 9223372036854775813"),
+    (FLAT, "key", zeros(TK, HKV, 7), r"key must have D = 8 as query, got float32 array of shape \(7, 2, 7\)"),
+    (FLAT, "q_segment_ids", np.zeros(5, int), r"q_segment_ids must be .*\(6,\), got .*\(5,\)"),
+]  # fmt: skip

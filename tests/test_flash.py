@@ -11,7 +11,22 @@ import numpy as np
 import pytest
 import reference_flash as ref
 from conftest import SANITIZED
-from flash_bad_input import BAD, DV, GOOD, HKV, NO_INTEGER, NO_NUMBER, PACKED, TK, TQ, B, D, H, zeros
+from flash_bad_input import (
+    BAD,
+    DV,
+    GOOD,
+    HKV,
+    MESSAGES,
+    NO_INTEGER,
+    NO_NUMBER,
+    PACKED,
+    TK,
+    TQ,
+    B,
+    D,
+    H,
+    zeros,
+)
 from flash_cases import (
     BF16,
     F16,
@@ -902,6 +917,16 @@ def test_bad_input(name, error):
             raise
 
 
+@pytest.mark.parametrize(("good", "name", "value", "message"), MESSAGES, ids=range(len(MESSAGES)))
+def test_what_errors_say(good, name, value, message):
+    if name == "q_segment_ids":
+        good = good | {"kv_segment_ids": np.zeros(TK, int)}
+    if name == "causal_offset":
+        good = good | {"causal": True}
+    with pytest.raises((TypeError, ValueError), match=message):
+        attnmask.flash_attention(**(good | {name: value}))
+
+
 @pytest.mark.parametrize(
     ("more", "error"),
     [
@@ -943,6 +968,16 @@ def test_out_that_overlaps_an_input(name):
         assert (buffer == 1).all()
     attnmask.flash_attention(**arguments, out=buffer[size:].reshape(1, 4, 2, 8))
     assert (buffer[:size] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attention_mask", "bias"])
+def test_out_that_is_an_input_of_foreign_byte_order(name):
+    """Only a copy of it is read, and yet it is not written to."""
+    x = np.ones((1, 4, 4, 4), F32)
+    given = x.astype(">f4")
+    with pytest.raises(ValueError, match=rf"out must share no memory with {name}"):
+        attnmask.flash_attention(**({"query": x, "key": x, "value": x} | {name: given}), out=given.view(F32))
+    assert (given == 1).all()
 
 
 def test_nothing_is_written_before_all_is_checked():
@@ -1049,6 +1084,11 @@ def test_bad_input_of_the_keep_mask(name):
             arguments = {"seed": 0, "prob": 0.5, "shape": (1, 1, 2, 2)} | {name: value}
             with pytest.raises(error, match=rf"\b{name}\b"):
                 attnmask.dropout_keep_mask(*arguments.values())
+
+
+def test_the_keep_mask_of_a_shape_as_an_array():
+    keep = attnmask.dropout_keep_mask(3, 0.4, np.array([1, 2, 3, 4]))
+    np.testing.assert_array_equal(keep, attnmask.dropout_keep_mask(3, 0.4, (1, 2, 3, 4)))
 
 
 def test_a_keep_mask_that_is_too_large():

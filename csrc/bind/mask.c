@@ -321,7 +321,7 @@ static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
 }
 
 /* `out` may overlap none of the arrays that the mask points at. */
-int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
+static int check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
 {
     for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
         PyArrayObject *input = (PyArrayObject *)kept->object;
@@ -334,7 +334,7 @@ static int check_target(PyArrayObject *out, npy_intp const *dims, PyArray_Descr 
                         const am_mask_arg *mask)
 {
     if (am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) return -1;
-    return am_check_apart_from_mask(out, mask);
+    return check_apart_from_mask(out, mask);
 }
 
 static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

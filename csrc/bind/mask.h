@@ -23,7 +23,4 @@ typedef struct {
 int am_read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes);
 void am_free_mask(am_mask_arg *arg);
 
-/* `out` may overlap none of the arrays that the mask points at; 0 or -1. */
-int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask);
-
 #endif
