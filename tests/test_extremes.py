@@ -44,13 +44,15 @@ TOO_LARGE = {
         endless(1, 2, 1, 4),
         endless(1, 1, 2, dtype=np.float32),
     ),
-    "gradients of nothing": lambda: attnmask.flash_attention_bwd(
+    "gradients of sinks alone": lambda: attnmask.flash_attention_bwd(
         endless(2**4, 2**56, 1, 0),
         endless(2**4, 2**56, 1, 0),
         endless(2**4, 3, 1, 0),
         endless(2**4, 3, 1, 0),
         endless(2**4, 2**56, 1, 0),
         endless(2**4, 1, 2**56, dtype=np.float32),
+        softmax_aux=np.zeros(1),
+        grad_softmax_aux=True,
     ),
 }
 
@@ -68,6 +70,10 @@ def test_what_is_empty_takes_no_time():
     assert attnmask.segment_ids_to_cu_seqlens(ids).max() == 0
     many = (2**20, 2**20, 2**20, 0)
     assert attnmask.dropout_keep_mask(0, 0.5, many).shape == many
+    assert attend((1, 2**50, 1, 8), (1, 2**50, 1, 8), (1, 2**50, 1, 0)).shape == (1, 2**50, 1, 0)
+    few, lse = endless(1, 3, 1, 0), endless(1, 1, 3, dtype=np.float32)
+    long = endless(1, 2**50, 1, 0)
+    assert attnmask.flash_attention_bwd(few, few, long, long, few, lse).key.shape == long.shape
 
 
 def test_the_first_large_id_is_the_last_one_looked_at():

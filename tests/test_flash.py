@@ -371,6 +371,21 @@ def test_sinks_of_any_size(isa, dtype, sink):
         np.testing.assert_allclose(lse, np.where(np.isneginf(other), alone, other), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [[np.inf], [1.0, np.inf], [np.nan], [np.nan, 1.0]], ids=str)
+@pytest.mark.parametrize("queries", [1, 9, 70])
+def test_sinks_that_are_no_numbers(isa, queries, sinks):
+    """A row without a live pair is zero beside them too; an infinite one takes all that is live."""
+    first_row_has_no_key = {"causal": True, "causal_offset": -1}
+    out, lse = attend(tensors(queries, 80) | first_row_has_no_key, softmax_aux=sinks)
+    assert (out[:, 0] == 0).all()
+    if np.isnan(sinks).any():
+        assert np.isnan(out[:, 1:]).all()
+        assert np.isnan(lse).all()
+    else:
+        assert (out == 0).all()
+        assert (lse == np.inf).all()
+
+
 @pytest.mark.parametrize("bias_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bias_of_another_dtype(isa, dtype, bias_dtype):
@@ -734,6 +749,26 @@ def test_the_keep_mask_of_a_part_is_part_of_the_keep_mask(isa, set_threads):
             got = attnmask.dropout_keep_mask(11, 0.3, shape)
             np.testing.assert_array_equal(got, whole[part], err_msg=repr(shape))
     assert attnmask.dropout_keep_mask(11, 0.0, (2, 3, 4, 5)).all()
+
+
+def test_dropout_that_hardly_ever_drops(isa):
+    """What is kept weighs more, however little, in the result as in its gradient."""
+    x = np.ones((1, 2, 1, 4))
+    plain, plain_vjp = attnmask.flash_attention_vjp(x, x, x)
+    out, vjp = attnmask.flash_attention_vjp(x, x, x, dropout_prob=1e-10)
+    np.testing.assert_allclose(out / plain - 1, 1e-10, rtol=1e-4)
+    np.testing.assert_allclose(vjp(x).value / plain_vjp(x).value - 1, 1e-10, rtol=1e-4)
+
+
+def test_a_nan_whose_weight_is_dropped(isa):
+    """It is live: the row's greatest logit is NaN, and what counts from it."""
+    query, key, value = np.ones((1, 1, 1, 4)), np.ones((1, 2, 1, 4)), np.ones((1, 2, 1, 4))
+    key[0, 1] = np.nan
+    kept = [attnmask.dropout_keep_mask(seed, 0.5, (1, 1, 1, 2)).ravel().tolist() for seed in range(20)]
+    dropout = {"dropout_prob": 0.5, "dropout_seed": kept.index([True, False])}
+    for normalize in (True, False):
+        out = attnmask.flash_attention(query, key, value, **dropout, normalize_output=normalize)
+        assert np.isnan(out).all()
 
 
 @pytest.mark.parametrize("prob", [0.05, 0.1, 0.5, 0.9, 0.95])

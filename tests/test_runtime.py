@@ -749,6 +749,10 @@ def long_calls() -> dict:
     lse = np.broadcast_to(ones, (1, 16, 2**16))
     attention = {"query": tokens, "key": tokens, "value": tokens, "causal": True}
     gradient = attention | {"dout": tokens, "out": tokens, "lse": lse}
+    few = dict.fromkeys(("query", "key", "value", "dout", "out"), tokens[:, :64, :1]) | {
+        "lse": lse[:, :1, :64]
+    }
+    sinks = {"softmax_aux": np.zeros(2**20), "grad_softmax_aux": True}
     numbers = np.arange(1, 14_001)
     one_row = attnmask.MaskInfo.from_attention_mask(np.broadcast_to(np.True_, (1, 1, 1, 2**40)))
     return {
@@ -761,6 +765,7 @@ def long_calls() -> dict:
         "attention": lambda out: attnmask.flash_attention(**attention),
         "gradients": lambda out: attnmask.flash_attention_bwd(**gradient),
         "gradients of peaks": lambda out: attnmask.flash_attention_bwd(**gradient, normalize_output=False),
+        "gradients of sinks": lambda out: attnmask.flash_attention_bwd(**few, **sinks),
         "division": lambda out: attnmask.cdiv(numbers[:, None], numbers[None]),
         "one long row of a mask": lambda out: one_row.density(),
         "one long row of dropout": lambda out: attnmask.dropout_keep_mask(0, 0.5, (1, 1, 1, 2**31)),

@@ -200,19 +200,6 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
         ahead(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
 }
 
-/* What the sinks of a head add up to, for its rows to start from. */
-static double begin_sum(const plan *p, ptrdiff_t head, double *high)
-{
-    const am_flash *f = p->base.flash;
-    double sum = 0;
-    for (ptrdiff_t i = 0; i < f->sink_count; i++) *high = fmax(*high, am_sink_logit(&p->base, head, i));
-    for (ptrdiff_t i = 0; i < f->sink_count; i++) {
-        double logit = am_sink_logit(&p->base, head, i);
-        if (logit != -INFINITY) sum += exp2((logit - *high) * p->base.unit);
-    }
-    return sum;
-}
-
 static void begin_block(const plan *p, const work *w)
 {
     const am_flash *f = p->base.flash;
@@ -222,11 +209,10 @@ static void begin_block(const plan *p, const work *w)
     for (ptrdiff_t h = 0, row = 0; h < at->heads; h++, row += at->queries) {
         const char *src = am_token(&f->q, at->b, at->head + h, at->q);
         char *to = w->s.q + row * row_bytes;
-        double high = -INFINITY, sum = at->split == 0 ? begin_sum(p, at->head + h, &high) : 0;
         for (ptrdiff_t r = row; r < row + at->queries; r++) {
-            am_set_number(&p->base, block->high, r, high);
-            if (block->top) am_set_number(&p->base, block->top, r, high);
-            am_set_number(&p->base, block->sum, r, sum);
+            am_set_number(&p->base, block->high, r, -INFINITY);
+            if (block->top) am_set_number(&p->base, block->top, r, -INFINITY);
+            am_set_number(&p->base, block->sum, r, 0);
             if (p->base.threshold)
                 w->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
         }
@@ -267,16 +253,27 @@ static place place_of(const plan *p, ptrdiff_t index)
     return at;
 }
 
-/* Results of one row: its lse, and what makes out of what was gathered. */
-static double end_row(const plan *p, const am_flash_rows *block, ptrdiff_t r, ptrdiff_t lse_index)
+/* Results of one row: its lse, and what makes out of what was gathered. Sinks come in here. */
+static double end_row(const plan *p, const place *at, const am_flash_rows *block, ptrdiff_t r,
+                      ptrdiff_t lse_index)
 {
     const am_flash *f = p->base.flash;
-    double high = am_number(&p->base, block->high, r), sum = am_number(&p->base, block->sum, r);
+    const double high = am_number(&p->base, block->high, r), live = am_number(&p->base, block->sum, r);
+    double highest = high, sum = live, top = block->top ? am_number(&p->base, block->top, r) : 0;
+    if (p->sinks) {
+        const am_sink_sum *sinks = &p->sinks[am_head_of(at, r)];
+        highest = fmax(high, sinks->highest), top = fmax(top, sinks->highest);
+        sum = live * am_power(&p->base, high, highest) +
+              sinks->sum * am_power(&p->base, sinks->highest, highest);
+    }
     if (f->lse)
         am_set_number(&p->base, f->lse, lse_index,
-                      sum == 0 ? -INFINITY : high * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
-    if (sum == 0) return 0; /* no live pair and no sink: out is zero already */
-    double factor = f->normalize ? 1 / sum : exp2((high - am_number(&p->base, block->top, r)) * p->base.unit);
+                      sum == 0 ? -INFINITY : highest * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
+    if (live == 0) return 0; /* no live pair: out is zero already */
+    /* A NaN is a logit's, whose weight may have been dropped out. */
+    double factor = f->normalize  ? am_power(&p->base, high, highest) / sum
+                    : isnan(live) ? live
+                                  : am_power(&p->base, high, top);
     return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
 }
 
@@ -293,7 +290,7 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
         char *dst = out->data + at->b * out->batch + (at->head + h) * out->head + at->q * out->token;
         ptrdiff_t lse_index = (at->b * f->heads + at->head + h) * f->queries + at->q;
         for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
-            double factor = end_row(p, block, r, lse_index);
+            double factor = end_row(p, at, block, r, lse_index);
             write(direct ? dst : room, row, factor, f->value_depth);
             if (!direct) am_copy_2d(dst, 0, out->element, room, 0, size, 1, f->value_depth, (size_t)size);
             row += p->out_depth * p->base.size;
@@ -470,9 +467,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             double part_high = am_number(&p->base, part.high, r), part_sum = am_number(&p->base, part.sum, r);
             /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */
-            double factor = part_sum == 0       ? 0
-                            : high == -INFINITY ? 1
-                                                : exp2((part_high - high) * p->base.unit);
+            double factor = part_sum == 0 ? 0 : am_power(&p->base, part_high, high);
             sum += part_sum == 0 ? 0 : part_sum * factor;
             char *from = (char *)part.out + r * p->out_depth * p->base.size;
             if (i == 0 || part_sum != 0)
@@ -491,6 +486,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_flash_forward(const am_run *run, const am_flash *flash)
 {
     if (flash->batch == 0 || flash->heads == 0 || flash->queries == 0) return AM_OK;
+    if (flash->value_depth == 0 && !flash->lse) return AM_OK;
     if (am_is_too_deep(flash)) return AM_NO_MEMORY;
     plan p = am_flash_plan_of(run, flash);
     ptrdiff_t heads = flash->batch * flash->kv_heads;
@@ -498,6 +494,7 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     ptrdiff_t partials_bytes = am_product(p.blocks, p.splits, p.partial_bytes),
               packed_bytes = am_product(p.wave, p.tiles, p.k_bytes + p.v_bytes);
     am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
+    if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;
     if (p.splits > 1) {
@@ -522,6 +519,7 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
 done:
     am_rooms_free(&p.rooms);
+    free(p.sinks);
     am_lines_free(p.partials, partials_bytes);
     am_lines_free(p.packed, packed_bytes);
     free(p.states);

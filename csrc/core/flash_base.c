@@ -11,8 +11,9 @@
 enum {
     BF16_BYTES = 2,
     LANE_BYTES = 4,
-    WIDEST = 8,           /* bytes of a number; a bias may be wider than the arithmetic */
-    KEEP_PIECE = 1 << 16, /* keys of dropout between two questions whether to go on */
+    WIDEST = 8,            /* bytes of a number; a bias may be wider than the arithmetic */
+    KEEP_PIECE = 1 << 16,  /* keys of dropout between two questions whether to go on */
+    SINKS_PIECE = 1 << 14, /* sinks between them */
 };
 
 am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
@@ -111,6 +112,41 @@ double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)
     return base->type == AM_FLOAT64 ? logit : (double)(float)logit;
 }
 
+typedef struct {
+    const am_flash_base *base;
+    am_sink_sum *sums;
+} sinks_job;
+
+static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
+{
+    const sinks_job *job = arg;
+    const ptrdiff_t count = job->base->flash->sink_count;
+    am_status status = AM_OK;
+    am_sink_sum total = {.highest = -INFINITY};
+    for (ptrdiff_t i = 0; i < count; i++)
+        total.highest = fmax(total.highest, am_sink_logit(job->base, head, i));
+    for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
+        const double logit = am_sink_logit(job->base, head, i);
+        if (i % SINKS_PIECE == SINKS_PIECE - 1) status = am_checkpoint(team);
+        if (logit == -INFINITY) continue;
+        total.sum += am_power(job->base, logit, total.highest);
+        total.count += logit == total.highest;
+    }
+    job->sums[head] = total;
+    return status;
+}
+
+am_status am_sum_sinks(const am_run *run, const am_flash_base *base, am_sink_sum **sums)
+{
+    const ptrdiff_t heads = base->flash->heads;
+    *sums = NULL;
+    if (base->flash->sink_count == 0) return AM_OK;
+    *sums = malloc((size_t)am_max(heads, 1) * sizeof **sums);
+    if (!*sums) return AM_NO_MEMORY;
+    sinks_job job = {base, *sums};
+    return am_parallel(run, heads, am_ceil_div(SINKS_PIECE, base->flash->sink_count), sinks_task, &job);
+}
+
 /* --- Which pairs of a tile are live --- */
 
 am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
@@ -197,7 +233,7 @@ uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q)
 uint32_t am_threshold_of(double probability)
 {
     double scaled = nearbyint(ldexp(probability, 32));
-    return scaled >= 0x1p32 ? UINT32_MAX : (uint32_t)scaled;
+    return scaled >= 0x1p32 ? UINT32_MAX : scaled < 1 && probability > 0 ? 1 : (uint32_t)scaled;
 }
 
 typedef struct {

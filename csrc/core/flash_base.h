@@ -3,6 +3,7 @@
 #ifndef AM_FLASH_BASE_H
 #define AM_FLASH_BASE_H
 
+#include <math.h>
 #include <stdatomic.h>
 
 #include "core/arithmetic.h"
@@ -91,8 +92,22 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
 am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
                         ptrdiff_t rows, ptrdiff_t count);
 
+/* e^(logit - from); 1 where both are the same infinity. */
+static inline double am_power(const am_flash_base *base, double logit, double from)
+{
+    return logit == from ? 1 : exp2((logit - from) * base->unit);
+}
+
 /* A sink in units of logits, rounded as they are. */
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
+
+/* Of a head's sinks: the greatest, Σ e^(sink - highest), and how many are as great. */
+typedef struct {
+    double highest, sum, count;
+} am_sink_sum;
+
+/* One for each head, to be freed; NULL if there are no sinks. */
+am_status am_sum_sinks(const am_run *run, const am_flash_base *base, am_sink_sum **sums);
 
 /* The kernels for keys, values or bias of a type, NULL if they have to be converted first. */
 static inline const am_flash_source *am_source_of(const am_flash_base *base, am_dtype type)

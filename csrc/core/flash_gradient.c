@@ -44,6 +44,7 @@ typedef struct {
     rows_state *states;    /* [batch][heads][q_blocks] */
     char *facts;           /* base, rest, add, share: [batch][heads][queries] each */
     ptrdiff_t facts_bytes; /* of each */
+    am_sink_sum *sinks;    /* of each head, NULL without */
     am_bias_gradient bias;
     am_rooms rooms;
 } plan;
@@ -231,17 +232,11 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const scrat
     const am_flash *f = p->base.flash;
     am_gradient_rows block = begin_rows(p, at, s);
     block.share = facts_of(p, at, SHARE);
-    double peak = -INFINITY, sum = 0, count = 0;
-    for (ptrdiff_t i = 0; i < f->sink_count; i++) peak = fmax(peak, am_sink_logit(&p->base, at->head, i));
-    for (ptrdiff_t i = 0; peak > -INFINITY && i < f->sink_count; i++) {
-        double logit = am_sink_logit(&p->base, at->head, i);
-        sum += exp2((logit - peak) * p->base.unit);
-        count += logit == peak;
-    }
+    const am_sink_sum sinks = p->sinks ? p->sinks[at->head] : (am_sink_sum){.highest = -INFINITY};
     for (ptrdiff_t r = 0; r < at->rows; r++) {
-        am_set_number(&p->base, block.base, r, peak);
-        am_set_number(&p->base, block.rest, r, sum);
-        am_set_number(&p->base, block.share, r, count);
+        am_set_number(&p->base, block.base, r, sinks.highest);
+        am_set_number(&p->base, block.rest, r, sinks.sum);
+        am_set_number(&p->base, block.share, r, sinks.count);
     }
     for (ptrdiff_t k = keys.begin / TILE * TILE; k < keys.end; k += TILE) {
         am_gradient_tile tile = {.k_columns = s->k_columns};
@@ -334,10 +329,11 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
     const plan *p = arg;
     const am_flash *f = p->base.flash;
     double *d_sinks = p->gradient->d_sinks + head * f->sink_count;
+    am_status status = AM_OK;
     memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
-    for (ptrdiff_t index = 0; index < f->batch * p->q_blocks; index++) {
+    for (ptrdiff_t index = 0; status == AM_OK && index < f->batch * p->q_blocks; index++) {
         const am_flash_place at = place_of(p, index / p->q_blocks, head, index % p->q_blocks);
-        for (ptrdiff_t r = 0; r < at.rows; r++) {
+        for (ptrdiff_t r = 0; status == AM_OK && r < at.rows; r++) {
             double base = am_number(&p->base, facts_of(p, &at, BASE), r),
                    rest = am_number(&p->base, facts_of(p, &at, REST), r),
                    add = am_number(&p->base, facts_of(p, &at, ADD), r);
@@ -348,9 +344,10 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
                 if (!f->normalize && logit == base)
                     d_sinks[i] -= am_number(&p->base, facts_of(p, &at, SHARE), r);
             }
+            status = am_checkpoint(team);
         }
     }
-    return am_checkpoint(team);
+    return status;
 }
 
 /* --- The tasks --- */
@@ -582,6 +579,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
 {
     const am_flash *f = &gradient->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
+    if (f->depth == 0 && f->value_depth == 0 && !gradient->d_bias && !gradient->d_sinks) return AM_OK;
     plan p = {.base = am_flash_base_of(run, f),
               .gradient = gradient,
               .threads = run->threads,
@@ -595,6 +593,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     am_status status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape,
                                              p.tasks, p.task_tiles);
     if (status == AM_OK) status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
+    if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
     p.facts_bytes = facts_bytes / FACTS;
     p.facts = am_lines(facts_bytes);
@@ -612,6 +611,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK && !(p.states && p.facts && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(run, &p);
     am_rooms_free(&p.rooms);
+    free(p.sinks);
     free(p.states);
     am_lines_free(p.facts, facts_bytes);
     am_lines_free(own_d_q, d_q_bytes);

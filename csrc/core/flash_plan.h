@@ -36,6 +36,7 @@ typedef struct {
     atomic_uchar *states;       /* of each a tile_state */
     char *partials;             /* [batch][kv_heads][head_blocks][q_blocks][splits], NULL without splits */
     ptrdiff_t partial_bytes;    /* of what a block gathers: out, high, sum and top of its rows */
+    am_sink_sum *sinks;         /* of each head, NULL without */
     am_rooms rooms;             /* for scratch */
 } am_flash_plan;
 

@@ -124,7 +124,7 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
  *
  *     out[r] = Σ e^(logit - high[r]) v,   sum[r] = Σ e^(logit - high[r]),   top[r] = max logit
  *
- * They start from 0, 0 and -INFINITY (high and top), or from the sinks; nobody may want top. Logits and their
+ * They start from 0, 0 and -INFINITY (high and top); nobody may want top. Logits and their
  * maxima count in units of ln 2, so that powers are those of two; or where a bias might be too large for
  * that, in units of 1.
  */
