@@ -12,37 +12,37 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     flash_lines ask = *ahead;
     V sums[DOT_SUMS + LANES], x[DOT_SUMS];
     const S *key[DOT_SUMS];
-#pragma GCC unroll 32
+    UNROLL(32)
     for (ptrdiff_t j = 0; j < keys; j++) key[j] = k + (j < last ? j : last) * step;
-#pragma GCC unroll 64
+    UNROLL(64)
     for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
     ptrdiff_t i = 0;
     for (; i + LANES <= depth; i += LANES) {
-#pragma GCC unroll 32
+        UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
         if (i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
-#pragma GCC unroll 4
+        UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * depth + i);
-#pragma GCC unroll 32
+            UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
     }
     if (i < depth) {
-#pragma GCC unroll 32
+        UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(key[j] + i, depth - i);
-#pragma GCC unroll 4
+        UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load_part)(q + r * depth + i, depth - i);
-#pragma GCC unroll 32
+            UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
     }
     T dots[DOT_SUMS + LANES];
-#pragma GCC unroll 32
+    UNROLL(32)
     for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
         VOP(store)(dots + begin, VOP(totals)(sums + begin));
-#pragma GCC unroll 4
+    UNROLL(4)
     for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE) {
         if (last + 1 >= keys) {
             memcpy(logits, dots + r * keys, (size_t)keys * sizeof *dots);

@@ -24,7 +24,7 @@
 /* Weights to pairs. */
 static inline __attribute__((always_inline)) void put_pairs(float *weights, const vf *p, const int count)
 {
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j += 2) vf_store(weights + j / 2 * VF_LANES, vf_narrow_pairs(p[j], p[j + 1]));
 }
 

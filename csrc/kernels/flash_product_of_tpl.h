@@ -14,7 +14,7 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
     V left, right, third, fourth;
     LOADS(b, b_row, vectors, left, right);
     if (vectors > 2) LOADS(b + FN(PANEL), b_row, vectors, third, fourth);
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int r = 0; r < rows; r++) {
         V x = VOP(set1)(a[r * a_row]);
         sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
@@ -35,9 +35,9 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *row = c;
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int r = 0; add && r < rows; r++, row += c_row) {
-#pragma GCC unroll 4
+        UNROLL(4)
         for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
     }
     flash_lines ask = lines ? *ahead : (flash_lines){0};
@@ -54,9 +54,9 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     if (lines) *ahead = ask;
     HIDE(c); /* its rows are cheaper found again than kept, for which there are no registers */
     row = c;
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int r = 0; r < rows; r++, row += c_row) {
-#pragma GCC unroll 4
+        UNROLL(4)
         for (int j = 0; j < vectors; j++) VOP(store)(row + j * LANES, sums[j / 2 * rows + r][j % 2]);
     }
 }

@@ -71,21 +71,21 @@ static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_e
  * are taken. */
 static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole, const int count)
 {
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j++) whole[j] = VOP(take_whole)(&x[j]);
 }
 static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *whole, const int count,
                                                                const T *terms, const int term_count)
 {
     V power[FN(AT_ONCE)];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j++) power[j] = VOP(set1)(terms[term_count - 1]);
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = term_count - 2; i >= 0; i--) {
-#pragma GCC unroll 16
+        UNROLL(16)
         for (int j = 0; j < count; j++) power[j] = VOP(fma)(power[j], x[j], VOP(set1)(terms[i]));
     }
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j++) x[j] = VOP(times_power)(power[j], whole[j]);
 }
 static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,

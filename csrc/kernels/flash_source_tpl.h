@@ -6,7 +6,7 @@
 static inline __attribute__((always_inline)) void
 FROM(load_turned)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
 {
-#pragma GCC unroll 16
+    UNROLL(16)
     for (ptrdiff_t r = 0; r < LANES; r++) {
         square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : LOAD_PART(src, columns);
         src += step;
@@ -29,7 +29,7 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
             V square[LANES];
             if (row + LANES <= rows && i + LANES <= depth) {
                 FROM(load_turned)(square, src, step, LANES, LANES);
-#pragma GCC unroll 16
+                UNROLL(16)
                 for (ptrdiff_t c = 0; c < LANES; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             } else {

@@ -65,11 +65,11 @@ static inline __attribute__((always_inline)) V STEP(weigh_some)(const am_flash_r
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(AT_ONCE)];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j++)
         p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + column + j * LANES), base), unit);
     FN(exp2_each)(p, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j++) {
         total = VOP(add)(total, p[j]);
         if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
@@ -126,7 +126,7 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
     const V factor = VOP(set1)((T)block->factor);
     if (column == 0) {
         V most = VOP(set1)(-(T)INFINITY);
-#pragma GCC unroll 16
+        UNROLL(16)
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
             V s = VOP(load)(logits + i);
             if (live) s = VOP(select)(live[row] >> i, s, VOP(set1)(-(T)INFINITY));
@@ -136,7 +136,7 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
         if (STEP(is_over)(most, high)) STEP(raise)(block, row, VOP(highest)(most));
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < FN(AT_ONCE); j++) {
         x[j] = VOP(load)(logits + column + j * LANES);
         x[j] = WIDTH > 1 ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
@@ -159,7 +159,7 @@ static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_fla
         V lanes[LANES];
         for (ptrdiff_t row = begin; row < end; row++, logits += AM_FLASH_TILE) {
             V total = VOP(set1)(0);
-#pragma GCC unroll 16
+            UNROLL(16)
             for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += SOME) {
                 V p[FN(AT_ONCE)], whole[FN(AT_ONCE)];
                 memcpy(p, next, sizeof p), memcpy(whole, next_whole, sizeof whole);
@@ -168,7 +168,7 @@ static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_fla
                 else if (row + 1 < rows)
                     STEP(begin_plain)(block, row + 1, live, 0, next, next_whole);
                 FN(exp2_end)(p, whole, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
-#pragma GCC unroll 16
+                UNROLL(16)
                 for (int j = 0; j < FN(AT_ONCE); j++) {
                     if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                     total = VOP(add)(total, p[j]);

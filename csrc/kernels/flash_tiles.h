@@ -191,7 +191,7 @@ static void turn_rows(float *to, const float *from, ptrdiff_t rows)
     for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
         for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += VF_LANES) {
             vf pairs[VF_LANES];
-#pragma GCC unroll 16
+            UNROLL(16)
             for (ptrdiff_t i = 0; i < VF_LANES; i++) {
                 const ptrdiff_t r = 2 * (lane + i);
                 const float *row = from + r * AM_FLASH_TILE + column;
@@ -200,7 +200,7 @@ static void turn_rows(float *to, const float *from, ptrdiff_t rows)
                 pairs[i] = vf_join_pairs(even, odd);
             }
             vf_turn(pairs);
-#pragma GCC unroll 16
+            UNROLL(16)
             for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, pairs[i]);
         }
     }

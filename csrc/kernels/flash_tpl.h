@@ -50,7 +50,7 @@ static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
 }
 static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p, const int count)
 {
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int j = 0; j < count; j++) VOP(store)(weights + j * LANES, p[j]);
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/half.h"
 #include "kernels/table.h"
+#include "kernels/unroll.h"
 
 #ifndef V_PARTS_16
 /* `count` < VF_LANES, in steps whose sizes the compiler knows. */

@@ -7,6 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/unroll.h"
+
 #define VF_LANES 8
 #define V_STRIP 6 /* rows of two vectors that fit the registers, beside what they are made of */
 #define VD_LANES 4
@@ -181,19 +183,19 @@ static inline float vf_total(vf v)
 static inline void vf_turn(vf v[VF_LANES])
 {
     vf pairs[8], fours[8];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 8; i += 2) {
         pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
         pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
     }
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 8; i += 4) {
         fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
         fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
         fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
         fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
     }
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 4; i++) {
         v[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
         v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
@@ -203,11 +205,11 @@ static inline void vf_turn(vf v[VF_LANES])
 static inline vf vf_totals(const vf v[VF_LANES])
 {
     vf fours[4], twos[2];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 4; i++)
         fours[i] =
             vf_add(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 2; i++) {
         twos[i] = vf_add(_mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
                          _mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));

@@ -9,6 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels/unroll.h"
+
 #define VF_LANES 16
 #define V_STRIP 12 /* rows of two vectors that fit the registers, beside what they are made of */
 #define VD_LANES 8
@@ -179,12 +181,12 @@ static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
 static inline void vf_turn(vf v[VF_LANES])
 {
     vf pairs[16], fours[16];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 16; i += 2) {
         pairs[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
         pairs[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
     }
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 16; i += 4) {
         fours[i] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
         fours[i + 1] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
@@ -192,7 +194,7 @@ static inline void vf_turn(vf v[VF_LANES])
         fours[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
     }
     /* Column c lies in quarter c / 4 of the vectors c % 4 of each four. */
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 4; i++) {
         vf low = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0x88);
         vf high = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0x88);
@@ -208,16 +210,16 @@ static inline void vf_turn(vf v[VF_LANES])
 static inline vf vf_totals(const vf v[VF_LANES])
 {
     vf fours[8], twos[4], sums[2];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 8; i++)
         fours[i] =
             vf_add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 4; i++) {
         twos[i] = vf_add(_mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
                          _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));
     }
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 2; i++) {
         sums[i] = vf_add(_mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0x88),
                          _mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0xdd));
@@ -263,13 +265,13 @@ static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
 static inline void vd_turn(vd v[VD_LANES])
 {
     vd pairs[8];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 8; i += 2) {
         pairs[i] = _mm512_unpacklo_pd(v[i], v[i + 1]);
         pairs[i + 1] = _mm512_unpackhi_pd(v[i], v[i + 1]);
     }
     /* Column c lies in quarter c / 2 of the vectors c % 2 of each pair. */
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 2; i++) {
         vd low = _mm512_shuffle_f64x2(pairs[i], pairs[i + 2], 0x88);
         vd high = _mm512_shuffle_f64x2(pairs[i + 4], pairs[i + 6], 0x88);
@@ -284,11 +286,11 @@ static inline void vd_turn(vd v[VD_LANES])
 static inline vd vd_totals(const vd v[VD_LANES])
 {
     vd twos[4], sums[2];
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 4; i++)
         twos[i] =
             vd_add(_mm512_unpacklo_pd(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_pd(v[2 * i], v[2 * i + 1]));
-#pragma GCC unroll 16
+    UNROLL(16)
     for (int i = 0; i < 2; i++) {
         sums[i] = vd_add(_mm512_shuffle_f64x2(twos[2 * i], twos[2 * i + 1], 0x88),
                          _mm512_shuffle_f64x2(twos[2 * i], twos[2 * i + 1], 0xdd));
@@ -301,6 +303,9 @@ static inline vd vd_totals(const vd v[VD_LANES])
 #    define V_PAIRS
 static inline vf vf_fma_pairs(vf a, vf b, vf c)
 {
+#    ifdef __clang__
+    __asm__("" : "+v"(a)); /* clang 16 breaks down where it sees one number in all lanes */
+#    endif
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
 /* The first `count` numbers, then zeros. */
