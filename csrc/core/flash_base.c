@@ -123,8 +123,10 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
     const ptrdiff_t count = job->base->flash->sink_count;
     am_status status = AM_OK;
     am_sink_sum total = {.highest = -INFINITY};
-    for (ptrdiff_t i = 0; i < count; i++)
-        total.highest = fmax(total.highest, am_sink_logit(job->base, head, i));
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const double logit = am_sink_logit(job->base, head, i);
+        if (logit > total.highest) total.highest = logit; /* GCC 12 for arm64 breaks down on fmax here */
+    }
     for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
         const double logit = am_sink_logit(job->base, head, i);
         if (i % SINKS_PIECE == SINKS_PIECE - 1) status = am_checkpoint(team);
