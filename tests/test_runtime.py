@@ -134,6 +134,7 @@ def test_show_config(capsys):
     assert config["compiler"]
     for shown in (config["version"], config["compiler"], config["isa"], *config["isa_available"]):
         assert shown in printed
+    assert {line.partition(": ")[0].rstrip() for line in printed.splitlines()} == set(config)
 
 
 def test_use_isa(isa):
