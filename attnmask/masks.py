@@ -228,7 +228,7 @@ def segment_ids_to_qkv_masks(
 
 
 @traced
-def attention_mask_to_padding_segment_ids(mask: ArrayLike) -> tuple[_Ids, _Ids]:
+def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_Ids, _Ids]:
     """Tell the tokens that take part in a mask from padding.
 
     A query takes part if it attends to any key, and a key if any query attends to it, in any head. ::
@@ -241,7 +241,7 @@ def attention_mask_to_padding_segment_ids(mask: ArrayLike) -> tuple[_Ids, _Ids]:
 
     Parameters
     ----------
-    mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K]
+    attention_mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K]
         bool, or numbers of which the non-zero ones are live. Read in place.
 
     Returns
@@ -257,7 +257,7 @@ def attention_mask_to_padding_segment_ids(mask: ArrayLike) -> tuple[_Ids, _Ids]:
     >>> attnmask.attention_mask_to_padding_segment_ids([[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
     (array([[ 0,  0, -1]], dtype=int32), array([[ 0,  0,  0, -1]], dtype=int32))
     """
-    return _core.padding_segment_ids(mask)
+    return _core.padding_segment_ids(attention_mask)
 
 
 @traced

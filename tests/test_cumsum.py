@@ -364,7 +364,7 @@ def test_an_overflow_far_into_a_large_input(isa, set_threads, head_first, at):
     line[at] = 2**40
     for threads in (1, 3):
         set_threads(threads)
-        with pytest.raises(OverflowError, match=r"a sum of s, .*, does not fit the result's integer type"):
+        with pytest.raises(OverflowError, match=r"a sum of s, .*, does not fit int32"):
             attnmask.chunk_global_cumsum(values, head_first=head_first, output_dtype=np.int32)
         got = attnmask.chunk_global_cumsum(values, head_first=head_first)
         assert got.sum() == 2**40 * (100_000 - at), (isa, threads, at)
@@ -417,12 +417,27 @@ def test_cu_seqlens_of_any_integer_dtype_and_layout(dtype, head_first):
 
 
 @pytest.mark.parametrize("chunk_size", [np.int8(4), np.uint64(4), 4])
-@pytest.mark.parametrize("scale", [2, 2.0, np.float32(2), np.int64(2), np.float16(2)], ids=repr)
+@pytest.mark.parametrize(
+    "scale",
+    [
+        *[2, 2.0, np.float32(2), np.int64(2), np.float16(2), np.longdouble(2), ml_dtypes.bfloat16(2)],
+        *[np.array(2), np.array(2.0), np.array(2, ml_dtypes.bfloat16), np.array(2, ">f4")],
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize("flag", [True, np.True_], ids=repr)
 def test_numpy_scalars_as_arguments(chunk_size, scale, flag):
     values = np.arange(10.0).reshape(1, 10, 1)
     got = attnmask.chunk_local_cumsum(values, chunk_size, reverse=flag, softmax_scale=scale)
     np.testing.assert_array_equal(got, ref.chunk_local_cumsum(values, 4, True, 2.0))
+
+
+def test_scalars_of_jax_as_arguments():
+    numpy = pytest.importorskip("jax.numpy")
+    values = np.arange(10.0).reshape(1, 10, 1)
+    for scale in (numpy.float32(2), numpy.asarray(2), numpy.bfloat16(2)):
+        got = attnmask.chunk_global_cumsum(values, softmax_scale=scale)
+        np.testing.assert_array_equal(got, ref.chunk_global_cumsum(values, softmax_scale=2.0))
 
 
 @pytest.mark.parametrize("bits", [20, 31, 32, 62, 63, 64, 100])

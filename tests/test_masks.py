@@ -27,6 +27,7 @@ from attnmask.debug import traced
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", ml_dtypes.bfloat16, "float32", "float64")
 MASK_DTYPES = ("bool", *INTEGERS, *FLOATS)
+READ_DTYPES = (*MASK_DTYPES, np.longdouble)  # of what comes in
 PLANE_LAYOUTS = [
     *LAYOUTS,
     "constant along -2",
@@ -44,7 +45,7 @@ def filled(live: np.ndarray, dtype, rng: np.random.Generator) -> np.ndarray:
         return live
     if dtype in INTEGERS:
         return (live * rng.integers(1, 128, live.shape)).astype(dtype)
-    tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal) or 5e-324
     numbers = rng.choice([1.0, -2.5, np.nan, np.inf, -np.inf, tiny, -tiny], live.shape)
     return np.where(live, numbers, rng.choice([0.0, -0.0], live.shape)).astype(dtype)
 
@@ -108,7 +109,7 @@ def masks(draw, ranks=(2, 3, 4)):
     rng = np.random.default_rng(seed)
     live = some_live(shape, draw(st.sampled_from(KINDS)), rng)
     return laid_out(
-        filled(live, draw(st.sampled_from(MASK_DTYPES)), rng), draw(st.sampled_from(PLANE_LAYOUTS))
+        filled(live, draw(st.sampled_from(READ_DTYPES)), rng), draw(st.sampled_from(PLANE_LAYOUTS))
     )
 
 
@@ -392,7 +393,7 @@ def test_qkv_masks_to_cu_seqlens(isa, data, kind, out_dtype):
         laid_out(
             filled(
                 some_live((batch, data.draw(st.sampled_from([*LENGTHS, 1100]))), kind, rng),
-                data.draw(st.sampled_from(MASK_DTYPES)),
+                data.draw(st.sampled_from(READ_DTYPES)),
                 rng,
             ),
             data.draw(layouts),
@@ -650,7 +651,10 @@ WRONG = {
             "out": OUT,
         },
     ),
-    "attention_mask_to_padding_segment_ids": ({"mask": np.ones((2, 3, 3))}, {"mask": MASK_ARGUMENT}),
+    "attention_mask_to_padding_segment_ids": (
+        {"attention_mask": np.ones((2, 3, 3))},
+        {"attention_mask": MASK_ARGUMENT},
+    ),
     "qkv_masks_to_cu_seqlens": (
         {"q_mask": np.ones((2, 3)), "kv_mask": np.ones((2, 4), bool), "out_dtype": np.int64},
         {

@@ -188,7 +188,7 @@ def test_uint64_beyond_int64(name):
         assert_same(got, prepare(ref, name, cu_seqlens, 2**62), name)
 
 
-MASK_DTYPES = ("bool", *INTEGERS, "float16", ml_dtypes.bfloat16, "float32", "float64")
+MASK_DTYPES = ("bool", *INTEGERS, "float16", ml_dtypes.bfloat16, "float32", "float64", np.longdouble)
 
 
 @given(
@@ -204,7 +204,7 @@ def test_mask_counts(isa, layout, dtype, batch, length, seed, out_dtype):
     if dtype == "bool" or dtype in INTEGERS:
         values = rng.integers(0, 2, (batch, length)) * rng.integers(1, 128, (batch, length))
     else:
-        tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+        tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal) or 5e-324
         values = rng.choice([0.0, -0.0, 1.0, -2.5, np.nan, np.inf, -np.inf, tiny, -tiny], (batch, length))
     mask = arrange(values.astype(dtype), layout)
     case = (isa, mask.dtype, mask.shape, mask.strides, mask.tolist(), out_dtype)

@@ -270,7 +270,7 @@ def valid(function: str) -> dict:
 NO_NUMBER_DTYPES = [object, "S1", "U1", "M8[s]", "m8[s]", complex, "V2", [("x", "f4")]]
 NO_INTEGER = [True, np.True_, 2.0, np.float32(2), "2", b"2", 2j, [2], np.array([2]), np.array([2, 4])]
 NO_FLAG = [1, 0, None, "yes", 1.0, np.int64(1), [True], np.array([True]), np.array(True)]
-NO_SCALE = [True, np.True_, "1", b"1", 1j, np.complex64(1), [1.0], np.array(1.0), np.array([1.0]), {}]
+NO_SCALE = [True, np.True_, "1", b"1", 1j, np.complex64(1), [1.0], np.array(True), np.array([1.0]), {}]
 NO_DTYPE = ["nonsense", 3, object()]
 NO_CU_SEQLENS = [
     *[

@@ -152,6 +152,24 @@ int am_to_array(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
+int am_to_mask(PyObject *object, const char *name, void *dst)
+{
+    PyObject *array =
+        PyArray_Check(object) ? Py_NewRef(object) : (PyObject *)convert_array_like(object, name);
+    if (!array) return -1;
+    PyArray_Descr *dtype = PyArray_DESCR((PyArrayObject *)array);
+    if (dtype->kind == 'f' && am_dtype_of(dtype) == AM_OTHER) {
+        PyObject *zero = PyLong_FromLong(0);
+        PyObject *live = zero ? PyObject_RichCompare(array, zero, Py_NE) : NULL;
+        Py_XDECREF(zero);
+        Py_SETREF(array, live);
+        if (!array) return -1;
+    }
+    int status = am_to_array(array, name, dst);
+    Py_DECREF(array);
+    return status;
+}
+
 int am_to_out(PyObject *object, const char *name, void *dst)
 {
     if (object == Py_None) return 0;
@@ -196,11 +214,16 @@ int am_to_length(PyObject *object, const char *name, void *dst)
 int am_to_scale(PyObject *object, const char *name, void *dst)
 {
     am_scale *scale = dst;
+    PyArrayObject *array = NULL; /* of one number, where it is none yet */
     if (object == Py_None) return 0;
     bool number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)) ||
                   PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
+    if (!number && am_to_array(object, name, &array) < 0 && !PyErr_ExceptionMatches(PyExc_TypeError))
+        return -1;
+    if (array) number = PyArray_NDIM(array) == 0 && am_dtype_of(PyArray_DESCR(array)) != AM_BOOL;
+    if (number) scale->value = PyFloat_AsDouble(array ? (PyObject *)array : object);
+    Py_XDECREF(array);
     if (!number) return am_reject(PyExc_TypeError, name, "a real number or None", object);
-    scale->value = PyFloat_AsDouble(object);
     if (scale->value == -1 && PyErr_Occurred()) { /* an int beyond all floats */
         return am_reject(PyExc_ValueError, name, "a number that fits float64", object);
     }

@@ -29,6 +29,8 @@ am_dtype am_dtype_of(PyArray_Descr *dtype);
 
 /* PyArrayObject **: any array-like as an array that can be read in place: aligned, in native byte order. */
 am_to am_to_array;
+/* The same for a mask: floating-point types that the core does not know become bool. */
+am_to am_to_mask;
 /* PyArrayObject **: an array that results go to, or NULL for None. */
 am_to am_to_out;
 /* bool *: a bool, Python's or NumPy's. */

@@ -118,11 +118,12 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     am_leave(&call);
     if (status == AM_OK) return (PyObject *)out;
     Py_DECREF(out);
-    char overflow[128];
-    PyOS_snprintf(overflow, sizeof overflow, "a sum of %s, or what it is scaled to, does not fit %s", name,
-                  am_is_integer(job.dst_type) ? "the result's integer type"
-                                              : "int64, in which integers are added up");
-    return am_raise(status, overflow);
+    if (status != AM_OVERFLOW) return am_raise(status, NULL);
+    if (am_is_integer(job.dst_type))
+        return PyErr_Format(PyExc_OverflowError, "a sum of %s, or what it is scaled to, does not fit %S",
+                            name, a->dtype);
+    return PyErr_Format(PyExc_OverflowError, "a sum of %s does not fit int64, in which integers are added up",
+                        name);
 }
 
 static void release(arguments *a)

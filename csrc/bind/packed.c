@@ -185,7 +185,7 @@ static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args,
     PyArrayObject *mask = NULL, *lens = NULL;
     PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
     PyObject *result = NULL;
-    const am_param params[] = {{"mask", am_to_array, &mask}};
+    const am_param params[] = {{"mask", am_to_mask, &mask}};
     if (am_parse("prepare_lens_from_mask", args, nargs, params, 1) < 0) goto fail;
     lens = count_mask(module, mask);
     if (!lens) goto fail;
@@ -207,7 +207,7 @@ static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const 
     PyArrayObject *mask = NULL, *lens = NULL, *starts = NULL;
     PyArray_Descr *dtype = NULL;
     PyObject *result = NULL;
-    const am_param params[] = {{"mask", am_to_array, &mask}, {"out_dtype", am_to_integer_dtype, &dtype}};
+    const am_param params[] = {{"mask", am_to_mask, &mask}, {"out_dtype", am_to_integer_dtype, &dtype}};
     if (am_parse("prepare_cu_seqlens_from_mask", args, nargs, params, 2) < 0) goto fail;
     lens = count_mask(module, mask);
     if (!lens) goto fail;

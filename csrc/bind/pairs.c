@@ -116,13 +116,13 @@ static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args
     PyArray_Descr *dtype = NULL;
     am_extent *q = NULL, *k = NULL;
     am_dense queries, keys;
-    const am_param params[] = {{"q_mask", am_to_array, &q_mask},
+    const am_param params[] = {{"q_mask", am_to_mask, &q_mask},
                                {"kv_mask", am_to_object, &kv_object},
                                {"out_dtype", am_to_integer_dtype, &dtype}};
     if (am_parse("qkv_masks_to_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
     if (to_token_mask(q_mask, "q_mask", &queries) < 0) goto fail;
     if (kv_object != Py_None) {
-        if (am_to_array(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0)
+        if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0)
             goto fail;
         if (queries.batch != keys.batch) {
             PyErr_Format(PyExc_ValueError,
@@ -168,7 +168,7 @@ static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *co
     am_extent *extents = NULL;
     reduction heads;
     am_dense mask;
-    const am_param params[] = {{"attention_mask", am_to_array, &array},
+    const am_param params[] = {{"attention_mask", am_to_mask, &array},
                                {"reduce_heads", to_reduction, &heads},
                                {"out_dtype", am_to_integer_dtype, &dtype}};
     if (am_parse("attention_mask_to_qkv_cu_seqlens", args, nargs, params, 3) < 0) goto fail;

@@ -37,7 +37,7 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     bool per_head, strict;
     am_dense dense;
     const am_param params[] = {
-        {"mask", am_to_array, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
+        {"mask", am_to_mask, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
     if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) goto fail;
     if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) goto fail;
     if (!per_head && dense.heads == 0) {
@@ -85,9 +85,9 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
     PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
     PyObject *result = NULL;
     am_dense dense;
-    const am_param params[] = {{"mask", am_to_array, &mask}};
+    const am_param params[] = {{"attention_mask", am_to_mask, &mask}};
     if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) goto fail;
-    if (am_to_dense(mask, "mask", 2, &dense) < 0) goto fail;
+    if (am_to_dense(mask, "attention_mask", 2, &dense) < 0) goto fail;
     npy_intp const q_shape[2] = {dense.batch, dense.queries}, k_shape[2] = {dense.batch, dense.keys};
     q_ids = am_new_array_of(2, q_shape, NPY_INT32);
     k_ids = q_ids ? am_new_array_of(2, k_shape, NPY_INT32) : NULL;
@@ -332,7 +332,7 @@ PyMethodDef am_segments_methods[] = {
     {"mask_to_segment_ids", (PyCFunction)(void *)mask_to_segment_ids, METH_FASTCALL,
      "mask_to_segment_ids($module, mask, per_head, strict, /)\n--\n\n"},
     {"padding_segment_ids", (PyCFunction)(void *)padding_segment_ids, METH_FASTCALL,
-     "padding_segment_ids($module, mask, /)\n--\n\n"},
+     "padding_segment_ids($module, attention_mask, /)\n--\n\n"},
     {"segment_ids", (PyCFunction)(void *)segment_ids, METH_FASTCALL,
      "segment_ids($module, ids, name, out, /)\n--\n\n"},
     {"segment_ids_to_token_mask", (PyCFunction)(void *)segment_ids_to_token_mask, METH_FASTCALL,
