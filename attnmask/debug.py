@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from attnmask.arguments import describe
+from attnmask.arguments import describe, flag
 
 _Member = TypeVar(
     "_Member", bound="Callable[..., Any] | property | classmethod[Any, Any, Any] | staticmethod[Any, Any]"
@@ -38,9 +38,7 @@ def set_debug_mode(enabled: bool) -> None:
     >>> logger.removeHandler(handler)
     """
     global _enabled
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled must be a bool, got {describe(enabled)}")
-    _enabled = enabled
+    _enabled = flag(enabled, "enabled")
 
 
 def get_debug_mode() -> bool:

@@ -58,6 +58,10 @@ def cdiv(a: Any, b: Any) -> Any:
         divisors = as_array(b, "b")
         _core.cdiv(0, divisors)  # refuses what is not positive integers
         quotients = [-(-a // int(divisor)) for divisor in divisors.flat]
+        limits = np.iinfo(divisors.dtype)
+        for index, quotient in enumerate(quotients):
+            if not limits.min <= quotient <= limits.max:
+                raise OverflowError(f"the quotient at index {index} does not fit {divisors.dtype}")
         return np.array(quotients, divisors.dtype).reshape(divisors.shape)[()]
     return _core.cdiv(a, b)
 
@@ -283,6 +287,6 @@ def identity_dtype_convert(dtype: DTypeLike) -> _IdentityDtypeConvert[Any]:
     try:
         if dtype is not None:  # which NumPy reads as float64
             return _IdentityDtypeConvert(np.dtype(dtype))
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         pass
     raise TypeError(f"dtype must be a dtype, got {dtype!r}")

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask.arguments import flag, integer, one_of, place
+from attnmask.arguments import describe, flag, integer, one_of, place
 
 Counts = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -537,6 +537,8 @@ def plot(info: Drawable, ax: Any = None, batch: int = 0, head: int = 0) -> Any:
         colors, ticker = (importlib.import_module(f"matplotlib.{name}") for name in ("colors", "ticker"))
     except ImportError as error:
         raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+    if not (ax is None or hasattr(ax, "imshow")):
+        raise TypeError(f"ax must be matplotlib.axes.Axes or None, got {describe(ax)}")
     if ax is None:
         _, ax = importlib.import_module("matplotlib.pyplot").subplots(layout="constrained")
 

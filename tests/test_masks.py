@@ -950,6 +950,12 @@ class Traced:
         return 42
 
 
+def test_debug_mode_takes_bools_of_numpy():
+    for enabled in (np.True_, np.False_):
+        attnmask.set_debug_mode(enabled)
+        assert attnmask.get_debug_mode() is bool(enabled)
+
+
 def test_debug_mode(debug_mode):
     assert attnmask.get_debug_mode()
     attnmask.mask_to_segment_ids(np.ones((3, 3), np.float32), strict=True)

@@ -341,8 +341,13 @@ def test_cdiv_examples(a, b, expected):
 @pytest.mark.parametrize("b", [np.int8(3), np.array([3], np.int8), np.array([3, 100], np.int8)], ids=repr)
 @pytest.mark.parametrize("a", [1000, -(2**63) - 1, 2**70])
 def test_cdiv_does_not_fit(a, b):
-    with pytest.raises(OverflowError):
+    with pytest.raises(OverflowError, match="the quotient at index 0 does not fit int8"):
         attnmask.cdiv(a, b)
+
+
+def test_cdiv_tells_the_first_quotient_that_does_not_fit():
+    with pytest.raises(OverflowError, match="the quotient at index 2 does not fit int64"):
+        attnmask.cdiv(2**80, [[2**62, 2**40], [1, 1]])
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "int16"])
@@ -429,3 +434,11 @@ def test_identity_dtype_convert(dtype, gradient):
         got, expected = pullback(gradient), np.asarray(gradient).astype(dtype)
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [None, "no such type", "a,,", {"names": ["a"]}, {"names": ["a"], "formats": []}], ids=repr
+)
+def test_identity_dtype_convert_asks_for_a_dtype(dtype):
+    with pytest.raises(TypeError, match="dtype must be a dtype, got"):
+        attnmask.identity_dtype_convert(dtype)

@@ -475,6 +475,11 @@ def test_plot(pyplot, name):
     ax.figure.canvas.draw()
 
 
+def test_plot_asks_for_axes(pyplot):
+    with pytest.raises(TypeError, match=r"ax must be matplotlib\.axes\.Axes or None, got 3"):
+        MaskInfo.from_segments([[0]]).plot(ax=3)
+
+
 def test_plot_on_given_axes_and_planes(pyplot):
     mask = np.zeros((2, 2, 4, 4), bool)
     mask[1, 1, 2, 3] = True
