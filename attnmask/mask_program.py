@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask.arguments import frozen
@@ -223,6 +223,14 @@ def fill(
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     return _core.mask_fill(shape, program, dtype, live, dead, out)
+
+
+def room(shape: tuple[int, ...], dtype: DTypeLike, names: str) -> NDArray[Any]:
+    """A new array, not filled yet, of sizes that come from the arguments `names`."""
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError, OverflowError):  # the last two are of sizes beyond all numbers
+        raise MemoryError(f"an array of shape {shape} does not fit in memory: {names}") from None
 
 
 def same(left: Program, right: Program) -> bool:

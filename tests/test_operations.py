@@ -525,6 +525,7 @@ def test_the_other_names():
 
 
 HEADS = np.ones((2, 3, 4, 5))
+TOO_MANY = [2**50, 2**62 + 1, 2**63 // 3 + 1, 2**64 // 3 + 1, 2**70]  # some times 3 are small in 64 bits
 BAD_CALLS = [
     (ValueError, r"attn_mask must be \[Q, K\] or", lambda: OP.split_attention_mask([1, 0])),
     (ValueError, r"attn_mask must be \[Q, K\] or", lambda: OP.split_attention_mask(HEADS[None])),
@@ -565,6 +566,8 @@ BAD_CALLS = [
     (TypeError, "num_q_heads must be an integer", lambda: OP.handle_kvhead(HEADS, "8", 2)),
     (TypeError, "num_kv_heads must be an integer", lambda: OP.handle_kvhead(HEADS, 8, None)),
     (ValueError, "num_kv_heads must be at least 0", lambda: OP.handle_kvhead(HEADS, 8, -2)),
+    *((MemoryError, "num_reps", lambda n=n: OP.repeat_kv_heads(HEADS, HEADS, n)) for n in TOO_MANY),
+    *((MemoryError, "num_q_heads", lambda n=n: OP.handle_kvhead(HEADS, 3 * n, 3)) for n in TOO_MANY),
 ]
 
 

@@ -12,7 +12,7 @@ from attnmask import _core
 from attnmask.arguments import as_array, bfloat16, describe, flag, integer, is_floating, mask_array, real
 from attnmask.flash_arguments import dropout_of
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import band, fill
+from attnmask.mask_program import band, fill, room
 from attnmask.mask_sharding import AxisName, axis_name, check_axes, mesh_sizes, partition, spec_of
 
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
@@ -116,6 +116,15 @@ def _four(value: ArrayLike, name: str, layout: str) -> NDArray[Any]:
     if array.ndim != 4:
         raise ValueError(f"{name} must be {layout}, got {describe(array)}")
     return array
+
+
+def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[Any]:
+    """Each entry of an axis so many times, as of np.repeat, which does not see that there are too many."""
+    before, (count, *after) = array.shape[:axis], array.shape[axis:]
+    result = room((*before, count * times, *after), array.dtype, name)
+    if result.size:
+        result.reshape(*before, count, times, *after)[...] = np.expand_dims(array, axis + 1)
+    return result
 
 
 def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
@@ -446,7 +455,7 @@ class OperationImpl(ABC):
         """
         keys, values = _four(k, "k", "[B, T, Hkv, D]"), _four(v, "v", "[B, T, Hkv, Dv]")
         times = integer(num_reps, "num_reps", 0)
-        return np.repeat(keys, times, axis=2), np.repeat(values, times, axis=2)
+        return _repeated(keys, 2, times, "num_reps"), _repeated(values, 2, times, "num_reps")
 
     def handle_kvhead(
         self, array: ArrayLike | None, num_q_heads: int, num_kv_heads: int
@@ -484,7 +493,7 @@ class OperationImpl(ABC):
             raise ValueError(f"array must have {q_heads}, {kv_heads} or 1 heads, got {describe(pairs)}")
         if kv_heads == 0 or q_heads % kv_heads:
             raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, {kv_heads}, got {q_heads}")
-        return np.repeat(pairs, q_heads // kv_heads, axis=1)
+        return _repeated(pairs, 1, q_heads // kv_heads, "num_q_heads")
 
     def create_stable_sharding(
         self,
