@@ -567,27 +567,20 @@ class MaskInfo(MaskTerms):
         (('dp', 'fsdp'), None)
         """
         state, sizes = self._state, mesh_sizes(mesh)
-        batch_axis, heads_axis, _, tokens_axis = state.axes
+        batch, heads, _, tokens = zip(AXIS_FIELDS, state.axes, strict=True)
         if not flag(sequence_parallel, "sequence_parallel"):
-            tokens_axis = None
-        check_axes(
-            {
-                "qheads_axis_name": heads_axis,
-                "batch_axis_name": batch_axis,
-                "sequence_axis_name": tokens_axis,
-            },
-            sizes,
-        )
+            tokens = (tokens[0], None)
+        check_axes(dict((heads, batch, tokens)), sizes)
 
         def of_tokens(shape: tuple[int, ...] | None) -> Any:
             if shape is None:
                 return None
-            axes = (batch_axis, tokens_axis) if len(shape) == 2 else (batch_axis, heads_axis, tokens_axis)
-            return partition(shape, axes, sizes)
+            axes = (batch, tokens) if len(shape) == 2 else (batch, heads, tokens)
+            return partition(shape, dict(axes), sizes)
 
         pairs = None
         if state.base_array is not None:
-            pairs = partition(state.extent, (batch_axis, heads_axis, tokens_axis, None), sizes)  # type: ignore[arg-type]
+            pairs = partition(state.extent, dict((batch, heads, tokens)), sizes)  # type: ignore[arg-type]
         q_positions, kv_positions = (
             None if array is None else array.shape for array in (state.q_positions, state.kv_positions)
         )

@@ -1,5 +1,6 @@
 """How the arrays of a mask may be divided among devices."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,27 +48,35 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     return {name: integer(size, f"mesh[{name!r}]", 1) for name, size in sizes.items()}
 
 
+def _each(names: AxisName) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()
+
+
 def check_axes(axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> None:
     """Every axis that is named has to be one of the mesh's."""
     for argument, names in axes.items():
-        for name in (names,) if isinstance(names, str) else names or ():
+        for name in _each(names):
             if name not in sizes:
                 raise ValueError(f"{argument} must name axes of the mesh, {sorted(sizes)}, got {name!r}")
 
 
-def partition(shape: tuple[int, ...], axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> Any:
-    """The spec of an array of `shape` whose dimensions go to `axes`, but for those that do not divide evenly."""
+def partition(shape: tuple[int, ...], axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> Any:
+    """The spec of an array of `shape` whose first dimensions go to `axes`, told by argument.
 
-    def divides(length: int, names: AxisName) -> bool:
-        parts = 1
-        for name in (names,) if isinstance(names, str) else names or ():
-            parts *= sizes[name]
-        return length % parts == 0
-
-    spec = tuple(names if divides(length, names) else None for length, names in zip(shape, axes, strict=True))
-    if all(names is None for names in spec):
-        spec = ()
-    return spec_of(spec)
+    What does not divide evenly is dropped. What is left may name no axis twice: JAX refuses it.
+    """
+    spec: list[AxisName] = [None] * len(shape)
+    named: dict[str, str] = {}
+    for dimension, (argument, names) in enumerate(axes.items()):
+        if shape[dimension] % math.prod(sizes[name] for name in _each(names)):
+            continue
+        for name in _each(names):
+            if name in named:
+                both = " and ".join(dict.fromkeys((named[name], argument)))
+                raise ValueError(f"{both} must name an axis once, got {name!r} twice")
+            named[name] = argument
+        spec[dimension] = names
+    return spec_of(() if spec.count(None) == len(spec) else tuple(spec))
 
 
 def spec_of(names: tuple[AxisName, ...]) -> Any:

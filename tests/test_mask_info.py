@@ -1001,6 +1001,23 @@ def test_debug_log(caplog):
 MESH = {"dp": 2, "fsdp": 2, "tp": 2, "sp": 4}
 
 
+def test_a_sharding_names_an_axis_once():
+    """What is dropped does not count."""
+
+    def shard(axes, batch=4):
+        info = MaskInfo.from_segments(
+            np.zeros((batch, 8), int), batch_axis_name=axes, sequence_axis_name="dp"
+        )
+        return info.get_shardings(True, mesh=MESH)
+
+    with pytest.raises(ValueError, match=r"^batch_axis_name and sequence_axis_name must .* got 'dp' twice"):
+        shard(("fsdp", "dp"))
+    with pytest.raises(ValueError, match=r"^batch_axis_name must .* got 'sp' twice"):
+        shard(("sp", "sp"), batch=16)
+    assert tuple(shard(("fsdp", "dp"), batch=3).q_segment_ids) == (None, "dp")
+    assert tuple(shard(("sp", "sp")).q_segment_ids) == (None, "dp")
+
+
 @pytest.mark.parametrize("jax_there", [False, True])
 def test_get_shardings(monkeypatch, jax_there):
     if jax_there:

@@ -673,6 +673,18 @@ def test_bad_shardings(error, match, arguments):
         op.create_stable_sharding(**({"state_ps": ("dp", "tp")} | arguments))
 
 
+def test_a_spec_names_an_axis_once(sharded):
+    """What is dropped does not count."""
+    _, meshed, spec = sharded
+    double, long = spec(("dp", "tp"), None, "dp"), np.zeros((8, 1, 2))
+    with pytest.raises(ValueError, match=r"state_ps\[0\] and state_ps\[2\] must name .* got 'dp' twice"):
+        meshed.create_stable_sharding(double, tensor=long)
+    with pytest.raises(ValueError, match=r"^clone_ps\[1\] must name .* got 'dp' twice"):
+        meshed.create_stable_sharding((None, None), [1], (None, ("dp", "dp")), tensor=np.zeros((1, 4)))
+    assert meshed.create_stable_sharding(double, tensor=long[:4]) == spec(None, None, "dp")
+    assert meshed.create_stable_sharding(double, tensor=long[..., :1]) == spec(("dp", "tp"), None, None)
+
+
 def test_a_mesh_of_devices():
     """The spec can be used to place an array."""
     jax = pytest.importorskip("jax")

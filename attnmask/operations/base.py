@@ -547,10 +547,10 @@ class OperationImpl(ABC):
             raise ValueError(f"tensor must have {len(names)} dimensions as state_ps, got shape {lengths}")
         if lengths is None or self.metadata.mesh is None:
             return state_ps if preserved_indices is None else spec_of(names)
-        names = (*names, *[None] * (len(lengths) - len(names)))
+        axes = {f"{argument}[{index}]": entry for index, entry in enumerate(names)}
         sizes = mesh_sizes(self.metadata.mesh)
-        check_axes({f"{argument}[{index}]": entry for index, entry in enumerate(names)}, sizes)
-        return partition(lengths, names, sizes)
+        check_axes(axes, sizes)
+        return partition(lengths, axes, sizes)
 
     _split_attention_mask = split_attention_mask
     _combine_query_kv_masks = combine_query_kv_masks
