@@ -51,6 +51,7 @@ from attnmask.mask_state import (
     flatten,
     four_dimensions,
     ids_of_tokens,
+    kept,
     padding_of,
     segments,
 )
@@ -522,7 +523,7 @@ class MaskInfo(MaskTerms):
         True
         """
         info = object.__new__(cls)
-        info._held, info._leaves, info._cache = None, (aux_data, tuple(children)), {}
+        info._held, info._leaves, info._cache = None, (aux_data, tuple(map(kept, children))), {}
         return info
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask import _core, masks
-from attnmask.arguments import as_array, describe, flag, frozen, integers, mask_array, per_row
+from attnmask.arguments import as_array, describe, flag, frozen, integers, mask_array, per_row, read_only
 from attnmask.mask_program import (
     Cut,
     Extent,
@@ -359,6 +359,13 @@ def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
         baked=tuple(details[4:]),
     )
     return fitted(state, ("the mask", (None, None, queries, keys)))
+
+
+def kept(leaf: Any) -> Any:
+    """`leaf`, to be looked at later: what is an array may not change until then."""
+    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+        return leaf
+    return read_only(leaf) if leaf.ndim == 4 else frozen(leaf.copy())  # masks are large, and not copied
 
 
 def _shared(value: ArrayLike, name: str, layouts: Iterable[str]) -> Ids:

@@ -718,6 +718,21 @@ def test_nothing_is_changed():
 
 
 @given(program=programs())
+def test_copies_are_read_only(program):
+    """Before anything is read of them, and whoever made their arrays."""
+    info, _, words = program
+    writeable = [child if child is None else child.copy() for child in info.tree_flatten()[0]]
+    tree = MaskInfo.tree_unflatten(info.tree_flatten()[1], writeable)
+    for made in (pickle.loads(pickle.dumps(info)), copy.deepcopy(info), copy.copy(info), tree):
+        for child in made.tree_flatten()[0]:
+            assert child is None or not child.flags.writeable, words
+    for child in writeable:
+        if child is not None and child.ndim < 4:
+            child[...] = 1
+    assert tree == info, words
+
+
+@given(program=programs())
 def test_arrays_are_read_only(program):
     info, _, words = program
     for name in (*ARRAYS, *METHODS):
