@@ -267,35 +267,46 @@ def cut_out(state: State, cut: Cut) -> State:
     )
 
 
+def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+    """The runs of equal ids in each of the rows: their lengths, and of those that are no padding which they are and
+    what tells their segments apart, which is the row and then the id.
+    """
+    begins = np.empty(ids.shape, bool)
+    begins[:, :1] = True
+    np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+    begin = np.flatnonzero(begins)
+    segment = ids.reshape(-1)[begin]
+    valid = np.flatnonzero(segment >= 0)
+    row = begin[valid] // max(ids.shape[1], 1)
+    return np.diff(begin, append=ids.size), valid, (row.astype(np.int64) << 31) + segment[valid]
+
+
 def chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
     """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding."""
     if q_ids.ndim != kv_ids.ndim:
         q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
     rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
-    count = math.prod(rows)
     sides = [
-        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(count, ids.shape[-1])
+        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(math.prod(rows), ids.shape[-1])
         for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
     ]
     size = min(size, np.iinfo(np.int32).max)
-    # What is told apart: a segment of a row, and then a chunk of it.
-    row = np.arange(count, dtype=np.int64)[:, None] << 31
-    valid = [ids >= 0 for ids in sides]
-    keys = np.concatenate([(row + ids)[live] for ids, live in zip(sides, valid, strict=True)])
-    chunk = np.concatenate(
-        [masks.positions_from_segment_ids(ids)[live] // size for ids, live in zip(sides, valid, strict=True)]
-    )
-    segment_keys, segment = np.unique(keys, return_inverse=True)
-    chunks = np.zeros(len(segment_keys), np.int64)
-    np.maximum.at(chunks, segment, chunk.astype(np.int64) + 1)
+    lengths, valid, keys = zip(*map(_runs, sides), strict=True)
+    longest = np.concatenate([runs[live] for runs, live in zip(lengths, valid, strict=True)])
+    segments, segment = np.unique(np.concatenate(keys), return_inverse=True)
+    chunks = np.zeros(len(segments), np.int64)
+    np.maximum.at(chunks, segment, -(-longest // size))
     before = np.cumsum(chunks) - chunks
-    before -= before[np.searchsorted(segment_keys, segment_keys >> 31 << 31)]  # each row counts for itself
-    numbers = np.split((before[segment] + chunk + 1).astype(np.int32), [np.count_nonzero(valid[0])])
+    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts for itself
+    firsts = np.split(before[segment] + 1, [len(valid[0])])
     results = []
-    for live, number in zip(valid, numbers, strict=False):
-        ids = np.full(live.shape, -1, np.int32)
-        ids[live] = number
-        results.append(frozen(ids.reshape(*rows, live.shape[-1])))
+    for ids, runs, live, first in zip(sides, lengths, valid, firsts, strict=False):
+        number = np.zeros(len(runs), np.int32)
+        number[live] = first
+        # The place of padding is -1, and so is its chunk.
+        numbers = masks.positions_from_segment_ids(ids) // np.int32(size)
+        numbers += np.repeat(number, runs).reshape(ids.shape)
+        results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))
     return results[0], results[-1]
 
 
