@@ -137,11 +137,12 @@ class MaskAnswers:
             return None
         held = state.labels.get()[side]
         ids = _first_head(self._ids()[side] if held is None else held)
-        if ids.max(initial=-1) > 0:
-            lens = np.diff(masks.segment_ids_to_cu_seqlens(ids, np.int64, None))
-        else:
-            lens = np.count_nonzero(ids >= 0, axis=-1)
-        return frozen(lens.astype(np.int32))
+        highest = int(ids.max(initial=-1))
+        if highest <= 0:
+            return frozen(np.count_nonzero(ids >= 0, axis=-1).astype(np.int32))
+        lens = np.zeros(highest + 1, np.int32)  # there may be far more of them than tokens
+        np.add.at(lens, ids[ids >= 0], 1)
+        return frozen(lens)
 
     def _cu_seqlens(
         self, out_dtype: DTypeLike, max_segments: int | None
