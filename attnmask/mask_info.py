@@ -33,9 +33,7 @@ from attnmask.arguments import (
 )
 from attnmask.debug import traced
 from attnmask.mask_answers import MaskAnswers
-from attnmask.mask_program import (
-    dense,
-)
+from attnmask.mask_program import dense, room
 from attnmask.mask_sharding import AxisName, MaskSharding, check_axes, mesh_sizes, partition
 from attnmask.mask_state import (
     AXIS_FIELDS,
@@ -83,8 +81,9 @@ def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_nam
         raise ValueError(
             f"{length_name} must be at least {len(numbers)}, as many tokens as there are, got {tokens}"
         )
-    ids = np.full((1, tokens), -1, np.int32)
+    ids = room((1, tokens), np.int32, length_name)
     ids[0, : len(numbers)] = numbers
+    ids[0, len(numbers) :] = -1
     return starts, frozen(ids)
 
 
@@ -397,8 +396,13 @@ class MaskInfo(MaskTerms):
             raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")
-        rng = np.random.default_rng(seed)
-        mask = np.empty((batch_size, 1, q_len, kv_len), bool)
+        try:
+            rng = np.random.default_rng(seed)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
+            ) from None
+        mask = room((batch_size, 1, q_len, kv_len), bool, "batch_size, q_len and kv_len")
         pairs, live = mask.reshape(-1), 1 - sparsity
         for begin in range(0, pairs.size, _DRAWN):
             part = pairs[begin : begin + _DRAWN]
@@ -454,7 +458,9 @@ class MaskInfo(MaskTerms):
                 shape = np.shape(tokens)
                 if len(shape) != layout.count(",") + 1:
                     raise ValueError(f"{name} must be {layout}, got shape {shape}")
-                return cls.from_segments(np.zeros(shape[:2], np.int32))
+                ids = room(shape[:2], np.int32, name)
+                ids.fill(0)
+                return cls.from_segments(ids)
         raise ValueError(
             "mask_info, attention_mask, input_ids or inputs_embeds must be given, got None of them"
         )

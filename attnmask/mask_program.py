@@ -44,6 +44,7 @@ Extent: TypeAlias = tuple[
 ]  # None: not known, or whatever others say
 
 MAX_DEPTH = 16  # operands that the core lets wait
+LONGEST = 2**56  # axis of a mask that the core takes
 AXES = ("batch rows", "heads", "queries", "keys")
 _SYMBOLS = {"and": "&", "or": "|", "xor": "^"}
 _REPR_TERMS = 12

@@ -22,6 +22,7 @@ from attnmask.arguments import (
 )
 from attnmask.mask_answers import MaskAnswers
 from attnmask.mask_program import (
+    LONGEST,
     Cut,
     PerRow,
     agree,
@@ -509,14 +510,20 @@ class MaskTerms(MaskAnswers):
         """
         size, queries = integer(chunk_size, "chunk_size", 1), integer(q_len, "q_len", 0)
         keys = queries if kv_len is None else integer(kv_len, "kv_len", 0)
+        for name, length in (("q_len", queries), ("kv_len", keys)):
+            if length > LONGEST:
+                raise ValueError(f"{name} must be at most 2**56, got {length}")
         program = (chunk(size), band(None, 0, per_row(offset, "offset", 1)), "and")
+        wanted = number_dtype(dtype)
         if out is None:
-            return fill((1, 1, queries, keys), program, number_dtype(dtype), 1, 0).reshape(queries, keys)
+            return fill((1, 1, queries, keys), program, wanted, 1, 0).reshape(queries, keys)
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out must be an array, got {describe(out)}")
-        if out.shape != (queries, keys):
-            raise ValueError(f"out must be of shape {(queries, keys)}, got {describe(out)}")
-        fill((1, 1, queries, keys), program, number_dtype(dtype), 1, 0, out[None, None])
+        if out.shape != (queries, keys) or out.dtype != wanted:
+            raise ValueError(
+                f"out must be an array of {wanted} of shape {(queries, keys)}, got {describe(out)}"
+            )
+        fill((1, 1, queries, keys), program, wanted, 1, 0, out[None, None])
         return out
 
     # Copies

@@ -23,6 +23,7 @@ from attnmask.mask_sharding import MaskSharding
 
 FLOATS = ("float16", "float32", "float64", ml_dtypes.bfloat16)
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", *FLOATS)
+FAR = (2**46, 2**61, 2**62, 2**63, 2**70)
 NAMES = ("causal", "sliding_window", "chunked", "token_type_ids")
 ARRAYS = (
     "attention_mask",
@@ -1219,7 +1220,7 @@ BAD = [
     (ValueError, "chunk_size must be at least 1", lambda: MaskInfo.create_chunked_attention_mask(-3, 4)),
     (ValueError, "q_len must be at least 0", lambda: MaskInfo.create_chunked_attention_mask(3, -4)),
     (TypeError, "dtype must be bool", lambda: MaskInfo.create_chunked_attention_mask(3, 4, dtype="U3")),
-    (ValueError, "out must be of shape",
+    (ValueError, "out must be an array of bool of shape",
      lambda: MaskInfo.create_chunked_attention_mask(3, 4, out=np.ones((4, 5), bool))),
     (TypeError, "out must be an array", lambda: MaskInfo.create_chunked_attention_mask(3, 4, out=[[]])),
     (TypeError, "token_type_ids must be integers", lambda: INFO.apply_token_type_ids(IDS * 1.0)),
@@ -1249,9 +1250,13 @@ BAD = [
     (ValueError, "out", lambda: MASK.get_or_compute_attention_mask(out=MASK._state.base_array)),
     (ValueError, "max_segments",
      lambda: MaskInfo.from_segments([[0, 5]]).get_or_compute_qkv_cu_seqlens(max_segments=5)),
-    (TypeError, "max_segments", lambda: INFO.get_or_compute_qkv_cu_seqlens(max_segments=1.5)),
-    (TypeError, "out_dtype", lambda: INFO.get_or_compute_qkv_cu_seqlens(out_dtype="float32")),
-    (TypeError, "out_dtype", lambda: INFO.replace(cu_seqlens_q=[0]).get_or_compute_qkv_cu_seqlens(out_dtype="float32")),
+    (ValueError, "seed must be .*, got -1", lambda: MaskInfo.from_random(1, 2, seed=-1)),
+    (TypeError, "seed must be .*, got 'a'", lambda: MaskInfo.from_random(1, 2, seed="a")),
+    (ValueError, r"out must be an array of bool of shape \(3, 3\), got int64 array of shape \(3, 3\)",
+     lambda: MaskInfo.create_chunked_attention_mask(2, 3, out=np.zeros((3, 3), np.int64))),
+    *((ValueError, rf"q_len must be at most 2\*\*56, got {n}",
+       lambda n=n: MaskInfo.create_chunked_attention_mask(2, n)) for n in (2**56 + 1, 2**63, 2**70)),
+    (ValueError, r"kv_len must be at most 2\*\*56", lambda: MaskInfo.create_chunked_attention_mask(2, 0, 2**63)),
     (IndexError, "batch must be", lambda: INFO.grid(2, 0, 1, 1)),
     (IndexError, "head must be", lambda: INFO.grid(0, 1, 1, 1)),
     (ValueError, "q_cell must be at least 1", lambda: INFO.grid(0, 0, 0, 1)),
@@ -1334,3 +1339,39 @@ def test_cu_seqlens_that_are_held_are_native():
     info = MaskInfo.from_cu_seqlens([0, 2, 3], packed=True)
     for swapped in (">i4", "<i4"):
         assert info.get_or_compute_qkv_cu_seqlens(out_dtype=swapped)[0].dtype.isnative
+
+
+# Sizes
+
+
+ENDLESS = np.broadcast_to(np.int8(0), (2**31, 2**31))
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.parametrize(
+    ("names", "make"),
+    [
+        ("batch_size, q_len and kv_len", lambda: MaskInfo.from_random(2**30, 2**30, 2**30)),
+        ("batch_size, q_len and kv_len", lambda: MaskInfo.from_random(0, 2**70)),
+        *(("max_q_len", lambda n=n: MaskInfo.from_cu_seqlens([0, 2], packed=True, max_q_len=n)) for n in FAR),
+        *(("max_kv_len", lambda n=n: MaskInfo.from_cu_seqlens([0, 2], packed=True, max_kv_len=n)) for n in FAR),
+        ("input_ids", lambda: MaskInfo.dynamic_init(input_ids=ENDLESS)),
+        ("inputs_embeds", lambda: MaskInfo.dynamic_init(inputs_embeds=ENDLESS[..., None])),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_memory_holds(names, make):
+    with pytest.raises(MemoryError, match=f"does not fit in memory: {names}$"):
+        make()
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+def test_lengths_take_no_more_memory_than_they_have():
+    info = MaskInfo.from_segments([[0, 2**22, 2**22, -1]])
+    tracemalloc.start()
+    lens = info.q_lens
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.1 * lens.nbytes
+    assert lens[[0, -1]].tolist() == [1, 2]
+    assert len(lens) - 1 == 2**22
+    assert lens.sum() == 3
