@@ -16,6 +16,7 @@ from attnmask.arguments import (
     flag,
     frozen,
     integer,
+    is_floating,
     number_dtype,
     place,
 )
@@ -145,14 +146,11 @@ class MaskAnswers:
         return frozen(lens)
 
     def _cu_seqlens(
-        self, out_dtype: DTypeLike, max_segments: int | None
+        self, dtype: np.dtype[Any], max_segments: int | None
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         state = self._state
         held = [cu for cu in (state.cu_seqlens_q, state.cu_seqlens_kv) if cu is not None]
         if held:
-            dtype = np.dtype(out_dtype).newbyteorder("=")
-            if dtype.kind not in "iu":
-                raise TypeError(f"out_dtype must be an integer type, got {dtype}")
             for cu in held:
                 limits = np.iinfo(dtype)
                 if cu.size and not limits.min <= cu.min() <= cu.max() <= limits.max:
@@ -165,11 +163,11 @@ class MaskAnswers:
             both = [_first_head(ids) for ids in self._ids()]
             if max_segments is None:
                 max_segments = max(_SEGMENTS, *(int(ids.max(initial=-1)) + 1 for ids in both))
-            q_cu, kv_cu = (masks.segment_ids_to_cu_seqlens(ids, out_dtype, max_segments) for ids in both)
+            q_cu, kv_cu = (masks.segment_ids_to_cu_seqlens(ids, dtype, max_segments) for ids in both)
         else:
             live = _core.mask_any(*self._described("tell cu_seqlens"))
             q_cu, kv_cu = masks.qkv_masks_to_cu_seqlens(
-                *(tokens.any(axis=1) for tokens in live), out_dtype=out_dtype
+                *(tokens.any(axis=1) for tokens in live), out_dtype=dtype
             )
         return frozen(q_cu), frozen(kv_cu)
 
@@ -300,9 +298,13 @@ class MaskAnswers:
         >>> attnmask.MaskInfo.from_segments([[0, 1]]).create_bias("float16")[0, 0, 0].tolist()
         [0.0, -65504.0]
         """
-        wanted = number_dtype(dtype)
-        if wanted.kind in "biu":
-            raise TypeError(f"dtype must be a floating-point type, got {wanted}")
+        wanted: np.dtype[Any] | None
+        try:
+            wanted = number_dtype(dtype)
+        except TypeError:
+            wanted = None
+        if wanted is None or not is_floating(wanted):
+            raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
         return self._bias(wanted, out)
 
     def _bias(self, dtype: np.dtype[Any], out: NDArray[Any] | None) -> NDArray[Any]:
@@ -503,7 +505,7 @@ class MaskAnswers:
         return self._cu_seqlens_property()[1]
 
     def _cu_seqlens_property(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self._cached("cu_seqlens", lambda: self._cu_seqlens(np.int32, None))
+        return self._cached("cu_seqlens", lambda: self._cu_seqlens(np.dtype(np.int32), None))
 
     def get_or_compute_qkv_cu_seqlens(
         self, *, out_dtype: DTypeLike = np.int32, max_segments: int | None = None
@@ -537,7 +539,12 @@ class MaskAnswers:
         >>> info.get_or_compute_qkv_cu_seqlens()
         (array([0, 2], dtype=int32), array([1, 3], dtype=int32))
         """
-        return self._cu_seqlens(out_dtype, max_segments)
+        dtype = number_dtype(out_dtype, "out_dtype")
+        if dtype.kind not in "iu":
+            raise TypeError(f"out_dtype must be an integer type, got {dtype}")
+        if max_segments is not None:
+            max_segments = integer(max_segments, "max_segments", 0)
+        return self._cu_seqlens(dtype, max_segments)
 
     @property
     def q_positions(self) -> NDArray[np.int32] | None:

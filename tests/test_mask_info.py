@@ -1243,7 +1243,8 @@ BAD = [
     (TypeError, "dtype must be", lambda: INFO.to_dtype(None)),
     (TypeError, "dtype must be", lambda: INFO.materialize_attention_mask("complex64")),
     (TypeError, "dtype must be", lambda: INFO.get_or_compute_attention_mask("no such type")),
-    (TypeError, "dtype must be a floating-point type", lambda: INFO.create_bias("int32")),
+    *((TypeError, "dtype must be float16, bfloat16, float32 or float64, got",
+       lambda dtype=dtype: INFO.create_bias(dtype)) for dtype in ("int32", np.longdouble, None, bool, "no such type")),
     (TypeError, "dtype must be", lambda: INFO.get_qkv_masks(object)),
     ((TypeError, ValueError), "out", lambda: INFO.get_or_compute_attention_mask(out=np.ones((2, 1, 4, 4)))),
     (ValueError, "out", lambda: INFO.get_or_compute_attention_mask(out=np.ones((2, 1, 4, 5), bool))),
@@ -1335,9 +1336,23 @@ def test_starts_are_told_by_their_name():
         MaskInfo.from_cu_seqlens([0, 2], cu_seqlens_kv=[1, 2], packed=True)
 
 
-def test_cu_seqlens_that_are_held_are_native():
-    info = MaskInfo.from_cu_seqlens([0, 2, 3], packed=True)
-    for swapped in (">i4", "<i4"):
+@pytest.mark.parametrize("holds", ["ids", "starts", "pairs", "nothing"])
+def test_arguments_of_cu_seqlens(holds):
+    """Whatever it is that they are told by."""
+    info = {
+        "ids": INFO,
+        "starts": MaskInfo.from_cu_seqlens([0, 2, 3], packed=True),
+        "pairs": MaskInfo(np.ones((1, 2, 2))),
+        "nothing": MaskInfo(),
+    }[holds]
+    for error, bad in [
+        *((TypeError, {"out_dtype": dtype}) for dtype in ("float32", bool, None, "no such type", object)),
+        *((TypeError, {"max_segments": count}) for count in (1.5, "a", True)),
+        (ValueError, {"max_segments": -1}),
+    ]:
+        with pytest.raises(error, match=f"^{next(iter(bad))} must be"):
+            info.get_or_compute_qkv_cu_seqlens(**bad)
+    for swapped in (">i4", "<i4") if holds != "nothing" else ():
         assert info.get_or_compute_qkv_cu_seqlens(out_dtype=swapped)[0].dtype.isnative
 
 
