@@ -108,26 +108,26 @@ static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, p
     }
 }
 
-/* Whether products are logits but for a factor, and rows are weighed whole: where vectors go together to
- * pairs, leaving out those that are dead costs more than it saves. */
+/* Whether products are logits but for a factor, and nothing else is asked of them. */
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1, whole = WIDTH > 1 || !tile->live;
-    return scaled && whole && block->unit == 1 && block->cap == 0 && !block->top && !tile->kept &&
-           !tile->bias;
+    bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
+    return scaled && block->unit == 1 && block->cap == 0 && !block->top && !tile->kept && !tile->bias;
 }
 
-/* Some products of such a tile to logits, of which whole numbers are taken. The first of a row may raise. */
+/* Some products of such a tile to logits, of which whole numbers are taken. The first of columns begin …
+ * end - 1 may raise. */
 static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
-                                                                    const uint64_t *live, ptrdiff_t column,
-                                                                    V *x, V *whole)
+                                                                    const uint64_t *live, ptrdiff_t begin,
+                                                                    ptrdiff_t end, ptrdiff_t column,
+                                                                    const int count, V *x, V *whole)
 {
     const T *logits = (const T *)block->logits + row * AM_FLASH_TILE, *high = (const T *)block->high + row;
     const V factor = VOP(set1)((T)block->factor);
-    if (column == 0) {
+    if (column == begin) {
         V most = VOP(set1)(-(T)INFINITY);
         UNROLL(16)
-        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+        for (ptrdiff_t i = begin; i < end; i += LANES) {
             V s = VOP(load)(logits + i);
             if (live) s = VOP(select)(live[row] >> i, s, VOP(set1)(-(T)INFINITY));
             most = VOP(max)(s, most);
@@ -137,58 +137,80 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
     UNROLL(16)
-    for (int j = 0; j < FN(AT_ONCE); j++) {
+    for (int j = 0; j < count; j++) {
         x[j] = VOP(load)(logits + column + j * LANES);
         x[j] = WIDTH > 1 ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
     }
-    FN(exp2_begin)(x, whole, FN(AT_ONCE));
+    FN(exp2_begin)(x, whole, count);
 }
 
-/* `weigh` for all rows of such a tile, which most are. `live`: NULL if all pairs are. What comes next is
- * begun before powers are taken, whose steps wait for one another. */
+/* `weigh` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`: NULL if all pairs
+ * are. What comes next is begun before powers are taken, whose steps wait for one another. */
 static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_flash_rows *block,
-                                                                    const uint64_t *live)
+                                                                    const uint64_t *live, ptrdiff_t row,
+                                                                    ptrdiff_t rows, ptrdiff_t begin,
+                                                                    ptrdiff_t end, const int count)
 {
-    enum { SOME = FN(AT_ONCE) * LANES };
-    const ptrdiff_t rows = block->rows;
-    T *logits = block->logits, *sums = block->sum;
+    const ptrdiff_t last = row + rows, some = count * LANES;
     V next[FN(AT_ONCE)], next_whole[FN(AT_ONCE)];
-    STEP(begin_plain)(block, 0, live, 0, next, next_whole);
-    for (ptrdiff_t begin = 0; begin < rows; begin += LANES) {
-        const ptrdiff_t end = rows - begin < LANES ? rows : begin + LANES;
+    STEP(begin_plain)(block, row, live, begin, end, begin, count, next, next_whole);
+    while (row < last) {
+        const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
         V lanes[LANES];
-        for (ptrdiff_t row = begin; row < end; row++, logits += AM_FLASH_TILE) {
+        for (; row < behind; row++) {
+            T *logits = (T *)block->logits + row * AM_FLASH_TILE;
             V total = VOP(set1)(0);
             UNROLL(16)
-            for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += SOME) {
+            for (ptrdiff_t i = begin; i < end; i += some) {
                 V p[FN(AT_ONCE)], whole[FN(AT_ONCE)];
-                memcpy(p, next, sizeof p), memcpy(whole, next_whole, sizeof whole);
-                if (i + SOME < AM_FLASH_TILE)
-                    STEP(begin_plain)(block, row, live, i + SOME, next, next_whole);
-                else if (row + 1 < rows)
-                    STEP(begin_plain)(block, row + 1, live, 0, next, next_whole);
-                FN(exp2_end)(p, whole, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
                 UNROLL(16)
-                for (int j = 0; j < FN(AT_ONCE); j++) {
+                for (int j = 0; j < count; j++) p[j] = next[j], whole[j] = next_whole[j];
+                if (i + some < end)
+                    STEP(begin_plain)(block, row, live, begin, end, i + some, count, next, next_whole);
+                else if (row + 1 < last)
+                    STEP(begin_plain)(block, row + 1, live, begin, end, begin, count, next, next_whole);
+                FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+                UNROLL(16)
+                for (int j = 0; j < count; j++) {
                     if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                     total = VOP(add)(total, p[j]);
                 }
-                STEP(put)(logits + i / WIDTH, p, FN(AT_ONCE));
+                STEP(put)(logits + i / WIDTH, p, count);
             }
-            lanes[row - begin] = total;
+            lanes[row - first] = total;
         }
-        STEP(add_lanes)(sums + begin, lanes, end - begin);
+        STEP(add_lanes)((T *)block->sum + first, lanes, row - first);
     }
 }
 
-/* Weighs all rows of a tile if they are plain; whether they are. */
+/* Weighs all rows of a tile if they are plain and taken whole; whether they are. Where vectors go together to
+ * pairs, leaving out those that are dead costs more than it saves. */
 static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    if (!STEP(is_plain)(block, tile)) return false;
-    if (WIDTH > 1 && tile->live)
-        STEP(weigh_plain)(block, tile->live);
+    if (!STEP(is_plain)(block, tile) || (WIDTH == 1 && tile->live)) return false;
+    if (tile->live)
+        STEP(weigh_plain)(block, tile->live, 0, block->rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
     else
-        STEP(weigh_plain)(block, NULL);
+        STEP(weigh_plain)(block, NULL, 0, block->rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+    return true;
+}
+
+/* The same of a strip of a tile that is partly live; whether it takes so few vectors. Short documents and
+ * narrow windows are 1.02 times as fast by it where a whole row is so few, and 0.98 times where it is more.
+ */
+APART __attribute__((nonnull)) bool STEP(weigh_few)(const am_flash_rows *block, const uint64_t *live,
+                                                    const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
+{
+#define VECTORS(n)                                                                                           \
+    case n: STEP(weigh_plain)(block, live, s->row, s->rows, begin, begin + (n) * LANES, n); break;
+    switch ((end - begin) / LANES) {
+        VECTORS(1)
+        VECTORS(2)
+        VECTORS(3)
+        VECTORS(4)
+    default: return false;
+    }
+#undef VECTORS
     return true;
 }
 
@@ -197,10 +219,12 @@ static void STEP(weigh_strips)(const am_flash_rows *block, const am_flash_tile *
                                const FN(strip) * strips, ptrdiff_t count)
 {
     if (STEP(weigh_whole)(block, tile)) return;
+    const bool plain = WIDTH == 1 && FN(AT_ONCE) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
-        if (begin < end) STEP(weigh)(block, tile, s->row, s->rows, begin, end);
+        if (begin == end || (plain && STEP(weigh_few)(block, tile->live, s, begin, end))) continue;
+        STEP(weigh)(block, tile, s->row, s->rows, begin, end);
     }
 }
 
