@@ -35,8 +35,8 @@ import numpy as np
 try:
     import jax  # type: ignore[import-not-found, unused-ignore]
     from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
-except ImportError as error:
-    raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from error
+except ImportError as _missing:
+    raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
 
 from attnmask import flash
 from attnmask.arguments import as_array, describe, flag

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 try:
     import torch  # type: ignore[import-not-found, unused-ignore]
-except ImportError as error:
-    raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from error
+except ImportError as _missing:
+    raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from _missing
 
 from attnmask import flash
 from attnmask.arguments import describe, flag
