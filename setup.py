@@ -34,6 +34,8 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefe
 AVX512BF16 = [*AVX512, "-mavx512bf16"]
 AMX = [*AVX512BF16, "-mamx-tile", "-mamx-bf16"]
 X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512BF16, "amx": AMX}
+# GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.
+ARM_BASELINE = ["-fno-schedule-insns"]
 # What assemblers may not know that are older than their compiler.
 INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
 
@@ -62,7 +64,10 @@ class BuildExt(build_ext):
         ext.extra_link_args += ["-pthread"]
 
         levels = {"baseline": []}
-        if platform.machine().lower() in ("x86_64", "amd64"):
+        machine = platform.machine().lower()
+        if machine in ("aarch64", "arm64") and self.understands(ARM_BASELINE, ""):
+            levels["baseline"] = ARM_BASELINE
+        if machine in ("x86_64", "amd64"):
             levels |= {
                 level: isa
                 for level, isa in X86_KERNELS.items()

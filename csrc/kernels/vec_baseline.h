@@ -1,5 +1,5 @@
 /* vec_baseline.h – vectors of sixteen bytes in the compilers' portable notation: SSE2, NEON, or plain
- * scalars. */
+ * scalars. NEON's own functions are called where the notation has no word for what it can do. */
 #ifndef AM_VEC_H
 #define AM_VEC_H
 
@@ -7,12 +7,20 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __aarch64__
+#    include <arm_neon.h>
+#endif
 
 #include "core/half.h"
 
 #define VF_LANES 4
-#define V_STRIP 4 /* rows of two vectors that fit the registers, beside what they are made of */
 #define VD_LANES 2
+/* Rows of two vectors that fit the registers, beside what they are made of. */
+#ifdef __aarch64__
+#    define V_STRIP 12
+#else
+#    define V_STRIP 4
+#endif
 typedef float vf __attribute__((vector_size(16)));
 typedef double vd __attribute__((vector_size(16)));
 
@@ -94,6 +102,14 @@ static inline vf vd_narrow(vd low, vd high)
     return (vf){(float)low[0], (float)low[1], (float)high[0], (float)high[1]};
 }
 
+#ifdef __aarch64__
+static inline vf vf_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+static inline void vf_store_f16(uint16_t *p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+#else
 static inline vf vf_load_f16(const uint16_t *p)
 {
     vf v;
@@ -104,13 +120,14 @@ static inline void vf_store_f16(uint16_t *p, vf v)
 {
     for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_f16(v[i]);
 }
-static inline void vf_stream_f16(uint16_t *p, vf v) { vf_store_f16(p, v); }
 static inline vf vf_load_bf16(const uint16_t *p)
 {
     vf v;
     for (int i = 0; i < VF_LANES; i++) v[i] = am_widen_one_bf16(p[i]);
     return v;
 }
+#endif
+static inline void vf_stream_f16(uint16_t *p, vf v) { vf_store_f16(p, v); }
 static inline void vf_store_bf16(uint16_t *p, vf v)
 {
     for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_bf16(v[i]);
@@ -122,7 +139,6 @@ typedef uint32_t vf_mask __attribute__((vector_size(16)));
 typedef uint64_t vd_mask __attribute__((vector_size(16)));
 static inline vf vf_sub(vf a, vf b) { return a - b; }
 static inline vf vf_div(vf a, vf b) { return a / b; }
-static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
 {
     vf_mask less = (vf_mask)(a < b);
@@ -169,7 +185,13 @@ static inline vf vf_totals(const vf v[VF_LANES])
 }
 static inline vd vd_sub(vd a, vd b) { return a - b; }
 static inline vd vd_div(vd a, vd b) { return a / b; }
+#ifdef __aarch64__
+static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+static inline vd vd_fma(vd a, vd b, vd c) { return vfmaq_f64(c, a, b); }
+#else
+static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
+#endif
 static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
 {
     vd_mask less = (vd_mask)(a < b);
