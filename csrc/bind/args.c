@@ -5,6 +5,18 @@
 
 #include "core/convert.h"
 
+/* What is written to may be none of the arrays that were given, of which some are read as copies. */
+static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i == out || params[i].convert == am_to_object || !PyArray_Check(args[i])) continue;
+        if (am_check_apart((PyArrayObject *)args[out], params[out].name, (PyArrayObject *)args[i],
+                           params[i].name) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
              Py_ssize_t count)
 {
@@ -14,6 +26,10 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         if (params[i].convert(args[i], params[i].name, params[i].dst) < 0) return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (params[i].convert == am_to_out && args[i] != Py_None && check_given(args, params, count, i) < 0)
+            return -1;
     }
     return 0;
 }

@@ -186,7 +186,8 @@ static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t
         {"ids", am_to_object, &object}, {"name", to_text, &name}, {"out", am_to_out, &out}};
     if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
         goto fail;
-    if (out && am_check_apart(out, "out", array, name) < 0) goto fail;
+    PyArrayObject *given = PyArray_Check(object) ? (PyArrayObject *)object : array; /* not a copy of it */
+    if (out && am_check_apart(out, "out", given, name) < 0) goto fail;
     am_ids ids;
     if (read_ids(array, name, 2, 3, &ids) < 0) goto fail;
     if (ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array))
