@@ -370,7 +370,7 @@ LIMITS = (
     "causal, dropout",
 )
 POISON = [math.nan, math.inf, -math.inf, "huge"]
-SIZES = ((1, 70), (37, 45), (130, 140))
+SIZES = ((1, 70), (37, 45), (32, 200), (130, 140))
 LIVE = (
     "attention_mask",
     "bias",

@@ -194,7 +194,7 @@ def test_any_arguments(isa, set_threads, case):
 
 @given(
     dtype=st.sampled_from(FLOATS),
-    queries=st.sampled_from([*range(1, 9), 13, 40, 64]),
+    queries=st.sampled_from([*range(1, 9), 13, 28, 32, 40, 60, 64]),
     keys=st.sampled_from([1, 31, 255, 256, 257, 1000, 3000]),
     heads=st.sampled_from([(8, 2), (4, 4), (8, 1), (6, 6), (18, 18), (12, 4), (14, 2)]),
     depth=st.sampled_from([64, 128, 40, 48, 7, 256]),
@@ -210,6 +210,7 @@ def test_any_arguments(isa, set_threads, case):
             {"segments": True, "bias": "[H, 1, Tk]"},
             {"packing": "flat", "causal": True, "offset": "bottom-right"},
             {"normalize": False, "dropout": 0.3},
+            {"scale": -0.05, "sinks": "[S]"},
         ]
     ),
 )
@@ -220,6 +221,21 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
     )
     set_threads(case.threads)
     expected_of(case).check(*run(case, case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [(27, 1), (28, 1), (8, 4), (33, 1), (55, 1), (56, 1), (64, 1)], ids=str)
+@pytest.mark.parametrize(("depth", "value_depth"), [(1, 1), (33, 48), (128, 40)])
+def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
+    """Queries are packed for these where all pairs of a tile are live; and each tile raises what rows count from."""
+    queries, heads = rows
+    for layout in ("contiguous", "reversed"):
+        places = {"causal": True, "offset": "bottom-right"}
+        case = Case(dtype, queries, 200, depth, value_depth, 1, (heads, 1), layout, layout, **places)
+        arguments = case.arguments()
+        growing = np.linspace(0.2, 60, 200).reshape(200, 1, 1)
+        arguments["key"] = laid_out((arguments["key"] * growing).astype(dtype), layout)
+        expected(arguments, case=case).check(*run(case, arguments))
 
 
 MANY = 330 if SANITIZED else 700

@@ -23,9 +23,9 @@ typedef am_flash_place place;
 
 /* What a block works on; arrays of the arithmetic type. */
 typedef struct {
-    char *q, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
-    char *gathered;                        /* out, high, sum, top */
-    uint64_t *live, *kept, *row_keys;      /* the last two for dropout */
+    char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
+    char *gathered;                                   /* out, high, sum, top */
+    uint64_t *live, *kept, *row_keys;                 /* the last two for dropout */
 } scratch;
 
 /* Of a tile that blocks share. The first that needs it packs it; who comes meanwhile packs for itself. */
@@ -70,10 +70,12 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0;
     s->q = am_take(memory, &used, p->at_once * p->most_rows * f->depth * p->base.size);
+    s->q_packed = am_take(memory, &used, p->turned ? p->at_once * p->k_bytes : 0);
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
-    s->k = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->depth) : p->slots * p->k_bytes);
+    s->k = am_take(memory, &used,
+                   p->in_place || p->turned ? am_row_room(TILE, f->depth) : p->slots * p->k_bytes);
     s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->slots * p->v_bytes);
     s->gathered = am_take(memory, &used, p->at_once * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
@@ -88,6 +90,7 @@ static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
     s.q += row * p->lanes * p->base.size;
+    s.q_packed += p->turned ? i * p->k_bytes : 0;
     s.gathered += i * p->partial_bytes;
     s.row_keys += row;
     if (!p->in_place) return s;
@@ -112,26 +115,38 @@ static const char *read_tile(const plan *p, const am_tokens *t, bool plain, cons
     return src;
 }
 
-/* v_to: NULL if values are used where they lie. */
-static void pack_tile(const plan *p, const place *at, ptrdiff_t k, char *room, char *k_to, char *v_to,
-                      bool *finite)
+static void pack_keys(const plan *p, const place *at, ptrdiff_t k, char *room, char *to)
 {
-    const am_flash *f = p->base.flash;
-    ptrdiff_t rows = am_min(TILE, f->keys - k), step;
+    const am_tokens *keys = &p->base.flash->k;
+    ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), depth = p->base.flash->depth, step;
+    const am_flash_source *source = &p->base.kernels->sources[AM_SOURCE_OWN];
+    const char *src = p->pairs
+                          ? am_read_pairs(keys, at->b, at->kv_head, k, rows, depth, room, &step)
+                          : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, room, &step, &source);
+    source->pack_keys(to, src, step, rows, p->lanes, p->k_factor);
+}
+
+/* Whether they are finite. */
+static bool pack_values(const plan *p, const place *at, ptrdiff_t k, char *room, char *to)
+{
+    const am_tokens *values = &p->base.flash->v;
+    ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), depth = p->base.flash->value_depth, step;
     if (p->pairs) {
-        const char *pairs = am_read_pairs(&f->k, at->b, at->kv_head, k, rows, f->depth, room, &step);
-        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(k_to, pairs, step, rows, p->lanes, 1);
-        if (!v_to) return;
-        pairs = am_read_pairs(&f->v, at->b, at->kv_head, k, rows, f->value_depth, room, &step);
-        *finite = p->base.kernels->pack_value_pairs(v_to, pairs, 2 * step, rows, f->value_depth);
-        return;
+        const char *pairs = am_read_pairs(values, at->b, at->kv_head, k, rows, depth, room, &step);
+        return p->base.kernels->pack_value_pairs(to, pairs, 2 * step, rows, depth);
     }
     const am_flash_source *source;
-    const char *src = read_tile(p, &f->k, am_is_plain(&f->k), at, k, rows, f->depth, room, &step, &source);
-    source->pack_keys(k_to, src, step, rows, f->depth, p->k_factor);
-    if (!v_to) return;
-    src = read_tile(p, &f->v, am_is_plain(&f->v), at, k, rows, f->value_depth, room, &step, &source);
-    *finite = source->pack_values(v_to, src, step, rows, f->value_depth);
+    const char *src = read_tile(p, values, am_is_plain(values), at, k, rows, depth, room, &step, &source);
+    return source->pack_values(to, src, step, rows, depth);
+}
+
+/* Keys of a whole tile where they lie, as the arithmetic has them, or if it has not, copied to `room`. */
+static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *room, ptrdiff_t *step)
+{
+    const am_flash *f = p->base.flash;
+    if (p->pairs) return am_read_pairs(&f->k, at->b, at->kv_head, k, TILE, f->depth, room, step);
+    return am_read_rows(&p->base, room, am_token(&f->k, at->b, at->kv_head, k), f->k.token, f->k.element,
+                        f->k.type, TILE, f->depth, step);
 }
 
 /* One of `parts` of some rows, to be asked for. */
@@ -227,6 +242,9 @@ static void begin_block(const plan *p, const work *w)
         for (ptrdiff_t r = 0; r < at->queries; r++, to += row_bytes, src += step * p->base.size)
             p->base.kernels->scale(to, src, p->q_factor, f->depth, false);
     }
+    if (p->turned)
+        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(w->s.q_packed, w->s.q, p->lanes, at->rows, p->lanes,
+                                                          1);
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
 }
 
@@ -308,9 +326,8 @@ static bool find_shared(const plan *p, const place *at, ptrdiff_t k, char *room,
     tile->k = shared, tile->v = shared + p->k_bytes;
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == UNPACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        bool finite;
-        pack_tile(p, at, k, room, shared, shared + p->k_bytes, &finite);
-        found = finite ? PACKED_FINITE : PACKED;
+        pack_keys(p, at, k, room, shared);
+        found = pack_values(p, at, k, room, shared + p->k_bytes) ? PACKED_FINITE : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
@@ -346,11 +363,14 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
     } else if (!find_shared(p, at, k, s->row, tile)) {
         ptrdiff_t index = tile_index(p, at, k), slot = k / TILE % p->slots;
         char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
-        bool there = p->values_in_place && kind == AM_FULL;
-        if (w->own->tile[slot] != index)
-            pack_tile(p, at, k, s->row, own_k, there ? NULL : own_v, &w->own->finite[slot]);
-        w->own->tile[slot] = there ? -1 : index;
-        tile->k = own_k, tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
+        const bool full = kind == AM_FULL, there = p->values_in_place && full,
+                   known = w->own->tile[slot] == index;
+        tile->turned = p->turned && full && columns == TILE;
+        if (!known && !tile->turned) pack_keys(p, at, k, s->row, own_k);
+        if (!known && !there) w->own->finite[slot] = pack_values(p, at, k, s->row, own_v);
+        w->own->tile[slot] = there || tile->turned ? -1 : index;
+        tile->k = tile->turned ? read_keys(p, at, k, own_k, &tile->k_step) : own_k;
+        tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
         tile->v_step = there ? f->v.token / p->base.size : 0;
         tile->finite = w->own->finite[slot];
     }
@@ -433,6 +453,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
             *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i), .own = &own};
             w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
             w->rows.q = w->s.q, w->rows.q_step = p->lanes, w->rows.logits = w->s.logits;
+            w->rows.q_packed = p->turned ? w->s.q_packed : NULL;
             if (p->queries_in_place) {
                 w->rows.q = am_token(&p->base.flash->q, w->at.b, w->at.head, w->at.q);
                 w->rows.q_step = p->base.flash->q.token / p->base.size;

@@ -14,11 +14,12 @@ enum {
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
-    FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
-    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
+    FEW_ROWS = 16,        /* of a block, for which packing is not worth while */
+    FEW_NARROW_ROWS = 12, /* the same of keys of sixteen bits, which each few rows widen or zip anew */
+    LONG_PANEL = 32,     /* of a level whose vectors are so long that packing is not little beside products */
+    FEW_TILES = 2,       /* of a block, beside which copying its queries takes time */
+    L1_WAY = 4096,       /* bytes from which on the first-level cache has its lines once more */
+    SIDE_BY_SIDE = 4096, /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     SLOT_BYTES = 320 << 10, /* of all slots of a task: they stay in the second-level cache */
     TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
@@ -64,6 +65,17 @@ static bool can_stay(const am_flash_plan *p)
     return q->type == p->base.type && am_is_plain(q);
 }
 
+/* Whether tiles are taken turned where they can be: if a block's rows fill vectors, and products are all that
+ * logits are made of. It follows from shapes alone, as a row's weights come to another sum then. */
+static bool can_turn(const am_flash_plan *p)
+{
+    const am_flash *f = p->base.flash;
+    if (f->bias || f->cap > 0 || p->base.threshold || !f->normalize || p->base.unit != 1) return false;
+    if (f->depth == 0 || (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles))) return false;
+    const ptrdiff_t panel = p->base.kernels->panel, lanes = am_ceil_div(p->most_rows, panel) * panel;
+    return panel >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
+}
+
 static void choose(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -100,12 +112,13 @@ static void choose(am_flash_plan *p)
     p->slots = 1;
     /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
      * they are not zipped for each strip. */
-    const ptrdiff_t few_for_values = panel >= 32 && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
+    const ptrdiff_t few_for_values = panel >= LONG_PANEL && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
                          !(p->pairs && p->base.kernels->pairs.tiles) &&
                          f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
+    p->turned = !p->shares_keys && !p->in_place && !few && can_turn(p);
     if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;

@@ -134,6 +134,7 @@ typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of half a panel's columns */
     const void *q;                    /* [rows][depth] */
     ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are in place */
+    const void *q_packed;             /* like keys, for tiles that are turned */
     void *out;                        /* [rows][out_depth] */
     void *high, *sum, *top;           /* [rows]; the last may be NULL */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
@@ -161,6 +162,8 @@ typedef struct {
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
+    bool turned; /* keys are in place, AM_FLASH_TILE, and it is the queries that are packed; all pairs
+                  * are live, and products are logits but for a factor of more than 0 */
     am_flash_ahead next[AM_NEXTS];
     /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
      * packed, if all pairs are live and their depth is `out_depth`, and whole panels where a lane holds two

@@ -1,0 +1,101 @@
+/* flash_turned_tpl.h – how a block of rows meets a tile whose keys stay where they lie, and whose pairs are
+ * all live:
+ *
+ *     Sᵀ = K Qᵀ          64 × rows, a few keys at a time; it is the queries that are packed, once a block
+ *     Pᵀ = e^(Sᵀ - high) lane by lane, which are rows here
+ *     O = O + (Pᵀ)ᵀ V    one panel of columns after the other
+ */
+
+/* Keys that may lie pages apart, so in the same lines of the first-level cache: fewer of them than a strip's
+ * rows leave room for what is packed. */
+enum { STEP(KEYS_AT_ONCE) = STRIP > 8 ? 8 : 4 };
+
+/* Weights of one row's lane, of neighbouring keys, to where `add_product_turned` takes them. */
+static inline __attribute__((always_inline)) void STEP(put_turned)(T *weights, const V *p, const int count)
+{
+    UNROLL(16)
+    for (int j = 0; j < count; j += WIDTH) {
+#if WIDTH > 1
+        VOP(store)(weights + j / 2 * AM_FLASH_TILE, vf_join_pairs(p[j], p[j + 1]));
+#else
+        VOP(store)(weights + j * AM_FLASH_TILE, p[j]);
+#endif
+    }
+}
+
+/* Products to weights, as `weigh_plain` makes them, of up to LANES rows. */
+static void STEP(weigh_turned)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
+{
+    T *logits = (T *)block->logits + row, *high = (T *)block->high + row, *sum = (T *)block->sum + row;
+    const V factor = VOP(set1)((T)block->factor);
+    V most = VOP(set1)(-(T)INFINITY);
+    for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k++)
+        most = VOP(max)(VOP(load)(logits + k * AM_FLASH_TILE), most);
+    if (WIDTH > 1) most = VOP(mul)(factor, most);
+    T lanes[LANES];
+    VOP(store)(lanes, most);
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        if (lanes[r] - FLASH_SLACK > high[r]) STEP(raise)(block, row + r, lanes[r]);
+    }
+    const V base = VOP(max)(VOP(load_part)(high, rows), VOP(set1)(-GREATEST)),
+            minus_base = VOP(sub)(VOP(set1)(0), base);
+    V total = VOP(set1)(0);
+    for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k += FN(AT_ONCE)) {
+        V p[FN(AT_ONCE)];
+        UNROLL(16)
+        for (int j = 0; j < FN(AT_ONCE); j++) {
+            p[j] = VOP(load)(logits + (k + j) * AM_FLASH_TILE);
+            p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
+        }
+        FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+        UNROLL(16)
+        for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
+        STEP(put_turned)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(AT_ONCE));
+    }
+    VOP(store)(lanes, total);
+    for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
+}
+
+/* O + P V of a strip and one panel of columns, where values are packed or, two rows zipped to pairs, stay. */
+static void STEP(add_values_turned)(const am_flash_rows *block, const am_flash_tile *tile,
+                                    const FN(strip) * s, ptrdiff_t column)
+{
+    const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), count = AM_FLASH_TILE / WIDTH;
+    const T *p = (const T *)block->logits + s->row, *v = tile->v;
+    T *c = (T *)block->out + s->row * block->out_depth + column;
+    if (tile->v_step == 0)
+        STEP(add_product_turned)(s->rows, columns, count, p, v + column * count, FN(PANEL), c,
+                                 block->out_depth);
+    else
+#if WIDTH > 1
+        add_product_turned_zipped(s->rows, columns, count, p, (const uint16_t *)v + column, 4 * tile->v_step,
+                                  c, block->out_depth);
+#else
+        FN(add_product_turned)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
+#endif
+}
+
+static void STEP(step_turned)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    FN(strip) strips[AM_FLASH_ROWS];
+    const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, NULL, AM_FLASH_TILE),
+                    panels = (block->rows + FN(PANEL) - 1) / FN(PANEL);
+    flash_next next = flash_next_of(tile->next, panels * AM_FLASH_TILE / STEP(KEYS_AT_ONCE));
+    T *logits = block->logits;
+    const T *q = block->q_packed;
+    for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->depth) {
+        for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += STEP(KEYS_AT_ONCE)) {
+            flash_lines *ask = flash_next_for(&next, block->depth);
+            STEP(product_within)(STEP(KEYS_AT_ONCE), 0, block->rows - row, block->depth,
+                                 (const T *)tile->k + key * tile->k_step, tile->k_step, q,
+                                 logits + key * AM_FLASH_TILE + row, ask);
+            flash_ask_rest(&next, ask, block->depth);
+        }
+    }
+    for (ptrdiff_t row = 0; row < block->rows; row += LANES)
+        STEP(weigh_turned)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
+    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+        for (const FN(strip) *s = strips; s < strips + count; s++)
+            STEP(add_values_turned)(block, tile, s, column);
+    }
+}
