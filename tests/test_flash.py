@@ -194,7 +194,7 @@ def test_any_arguments(isa, set_threads, case):
 
 @given(
     dtype=st.sampled_from(FLOATS),
-    queries=st.sampled_from([*range(1, 9), 13, 28, 32, 40, 60, 64]),
+    queries=st.sampled_from([*range(1, 9), 13, 16, 28, 32, 40, 60, 64]),
     keys=st.sampled_from([1, 31, 255, 256, 257, 1000, 3000]),
     heads=st.sampled_from([(8, 2), (4, 4), (8, 1), (6, 6), (18, 18), (12, 4), (14, 2)]),
     depth=st.sampled_from([64, 128, 40, 48, 7, 256]),
@@ -224,7 +224,9 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [(27, 1), (28, 1), (8, 4), (33, 1), (55, 1), (56, 1), (64, 1)], ids=str)
+@pytest.mark.parametrize(
+    "rows", [(13, 1), (14, 1), (4, 4), (27, 1), (28, 1), (8, 4), (47, 1), (64, 1)], ids=str
+)
 @pytest.mark.parametrize(("depth", "value_depth"), [(1, 1), (33, 48), (128, 40)])
 def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
     """Queries are packed for these where all pairs of a tile are live; and each tile raises what rows count from."""
@@ -249,6 +251,7 @@ MANY = 330 if SANITIZED else 700
     [
         (1, MANY, 40),
         (2, MANY, 40),
+        (16, MANY, 40),
         (20, MANY, 40),
         (20, MANY, 48),
         (20, MANY, 64),

@@ -2,11 +2,12 @@
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of 64 keys, which are packed into panels: for all blocks that share them, by the
- * first that needs them, or by the block itself if it is the only one. Where each block sees few keys, a task
- * takes neighbours one after the other and packs what they share for itself, in memory that stays in the
- * cache. A block of few rows reads keys where they lie. Blocks that share nothing are taken together if their
- * heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to keep many
- * threads busy, the keys of each are split, and what the splits gather is merged. */
+ * first that needs them, or by the block itself if it is the only one. Where each block sees few keys, a
+ * task takes neighbours one after the other and packs what they share for itself, in memory that stays in
+ * the cache. A block of few rows reads keys where they lie; so does one whose rows fill vectors, if it
+ * shares keys with no other, and packs its queries instead. Blocks that share nothing are taken together if
+ * their heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to
+ * keep many threads busy, the keys of each are split, and what the splits gather is merged. */
 #include "core/flash.h"
 
 #include <math.h>

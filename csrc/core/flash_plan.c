@@ -14,12 +14,12 @@ enum {
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    FEW_ROWS = 16,        /* of a block, for which packing is not worth while */
-    FEW_NARROW_ROWS = 12, /* the same of keys of sixteen bits, which each few rows widen or zip anew */
-    LONG_PANEL = 32,     /* of a level whose vectors are so long that packing is not little beside products */
-    FEW_TILES = 2,       /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,       /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096, /* bytes of a key's neighbouring heads that a task takes */
+    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
+    FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
+    LONG_PANEL = 128,       /* bytes, of long vectors: packing is not little beside products */
+    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
+    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
+    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
     SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
     SLOT_BYTES = 320 << 10, /* of all slots of a task: they stay in the second-level cache */
     TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
@@ -65,15 +65,19 @@ static bool can_stay(const am_flash_plan *p)
     return q->type == p->base.type && am_is_plain(q);
 }
 
-/* Whether tiles are taken turned where they can be: if a block's rows fill vectors, and products are all that
- * logits are made of. It follows from shapes alone, as a row's weights come to another sum then. */
+/* Whether tiles are taken turned where they can be: if more than a few rows fill vectors, and products are
+ * all that logits are made of. It follows from shapes alone, as a row's weights come to another sum then. */
 static bool can_turn(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
+    if (p->shares_keys || p->tiles <= FEW_TILES || p->most_rows <= FEW_NARROW_ROWS || f->depth == 0)
+        return false;
     if (f->bias || f->cap > 0 || p->base.threshold || !f->normalize || p->base.unit != 1) return false;
-    if (f->depth == 0 || (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles))) return false;
-    const ptrdiff_t panel = p->base.kernels->panel, lanes = am_ceil_div(p->most_rows, panel) * panel;
-    return panel >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
+    if (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles)) return false;
+    const ptrdiff_t panel = p->base.kernels->panel;
+    const bool one_vector = f->k.type == p->base.type && p->most_rows <= panel / 2;
+    const ptrdiff_t part = one_vector ? panel / 2 : panel, lanes = am_ceil_div(p->most_rows, part) * part;
+    return panel * p->base.size >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
 }
 
 static void choose(am_flash_plan *p)
@@ -86,10 +90,13 @@ static void choose(am_flash_plan *p)
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
     p->q_blocks = am_ceil_div(f->queries, p->block_rows);
     p->shares_keys = p->head_blocks * p->q_blocks > 1;
-    p->in_place = !p->shares_keys && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->tiles = am_ceil_div(f->keys, TILE);
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
+    p->factor = f->scale * AM_LOG2_E / p->base.unit;
+    p->turned = can_turn(p);
+    p->in_place = !p->shares_keys && !p->turned &&
+                  p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
     const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
@@ -99,7 +106,6 @@ static void choose(am_flash_plan *p)
     /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
     const bool few = !p->shares_keys && !p->in_place && p->tiles <= FEW_TILES;
-    p->factor = f->scale * AM_LOG2_E / p->base.unit;
     const double factor = p->pairs ? 1 : p->factor;
     const bool scales_keys = few && fabs(factor) <= 1;
     p->k_factor = scales_keys ? factor : 1;
@@ -112,13 +118,13 @@ static void choose(am_flash_plan *p)
     p->slots = 1;
     /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
      * they are not zipped for each strip. */
-    const ptrdiff_t few_for_values = panel >= LONG_PANEL && !p->pairs ? AM_FLASH_ROWS : panel * 3 / 2;
+    const bool always = panel * p->base.size >= LONG_PANEL && !p->pairs;
+    const ptrdiff_t few_for_values = always ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
                          !(p->pairs && p->base.kernels->pairs.tiles) &&
                          f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
-    p->turned = !p->shares_keys && !p->in_place && !few && can_turn(p);
     if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
