@@ -277,22 +277,22 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
                       ptrdiff_t lse_index)
 {
     const am_flash *f = p->base.flash;
-    const double high = am_number(&p->base, block->high, r), live = am_number(&p->base, block->sum, r);
-    double highest = high, sum = live, top = block->top ? am_number(&p->base, block->top, r) : 0;
+    /* In units of 1, as sinks are, which might be too large in those of ln 2. */
+    const double one = p->base.unit == 1 ? AM_LN_2 : 1, high = one * am_number(&p->base, block->high, r),
+                 live = am_number(&p->base, block->sum, r);
+    double highest = high, sum = live, top = block->top ? one * am_number(&p->base, block->top, r) : 0;
     if (p->sinks) {
         const am_sink_sum *sinks = &p->sinks[am_head_of(at, r)];
         highest = fmax(high, sinks->highest), top = fmax(top, sinks->highest);
-        sum = live * am_power(&p->base, high, highest) +
-              sinks->sum * am_power(&p->base, sinks->highest, highest);
+        sum = live * am_power(AM_LOG2_E, high, highest) +
+              sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
     }
-    if (f->lse)
-        am_set_number(&p->base, f->lse, lse_index,
-                      sum == 0 ? -INFINITY : highest * (p->base.unit == 1 ? AM_LN_2 : 1) + log(sum));
+    if (f->lse) am_set_number(&p->base, f->lse, lse_index, sum == 0 ? -INFINITY : highest + log(sum));
     if (live == 0) return 0; /* no live pair: out is zero already */
     /* A NaN is a logit's, whose weight may have been dropped out. */
-    double factor = f->normalize  ? am_power(&p->base, high, highest) / sum
+    double factor = f->normalize  ? am_power(AM_LOG2_E, high, highest) / sum
                     : isnan(live) ? live
-                                  : am_power(&p->base, high, top);
+                                  : am_power(AM_LOG2_E, high, top);
     return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
 }
 
@@ -489,7 +489,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             double part_high = am_number(&p->base, part.high, r), part_sum = am_number(&p->base, part.sum, r);
             /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */
-            double factor = part_sum == 0 ? 0 : am_power(&p->base, part_high, high);
+            double factor = part_sum == 0 ? 0 : am_power(p->base.unit, part_high, high);
             sum += part_sum == 0 ? 0 : part_sum * factor;
             char *from = (char *)part.out + r * p->out_depth * p->base.size;
             if (i == 0 || part_sum != 0)

@@ -26,7 +26,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
         .type = wide ? AM_FLOAT64 : AM_FLOAT32,
         .size = wide ? 8 : 4,
         .group = flash->kv_heads ? flash->heads / flash->kv_heads : 0,
-        .unit = flash->bias || flash->cap > 0 || flash->sink_count > 0 ? AM_LOG2_E : 1,
+        .unit = flash->bias || flash->cap > 0 ? AM_LOG2_E : 1,
         .threshold = flash->dropout > 0 ? am_threshold_of(flash->dropout) : 0,
     };
 }
@@ -108,7 +108,7 @@ am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff
 
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)
 {
-    double logit = base->flash->sinks[head * base->flash->sink_count + i] * (AM_LOG2_E / base->unit);
+    double logit = base->flash->sinks[head * base->flash->sink_count + i];
     return base->type == AM_FLOAT64 ? logit : (double)(float)logit;
 }
 
@@ -131,7 +131,7 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
         const double logit = am_sink_logit(job->base, head, i);
         if (i % SINKS_PIECE == SINKS_PIECE - 1) status = am_checkpoint(team);
         if (logit == -INFINITY) continue;
-        total.sum += am_power(job->base, logit, total.highest);
+        total.sum += am_power(AM_LOG2_E, logit, total.highest);
         total.count += logit == total.highest;
     }
     job->sums[head] = total;

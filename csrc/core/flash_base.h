@@ -92,13 +92,13 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
 am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
                         ptrdiff_t rows, ptrdiff_t count);
 
-/* e^(logit - from); 1 where both are the same infinity. */
-static inline double am_power(const am_flash_base *base, double logit, double from)
+/* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
+static inline double am_power(double unit, double logit, double from)
 {
-    return logit == from ? 1 : exp2((logit - from) * base->unit);
+    return logit == from ? 1 : exp2((logit - from) * unit);
 }
 
-/* A sink in units of logits, rounded as they are. */
+/* A sink in units of 1, rounded as logits are. */
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
 
 /* Of a head's sinks: the greatest, Σ e^(sink - highest), and how many are as great. */

@@ -536,6 +536,7 @@ static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
+    if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* that of sinks: a base may be one */
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.gradient;
     ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->pairs ? 2 : 1;
     ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
