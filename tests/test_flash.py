@@ -231,9 +231,9 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
 def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
     """Queries are packed for these where all pairs of a tile are live; and each tile raises what rows count from."""
     queries, heads = rows
-    for layout in ("contiguous", "reversed"):
-        places = {"causal": True, "offset": "bottom-right"}
-        case = Case(dtype, queries, 200, depth, value_depth, 1, (heads, 1), layout, layout, **places)
+    for layout, normalize in (("contiguous", True), ("reversed", False)):
+        more = {"causal": True, "offset": "bottom-right", "normalize": normalize}
+        case = Case(dtype, queries, 200, depth, value_depth, 1, (heads, 1), layout, layout, **more)
         arguments = case.arguments()
         growing = np.linspace(0.2, 60, 200).reshape(200, 1, 1)
         arguments["key"] = laid_out((arguments["key"] * growing).astype(dtype), layout)

@@ -72,7 +72,7 @@ static bool can_turn(const am_flash_plan *p)
     const am_flash *f = p->base.flash;
     if (p->shares_keys || p->tiles <= FEW_TILES || p->most_rows <= FEW_NARROW_ROWS || f->depth == 0)
         return false;
-    if (f->bias || f->cap > 0 || p->base.threshold || !f->normalize || p->base.unit != 1) return false;
+    if (f->bias || f->cap > 0 || p->base.threshold || p->base.unit != 1) return false;
     if (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles)) return false;
     const ptrdiff_t panel = p->base.kernels->panel;
     const bool one_vector = f->k.type == p->base.type && p->most_rows <= panel / 2;

@@ -8,7 +8,7 @@
 
 /* Keys that may lie pages apart, so in the same lines of the first-level cache: fewer of them than a strip's
  * rows leave room for what is packed. */
-enum { STEP(KEYS_AT_ONCE) = STRIP > 8 ? 8 : 4 };
+enum { STEP(KEYS_AT_ONCE) = 8 };
 
 /* Weights of one row's lane, of neighbouring keys, to where `add_product_turned` takes them. */
 static inline __attribute__((always_inline)) void STEP(put_turned)(T *weights, const V *p, const int count)
@@ -27,6 +27,7 @@ static inline __attribute__((always_inline)) void STEP(put_turned)(T *weights, c
 static void STEP(weigh_turned)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
 {
     T *logits = (T *)block->logits + row, *high = (T *)block->high + row, *sum = (T *)block->sum + row;
+    T *top = block->top ? (T *)block->top + row : NULL;
     const V factor = VOP(set1)((T)block->factor);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k++)
@@ -35,6 +36,7 @@ static void STEP(weigh_turned)(const am_flash_rows *block, ptrdiff_t row, ptrdif
     T lanes[LANES];
     VOP(store)(lanes, most);
     for (ptrdiff_t r = 0; r < rows; r++) {
+        if (top && lanes[r] > top[r]) top[r] = lanes[r];
         if (lanes[r] - FLASH_SLACK > high[r]) STEP(raise)(block, row + r, lanes[r]);
     }
     const V base = VOP(max)(VOP(load_part)(high, rows), VOP(set1)(-GREATEST)),
