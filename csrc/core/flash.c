@@ -141,13 +141,20 @@ static bool pack_values(const plan *p, const place *at, ptrdiff_t k, char *room,
     return source->pack_values(to, src, step, rows, depth);
 }
 
-/* Keys of a whole tile where they lie, as the arithmetic has them, or if it has not, copied to `room`. */
+/* Keys of a whole tile where they lie, if the arithmetic can take each of their lanes by itself, else copied
+ * to `room`. */
 static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *room, ptrdiff_t *step)
 {
-    const am_flash *f = p->base.flash;
-    if (p->pairs) return am_read_pairs(&f->k, at->b, at->kv_head, k, TILE, f->depth, room, step);
-    return am_read_rows(&p->base, room, am_token(&f->k, at->b, at->kv_head, k), f->k.token, f->k.element,
-                        f->k.type, TILE, f->depth, step);
+    const am_tokens *keys = &p->base.flash->k;
+    const ptrdiff_t depth = p->base.flash->depth;
+    const char *src = am_token(keys, at->b, at->kv_head, k);
+    if (!p->pairs)
+        return am_read_rows(&p->base, room, src, keys->token, keys->element, keys->type, TILE, depth, step);
+    if (am_is_aligned_pairs(keys, depth))
+        return am_read_pairs(keys, at->b, at->kv_head, k, TILE, depth, room, step);
+    am_copy_pairs(room, src, keys->token, keys->element, TILE, depth);
+    *step = p->lanes;
+    return room;
 }
 
 /* One of `parts` of some rows, to be asked for. */
