@@ -285,9 +285,9 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
 {
     const am_flash *f = p->base.flash;
     /* In units of 1, as sinks are, which might be too large in those of ln 2. */
-    const double one = p->base.unit == 1 ? AM_LN_2 : 1, high = one * am_number(&p->base, block->high, r),
+    const double unit = p->base.unit == 1 ? AM_LN_2 : 1, high = unit * am_number(&p->base, block->high, r),
                  live = am_number(&p->base, block->sum, r);
-    double highest = high, sum = live, top = block->top ? one * am_number(&p->base, block->top, r) : 0;
+    double highest = high, sum = live, top = block->top ? unit * am_number(&p->base, block->top, r) : 0;
     if (p->sinks) {
         const am_sink_sum *sinks = &p->sinks[am_head_of(at, r)];
         highest = fmax(high, sinks->highest), top = fmax(top, sinks->highest);
