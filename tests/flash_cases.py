@@ -176,6 +176,7 @@ class Case:
     bias: str | None = None
     segments: bool = False
     packing: str | None = None
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of sequences or segments
     causal: bool = False
     offset: int | str = 0
     window: int | tuple[int, int] | None = None
@@ -245,14 +246,19 @@ class Case:
             layout = ("contiguous", "fortran", "reversed", "strided")[self.seed % 4]
             arguments["bias"] = arrange(bias, layout) if bias.ndim else bias
         if self.segments and not self.flat:
-            for name, length in (("q", self.queries), ("kv", self.keys)):
+            for i, (name, length) in enumerate((("q", self.queries), ("kv", self.keys))):
                 ids = np.sort(rng.integers(-1, 2, (rows, length)), axis=1)
+                if self.lengths:  # in another order in each row
+                    turns = [np.roll(self.lengths[i], row) for row in range(rows)]
+                    ids = np.array([np.repeat(np.arange(len(turn)), turn) for turn in turns])
                 arguments[f"{name}_segment_ids"] = ids.astype((np.int32, np.int64)[self.seed % 2])
         sequences = rows
         if self.packing is not None:
-            sequences = 4
-            for name, length in (("q", self.queries), ("k", self.keys)):
+            sequences = len(self.lengths[0]) if self.lengths else 4
+            for i, (name, length) in enumerate((("q", self.queries), ("k", self.keys))):
                 cuts = np.sort(rng.integers(0, length + 1, sequences - 1))
+                if self.lengths:
+                    cuts = np.cumsum(self.lengths[i])[:-1]
                 ends = np.array([0, *cuts, length], (np.int32, np.int64)[self.seed % 2])
                 arguments[f"cum_seqlens_{name}"] = ends
         per_row = self.offset == "per row"
@@ -390,6 +396,26 @@ def live_of(arguments: dict, shape) -> np.ndarray:
     return ref.live_pairs(shape, **{name: arguments[name] for name in LIVE if name in arguments})
 
 
+# Sequences: of queries and of keys, about the lengths of blocks and tiles
+
+SEQUENCES = {
+    "one query each": ((1,) * 9, (3, 64, 65, 200, 1, 128, 63, 300, 40)),
+    "few queries": ((3, 16, 1, 8, 20, 2, 16), (70, 16, 64, 130, 20, 9, 300)),
+    "few and many queries": ((1, 70, 1, 2, 65, 1), (200, 70, 100, 2, 130, 64)),
+    "up to a block": ((64, 40, 63, 1), (65, 150, 63, 70)),
+    "short": ((5, 9, 30) * 4, (5, 9, 30) * 4),
+    "some empty": ((0, 5, 0, 0, 64, 7, 0, 33), (10, 0, 5, 0, 3, 70, 64, 33)),
+}
+
+
+def of_lengths(name: str, dtype, heads: tuple[int, int], segments: bool, **more) -> Case:
+    """Packed in one row, or as segments of two, in which they come in another order."""
+    lengths = SEQUENCES[name]
+    batch, how = (2, {"segments": True}) if segments else (1, {"packing": "packed"})
+    sizes = sum(lengths[0]), sum(lengths[1]), 24, 40, batch
+    return Case(dtype, *sizes, heads, lengths=lengths, **how, **more)
+
+
 # The same bits
 
 
@@ -409,4 +435,6 @@ STEADY = [
     Case(F32, 20, 200, 24, 40, 3, (24, 12), dropout=0.2, sinks="[H, S]", bias="[H, 1, Tk]", normalize=False),
     Case(F32, 70, 200, 16, 64, 7, (50, 25), causal=True),  # not all heads are packed at once
     Case(F32, 640, 640, 8, 8, 1, (6, 6), window=(0, 0)),  # by one thread in few tasks, of split keys
+    *(of_lengths(name, F32, (8, 4), segments=True, causal=True) for name in SEQUENCES),
+    *(of_lengths(name, BF16, (4, 4), segments=False) for name in SEQUENCES),
 ]

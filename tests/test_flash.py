@@ -36,6 +36,7 @@ from flash_cases import (
     FLOATS,
     LIMITS,
     POISON,
+    SEQUENCES,
     SIZES,
     STEADY,
     Case,
@@ -46,6 +47,7 @@ from flash_cases import (
     limits,
     live_of,
     lse_dtype,
+    of_lengths,
     padding,
     poison_of,
     tensors,
@@ -240,6 +242,38 @@ def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
         growing = np.linspace(0.2, 60, 200).reshape(200, 1, 1)
         arguments["key"] = laid_out((arguments["key"] * growing).astype(dtype), layout)
         expected(arguments, case=case).check(*run(case, arguments))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(("heads", "segments"), [((2, 2), False), ((4, 1), False), ((4, 1), True)], ids=str)
+def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments):
+    """Blocks and tiles begin where sequences do; those of few queries are each a block of their own."""
+    offset = {} if segments else {"offset": "bottom-right"}
+    some = [
+        {"causal": True, **offset},
+        {"window": (70, 3), "sinks": "[S]", "kv_layout": "heads first"},
+        {"normalize": False, "dropout": 0.3, "bias": "[H, 1, Tk]"},
+    ]
+    set_threads(2)
+    for more in some[: 1 if SANITIZED else 3]:
+        case = of_lengths(name, dtype, heads, segments, **more)
+        expected_of(case).check(*run(case, case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100)])
+def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, queries, keys):
+    """To the bit: so a packed batch decodes as one that is not."""
+    case = Case(dtype, queries, keys, 24, 40, 5, (4, 4 if queries > 16 else 1))
+    rows = case.arguments()
+    out, lse = run(case, rows)
+    packed = {name: rows[name].reshape(1, -1, *rows[name].shape[2:]) for name in ("query", "key", "value")}
+    for name, length in (("q", queries), ("k", keys)):
+        packed[f"cum_seqlens_{name}"] = np.arange(6) * length
+    one, one_lse = attend(packed)
+    assert one.tobytes() == out.tobytes()
+    assert one_lse[0].tobytes() == lse.swapaxes(0, 1).tobytes()
 
 
 MANY = 330 if SANITIZED else 700

@@ -22,6 +22,7 @@ from flash_cases import (
     LAYOUTS,
     LIMITS,
     POISON,
+    SEQUENCES,
     SIZES,
     STEADY,
     Case,
@@ -32,6 +33,7 @@ from flash_cases import (
     limits,
     live_of,
     lse_dtype,
+    of_lengths,
     padding,
     poison_of,
     tensors,
@@ -236,6 +238,18 @@ def gradients(arguments: dict, dout=None, dlse=None, **more) -> FlashAttentionGr
 def dout_of(arguments: dict) -> np.ndarray:
     shape = (*arguments["query"].shape[:-1], arguments["value"].shape[-1])
     return np.random.default_rng(9).standard_normal(shape).astype(arguments["query"].dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("segments", [False, True])
+def test_sequences_of_any_length(isa, set_threads, dtype, name, segments):
+    more = {"causal": True} if segments else {"dropout": 0.3, "sinks": "[H, S]", "bias": "[H, 1, Tk]"}
+    set_threads(2)
+    case = of_lengths(name, dtype, (2, 1), segments, **more)
+    arguments = case.arguments()
+    dout = dout_of(arguments)
+    expected(arguments, dout, keep=case.keep(), case=case).check(gradients(arguments, dout))
 
 
 def assert_equal_bits(one: FlashAttentionGrads, other: FlashAttentionGrads, case) -> None:

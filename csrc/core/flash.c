@@ -1,12 +1,13 @@
 /* flash.c – attention forward: the way of one block of query rows over its keys.
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
- * keys. It walks over tiles of 64 keys, which are packed into panels: for all blocks that share them, by the
- * first that needs them, or by the block itself if it is the only one. Where each block sees few keys, a
- * task takes neighbours one after the other and packs what they share for itself, in memory that stays in
- * the cache. A block of few rows reads keys where they lie; so does one whose rows fill vectors, if it
- * shares keys with no other, and packs its queries instead. Blocks that share nothing are taken together if
- * their heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to
+ * keys. It walks over tiles of up to 64 keys; both begin where sequences do, if the mask knows of any, and a
+ * sequence of few queries is taken as a batch row is. Tiles are packed into panels: for all blocks that share
+ * them, by the first that needs them, or by the block itself if it is the only one. Where each block sees few
+ * keys, a task takes neighbours one after the other and packs what they share for itself, in memory that
+ * stays in the cache. A block of few rows reads keys where they lie; so does one whose rows fill vectors, if
+ * it shares keys with no other, and packs its queries instead. Blocks that share nothing are taken together
+ * if their heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to
  * keep many threads busy, the keys of each are split, and what the splits gather is merged. */
 #include "core/flash.h"
 
@@ -116,10 +117,10 @@ static const char *read_tile(const plan *p, const am_tokens *t, bool plain, cons
     return src;
 }
 
-static void pack_keys(const plan *p, const place *at, ptrdiff_t k, char *room, char *to)
+static void pack_keys(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *room, char *to)
 {
     const am_tokens *keys = &p->base.flash->k;
-    ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), depth = p->base.flash->depth, step;
+    ptrdiff_t depth = p->base.flash->depth, step;
     const am_flash_source *source = &p->base.kernels->sources[AM_SOURCE_OWN];
     const char *src = p->pairs
                           ? am_read_pairs(keys, at->b, at->kv_head, k, rows, depth, room, &step)
@@ -128,10 +129,10 @@ static void pack_keys(const plan *p, const place *at, ptrdiff_t k, char *room, c
 }
 
 /* Whether they are finite. */
-static bool pack_values(const plan *p, const place *at, ptrdiff_t k, char *room, char *to)
+static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *room, char *to)
 {
     const am_tokens *values = &p->base.flash->v;
-    ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), depth = p->base.flash->value_depth, step;
+    ptrdiff_t depth = p->base.flash->value_depth, step;
     if (p->pairs) {
         const char *pairs = am_read_pairs(values, at->b, at->kv_head, k, rows, depth, room, &step);
         return p->base.kernels->pack_value_pairs(to, pairs, 2 * step, rows, depth);
@@ -166,56 +167,56 @@ static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptr
     return am_ahead(t, b, head, heads, token + begin, end - begin, count);
 }
 
-/* From the first key that a row of the block may see to behind the last, of its split. */
-static am_keys keys_of(const plan *p, const place *at)
+/* Of the tiles that a block sees, those of its split; nothing of the splits depends on the head. */
+static am_range tiles_of(const plan *p, const place *at)
 {
-    ptrdiff_t begin = PTRDIFF_MAX, end = 0;
-    for (ptrdiff_t h = 0; h < at->heads; h++) {
-        am_keys keys = am_mask_keys(p->base.flash->mask, at->b, at->head + h, at->q, at->queries);
-        if (keys.begin >= keys.end) continue;
-        begin = am_min(begin, keys.begin);
-        end = am_max(end, keys.end);
-    }
-    begin = am_max(begin / TILE * TILE, at->split * p->split_keys);
-    return (am_keys){begin, am_min(end, (at->split + 1) * p->split_keys)};
+    place of_all = *at;
+    if (p->splits > 1) of_all.head = 0, of_all.heads = p->base.flash->heads;
+    const am_range tiles = am_tiles_of(&p->base, &p->keys, &of_all);
+    const ptrdiff_t begin = tiles.begin + at->split * p->split_tiles;
+    return (am_range){begin, am_min(tiles.end, begin + p->split_tiles)};
 }
 
 /* Of all tiles. */
-static ptrdiff_t tile_index(const plan *p, const place *at, ptrdiff_t k)
+static ptrdiff_t tile_index(const plan *p, const place *at, ptrdiff_t tile)
 {
-    return (at->b * p->base.flash->kv_heads + at->kv_head) * p->tiles + k / TILE;
+    return (at->b * p->base.flash->kv_heads + at->kv_head) * p->tiles + tile;
 }
 
 /* Where a tile that blocks share is packed to; NULL if it is not among those of now. */
-static char *shared_tile(const plan *p, const place *at, ptrdiff_t k, atomic_uchar **state)
+static char *shared_tile(const plan *p, const place *at, ptrdiff_t tile, atomic_uchar **state)
 {
-    ptrdiff_t index = tile_index(p, at, k) - p->first * p->tiles;
+    ptrdiff_t index = tile_index(p, at, tile) - p->first * p->tiles;
     if (!p->packed || index >= p->wave * p->tiles) return NULL;
     *state = &p->states[index];
     return p->packed + index * (p->k_bytes + p->v_bytes);
 }
 
-/* What comes after the tiles at k of some blocks: the next ones of theirs, or the blocks that this thread may
- * take up then. The blocks walk one after the other in `parts`, of which each asks for its part. */
-static void look_ahead(const plan *p, const work *works, const place *next, ptrdiff_t k, ptrdiff_t end,
+/* What comes after a tile of some blocks: the next ones of theirs, or the blocks that this thread may take up
+ * then. The blocks walk one after the other in `parts`, of which each asks for its part. */
+static void look_ahead(const plan *p, const work *works, const place *next, ptrdiff_t index, ptrdiff_t end,
                        ptrdiff_t part, ptrdiff_t parts, am_flash_tile *tile)
 {
     const am_flash *f = p->base.flash;
     const place *at = &works->at;
     const ptrdiff_t kv_heads = p->at_once, heads = p->at_once * p->block_heads;
-    bool last = k + TILE >= end;
+    const bool last = index + 1 >= end;
     const place *where = last ? next : at;
-    const am_keys keys = last ? keys_of(p, next) : (am_keys){k + TILE, end};
-    k = am_min(keys.begin, f->keys); /* behind all keys if there are none */
+    const am_range tiles = last ? tiles_of(p, next) : (am_range){index + 1, end};
+    index = tiles.begin;
     atomic_uchar *state;
-    char *to = shared_tile(p, where, k, &state);
-    bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
-                    : works->own->tile[k / TILE % p->slots] == tile_index(p, where, k);
-    ptrdiff_t rows = there ? 0 : am_min(TILE, f->keys - k), bytes = p->k_bytes + p->v_bytes;
-    tile->next[AM_NEXT_K] = ahead(&f->k, where->b, where->kv_head, kv_heads, k, rows, f->depth, part, parts);
-    tile->next[AM_NEXT_V] =
-        ahead(&f->v, where->b, where->kv_head, kv_heads, k, rows, f->value_depth, part, parts);
-    if (to && rows > 0) tile->next[AM_NEXT_PACKED] = (am_flash_ahead){to, bytes, bytes, 1};
+    char *to = shared_tile(p, where, index, &state);
+    const bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
+                          : works->own->tile[index % p->slots] == tile_index(p, where, index);
+    if (tiles.begin < tiles.end && !there) {
+        const am_range keys = am_cut(&p->keys, where->b, index);
+        const ptrdiff_t rows = keys.end - keys.begin, bytes = p->k_bytes + p->v_bytes;
+        tile->next[AM_NEXT_K] =
+            ahead(&f->k, where->b, where->kv_head, kv_heads, keys.begin, rows, f->depth, part, parts);
+        tile->next[AM_NEXT_V] =
+            ahead(&f->v, where->b, where->kv_head, kv_heads, keys.begin, rows, f->value_depth, part, parts);
+        if (to) tile->next[AM_NEXT_PACKED] = (am_flash_ahead){to, bytes, bytes, 1};
+    }
     if (!last || p->splits > 1) return;
     tile->next[AM_NEXT_Q] =
         ahead(&f->q, next->b, next->head, heads, next->q, next->queries, f->depth, part, parts);
@@ -270,11 +271,15 @@ static place place_of(const plan *p, ptrdiff_t index)
     at.kv_head = index % f->kv_heads; /* heads lie side by side: the next one finds its pages still known */
     index /= f->kv_heads;
     at.split = index % p->splits;
-    at.b = index / p->splits;
+    index /= p->splits;
+    const ptrdiff_t part = index % p->parts;
+    at.b = index / p->parts;
     at.head = at.kv_head * p->base.group + head_block * p->block_heads;
     at.heads = am_min(p->block_heads, p->base.group - head_block * p->block_heads);
-    at.q = block * p->block_rows;
-    at.queries = am_min(p->block_rows, f->queries - at.q);
+    at.block = part * p->q_blocks + block;
+    const am_range queries = am_cut(&p->queries, at.b, at.block);
+    at.q = queries.begin;
+    at.queries = queries.end - queries.begin;
     at.rows = at.heads * at.queries;
     return at;
 }
@@ -326,31 +331,34 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
 
 /* Finds a tile that blocks share, and packs it if nobody has begun to. False if blocks share none, or
  * somebody else is packing it. */
-static bool find_shared(const plan *p, const place *at, ptrdiff_t k, char *room, am_flash_tile *tile)
+static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *room, am_flash_tile *tile)
 {
+    const am_range keys = am_cut(&p->keys, at->b, index);
+    const ptrdiff_t k = keys.begin, rows = keys.end - k;
     atomic_uchar *state;
-    char *shared = shared_tile(p, at, k, &state);
+    char *shared = shared_tile(p, at, index, &state);
     if (!shared) return false;
     tile->k = shared, tile->v = shared + p->k_bytes;
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == UNPACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        pack_keys(p, at, k, room, shared);
-        found = pack_values(p, at, k, room, shared + p->k_bytes) ? PACKED_FINITE : PACKED;
+        pack_keys(p, at, k, rows, room, shared);
+        found = pack_values(p, at, k, rows, room, shared + p->k_bytes) ? PACKED_FINITE : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
     return found >= PACKED;
 }
 
-/* Whether the block has live pairs among the keys from k on; if so, the tile with all that belongs to it, and
- * what takes it if it is in place. */
-static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *tile,
+/* Whether the block has live pairs among the keys of a tile; if so, it with all that belongs to it, and what
+ * takes it if it is in place. */
+static bool find_tile(const plan *p, const work *w, ptrdiff_t index, am_flash_tile *tile,
                       am_flash_step_in_place **step_in_place)
 {
     const am_flash *f = p->base.flash;
     const place *at = &w->at;
     const scratch *s = &w->s;
-    ptrdiff_t columns = am_min(TILE, f->keys - k);
+    const am_range keys = am_cut(&p->keys, at->b, index);
+    const ptrdiff_t k = keys.begin, columns = keys.end - k;
     am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
     if (kind != AM_DEAD && f->bias)
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
@@ -368,15 +376,15 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t k, am_flash_tile *
         tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, &source);
         tile->value_depth = f->value_depth;
         *step_in_place = source->step_in_place;
-    } else if (!find_shared(p, at, k, s->row, tile)) {
-        ptrdiff_t index = tile_index(p, at, k), slot = k / TILE % p->slots;
+    } else if (!find_shared(p, at, index, s->row, tile)) {
+        const ptrdiff_t among_all = tile_index(p, at, index), slot = index % p->slots;
         char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
         const bool full = kind == AM_FULL, there = p->values_in_place && full,
-                   known = w->own->tile[slot] == index;
+                   known = w->own->tile[slot] == among_all;
         tile->turned = p->turned && full && columns == TILE;
-        if (!known && !tile->turned) pack_keys(p, at, k, s->row, own_k);
-        if (!known && !there) w->own->finite[slot] = pack_values(p, at, k, s->row, own_v);
-        w->own->tile[slot] = there || tile->turned ? -1 : index;
+        if (!known && !tile->turned) pack_keys(p, at, k, columns, s->row, own_k);
+        if (!known && !there) w->own->finite[slot] = pack_values(p, at, k, columns, s->row, own_v);
+        w->own->tile[slot] = there || tile->turned ? -1 : among_all;
         tile->k = tile->turned ? read_keys(p, at, k, own_k, &tile->k_step) : own_k;
         tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
         tile->v_step = there ? f->v.token / p->base.size : 0;
@@ -395,14 +403,14 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
 {
     ptrdiff_t begin = PTRDIFF_MAX, end = 0;
     for (const work *w = works; w < works + count; w++) {
-        am_keys keys = keys_of(p, &w->at);
-        if (keys.begin >= keys.end) continue;
-        begin = am_min(begin, keys.begin);
-        end = am_max(end, keys.end);
+        const am_range tiles = tiles_of(p, &w->at);
+        if (tiles.begin >= tiles.end) continue;
+        begin = am_min(begin, tiles.begin);
+        end = am_max(end, tiles.end);
     }
     am_flash_step *step = p->pairs ? p->base.kernels->pairs.step : p->base.kernels->step;
     const ptrdiff_t together = p->in_place ? count : 1, parts = count / together;
-    for (ptrdiff_t k = begin; k < end; k += TILE) {
+    for (ptrdiff_t index = begin; index < end; index++) {
         for (ptrdiff_t part = 0; part < parts; part++) {
             const work *first = works + part * together;
             am_flash_rows rows[AM_MOST_BLOCKS];
@@ -410,8 +418,8 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
             am_flash_step_in_place *step_in_place = NULL;
             ptrdiff_t live = 0;
             for (const work *w = first; w < first + together; w++) {
-                if (!find_tile(p, w, k, &tiles[live], &step_in_place)) continue;
-                if (live == 0) look_ahead(p, works, next, k, end, part, parts, tiles); /* for all of them */
+                if (!find_tile(p, w, index, &tiles[live], &step_in_place)) continue;
+                if (live == 0) look_ahead(p, works, next, index, end, part, parts, tiles); /* of all */
                 rows[live++] = w->rows;
             }
             if (live == 0) continue;
@@ -424,6 +432,14 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
         }
     }
     return AM_OK;
+}
+
+/* Whether there is such a block, and its keys are so many splits; the same for heads side by side. */
+static bool is_there(const plan *p, const place *at)
+{
+    if (at->queries == 0 || at->split == 0) return at->queries > 0;
+    const am_range tiles = tiles_of(p, at);
+    return tiles.begin < tiles.end;
 }
 
 /* Where a block gathers: its splits lie side by side. */
@@ -455,6 +471,8 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     for (int i = 0; i < AM_MOST_SLOTS; i++) own.tile[i] = -1;
     am_status status = AM_OK;
     for (; status == AM_OK && begin < end; begin += p->at_once) {
+        const place first = place_of(p, begin);
+        if (!is_there(p, &first)) continue;
         ptrdiff_t count = am_min(p->at_once, end - begin);
         for (ptrdiff_t i = 0; i < count; i++) {
             work *w = &works[i];
@@ -483,16 +501,18 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     const plan *p = arg;
     ptrdiff_t first = index / p->row_blocks * p->splits * p->row_blocks + index % p->row_blocks;
     const place at = place_of(p, first);
+    ptrdiff_t splits = 1;
+    for (place split = at; ++split.split < p->splits && is_there(p, &split);) splits++;
     am_flash_rows whole = gathered(p, partial_of(p, first), at.rows);
     for (ptrdiff_t r = 0; r < at.rows; r++) {
         double high = -INFINITY, top = -INFINITY, sum = 0;
         char *out = (char *)whole.out + r * p->out_depth * p->base.size;
-        for (ptrdiff_t i = 0; i < p->splits; i++) {
+        for (ptrdiff_t i = 0; i < splits; i++) {
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             high = fmax(high, am_number(&p->base, part.high, r));
             if (part.top) top = fmax(top, am_number(&p->base, part.top, r));
         }
-        for (ptrdiff_t i = 0; i < p->splits; i++) {
+        for (ptrdiff_t i = 0; i < splits; i++) {
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             double part_high = am_number(&p->base, part.high, r), part_sum = am_number(&p->base, part.sum, r);
             /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */
@@ -512,45 +532,64 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
+/* Some of the queries. */
+static am_status attend(const am_run *run, plan *p)
+{
+    const am_flash *f = p->base.flash;
+    ptrdiff_t heads = f->batch * p->parts * f->kv_heads;
+    scratch unused;
+    ptrdiff_t partials_bytes = am_product(p->blocks, p->splits, p->partial_bytes),
+              packed_bytes = am_product(p->wave, p->tiles, p->k_bytes + p->v_bytes);
+    am_status status = am_rooms_make(&p->rooms, run->threads, lay_out(p, NULL, &unused));
+    if (status != AM_OK) goto done;
+    status = AM_NO_MEMORY;
+    if (p->splits > 1) {
+        p->partials = am_lines(partials_bytes);
+        if (!p->partials) goto done;
+    }
+    if (p->shares_keys) {
+        p->packed = am_lines(packed_bytes);
+        p->states = malloc((size_t)am_max(p->wave * p->tiles, 1) * sizeof *p->states);
+        if (!p->packed || !p->states) goto done;
+    }
+    status = AM_OK;
+    for (; status == AM_OK && p->first < heads; p->first += p->wave) {
+        p->wave = am_min(p->wave, heads - p->first);
+        for (ptrdiff_t i = 0; p->packed && i < p->wave * p->tiles; i++) atomic_init(&p->states[i], UNPACKED);
+        /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
+         * tile first. */
+        status = p->packed
+                     ? am_parallel_rows(run, p->wave * p->splits, p->head_blocks * p->q_blocks, block_task, p)
+                     : am_parallel(run, p->wave * p->row_tasks / f->kv_heads * p->splits, 1, block_task, p);
+    }
+    if (status == AM_OK && p->splits > 1) status = am_parallel(run, p->blocks, 1, merge_task, p);
+done:
+    am_rooms_free(&p->rooms);
+    am_lines_free(p->partials, partials_bytes);
+    am_lines_free(p->packed, packed_bytes);
+    free(p->states);
+    return status;
+}
+
 am_status am_flash_forward(const am_run *run, const am_flash *flash)
 {
     if (flash->batch == 0 || flash->heads == 0 || flash->queries == 0) return AM_OK;
     if (flash->value_depth == 0 && !flash->lse) return AM_OK;
     if (am_is_too_deep(flash)) return AM_NO_MEMORY;
-    plan p = am_flash_plan_of(run, flash);
-    ptrdiff_t heads = flash->batch * flash->kv_heads;
-    scratch unused;
-    ptrdiff_t partials_bytes = am_product(p.blocks, p.splits, p.partial_bytes),
-              packed_bytes = am_product(p.wave, p.tiles, p.k_bytes + p.v_bytes);
-    am_status status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
-    if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
-    if (status != AM_OK) goto done;
-    status = AM_NO_MEMORY;
-    if (p.splits > 1) {
-        p.partials = am_lines(partials_bytes);
-        if (!p.partials) goto done;
+    const am_flash_base base = am_flash_base_of(run, flash);
+    am_cuts queries[2] = {0}, keys = {0}; /* others, and those alone */
+    am_sink_sum *sinks = NULL;
+    am_status status = am_cuts_of_queries(&queries[1], &queries[0], flash->mask, base.group);
+    if (status == AM_OK) status = am_cuts_make(&keys, flash->mask, AM_KEYS, true);
+    if (status == AM_OK) status = am_sum_sinks(run, &base, &sinks);
+    for (int alone = 0; status == AM_OK && alone < 2; alone++) {
+        if (queries[alone].count == 0) continue;
+        plan p = am_flash_plan_of(run, flash, &queries[alone], &keys, alone);
+        p.sinks = sinks;
+        status = attend(run, &p);
     }
-    if (p.shares_keys) {
-        p.packed = am_lines(packed_bytes);
-        p.states = malloc((size_t)am_max(p.wave * p.tiles, 1) * sizeof *p.states);
-        if (!p.packed || !p.states) goto done;
-    }
-    status = AM_OK;
-    for (; status == AM_OK && p.first < heads; p.first += p.wave) {
-        p.wave = am_min(p.wave, heads - p.first);
-        for (ptrdiff_t i = 0; p.packed && i < p.wave * p.tiles; i++) atomic_init(&p.states[i], UNPACKED);
-        /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
-         * tile first. */
-        status = p.packed
-                     ? am_parallel_rows(run, p.wave * p.splits, p.head_blocks * p.q_blocks, block_task, &p)
-                     : am_parallel(run, p.wave * p.row_tasks / flash->kv_heads * p.splits, 1, block_task, &p);
-    }
-    if (status == AM_OK && p.splits > 1) status = am_parallel(run, p.blocks, 1, merge_task, &p);
-done:
-    am_rooms_free(&p.rooms);
-    free(p.sinks);
-    am_lines_free(p.partials, partials_bytes);
-    am_lines_free(p.packed, packed_bytes);
-    free(p.states);
+    for (int alone = 0; alone < 2; alone++) am_cuts_free(&queries[alone]);
+    am_cuts_free(&keys);
+    free(sinks);
     return status;
 }

@@ -27,6 +27,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
         .size = wide ? 8 : 4,
         .group = flash->kv_heads ? flash->heads / flash->kv_heads : 0,
         .unit = flash->bias || flash->cap > 0 ? AM_LOG2_E : 1,
+        .by_head = am_mask_is_by_head(flash->mask),
         .threshold = flash->dropout > 0 ? am_threshold_of(flash->dropout) : 0,
     };
 }
@@ -167,18 +168,33 @@ am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdif
     return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
 }
 
-ptrdiff_t am_most_tiles(const am_flash_base *base, ptrdiff_t block_rows)
+am_range am_tiles_of(const am_flash_base *base, const am_cuts *tiles, const am_flash_place *at)
+{
+    const ptrdiff_t heads = at->queries == 0 ? 0 : base->by_head ? at->heads : am_min(1, at->heads);
+    ptrdiff_t begin = PTRDIFF_MAX, end = 0;
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        const am_range keys = am_mask_keys(base->flash->mask, at->b, at->head + h, at->q, at->queries);
+        if (keys.begin >= keys.end) continue;
+        begin = am_min(begin, keys.begin);
+        end = am_max(end, keys.end);
+    }
+    if (begin >= end) return (am_range){0, 0};
+    return (am_range){am_cut_of(tiles, at->b, begin), am_cut_of(tiles, at->b, end - 1) + 1};
+}
+
+ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const am_cuts *tiles)
 {
     enum { SAMPLES = 16 }; /* blocks that are asked */
     const am_flash *f = base->flash;
-    ptrdiff_t most = 1, blocks = am_ceil_div(f->queries, block_rows);
-    if (f->batch == 0 || f->heads == 0 || blocks == 0) return most;
+    ptrdiff_t most = 1;
+    if (f->batch == 0 || f->heads == 0 || blocks->count == 0) return most;
     for (ptrdiff_t i = 0; i < SAMPLES; i++) {
-        ptrdiff_t q = i * (blocks - 1) / (SAMPLES - 1) * block_rows;
-        am_keys keys =
-            am_mask_keys(f->mask, i % f->batch, i % f->heads, q, am_min(block_rows, f->queries - q));
-        if (keys.begin < keys.end)
-            most = am_max(most, (keys.end - 1) / AM_FLASH_TILE - keys.begin / AM_FLASH_TILE + 1);
+        const ptrdiff_t b = i % f->batch;
+        const am_range rows = am_cut(blocks, b, i * (blocks->count - 1) / (SAMPLES - 1));
+        const am_flash_place at = {
+            .b = b, .head = i % f->heads, .heads = 1, .q = rows.begin, .queries = rows.end - rows.begin};
+        const am_range seen = am_tiles_of(base, tiles, &at);
+        most = am_max(most, seen.end - seen.begin);
     }
     return most;
 }

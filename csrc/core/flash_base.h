@@ -8,6 +8,7 @@
 
 #include "core/arithmetic.h"
 #include "core/flash.h"
+#include "core/flash_cuts.h"
 
 enum { AM_LINE = 64 }; /* bytes */
 
@@ -30,6 +31,7 @@ typedef struct {
     ptrdiff_t group;    /* query heads that share keys */
     double unit;        /* of logits, as an exponent of 2 */
     uint32_t threshold; /* of dropout, 0 for none */
+    bool by_head;       /* heads may see different keys */
 } am_flash_base;
 
 am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash);
@@ -37,6 +39,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash);
 /* Rows of a block: row r is query q + r % queries of head head + r / queries. */
 typedef struct {
     ptrdiff_t b, kv_head, head, heads, q, queries, rows;
+    ptrdiff_t block; /* of queries */
     ptrdiff_t split;
 } am_flash_place;
 
@@ -123,8 +126,11 @@ static inline const am_flash_source *am_source_of(const am_flash_base *base, am_
 am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
                      uint64_t *live);
 
-/* How many tiles a block of so many query rows sees, at most, as far as some of them tell. */
-ptrdiff_t am_most_tiles(const am_flash_base *base, ptrdiff_t block_rows);
+/* From the first tile that a row of the block may see to behind the last. */
+am_range am_tiles_of(const am_flash_base *base, const am_cuts *tiles, const am_flash_place *at);
+
+/* How many tiles a block of query rows sees, at most, as far as some of them tell. */
+ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const am_cuts *tiles);
 
 /* Reads the bias of a tile to [rows][AM_FLASH_TILE], and takes pairs where it is -INFINITY for dead. `room`
  * is for one row. */

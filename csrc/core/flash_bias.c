@@ -43,7 +43,7 @@ typedef struct {
 static turn turn_of(const gradient *g, const am_flash_place *at, ptrdiff_t task)
 {
     const ptrdiff_t counts[] = {g->base->flash->batch, g->tasks, g->base->flash->heads, g->q_blocks},
-                    here[] = {at->b, task, at->head, at->q / AM_FLASH_ROWS};
+                    here[] = {at->b, task, at->head, at->block};
     const bool shared[] = {g->shape[0] == 1, g->shape[3] == 1, g->shape[1] == 1};
     ptrdiff_t own = 0, cell = 0;
     for (int i = 0; i < 3; i++) {

@@ -36,6 +36,7 @@ typedef struct {
     const am_flash_gradient *gradient;
     bool pairs;                                   /* a lane of what is multiplied holds two bfloat16 */
     ptrdiff_t step, value_step;                   /* of rows in scratch */
+    am_cuts queries, keys;                        /* to blocks, and to tiles */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
     int threads;
     ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in scratch */
@@ -92,13 +93,15 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
 
 static am_flash_place place_of(const plan *p, ptrdiff_t b, ptrdiff_t head, ptrdiff_t block)
 {
-    ptrdiff_t q = block * AM_FLASH_ROWS, rows = am_min(AM_FLASH_ROWS, p->base.flash->queries - q);
+    const am_range queries = am_cut(&p->queries, b, block);
+    const ptrdiff_t rows = queries.end - queries.begin;
     return (am_flash_place){
         .b = b,
         .kv_head = p->base.group ? head / p->base.group : 0,
         .head = head,
         .heads = 1,
-        .q = q,
+        .block = block,
+        .q = queries.begin,
         .queries = rows,
         .rows = rows,
     };
@@ -111,7 +114,7 @@ static ptrdiff_t row_index(const plan *p, const am_flash_place *at)
 
 static rows_state *state_of(const plan *p, const am_flash_place *at)
 {
-    return &p->states[(at->b * p->base.flash->heads + at->head) * p->q_blocks + at->q / AM_FLASH_ROWS];
+    return &p->states[(at->b * p->base.flash->heads + at->head) * p->q_blocks + at->block];
 }
 
 typedef enum { BASE, REST, ADD, SHARE, FACTS } row_fact;
@@ -177,27 +180,27 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
 /* --- Tiles of keys --- */
 
 /* Rows of keys or values to columns, and where `to_rows` is not NULL to panels; whether these are finite. */
-static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t k, ptrdiff_t depth,
+static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am_range keys, ptrdiff_t depth,
                  char *room, char *to_columns, char *to_rows)
 {
     const am_flash_source *own = &p->base.kernels->sources[AM_SOURCE_OWN];
-    ptrdiff_t rows = am_min(TILE, p->base.flash->keys - k), step;
+    ptrdiff_t rows = keys.end - keys.begin, step;
     if (p->pairs) {
-        const char *src = am_read_pairs(t, at->b, at->kv_head, k, rows, depth, room, &step);
+        const char *src = am_read_pairs(t, at->b, at->kv_head, keys.begin, rows, depth, room, &step);
         own->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2), 1);
         return to_rows && p->base.kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
     }
-    const char *src = read_tokens(p, t, at, at->kv_head, k, rows, depth, room, &step);
+    const char *src = read_tokens(p, t, at, at->kv_head, keys.begin, rows, depth, room, &step);
     own->pack_keys(to_columns, src, step, rows, depth, 1);
     return to_rows && own->pack_values(to_rows, src, step, rows, depth);
 }
 
 /* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */
-static bool meet(const plan *p, const am_flash_place *at, ptrdiff_t k, const scratch *s,
+static bool meet(const plan *p, const am_flash_place *at, am_range keys, const scratch *s,
                  am_gradient_tile *tile)
 {
     const am_flash *f = p->base.flash;
-    ptrdiff_t columns = am_min(TILE, f->keys - k);
+    const ptrdiff_t k = keys.begin, columns = keys.end - k;
     am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
     if (kind != AM_DEAD && f->bias)
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
@@ -226,7 +229,7 @@ static double given_fact(const plan *p, const am_row_facts *facts, const am_flas
 
 /* The greatest logit of each row, sinks included, as BASE; the sum of powers beside it as REST, and how many
  * are as great as SHARE. */
-static am_status find_peaks(const plan *p, const am_flash_place *at, const scratch *s, am_keys keys,
+static am_status find_peaks(const plan *p, const am_flash_place *at, const scratch *s, am_range tiles,
                             am_team *team)
 {
     const am_flash *f = p->base.flash;
@@ -238,10 +241,11 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const scrat
         am_set_number(&p->base, block.rest, r, sinks.sum);
         am_set_number(&p->base, block.share, r, sinks.count);
     }
-    for (ptrdiff_t k = keys.begin / TILE * TILE; k < keys.end; k += TILE) {
+    for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
+        const am_range keys = am_cut(&p->keys, at->b, i);
         am_gradient_tile tile = {.k_columns = s->k_columns};
-        if (!meet(p, at, k, s, &tile)) continue;
-        pack(p, &f->k, at, k, f->depth, s->row, s->k_columns, NULL);
+        if (!meet(p, at, keys, s, &tile)) continue;
+        pack(p, &f->k, at, keys, f->depth, s->row, s->k_columns, NULL);
         (p->pairs ? p->base.kernels->pairs.peaks : p->base.kernels->peaks)(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -299,11 +303,10 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t head = index / p->q_blocks;
     const am_flash_place place = place_of(p, head / f->heads, head % f->heads, index % p->q_blocks),
                          *at = &place;
-    am_keys keys = am_mask_keys(f->mask, at->b, at->head, at->q, at->rows);
-    ptrdiff_t task_keys = p->task_tiles * TILE;
+    const am_range tiles = am_tiles_of(&p->base, &p->keys, at);
     rows_state *state = state_of(p, at);
-    state->first = keys.begin / task_keys;
-    state->last = keys.begin < keys.end ? (keys.end - 1) / task_keys : state->first - 1;
+    state->first = tiles.begin / p->task_tiles;
+    state->last = tiles.begin < tiles.end ? (tiles.end - 1) / p->task_tiles : state->first - 1;
     atomic_init(&state->turn, state->first);
 
     char *room = am_room_enter(&p->rooms);
@@ -311,7 +314,7 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     lay_out(p, room, &s);
     bool from_peak = false;
     for (ptrdiff_t r = 0; r < at->rows; r++) from_peak |= is_from_peak(p, at, r);
-    am_status status = from_peak ? find_peaks(p, at, &s, keys, team) : AM_OK;
+    am_status status = from_peak ? find_peaks(p, at, &s, tiles, team) : AM_OK;
     if (status == AM_OK) {
         find_facts(p, at, &s);
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* which no task will write */
@@ -392,10 +395,10 @@ static void clear_tile(const plan *p, ptrdiff_t i, const scratch *s)
 static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i, const scratch *s)
 {
     if (s->tiles[i].packed) return;
-    ptrdiff_t k = (task * p->task_tiles + i) * TILE;
-    bool finite = pack(p, &p->base.flash->k, at, k, p->base.flash->depth, s->row,
+    const am_range keys = am_cut(&p->keys, at->b, task * p->task_tiles + i);
+    bool finite = pack(p, &p->base.flash->k, at, keys, p->base.flash->depth, s->row,
                        s->k_columns + i * p->k_columns_bytes, s->k + i * p->k_panels_bytes);
-    pack(p, &p->base.flash->v, at, k, p->base.flash->value_depth, s->row,
+    pack(p, &p->base.flash->v, at, keys, p->base.flash->value_depth, s->row,
          s->v_columns + i * p->v_columns_bytes, NULL);
     clear_tile(p, i, s);
     s->tiles[i] = (own_tile){.packed = true, .finite = finite};
@@ -422,13 +425,13 @@ static void look_ahead(const plan *p, const am_flash_place *at, ptrdiff_t task, 
 static am_status block_step(const plan *p, const am_flash_place *at, const am_flash_place *next,
                             ptrdiff_t task, const scratch *s, am_team *team)
 {
-    const am_flash *f = p->base.flash;
     rows_state *state = state_of(p, at);
     bool any = has_part(state, task), begun = false;
     am_gradient_rows block;
     am_status status = AM_OK;
-    for (ptrdiff_t i = 0; any && i < p->task_tiles; i++) {
-        ptrdiff_t k = (task * p->task_tiles + i) * TILE;
+    const ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
+    for (ptrdiff_t i = 0; any && i < tiles; i++) {
+        const am_range keys = am_cut(&p->keys, at->b, task * p->task_tiles + i);
         am_gradient_tile tile = {
             .k_columns = s->k_columns + i * p->k_columns_bytes,
             .v_columns = s->v_columns + i * p->v_columns_bytes,
@@ -437,7 +440,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
             .d_v = s->d_v + i * p->v_bytes,
             .d_bias = p->bias.result ? s->d_bias : NULL,
         };
-        if (k >= f->keys || !meet(p, at, k, s, &tile)) continue;
+        if (keys.begin == keys.end || !meet(p, at, keys, s, &tile)) continue;
         open_tile(p, at, task, i, s);
         tile.k_finite = s->tiles[i].finite;
         if (!begun) {
@@ -447,7 +450,8 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
             begun = true;
         }
         (p->pairs ? p->base.kernels->pairs.gradient : p->base.kernels->gradient)(&block, &tile);
-        if (tile.d_bias) status = am_bias_give(&p->bias, at, task, k, s->d_bias, s->d_bias_room, team);
+        if (tile.d_bias)
+            status = am_bias_give(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_room, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -495,12 +499,13 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     am_status status = AM_OK;
     ptrdiff_t blocks = p->q_blocks * p->base.group;
     for (ptrdiff_t i = 0; status == AM_OK && i < blocks; i++) {
-        const am_flash_place rows = block_of(p, &at, i), next = block_of(p, &at, i + 1);
+        const am_flash_place rows = block_of(p, &at, i), next = block_of(p, &at, am_min(i + 1, blocks - 1));
         status = block_step(p, &rows, i + 1 < blocks ? &next : NULL, task, &s, team);
     }
     if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
-        ptrdiff_t k = (task * p->task_tiles + i) * TILE, rows = am_min(TILE, f->keys - k);
+        const am_range keys = am_cut(&p->keys, at.b, task * p->task_tiles + i);
+        const ptrdiff_t k = keys.begin, rows = keys.end - k;
         if (!s.tiles[i].packed) clear_tile(p, i, &s);
         write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
                      f->depth);
@@ -547,10 +552,10 @@ static void choose(plan *p)
     p->k_columns_bytes = TILE * am_ceil_div(f->depth, width) * size;
     p->v_columns_bytes = TILE * am_ceil_div(f->value_depth, width) * size;
     p->k_panels_bytes = TILE / width * depth * size;
-    p->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
-    p->tiles = am_ceil_div(f->keys, TILE);
+    p->q_blocks = p->queries.count;
+    p->tiles = p->keys.count;
     ptrdiff_t bytes = p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
-    ptrdiff_t seen = am_most_tiles(&p->base, AM_FLASH_ROWS);
+    ptrdiff_t seen = am_most_tiles(&p->base, &p->queries, &p->keys);
     p->task_tiles = seen > NEAR_BYTES / bytes ? WIDE_TILES : MOST_TILES;
     while (p->task_tiles > 1 && (am_min(p->task_tiles, seen) * bytes > NEAR_BYTES ||
                                  f->batch * f->kv_heads * (p->tiles / p->task_tiles) < ENOUGH_TASKS))
@@ -585,14 +590,19 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
               .gradient = gradient,
               .threads = run->threads,
               .d_q = gradient->d_q};
-    choose(&p);
+    /* Batch rows may share a bias, to whose gradient they add by the same blocks and tiles. */
+    const bool by_mask = !gradient->d_bias;
+    am_status status = am_cuts_make(&p.queries, f->mask, AM_QUERIES, by_mask);
+    if (status == AM_OK) status = am_cuts_make(&p.keys, f->mask, AM_KEYS, by_mask);
+    if (status == AM_OK) choose(&p);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->depth, size),
               facts_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, FACTS);
     char *own_d_q = NULL;
     scratch unused;
-    am_status status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape,
-                                             p.tasks, p.task_tiles);
+    if (status == AM_OK)
+        status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape, p.tasks,
+                                       p.task_tiles);
     if (status == AM_OK) status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
@@ -612,6 +622,8 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK && !(p.states && p.facts && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(run, &p);
     am_rooms_free(&p.rooms);
+    am_cuts_free(&p.queries);
+    am_cuts_free(&p.keys);
     free(p.sinks);
     free(p.states);
     am_lines_free(p.facts, facts_bytes);

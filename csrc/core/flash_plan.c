@@ -38,7 +38,7 @@ static ptrdiff_t together(const am_flash_plan *p)
     ptrdiff_t kv_heads = f->kv_heads, row_bytes = (p->lanes + p->out_depth) * p->base.size,
               rows = p->in_place ? AM_FLASH_ROWS : SIDE_BYTES / am_max(row_bytes, 1),
               most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), rows / p->most_rows);
-    most = am_min(am_min(most, AM_MOST_BLOCKS), f->batch * kv_heads * p->splits / FEW_TASKS);
+    most = am_min(am_min(most, AM_MOST_BLOCKS), f->batch * p->parts * kv_heads * p->splits / FEW_TASKS);
     most = am_max(1, most);
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
 }
@@ -47,7 +47,7 @@ static ptrdiff_t together(const am_flash_plan *p)
  * than once, and each thread still finds some tasks. Nothing of the result depends on it. */
 static void choose_slots(am_flash_plan *p)
 {
-    ptrdiff_t tiles = am_most_tiles(&p->base, p->block_rows),
+    ptrdiff_t tiles = am_most_tiles(&p->base, &p->queries, &p->keys),
               blocks = am_min(AM_MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
     if (p->head_blocks > 1 || tiles > am_min(AM_MOST_SLOTS, SLOT_BYTES / am_max(p->k_bytes + p->v_bytes, 1)))
         return;
@@ -72,7 +72,7 @@ static bool can_stay(const am_flash_plan *p)
 static bool can_turn(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
-    if (p->shares_keys || p->tiles <= FEW_TILES || p->most_rows <= FEW_NARROW_ROWS || f->depth == 0)
+    if (p->shares_keys || p->seen <= FEW_TILES || p->most_rows <= FEW_NARROW_ROWS || f->depth == 0)
         return false;
     if (f->bias || f->cap > 0 || p->base.threshold || p->base.unit != 1) return false;
     if (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles)) return false;
@@ -83,18 +83,39 @@ static bool can_turn(const am_flash_plan *p)
     return panel * p->base.size >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
 }
 
-static void choose(am_flash_plan *p)
+/* How many tiles a part sees, at most: all, unless it is one of many. */
+static ptrdiff_t seen_of(const am_flash_plan *p, bool alone)
 {
     const am_flash *f = p->base.flash;
-    bool shared = p->base.group > 1 && f->queries <= SHARED_QUERIES;
-    p->block_rows = am_min(f->queries, AM_FLASH_ROWS);
+    if (!alone || !p->queries.ranges) return p->tiles;
+    ptrdiff_t most = 0;
+    for (ptrdiff_t i = 0; i < f->batch * p->queries.count; i++) {
+        const ptrdiff_t b = i / p->queries.count;
+        const am_range queries = am_cut(&p->queries, b, i % p->queries.count),
+                       tiles = am_tiles_of(&p->base, &p->keys,
+                                           &(am_flash_place){.b = b,
+                                                             .heads = f->heads,
+                                                             .q = queries.begin,
+                                                             .queries = queries.end - queries.begin});
+        most = am_max(most, tiles.end - tiles.begin);
+    }
+    return most;
+}
+
+static void choose(am_flash_plan *p, bool alone)
+{
+    const am_flash *f = p->base.flash;
+    p->block_rows = am_longest_cut(&p->queries, f->batch);
+    bool shared = p->base.group > 1 && p->block_rows <= SHARED_QUERIES;
     p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
     p->most_rows = p->block_rows * p->block_heads;
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
-    p->q_blocks = am_ceil_div(f->queries, p->block_rows);
+    p->parts = alone ? p->queries.count : 1;
+    p->q_blocks = alone ? 1 : p->queries.count;
     p->shares_keys = p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
-    p->tiles = am_ceil_div(f->keys, TILE);
+    p->tiles = p->keys.count;
+    p->seen = seen_of(p, alone);
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     p->turned = can_turn(p);
@@ -105,17 +126,18 @@ static void choose(am_flash_plan *p)
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
-    p->blocks = f->batch * f->kv_heads * p->head_blocks * p->q_blocks;
+    p->blocks = f->batch * p->parts * f->kv_heads * p->head_blocks * p->q_blocks;
     /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
-    const bool few = !p->shares_keys && !p->in_place && p->tiles <= FEW_TILES;
+    const bool few = !p->shares_keys && !p->in_place && p->seen <= FEW_TILES;
     const double factor = p->pairs ? 1 : p->factor;
     const bool scales_keys = few && fabs(factor) <= 1;
     p->k_factor = scales_keys ? factor : 1;
     p->q_factor = scales_keys ? 1 : factor;
     p->queries_in_place = few && can_stay(p);
-    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(f->keys, LEAST_SPLIT));
-    if (p->in_place) wanted = am_max(wanted, am_ceil_div(f->keys, IN_PLACE_SPLIT));
+    const ptrdiff_t seen = am_min(f->keys, p->seen * TILE);
+    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(seen, LEAST_SPLIT));
+    if (p->in_place) wanted = am_max(wanted, am_ceil_div(seen, IN_PLACE_SPLIT));
     p->splits = am_max(wanted, 1);
     p->together = p->at_once = p->shares_keys ? 1 : together(p);
     p->slots = 1;
@@ -130,17 +152,19 @@ static void choose(am_flash_plan *p)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
     if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
-    p->split_keys = am_ceil_div(am_max(p->tiles, 1), p->splits) * TILE;
-    ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
+    p->split_tiles = am_ceil_div(am_max(p->seen, 1), p->splits);
+    ptrdiff_t heads = f->batch * p->parts * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
                      WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
     if (!p->shares_keys || p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(p->most_rows * (p->out_depth + 3) * p->base.size, AM_LINE) * AM_LINE;
 }
 
-am_flash_plan am_flash_plan_of(const am_run *run, const am_flash *flash)
+am_flash_plan am_flash_plan_of(const am_run *run, const am_flash *flash, const am_cuts *queries,
+                               const am_cuts *keys, bool alone)
 {
-    am_flash_plan p = {.base = am_flash_base_of(run, flash), .threads = run->threads};
-    choose(&p);
+    am_flash_plan p = {
+        .base = am_flash_base_of(run, flash), .queries = *queries, .keys = *keys, .threads = run->threads};
+    choose(&p, alone);
     return p;
 }

@@ -26,11 +26,11 @@ void am_mask_release(am_mask *mask)
 
 /* An expression is evaluated on a stack; what is put there differs from question to question. */
 
-am_keys am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows)
+am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows)
 {
-    if (mask->keys == 0) return (am_keys){0, 0};
+    if (mask->keys == 0) return (am_range){0, 0};
     const am_place place = {.b = b, .h = h, .q = q, .rows = rows};
-    am_keys stack[AM_MASK_DEPTH];
+    am_range stack[AM_MASK_DEPTH];
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         const am_node *node = &mask->nodes[i];
@@ -39,10 +39,10 @@ am_keys am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
             continue;
         }
         if (node->kind == AM_NOT) { /* what may be live says nothing about what may be dead */
-            stack[top] = (am_keys){0, mask->keys};
+            stack[top] = (am_range){0, mask->keys};
             continue;
         }
-        am_keys right = stack[top--], *left = &stack[top];
+        am_range right = stack[top--], *left = &stack[top];
         if (node->kind == AM_AND) {
             left->begin = left->begin > right.begin ? left->begin : right.begin;
             left->end = left->end < right.end ? left->end : right.end;
@@ -53,8 +53,37 @@ am_keys am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
             left->end = left->end > right.end ? left->end : right.end;
         }
     }
-    if (stack[0].end <= stack[0].begin) return (am_keys){0, 0};
+    if (stack[0].end <= stack[0].begin) return (am_range){0, 0};
     return stack[0];
+}
+
+uint64_t am_mask_borders(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin)
+{
+    const ptrdiff_t behind = (side == AM_QUERIES ? mask->queries : mask->keys) - begin - 1,
+                    count = behind < 64 ? behind : 64;
+    uint64_t borders = 0;
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].borders)
+            borders |= am_term_kinds[node->kind].borders(node, b, side, begin, count);
+    }
+    return borders;
+}
+
+bool am_mask_has_borders(const am_mask *mask)
+{
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].borders) return true;
+    }
+    return false;
+}
+
+bool am_mask_is_by_head(const am_mask *mask)
+{
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        if (node->kind >= AM_TERM_KINDS || !am_term_kinds[node->kind].is_by_head) continue;
+        if (am_term_kinds[node->kind].is_by_head(node)) return true;
+    }
+    return false;
 }
 
 static am_tile opposite(am_tile tile)

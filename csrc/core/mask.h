@@ -16,6 +16,7 @@
 #ifndef AM_MASK_H
 #define AM_MASK_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -30,10 +31,11 @@ enum {
 
 typedef enum { AM_DEAD, AM_FULL, AM_MIXED } am_tile;
 
-/* A range of keys. What am_mask_keys answers lies within the mask; terms may say nothing by end <= begin. */
+/* A range of tokens. What am_mask_keys answers lies within the mask; terms may say nothing by end <= begin.
+ */
 typedef struct {
     ptrdiff_t begin, end;
-} am_keys;
+} am_range;
 
 typedef enum {
     /* Terms. */
@@ -110,7 +112,7 @@ typedef struct {
 am_status am_mask_prepare(const am_run *run, am_mask *mask);
 void am_mask_release(am_mask *mask);
 
-am_keys am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows);
+am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows);
 
 /* Tiles of up to AM_TILE_ROWS × AM_TILE_COLUMNS pairs, anywhere. */
 am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
@@ -120,6 +122,16 @@ am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
  * tile's exact kind; the bits are filled in only if it is mixed. */
 am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
                      ptrdiff_t columns, uint64_t *bits);
+
+typedef enum { AM_QUERIES, AM_KEYS } am_side;
+
+/* A hint, by which tiles can be cut that are seldom mixed: bit i tells whether token begin + 1 + i is of
+ * another sequence, segment or chunk than the one before it. */
+uint64_t am_mask_borders(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
+
+/* Whether there may be any, and whether heads may see different keys. */
+bool am_mask_has_borders(const am_mask *mask);
+bool am_mask_is_by_head(const am_mask *mask);
 
 /* What is made of masks. Arrays are C-contiguous unless strides are given. */
 

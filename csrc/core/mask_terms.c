@@ -12,23 +12,23 @@ enum { BLOCK = 64 };
 /* --- Terms in which each query row sees one interval of keys, and later rows see none that begins or ends
  * earlier --- */
 
-typedef am_keys interval_of(const am_node *node, ptrdiff_t b, ptrdiff_t q);
+typedef am_range interval_of(const am_node *node, ptrdiff_t b, ptrdiff_t q);
 
-static am_keys interval_keys(interval_of *interval, const am_mask *mask, const am_node *node,
-                             const am_place *p)
+static am_range interval_keys(interval_of *interval, const am_mask *mask, const am_node *node,
+                              const am_place *p)
 {
-    am_keys first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
-    return (am_keys){am_max(first.begin, 0), am_min(last.end, mask->keys)};
+    am_range first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
+    return (am_range){am_max(first.begin, 0), am_min(last.end, mask->keys)};
 }
 
 static am_tile interval_tile(interval_of *interval, const am_node *node, const am_place *p)
 {
-    am_keys first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
+    am_range first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
     if (p->k >= last.end || p->k + p->columns <= first.begin) return AM_DEAD;
     return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
 }
 
-static uint64_t bits_of(am_keys keys, const am_place *p)
+static uint64_t bits_of(am_range keys, const am_place *p)
 {
     ptrdiff_t begin = am_min(am_max(keys.begin - p->k, 0), p->columns);
     ptrdiff_t end = am_min(am_max(keys.end - p->k, begin), p->columns);
@@ -42,7 +42,7 @@ static void interval_bits(interval_of *interval, const am_node *node, const am_p
 
 /* The questions to a term, answered by its interval. */
 #define ASK_INTERVAL(name)                                                                                   \
-    static am_keys name##_keys(const am_mask *mask, const am_node *node, const am_place *p)                  \
+    static am_range name##_keys(const am_mask *mask, const am_node *node, const am_place *p)                 \
     {                                                                                                        \
         return interval_keys(name##_interval, mask, node, p);                                                \
     }                                                                                                        \
@@ -59,34 +59,44 @@ static void interval_bits(interval_of *interval, const am_node *node, const am_p
         interval_bits(name##_interval, node, p, bits);                                                       \
     }
 
-static am_keys band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
-    return (am_keys){q + node->band.low[b], q + node->band.high[b] + 1};
+    return (am_range){q + node->band.low[b], q + node->band.high[b] + 1};
 }
 ASK_INTERVALS(band)
 
-static am_keys chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
     ptrdiff_t size = node->chunk.size;
     ptrdiff_t begin = (q + node->chunk.q_shift[b]) / size * size - node->chunk.k_shift[b];
-    return (am_keys){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
+    return (am_range){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
 }
 ASK_INTERVALS(chunk)
+static uint64_t chunk_borders(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                              ptrdiff_t count)
+{
+    const ptrdiff_t shift = side == AM_QUERIES ? node->chunk.q_shift[b] : node->chunk.k_shift[b],
+                    size = node->chunk.size;
+    uint64_t borders = 0;
+    for (ptrdiff_t i = size - (begin + shift) % size; i <= count; i += am_min(size, BLOCK))
+        borders |= (uint64_t)1 << (i - 1);
+    return borders;
+}
 
-static am_keys keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
     (void)q;
-    return (am_keys){node->keys.begin[b], node->keys.end[b]};
+    return (am_range){node->keys.begin[b], node->keys.end[b]};
 }
 ASK_INTERVALS(keys)
 
-/* The sequence that owns query q: the last that begins at or before it. */
-static ptrdiff_t sequence_of(const am_node *node, ptrdiff_t q)
+/* The sequence that owns a token: the last that begins at or before it. */
+static ptrdiff_t sequence_of(const am_node *node, const ptrdiff_t *starts, ptrdiff_t token)
 {
     ptrdiff_t first = 0, last = node->sequences.count - 1;
     while (first < last) {
         ptrdiff_t middle = last - (last - first) / 2;
-        if (node->sequences.q_starts[middle] <= q)
+        if (starts[middle] <= token)
             first = middle;
         else
             last = middle - 1;
@@ -95,34 +105,48 @@ static ptrdiff_t sequence_of(const am_node *node, ptrdiff_t q)
 }
 
 /* What query q sees of sequence s, which owns it. */
-static am_keys keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
+static am_range keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
 {
     ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
     ptrdiff_t same = begin + q - node->sequences.q_starts[s];
-    return (am_keys){am_min(am_max(same + node->sequences.low[s], begin), end),
-                     am_max(am_min(same + node->sequences.high[s] + 1, end), begin)};
+    return (am_range){am_min(am_max(same + node->sequences.low[s], begin), end),
+                      am_max(am_min(same + node->sequences.high[s] + 1, end), begin)};
 }
-static am_keys sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
     (void)b;
-    if (node->sequences.count == 0) return (am_keys){0, 0};
-    return keys_in_sequence(node, sequence_of(node, q), q);
+    if (node->sequences.count == 0) return (am_range){0, 0};
+    return keys_in_sequence(node, sequence_of(node, node->sequences.q_starts, q), q);
 }
 ASK_INTERVAL(sequences)
 static void sequences_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
 {
     (void)mask;
-    ptrdiff_t count = node->sequences.count, s = count ? sequence_of(node, p->q) : 0;
+    ptrdiff_t count = node->sequences.count,
+              s = count ? sequence_of(node, node->sequences.q_starts, p->q) : 0;
     for (ptrdiff_t q = p->q; q < p->q + p->rows; q++) {
         while (s + 1 < count && node->sequences.q_starts[s + 1] <= q) s++;
         *bits++ = count ? bits_of(keys_in_sequence(node, s, q), p) : 0;
     }
 }
 
-static am_keys all_keys(const am_mask *mask, const am_node *node, const am_place *p)
+static uint64_t sequences_borders(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                  ptrdiff_t count)
+{
+    (void)b;
+    const ptrdiff_t *starts = side == AM_QUERIES ? node->sequences.q_starts : node->sequences.k_starts;
+    uint64_t borders = 0;
+    for (ptrdiff_t s = sequence_of(node, starts, begin) + 1; s < node->sequences.count; s++) {
+        if (starts[s] > begin + count) break;
+        borders |= (uint64_t)1 << (starts[s] - begin - 1);
+    }
+    return borders;
+}
+
+static am_range all_keys(const am_mask *mask, const am_node *node, const am_place *p)
 {
     (void)node, (void)p;
-    return (am_keys){0, mask->keys};
+    return (am_range){0, mask->keys};
 }
 static am_tile all_tile(const am_mask *mask, const am_node *node, const am_place *p)
 {
@@ -199,46 +223,73 @@ static void equal_release(am_node *node)
     node->equal.q_blocks = node->equal.k_blocks = NULL;
 }
 
-/* What is known of tokens begin … begin + count - 1. */
-static am_id_block known_ids(const am_id_block *blocks, ptrdiff_t begin, ptrdiff_t count)
+/* The ids of one (b, h), and what is noted of them. */
+typedef struct {
+    const int32_t *ids;
+    const am_id_block *blocks;
+    int exclude_zero;
+} id_view;
+
+static id_view query_ids(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    const ptrdiff_t batch = node->equal.q_batch, head = node->equal.q_head;
+    return (id_view){
+        .ids = node->equal.q_ids + p->b * batch + p->h * head,
+        .blocks = node->equal.q_blocks +
+                  distinct_index(mask, p->b, p->h, batch, head) * am_ceil_div(mask->queries, BLOCK),
+        .exclude_zero = node->equal.exclude_zero,
+    };
+}
+
+static id_view key_ids(const am_mask *mask, const am_node *node, const am_place *p)
+{
+    const ptrdiff_t batch = node->equal.k_batch, head = node->equal.k_head;
+    return (id_view){
+        .ids = node->equal.k_ids + p->b * batch + p->h * head,
+        .blocks = node->equal.k_blocks +
+                  distinct_index(mask, p->b, p->h, batch, head) * am_ceil_div(mask->keys, BLOCK),
+        .exclude_zero = node->equal.exclude_zero,
+    };
+}
+
+/* What there is among tokens begin … begin + count - 1. Of a block that lies there in part, its ids tell, if
+ * they differ. */
+static am_id_block known_ids(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
 {
     am_id_block known = {INT32_MAX, INT32_MIN, 1};
-    for (ptrdiff_t i = begin / BLOCK; i <= (begin + count - 1) / BLOCK; i++) {
-        known.low = blocks[i].low < known.low ? blocks[i].low : known.low;
-        known.high = blocks[i].high > known.high ? blocks[i].high : known.high;
-        known.clean &= blocks[i].clean;
+    for (ptrdiff_t at = begin, end; at < begin + count; at = end) {
+        end = am_min((at / BLOCK + 1) * BLOCK, begin + count);
+        am_id_block part = view->blocks[at / BLOCK];
+        const bool differ = part.low < part.high || (part.low == part.high && !part.clean);
+        if (differ && end - at < BLOCK) note_ids(&part, view->ids + at, end - at, view->exclude_zero);
+        known.low = part.low < known.low ? part.low : known.low;
+        known.high = part.high > known.high ? part.high : known.high;
+        known.clean &= part.clean;
     }
     return known;
 }
 
-static const am_id_block *q_blocks(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    return node->equal.q_blocks + distinct_index(mask, p->b, p->h, node->equal.q_batch, node->equal.q_head) *
-                                      am_ceil_div(mask->queries, BLOCK);
-}
+static bool apart(const am_id_block *a, const am_id_block *b) { return a->low > b->high || b->low > a->high; }
+static bool is_among(const am_id_block *ids, int32_t id) { return ids->low <= id && id <= ids->high; }
 
-static const am_id_block *k_blocks(const am_mask *mask, const am_node *node, const am_place *p)
+static am_range equal_keys(const am_mask *mask, const am_node *node, const am_place *p)
 {
-    return node->equal.k_blocks + distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) *
-                                      am_ceil_div(mask->keys, BLOCK);
-}
-
-static int apart(const am_id_block *a, const am_id_block *b) { return a->low > b->high || b->low > a->high; }
-
-static am_keys equal_keys(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    am_id_block queries = known_ids(q_blocks(mask, node, p), p->q, p->rows);
-    const am_id_block *keys = k_blocks(mask, node, p);
+    const id_view q_view = query_ids(mask, node, p), k_view = key_ids(mask, node, p);
+    const am_id_block queries = known_ids(&q_view, p->q, p->rows), *keys = k_view.blocks;
     ptrdiff_t begin = 0, end = am_ceil_div(mask->keys, BLOCK);
     while (begin < end && apart(&queries, &keys[begin])) begin++;
     while (begin < end && apart(&queries, &keys[end - 1])) end--;
-    return (am_keys){begin * BLOCK, am_min(end * BLOCK, mask->keys)};
+    begin *= BLOCK, end = am_min(end * BLOCK, mask->keys);
+    while (begin < end && !is_among(&queries, k_view.ids[begin])) begin++;
+    while (begin < end && !is_among(&queries, k_view.ids[end - 1])) end--;
+    return (am_range){begin, end};
 }
 
 static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_place *p)
 {
-    am_id_block queries = known_ids(q_blocks(mask, node, p), p->q, p->rows);
-    am_id_block keys = known_ids(k_blocks(mask, node, p), p->k, p->columns);
+    const id_view q_view = query_ids(mask, node, p), k_view = key_ids(mask, node, p);
+    const am_id_block queries = known_ids(&q_view, p->q, p->rows),
+                      keys = known_ids(&k_view, p->k, p->columns);
     if (apart(&queries, &keys)) return AM_DEAD;
     int one_id = queries.low == queries.high && keys.low == keys.high;
     return one_id && queries.clean && keys.clean ? AM_FULL : AM_MIXED;
@@ -246,8 +297,7 @@ static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_pla
 
 static void equal_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
 {
-    const int32_t *q_ids = node->equal.q_ids + p->b * node->equal.q_batch + p->h * node->equal.q_head + p->q;
-    const int32_t *k_ids = node->equal.k_ids + p->b * node->equal.k_batch + p->h * node->equal.k_head + p->k;
+    const int32_t *q_ids = query_ids(mask, node, p).ids + p->q, *k_ids = key_ids(mask, node, p).ids + p->k;
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         int repeated = r > 0 && q_ids[r] == q_ids[r - 1];
         if (repeated)
@@ -258,6 +308,18 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_place 
                           : 0;
     }
 }
+
+static uint64_t equal_borders(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                              ptrdiff_t count)
+{
+    const int32_t *ids = side == AM_QUERIES ? node->equal.q_ids + b * node->equal.q_batch
+                                            : node->equal.k_ids + b * node->equal.k_batch;
+    uint64_t borders = 0;
+    for (ptrdiff_t i = 0; i < count; i++) borders |= (uint64_t)(ids[begin + i] != ids[begin + i + 1]) << i;
+    return borders;
+}
+
+static bool equal_is_by_head(const am_node *node) { return node->equal.q_head || node->equal.k_head; }
 
 /* --- A dense array --- */
 
@@ -379,14 +441,15 @@ static int column_is_dead(const dense_view *view, ptrdiff_t column)
     return 1;
 }
 
-static am_keys dense_keys(const am_mask *mask, const am_node *node, const am_place *p)
+static am_range dense_keys(const am_mask *mask, const am_node *node, const am_place *p)
 {
     dense_view view = dense_tiles(mask, node, p);
-    if (!node->dense.column) return (am_keys){0, column_is_dead(&view, 0) ? 0 : mask->keys};
+    if (!node->dense.column) return (am_range){0, column_is_dead(&view, 0) ? 0 : mask->keys};
     ptrdiff_t begin = view.k_shift / BLOCK, end = am_ceil_div(mask->keys + view.k_shift, BLOCK);
     while (begin < end && column_is_dead(&view, begin)) begin++;
     while (begin < end && column_is_dead(&view, end - 1)) end--;
-    return (am_keys){am_max(begin * BLOCK - view.k_shift, 0), am_min(end * BLOCK - view.k_shift, mask->keys)};
+    return (am_range){am_max(begin * BLOCK - view.k_shift, 0),
+                      am_min(end * BLOCK - view.k_shift, mask->keys)};
 }
 
 static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_place *p)
@@ -404,12 +467,23 @@ static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_pla
     return kind;
 }
 
+static bool dense_is_by_head(const am_node *node) { return node->dense.head != 0; }
+
 const am_term_kind am_term_kinds[AM_TERM_KINDS] = {
     [AM_TERM_ALL] = {.keys = all_keys, .tile = all_tile, .bits = all_bits},
     [AM_TERM_BAND] = {.keys = band_keys, .tile = band_tile, .bits = band_bits},
-    [AM_TERM_CHUNK] = {.keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits},
+    [AM_TERM_CHUNK] = {.keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits, .borders = chunk_borders},
     [AM_TERM_KEYS] = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits},
-    [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits},
-    [AM_TERM_SEQUENCES] = {.keys = sequences_keys, .tile = sequences_tile, .bits = sequences_bits},
-    [AM_TERM_DENSE] = {dense_prepare, dense_release, dense_keys, dense_tile, dense_bits},
+    [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits, equal_borders,
+                       equal_is_by_head},
+    [AM_TERM_SEQUENCES] = {.keys = sequences_keys,
+                           .tile = sequences_tile,
+                           .bits = sequences_bits,
+                           .borders = sequences_borders},
+    [AM_TERM_DENSE] = {.prepare = dense_prepare,
+                       .release = dense_release,
+                       .keys = dense_keys,
+                       .tile = dense_tile,
+                       .bits = dense_bits,
+                       .is_by_head = dense_is_by_head},
 };

@@ -12,10 +12,13 @@ typedef struct {
 typedef struct {
     am_status (*prepare)(const am_run *run, const am_mask *mask, am_node *node); /* NULL: nothing to note */
     void (*release)(am_node *node);
-    am_keys (*keys)(const am_mask *mask, const am_node *node,
-                    const am_place *place); /* ignores k and columns */
+    am_range (*keys)(const am_mask *mask, const am_node *node,
+                     const am_place *place); /* ignores k and columns */
     am_tile (*tile)(const am_mask *mask, const am_node *node, const am_place *place);
     void (*bits)(const am_mask *mask, const am_node *node, const am_place *place, uint64_t *bits);
+    uint64_t (*borders)(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                        ptrdiff_t count);    /* of so many tokens behind `begin`; NULL: never any */
+    bool (*is_by_head)(const am_node *node); /* NULL: never */
 } am_term_kind;
 
 extern const am_term_kind am_term_kinds[AM_TERM_KINDS];

@@ -60,7 +60,7 @@ static void fill_row(const fill_job *job, char *row, const panel *tiles, ptrdiff
     }
 }
 
-static void look_at_panel(const am_mask *mask, const am_place *p, am_keys live, panel *tiles)
+static void look_at_panel(const am_mask *mask, const am_place *p, am_range live, panel *tiles)
 {
     ptrdiff_t w = 0;
     for (; w * AM_TILE_COLUMNS < p->columns; w++) {
@@ -83,7 +83,7 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
                   .h = plane % mask->heads,
                   .q = q,
                   .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
-    am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
+    am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
     char *strip = t->data + p.b * t->batch + p.h * t->head + q * t->row;
     for (p.k = 0; p.k < mask->keys; p.k += PANEL) {
         panel tiles;
@@ -124,7 +124,7 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
 /* --- Counts --- */
 
 /* Adds the live pairs of a region of rows up to a tile's height. */
-static am_status count_region(const am_mask *mask, const am_place *p, am_keys live, int64_t *count,
+static am_status count_region(const am_mask *mask, const am_place *p, am_range live, int64_t *count,
                               am_team *team)
 {
     ptrdiff_t end = am_min(p->k + p->columns, live.end);
@@ -159,7 +159,7 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
     for (ptrdiff_t q = row * job->q_cell, next; q < end; q = next) {
         next = am_min((q / AM_TILE_ROWS + 1) * AM_TILE_ROWS, end);
         am_place p = {.b = job->b, .h = job->h, .q = q, .rows = next - q};
-        am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
+        am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
         for (ptrdiff_t cell = live.begin / job->k_cell; cell * job->k_cell < live.end; cell++) {
             p.k = cell * job->k_cell;
             p.columns = am_min(job->k_cell, mask->keys - p.k);
@@ -193,7 +193,7 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     am_place p = {plane / mask->heads, plane % mask->heads, q, am_min(AM_TILE_ROWS, mask->queries - q), 0,
                   mask->keys};
     job->counts[index] = 0;
-    am_keys live = am_mask_keys(mask, p.b, p.h, q, p.rows);
+    am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
     am_status status = count_region(mask, &p, live, &job->counts[index], team);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
@@ -250,7 +250,7 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
     ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
               rows = am_min(AM_TILE_ROWS, mask->queries - q);
-    am_keys live = am_mask_keys(mask, b, h, q, rows);
+    am_range live = am_mask_keys(mask, b, h, q, rows);
     uint64_t seen = 0;
     for (ptrdiff_t k = live.begin, next; k < live.end && seen != am_low_bits(rows); k = next) {
         next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, live.end);

@@ -1,0 +1,40 @@
+/* flash_cuts.h – how queries are cut to blocks, and keys to tiles: every 64 tokens, and where the mask parts
+ * them, so that few tiles are mixed. */
+#ifndef AM_FLASH_CUTS_H
+#define AM_FLASH_CUTS_H
+
+#include <stdbool.h>
+
+#include "core/arithmetic.h"
+#include "core/mask.h"
+
+enum { AM_MOST_CUT = 64 }; /* tokens of a range */
+
+typedef struct {
+    ptrdiff_t count;  /* of a batch row, at most: behind its own follow empty ones */
+    ptrdiff_t tokens; /* of all ranges */
+    am_range *ranges; /* [batch][count], in their order; NULL: every 64 tokens */
+} am_cuts;
+
+/* All tokens of a side; `by_mask`: also where the mask parts them. */
+am_status am_cuts_make(am_cuts *cuts, const am_mask *mask, am_side side, bool by_mask);
+
+/* All queries. Short sequences whose keys no other query sees are ranges of their own, `alone`: a block takes
+ * all heads of a group, as if the sequence were a batch row. */
+am_status am_cuts_of_queries(am_cuts *alone, am_cuts *others, const am_mask *mask, ptrdiff_t group);
+
+void am_cuts_free(am_cuts *cuts);
+
+static inline am_range am_cut(const am_cuts *cuts, ptrdiff_t b, ptrdiff_t index)
+{
+    if (cuts->ranges) return cuts->ranges[b * cuts->count + index];
+    return (am_range){index * AM_MOST_CUT, am_min((index + 1) * AM_MOST_CUT, cuts->tokens)};
+}
+
+/* The range that a token is in, of those of all tokens. */
+ptrdiff_t am_cut_of(const am_cuts *cuts, ptrdiff_t b, ptrdiff_t token);
+
+/* The most tokens of a range, in so many batch rows. */
+ptrdiff_t am_longest_cut(const am_cuts *cuts, ptrdiff_t batch);
+
+#endif
