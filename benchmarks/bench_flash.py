@@ -248,6 +248,8 @@ def decode(bench: Bench) -> None:
         for queries in (1, 8)
         for dtype in ("float32", "bfloat16")
     ]
+    packed = DECODE | {"queries": 16, "documents": 16, "causal": False}
+    cases += [Case(f"decode 16 packed, {dtype}", dtype, **packed) for dtype in ("float32", "bfloat16")]
 
     def row(case: Case) -> tuple[object, ...]:
         nbytes = bench.sized(case).key_bytes
@@ -258,8 +260,8 @@ def decode(bench: Bench) -> None:
         return mine, outcome.times["out="], *rates, *outcome.peers, outcome.ahead
 
     text = (
-        "1 or 8 queries at the end of 8,192 keys, 32 heads of queries and 8 of keys, D=128. GB/s of keys and "
-        "values; `of read`: as a share of what plain C reads, of as many bytes."
+        "1 or 8 queries at the end of 8,192 keys, or of 16 sequences in them one each; 32 heads of queries and 8 "
+        "of keys, D=128. GB/s of keys and values; `of read`: as a share of what plain C reads, of as many bytes."
     )
     columns = ("attnmask", "out=", "GB/s", "of read", *PEERS, "ratio")
     bench.table("Decoding", text, columns, cases, row)

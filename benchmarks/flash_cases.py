@@ -1,5 +1,6 @@
 """What bench_flash.py measures: cases, and the ways to put them to a library that does not know all of it."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,6 +74,17 @@ class Case:
         return np.repeat(np.arange(self.documents, dtype=np.int32), np.diff(self.starts))
 
     @cached_property
+    def query_starts(self) -> np.ndarray:
+        """Where their queries start: all have as many, unless every token is one."""
+        if self.rows == self.tokens:
+            return self.starts
+        return np.arange(0, self.rows + 1, self.rows // self.documents, dtype=np.int32)
+
+    @cached_property
+    def query_ids(self) -> np.ndarray:
+        return np.repeat(np.arange(self.documents, dtype=np.int32), np.diff(self.query_starts))
+
+    @cached_property
     def blocks(self) -> np.ndarray:
         """Live blocks of the dense mask, the diagonal among them, so that no query is without a key."""
         n = -(-self.tokens // BLOCK)
@@ -93,7 +105,7 @@ class Case:
         if self.window:
             live &= k > q - self.window
         if self.documents:
-            live &= self.ids[:, None] == self.ids
+            live &= self.query_ids[:, None] == self.ids
         if self.density is not None:
             live &= self.dense
         return live
@@ -216,8 +228,14 @@ def by_blocks(case: Case) -> Form:
 
 def by_documents(case: Case) -> Form:
     """One after the other."""
-    ends = zip(case.starts[:-1], case.starts[1:], strict=True)
-    parts = [[array[:, begin:end] for array in case.arrays] for begin, end in ends]
+    q, k, v, *dout = case.arrays
+    of_queries, of_keys = (
+        [slice(*ends) for ends in itertools.pairwise(starts)] for starts in (case.query_starts, case.starts)
+    )
+    parts = [
+        [q[:, rows], k[:, keys], v[:, keys], *(each[:, rows] for each in dout)]
+        for rows, keys in zip(of_queries, of_keys, strict=True)
+    ]
 
     def join_grads(grads: list[Grads]) -> Grads:
         return tuple(np.concatenate(part, 1) for part in zip(*grads, strict=True))

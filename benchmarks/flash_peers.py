@@ -121,6 +121,7 @@ class Flex(Torch):
     def block_mask(self, case: Case) -> object:
         offset, window = case.tokens - case.rows, case.window
         ids = self.torch.from_numpy(case.ids) if case.documents else None
+        query_ids = self.torch.from_numpy(case.query_ids) if case.documents else None
         dense = self.torch.from_numpy(case.dense) if case.density is not None else None
 
         def live(b: object, h: object, q: object, k: object) -> object:
@@ -130,7 +131,7 @@ class Flex(Torch):
             if window:
                 where = where & (k > q + offset - window)
             if ids is not None:
-                where = where & (ids[q] == ids[k])
+                where = where & (query_ids[q] == ids[k])
             return where if dense is None else where & dense[q, k]
 
         return self.flex.create_block_mask(live, None, None, case.rows, case.tokens, device="cpu")
@@ -390,11 +391,11 @@ class EjKernel(Jax):
             sizes = {"q_blocksize": int(variant), "kv_blocksize": int(variant)}
             settings |= {"fwd_params": self.forward(**sizes), "bwd_params": self.backward(**sizes)}
         if case and (case.window or case.documents):
-            settings["causal"] = True
+            settings["causal"] = case.causal
             settings["sliding_window"] = (case.window - 1, 0) if case.window else None
             if case.documents:
-                ids = self.jax.numpy.asarray(case.ids[None])
-                settings |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+                ids = (self.jax.numpy.asarray(each[None]) for each in (case.query_ids, case.ids))
+                settings |= dict(zip(("q_segment_ids", "kv_segment_ids"), ids, strict=True))
         elif problem.mask is not None:
             settings["attention_mask"] = self.jax.numpy.asarray(problem.mask)
         return self.ready(lambda q, k, v: self.function(q, k, v, **settings), q, k, v, dout)
@@ -450,7 +451,7 @@ class Attnmask:
             info = self.attnmask.MaskInfo.from_segments(case.ids[None])
             settings = {"attention_mask": info.apply_causal() if case.causal else info}
         elif case.documents:
-            settings["cum_seqlens_q"] = case.starts
+            settings |= {"cum_seqlens_q": case.query_starts, "cum_seqlens_k": case.starts}
         if case.density is not None:
             settings["attention_mask"] = case.dense
         return settings
