@@ -102,14 +102,15 @@ static inline V FN(exp2)(V x)
     return x;
 }
 
-/* Near 0 by a polynomial, since 1 - 2 / (e^2x + 1) would lose what x has beyond the last digit of 1. */
+/* Near 0, where most logits are beside their cap, by a polynomial: 1 - 2 / (e^2x + 1) would lose what x has
+ * beyond the last digit of 1. */
 static inline V FN(tanh)(V x)
 {
-    V zero = VOP(set1)(0), one = VOP(set1)(1), size = VOP(max)(VOP(sub)(zero, x), x);
-    V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* e^-40 is nothing beside 1 */
-    V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
-    V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
-    far = VOP(pick_less)(x, zero, VOP(sub)(zero, far), far);
-    V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x);
-    return VOP(pick_less)(size, VOP(set1)((T)0.625), near, far);
+    const V zero = VOP(set1)(0), one = VOP(set1)(1), limit = VOP(set1)((T)0.625);
+    const V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x), size = VOP(max)(VOP(sub)(zero, x), x);
+    if (!VOP(exceeds)(size, limit)) return near;
+    const V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* e^-40 is nothing beside 1 */
+    const V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
+    const V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
+    return VOP(pick_less)(limit, size, VOP(pick_less)(x, zero, VOP(sub)(zero, far), far), near);
 }

@@ -108,7 +108,7 @@ static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, p
     }
 }
 
-/* Whether products are logits but for a factor, and nothing else is asked of them. */
+/* Whether products are logits but for a factor, and nothing else is asked of them or of weights. */
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
@@ -116,11 +116,10 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
 }
 
 /* Some products of such a tile to logits, of which whole numbers are taken. The first of columns begin …
- * end - 1 may raise. */
-static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
-                                                                    const uint64_t *live, ptrdiff_t begin,
-                                                                    ptrdiff_t end, ptrdiff_t column,
-                                                                    const int count, V *x, V *whole)
+ * end - 1 may raise. `unit`: NULL for 1. */
+static inline __attribute__((always_inline)) void
+STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *live, const V *unit,
+                  ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int count, V *x, V *whole)
 {
     const T *logits = (const T *)block->logits + row * AM_FLASH_TILE, *high = (const T *)block->high + row;
     const V factor = VOP(set1)((T)block->factor);
@@ -140,20 +139,20 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
     for (int j = 0; j < count; j++) {
         x[j] = VOP(load)(logits + column + j * LANES);
         x[j] = WIDTH > 1 ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
+        if (unit) x[j] = VOP(mul)(x[j], *unit);
     }
     FN(exp2_begin)(x, whole, count);
 }
 
-/* `weigh` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`: NULL if all pairs
- * are. What comes next is begun before powers are taken, whose steps wait for one another. */
-static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_flash_rows *block,
-                                                                    const uint64_t *live, ptrdiff_t row,
-                                                                    ptrdiff_t rows, ptrdiff_t begin,
-                                                                    ptrdiff_t end, const int count)
+/* `weigh` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL if all
+ * pairs are. What comes next is begun before powers are taken, whose steps wait for one another. */
+static inline __attribute__((always_inline)) void
+STEP(weigh_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const V *unit,
+                  ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const int count)
 {
     const ptrdiff_t last = row + rows, some = count * LANES;
     V next[FN(AT_ONCE)], next_whole[FN(AT_ONCE)];
-    STEP(begin_plain)(block, row, live, begin, end, begin, count, next, next_whole);
+    STEP(begin_plain)(block, row, live, unit, begin, end, begin, count, next, next_whole);
     while (row < last) {
         const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
         V lanes[LANES];
@@ -166,14 +165,15 @@ static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_fla
                 UNROLL(16)
                 for (int j = 0; j < count; j++) p[j] = next[j], whole[j] = next_whole[j];
                 if (i + some < end)
-                    STEP(begin_plain)(block, row, live, begin, end, i + some, count, next, next_whole);
+                    STEP(begin_plain)(block, row, live, unit, begin, end, i + some, count, next, next_whole);
                 else if (row + 1 < last)
-                    STEP(begin_plain)(block, row + 1, live, begin, end, begin, count, next, next_whole);
+                    STEP(begin_plain)(block, row + 1, live, unit, begin, end, begin, count, next, next_whole);
                 FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
                 UNROLL(16)
                 for (int j = 0; j < count; j++) {
                     if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                     total = VOP(add)(total, p[j]);
+                    if (kept) p[j] = VOP(select)(kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                 }
                 STEP(put)(logits + i / WIDTH, p, count);
             }
@@ -183,15 +183,32 @@ static inline __attribute__((always_inline)) void STEP(weigh_plain)(const am_fla
     }
 }
 
-/* Weighs all rows of a tile if they are plain and taken whole; whether they are. Where vectors go together to
- * pairs, leaving out those that are dead costs more than it saves. */
+/* The same for whole tiles that are not plain: products are made logits first. */
+APART void STEP(weigh_dressed)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    const V unit = VOP(set1)((T)block->unit);
+    am_flash_rows dressed = *block;
+    if (tile->bias || block->cap > 0 || block->factor <= 0) {
+        T *logits = block->logits;
+        for (ptrdiff_t r = 0; r < block->rows; r++)
+            FN(dress)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+        dressed.factor = 1;
+    }
+    STEP(weigh_plain)(&dressed, tile->live, tile->kept, &unit, 0, block->rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+}
+
+/* Weighs all rows of a tile if they are taken whole; whether they are. Where vectors go together to pairs,
+ * leaving out those that are dead costs more than it saves. */
 static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    if (!STEP(is_plain)(block, tile) || (WIDTH == 1 && tile->live)) return false;
-    if (tile->live)
-        STEP(weigh_plain)(block, tile->live, 0, block->rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+    const ptrdiff_t rows = block->rows;
+    if (block->top || (WIDTH == 1 && tile->live)) return false;
+    if (!STEP(is_plain)(block, tile))
+        STEP(weigh_dressed)(block, tile);
+    else if (tile->live)
+        STEP(weigh_plain)(block, tile->live, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
     else
-        STEP(weigh_plain)(block, NULL, 0, block->rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+        STEP(weigh_plain)(block, NULL, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
     return true;
 }
 
@@ -202,7 +219,7 @@ APART __attribute__((nonnull)) bool STEP(weigh_few)(const am_flash_rows *block, 
                                                     const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
 {
 #define VECTORS(n)                                                                                           \
-    case n: STEP(weigh_plain)(block, live, s->row, s->rows, begin, begin + (n) * LANES, n); break;
+    case n: STEP(weigh_plain)(block, live, NULL, NULL, s->row, s->rows, begin, begin + (n) * LANES, n); break;
     switch ((end - begin) / LANES) {
         VECTORS(1)
         VECTORS(2)
