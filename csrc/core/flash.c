@@ -208,8 +208,9 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
     char *to = shared_tile(p, where, index, &state);
     const bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
                           : works->own->tile[index % p->slots] == tile_index(p, where, index);
-    if (tiles.begin < tiles.end && !there) {
-        const am_range keys = am_cut(&p->keys, where->b, index);
+    const am_range keys = tiles.begin < tiles.end ? am_cut(&p->keys, where->b, index) : (am_range){0, 0};
+    tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, where, keys);
+    if (keys.begin < keys.end && !there) {
         const ptrdiff_t rows = keys.end - keys.begin, bytes = p->k_bytes + p->v_bytes;
         tile->next[AM_NEXT_K] =
             ahead(&f->k, where->b, where->kv_head, kv_heads, keys.begin, rows, f->depth, part, parts);

@@ -107,6 +107,16 @@ am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff
     return (am_flash_ahead){am_token(t, b, head, token), t->token, side_by_side ? all : one, rows};
 }
 
+am_flash_ahead am_bias_ahead(const am_flash_base *base, const am_flash_place *at, am_range keys)
+{
+    const am_flash *f = base->flash;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(f->bias_type), rows = f->bias_row ? at->queries : 1;
+    if (!f->bias || at->heads > 1 || f->bias_column != size || keys.begin == keys.end)
+        return (am_flash_ahead){0};
+    const char *first = f->bias + at->b * f->bias_batch + at->head * f->bias_head + at->q * f->bias_row;
+    return (am_flash_ahead){first + keys.begin * size, f->bias_row, (keys.end - keys.begin) * size, rows};
+}
+
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)
 {
     double logit = base->flash->sinks[head * base->flash->sink_count + i];

@@ -95,6 +95,9 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
 am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
                         ptrdiff_t rows, ptrdiff_t count);
 
+/* The bias of the rows of one head and some keys, to be asked for, where it lies side by side. */
+am_flash_ahead am_bias_ahead(const am_flash_base *base, const am_flash_place *at, am_range keys);
+
 /* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
 static inline double am_power(double unit, double logit, double from)
 {

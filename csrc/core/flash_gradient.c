@@ -418,6 +418,9 @@ static void look_ahead(const plan *p, const am_flash_place *at, ptrdiff_t task, 
     const am_tokens *d_out = &p->gradient->d_out;
     tile->next[AM_NEXT_Q] = am_ahead(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
     tile->next[AM_NEXT_OUT] = am_ahead(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
+    const ptrdiff_t first = task * p->task_tiles, last = am_min(first + p->task_tiles, p->tiles) - 1;
+    const am_range keys = {am_cut(&p->keys, at->b, first).begin, am_cut(&p->keys, at->b, last).end};
+    tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, at, keys);
     tile->next[AM_NEXT_D_Q] = am_ahead(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
 }
 

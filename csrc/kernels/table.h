@@ -154,7 +154,7 @@ typedef struct {
     const char *at;
     ptrdiff_t step, length, rows;
 } am_flash_ahead;
-enum { AM_NEXT_K, AM_NEXT_V, AM_NEXT_PACKED, AM_NEXT_Q, AM_NEXT_OUT, AM_NEXT_D_Q, AM_NEXTS };
+enum { AM_NEXT_K, AM_NEXT_V, AM_NEXT_PACKED, AM_NEXT_Q, AM_NEXT_OUT, AM_NEXT_BIAS, AM_NEXT_D_Q, AM_NEXTS };
 
 typedef struct {
     const void *k, *v;    /* packed, or in place */
