@@ -1,8 +1,12 @@
 """Inputs without end that take no memory, by strides of zero: an error or a result, soon, and never a crash."""
 
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import SANITIZED
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
@@ -117,3 +121,38 @@ def test_inputs_of_foreign_byte_order_are_not_written_to():
         with pytest.raises(ValueError, match=f"out must share no memory with {name}"):
             call()
         np.testing.assert_array_equal(given, before)
+
+
+LONG_AMONG_MANY = """
+import attnmask, numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmPeak"))
+
+count, keys = 20_000, 2**23
+tokens = as_strided(np.ones(1, np.float16), (1, 2 * count + keys, 1, 1), (0,) * 4)
+starts = np.arange(count + 2)
+ends = np.append(2 * starts[:-1], 2 * count + keys)
+before = peak()
+out = attnmask.flash_attention(tokens[:, : count + 1], tokens, tokens, cum_seqlens_q=starts, cum_seqlens_k=ends)
+print((out == 1).all(), (peak() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or SANITIZED, reason="asks Linux for the memory of a plain process"
+)
+def test_a_long_sequence_among_many():
+    """Its keys are split, and what the splits gather is kept for it alone."""
+    command = [sys.executable, "-c", LONG_AMONG_MANY]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["True", "0"]  # GB
+
+
+def test_many_short_segments():
+    """None looks through all the others."""
+    ids = np.repeat(np.arange(20_000, dtype=np.int32), 5)[None]
+    tokens = endless(1, ids.size, 1, 1, value=1)
+    out = attnmask.flash_attention(tokens, tokens, tokens, q_segment_ids=ids, kv_segment_ids=ids)
+    assert (out == 1).all()

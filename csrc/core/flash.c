@@ -167,13 +167,12 @@ static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptr
     return am_ahead(t, b, head, heads, token + begin, end - begin, count);
 }
 
-/* Of the tiles that a block sees, those of its split; nothing of the splits depends on the head. */
+/* Of the tiles that a block sees, those of its split. */
 static am_range tiles_of(const plan *p, const place *at)
 {
-    place of_all = *at;
-    if (p->splits > 1) of_all.head = 0, of_all.heads = p->base.flash->heads;
-    const am_range tiles = am_tiles_of(&p->base, &p->keys, &of_all);
-    const ptrdiff_t begin = tiles.begin + at->split * p->split_tiles;
+    if (p->alone) return p->rows[at->row].tiles;
+    const am_range tiles = am_tiles_of(&p->base, &p->keys, at);
+    const ptrdiff_t begin = tiles.begin + p->rows[at->row].split * p->split_tiles;
     return (am_range){begin, am_min(tiles.end, begin + p->split_tiles)};
 }
 
@@ -271,13 +270,11 @@ static place place_of(const plan *p, ptrdiff_t index)
     index /= p->head_blocks;
     at.kv_head = index % f->kv_heads; /* heads lie side by side: the next one finds its pages still known */
     index /= f->kv_heads;
-    at.split = index % p->splits;
-    index /= p->splits;
-    const ptrdiff_t part = index % p->parts;
-    at.b = index / p->parts;
+    at.row = index;
+    at.b = p->rows[index].b;
     at.head = at.kv_head * p->base.group + head_block * p->block_heads;
     at.heads = am_min(p->block_heads, p->base.group - head_block * p->block_heads);
-    at.block = part * p->q_blocks + block;
+    at.block = p->alone ? p->rows[index].part : block;
     const am_range queries = am_cut(&p->queries, at.b, at.block);
     at.q = queries.begin;
     at.queries = queries.end - queries.begin;
@@ -435,20 +432,13 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
     return AM_OK;
 }
 
-/* Whether there is such a block, and its keys are so many splits; the same for heads side by side. */
-static bool is_there(const plan *p, const place *at)
-{
-    if (at->queries == 0 || at->split == 0) return at->queries > 0;
-    const am_range tiles = tiles_of(p, at);
-    return tiles.begin < tiles.end;
-}
-
 /* Where a block gathers: its splits lie side by side. */
 static char *partial_of(const plan *p, ptrdiff_t index)
 {
-    ptrdiff_t row = index / p->row_blocks / p->splits, split = index / p->row_blocks % p->splits;
-    ptrdiff_t block = row * p->row_blocks + index % p->row_blocks;
-    return p->partials + (block * p->splits + split) * p->partial_bytes;
+    const am_flash_row *row = &p->rows[index / p->row_blocks];
+    const ptrdiff_t first = (index / p->row_blocks - row->split) * p->row_blocks,
+                    partial = first + index % p->row_blocks * row->splits + row->split;
+    return p->partials + partial * p->partial_bytes;
 }
 
 /* The first block of a task. */
@@ -463,7 +453,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     const plan *p = arg;
     ptrdiff_t begin = first_of(p, task),
               end = am_min(begin + p->together, (begin / p->row_blocks + 1) * p->row_blocks),
-              after = am_min(end, p->blocks * p->splits - (end - begin));
+              after = am_min(end, p->row_count * p->row_blocks - (end - begin));
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
@@ -472,8 +462,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     for (int i = 0; i < AM_MOST_SLOTS; i++) own.tile[i] = -1;
     am_status status = AM_OK;
     for (; status == AM_OK && begin < end; begin += p->at_once) {
-        const place first = place_of(p, begin);
-        if (!is_there(p, &first)) continue;
+        if (place_of(p, begin).queries == 0) continue; /* behind the last of its batch row */
         ptrdiff_t count = am_min(p->at_once, end - begin);
         for (ptrdiff_t i = 0; i < count; i++) {
             work *w = &works[i];
@@ -496,15 +485,15 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     return status;
 }
 
-/* Merges the splits of one block into the first. */
+/* Merges the splits of one block into the first, if this is that. */
 static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
-    ptrdiff_t first = index / p->row_blocks * p->splits * p->row_blocks + index % p->row_blocks;
-    const place at = place_of(p, first);
-    ptrdiff_t splits = 1;
-    for (place split = at; ++split.split < p->splits && is_there(p, &split);) splits++;
-    am_flash_rows whole = gathered(p, partial_of(p, first), at.rows);
+    const am_flash_row *row = &p->rows[index / p->row_blocks];
+    if (row->split > 0) return AM_OK;
+    const ptrdiff_t splits = row->splits;
+    const place at = place_of(p, index);
+    am_flash_rows whole = gathered(p, partial_of(p, index), at.rows);
     for (ptrdiff_t r = 0; r < at.rows; r++) {
         double high = -INFINITY, top = -INFINITY, sum = 0;
         char *out = (char *)whole.out + r * p->out_depth * p->base.size;
@@ -537,9 +526,9 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 static am_status attend(const am_run *run, plan *p)
 {
     const am_flash *f = p->base.flash;
-    ptrdiff_t heads = f->batch * p->parts * f->kv_heads;
+    const ptrdiff_t heads = f->batch * f->kv_heads, blocks = am_product(p->row_count, p->row_blocks, 1);
     scratch unused;
-    ptrdiff_t partials_bytes = am_product(p->blocks, p->splits, p->partial_bytes),
+    ptrdiff_t partials_bytes = am_product(blocks, p->partial_bytes, 1),
               packed_bytes = am_product(p->wave, p->tiles, p->k_bytes + p->v_bytes);
     am_status status = am_rooms_make(&p->rooms, run->threads, lay_out(p, NULL, &unused));
     if (status != AM_OK) goto done;
@@ -554,16 +543,16 @@ static am_status attend(const am_run *run, plan *p)
         if (!p->packed || !p->states) goto done;
     }
     status = AM_OK;
-    for (; status == AM_OK && p->first < heads; p->first += p->wave) {
+    if (!p->packed) status = am_parallel(run, p->row_count * p->row_tasks, 1, block_task, p);
+    for (; status == AM_OK && p->packed && p->first < heads; p->first += p->wave) {
         p->wave = am_min(p->wave, heads - p->first);
-        for (ptrdiff_t i = 0; p->packed && i < p->wave * p->tiles; i++) atomic_init(&p->states[i], UNPACKED);
+        for (ptrdiff_t i = 0; i < p->wave * p->tiles; i++) atomic_init(&p->states[i], UNPACKED);
         /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
          * tile first. */
-        status = p->packed
-                     ? am_parallel_rows(run, p->wave * p->splits, p->head_blocks * p->q_blocks, block_task, p)
-                     : am_parallel(run, p->wave * p->row_tasks / f->kv_heads * p->splits, 1, block_task, p);
+        status =
+            am_parallel_rows(run, p->wave * p->rows->splits, p->head_blocks * p->q_blocks, block_task, p);
     }
-    if (status == AM_OK && p->splits > 1) status = am_parallel(run, p->blocks, 1, merge_task, p);
+    if (status == AM_OK && p->splits > 1) status = am_parallel(run, blocks, 1, merge_task, p);
 done:
     am_rooms_free(&p->rooms);
     am_lines_free(p->partials, partials_bytes);
@@ -585,9 +574,11 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     if (status == AM_OK) status = am_sum_sinks(run, &base, &sinks);
     for (int alone = 0; status == AM_OK && alone < 2; alone++) {
         if (queries[alone].count == 0) continue;
-        plan p = am_flash_plan_of(run, flash, &queries[alone], &keys, alone);
+        plan p;
+        status = am_flash_plan_make(&p, run, flash, &queries[alone], &keys, alone);
         p.sinks = sinks;
-        status = attend(run, &p);
+        if (status == AM_OK) status = attend(run, &p);
+        am_flash_plan_free(&p);
     }
     for (int alone = 0; alone < 2; alone++) am_cuts_free(&queries[alone]);
     am_cuts_free(&keys);

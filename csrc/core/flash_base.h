@@ -40,7 +40,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash);
 typedef struct {
     ptrdiff_t b, kv_head, head, heads, q, queries, rows;
     ptrdiff_t block; /* of queries */
-    ptrdiff_t split;
+    ptrdiff_t row;   /* of a plan */
 } am_flash_place;
 
 static inline ptrdiff_t am_head_of(const am_flash_place *at, ptrdiff_t row)

@@ -12,8 +12,10 @@ enum { AM_MOST_CUT = 64 }; /* tokens of a range */
 
 typedef struct {
     ptrdiff_t count;  /* of a batch row, at most: behind its own follow empty ones */
-    ptrdiff_t tokens; /* of all ranges */
-    am_range *ranges; /* [batch][count], in their order; NULL: every 64 tokens */
+    ptrdiff_t tokens; /* of the side, whether or not they are in a range */
+    am_range *ranges; /* of batch row b those from first[b] on, in their order; NULL: every 64 tokens */
+    ptrdiff_t *first; /* [batch + 1] */
+    ptrdiff_t room;   /* for so many */
 } am_cuts;
 
 /* All tokens of a side; `by_mask`: also where the mask parts them. */
@@ -27,14 +29,17 @@ void am_cuts_free(am_cuts *cuts);
 
 static inline am_range am_cut(const am_cuts *cuts, ptrdiff_t b, ptrdiff_t index)
 {
-    if (cuts->ranges) return cuts->ranges[b * cuts->count + index];
-    return (am_range){index * AM_MOST_CUT, am_min((index + 1) * AM_MOST_CUT, cuts->tokens)};
+    if (!cuts->ranges)
+        return (am_range){index * AM_MOST_CUT, am_min((index + 1) * AM_MOST_CUT, cuts->tokens)};
+    index += cuts->first[b];
+    return index < cuts->first[b + 1] ? cuts->ranges[index] : (am_range){cuts->tokens, cuts->tokens};
 }
 
 /* The range that a token is in, of those of all tokens. */
 ptrdiff_t am_cut_of(const am_cuts *cuts, ptrdiff_t b, ptrdiff_t token);
 
-/* The most tokens of a range, in so many batch rows. */
+/* The most tokens of a range, and how many ranges there are, in so many batch rows. */
 ptrdiff_t am_longest_cut(const am_cuts *cuts, ptrdiff_t batch);
+ptrdiff_t am_count_cuts(const am_cuts *cuts, ptrdiff_t batch);
 
 #endif

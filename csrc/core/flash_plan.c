@@ -2,6 +2,7 @@
 #include "core/flash_plan.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 enum {
     TILE = AM_FLASH_TILE,
@@ -38,7 +39,7 @@ static ptrdiff_t together(const am_flash_plan *p)
     ptrdiff_t kv_heads = f->kv_heads, row_bytes = (p->lanes + p->out_depth) * p->base.size,
               rows = p->in_place ? AM_FLASH_ROWS : SIDE_BYTES / am_max(row_bytes, 1),
               most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), rows / p->most_rows);
-    most = am_min(am_min(most, AM_MOST_BLOCKS), f->batch * p->parts * kv_heads * p->splits / FEW_TASKS);
+    most = am_min(am_min(most, AM_MOST_BLOCKS), p->blocks * p->splits / FEW_TASKS);
     most = am_max(1, most);
     return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
 }
@@ -83,26 +84,54 @@ static bool can_turn(const am_flash_plan *p)
     return panel * p->base.size >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
 }
 
-/* How many tiles a part sees, at most: all, unless it is one of many. */
-static ptrdiff_t seen_of(const am_flash_plan *p, bool alone)
+/* One row for each sequence that is alone, or each batch row; all of its tiles, still to be split. */
+static am_status list_rows(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
-    if (!alone || !p->queries.ranges) return p->tiles;
-    ptrdiff_t most = 0;
-    for (ptrdiff_t i = 0; i < f->batch * p->queries.count; i++) {
-        const ptrdiff_t b = i / p->queries.count;
-        const am_range queries = am_cut(&p->queries, b, i % p->queries.count),
-                       tiles = am_tiles_of(&p->base, &p->keys,
-                                           &(am_flash_place){.b = b,
-                                                             .heads = f->heads,
-                                                             .q = queries.begin,
-                                                             .queries = queries.end - queries.begin});
-        most = am_max(most, tiles.end - tiles.begin);
+    const ptrdiff_t parts = p->alone ? p->queries.count : 1,
+                    count = p->alone ? am_count_cuts(&p->queries, f->batch) : f->batch;
+    p->rows = malloc((size_t)am_product(count, sizeof *p->rows, 1));
+    if (!p->rows) return AM_NO_MEMORY;
+    for (ptrdiff_t i = 0; i < f->batch * parts; i++) {
+        am_flash_row row = {.b = i / parts, .part = i % parts, .tiles = {0, p->keys.count}};
+        if (p->alone) {
+            const am_range queries = am_cut(&p->queries, row.b, row.part);
+            const am_flash_place at = {
+                .b = row.b, .heads = f->heads, .q = queries.begin, .queries = queries.end - queries.begin};
+            if (at.queries == 0) continue; /* behind the last of its batch row */
+            row.tiles = am_tiles_of(&p->base, &p->keys, &at);
+        }
+        p->seen = am_max(p->seen, row.tiles.end - row.tiles.begin);
+        p->rows[p->row_count++] = row;
     }
-    return most;
+    return AM_OK;
 }
 
-static void choose(am_flash_plan *p, bool alone)
+static ptrdiff_t splits_of(const am_flash_plan *p, am_range tiles)
+{
+    return am_max(1, am_ceil_div(tiles.end - tiles.begin, p->split_tiles));
+}
+
+static am_status split_rows(am_flash_plan *p)
+{
+    ptrdiff_t count = 0;
+    for (ptrdiff_t i = 0; i < p->row_count; i++) count += splits_of(p, p->rows[i].tiles);
+    am_flash_row *rows = realloc(p->rows, (size_t)am_product(count, sizeof *rows, 1));
+    if (!rows) return AM_NO_MEMORY;
+    for (ptrdiff_t i = p->row_count - 1, to = count; i >= 0; i--) {
+        const am_flash_row row = rows[i];
+        const ptrdiff_t splits = splits_of(p, row.tiles);
+        for (ptrdiff_t split = splits - 1; split >= 0; split--) {
+            const ptrdiff_t begin = row.tiles.begin + split * p->split_tiles,
+                            end = am_min(row.tiles.end, begin + p->split_tiles);
+            rows[--to] = (am_flash_row){row.b, row.part, split, splits, {begin, end}};
+        }
+    }
+    p->rows = rows, p->row_count = count;
+    return AM_OK;
+}
+
+static void choose(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
     p->block_rows = am_longest_cut(&p->queries, f->batch);
@@ -110,12 +139,10 @@ static void choose(am_flash_plan *p, bool alone)
     p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
     p->most_rows = p->block_rows * p->block_heads;
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
-    p->parts = alone ? p->queries.count : 1;
-    p->q_blocks = alone ? 1 : p->queries.count;
+    p->q_blocks = p->alone ? 1 : p->queries.count;
     p->shares_keys = p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->tiles = p->keys.count;
-    p->seen = seen_of(p, alone);
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     p->turned = can_turn(p);
@@ -126,7 +153,7 @@ static void choose(am_flash_plan *p, bool alone)
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
-    p->blocks = f->batch * p->parts * f->kv_heads * p->head_blocks * p->q_blocks;
+    p->blocks = p->row_count * p->row_blocks;
     /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
     const bool few = !p->shares_keys && !p->in_place && p->seen <= FEW_TILES;
@@ -153,18 +180,25 @@ static void choose(am_flash_plan *p, bool alone)
     if (p->shares_keys) choose_slots(p);
     p->row_tasks = am_ceil_div(p->row_blocks, p->together);
     p->split_tiles = am_ceil_div(am_max(p->seen, 1), p->splits);
-    ptrdiff_t heads = f->batch * p->parts * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
+    ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
                      WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
-    if (!p->shares_keys || p->splits > 1 || p->wave > heads) p->wave = heads;
+    if (p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(p->most_rows * (p->out_depth + 3) * p->base.size, AM_LINE) * AM_LINE;
 }
 
-am_flash_plan am_flash_plan_of(const am_run *run, const am_flash *flash, const am_cuts *queries,
-                               const am_cuts *keys, bool alone)
+am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_flash *flash,
+                             const am_cuts *queries, const am_cuts *keys, bool alone)
 {
-    am_flash_plan p = {
-        .base = am_flash_base_of(run, flash), .queries = *queries, .keys = *keys, .threads = run->threads};
-    choose(&p, alone);
-    return p;
+    *plan = (am_flash_plan){.base = am_flash_base_of(run, flash),
+                            .alone = alone,
+                            .queries = *queries,
+                            .keys = *keys,
+                            .threads = run->threads};
+    am_status status = list_rows(plan);
+    if (status != AM_OK) return status;
+    choose(plan);
+    return split_rows(plan);
 }
+
+void am_flash_plan_free(am_flash_plan *plan) { free(plan->rows); }

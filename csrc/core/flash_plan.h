@@ -9,14 +9,23 @@ enum {
     AM_MOST_SLOTS = 8,   /* for tiles that a task packs for itself */
 };
 
+/* A batch row, or of queries that are alone a sequence; and one of the splits of its keys. */
+typedef struct {
+    ptrdiff_t b, part;       /* the latter: which sequence of its batch row */
+    ptrdiff_t split, splits; /* rows of the same part follow each other */
+    am_range tiles;          /* of a sequence's split, for all heads */
+} am_flash_row;
+
 typedef struct {
     am_flash_base base;
+    bool alone;           /* each block is, with its keys */
     ptrdiff_t block_rows; /* queries of a block */
     ptrdiff_t block_heads;
     ptrdiff_t most_rows;                     /* of a block */
-    ptrdiff_t parts;                         /* of a batch row, whose blocks see keys of their own */
-    ptrdiff_t head_blocks, q_blocks, blocks; /* of a part; the last: in all */
-    ptrdiff_t row_blocks, row_tasks;         /* of a part and split */
+    ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all, not counting splits */
+    ptrdiff_t row_blocks, row_tasks;         /* of a row */
+    ptrdiff_t row_count;
+    am_flash_row *rows;          /* NULL if they are batch rows in splits */
     ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side */
     ptrdiff_t slots;             /* for tiles that a task packs for itself */
     bool shares_keys;            /* blocks do, and find what others have packed */
@@ -30,22 +39,23 @@ typedef struct {
     ptrdiff_t lanes;             /* of a query or key */
     am_cuts queries, keys;       /* to blocks, and to tiles */
     ptrdiff_t splits, split_tiles;
-    ptrdiff_t tiles, seen;      /* of all keys, and by a part at most */
+    ptrdiff_t tiles, seen;      /* of all keys, and by a block at most, as far as is known */
     ptrdiff_t out_depth;        /* value_depth, in halves of panels */
     ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
     int threads;                /* that take blocks */
-    ptrdiff_t first, wave;      /* of batch × parts × kv_heads: those that are packed, and how many at once */
+    ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
     char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
     atomic_uchar *states;       /* of each a tile_state */
-    char *partials; /* [batch][parts][kv_heads][head_blocks][q_blocks][splits], NULL without splits */
-    ptrdiff_t partial_bytes;  /* of what a block gathers: out, high, sum and top of its rows */
-    const am_sink_sum *sinks; /* of each head, NULL without */
-    am_rooms rooms;           /* for scratch */
+    char *partials;             /* of each part [row_blocks][its splits], NULL without splits */
+    ptrdiff_t partial_bytes;    /* of what a block gathers: out, high, sum and top of its rows */
+    const am_sink_sum *sinks;   /* of each head, NULL without */
+    am_rooms rooms;             /* for scratch */
 } am_flash_plan;
 
 /* All but the memory, for queries that are each `alone` with its keys, or for others. Blocks and splits
  * follow from shapes and the mask, so no result depends on the number of threads or on what a task takes. */
-am_flash_plan am_flash_plan_of(const am_run *run, const am_flash *flash, const am_cuts *queries,
-                               const am_cuts *keys, bool alone);
+am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_flash *flash,
+                             const am_cuts *queries, const am_cuts *keys, bool alone);
+void am_flash_plan_free(am_flash_plan *plan);
 
 #endif

@@ -80,6 +80,7 @@ typedef struct {
             ptrdiff_t q_batch, q_head, k_batch, k_head; /* strides in elements */
             int exclude_zero;
             am_id_block *q_blocks, *k_blocks; /* prepared; by distinct (batch, head) */
+            am_id_block *k_groups;            /* the same of 64 blocks each */
         } equal;
         struct {
             ptrdiff_t count;

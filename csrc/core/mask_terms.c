@@ -7,7 +7,10 @@
 #include "core/convert.h"
 #include "core/dense.h"
 
-enum { BLOCK = 64 };
+enum {
+    BLOCK = 64,
+    GROUP = 64, /* blocks of ids */
+};
 
 /* --- Terms in which each query row sees one interval of keys, and later rows see none that begins or ends
  * earlier --- */
@@ -190,6 +193,13 @@ static ptrdiff_t distinct_index(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, p
     return (batch_stride ? b : 0) * (head_stride ? mask->heads : 1) + (head_stride ? h : 0);
 }
 
+static am_id_block joined(am_id_block a, am_id_block b)
+{
+    return (am_id_block){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high, a.clean & b.clean};
+}
+
+static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
+
 static am_status note_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
                            ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length, int exclude_zero)
 {
@@ -206,21 +216,41 @@ static am_status note_side(const am_mask *mask, am_id_block **blocks, const int3
     return AM_OK;
 }
 
+static am_status note_groups(const am_mask *mask, am_node *node)
+{
+    const ptrdiff_t planes = distinct(mask, node->equal.k_batch, node->equal.k_head),
+                    blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
+    am_id_block *group = malloc((size_t)am_max(planes * groups, 1) * sizeof *group);
+    node->equal.k_groups = group;
+    if (!group) return AM_NO_MEMORY;
+    for (ptrdiff_t plane = 0; plane < planes; plane++) {
+        const am_id_block *block = node->equal.k_blocks + plane * blocks;
+        for (ptrdiff_t i = 0; i < blocks; i++) {
+            if (i % GROUP == 0) *group = no_ids;
+            *group = joined(*group, block[i]);
+            if (i % GROUP == GROUP - 1 || i == blocks - 1) group++;
+        }
+    }
+    return AM_OK;
+}
+
 static am_status equal_prepare(const am_run *run, const am_mask *mask, am_node *node)
 {
     (void)run;
     am_status status = note_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
                                  node->equal.q_head, mask->queries, node->equal.exclude_zero);
     if (status != AM_OK) return status;
-    return note_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch, node->equal.k_head,
-                     mask->keys, node->equal.exclude_zero);
+    status = note_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch,
+                       node->equal.k_head, mask->keys, node->equal.exclude_zero);
+    return status == AM_OK ? note_groups(mask, node) : status;
 }
 
 static void equal_release(am_node *node)
 {
     free(node->equal.q_blocks);
     free(node->equal.k_blocks);
-    node->equal.q_blocks = node->equal.k_blocks = NULL;
+    free(node->equal.k_groups);
+    node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
 }
 
 /* The ids of one (b, h), and what is noted of them. */
@@ -256,15 +286,13 @@ static id_view key_ids(const am_mask *mask, const am_node *node, const am_place 
  * they differ. */
 static am_id_block known_ids(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
 {
-    am_id_block known = {INT32_MAX, INT32_MIN, 1};
+    am_id_block known = no_ids;
     for (ptrdiff_t at = begin, end; at < begin + count; at = end) {
         end = am_min((at / BLOCK + 1) * BLOCK, begin + count);
         am_id_block part = view->blocks[at / BLOCK];
         const bool differ = part.low < part.high || (part.low == part.high && !part.clean);
         if (differ && end - at < BLOCK) note_ids(&part, view->ids + at, end - at, view->exclude_zero);
-        known.low = part.low < known.low ? part.low : known.low;
-        known.high = part.high > known.high ? part.high : known.high;
-        known.clean &= part.clean;
+        known = joined(known, part);
     }
     return known;
 }
@@ -276,7 +304,14 @@ static am_range equal_keys(const am_mask *mask, const am_node *node, const am_pl
 {
     const id_view q_view = query_ids(mask, node, p), k_view = key_ids(mask, node, p);
     const am_id_block queries = known_ids(&q_view, p->q, p->rows), *keys = k_view.blocks;
-    ptrdiff_t begin = 0, end = am_ceil_div(mask->keys, BLOCK);
+    const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
+    const am_id_block *group =
+        node->equal.k_groups +
+        distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * groups;
+    ptrdiff_t begin = 0, end = groups;
+    while (begin < end && apart(&queries, &group[begin])) begin++;
+    while (begin < end && apart(&queries, &group[end - 1])) end--;
+    begin *= GROUP, end = am_min(end * GROUP, blocks);
     while (begin < end && apart(&queries, &keys[begin])) begin++;
     while (begin < end && apart(&queries, &keys[end - 1])) end--;
     begin *= BLOCK, end = am_min(end * BLOCK, mask->keys);
