@@ -36,8 +36,9 @@ static bool is_alone(const line *l, ptrdiff_t begin, ptrdiff_t end)
     return behind.begin >= behind.end || own.end <= behind.begin;
 }
 
-/* Where the range that begins there ends: it is a sequence that is alone, or as many others as it takes, or a
- * part of a long one. */
+/* Where the range that begins there ends: it is a sequence that is alone, or a large one, or as many small
+ * ones as it takes, or a part of a long one. Where queries and keys have the same borders, they are cut
+ * alike. */
 static ptrdiff_t end_of(const line *l, ptrdiff_t begin, bool *alone)
 {
     const ptrdiff_t last = am_min(begin + MOST, l->tokens);
@@ -47,12 +48,12 @@ static ptrdiff_t end_of(const line *l, ptrdiff_t begin, bool *alone)
          borders &= borders - 1) {
         const ptrdiff_t next = borders ? begin + 1 + __builtin_ctzll(borders) : last;
         /* What goes on behind the last token of the range is a long sequence, or a part of one. */
-        const bool whole = borders || next == l->tokens;
-        if (whole && is_alone(l, end, next)) {
-            *alone = end == begin;
-            return *alone ? next : end;
+        const bool whole = borders || next == l->tokens, first = end == begin,
+                   apart = whole && is_alone(l, end, next);
+        if (apart || !whole || next - end > MOST / 2) {
+            *alone = first && apart;
+            return first ? next : end;
         }
-        if (!whole) return end > begin ? end : next;
         end = next;
     }
     return end;
