@@ -9,11 +9,11 @@ enum {
     AM_MOST_SLOTS = 8,   /* for tiles that a task packs for itself */
 };
 
-/* A batch row, or of queries that are alone a sequence; and one of the splits of its keys. */
+/* One of the splits of the keys of a batch row, or of a sequence in it that is alone. */
 typedef struct {
-    ptrdiff_t b, part;       /* the latter: which sequence of its batch row */
-    ptrdiff_t split, splits; /* rows of the same part follow each other */
-    am_range tiles;          /* of a sequence's split, for all heads */
+    ptrdiff_t b, part;       /* the latter: the sequence */
+    ptrdiff_t split, splits; /* which, of how many: they follow each other */
+    am_range tiles;          /* that a sequence sees of it, with any head */
 } am_flash_row;
 
 typedef struct {
@@ -25,7 +25,7 @@ typedef struct {
     ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all, not counting splits */
     ptrdiff_t row_blocks, row_tasks;         /* of a row */
     ptrdiff_t row_count;
-    am_flash_row *rows;          /* NULL if they are batch rows in splits */
+    am_flash_row *rows;
     ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side */
     ptrdiff_t slots;             /* for tiles that a task packs for itself */
     bool shares_keys;            /* blocks do, and find what others have packed */
@@ -39,14 +39,14 @@ typedef struct {
     ptrdiff_t lanes;             /* of a query or key */
     am_cuts queries, keys;       /* to blocks, and to tiles */
     ptrdiff_t splits, split_tiles;
-    ptrdiff_t tiles, seen;      /* of all keys, and by a block at most, as far as is known */
+    ptrdiff_t tiles, seen;      /* of all keys, and of a row at most */
     ptrdiff_t out_depth;        /* value_depth, in halves of panels */
     ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
     int threads;                /* that take blocks */
     ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
     char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
     atomic_uchar *states;       /* of each a tile_state */
-    char *partials;             /* of each part [row_blocks][its splits], NULL without splits */
+    char *partials;             /* of each sequence or batch row [row_blocks][splits], or NULL */
     ptrdiff_t partial_bytes;    /* of what a block gathers: out, high, sum and top of its rows */
     const am_sink_sum *sinks;   /* of each head, NULL without */
     am_rooms rooms;             /* for scratch */

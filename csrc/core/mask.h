@@ -31,8 +31,7 @@ enum {
 
 typedef enum { AM_DEAD, AM_FULL, AM_MIXED } am_tile;
 
-/* A range of tokens. What am_mask_keys answers lies within the mask; terms may say nothing by end <= begin.
- */
+/* A range of tokens. What am_mask_keys tells lies within the mask; terms may say nothing by end <= begin. */
 typedef struct {
     ptrdiff_t begin, end;
 } am_range;
@@ -127,7 +126,7 @@ am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
 typedef enum { AM_QUERIES, AM_KEYS } am_side;
 
 /* A hint, by which tiles can be cut that are seldom mixed: bit i tells whether token begin + 1 + i is of
- * another sequence, segment or chunk than the one before it. */
+ * another sequence, segment or chunk than the one before it, in the first head. */
 uint64_t am_mask_borders(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
 
 /* Whether there may be any, and whether heads may see different keys. */

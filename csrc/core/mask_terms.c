@@ -260,24 +260,16 @@ typedef struct {
     int exclude_zero;
 } id_view;
 
-static id_view query_ids(const am_mask *mask, const am_node *node, const am_place *p)
+static id_view ids_of(const am_mask *mask, const am_node *node, const am_place *p, am_side side)
 {
-    const ptrdiff_t batch = node->equal.q_batch, head = node->equal.q_head;
+    const bool q = side == AM_QUERIES;
+    const ptrdiff_t batch = q ? node->equal.q_batch : node->equal.k_batch,
+                    head = q ? node->equal.q_head : node->equal.k_head,
+                    blocks = am_ceil_div(q ? mask->queries : mask->keys, BLOCK);
     return (id_view){
-        .ids = node->equal.q_ids + p->b * batch + p->h * head,
-        .blocks = node->equal.q_blocks +
-                  distinct_index(mask, p->b, p->h, batch, head) * am_ceil_div(mask->queries, BLOCK),
-        .exclude_zero = node->equal.exclude_zero,
-    };
-}
-
-static id_view key_ids(const am_mask *mask, const am_node *node, const am_place *p)
-{
-    const ptrdiff_t batch = node->equal.k_batch, head = node->equal.k_head;
-    return (id_view){
-        .ids = node->equal.k_ids + p->b * batch + p->h * head,
-        .blocks = node->equal.k_blocks +
-                  distinct_index(mask, p->b, p->h, batch, head) * am_ceil_div(mask->keys, BLOCK),
+        .ids = (q ? node->equal.q_ids : node->equal.k_ids) + p->b * batch + p->h * head,
+        .blocks = (q ? node->equal.q_blocks : node->equal.k_blocks) +
+                  distinct_index(mask, p->b, p->h, batch, head) * blocks,
         .exclude_zero = node->equal.exclude_zero,
     };
 }
@@ -302,7 +294,7 @@ static bool is_among(const am_id_block *ids, int32_t id) { return ids->low <= id
 
 static am_range equal_keys(const am_mask *mask, const am_node *node, const am_place *p)
 {
-    const id_view q_view = query_ids(mask, node, p), k_view = key_ids(mask, node, p);
+    const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
     const am_id_block queries = known_ids(&q_view, p->q, p->rows), *keys = k_view.blocks;
     const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     const am_id_block *group =
@@ -322,7 +314,7 @@ static am_range equal_keys(const am_mask *mask, const am_node *node, const am_pl
 
 static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_place *p)
 {
-    const id_view q_view = query_ids(mask, node, p), k_view = key_ids(mask, node, p);
+    const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
     const am_id_block queries = known_ids(&q_view, p->q, p->rows),
                       keys = known_ids(&k_view, p->k, p->columns);
     if (apart(&queries, &keys)) return AM_DEAD;
@@ -332,7 +324,8 @@ static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_pla
 
 static void equal_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
 {
-    const int32_t *q_ids = query_ids(mask, node, p).ids + p->q, *k_ids = key_ids(mask, node, p).ids + p->k;
+    const int32_t *q_ids = ids_of(mask, node, p, AM_QUERIES).ids + p->q,
+                  *k_ids = ids_of(mask, node, p, AM_KEYS).ids + p->k;
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         int repeated = r > 0 && q_ids[r] == q_ids[r - 1];
         if (repeated)
