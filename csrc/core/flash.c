@@ -417,7 +417,7 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
             ptrdiff_t live = 0;
             for (const work *w = first; w < first + together; w++) {
                 if (!find_tile(p, w, index, &tiles[live], &step_in_place)) continue;
-                if (live == 0) look_ahead(p, works, next, index, end, part, parts, tiles); /* of all */
+                if (live == 0) look_ahead(p, works, next, index, end, part, parts, tiles); /* for all */
                 rows[live++] = w->rows;
             }
             if (live == 0) continue;

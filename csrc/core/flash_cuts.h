@@ -7,8 +7,10 @@
 
 #include "core/arithmetic.h"
 #include "core/mask.h"
+#include "kernels/table.h"
 
-enum { AM_MOST_CUT = 64 }; /* tokens of a range */
+enum { AM_MOST_CUT = AM_FLASH_TILE }; /* tokens of a range */
+_Static_assert(AM_FLASH_TILE == AM_FLASH_ROWS, "queries and keys are cut alike");
 
 typedef struct {
     ptrdiff_t count;  /* of a batch row, at most: behind its own follow empty ones */
