@@ -1,9 +1,9 @@
 """What the benchmarks share: peers, yardsticks, the race, and the tables.
 
-Rules of the race: results are compared before anything is timed; contenders take turns, round by round, each after a
-pause (in which the threads of the one before go to sleep) and a call that warms its caches; rounds during which other
-processes used the processor are run again; what is reported is the median over the rounds, and ratios are medians of
-the ratios within a round. So what disturbs, disturbs all alike.
+Rules of the race: results are compared before anything is timed; contenders take turns, in another order each round
+(whom one comes after is worth up to 12%), each after a pause (in which the threads of the one before go to sleep) and a
+call that warms its caches; rounds during which other processes used the processor are run again; what is reported is
+the median over the rounds, and ratios are medians of the ratios within a round. So what disturbs, disturbs all alike.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import gc
 import math
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -185,6 +186,10 @@ def other_work() -> float:
     return used - time.process_time() - used_by_workers()
 
 
+def shuffled(names: Collection[str]) -> list[str]:
+    return random.sample(sorted(names), len(names))
+
+
 def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str] = ()) -> dict[str, Times]:
     """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all.
 
@@ -215,7 +220,7 @@ def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str
     while len(kept) < rounds and (not disturbed or time.perf_counter() < deadline):
         begin, others = time.perf_counter(), other_work()
         taken = [
-            {name: take_turn(call, repeats[name], warm=warm[name]) for name, call in running.items()}
+            {name: take_turn(running[name], repeats[name], warm[name]) for name in shuffled(running)}
             for _ in range(block)
         ]
         used = (other_work() - others) / (time.perf_counter() - begin)
