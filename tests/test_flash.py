@@ -262,10 +262,11 @@ def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100)])
-def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, queries, keys):
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100), (64, 200)])
+def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, keys):
     """To the bit: so a packed batch decodes as one that is not."""
-    case = Case(dtype, queries, keys, 24, 40, 5, (4, 4 if queries > 16 else 1))
+    case = Case(dtype, queries, keys, 24, 40, 5, heads)
     rows = case.arguments()
     out, lse = run(case, rows)
     packed = {name: rows[name].reshape(1, -1, *rows[name].shape[2:]) for name in ("query", "key", "value")}
@@ -274,6 +275,27 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, queries, keys):
     one, one_lse = attend(packed)
     assert one.tobytes() == out.tobytes()
     assert one_lse[0].tobytes() == lse.swapaxes(0, 1).tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("beside", [(), (30, 300), (64, 2000)], ids=str)
+def test_decoding_does_not_depend_on_what_is_beside(isa, dtype, beside):
+    """Each sequence of one or two queries gets the bits that it gets alone, as far as tiles are its own."""
+    lengths = [(1, 40), (2, 64), (1, 65), (1, 700), (2, 1500), (1, 333), (1, 257), *[beside] * bool(beside)]
+    q_ends, k_ends = np.cumsum(lengths, axis=0).T
+    case = Case(dtype, int(q_ends[-1]), int(k_ends[-1]), 24, 40, 1, (4, 1))
+    rows = case.arguments()
+    starts = {"cum_seqlens_q": [0, *q_ends], "cum_seqlens_k": [0, *k_ends]}
+    out, lse = attend(rows | {name: np.array(ends) for name, ends in starts.items()})
+    for (queries, keys), q_end, k_end in zip(lengths, q_ends, k_ends, strict=True):
+        if queries > 2:
+            continue
+        q, k = slice(q_end - queries, q_end), slice(k_end - keys, k_end)
+        one, one_lse = attend(
+            {"query": rows["query"][:, q], "key": rows["key"][:, k], "value": rows["value"][:, k]}
+        )
+        assert one.tobytes() == out[:, q].tobytes(), keys
+        assert one_lse.tobytes() == lse[..., q].tobytes(), keys
 
 
 MANY = 330 if SANITIZED else 700

@@ -2,13 +2,14 @@
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of up to 64 keys; both begin where sequences do, if the mask knows of any, and a
- * sequence of few queries is taken as a batch row is. Tiles are packed into panels: for all blocks that share
- * them, by the first that needs them, or by the block itself if it is the only one. Where each block sees few
- * keys, a task takes neighbours one after the other and packs what they share for itself, in memory that
- * stays in the cache. A block of few rows reads keys where they lie; so does one whose rows fill vectors, if
- * it shares keys with no other, and packs its queries instead. Blocks that share nothing are taken together
- * if their heads lie side by side, so that a task asks for memory in its order. Where blocks are too few to
- * keep many threads busy, the keys of each are split, and what the splits gather is merged. */
+ * sequence of up to 64 queries is taken as a batch row is. Tiles are packed into panels: for all blocks that
+ * share them, by the first that needs them, or by the task that has all of these blocks, which meet each tile
+ * in turn. Where each block sees few keys, a task takes neighbours one after the other and packs what they
+ * share for itself, in memory that stays in the cache. A block of few rows reads keys where they lie; so does
+ * one whose rows fill vectors, if it shares keys with no other, and packs its queries instead. Blocks that
+ * share nothing are taken together if their heads lie side by side, so that a task asks for memory in its
+ * order. Where blocks are too few to keep many threads busy, the keys of each are split, and what the splits
+ * gather is merged. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -198,7 +199,8 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
 {
     const am_flash *f = p->base.flash;
     const place *at = &works->at;
-    const ptrdiff_t kv_heads = p->at_once, heads = p->at_once * p->block_heads;
+    const ptrdiff_t kv_heads = p->head_blocks > 1 ? 1 : p->at_once,
+                    heads = am_min(p->at_once * p->block_heads, kv_heads * p->base.group);
     const bool last = index + 1 >= end;
     const place *where = last ? next : at;
     const am_range tiles = last ? tiles_of(p, next) : (am_range){index + 1, end};
@@ -445,14 +447,13 @@ static char *partial_of(const plan *p, ptrdiff_t index)
 static ptrdiff_t first_of(const plan *p, ptrdiff_t task)
 {
     ptrdiff_t begin = p->first * p->head_blocks * p->q_blocks;
-    return begin + task / p->row_tasks * p->row_blocks + task % p->row_tasks * p->together;
+    return begin + task / p->span_tasks * p->span + task % p->span_tasks * p->together;
 }
 
 static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const plan *p = arg;
-    ptrdiff_t begin = first_of(p, task),
-              end = am_min(begin + p->together, (begin / p->row_blocks + 1) * p->row_blocks),
+    ptrdiff_t begin = first_of(p, task), end = am_min(begin + p->together, (begin / p->span + 1) * p->span),
               after = am_min(end, p->row_count * p->row_blocks - (end - begin));
     char *room = am_room_enter(&p->rooms);
     scratch s;
@@ -543,7 +544,7 @@ static am_status attend(const am_run *run, plan *p)
         if (!p->packed || !p->states) goto done;
     }
     status = AM_OK;
-    if (!p->packed) status = am_parallel(run, p->row_count * p->row_tasks, 1, block_task, p);
+    if (!p->packed) status = am_parallel(run, blocks / p->span * p->span_tasks, 1, block_task, p);
     for (; status == AM_OK && p->packed && p->first < heads; p->first += p->wave) {
         p->wave = am_min(p->wave, heads - p->first);
         for (ptrdiff_t i = 0; i < p->wave * p->tiles; i++) atomic_init(&p->states[i], UNPACKED);
@@ -567,20 +568,20 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     if (flash->value_depth == 0 && !flash->lse) return AM_OK;
     if (am_is_too_deep(flash)) return AM_NO_MEMORY;
     const am_flash_base base = am_flash_base_of(run, flash);
-    am_cuts queries[2] = {0}, keys = {0}; /* others, and those alone */
+    am_cuts queries[AM_QUERY_KINDS] = {0}, keys = {0};
     am_sink_sum *sinks = NULL;
-    am_status status = am_cuts_of_queries(&queries[1], &queries[0], flash->mask, base.group);
+    am_status status = am_cuts_of_queries(queries, flash->mask, base.group);
     if (status == AM_OK) status = am_cuts_make(&keys, flash->mask, AM_KEYS, true);
     if (status == AM_OK) status = am_sum_sinks(run, &base, &sinks);
-    for (int alone = 0; status == AM_OK && alone < 2; alone++) {
-        if (queries[alone].count == 0) continue;
+    for (int kind = 0; status == AM_OK && kind < AM_QUERY_KINDS; kind++) {
+        if (queries[kind].count == 0) continue;
         plan p;
-        status = am_flash_plan_make(&p, run, flash, &queries[alone], &keys, alone);
+        status = am_flash_plan_make(&p, run, flash, &queries[kind], &keys, kind);
         p.sinks = sinks;
         if (status == AM_OK) status = attend(run, &p);
         am_flash_plan_free(&p);
     }
-    for (int alone = 0; alone < 2; alone++) am_cuts_free(&queries[alone]);
+    for (int kind = 0; kind < AM_QUERY_KINDS; kind++) am_cuts_free(&queries[kind]);
     am_cuts_free(&keys);
     free(sinks);
     return status;

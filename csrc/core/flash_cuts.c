@@ -16,18 +16,23 @@ typedef struct {
     ptrdiff_t group; /* heads of queries that share keys; 0: no sequence is alone */
 } line;
 
+static am_query_kind alone_kind(ptrdiff_t queries, ptrdiff_t group)
+{
+    return queries <= AM_FEW_ROWS / group ? AM_ALONE_FEW : AM_ALONE;
+}
+
 static am_range keys_of(const line *l, ptrdiff_t query, ptrdiff_t count)
 {
     return am_mask_keys(l->mask, l->b, 0, query, count);
 }
 
-/* Whether these queries are a sequence whose keys those before and behind it do not see, and one block takes
- * all of a group. Not if many fit a range, and see no more keys than they are: such are 0.77 to 0.98 times as
- * fast one by one, unless heads share keys. */
+/* Whether these queries are a sequence whose keys those before and behind it do not see. Not if many fit a
+ * range, and see no more keys than they are: such are 0.77 to 0.98 times as fast one by one, unless heads
+ * share keys. */
 static bool is_alone(const line *l, ptrdiff_t begin, ptrdiff_t end)
 {
     const ptrdiff_t queries = end - begin;
-    if (l->group == 0 || queries > MOST / l->group) return false;
+    if (l->group == 0) return false;
     const am_range own = keys_of(l, begin, queries);
     if (own.begin >= own.end) return false;
     if (l->group == 1 && queries <= MOST / 2 && own.end - own.begin <= queries) return false;
@@ -39,11 +44,11 @@ static bool is_alone(const line *l, ptrdiff_t begin, ptrdiff_t end)
 /* Where the range that begins there ends: it is a sequence that is alone, or a large one, or as many small
  * ones as it takes, or a part of a long one. Where queries and keys have the same borders, they are cut
  * alike. */
-static ptrdiff_t end_of(const line *l, ptrdiff_t begin, bool *alone)
+static ptrdiff_t end_of(const line *l, ptrdiff_t begin, am_query_kind *kind)
 {
     const ptrdiff_t last = am_min(begin + MOST, l->tokens);
     ptrdiff_t end = begin;
-    *alone = false;
+    *kind = AM_WITH_OTHERS;
     for (uint64_t borders = am_mask_borders(l->mask, l->b, l->side, begin); end < last;
          borders &= borders - 1) {
         const ptrdiff_t next = borders ? begin + 1 + __builtin_ctzll(borders) : last;
@@ -51,7 +56,7 @@ static ptrdiff_t end_of(const line *l, ptrdiff_t begin, bool *alone)
         const bool whole = borders || next == l->tokens, first = end == begin,
                    apart = whole && is_alone(l, end, next);
         if (apart || !whole || next - end > MOST / 2) {
-            *alone = first && apart;
+            if (first && apart) *kind = alone_kind(next - end, l->group);
             return first ? next : end;
         }
         end = next;
@@ -71,25 +76,25 @@ static bool add(am_cuts *cuts, ptrdiff_t count, am_range range)
     return true;
 }
 
-/* To others, and those alone. */
-static am_status cut(am_cuts *cuts[2], line l)
+/* To so many kinds of ranges. */
+static am_status cut(am_cuts *cuts, int kinds, line l)
 {
     const ptrdiff_t batch = l.mask->batch;
-    ptrdiff_t counts[2] = {0, 0};
-    for (int i = 0; i < 2; i++) {
-        cuts[i]->first = malloc((size_t)(batch + 1) * sizeof *cuts[i]->first);
-        if (!cuts[i]->first || !add(cuts[i], 0, (am_range){0, 0})) return AM_NO_MEMORY;
+    ptrdiff_t counts[AM_QUERY_KINDS] = {0};
+    for (int i = 0; i < kinds; i++) {
+        cuts[i].first = malloc((size_t)(batch + 1) * sizeof *cuts[i].first);
+        if (!cuts[i].first || !add(&cuts[i], 0, (am_range){0, 0})) return AM_NO_MEMORY;
     }
     for (l.b = 0; l.b < batch; l.b++) {
-        for (int i = 0; i < 2; i++) cuts[i]->first[l.b] = counts[i];
+        for (int i = 0; i < kinds; i++) cuts[i].first[l.b] = counts[i];
         for (ptrdiff_t begin = 0, end; begin < l.tokens; begin = end) {
-            bool alone;
-            end = end_of(&l, begin, &alone);
-            if (!add(cuts[alone], counts[alone]++, (am_range){begin, end})) return AM_NO_MEMORY;
+            am_query_kind kind;
+            end = end_of(&l, begin, &kind);
+            if (!add(&cuts[kind], counts[kind]++, (am_range){begin, end})) return AM_NO_MEMORY;
         }
-        for (int i = 0; i < 2; i++) cuts[i]->count = am_max(cuts[i]->count, counts[i] - cuts[i]->first[l.b]);
+        for (int i = 0; i < kinds; i++) cuts[i].count = am_max(cuts[i].count, counts[i] - cuts[i].first[l.b]);
     }
-    for (int i = 0; i < 2; i++) cuts[i]->first[batch] = counts[i];
+    for (int i = 0; i < kinds; i++) cuts[i].first[batch] = counts[i];
     return AM_OK;
 }
 
@@ -103,22 +108,19 @@ am_status am_cuts_make(am_cuts *cuts, const am_mask *mask, am_side side, bool by
     const ptrdiff_t tokens = side == AM_QUERIES ? mask->queries : mask->keys;
     *cuts = (am_cuts){.tokens = tokens, .count = am_ceil_div(tokens, MOST)};
     if (!by_mask || !is_parted(mask, tokens)) return AM_OK;
-    am_cuts alone = {0};
     cuts->count = 0;
-    am_status status =
-        cut((am_cuts *[2]){cuts, &alone}, (line){.mask = mask, .side = side, .tokens = tokens});
-    am_cuts_free(&alone);
-    return status;
+    return cut(cuts, 1, (line){.mask = mask, .side = side, .tokens = tokens});
 }
 
-am_status am_cuts_of_queries(am_cuts *alone, am_cuts *others, const am_mask *mask, ptrdiff_t group)
+am_status am_cuts_of_queries(am_cuts cuts[AM_QUERY_KINDS], const am_mask *mask, ptrdiff_t group)
 {
     const ptrdiff_t tokens = mask->queries;
-    *alone = *others = (am_cuts){.tokens = tokens};
+    for (int kind = 0; kind < AM_QUERY_KINDS; kind++) cuts[kind] = (am_cuts){.tokens = tokens};
     if (is_parted(mask, tokens))
-        return cut((am_cuts *[2]){others, alone},
+        return cut(cuts, AM_QUERY_KINDS,
                    (line){.mask = mask, .side = AM_QUERIES, .tokens = tokens, .group = group});
-    (tokens <= MOST / group ? alone : others)->count = am_ceil_div(tokens, MOST);
+    const am_query_kind kind = tokens <= MOST ? alone_kind(tokens, group) : AM_WITH_OTHERS;
+    cuts[kind].count = am_ceil_div(tokens, MOST);
     return AM_OK;
 }
 

@@ -9,7 +9,10 @@
 #include "core/mask.h"
 #include "kernels/table.h"
 
-enum { AM_MOST_CUT = AM_FLASH_TILE }; /* tokens of a range */
+enum {
+    AM_MOST_CUT = AM_FLASH_TILE, /* tokens of a range */
+    AM_FEW_ROWS = 12,            /* of a block, for which keys are not packed, of whatever type they are */
+};
 _Static_assert(AM_FLASH_TILE == AM_FLASH_ROWS, "queries and keys are cut alike");
 
 typedef struct {
@@ -23,9 +26,12 @@ typedef struct {
 /* All tokens of a side; `by_mask`: also where the mask parts them. */
 am_status am_cuts_make(am_cuts *cuts, const am_mask *mask, am_side side, bool by_mask);
 
-/* All queries. Short sequences whose keys no other query sees are ranges of their own, `alone`: a block takes
- * all heads of a group, as if the sequence were a batch row. */
-am_status am_cuts_of_queries(am_cuts *alone, am_cuts *others, const am_mask *mask, ptrdiff_t group);
+/* Of what kind ranges of queries are. Short sequences whose keys no other query sees are ranges of their own,
+ * alone with them as if they were batch rows; few are those of up to AM_FEW_ROWS rows of a group. */
+typedef enum { AM_WITH_OTHERS, AM_ALONE, AM_ALONE_FEW, AM_QUERY_KINDS } am_query_kind;
+
+/* All queries, by kinds. */
+am_status am_cuts_of_queries(am_cuts cuts[AM_QUERY_KINDS], const am_mask *mask, ptrdiff_t group);
 
 void am_cuts_free(am_cuts *cuts);
 

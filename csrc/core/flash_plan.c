@@ -6,11 +6,11 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    SHARED_QUERIES = 32,  /* up to so many queries, a block takes several heads */
-    ENOUGH_TASKS = 64,    /* for any number of threads */
-    LEAST_SPLIT = 512,    /* keys that are worth a task */
-    IN_PLACE_SPLIT = 256, /* the same, of keys in place, which many heads read at once */
-    FEW_TASKS = 16,       /* fewer are not made by taking heads together */
+    SHARED_QUERIES = 32, /* up to so many queries, a block takes several heads */
+    ENOUGH_TASKS = 64,   /* for any number of threads */
+    LEAST_SPLIT = 512,   /* keys that are worth a task */
+    IN_PLACE_TILES = 4,  /* of keys in place, that are worth a task: many heads read them at once */
+    FEW_TASKS = 16,      /* fewer are not made by taking heads together */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
@@ -18,30 +18,38 @@ enum {
     /* Bytes of a panel of long vectors, beside whose products packing is much. Those of AVX2 would be 0.93 to
      * 1.03 times as fast turned. */
     LONG_PANEL = 128,
-    FEW_ROWS = 16,          /* of a block, for which packing is not worth while */
-    FEW_NARROW_ROWS = 12,   /* the same of keys of sixteen bits, which each few rows widen or zip anew */
-    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
-    SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
-    SLOT_BYTES = 320 << 10, /* of all slots of a task: they stay in the second-level cache */
-    TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
+    FEW_ROWS = 16,           /* of a block, for which packing keys is not worth while, unless they are of
+                              * sixteen bits: each few rows widen or zip those anew */
+    FEW_TILES = 2,           /* of a block, beside which copying its queries takes time */
+    L1_WAY = 4096,           /* bytes from which on the first-level cache has its lines once more */
+    SIDE_BY_SIDE = 4096,     /* bytes of a key's neighbouring heads that a task takes */
+    SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
+    GROUP_BYTES = 512 << 10, /* the same of heads that share keys, which are packed for all of them */
+    SLOT_BYTES = 320 << 10,  /* of all slots of a task: they stay in the second-level cache */
+    TASKS_EACH = 16,         /* at least, of a thread, which packs for itself */
 };
 
-/* How many blocks a task takes: heads of keys that lie side by side. Nothing of the result depends on it. */
-static ptrdiff_t together(const am_flash_plan *p)
+/* How many heads of keys lie side by side, as far as a task takes them. */
+static ptrdiff_t side_by_side(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
     const am_tokens *k = &f->k, *v = &f->v;
     if (!am_is_plain(k) || !am_is_plain(v)) return 1;
     if (p->pairs && !(am_is_plain_pairs(k, f->depth) && am_is_plain_pairs(v, f->value_depth))) return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
-    ptrdiff_t kv_heads = f->kv_heads, row_bytes = (p->lanes + p->out_depth) * p->base.size,
-              rows = p->in_place ? AM_FLASH_ROWS : SIDE_BYTES / am_max(row_bytes, 1),
-              most = am_min(SIDE_BY_SIDE / am_max(k->head, v->head), rows / p->most_rows);
-    most = am_min(am_min(most, AM_MOST_BLOCKS), p->blocks * p->splits / FEW_TASKS);
-    most = am_max(1, most);
-    return am_ceil_div(kv_heads, am_ceil_div(kv_heads, most));
+    return SIDE_BY_SIDE / am_max(k->head, v->head);
+}
+
+/* How many blocks a task takes. Nothing of the result depends on it. */
+static ptrdiff_t together(const am_flash_plan *p)
+{
+    const bool share = p->head_blocks > 1;
+    const ptrdiff_t row_bytes = am_max(1, (p->lanes + p->out_depth) * p->base.size),
+                    rows = p->in_place ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes;
+    ptrdiff_t most = am_min(share ? p->head_blocks : side_by_side(p), rows / p->most_rows);
+    most = am_min(most, AM_MOST_BLOCKS);
+    most = am_max(1, am_min(most, p->blocks * p->splits / FEW_TASKS));
+    return am_ceil_div(p->span, am_ceil_div(p->span, most));
 }
 
 /* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
@@ -73,8 +81,8 @@ static bool can_stay(const am_flash_plan *p)
 static bool can_turn(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
-    if (p->shares_keys || p->seen <= FEW_TILES || p->most_rows <= FEW_NARROW_ROWS || f->depth == 0)
-        return false;
+    if (p->shares_keys || p->head_blocks > 1 || f->depth == 0) return false;
+    if (p->seen <= FEW_TILES || p->most_rows <= AM_FEW_ROWS) return false;
     if (f->bias || f->cap > 0 || p->base.threshold || p->base.unit != 1) return false;
     if (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles)) return false;
     const ptrdiff_t panel = p->base.kernels->panel;
@@ -107,9 +115,16 @@ static am_status list_rows(am_flash_plan *p)
     return AM_OK;
 }
 
+/* How many tiles of a row a split has. In place it follows from the row alone, not from the longest one. */
+static ptrdiff_t split_tiles_of(const am_flash_plan *p, am_range tiles)
+{
+    const ptrdiff_t count = am_max(1, tiles.end - tiles.begin);
+    return p->in_place ? am_ceil_div(count, am_ceil_div(count, IN_PLACE_TILES)) : p->split_tiles;
+}
+
 static ptrdiff_t splits_of(const am_flash_plan *p, am_range tiles)
 {
-    return am_max(1, am_ceil_div(tiles.end - tiles.begin, p->split_tiles));
+    return am_max(1, am_ceil_div(tiles.end - tiles.begin, split_tiles_of(p, tiles)));
 }
 
 static am_status split_rows(am_flash_plan *p)
@@ -120,10 +135,10 @@ static am_status split_rows(am_flash_plan *p)
     if (!rows) return AM_NO_MEMORY;
     for (ptrdiff_t i = p->row_count - 1, to = count; i >= 0; i--) {
         const am_flash_row row = rows[i];
-        const ptrdiff_t splits = splits_of(p, row.tiles);
+        const ptrdiff_t splits = splits_of(p, row.tiles), tiles = split_tiles_of(p, row.tiles);
         for (ptrdiff_t split = splits - 1; split >= 0; split--) {
-            const ptrdiff_t begin = row.tiles.begin + split * p->split_tiles,
-                            end = am_min(row.tiles.end, begin + p->split_tiles);
+            const ptrdiff_t begin = row.tiles.begin + split * tiles,
+                            end = am_min(row.tiles.end, begin + tiles);
             rows[--to] = (am_flash_row){row.b, row.part, split, splits, {begin, end}};
         }
     }
@@ -140,14 +155,15 @@ static void choose(am_flash_plan *p)
     p->most_rows = p->block_rows * p->block_heads;
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
     p->q_blocks = p->alone ? 1 : p->queries.count;
-    p->shares_keys = p->head_blocks * p->q_blocks > 1;
+    p->shares_keys = !p->alone && p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
+    p->span = p->alone && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
     p->tiles = p->keys.count;
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     p->turned = can_turn(p);
-    p->in_place = !p->shares_keys && !p->turned &&
-                  p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : FEW_NARROW_ROWS);
+    p->in_place =
+        !p->shares_keys && !p->turned && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
     const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
@@ -162,24 +178,23 @@ static void choose(am_flash_plan *p)
     p->k_factor = scales_keys ? factor : 1;
     p->q_factor = scales_keys ? 1 : factor;
     p->queries_in_place = few && can_stay(p);
-    const ptrdiff_t seen = am_min(f->keys, p->seen * TILE);
-    ptrdiff_t wanted = am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(seen, LEAST_SPLIT));
-    if (p->in_place) wanted = am_max(wanted, am_ceil_div(seen, IN_PLACE_SPLIT));
-    p->splits = am_max(wanted, 1);
+    const ptrdiff_t tiles = am_max(p->seen, 1), seen = am_max(1, am_min(f->keys, tiles * TILE));
+    p->splits = p->in_place ? am_ceil_div(tiles, IN_PLACE_TILES)
+                            : am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(seen, LEAST_SPLIT));
+    p->split_tiles = am_ceil_div(tiles, p->splits);
     p->together = p->at_once = p->shares_keys ? 1 : together(p);
     p->slots = 1;
-    /* Values that are read for a few strips only are not worth packing; those of long vectors never are, if
-     * they are not zipped for each strip. */
+    /* Values that are read for a few strips of one block are not worth packing; those of long vectors never
+     * are, if they are not zipped for each strip. */
     const bool always = panel * p->base.size >= LONG_PANEL && !p->pairs;
     const ptrdiff_t few_for_values = always ? AM_FLASH_ROWS : panel * 3 / 2;
-    p->values_in_place = !p->shares_keys && p->most_rows <= few_for_values && f->v.token > 0 &&
-                         !(p->pairs && p->base.kernels->pairs.tiles) &&
+    p->values_in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= few_for_values &&
+                         f->v.token > 0 && !(p->pairs && p->base.kernels->pairs.tiles) &&
                          f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
     if (p->shares_keys) choose_slots(p);
-    p->row_tasks = am_ceil_div(p->row_blocks, p->together);
-    p->split_tiles = am_ceil_div(am_max(p->seen, 1), p->splits);
+    p->span_tasks = am_ceil_div(p->span, p->together);
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
                      WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
@@ -188,10 +203,10 @@ static void choose(am_flash_plan *p)
 }
 
 am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_flash *flash,
-                             const am_cuts *queries, const am_cuts *keys, bool alone)
+                             const am_cuts *queries, const am_cuts *keys, am_query_kind kind)
 {
     *plan = (am_flash_plan){.base = am_flash_base_of(run, flash),
-                            .alone = alone,
+                            .alone = kind != AM_WITH_OTHERS,
                             .queries = *queries,
                             .keys = *keys,
                             .threads = run->threads};

@@ -18,17 +18,19 @@ typedef struct {
 
 typedef struct {
     am_flash_base base;
-    bool alone;           /* each block is, with its keys */
+    bool alone;           /* queries are, with their keys */
     ptrdiff_t block_rows; /* queries of a block */
     ptrdiff_t block_heads;
     ptrdiff_t most_rows;                     /* of a block */
     ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all, not counting splits */
-    ptrdiff_t row_blocks, row_tasks;         /* of a row */
+    ptrdiff_t row_blocks;                    /* of a row */
+    ptrdiff_t span, span_tasks;              /* blocks among which a task's are, and how many tasks that is */
     ptrdiff_t row_count;
     am_flash_row *rows;
-    ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side */
+    ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side, or
+                                  * of those that share keys */
     ptrdiff_t slots;             /* for tiles that a task packs for itself */
-    bool shares_keys;            /* blocks do, and find what others have packed */
+    bool shares_keys;            /* tasks do, and find what others have packed */
     bool in_place;               /* keys and values are not packed */
     bool values_in_place;        /* values are not, of tiles whose pairs are all live */
     bool turned;                 /* tiles whose pairs are all live are: keys stay, and queries are packed */
@@ -52,10 +54,10 @@ typedef struct {
     am_rooms rooms;             /* for scratch */
 } am_flash_plan;
 
-/* All but the memory, for queries that are each `alone` with its keys, or for others. Blocks and splits
- * follow from shapes and the mask, so no result depends on the number of threads or on what a task takes. */
+/* All but the memory, for queries of one kind. Blocks and splits follow from shapes and the mask, so no
+ * result depends on the number of threads or on what a task takes. */
 am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_flash *flash,
-                             const am_cuts *queries, const am_cuts *keys, bool alone);
+                             const am_cuts *queries, const am_cuts *keys, am_query_kind kind);
 void am_flash_plan_free(am_flash_plan *plan);
 
 #endif
