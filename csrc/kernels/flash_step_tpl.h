@@ -29,6 +29,13 @@ static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, pt
     *high = highest;
 }
 
+/* The greatest logit of a row, if somebody wants it. */
+static inline void STEP(note_top)(const am_flash_rows *block, ptrdiff_t row, V most)
+{
+    T *top = block->top ? (T *)block->top + row : NULL;
+    if (top && VOP(exceeds)(most, VOP(set1)(*top))) *top = VOP(highest)(most);
+}
+
 /* What logits of a row count from: finite, also where all are -INFINITY. */
 static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 {
@@ -39,7 +46,7 @@ static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
                                    ptrdiff_t begin, ptrdiff_t end)
 {
-    T *logits = (T *)block->logits + row * AM_FLASH_TILE, *top = block->top ? (T *)block->top + row : NULL;
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
@@ -50,10 +57,7 @@ static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_ti
         }
         most = VOP(max)(s, most);
     }
-    if (top) {
-        T highest = VOP(highest)(most);
-        *top = highest > *top ? highest : *top;
-    }
+    STEP(note_top)(block, row, most);
     if (STEP(is_over)(most, (const T *)block->high + row)) /* as any live logit does a `high` of -INFINITY */
         STEP(raise)(block, row, VOP(highest)(most));
 }
@@ -116,7 +120,7 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
 }
 
 /* Some products of such a tile to logits, of which whole numbers are taken. The first of columns begin …
- * end - 1 may raise. `unit`: NULL for 1. */
+ * end - 1 may raise. `unit`: NULL for 1, and if nobody wants top. */
 static inline __attribute__((always_inline)) void
 STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *live, const V *unit,
                   ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int count, V *x, V *whole)
@@ -132,6 +136,7 @@ STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *liv
             most = VOP(max)(s, most);
         }
         if (WIDTH > 1) most = VOP(mul)(factor, most);
+        if (unit) STEP(note_top)(block, row, most);
         if (STEP(is_over)(most, high)) STEP(raise)(block, row, VOP(highest)(most));
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
@@ -202,7 +207,7 @@ APART void STEP(weigh_dressed)(const am_flash_rows *block, const am_flash_tile *
 static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const ptrdiff_t rows = block->rows;
-    if (block->top || (WIDTH == 1 && tile->live)) return false;
+    if (WIDTH == 1 && tile->live) return false;
     if (!STEP(is_plain)(block, tile))
         STEP(weigh_dressed)(block, tile);
     else if (tile->live)
