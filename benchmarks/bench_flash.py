@@ -215,6 +215,8 @@ def sparse(bench: Bench) -> None:
     cases = [Case(f"window, {dtype}", dtype, **WINDOW) for dtype in ("float32", "bfloat16")]
     cases.append(Case("documents by cum_seqlens, float32", **DOCUMENTS))
     cases.append(Case("documents by MaskInfo, float32", **DOCUMENTS, by_mask_info=True))
+    short = {"tokens": 4096, "heads": 32, "kv_heads": 8, "causal": True, "documents": 100}
+    cases += [Case(f"short documents, GQA, {dtype}", dtype, **short) for dtype in ("float32", "bfloat16")]
 
     def row(case: Case) -> tuple[object, ...]:
         outcome, share = measure_beside_causal(bench, case)
@@ -222,7 +224,8 @@ def sparse(bench: Bench) -> None:
 
     text = (
         "8,192 tokens, 8 heads, D=64, causal. Window: 256 keys for each query. Documents: 16, of very "
-        "different lengths. `of causal`: GFLOP/s as a share of attnmask's without window and documents."
+        "different lengths; short ones: 100 in 4,096 tokens, 32 heads of queries and 8 of keys. "
+        "`of causal`: GFLOP/s as a share of attnmask's without window and documents."
     )
     bench.table("Windows and packed documents", text, (*COLUMNS, "of causal"), cases, row)
 
