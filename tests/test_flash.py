@@ -278,6 +278,49 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("packing", [None, "flat"])
+@pytest.mark.parametrize(("queries", "heads"), [(28, (14, 2)), (64, (17, 1)), (33, (6, 2))], ids=str)
+def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packing, queries, heads):
+    """They are too many rows for a block: one task has several, the last of fewer heads, and packs keys for all."""
+    some = [
+        {"dropout": 0.3, "bias": "[B, H, Tq, Tk]", "return_lse": False},
+        {"mask": "segments of heads, causal", "sinks": "[H, S]"},
+        {"normalize": False, "soft_cap": 5.0, "kv_layout": "misaligned"},
+    ]
+    for more in some[: 1 if SANITIZED else 3]:
+        if packing and more.keys() & {"mask", "bias"}:
+            more = {"dropout": 0.3, "causal": True, "offset": "bottom-right"}
+        case = Case(dtype, queries, 150, 24, 40, 8, heads, packing=packing, **more)
+        set_threads(2)
+        got = run(case, case.arguments())
+        expected_of(case).check(*got)
+        set_threads(1)
+        assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", [3, 50, 100])
+def test_batch_rows_that_see_unlike_many_keys(isa, set_threads, dtype, queries):
+    """Their keys are split unlike often; what each sees begins elsewhere."""
+    case = Case(dtype, queries, 3000, 24, 40, 3, (2, 1))
+    arguments = case.arguments()
+    ids = np.full((3, 3000), 2, np.int32)
+    ids[0, 100:], ids[1, 2300:2900] = 1, 1
+    arguments |= {"q_segment_ids": np.ones((3, queries), np.int32), "kv_segment_ids": ids}
+    set_threads(2)
+    expected(arguments, case=case).check(*run(case, arguments))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("scale", [1e-60, -1e-60, 0.0])
+@pytest.mark.parametrize("more", [{}, {"normalize": False}, {"soft_cap": 3.0}], ids=str)
+def test_a_scale_that_is_nothing(isa, dtype, scale, more):
+    """Too small for the type of the logits; live pairs weigh the same, and dead ones nothing."""
+    case = Case(dtype, 70, 70, 24, 40, 1, (2, 1), causal=True, scale=scale, **more)
+    expected_of(case).check(*run(case, case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("beside", [(), (30, 300), (64, 2000)], ids=str)
 def test_decoding_does_not_depend_on_what_is_beside(isa, dtype, beside):
     """Each sequence of one or two queries gets the bits that it gets alone, as far as tiles are its own."""

@@ -3,13 +3,13 @@
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It walks over tiles of up to 64 keys; both begin where sequences do, if the mask knows of any, and a
  * sequence of up to 64 queries is taken as a batch row is. Tiles are packed into panels: for all blocks that
- * share them, by the first that needs them, or by the task that has all of these blocks, which meet each tile
- * in turn. Where each block sees few keys, a task takes neighbours one after the other and packs what they
- * share for itself, in memory that stays in the cache. A block of few rows reads keys where they lie; so does
- * one whose rows fill vectors, if it shares keys with no other, and packs its queries instead. Blocks that
- * share nothing are taken together if their heads lie side by side, so that a task asks for memory in its
- * order. Where blocks are too few to keep many threads busy, the keys of each are split, and what the splits
- * gather is merged. */
+ * share them, by the first that needs them, or, where these are few, by a task for its own, which meet each
+ * tile in turn. Where each block sees few keys, a task takes neighbours one after the other and packs what
+ * they share for itself, in memory that stays in the cache. A block of few rows reads keys where they lie; so
+ * does one whose rows fill vectors, if it shares keys with no other, and packs its queries instead. Blocks
+ * that share nothing are taken together if their heads lie side by side, so that a task asks for memory in
+ * its order. Where blocks are too few to keep many threads busy, the keys of each are split, and what the
+ * splits gather is merged. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -171,31 +171,33 @@ static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptr
 /* Of the tiles that a block sees, those of its split. */
 static am_range tiles_of(const plan *p, const place *at)
 {
-    if (p->alone) return p->rows[at->row].tiles;
-    const am_range tiles = am_tiles_of(&p->base, &p->keys, at);
-    const ptrdiff_t begin = tiles.begin + p->rows[at->row].split * p->split_tiles;
-    return (am_range){begin, am_min(tiles.end, begin + p->split_tiles)};
+    const am_flash_row *row = &p->rows[at->row];
+    const am_range tiles = p->alone ? row->tiles : am_tiles_of(&p->base, &p->keys, at);
+    const ptrdiff_t begin = tiles.begin + row->split * row->split_tiles;
+    return (am_range){begin, am_min(tiles.end, begin + row->split_tiles)};
 }
 
-/* Of all tiles. */
+/* Of all tiles that the queries of a batch row see. */
 static ptrdiff_t tile_index(const plan *p, const place *at, ptrdiff_t tile)
 {
-    return (at->b * p->base.flash->kv_heads + at->kv_head) * p->tiles + tile;
+    const ptrdiff_t head = at->b * p->base.flash->kv_heads + at->kv_head;
+    return head * p->seen + tile - p->rows[at->row].tiles.begin;
 }
 
 /* Where a tile that blocks share is packed to; NULL if it is not among those of now. */
 static char *shared_tile(const plan *p, const place *at, ptrdiff_t tile, atomic_uchar **state)
 {
-    ptrdiff_t index = tile_index(p, at, tile) - p->first * p->tiles;
-    if (!p->packed || index >= p->wave * p->tiles) return NULL;
+    ptrdiff_t index = tile_index(p, at, tile) - p->first * p->seen;
+    if (!p->packed || index >= p->wave * p->seen) return NULL;
     *state = &p->states[index];
     return p->packed + index * (p->k_bytes + p->v_bytes);
 }
 
 /* What comes after a tile of some blocks: the next ones of theirs, or the blocks that this thread may take up
- * then. The blocks walk one after the other in `parts`, of which each asks for its part. */
-static void look_ahead(const plan *p, const work *works, const place *next, ptrdiff_t index, ptrdiff_t end,
-                       ptrdiff_t part, ptrdiff_t parts, am_flash_tile *tile)
+ * then. The blocks walk one after the other in `parts`, of which each asks for its part, and for the bias of
+ * its first, `one`. */
+static void look_ahead(const plan *p, const work *works, const work *one, const place *next, ptrdiff_t index,
+                       ptrdiff_t end, ptrdiff_t part, ptrdiff_t parts, am_flash_tile *tile)
 {
     const am_flash *f = p->base.flash;
     const place *at = &works->at;
@@ -210,7 +212,7 @@ static void look_ahead(const plan *p, const work *works, const place *next, ptrd
     const bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
                           : works->own->tile[index % p->slots] == tile_index(p, where, index);
     const am_range keys = tiles.begin < tiles.end ? am_cut(&p->keys, where->b, index) : (am_range){0, 0};
-    tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, where, keys);
+    tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, last ? next : &one->at, keys);
     if (keys.begin < keys.end && !there) {
         const ptrdiff_t rows = keys.end - keys.begin, bytes = p->k_bytes + p->v_bytes;
         tile->next[AM_NEXT_K] =
@@ -419,7 +421,7 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
             ptrdiff_t live = 0;
             for (const work *w = first; w < first + together; w++) {
                 if (!find_tile(p, w, index, &tiles[live], &step_in_place)) continue;
-                if (live == 0) look_ahead(p, works, next, index, end, part, parts, tiles); /* for all */
+                if (live == 0) look_ahead(p, works, w, next, index, end, part, parts, tiles); /* for all */
                 rows[live++] = w->rows;
             }
             if (live == 0) continue;
@@ -530,7 +532,7 @@ static am_status attend(const am_run *run, plan *p)
     const ptrdiff_t heads = f->batch * f->kv_heads, blocks = am_product(p->row_count, p->row_blocks, 1);
     scratch unused;
     ptrdiff_t partials_bytes = am_product(blocks, p->partial_bytes, 1),
-              packed_bytes = am_product(p->wave, p->tiles, p->k_bytes + p->v_bytes);
+              packed_bytes = am_product(p->wave, p->seen, p->k_bytes + p->v_bytes);
     am_status status = am_rooms_make(&p->rooms, run->threads, lay_out(p, NULL, &unused));
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;
@@ -540,18 +542,18 @@ static am_status attend(const am_run *run, plan *p)
     }
     if (p->shares_keys) {
         p->packed = am_lines(packed_bytes);
-        p->states = malloc((size_t)am_max(p->wave * p->tiles, 1) * sizeof *p->states);
+        p->states = malloc((size_t)am_max(p->wave * p->seen, 1) * sizeof *p->states);
         if (!p->packed || !p->states) goto done;
     }
     status = AM_OK;
     if (!p->packed) status = am_parallel(run, blocks / p->span * p->span_tasks, 1, block_task, p);
     for (; status == AM_OK && p->packed && p->first < heads; p->first += p->wave) {
         p->wave = am_min(p->wave, heads - p->first);
-        for (ptrdiff_t i = 0; i < p->wave * p->tiles; i++) atomic_init(&p->states[i], UNPACKED);
+        for (ptrdiff_t i = 0; i < p->wave * p->seen; i++) atomic_init(&p->states[i], UNPACKED);
         /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
          * tile first. */
-        status =
-            am_parallel_rows(run, p->wave * p->rows->splits, p->head_blocks * p->q_blocks, block_task, p);
+        const ptrdiff_t rows = p->splits > 1 ? p->row_count * f->kv_heads : p->wave;
+        status = am_parallel_rows(run, rows, p->head_blocks * p->q_blocks, block_task, p);
     }
     if (status == AM_OK && p->splits > 1) status = am_parallel(run, blocks, 1, merge_task, p);
 done:

@@ -18,7 +18,9 @@ typedef struct {
 
 static am_query_kind alone_kind(ptrdiff_t queries, ptrdiff_t group)
 {
-    return queries <= AM_FEW_ROWS / group ? AM_ALONE_FEW : AM_ALONE;
+    return queries <= AM_FEW_ROWS / group ? AM_ALONE_FEW
+           : queries <= MOST / group      ? AM_ALONE_IN_A_BLOCK
+                                          : AM_ALONE;
 }
 
 static am_range keys_of(const line *l, ptrdiff_t query, ptrdiff_t count)

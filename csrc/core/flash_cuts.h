@@ -27,8 +27,15 @@ typedef struct {
 am_status am_cuts_make(am_cuts *cuts, const am_mask *mask, am_side side, bool by_mask);
 
 /* Of what kind ranges of queries are. Short sequences whose keys no other query sees are ranges of their own,
- * alone with them as if they were batch rows; few are those of up to AM_FEW_ROWS rows of a group. */
-typedef enum { AM_WITH_OTHERS, AM_ALONE, AM_ALONE_FEW, AM_QUERY_KINDS } am_query_kind;
+ * alone with them as if they were batch rows: with rows of a group for several blocks, for one, or for up to
+ * AM_FEW_ROWS of it. How the ranges of a kind are taken depends on the longest of them. */
+typedef enum {
+    AM_WITH_OTHERS,
+    AM_ALONE,
+    AM_ALONE_IN_A_BLOCK,
+    AM_ALONE_FEW,
+    AM_QUERY_KINDS,
+} am_query_kind;
 
 /* All queries, by kinds. */
 am_status am_cuts_of_queries(am_cuts cuts[AM_QUERY_KINDS], const am_mask *mask, ptrdiff_t group);

@@ -10,7 +10,7 @@ enum {
     ENOUGH_TASKS = 64,   /* for any number of threads */
     LEAST_SPLIT = 512,   /* keys that are worth a task */
     IN_PLACE_TILES = 4,  /* of keys in place, that are worth a task: many heads read them at once */
-    FEW_TASKS = 16,      /* fewer are not made by taking heads together */
+    FEW_TASKS = 4,       /* of a thread: fewer are not made by taking blocks together */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
@@ -18,15 +18,15 @@ enum {
     /* Bytes of a panel of long vectors, beside whose products packing is much. Those of AVX2 would be 0.93 to
      * 1.03 times as fast turned. */
     LONG_PANEL = 128,
-    FEW_ROWS = 16,           /* of a block, for which packing keys is not worth while, unless they are of
-                              * sixteen bits: each few rows widen or zip those anew */
-    FEW_TILES = 2,           /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,           /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096,     /* bytes of a key's neighbouring heads that a task takes */
-    SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
-    GROUP_BYTES = 512 << 10, /* the same of heads that share keys, which are packed for all of them */
-    SLOT_BYTES = 320 << 10,  /* of all slots of a task: they stay in the second-level cache */
-    TASKS_EACH = 16,         /* at least, of a thread, which packs for itself */
+    FEW_ROWS = 16,          /* of a block, for which packing keys is not worth while, unless they are of
+                             * sixteen bits: each few rows widen or zip those anew */
+    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
+    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
+    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
+    SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
+    GROUP_BYTES = 2 << 20,  /* the same of heads that share keys, which are packed once for them */
+    SLOT_BYTES = 320 << 10, /* of all slots of a task: they stay in the second-level cache */
+    TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
 };
 
 /* How many heads of keys lie side by side, as far as a task takes them. */
@@ -48,7 +48,7 @@ static ptrdiff_t together(const am_flash_plan *p)
                     rows = p->in_place ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes;
     ptrdiff_t most = am_min(share ? p->head_blocks : side_by_side(p), rows / p->most_rows);
     most = am_min(most, AM_MOST_BLOCKS);
-    most = am_max(1, am_min(most, p->blocks * p->splits / FEW_TASKS));
+    most = am_max(1, am_min(most, p->blocks * p->splits / p->threads / FEW_TASKS));
     return am_ceil_div(p->span, am_ceil_div(p->span, most));
 }
 
@@ -92,6 +92,22 @@ static bool can_turn(const am_flash_plan *p)
     return panel * p->base.size >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
 }
 
+/* The tiles that some ranges of queries see, with any head. */
+static am_range tiles_seen(const am_flash_plan *p, ptrdiff_t b, ptrdiff_t first, ptrdiff_t count)
+{
+    am_range all = {PTRDIFF_MAX, 0};
+    for (ptrdiff_t block = first; block < first + count; block++) {
+        const am_range queries = am_cut(&p->queries, b, block);
+        const am_flash_place at = {.b = b,
+                                   .heads = p->base.flash->heads,
+                                   .q = queries.begin,
+                                   .queries = queries.end - queries.begin};
+        const am_range seen = am_tiles_of(&p->base, &p->keys, &at);
+        if (seen.begin < seen.end) all = (am_range){am_min(all.begin, seen.begin), am_max(all.end, seen.end)};
+    }
+    return all.end > 0 ? all : (am_range){0, 0};
+}
+
 /* One row for each sequence that is alone, or each batch row; all of its tiles, still to be split. */
 static am_status list_rows(am_flash_plan *p)
 {
@@ -104,43 +120,37 @@ static am_status list_rows(am_flash_plan *p)
         am_flash_row row = {.b = i / parts, .part = i % parts, .tiles = {0, p->keys.count}};
         if (p->alone) {
             const am_range queries = am_cut(&p->queries, row.b, row.part);
-            const am_flash_place at = {
-                .b = row.b, .heads = f->heads, .q = queries.begin, .queries = queries.end - queries.begin};
-            if (at.queries == 0) continue; /* behind the last of its batch row */
-            row.tiles = am_tiles_of(&p->base, &p->keys, &at);
-        }
+            if (queries.begin == queries.end) continue; /* behind the last of its batch row */
+            row.tiles = tiles_seen(p, row.b, row.part, 1);
+        } else if (p->queries.ranges)
+            row.tiles = tiles_seen(p, row.b, 0, p->queries.count);
         p->seen = am_max(p->seen, row.tiles.end - row.tiles.begin);
         p->rows[p->row_count++] = row;
     }
     return AM_OK;
 }
 
-/* How many tiles of a row a split has. In place it follows from the row alone, not from the longest one. */
-static ptrdiff_t split_tiles_of(const am_flash_plan *p, am_range tiles)
+/* How a row is split. In place it follows from the row alone, not from the longest one. */
+static am_flash_row split_of(const am_flash_plan *p, am_flash_row row)
 {
-    const ptrdiff_t count = am_max(1, tiles.end - tiles.begin);
-    return p->in_place ? am_ceil_div(count, am_ceil_div(count, IN_PLACE_TILES)) : p->split_tiles;
-}
-
-static ptrdiff_t splits_of(const am_flash_plan *p, am_range tiles)
-{
-    return am_max(1, am_ceil_div(tiles.end - tiles.begin, split_tiles_of(p, tiles)));
+    const ptrdiff_t count = am_max(1, row.tiles.end - row.tiles.begin);
+    row.split_tiles = p->in_place ? am_ceil_div(count, am_ceil_div(count, IN_PLACE_TILES)) : p->split_tiles;
+    row.splits = am_ceil_div(count, row.split_tiles);
+    return row;
 }
 
 static am_status split_rows(am_flash_plan *p)
 {
     ptrdiff_t count = 0;
-    for (ptrdiff_t i = 0; i < p->row_count; i++) count += splits_of(p, p->rows[i].tiles);
+    for (ptrdiff_t i = 0; i < p->row_count; i++) {
+        p->rows[i] = split_of(p, p->rows[i]);
+        count += p->rows[i].splits;
+    }
     am_flash_row *rows = realloc(p->rows, (size_t)am_product(count, sizeof *rows, 1));
     if (!rows) return AM_NO_MEMORY;
     for (ptrdiff_t i = p->row_count - 1, to = count; i >= 0; i--) {
-        const am_flash_row row = rows[i];
-        const ptrdiff_t splits = splits_of(p, row.tiles), tiles = split_tiles_of(p, row.tiles);
-        for (ptrdiff_t split = splits - 1; split >= 0; split--) {
-            const ptrdiff_t begin = row.tiles.begin + split * tiles,
-                            end = am_min(row.tiles.end, begin + tiles);
-            rows[--to] = (am_flash_row){row.b, row.part, split, splits, {begin, end}};
-        }
+        am_flash_row row = rows[i];
+        for (row.split = row.splits - 1; row.split >= 0; row.split--) rows[--to] = row;
     }
     p->rows = rows, p->row_count = count;
     return AM_OK;
@@ -158,9 +168,9 @@ static void choose(am_flash_plan *p)
     p->shares_keys = !p->alone && p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->span = p->alone && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
-    p->tiles = p->keys.count;
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
+    if (p->pairs) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
     p->turned = can_turn(p);
     p->in_place =
         !p->shares_keys && !p->turned && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
@@ -170,7 +180,7 @@ static void choose(am_flash_plan *p)
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
     p->blocks = p->row_count * p->row_blocks;
-    /* Where few keys are packed for one block, whatever number of threads there is: they are scaled then, if
+    /* Where few keys are packed by each task, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
     const bool few = !p->shares_keys && !p->in_place && p->seen <= FEW_TILES;
     const double factor = p->pairs ? 1 : p->factor;
@@ -197,7 +207,7 @@ static void choose(am_flash_plan *p)
     p->span_tasks = am_ceil_div(p->span, p->together);
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
-                     WAVE_BYTES / am_max(am_product(p->tiles, tile_bytes, 1), 1));
+                     WAVE_BYTES / am_max(am_product(p->seen, tile_bytes, 1), 1));
     if (p->splits > 1 || p->wave > heads) p->wave = heads;
     p->partial_bytes = am_ceil_div(p->most_rows * (p->out_depth + 3) * p->base.size, AM_LINE) * AM_LINE;
 }

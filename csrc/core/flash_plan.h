@@ -11,9 +11,10 @@ enum {
 
 /* One of the splits of the keys of a batch row, or of a sequence in it that is alone. */
 typedef struct {
-    ptrdiff_t b, part;       /* the latter: the sequence */
-    ptrdiff_t split, splits; /* which, of how many: they follow each other */
-    am_range tiles;          /* that a sequence sees of it, with any head */
+    ptrdiff_t b, part; /* the latter: the sequence */
+    am_range tiles;    /* that its queries see, with any head, of all splits */
+    ptrdiff_t split, splits,
+        split_tiles; /* which, of how many, each of so many tiles: they follow each other */
 } am_flash_row;
 
 typedef struct {
@@ -41,12 +42,12 @@ typedef struct {
     ptrdiff_t lanes;             /* of a query or key */
     am_cuts queries, keys;       /* to blocks, and to tiles */
     ptrdiff_t splits, split_tiles;
-    ptrdiff_t tiles, seen;      /* of all keys, and of a row at most */
+    ptrdiff_t seen;             /* tiles of a row, at most */
     ptrdiff_t out_depth;        /* value_depth, in halves of panels */
     ptrdiff_t k_bytes, v_bytes; /* of a packed tile */
     int threads;                /* that take blocks */
     ptrdiff_t first, wave;      /* of batch × kv_heads: those that are packed, and how many at once */
-    char *packed;               /* [wave][tiles] of k and v, NULL if blocks pack their own */
+    char *packed;               /* [wave][seen] of k and v, NULL if blocks pack their own */
     atomic_uchar *states;       /* of each a tile_state */
     char *partials;             /* of each sequence or batch row [row_blocks][splits], or NULL */
     ptrdiff_t partial_bytes;    /* of what a block gathers: out, high, sum and top of its rows */
