@@ -312,6 +312,17 @@ def test_batch_rows_that_see_unlike_many_keys(isa, set_threads, dtype, queries):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_comes_next_sees_nothing(isa, dtype):
+    """And what comes before sees keys from somewhere in the middle on."""
+    case = Case(dtype, 200, 700, 24, 40, 1, (2, 2))
+    arguments = case.arguments()
+    q_ids, k_ids = np.ones((1, 200), np.int32), np.ones((1, 700), np.int32)
+    q_ids[:, :100], k_ids[:, :500] = 7, 8
+    arguments |= {"q_segment_ids": q_ids, "kv_segment_ids": k_ids}
+    expected(arguments, case=case).check(*run(case, arguments))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("scale", [1e-60, -1e-60, 0.0])
 @pytest.mark.parametrize("more", [{}, {"normalize": False}, {"soft_cap": 3.0}], ids=str)
 def test_a_scale_that_is_nothing(isa, dtype, scale, more):

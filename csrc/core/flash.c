@@ -207,13 +207,14 @@ static void look_ahead(const plan *p, const work *works, const work *one, const 
     const place *where = last ? next : at;
     const am_range tiles = last ? tiles_of(p, next) : (am_range){index + 1, end};
     index = tiles.begin;
+    const am_range keys = tiles.begin < tiles.end ? am_cut(&p->keys, where->b, index) : (am_range){0, 0};
+    const bool any = keys.begin < keys.end;
     atomic_uchar *state;
-    char *to = shared_tile(p, where, index, &state);
+    char *to = any ? shared_tile(p, where, index, &state) : NULL;
     const bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
                           : works->own->tile[index % p->slots] == tile_index(p, where, index);
-    const am_range keys = tiles.begin < tiles.end ? am_cut(&p->keys, where->b, index) : (am_range){0, 0};
     tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, last ? next : &one->at, keys);
-    if (keys.begin < keys.end && !there) {
+    if (any && !there) {
         const ptrdiff_t rows = keys.end - keys.begin, bytes = p->k_bytes + p->v_bytes;
         tile->next[AM_NEXT_K] =
             ahead(&f->k, where->b, where->kv_head, kv_heads, keys.begin, rows, f->depth, part, parts);
