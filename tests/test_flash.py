@@ -262,7 +262,7 @@ def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(10, 2), (6, 1), (4, 4)][: 1 if SANITIZED else 3], ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100), (64, 200)])
 def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, keys):
     """To the bit: so a packed batch decodes as one that is not."""
@@ -279,7 +279,9 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("packing", [None, "flat"])
-@pytest.mark.parametrize(("queries", "heads"), [(28, (14, 2)), (64, (17, 1)), (33, (6, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(28, (14, 2)), (64, (17, 1)), (33, (6, 2))][: 1 if SANITIZED else 3], ids=str
+)
 def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packing, queries, heads):
     """They are too many rows for a block: one task has several, the last of fewer heads, and packs keys for all."""
     some = [
@@ -324,7 +326,9 @@ def test_what_comes_next_sees_nothing(isa, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("scale", [1e-60, -1e-60, 0.0])
-@pytest.mark.parametrize("more", [{}, {"normalize": False}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"normalize": False}, {"soft_cap": 3.0}][: 1 if SANITIZED else 3], ids=str
+)
 def test_a_scale_that_is_nothing(isa, dtype, scale, more):
     """Too small for the type of the logits; live pairs weigh the same, and dead ones nothing."""
     case = Case(dtype, 70, 70, 24, 40, 1, (2, 1), causal=True, scale=scale, **more)
