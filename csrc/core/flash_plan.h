@@ -11,10 +11,10 @@ enum {
 
 /* One of the splits of the keys of a batch row, or of a sequence in it that is alone. */
 typedef struct {
-    ptrdiff_t b, part; /* the latter: the sequence */
-    am_range tiles;    /* that its queries see, with any head, of all splits */
-    ptrdiff_t split, splits,
-        split_tiles; /* which, of how many, each of so many tiles: they follow each other */
+    ptrdiff_t b, part;       /* the latter: the sequence */
+    am_range tiles;          /* that its queries see, with any head, of all splits */
+    ptrdiff_t split, splits; /* which, of how many: they follow each other */
+    ptrdiff_t split_tiles;   /* of each */
 } am_flash_row;
 
 typedef struct {
