@@ -165,16 +165,19 @@ am_status am_sum_sinks(const am_run *run, const am_flash_base *base, am_sink_sum
 am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
                      uint64_t *live)
 {
-    uint64_t all = columns == AM_FLASH_TILE ? UINT64_MAX : ((uint64_t)1 << columns) - 1;
+    const uint64_t all = columns == AM_FLASH_TILE ? UINT64_MAX : ((uint64_t)1 << columns) - 1;
+    const ptrdiff_t heads = base->by_head ? at->heads : am_min(1, at->heads);
     bool any_dead = columns < AM_FLASH_TILE, any_live = false;
-    for (ptrdiff_t h = 0; h < at->heads; h++, live += at->queries) {
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        uint64_t *words = live + h * at->queries;
         am_tile tile =
-            am_mask_bits(base->flash->mask, at->b, at->head + h, at->q, at->queries, k, columns, live);
-        if (tile == AM_DEAD && at->heads == 1) return tile; /* without bits, for which nobody looks */
-        for (ptrdiff_t r = 0; tile != AM_MIXED && r < at->queries; r++) live[r] = tile == AM_FULL ? all : 0;
+            am_mask_bits(base->flash->mask, at->b, at->head + h, at->q, at->queries, k, columns, words);
+        if (tile == AM_DEAD && heads == 1) return tile; /* without bits, for which nobody looks */
+        for (ptrdiff_t r = 0; tile != AM_MIXED && r < at->queries; r++) words[r] = tile == AM_FULL ? all : 0;
         any_dead |= tile != AM_FULL;
         any_live |= tile != AM_DEAD;
     }
+    for (ptrdiff_t r = heads * at->queries; r < at->rows; r++) live[r] = live[r - at->queries];
     return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
 }
 
