@@ -24,14 +24,23 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from workers import Call, Remote, load_ejkernel, optional, settle, turn, used_by_workers
+from workers import (
+    BATCH,
+    Call,
+    Remote,
+    load_ejkernel,
+    optional,
+    repeats_for,
+    settle,
+    turn,
+    used_by_workers,
+)
 
 import attnmask
 
 HERE = Path(__file__).parent
 
 PAUSE = 0.005  # seconds between turns, about: threads of the one before go to sleep
-BATCH = 0.003  # seconds that one turn takes at least, if need be by calling again
 SLOW = 20  # times slower than the fastest: one call a turn, without a warming one
 BLOCK = 0.3  # seconds of rounds that are kept or dropped together
 DISTURBED = 0.05  # processors that others may have used meanwhile
@@ -207,7 +216,7 @@ def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str
     warm = {name: not slow[name] and t < HOPELESS for name, t in first.items()}
     behind = {name for name, t in first.items() if t > BEHIND * fastest and t > HOPELESS}
     running = {name: call for name, call in contenders.items() if name not in behind}
-    repeats = {name: max(1, min(10_000, math.ceil(BATCH / first[name]))) for name in running}
+    repeats = {name: repeats_for(first[name]) for name in running}
     one_round = sum(PAUSE + (repeats[name] + warm[name]) * first[name] for name in running)
     rounds = max(5 if seconds > 1 else 2, min(100, int(seconds / one_round)))
     block = max(1, int(BLOCK / one_round))

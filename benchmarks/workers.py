@@ -4,6 +4,7 @@ A worker answers when its threads have gone to sleep.
 """
 
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
+BATCH = 0.003  # seconds that one turn takes at least, if need be by calling again
 SPINNING = 0.5  # seconds that threads may run on after a call
 PATIENCE = 300.0  # seconds for an answer
 
@@ -82,6 +84,11 @@ class Remote:
 
     def turn(self, repeats: int, warm: bool) -> float:
         return self.worker.ask("turn", *self.name, repeats, warm)
+
+
+def repeats_for(seconds: float) -> int:
+    """Of a call that takes so long, to make a turn."""
+    return max(1, min(10_000, math.ceil(BATCH / seconds)))
 
 
 def used_by_workers() -> float:
