@@ -30,6 +30,7 @@ from attnmask.mask_info import MaskInfo
 from attnmask.mask_program import Node, PerRow, Program, Shape, band, dense, equal, sequences
 
 _PRECISIONS = ("default", "high", "highest")
+_AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
 class _Range(NamedTuple):
@@ -355,10 +356,9 @@ def _batched(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
 ) -> tuple[list[NDArray[Any]], bool]:
     """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
-    names = {"query": "Tq, H, D", "key": "Tk, Hkv, D", "value": "Tk, Hkv, Dv"}
-    arrays = [as_array(array, name) for array, name in zip((query, key, value), names, strict=True)]
+    arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
     rank = 3 if packed and arrays[0].ndim == 3 else 4
-    for array, (name, axes) in zip(arrays, names.items(), strict=True):
+    for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
             raise TypeError(f"{name} must be {expected}, got {describe(array)}")
