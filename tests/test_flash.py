@@ -278,6 +278,19 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("keys", [768, 769, 1500])
+@pytest.mark.parametrize("mask", [None, "[B, H, Tq, Tk] bool"])
+def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
+    """They are tasks enough, so their keys are split into longer parts; each may see other keys."""
+    case = Case(dtype, 2, keys, 8, 8, 1, (40, 20), causal=True, offset="bottom-right", mask=mask)
+    set_threads(2)
+    got = run(case, case.arguments())
+    expected_of(case).check(*got)
+    set_threads(1)
+    assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("packing", [None, "flat"])
 @pytest.mark.parametrize(
     ("queries", "heads"), [(28, (14, 2)), (64, (17, 1)), (33, (6, 2))][: 1 if SANITIZED else 3], ids=str
