@@ -278,7 +278,7 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("keys", [768, 769, 1500])
+@pytest.mark.parametrize("keys", [769, 768, 1500][: 1 if SANITIZED else 3])
 @pytest.mark.parametrize("mask", [None, "[B, H, Tq, Tk] bool"])
 def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
     """They are tasks enough, so their keys are split into longer parts; each may see other keys."""
