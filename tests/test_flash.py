@@ -277,17 +277,22 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
     assert one_lse[0].tobytes() == lse.swapaxes(0, 1).tobytes()
 
 
+def check_by_two_threads_and_one(case, set_threads):
+    """The same bits."""
+    set_threads(2)
+    got = run(case, case.arguments())
+    expected_of(case).check(*got)
+    set_threads(1)
+    assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("keys", [769, 768, 1500][: 1 if SANITIZED else 3])
 @pytest.mark.parametrize("mask", [None, "[B, H, Tq, Tk] bool"])
 def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
     """They are tasks enough, so their keys are split into longer parts; each may see other keys."""
     case = Case(dtype, 2, keys, 8, 8, 1, (40, 20), causal=True, offset="bottom-right", mask=mask)
-    set_threads(2)
-    got = run(case, case.arguments())
-    expected_of(case).check(*got)
-    set_threads(1)
-    assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
+    check_by_two_threads_and_one(case, set_threads)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -306,11 +311,7 @@ def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packin
         if packing and more.keys() & {"mask", "bias"}:
             more = {"dropout": 0.3, "causal": True, "offset": "bottom-right"}
         case = Case(dtype, queries, 150, 24, 40, 8, heads, packing=packing, **more)
-        set_threads(2)
-        got = run(case, case.arguments())
-        expected_of(case).check(*got)
-        set_threads(1)
-        assert bits_of(dict(enumerate(got))) == bits_of(dict(enumerate(run(case, case.arguments()))))
+        check_by_two_threads_and_one(case, set_threads)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
