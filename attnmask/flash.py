@@ -30,9 +30,10 @@ def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}")
-    if out.shape != shape or out.dtype.newbyteorder("=") != dtype:
-        raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(out)}")
-    return out[None]
+    target: NDArray[Any] = np.asarray(out)
+    if target.shape != shape or target.dtype.newbyteorder("=") != dtype:
+        raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(target)}")
+    return target[None]
 
 
 def _forward(
@@ -120,8 +121,9 @@ def flash_attention(
         H is a multiple of Hkv.
     value : array_like, shape [B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]
     attention_mask : array_like or MaskInfo, optional
-        An array of bool or numbers that broadcasts to [B, H, Tq, Tk]: not zero means that the pair may be live. A
-        `MaskInfo` has Tq queries and Tk keys, and is never written out.
+        An array of bool or numbers that broadcasts to [B, H, Tq, Tk]: not zero means that the pair may be live. (What
+        is added to logits, 0 and -inf, say, is a `bias`; floats below 0 are refused here.) A `MaskInfo` has Tq queries
+        and Tk keys, and is never written out.
     bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
     softmax_scale : float, optional
         ``1 / sqrt(D)`` if not given.
@@ -342,14 +344,14 @@ def dropout_keep_mask(
     return _core.dropout_keep_mask(number, chance, (b, h, q, k), out)
 
 
-def _parts(arrays: Any, name: str) -> tuple[Any, ...]:
-    """A stack of arrays, or as many as there are, one by one."""
+def _parts(arrays: Any, name: str) -> Any:
+    """As many arrays as there are, one by one, or a stack of them as it is."""
     if isinstance(arrays, (tuple, list)):
         return tuple(arrays)
     stack = as_array(arrays, name)
     if stack.ndim == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {describe(arrays)}")
-    return tuple(stack)
+    return stack
 
 
 def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -1,5 +1,5 @@
 /* merge.c – bindings of merge_attention_states and its gradient: outs and lses come as tuples of as many
- * arrays. */
+ * arrays, or as one array of all, along its first axis. */
 #include "bind/args.h"
 #include "core/merge.h"
 
@@ -9,84 +9,83 @@
 enum { NAME = 48 }; /* room for "outs[123]" */
 
 typedef struct {
-    PyArrayObject **outs, **lses; /* owned; behind those of the parts there is room for the gradient's */
-    am_merge_part *parts;
-    npy_intp count; /* of parts */
-    int ndim;       /* 4, or 3 without a batch axis */
-    am_dtype type;
+    PyObject *arrays;     /* a list that owns what the parts point at */
+    am_merge_part *parts; /* one more than there are, for the gradient */
+    npy_intp count;
+    int ndim; /* of one out: 4, or 3 without a batch axis; 0: not known yet */
+    npy_intp dims[4];
+    PyArray_Descr *dtype; /* of all outs */
 } arguments;
 
-static int check_count(PyObject *outs, PyObject *lses)
+static am_dtype type_of(const arguments *a) { return am_dtype_of(a->dtype); }
+
+/* A borrowed array that `a` owns. */
+static PyArrayObject *own(arguments *a, PyArrayObject *array)
 {
-    PyObject *const both[] = {outs, lses};
-    for (int i = 0; i < 2; i++) {
-        if (!PyTuple_Check(both[i]))
-            return am_reject(PyExc_TypeError, i ? "lses" : "outs", "a tuple", both[i]);
+    bool owned = array && PyList_Append(a->arrays, (PyObject *)array) == 0;
+    Py_XDECREF(array);
+    return owned ? array : NULL;
+}
+
+static PyArrayObject *read_array(arguments *a, PyObject *object, const char *name)
+{
+    PyArrayObject *array = NULL;
+    if (am_to_array(object, name, &array) < 0) return NULL;
+    array = own(a, array);
+    if (!array || am_is_floating(am_dtype_of(PyArray_DESCR(array)))) return array;
+    am_reject(PyExc_TypeError, name, "a floating-point array", (PyObject *)array);
+    return NULL;
+}
+
+static int check_out(arguments *a, PyArrayObject *out, const char *name, int stacked)
+{
+    const int ndim = PyArray_NDIM(out) - stacked;
+    const npy_intp *dims = PyArray_DIMS(out) + stacked;
+    if (a->ndim == 0) {
+        if (ndim != 3 && ndim != 4)
+            return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", (PyObject *)out);
+        a->ndim = ndim;
+        memcpy(a->dims, dims, (size_t)ndim * sizeof *dims);
+        a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(out));
+        return 0;
     }
-    if (PyTuple_GET_SIZE(outs) == 0) {
-        PyErr_SetString(PyExc_ValueError, "outs must be one array or more, got none");
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(outs) != PyTuple_GET_SIZE(lses)) {
-        PyErr_Format(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", PyTuple_GET_SIZE(outs),
-                     PyTuple_GET_SIZE(lses));
-        return -1;
+    bool alike = ndim == a->ndim && PyArray_CompareLists(dims, a->dims, ndim);
+    if (alike && am_dtype_of(PyArray_DESCR(out)) == type_of(a)) return 0;
+    PyObject *what = am_describe((PyObject *)out), *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
+    if (what && shape)
+        PyErr_Format(alike ? PyExc_TypeError : PyExc_ValueError,
+                     "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
+    Py_XDECREF(what);
+    Py_XDECREF(shape);
+    return -1;
+}
+
+/* An out, or with `stacked` 1 as many as there are. */
+static int read_outs(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
+{
+    PyArrayObject *out = read_array(a, object, name);
+    if (!out || check_out(a, out, name, stacked) < 0) return -1;
+    const npy_intp *strides = PyArray_STRIDES(out);
+    for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
+        am_merge_part *part = &a->parts[first + i];
+        part->out = PyArray_BYTES(out) + (stacked ? i * strides[0] : 0);
+        memcpy(part->out_stride + 4 - a->ndim, strides + stacked, (size_t)a->ndim * sizeof *strides);
     }
     return 0;
 }
 
-static void name_part(const arguments *a, npy_intp i, const char *what, char *name)
+/* The same for an lse, in the precision that is computed in: these arrays are small beside the outs. */
+static int read_lses(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
 {
-    if (i == a->count)
-        snprintf(name, NAME, "d%s", what);
-    else
-        snprintf(name, NAME, "%ss[%td]", what, (ptrdiff_t)i);
-}
-
-/* Part i's out, like the first one. */
-static int read_out(arguments *a, npy_intp i, PyObject *object)
-{
-    char name[NAME];
-    name_part(a, i, "out", name);
-    if (am_to_array(object, name, &a->outs[i]) < 0) return -1;
-    PyArrayObject *out = a->outs[i], *first = a->outs[0];
-    am_dtype type = am_dtype_of(PyArray_DESCR(out));
-    if (!am_is_floating(type))
-        return am_reject(PyExc_TypeError, name, "a floating-point array", (PyObject *)out);
-    if (i == 0) {
-        a->ndim = PyArray_NDIM(out);
-        a->type = type;
-        if (a->ndim == 3 || a->ndim == 4) return 0;
-        return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", (PyObject *)out);
-    }
-    bool alike =
-        PyArray_NDIM(out) == a->ndim && PyArray_CompareLists(PyArray_DIMS(out), PyArray_DIMS(first), a->ndim);
-    if (alike && type == a->type) return 0;
-    PyObject *what = am_describe((PyObject *)out), *expected = am_describe((PyObject *)first);
-    if (what && expected)
-        PyErr_Format(alike ? PyExc_TypeError : PyExc_ValueError, "%s must be like outs[0], %U, got %U", name,
-                     expected, what);
-    Py_XDECREF(what);
-    Py_XDECREF(expected);
-    return -1;
-}
-
-/* Part i's lse, in the precision that is computed in: these arrays are small beside the outs. */
-static int read_lse(arguments *a, npy_intp i, PyObject *object)
-{
-    char name[NAME];
-    name_part(a, i, "lse", name);
-    PyArrayObject *lse = NULL;
-    if (am_to_array(object, name, &lse) < 0) return -1;
-    a->lses[i] = lse;
-    if (!am_is_floating(am_dtype_of(PyArray_DESCR(lse))))
-        return am_reject(PyExc_TypeError, name, "a floating-point array", (PyObject *)lse);
-    const npy_intp *dims = PyArray_DIMS(a->outs[0]);
-    const int heads = a->ndim - 2, tokens = a->ndim - 3;
-    npy_intp const shapes[2][3] = {{dims[heads], dims[tokens]}, {dims[0], dims[heads], dims[tokens]}};
-    const npy_intp *shape = shapes[a->ndim == 4];
-    if (PyArray_NDIM(lse) != a->ndim - 1 || !PyArray_CompareLists(PyArray_DIMS(lse), shape, a->ndim - 1)) {
-        PyObject *expected = PyArray_IntTupleFromIntp(a->ndim - 1, shape);
+    PyArrayObject *lse = read_array(a, object, name);
+    if (!lse) return -1;
+    const int axes = a->ndim - 1;
+    npy_intp const shapes[2][4] = {{a->count, a->dims[1], a->dims[0]},
+                                   {a->count, a->dims[0], a->dims[2], a->dims[1]}};
+    const npy_intp *shape = shapes[a->ndim == 4] + !stacked;
+    if (PyArray_NDIM(lse) != axes + stacked ||
+        !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes + stacked)) {
+        PyObject *expected = PyArray_IntTupleFromIntp(axes + stacked, shape);
         PyObject *what = am_describe((PyObject *)lse);
         if (expected && what)
             PyErr_Format(PyExc_ValueError, "%s must be of shape %R as outs, got %U", name, expected, what);
@@ -94,54 +93,69 @@ static int read_lse(arguments *a, npy_intp i, PyObject *object)
         Py_XDECREF(what);
         return -1;
     }
-    PyArray_Descr *wide = PyArray_DescrFromType(a->type == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
-    a->lses[i] = (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST);
-    Py_DECREF(lse);
-    return a->lses[i] ? 0 : -1;
-}
-
-static void describe_part(const arguments *a, npy_intp i)
-{
-    am_merge_part *part = &a->parts[i];
-    part->out = PyArray_BYTES(a->outs[i]);
-    for (int axis = 0; axis < a->ndim; axis++)
-        part->out_stride[axis + 4 - a->ndim] = PyArray_STRIDE(a->outs[i], axis);
-    if (!a->lses[i]) return;
-    part->lse = PyArray_BYTES(a->lses[i]);
-    for (int axis = 0; axis < a->ndim - 1; axis++)
-        part->lse_stride[axis + 4 - a->ndim] = PyArray_STRIDE(a->lses[i], axis);
-}
-
-static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
-{
-    if (check_count(outs, lses) < 0) return -1;
-    a->count = PyTuple_GET_SIZE(outs);
-    size_t count = (size_t)a->count + 1;
-    a->outs = PyMem_Calloc(count, sizeof(PyArrayObject *));
-    a->lses = PyMem_Calloc(count, sizeof(PyArrayObject *));
-    a->parts = PyMem_Calloc(count, sizeof *a->parts);
-    if (!a->outs || !a->lses || !a->parts) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (npy_intp i = 0; i < a->count; i++) {
-        if (read_out(a, i, PyTuple_GET_ITEM(outs, i)) < 0) return -1;
-    }
-    for (npy_intp i = 0; i < a->count; i++) {
-        if (read_lse(a, i, PyTuple_GET_ITEM(lses, i)) < 0) return -1;
-        describe_part(a, i);
+    PyArray_Descr *wide = PyArray_DescrFromType(type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
+    lse = own(a, (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST));
+    if (!lse) return -1;
+    const npy_intp *strides = PyArray_STRIDES(lse);
+    for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
+        am_merge_part *part = &a->parts[first + i];
+        part->lse = PyArray_BYTES(lse) + (stacked ? i * strides[0] : 0);
+        memcpy(part->lse_stride + 4 - a->ndim, strides + stacked, (size_t)axes * sizeof *strides);
     }
     return 0;
 }
 
+typedef int reader(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first);
+
+static int read_list(arguments *a, PyObject *list, const char *name, reader *read)
+{
+    if (!PyTuple_Check(list)) return read(a, list, name, 1, 0);
+    for (npy_intp i = 0; i < a->count; i++) {
+        char part[NAME];
+        snprintf(part, NAME, "%s[%td]", name, (ptrdiff_t)i);
+        if (read(a, PyTuple_GET_ITEM(list, i), part, 0, i) < 0) return -1;
+    }
+    return 0;
+}
+
+/* How many arrays there are, or -1; a stack of them has `axes` axes, or one less. */
+static npy_intp count_list(PyObject *list, const char *name, int axes, const char *layouts)
+{
+    if (PyTuple_Check(list)) return PyTuple_GET_SIZE(list);
+    if (!PyArray_Check(list)) return am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
+    const int ndim = PyArray_NDIM((PyArrayObject *)list);
+    if (ndim != axes && ndim != axes - 1) return am_reject(PyExc_ValueError, name, layouts, list);
+    return PyArray_DIM((PyArrayObject *)list, 0);
+}
+
+static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
+{
+    a->count = count_list(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
+    if (a->count < 0) return -1;
+    if (a->count == 0) {
+        PyErr_SetString(PyExc_ValueError, "outs must be one array or more, got none");
+        return -1;
+    }
+    npy_intp others = count_list(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
+    if (others < 0) return -1;
+    if (others != a->count) {
+        PyErr_Format(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
+        return -1;
+    }
+    a->arrays = PyList_New(0);
+    a->parts = PyMem_Calloc((size_t)a->count + 1, sizeof *a->parts);
+    if (!a->arrays) return -1;
+    if (!a->parts) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return read_list(a, outs, "outs", read_outs) < 0 ? -1 : read_list(a, lses, "lses", read_lses);
+}
+
 static void release(arguments *a)
 {
-    for (npy_intp i = 0; i <= a->count; i++) {
-        if (a->outs) Py_XDECREF(a->outs[i]);
-        if (a->lses) Py_XDECREF(a->lses[i]);
-    }
-    PyMem_Free(a->outs);
-    PyMem_Free(a->lses);
+    Py_XDECREF(a->arrays);
+    Py_XDECREF(a->dtype);
     PyMem_Free(a->parts);
 }
 
@@ -151,28 +165,37 @@ typedef am_status merger(const am_run *run, const am_merge *merge);
  */
 static PyObject *run_merge(PyObject *module, const arguments *a, merger *function, bool backward)
 {
-    npy_intp shape[5] = {a->count}, lse_shape[4] = {a->count};
-    memcpy(shape + 1, PyArray_DIMS(a->outs[0]), (size_t)a->ndim * sizeof *shape);
-    memcpy(lse_shape + 1, PyArray_DIMS(a->lses[0]), (size_t)(a->ndim - 1) * sizeof *shape);
-    const int skip = !backward;
+    const int skip = !backward, batched = a->ndim == 4;
+    npy_intp shape[4] = {1, 1, 1, 1}; /* batch, tokens, heads, channels */
+    memcpy(shape + 4 - a->ndim, a->dims, (size_t)a->ndim * sizeof *shape);
+    npy_intp const out_shape[5] = {a->count, shape[0], shape[1], shape[2], shape[3]};
+    npy_intp const lse_shape[4] = {a->count, shape[0], shape[2], shape[1]};
+    npy_intp dims[5], lse_dims[4];
+    int axes = 0, lse_axes = 0;
+    for (int i = skip; i < 5; i++) {
+        if (i != 1 || batched) dims[axes++] = out_shape[i];
+    }
+    for (int i = skip; i < 4; i++) {
+        if (i != 1 || batched) lse_dims[lse_axes++] = lse_shape[i];
+    }
     PyObject *result = NULL;
-    PyArrayObject *out = am_new_array(a->ndim + 1 - skip, shape + skip, PyArray_DESCR(a->outs[0]));
-    PyArrayObject *lse = am_new_array(a->ndim - skip, lse_shape + skip, PyArray_DESCR(a->lses[0]));
+    PyArrayObject *out = am_new_array(axes, dims, a->dtype);
+    PyArrayObject *lse =
+        am_new_array_of(lse_axes, lse_dims, type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
     if (!out || !lse) goto fail;
     am_merge merge = {
-        .type = a->type,
-        .shape = {1, 1, 1, 1},
+        .type = type_of(a),
+        .shape = {shape[0], shape[1], shape[2], shape[3]},
         .count = a->count,
         .parts = a->parts,
         .gradient = &a->parts[a->count],
         .out = PyArray_BYTES(out),
         .lse = PyArray_BYTES(lse),
     };
-    for (int axis = 0; axis < a->ndim; axis++)
-        merge.shape[axis + 4 - a->ndim] = PyArray_DIM(a->outs[0], axis);
     am_call call;
-    npy_intp work = PyArray_SIZE(a->outs[0]) + PyArray_SIZE(a->lses[0]);
-    am_enter(&call, module, work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count);
+    npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* for one part, or for all of them */
+    if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
+    am_enter(&call, module, work);
     am_status status = function(&call.run, &merge);
     am_leave(&call);
     if (status == AM_OK)
@@ -207,9 +230,8 @@ static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssiz
         {"dlse", am_to_object, &dlse},
     };
     if (am_parse("merge_backward", args, nargs, params, 4) < 0 || read_parts(&a, outs, lses) < 0) goto fail;
-    if (read_out(&a, a.count, dout) < 0) goto fail;
-    if (dlse != Py_None && read_lse(&a, a.count, dlse) < 0) goto fail;
-    describe_part(&a, a.count);
+    if (read_outs(&a, dout, "dout", 0, a.count) < 0) goto fail;
+    if (dlse != Py_None && read_lses(&a, dlse, "dlse", 0, a.count) < 0) goto fail;
     result = run_merge(module, &a, am_merge_backward, true);
 fail:
     release(&a);
