@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from attnmask import _core
+
 # Offsets are added to positions in 64 bits. Nothing that fits in memory is as far away as this.
 FARTHEST = 2**59
 LONG = 256  # bits of an integer, which is not spelled out then
@@ -99,6 +101,8 @@ def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
     try:
         if type(value) is np.ndarray:
             array = value
+        elif isinstance(value, np.ndarray):
+            array = np.asarray(value)  # a subclass may answer as it likes; a view of the base class does not
         else:
             array = _of_a_library(value, name) if hasattr(value, "__dlpack__") else np.asarray(value)
     except ValueError as error:  # a list of lists of uneven lengths, say
@@ -153,13 +157,7 @@ def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = ""
     ):  # np.asarray([]) is float64
         raise TypeError(f"{name} must be integers, got {describe(array)}{hint}")
     _check_rank(array, name, layouts)
-    if not np.can_cast(array.dtype, np.int32) and array.size:
-        limits = np.iinfo(np.int32)
-        if array.min() < limits.min or array.max() > limits.max:
-            index = np.unravel_index(np.argmax((array < limits.min) | (array > limits.max)), array.shape)
-            where = tuple(map(int, index)) if array.ndim > 1 else int(index[0])
-            raise ValueError(f"{name} must fit int32, got {int(array[index])} at index {where}")
-    return frozen(array.astype(np.int32, order="C", copy=True))
+    return frozen(_core.int32_copy(array, name) if array.size else np.empty(array.shape, np.int32))
 
 
 def rising(starts: NDArray[Any], name: str) -> NDArray[Any]:
@@ -236,15 +234,27 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
     return dtype.char in "efd" or dtype.type.__name__ == "bfloat16"  # `name` takes a microsecond
 
 
-def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
-    """An array of bool or numbers, as it is: where it is not zero it says yes."""
-    array = as_array(value, name)
-    if array.dtype.kind == "f" and not is_floating(array.dtype):  # long double, or eight bits
-        array = array != 0
-    if not is_number(array.dtype):
+def check_mask_type(array: NDArray[Any], name: str) -> None:
+    if array.dtype.kind != "f" and not is_number(array.dtype):
         raise TypeError(f"{name} must be bool, integers or floats, got {describe(array)}")
+
+
+def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
+    """An array of bool or numbers, as it is: where it is not zero it says yes. What looks like a bias is refused."""
+    array = as_array(value, name)
+    check_mask_type(array, name)
     if layouts is not None:
         _check_rank(array, name, layouts)
+    if not is_number(array.dtype):  # long double, or eight bits
+        limits = np.finfo(np.float64)
+        with np.errstate(all="ignore"):
+            wide = array.astype(np.float64)
+        wide = np.where(np.isfinite(array), wide.clip(limits.min, limits.max), wide)
+        _core.check_mask(np.where(array < 0, np.minimum(wide, -limits.smallest_subnormal), wide), name)
+        live: NDArray[np.bool_] = array != 0
+        return live
+    if is_floating(array.dtype):
+        _core.check_mask(array, name)
     return read_only(array)
 
 
@@ -252,8 +262,8 @@ def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     """A type that a mask can have."""
     try:
         dtype = None if value is None else np.dtype(value)  # which NumPy reads as float64
-    except TypeError:
+    except (TypeError, ValueError):  # text that is no UTF-8 among the latter
         dtype = None
     if dtype is None or not is_number(dtype):
-        raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r}")
+        raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r:.200}")
     return dtype if dtype.isnative else dtype.newbyteorder("=")

@@ -35,7 +35,7 @@ _PARAMETERS = """
         Time is the third axis and not the second.
     output_dtype : dtype, optional
         Of the result; the input's if not given. float16 and bfloat16 are summed in float32, integers in int64 (with
-        OverflowError where a result does not fit).
+        OverflowError where a result does not fit: `out` then holds some of the sums).
     out : ndarray, optional
         Takes the result, and is returned. Of the result's shape and type, sharing no memory with the inputs.
 """

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from attnmask import _core
 from attnmask.arguments import (
     as_array,
+    check_mask_type,
     describe,
     flag,
     integer,
@@ -27,7 +28,7 @@ from attnmask.arguments import (
     window,
 )
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import Node, PerRow, Program, Shape, band, dense, equal, sequences
+from attnmask.mask_program import Node, PerRow, Program, Shape, band, dense, equal, room, sequences
 
 _PRECISIONS = ("default", "high", "highest")
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
@@ -181,7 +182,8 @@ def _sinks(softmax_aux: ArrayLike, heads: int, numbers: _Range) -> NDArray[np.fl
         raise ValueError(f"softmax_aux must be [S] or [H, S] with H = {heads}, got {describe(array)}")
     if array.shape[-1] == 0:
         return None
-    sinks = np.array(np.broadcast_to(array, (heads, array.shape[-1])), np.float64, order="C")
+    sinks = room((heads, array.shape[-1]), np.float64, "softmax_aux")
+    sinks[...] = array
     return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
 
 
@@ -218,7 +220,12 @@ def _for_all_rows(node: Node) -> Node:
 
 def _mask(attention_mask: Any, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
-        return (dense(_four_axes(mask_array(attention_mask, "attention_mask"), "attention_mask", shape)),)
+        array = as_array(attention_mask, "attention_mask")
+        check_mask_type(array, "attention_mask")
+        array = _four_axes(
+            array, "attention_mask", shape
+        )  # before its numbers are looked at: there may be many
+        return (dense(mask_array(array, "attention_mask")),)
     given, program = attention_mask._described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
         raise ValueError(
@@ -427,6 +434,7 @@ def read_problem(
 
 
 def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    a, b = np.asarray(a), np.asarray(b)  # of subclasses, which might answer for themselves
     if not np.may_share_memory(a, b):
         return False
     try:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array
+from attnmask.arguments import as_array, describe
 
 _T = TypeVar("_T")
 
@@ -61,7 +61,9 @@ def cdiv(a: Any, b: Any) -> Any:
         limits = np.iinfo(divisors.dtype)
         for index, quotient in enumerate(quotients):
             if not limits.min <= quotient <= limits.max:
-                raise OverflowError(f"the quotient at index {index} does not fit {divisors.dtype}")
+                raise OverflowError(
+                    f"a and b must have quotients that fit {divisors.dtype}, got {describe(quotient)} at index {index}"
+                )
         return np.array(quotients, divisors.dtype).reshape(divisors.shape)[()]
     return _core.cdiv(a, b)
 

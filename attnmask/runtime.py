@@ -3,6 +3,7 @@
 from typing import Any
 
 from attnmask import _core
+from attnmask.arguments import one_of
 
 __version__: str = _core.config()["version"]
 
@@ -67,8 +68,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     >>> attnmask.show_config(mode="dict")["isa_available"][0]
     'baseline'
     """
-    if mode not in ("stdout", "dict"):
-        raise ValueError(f"mode must be 'stdout' or 'dict', got {mode!r}")
+    one_of(mode, "mode", ("stdout", "dict"))
     config = _core.config()
     if mode == "dict":
         return config

@@ -27,12 +27,23 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
 
 am_dtype am_dtype_of(PyArray_Descr *dtype);
 
-/* PyArrayObject **: any array-like as an array that can be read in place: aligned, in native byte order. */
+/* PyArrayObject **: any array-like as an array that can be read in place: aligned, in native byte order. It
+ * is a view of the base class that nobody else holds: a caller's object may change its shape, its strides and
+ * its type at any time, and a subclass answers for itself; a view does neither. */
 am_to am_to_array;
-/* The same for a mask: floating-point types that the core does not know become bool. */
+/* The same for a mask: floating-point types that the core does not know become bool. am_check_mask is due. */
 am_to am_to_mask;
-/* PyArrayObject **: an array that results go to, or NULL for None. */
+/* am_out *: an array that results go to, or NULL twice for None. */
+typedef struct {
+    PyObject *given;      /* borrowed: what is returned in the end */
+    PyArrayObject *array; /* owned: a view of it as above, which is what is checked and written to */
+} am_out;
 am_to am_to_out;
+/* A new reference to the array that results go to: a new one where none was given. NULL with the exception
+ * set. */
+PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype);
+/* What a function returns once `target` is filled, a reference to which it takes. */
+PyObject *am_returned(const am_out *out, PyArrayObject *target);
 /* bool *: a bool, Python's or NumPy's. */
 am_to am_to_bool;
 /* npy_intp *: a positive integer; what exceeds npy_intp becomes its largest value. */

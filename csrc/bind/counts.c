@@ -15,10 +15,10 @@ static npy_intp largest(am_dtype type)
     }
 }
 
-int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *what)
+int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *name, const char *what)
 {
     if (value <= largest(am_dtype_of(dtype))) return 0;
-    PyErr_Format(PyExc_OverflowError, "%s %zd does not fit %S", what, value, dtype);
+    PyErr_Format(PyExc_OverflowError, "%s must have %s that fits %S, got %zd", name, what, dtype, value);
     return -1;
 }
 

@@ -4,8 +4,9 @@
 
 #include "bind/args.h"
 
-/* 0, or -1 with OverflowError if `value`, which is to stand in a result of `dtype`, does not fit. */
-int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *what);
+/* 0, or -1 with OverflowError if `value`, which is to stand in a result of `dtype`, does not fit: the
+ * argument `name` must have `what` that fits. */
+int am_check_fits(npy_intp value, PyArray_Descr *dtype, const char *name, const char *what);
 
 /* Results are computed as int32 or int64; this is the type to compute in, and what turns it into the
  * caller's. Steals the result. */

@@ -4,7 +4,8 @@
 
 /* Arguments of both functions; the global one has no chunks. */
 typedef struct {
-    PyArrayObject *array, *out;
+    PyArrayObject *array;
+    am_out out;
     am_starts starts;
     PyArray_Descr *dtype;
     npy_intp chunk_size;
@@ -72,21 +73,18 @@ static int check(arguments *a, const char *name)
             return -1;
         }
     }
-    if (!a->out) return 0;
+    if (!a->out.given) return 0;
     PyArrayObject *const inputs[] = {array, a->starts.array};
     const char *const names[] = {name, "cu_seqlens"};
-    return am_check_out(a->out, "out", ndim, PyArray_DIMS(array), a->dtype, inputs, names, 2);
+    return am_check_out(a->out.array, "out", ndim, PyArray_DIMS(array), a->dtype, inputs, names, 2);
 }
 
 static PyObject *compute(PyObject *module, arguments *a, const char *name)
 {
     if (check(a, name) < 0) return NULL;
-    PyArrayObject *array = a->array, *out = a->out;
+    PyArrayObject *array = a->array;
     int ndim = PyArray_NDIM(array), time = a->head_first ? 2 : 1;
-    if (out)
-        Py_INCREF(out);
-    else
-        out = am_new_array(ndim, PyArray_DIMS(array), a->dtype);
+    PyArrayObject *out = am_target(&a->out, ndim, PyArray_DIMS(array), a->dtype);
     if (!out) return NULL;
 
     ptrdiff_t whole[2] = {0, PyArray_DIM(array, time)};
@@ -116,7 +114,7 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     am_enter(&call, module, PyArray_SIZE(array));
     am_status status = am_cumsum_compute(&call.run, &job);
     am_leave(&call);
-    if (status == AM_OK) return (PyObject *)out;
+    if (status == AM_OK) return am_returned(&a->out, out);
     Py_DECREF(out);
     if (status != AM_OVERFLOW) return am_raise(status, NULL);
     if (am_is_integer(job.dst_type))
@@ -129,7 +127,7 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
 static void release(arguments *a)
 {
     Py_XDECREF(a->array);
-    Py_XDECREF(a->out);
+    Py_XDECREF(a->out.array);
     Py_XDECREF(a->dtype);
     am_free_starts(&a->starts);
 }

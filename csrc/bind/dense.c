@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "core/additive.h"
+
 int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense)
 {
     int ndim = PyArray_NDIM(array);
@@ -23,6 +25,43 @@ int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense
         .key_stride = PyArray_STRIDE(array, ndim - 1),
     };
     return 0;
+}
+
+static int reject_additive(PyArrayObject *array, const char *name, npy_intp index)
+{
+    PyObject *number = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
+    PyObject *where = number ? am_position(array, index) : NULL;
+    if (where)
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s must be zero for what is masked out and positive for the rest, got %S at index %S; if "
+            "it is to be added to logits, pass it as `bias`",
+            name, number, where);
+    Py_XDECREF(number);
+    Py_XDECREF(where);
+    return -1;
+}
+
+int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
+{
+    const am_numbers numbers = {
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .axes = PyArray_NDIM(array),
+        .shape = PyArray_DIMS(array),
+        .strides = PyArray_STRIDES(array),
+    };
+    if (!am_is_floating(numbers.type)) return 0;
+    ptrdiff_t index;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = am_find_additive(&call.run, &numbers, &index);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        return -1;
+    }
+    return index < 0 ? 0 : reject_additive(array, name, index);
 }
 
 int am_to_mask_dtype(PyObject *object, const char *name, void *dst)

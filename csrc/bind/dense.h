@@ -8,6 +8,9 @@
 /* A mask of `low` to 4 axes: [Q, K], [B, Q, K] or [B, H, Q, K]. Borrows the array. 0 or -1. */
 int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense);
 
+/* Refuses floating-point numbers that no mask holds, but what is added to logits does; 0 or -1. */
+int am_check_mask(PyObject *module, PyArrayObject *array, const char *name);
+
 /* PyArray_Descr **: the type of a mask's elements. */
 am_to am_to_mask_dtype;
 

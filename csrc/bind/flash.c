@@ -7,7 +7,8 @@
 #include "bind/mask.h"
 
 typedef struct {
-    PyArrayObject *query, *key, *value, *bias, *sinks, *out;
+    PyArrayObject *query, *key, *value, *bias, *sinks;
+    am_out out;
     PyObject *nodes;
     am_mask_arg mask;
     am_scale scale, cap, dropout;
@@ -156,9 +157,9 @@ static PyObject *compute(PyObject *module, arguments *a)
     PyObject *result = NULL;
     npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(a->value, 3)};
     PyArray_Descr *dtype = PyArray_DESCR(a->query);
-    PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(4, dims, dtype);
+    PyArrayObject *out = am_target(&a->out, 4, dims, dtype);
     if (!out) return NULL;
-    if (a->out && am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
+    if (a->out.given && am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
     if (a->return_lse) {
         npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
         lse = am_new_array_of(3, rows, PyArray_TYPE(a->query) == NPY_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
@@ -173,7 +174,8 @@ static PyObject *compute(PyObject *module, arguments *a)
     if (status == AM_OK) status = am_flash_forward(&call.run, &flash);
     am_leave(&call);
     if (status == AM_OK)
-        result = PyTuple_Pack(2, out, lse ? (PyObject *)lse : Py_None);
+        result =
+            PyTuple_Pack(2, a->out.given ? a->out.given : (PyObject *)out, lse ? (PyObject *)lse : Py_None);
     else
         am_raise(status, NULL);
 fail:
@@ -213,7 +215,7 @@ static void release(arguments *a)
     Py_XDECREF(a->value);
     Py_XDECREF(a->bias);
     Py_XDECREF(a->sinks);
-    Py_XDECREF(a->out);
+    Py_XDECREF(a->out.array);
 }
 
 static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -358,8 +360,10 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
 {
     uint64_t seed;
     am_scale probability;
-    PyObject *shape;
-    PyArrayObject *out = NULL;
+    PyObject *shape, *result = NULL;
+    am_out out = {0};
+    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
+    PyArrayObject *target = NULL;
     const am_param params[] = {
         {"seed", to_seed, &seed},
         {"prob", am_to_scale, &probability},
@@ -374,25 +378,23 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
         PyErr_SetString(PyExc_ValueError, "prob must be at least 0 and less than 1");
         goto fail;
     }
-    if (!out) {
-        out = am_new_array_of(4, dims, NPY_BOOL);
-        if (!out) goto fail;
-    } else {
-        PyArray_Descr *dtype = PyArray_DescrFromType(NPY_BOOL);
-        int bad = am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0);
-        Py_DECREF(dtype);
-        if (bad < 0) goto fail;
-    }
+    if (out.given && am_check_out(out.array, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
+    target = am_target(&out, 4, dims, dtype);
+    if (!target) goto fail;
     am_call call;
-    am_enter(&call, module, PyArray_SIZE(out));
-    am_status status = am_dropout_keep_mask(&call.run, seed, probability.value, dims, PyArray_STRIDES(out),
-                                            PyArray_DATA(out));
+    am_enter(&call, module, PyArray_SIZE(target));
+    am_status status = am_dropout_keep_mask(&call.run, seed, probability.value, dims, PyArray_STRIDES(target),
+                                            PyArray_DATA(target));
     am_leave(&call);
-    if (status == AM_OK) return (PyObject *)out;
-    am_raise(status, NULL);
+    if (status == AM_OK)
+        result = am_returned(&out, (PyArrayObject *)Py_NewRef(target));
+    else
+        am_raise(status, NULL);
 fail:
-    Py_XDECREF(out);
-    return NULL;
+    Py_XDECREF(target);
+    Py_XDECREF(out.array);
+    Py_DECREF(dtype);
+    return result;
 }
 
 PyMethodDef am_flash_methods[] = {

@@ -343,9 +343,10 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
     PyObject *shape, *nodes, *live, *dead, *result = NULL;
     PyArray_Descr *dtype = NULL;
     PyArrayObject *out = NULL;
+    am_out given = {0};
     const am_param params[] = {
         {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}, {"dtype", am_to_dtype, &dtype},
-        {"live", am_to_object, &live},   {"dead", am_to_object, &dead},   {"out", am_to_out, &out},
+        {"live", am_to_object, &live},   {"dead", am_to_object, &dead},   {"out", am_to_out, &given},
     };
     if (am_parse("mask_fill", args, nargs, params, 6) < 0) goto fail;
     if (am_read_mask(&mask, shape, nodes) < 0) goto fail;
@@ -356,10 +357,8 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
         goto fail;
     }
     if (am_bytes_of(live, dtype, &target.live) < 0 || am_bytes_of(dead, dtype, &target.dead) < 0) goto fail;
-    if (!out)
-        out = am_new_array(4, dims, dtype);
-    else if (check_target(out, dims, dtype, &mask) < 0)
-        goto fail;
+    if (given.given && check_target(given.array, dims, dtype, &mask) < 0) goto fail;
+    out = am_target(&given, 4, dims, dtype);
     if (!out) goto fail;
     target.data = PyArray_BYTES(out);
     target.batch = PyArray_STRIDE(out, 0), target.head = PyArray_STRIDE(out, 1);
@@ -369,12 +368,13 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (status == AM_OK) status = am_mask_fill(&call.run, &mask.mask, &target);
     am_leave(&call);
     if (status == AM_OK)
-        result = Py_NewRef(out);
+        result = am_returned(&given, (PyArrayObject *)Py_NewRef(out));
     else
         am_raise(status, NULL);
 fail:
     am_free_mask(&mask);
     Py_XDECREF(out);
+    Py_XDECREF(given.array);
     Py_XDECREF(dtype);
     return result;
 }

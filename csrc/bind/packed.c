@@ -1,6 +1,7 @@
 /* packed.c – bindings of the packed-sequence functions. */
 #include "bind/args.h"
 #include "bind/counts.h"
+#include "bind/dense.h"
 #include "core/packed.h"
 #include "core/quotients.h"
 
@@ -27,13 +28,13 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
 }
 
 /* Those of a native contiguous array in one pass; NULL without an exception where that does not apply. */
-static PyObject *quick_counts(PyObject *module, PyArrayObject *starts, npy_intp entries, npy_intp chunk)
+static PyObject *quick_counts(PyObject *module, PyArrayObject *starts, npy_intp sequences, npy_intp chunk)
 {
+    npy_intp const entries = sequences + (chunk ? 1 : 0);
     am_dtype type = am_dtype_of(PyArray_DESCR(starts));
     if ((type != AM_INT32 && type != AM_INT64) || !PyArray_IS_C_CONTIGUOUS(starts)) return NULL;
     PyArrayObject *counts = am_new_array(1, &entries, PyArray_DESCR(starts));
-    if (counts &&
-        !count(module, type, PyArray_DATA(counts), PyArray_DATA(starts), PyArray_DIM(starts, 0) - 1, chunk))
+    if (counts && !count(module, type, PyArray_DATA(counts), PyArray_DATA(starts), sequences, chunk))
         Py_CLEAR(counts);
     return (PyObject *)counts;
 }
@@ -44,9 +45,9 @@ static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp
     ptrdiff_t *counts = NULL;
     PyObject *result = NULL;
     if (!s.array) goto fail;
-    npy_intp entries = PyArray_DIM(s.array, 0) - (chunk ? 0 : 1);
-    result = quick_counts(module, s.array, entries, chunk);
+    result = quick_counts(module, s.array, PyArray_DIM(s.array, 0) - 1, chunk);
     if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) goto fail;
+    npy_intp entries = s.sequences + (chunk ? 1 : 0);
     counts = PyMem_New(ptrdiff_t, entries);
     if (!counts) {
         PyErr_NoMemory();
@@ -85,7 +86,7 @@ static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff
     npy_intp shape[2] = {starts[sequences], 2};
     if (fact != AM_POSITIONS && shape[0] > 0) {
         npy_intp last = am_sequence_of(starts, sequences, shape[0] - 1);
-        if (am_check_fits(last, dtype, "the sequence id") < 0) return NULL;
+        if (am_check_fits(last, dtype, "cu_seqlens", "a last sequence id") < 0) return NULL;
     }
     PyArrayObject *result = am_new_array_of(fact == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
     if (!result) return NULL;
@@ -158,6 +159,7 @@ static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
         am_reject(PyExc_ValueError, "mask", "a 2-D array [batch, length]", (PyObject *)mask);
         return NULL;
     }
+    if (am_check_mask(module, mask, "mask") < 0) return NULL;
     PyArrayObject *lens = am_new_array_of(1, PyArray_DIMS(mask), NPY_INT64);
     if (!lens) return NULL;
     am_mask_lens job = {
@@ -191,7 +193,7 @@ static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args,
     if (!lens) goto fail;
     const int64_t *values = PyArray_DATA(lens);
     for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) {
-        if (am_check_fits((npy_intp)values[i], dtype, "the length") < 0) goto fail;
+        if (am_check_fits((npy_intp)values[i], dtype, "mask", "a length") < 0) goto fail;
     }
     result = am_finish(lens, dtype);
     lens = NULL;
@@ -220,11 +222,11 @@ static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const 
     /* A mask of zero stride may have more ones than int64 counts. */
     for (npy_intp i = 0; i < rows; i++) {
         if (__builtin_add_overflow(sums[i], values[i], &sums[i + 1])) {
-            PyErr_SetString(PyExc_OverflowError, "the total length does not fit int64");
+            PyErr_SetString(PyExc_OverflowError, "mask must have a total length that fits int64, got more");
             goto fail;
         }
     }
-    if (am_check_fits((npy_intp)sums[rows], dtype, "the total length") < 0) goto fail;
+    if (am_check_fits((npy_intp)sums[rows], dtype, "mask", "a total length") < 0) goto fail;
     result = am_finish(starts, dtype);
     starts = NULL;
 fail:
@@ -279,44 +281,64 @@ static int check_divisors(PyArrayObject *b)
     return 0;
 }
 
+static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
+{
+    PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
+    if (what_a && what_b)
+        PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
+    Py_XDECREF(what_a);
+    Py_XDECREF(what_b);
+    return -1;
+}
+
+/* The shape that a and b broadcast to, and how each steps through it. NumPy's own iterator has 32 axes at
+ * most, where arrays may have 64. */
+typedef struct {
+    int axes;
+    npy_intp shape[NPY_MAXDIMS], a_steps[NPY_MAXDIMS], b_steps[NPY_MAXDIMS];
+} broadcast;
+
+static int broadcast_both(PyArrayObject *a, PyArrayObject *b, broadcast *both)
+{
+    const int a_axes = PyArray_NDIM(a), b_axes = PyArray_NDIM(b);
+    both->axes = a_axes > b_axes ? a_axes : b_axes;
+    for (int axis = 0; axis < both->axes; axis++) {
+        const int in_a = axis - both->axes + a_axes, in_b = axis - both->axes + b_axes;
+        const npy_intp a_length = in_a < 0 ? 1 : PyArray_DIM(a, in_a),
+                       b_length = in_b < 0 ? 1 : PyArray_DIM(b, in_b);
+        if (a_length != b_length && a_length != 1 && b_length != 1) return reject_broadcast(a, b);
+        both->shape[axis] = a_length == 1 ? b_length : a_length;
+        both->a_steps[axis] = a_length == 1 ? 0 : PyArray_STRIDE(a, in_a);
+        both->b_steps[axis] = b_length == 1 ? 0 : PyArray_STRIDE(b, in_b);
+    }
+    return 0;
+}
+
 /* The quotients as int64 or uint64. */
 static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *b)
 {
-    PyArrayObject *result = NULL;
-    PyArrayMultiIterObject *pairs = (PyArrayMultiIterObject *)PyArray_MultiIterNew(2, a, b);
-    if (!pairs && !PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
-    if (!pairs) {
-        PyErr_Clear();
-        PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
-        if (what_a && what_b)
-            PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
-        Py_XDECREF(what_a);
-        Py_XDECREF(what_b);
-        return NULL;
-    }
-    result = am_new_array_of(pairs->nd, pairs->dimensions, PyArray_TYPE(a));
-    if (result) {
-        const am_broadcast arrays = {
-            .axes = pairs->nd,
-            .shape = pairs->dimensions,
-            .a_steps = pairs->iters[0]->strides,
-            .b_steps = pairs->iters[1]->strides,
-            .a = PyArray_BYTES(a),
-            .b = PyArray_BYTES(b),
-            .is_signed = PyArray_ISSIGNED(a),
-            .quotients = PyArray_DATA(result),
-        };
-        am_call call;
-        am_enter(&call, module, PyArray_SIZE(result));
-        am_status status = am_divide_broadcast(&call.run, &arrays);
-        am_leave(&call);
-        if (status != AM_OK) {
-            Py_CLEAR(result);
-            am_raise(status, NULL);
-        }
-    }
-    Py_DECREF(pairs);
-    return result;
+    broadcast both;
+    if (broadcast_both(a, b, &both) < 0) return NULL;
+    PyArrayObject *result = am_new_array_of(both.axes, both.shape, PyArray_TYPE(a));
+    if (!result) return NULL;
+    const am_broadcast arrays = {
+        .axes = both.axes,
+        .shape = both.shape,
+        .a_steps = both.a_steps,
+        .b_steps = both.b_steps,
+        .a = PyArray_BYTES(a),
+        .b = PyArray_BYTES(b),
+        .is_signed = PyArray_ISSIGNED(a),
+        .quotients = PyArray_DATA(result),
+    };
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(result));
+    am_status status = am_divide_broadcast(&call.run, &arrays);
+    am_leave(&call);
+    if (status == AM_OK) return result;
+    Py_DECREF(result);
+    am_raise(status, NULL);
+    return NULL;
 }
 
 /* The quotients of a native contiguous array by one number, or where `b` is not NULL by an array of its kind;
@@ -331,7 +353,7 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
         return NULL;
     PyArrayObject *result = am_new_array(PyArray_NDIM(a), PyArray_DIMS(a), PyArray_DESCR(a));
     if (!result) return NULL;
-    npy_intp size = PyArray_SIZE(a);
+    npy_intp size = PyArray_SIZE(result);
     void *dst = PyArray_DATA(result), *dividends = PyArray_DATA(a), *divisors = b ? PyArray_DATA(b) : NULL;
     bool valid = true;
     am_call call;
@@ -362,7 +384,11 @@ static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
     bool same_sign = PyArray_ISSIGNED(again) == PyArray_ISSIGNED(quotients);
     for (npy_intp i = 0; i < PyArray_SIZE(quotients); i++) {
         if (wanted[i] == got[i] && (same_sign || wanted[i] >= 0)) continue;
-        PyErr_Format(PyExc_OverflowError, "the quotient at index %zd does not fit %S", i, dtype);
+        PyObject *quotient = PyArray_GETITEM(quotients, (char *)&wanted[i]);
+        if (quotient)
+            PyErr_Format(PyExc_OverflowError, "a and b must have quotients that fit %S, got %S at index %zd",
+                         dtype, quotient, i);
+        Py_XDECREF(quotient);
         Py_CLEAR(narrow);
         break;
     }

@@ -64,7 +64,8 @@ static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_r
     return (am_extent *)am_raise(status, NULL);
 }
 
-static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys, PyArray_Descr *dtype)
+static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys, PyArray_Descr *dtype,
+                          const char *name)
 {
     ptrdiff_t *ends = PyMem_New(ptrdiff_t, 2 * batch);
     if (!ends) return PyErr_NoMemory();
@@ -72,7 +73,7 @@ static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys
     for (npy_intp b = 0; b < batch; b++) {
         ends[2 * b] = of_keys ? extents[b].k_begin : extents[b].q_begin;
         ends[2 * b + 1] = of_keys ? extents[b].k_end : extents[b].q_end;
-        if (am_check_fits(ends[2 * b + 1], dtype, "the end") < 0) goto fail;
+        if (am_check_fits(ends[2 * b + 1], dtype, name, "an end") < 0) goto fail;
     }
     result = am_counts_as(ends, 2 * batch, dtype);
 fail:
@@ -82,10 +83,10 @@ fail:
 
 /* Two new arrays: of the queries, or the keys, of `q`, and of the keys of `k`. */
 static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k, npy_intp batch,
-                            PyArray_Descr *dtype)
+                            PyArray_Descr *dtype, const char *q_name, const char *k_name)
 {
-    PyObject *q_pairs = pairs_of(q, batch, of_keys, dtype),
-             *k_pairs = q_pairs ? pairs_of(k, batch, true, dtype) : NULL;
+    PyObject *q_pairs = pairs_of(q, batch, of_keys, dtype, q_name),
+             *k_pairs = q_pairs ? pairs_of(k, batch, true, dtype, k_name) : NULL;
     PyObject *result = k_pairs ? PyTuple_Pack(2, q_pairs, k_pairs) : NULL;
     Py_XDECREF(q_pairs);
     Py_XDECREF(k_pairs);
@@ -120,9 +121,11 @@ static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args
                                {"kv_mask", am_to_object, &kv_object},
                                {"out_dtype", am_to_integer_dtype, &dtype}};
     if (am_parse("qkv_masks_to_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
-    if (to_token_mask(q_mask, "q_mask", &queries) < 0) goto fail;
+    if (to_token_mask(q_mask, "q_mask", &queries) < 0 || am_check_mask(module, q_mask, "q_mask") < 0)
+        goto fail;
     if (kv_object != Py_None) {
-        if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0)
+        if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0 ||
+            am_check_mask(module, kv_mask, "kv_mask") < 0)
             goto fail;
         if (queries.batch != keys.batch) {
             PyErr_Format(PyExc_ValueError,
@@ -137,7 +140,7 @@ static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args
         k = find_extents(module, &keys, AM_ANY_HEAD, PyArray_SIZE(kv_mask));
         if (!k) goto fail;
     }
-    result = both_pairs(q, true, k ? k : q, queries.batch, dtype);
+    result = both_pairs(q, true, k ? k : q, queries.batch, dtype, "q_mask", k ? "kv_mask" : "q_mask");
 fail:
     PyMem_Free(q);
     PyMem_Free(k);
@@ -179,7 +182,7 @@ static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *co
     }
     int failed = ndim == 2 ? to_token_mask(array, "attention_mask", &mask)
                            : am_to_dense(array, "attention_mask", 3, &mask);
-    if (failed < 0) goto fail;
+    if (failed < 0 || am_check_mask(module, array, "attention_mask") < 0) goto fail;
     if (heads == FIRST && mask.heads == 0) {
         am_reject(PyExc_ValueError, "attention_mask", "of one head or more to reduce to the first",
                   (PyObject *)array);
@@ -187,7 +190,9 @@ static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *co
     }
     if (heads == FIRST) mask.heads = 1;
     extents = find_extents(module, &mask, heads == ALL ? AM_ALL_HEADS : AM_ANY_HEAD, PyArray_SIZE(array));
-    if (extents) result = both_pairs(extents, ndim == 2, extents, mask.batch, dtype);
+    if (extents)
+        result =
+            both_pairs(extents, ndim == 2, extents, mask.batch, dtype, "attention_mask", "attention_mask");
 fail:
     PyMem_Free(extents);
     Py_XDECREF(array);
@@ -203,7 +208,7 @@ typedef struct {
     pairs q, kv;          /* q.array is NULL for a mask of tokens */
     npy_intp max_q, max_kv;
     PyArray_Descr *dtype;
-    PyArrayObject *out;
+    am_out out;
 } box_arguments;
 
 static void free_boxes(box_arguments *a)
@@ -211,7 +216,7 @@ static void free_boxes(box_arguments *a)
     free_pairs(&a->q);
     free_pairs(&a->kv);
     Py_CLEAR(a->dtype);
-    Py_CLEAR(a->out);
+    Py_CLEAR(a->out.array);
 }
 
 /* Fills `out`, or a new array; NULL with the exception set. */
@@ -221,10 +226,11 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     int ndim = a->q.array ? 4 : 2;
     if (ndim == 4) shape[1] = 1, shape[2] = a->max_q, shape[3] = a->max_kv;
     PyArrayObject *const inputs[2] = {a->q.array, a->kv.array};
-    if (a->out && am_check_out(a->out, "out", ndim, shape, a->dtype, inputs, a->names, 2) < 0) return NULL;
+    if (a->out.given && am_check_out(a->out.array, "out", ndim, shape, a->dtype, inputs, a->names, 2) < 0)
+        return NULL;
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
-    PyArrayObject *out = a->out ? (PyArrayObject *)Py_NewRef(a->out) : am_new_array(ndim, shape, a->dtype);
+    PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
     am_extent *extents = out ? PyMem_New(am_extent, batch) : NULL;
     if (!extents) {
         Py_XDECREF(out);
@@ -247,7 +253,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_status status = am_fill_boxes(&call.run, &boxes);
     am_leave(&call);
     PyMem_Free(extents);
-    if (status == AM_OK) return (PyObject *)out;
+    if (status == AM_OK) return am_returned(&a->out, out);
     Py_DECREF(out);
     return am_raise(status, NULL);
 }
@@ -332,12 +338,12 @@ static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py
     for (npy_intp i = 0; i < p.count; i++) {
         ptrdiff_t begin = p.ranges[i][0] > 0 ? p.ranges[i][0] : 0, end = p.ranges[i][1];
         if (__builtin_add_overflow(starts[i], end > begin ? end - begin : 0, &starts[i + 1])) {
-            PyErr_SetString(PyExc_OverflowError, "the total length does not fit int64");
+            PyErr_SetString(PyExc_OverflowError, "pairs must have a total length that fits int64, got more");
             goto fail;
         }
     }
     PyArray_Descr *dtype = PyArray_DESCR(p.array);
-    if (am_check_fits(starts[p.count], dtype, "the total length") == 0)
+    if (am_check_fits(starts[p.count], dtype, "pairs", "a total length") == 0)
         result = am_counts_as(starts, p.count + 1, dtype);
 fail:
     PyMem_Free(starts);

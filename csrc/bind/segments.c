@@ -40,6 +40,7 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
         {"mask", am_to_mask, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
     if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) goto fail;
     if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) goto fail;
+    if (am_check_mask(module, mask, "mask") < 0) goto fail;
     if (!per_head && dense.heads == 0) {
         am_reject(PyExc_ValueError, "mask", "of one head or more, or per_head True", (PyObject *)mask);
         goto fail;
@@ -88,6 +89,7 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
     const am_param params[] = {{"attention_mask", am_to_mask, &mask}};
     if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) goto fail;
     if (am_to_dense(mask, "attention_mask", 2, &dense) < 0) goto fail;
+    if (am_check_mask(module, mask, "attention_mask") < 0) goto fail;
     npy_intp const q_shape[2] = {dense.batch, dense.queries}, k_shape[2] = {dense.batch, dense.keys};
     q_ids = am_new_array_of(2, q_shape, NPY_INT32);
     k_ids = q_ids ? am_new_array_of(2, k_shape, NPY_INT32) : NULL;
@@ -136,33 +138,35 @@ static int reject_id(PyArrayObject *array, const char *name, const char *expecte
     PyObject *value = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
     if (!value) return -1;
     PyObject *where = am_position(array, index);
-    if (where)
-        PyErr_Format(PyExc_ValueError, "%s must be %s, got %S at index %S", name, expected, value, where);
+    if (where) PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %S", name, expected, value, where);
     Py_XDECREF(where);
     Py_DECREF(value);
     return -1;
 }
 
-static const char FITS_INT32[] = "below 2**31";
+/* What a new array of int32 holds. */
+typedef enum { IDS, INTEGERS, POSITIONS } content;
 
-/* A new array of ids, or of positions with a padding value; NULL with the exception set. */
-static PyArrayObject *new_from_ids(PyObject *module, PyArrayObject *array, const char *name,
-                                   const int32_t *pad)
+/* NULL with the exception set; `pad` is the position of padding. */
+static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, content what,
+                                int32_t pad)
 {
     am_ids ids;
-    if (read_ids(array, name, 2, 3, &ids) < 0) return NULL;
+    if (read_ids(array, name, what == INTEGERS ? 1 : 2, 3, &ids) < 0) return NULL;
     PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
     if (!result) return NULL;
+    int32_t *dst = PyArray_DATA(result);
     am_large_id large = {0};
     am_call call;
     am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = pad ? am_positions(&call.run, &ids, *pad, PyArray_DATA(result), &large)
-                           : am_narrow_ids(&call.run, &ids, PyArray_DATA(result), &large);
+    am_status status = what == IDS        ? am_narrow_ids(&call.run, &ids, dst, &large)
+                       : what == INTEGERS ? am_narrow_integers(&call.run, &ids, dst, &large)
+                                          : am_positions(&call.run, &ids, pad, dst, &large);
     am_leave(&call);
     if (status == AM_OK && !large.any) return result;
     Py_DECREF(result);
     if (status == AM_OK)
-        reject_id(array, name, FITS_INT32, large.index);
+        reject_id(array, name, what == INTEGERS ? "fit int32" : "be below 2**31", large.index);
     else
         am_raise(status, "a position does not fit int32");
     return NULL;
@@ -181,23 +185,50 @@ static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t
 {
     const char *name = NULL;
     PyObject *object, *result = NULL;
-    PyArrayObject *array = NULL, *out = NULL;
+    PyArrayObject *array = NULL;
+    am_out out = {0};
     const am_param params[] = {
         {"ids", am_to_object, &object}, {"name", to_text, &name}, {"out", am_to_out, &out}};
     if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
         goto fail;
     PyArrayObject *given = PyArray_Check(object) ? (PyArrayObject *)object : array; /* not a copy of it */
-    if (out && am_check_apart(out, "out", given, name) < 0) goto fail;
+    if (out.given && am_check_apart(out.array, "out", given, name) < 0) goto fail;
     am_ids ids;
     if (read_ids(array, name, 2, 3, &ids) < 0) goto fail;
     if (ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array))
         result = Py_NewRef(array);
     else
-        result = (PyObject *)new_from_ids(module, array, name, NULL);
+        result = (PyObject *)new_int32(module, array, name, IDS, 0);
 fail:
     Py_XDECREF(array);
-    Py_XDECREF(out);
+    Py_XDECREF(out.array);
     return result;
+}
+
+/* A copy of integers as int32, of one to three axes. */
+static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *name = NULL;
+    PyObject *object, *result = NULL;
+    PyArrayObject *array = NULL;
+    const am_param params[] = {{"array", am_to_object, &object}, {"name", to_text, &name}};
+    if (am_parse("int32_copy", args, nargs, params, 2) == 0 && am_to_array(object, name, &array) == 0)
+        result = (PyObject *)new_int32(module, array, name, INTEGERS, 0);
+    Py_XDECREF(array);
+    return result;
+}
+
+/* Refuses what no mask holds; see am_check_mask. */
+static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *name = NULL;
+    PyObject *object;
+    PyArrayObject *array = NULL;
+    const am_param params[] = {{"array", am_to_object, &object}, {"name", to_text, &name}};
+    bool fits = am_parse("check_mask", args, nargs, params, 2) == 0 &&
+                am_to_array(object, name, &array) == 0 && am_check_mask(module, array, name) == 0;
+    Py_XDECREF(array);
+    return fits ? Py_NewRef(Py_None) : NULL;
 }
 
 static int to_int32(PyObject *object, const char *name, void *dst)
@@ -222,7 +253,7 @@ static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *a
     int32_t pad;
     const am_param params[] = {{"segment_ids", am_to_array, &array}, {"pad_value", to_int32, &pad}};
     if (am_parse("positions_from_segment_ids", args, nargs, params, 2) == 0)
-        result = (PyObject *)new_from_ids(module, array, "segment_ids", &pad);
+        result = (PyObject *)new_int32(module, array, "segment_ids", POSITIONS, pad);
     Py_XDECREF(array);
     return result;
 }
@@ -264,7 +295,7 @@ static PyObject *sums_of(const ptrdiff_t *counts, ptrdiff_t count, npy_intp entr
 {
     ptrdiff_t total = 0;
     for (ptrdiff_t i = 0; i < count; i++) total += counts[i];
-    if (am_check_fits(total, dtype, "the total length") < 0) return NULL;
+    if (am_check_fits(total, dtype, "segment_ids", "a total length") < 0) return NULL;
     PyArrayObject *result = am_new_array_of(1, &entries, am_working_type(dtype));
     if (!result) return NULL;
     ptrdiff_t sum = 0;
@@ -313,8 +344,9 @@ static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *ar
         am_raise(status, NULL);
     } else if (large.any) {
         char expected[64];
-        PyOS_snprintf(expected, sizeof expected, "below max_segments = %zd", (Py_ssize_t)max_segments.value);
-        reject_id(array, "segment_ids", max_segments.given ? expected : "below 2**63 - 1", large.index);
+        PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd",
+                      (Py_ssize_t)max_segments.value);
+        reject_id(array, "segment_ids", max_segments.given ? expected : "be below 2**63 - 1", large.index);
     } else {
         npy_intp last = max_segments.given ? max_segments.value : segments;
         if (last < NPY_MAX_INTP)
@@ -329,6 +361,37 @@ fail:
     return result;
 }
 
+/* How many tokens each segment has, up to the highest id, as int32; for ids from segment_ids(). */
+static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *array = NULL;
+    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
+    PyObject *result = NULL;
+    ptrdiff_t *counts = NULL, segments = 0;
+    am_large_id large = {0};
+    am_ids ids;
+    const am_param params[] = {{"ids", am_to_array, &array}};
+    if (am_parse("segment_lens", args, nargs, params, 1) < 0) goto fail;
+    if (read_ids(array, "ids", 2, 3, &ids) < 0) goto fail;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = am_count_segments(&call.run, &ids, PTRDIFF_MAX, &counts, &segments, &large);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        goto fail;
+    }
+    for (ptrdiff_t i = 0; i < segments; i++) {
+        if (am_check_fits(counts[i], dtype, "ids", "a length") < 0) goto fail;
+    }
+    result = am_counts_as(counts, segments, dtype);
+fail:
+    free(counts);
+    Py_XDECREF(array);
+    Py_DECREF(dtype);
+    return result;
+}
+
 PyMethodDef am_segments_methods[] = {
     {"mask_to_segment_ids", (PyCFunction)(void *)mask_to_segment_ids, METH_FASTCALL,
      "mask_to_segment_ids($module, mask, per_head, strict, /)\n--\n\n"},
@@ -336,10 +399,16 @@ PyMethodDef am_segments_methods[] = {
      "padding_segment_ids($module, attention_mask, /)\n--\n\n"},
     {"segment_ids", (PyCFunction)(void *)segment_ids, METH_FASTCALL,
      "segment_ids($module, ids, name, out, /)\n--\n\n"},
+    {"int32_copy", (PyCFunction)(void *)int32_copy, METH_FASTCALL,
+     "int32_copy($module, array, name, /)\n--\n\n"},
+    {"check_mask", (PyCFunction)(void *)check_mask, METH_FASTCALL,
+     "check_mask($module, array, name, /)\n--\n\n"},
     {"segment_ids_to_token_mask", (PyCFunction)(void *)segment_ids_to_token_mask, METH_FASTCALL,
      "segment_ids_to_token_mask($module, ids, dtype, /)\n--\n\n"},
     {"positions_from_segment_ids", (PyCFunction)(void *)positions_from_segment_ids, METH_FASTCALL,
      "positions_from_segment_ids($module, segment_ids, pad_value, /)\n--\n\n"},
+    {"segment_lens", (PyCFunction)(void *)segment_lens, METH_FASTCALL,
+     "segment_lens($module, ids, /)\n--\n\n"},
     {"segment_ids_to_cu_seqlens", (PyCFunction)(void *)segment_ids_to_cu_seqlens, METH_FASTCALL,
      "segment_ids_to_cu_seqlens($module, segment_ids, out_dtype, max_segments, /)\n--\n\n"},
     {.ml_name = NULL},

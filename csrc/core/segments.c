@@ -40,6 +40,7 @@ typedef struct {
     const am_ids *ids;
     bool positions;
     int32_t pad;
+    int64_t lowest; /* that may be */
     int32_t *dst;
     atomic_ptrdiff_t large; /* the first index of a large id, or the largest ptrdiff_t */
 } row_job;
@@ -63,17 +64,18 @@ static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
         widen(job->kernels, job->ids, row, begin, count, wide);
         for (ptrdiff_t i = 0; i < count; i++) {
             int64_t id = wide[i];
-            if (id > INT32_MAX) {
+            if (id > INT32_MAX || id < job->lowest) {
                 note_large(job, row * tokens + begin + i);
                 return AM_OK;
+            }
+            if (!job->positions) {
+                dst[i] = id < INT32_MIN ? INT32_MIN : (int32_t)id;
+                continue;
             }
             if (id == before && place == INT32_MAX) return AM_OVERFLOW;
             place = id == before ? place + 1 : 0;
             before = id;
-            if (!job->positions)
-                dst[i] = id < INT32_MIN ? INT32_MIN : (int32_t)id;
-            else
-                dst[i] = id < 0 ? job->pad : place;
+            dst[i] = id < 0 ? job->pad : place;
         }
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -93,13 +95,20 @@ static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
 
 am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
 {
-    row_job job = {.kernels = run->kernels, .ids = ids, .dst = dst};
+    row_job job = {.kernels = run->kernels, .ids = ids, .lowest = INT64_MIN, .dst = dst};
+    return each_row(run, &job, large);
+}
+
+am_status am_narrow_integers(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
+{
+    row_job job = {.kernels = run->kernels, .ids = ids, .lowest = INT32_MIN, .dst = dst};
     return each_row(run, &job, large);
 }
 
 am_status am_positions(const am_run *run, const am_ids *ids, int32_t pad, int32_t *dst, am_large_id *large)
 {
-    row_job job = {.kernels = run->kernels, .ids = ids, .positions = true, .pad = pad, .dst = dst};
+    row_job job = {
+        .kernels = run->kernels, .ids = ids, .positions = true, .pad = pad, .lowest = INT64_MIN, .dst = dst};
     return each_row(run, &job, large);
 }
 

@@ -23,8 +23,11 @@ typedef struct {
     ptrdiff_t index; /* in C order */
 } am_large_id;
 
-/* The ids as int32, side by side. */
+/* The ids as int32, side by side; negative ones all the way down are padding. */
 am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large);
+
+/* Any integers as int32; here one that is too small counts as too large. */
+am_status am_narrow_integers(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large);
 
 /* `one` (the first `size` bytes of it) for each valid id, and zeros for padding. */
 am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, void *dst, ptrdiff_t size,

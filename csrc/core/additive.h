@@ -1,0 +1,22 @@
+/* additive.h – whether floating-point numbers are a mask, of which those that are not zero are live, or what
+ * is added to logits. */
+#ifndef AM_ADDITIVE_H
+#define AM_ADDITIVE_H
+
+#include "core/status.h"
+#include "core/threads.h"
+
+enum { AM_ADDITIVE_AXES = 64 };
+
+/* Numbers of a floating-point type along any axes; strides in bytes, of any sign, or zero. */
+typedef struct {
+    const char *data;
+    am_dtype type;
+    int axes;
+    const ptrdiff_t *shape, *strides;
+} am_numbers;
+
+/* The index in C order of the first number that is negative, infinite or NaN, or -1. */
+am_status am_find_additive(const am_run *run, const am_numbers *numbers, ptrdiff_t *index);
+
+#endif
