@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnmask import _core, masks
+from attnmask import _core, masks, packed
 from attnmask.arguments import (
     flag,
     frozen,
@@ -23,6 +23,7 @@ from attnmask.arguments import (
 from attnmask.mask_program import (
     Program,
     Shape,
+    Terms,
     dense,
     equal,
     fill,
@@ -77,7 +78,7 @@ class MaskAnswers:
         """One term more, or several: it is not the mask any more that lengths and a dtype came with."""
         state = self._state
         baked = tuple(is_set or name == flag for name, is_set in zip(FLAGS, state.baked, strict=True))
-        changes = {"terms": (*state.terms, *nodes), "baked": baked, **changes}
+        changes = {"terms": state.terms.plus(*nodes), "baked": baked, **changes}
         return self._with(**changes, dtype=BOOL, cu_seqlens_q=None, cu_seqlens_kv=None)
 
     @property
@@ -89,13 +90,17 @@ class MaskAnswers:
 
     def _described(self, to_do: str) -> tuple[Shape, Program]:
         """The mask as the core takes it."""
+        return self._extent(to_do), self._state.program
+
+    def _extent(self, to_do: str) -> Shape:
+        """The shape of the mask, which there has to be."""
         state = self._state
         if state.base is None:
             raise ValueError(
                 f"cannot {to_do}: the MaskInfo must have an attention_mask, or segment ids of queries and keys, "
                 f"got {self!r}"
             )
-        return state.extent, state.program  # type: ignore[return-value]
+        return state.extent  # type: ignore[return-value]
 
     def _cached(self, key: str, compute: Callable[[], _T]) -> _T:
         if key not in self._cache:
@@ -121,7 +126,7 @@ class MaskAnswers:
         """Segment ids that are held, or where they are not, those of rows and columns of the mask that are alike."""
         q_ids, kv_ids = self._state.labels.get()
         if q_ids is None or kv_ids is None:
-            self._described("tell segment ids")
+            self._extent("tell segment ids")
             name = "per-head segment ids" if per_head else "segment ids"
             found = self._cached(name, lambda: self._alike(per_head))
             q_ids = found[0] if q_ids is None else q_ids
@@ -138,12 +143,11 @@ class MaskAnswers:
             return None
         held = state.labels.get()[side]
         ids = _first_head(self._ids()[side] if held is None else held)
-        highest = int(ids.max(initial=-1))
-        if highest <= 0:
-            return frozen(np.count_nonzero(ids >= 0, axis=-1).astype(np.int32))
-        lens = np.zeros(highest + 1, np.int32)  # there may be far more of them than tokens
-        np.add.at(lens, ids[ids >= 0], np.int32(1))  # a one of another type takes forty times as long
-        return frozen(lens)
+        lens = _core.segment_lens(ids)
+        if len(lens) > 1:
+            return frozen(lens)
+        padding = packed.prepare_lens_from_mask(ids)  # ids are 0 or negative
+        return frozen(ids.shape[-1] - padding)
 
     def _cu_seqlens(
         self, dtype: np.dtype[Any], max_segments: int | None
@@ -241,7 +245,7 @@ class MaskAnswers:
         if array is not None and array.dtype == wanted:
             return self
         mask = self.get_or_compute_attention_mask(wanted)
-        return self._with(base=dense(mask), terms=(), segment_based=False, dtype=wanted)
+        return self._with(base=dense(mask), terms=Terms(), segment_based=False, dtype=wanted)
 
     def to_dtype(self, dtype: DTypeLike) -> Self:
         """The same mask, with an `attention_mask` of another type.
@@ -263,7 +267,7 @@ class MaskAnswers:
         dtype('float32')
         """
         wanted = number_dtype(dtype)
-        self._described("convert the mask")
+        self._extent("convert the mask")
         return self if wanted == self._state.dtype else self.materialize_attention_mask(wanted)
 
     @property
@@ -671,8 +675,7 @@ class MaskAnswers:
         >>> attnmask.MaskInfo.from_segments([[[0, 0], [0, 1]]]).heads
         2
         """
-        shape, _ = self._described("tell heads")
-        return shape[1]
+        return self._extent("tell heads")[1]
 
     @property
     def causal_mask_baked_in(self) -> bool:
@@ -871,7 +874,7 @@ class MaskAnswers:
         (array([2, 2], dtype=int32), array([2, 2], dtype=int32))
         """
         state = self._state
-        shape, _ = self._described("tell segment ids")
+        shape = self._extent("tell segment ids")
         batch, head = place(batch, "batch", shape[0]), place(head, "head", shape[1])
         if not state.labels.complete and shape[1] * shape[2] * shape[3] > _LABELLED_PAIRS:
             return None

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 
 from attnmask import masks, packed
 from attnmask.arguments import (
+    as_array,
     describe,
     flag,
     frozen,
@@ -33,9 +34,10 @@ from attnmask.arguments import (
 )
 from attnmask.debug import traced
 from attnmask.mask_answers import MaskAnswers
-from attnmask.mask_program import dense, room
+from attnmask.mask_program import Terms, dense, fill, room
 from attnmask.mask_sharding import AxisName, MaskSharding, check_axes, mesh_sizes, partition
 from attnmask.mask_state import (
+    AUX_FIELDS,
     AXIS_FIELDS,
     BOOL,
     FLAG_FIELDS,
@@ -60,7 +62,10 @@ _DRAWN = 2**20  # random numbers at a time
 
 def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bool = True) -> Ids:
     """0 for tokens and -1 for padding, by a mask that is not zero, or zero, for the tokens."""
-    return ids_of_tokens((mask_array(mask, name, layouts) != 0) == valid)
+    tokens = mask_array(mask, name, layouts)
+    pairs = (tokens[:, None] if tokens.ndim == 2 else tokens)[:, :, None]  # with one query
+    ids = fill(pairs.shape, (dense(pairs),), np.dtype(np.int32), *((0, -1) if valid else (-1, 0)))
+    return frozen(ids.reshape(tokens.shape))
 
 
 def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
@@ -85,6 +90,10 @@ def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_nam
     ids[0, : len(numbers)] = numbers
     ids[0, len(numbers) :] = -1
     return starts, frozen(ids)
+
+
+def _state_of_segments(q_ids: Ids, kv_ids: Ids) -> State:
+    return fitted(State(base=segments(q_ids, kv_ids), segment_based=True, labels=Labels(q_ids, kv_ids)))
 
 
 class MaskInfo(MaskTerms):
@@ -213,9 +222,8 @@ class MaskInfo(MaskTerms):
             kv_ids = (
                 q_ids if kv_segment_ids is None else integers(kv_segment_ids, "kv_segment_ids", KEY_IDS, hint)
             )
-        state = fitted(State(base=segments(q_ids, kv_ids), segment_based=True, labels=Labels(q_ids, kv_ids)))
         axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        return cls._new(state, q_positions, kv_positions, axes)
+        return cls._new(_state_of_segments(q_ids, kv_ids), q_positions, kv_positions, axes)
 
     @classmethod
     def from_attention_mask(
@@ -258,12 +266,12 @@ class MaskInfo(MaskTerms):
         flag(mask_is_valid, "mask_is_valid")
         if mask.ndim == 2:
             ids = _padding_ids(mask, "attention_mask", ("[B, T]",), mask_is_valid)
-            state = fitted(State(base=segments(ids, ids), segment_based=True, labels=Labels(ids, ids)))
+            state = _state_of_segments(ids, ids)
         else:
             mask = four_dimensions(mask)
             state = State(
                 base=dense(mask),
-                terms=() if mask_is_valid else ("not",),
+                terms=Terms() if mask_is_valid else Terms("not"),
                 dtype=mask.dtype if mask_is_valid else BOOL,
                 extent=mask.shape,
             )
@@ -334,8 +342,9 @@ class MaskInfo(MaskTerms):
             raise TypeError("max_q_len must be given unless packed=True, got None")
         ids_of = _packed_ids if flag(packed, "packed") else _row_ids
         q_cu, q_ids = ids_of(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
-        alike = max_kv_len in (None, max_q_len)
-        if alike and cu_seqlens_kv is None:
+        if max_kv_len is not None:
+            max_kv_len = integer(max_kv_len, "max_kv_len", 0)
+        if max_kv_len in (None, max_q_len) and cu_seqlens_kv is None:
             kv_cu, kv_ids = q_cu, q_ids
         else:
             given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
@@ -346,7 +355,7 @@ class MaskInfo(MaskTerms):
             raise ValueError(
                 f"cu_seqlens_kv must have {len(q_cu)} entries as cu_seqlens_q, got {describe(kv_cu)}"
             )
-        state = fitted(State(base=segments(q_ids, kv_ids), segment_based=True, labels=Labels(q_ids, kv_ids)))
+        state = _state_of_segments(q_ids, kv_ids)
         axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
         return cls._new(state, q_positions, kv_positions, axes)._with(cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
 
@@ -396,8 +405,8 @@ class MaskInfo(MaskTerms):
             raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")
-        try:
-            rng = np.random.default_rng(seed)
+        try:  # a subclass of arrays may be none of what NumPy's generator reckons with
+            rng = np.random.default_rng(np.asarray(seed) if isinstance(seed, np.ndarray) else seed)
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
@@ -455,12 +464,11 @@ class MaskInfo(MaskTerms):
             (inputs_embeds, "inputs_embeds", "[B, T, D]"),
         ):
             if tokens is not None:
-                shape = np.shape(tokens)
+                shape = as_array(tokens, name).shape
                 if len(shape) != layout.count(",") + 1:
                     raise ValueError(f"{name} must be {layout}, got shape {shape}")
-                ids = room(shape[:2], np.int32, name)
-                ids.fill(0)
-                return cls.from_segments(ids)
+                ids = frozen(room(shape[:2], np.int32, name, np.zeros))
+                return cls._of(_state_of_segments(ids, ids))
         raise ValueError(
             "mask_info, attention_mask, input_ids or inputs_embeds must be given, got None of them"
         )
@@ -528,6 +536,11 @@ class MaskInfo(MaskTerms):
         >>> attnmask.MaskInfo.tree_unflatten(aux_data, children) == info
         True
         """
+        for name, parts, least in (("aux_data", aux_data, AUX_FIELDS), ("children", children, 7)):
+            if not isinstance(parts, (tuple, list)):
+                raise TypeError(f"{name} must be a tuple as of tree_flatten, got {describe(parts)}")
+            if len(parts) < least:
+                raise ValueError(f"{name} must be of {least} entries as of tree_flatten, got {len(parts)}")
         info = object.__new__(cls)
         info._held, info._leaves, info._cache = None, (aux_data, tuple(map(kept, children))), {}
         return info

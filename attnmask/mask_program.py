@@ -26,7 +26,8 @@ What has an index ``[b]`` is an int for all rows or an int64 array of one each. 
 rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -190,29 +191,69 @@ class Cut:
         return (kind, *operands)
 
 
-def depth(program: Program) -> int:
-    """How many operands wait at once while the core evaluates `program`."""
-    waiting = deepest = 0
-    for node in program:
-        if not isinstance(node, str):
-            waiting += 1
-            deepest = max(deepest, waiting)
-        elif node != "not":
-            waiting -= 1
-    return deepest
+class Terms:
+    """What comes after the base of a program, in order.
+
+    One that is made of others refers to them, so that n terms are joined in n steps; it is written out once somebody
+    reads it. `depth` says how many operands wait at once while the core evaluates the base and these.
+    """
+
+    __slots__ = ("_flat", "_parts", "depth", "length")
+
+    length: int
+    depth: int
+
+    def __init__(self, *parts: "Node | Terms") -> None:
+        self._parts = parts
+        self._flat = not any(isinstance(part, Terms) for part in parts)
+        self.length = sum(part.length if isinstance(part, Terms) else 1 for part in parts)
+        self.depth = waiting = 1
+        for part in parts:
+            if isinstance(part, Terms):
+                self.depth = max(self.depth, waiting - 1 + part.depth)
+            elif not isinstance(part, str):
+                waiting += 1
+                self.depth = max(self.depth, waiting)
+            elif part != "not":
+                waiting -= 1
+
+    def __bool__(self) -> bool:
+        return self.length > 0
+
+    def plus(self, *parts: "Node | Terms") -> "Terms":
+        """These and more: whole operands, each with its operator."""
+        return Terms(self, *parts)
+
+    @property
+    def nodes(self) -> Program:
+        if not self._flat:
+            nodes: list[Node] = []
+            waiting: list[Node | Terms] = [self]
+            while waiting:
+                part = waiting.pop()
+                if isinstance(part, Terms):
+                    waiting += reversed(part._parts)
+                else:
+                    nodes.append(part)
+            self._parts = tuple(nodes)
+            self._flat = True
+        return self._parts  # type: ignore[return-value]
 
 
-def join(left: Program, right: Program, operator: str, right_shape: Shape) -> tuple[Program, bool]:
-    """``left operator right``, and whether it begins as `left` does.
+def join(
+    left: tuple[Node, Terms], right: tuple[Node, Terms], operator: str, right_shape: Shape
+) -> tuple[Node, Terms, bool]:
+    """The base and the terms of ``left operator right``, and whether it begins as `left` does.
 
     The core lets only so many operands wait. Where that is not enough `right`, of `right_shape`, is written out.
     """
-    deep_left, deep_right = depth(left), depth(right)
-    if max(deep_left, deep_right + 1) <= MAX_DEPTH:
-        return (*left, *right, operator), True
-    if max(deep_right, deep_left + 1) <= MAX_DEPTH:  # all operators are symmetric
-        return (*right, *left, operator), False
-    return (*left, dense(frozen(fill(right_shape, right, np.dtype(bool), True, False))), operator), True
+    (base, terms), (other_base, other_terms) = left, right
+    if max(terms.depth, other_terms.depth + 1) <= MAX_DEPTH:
+        return base, terms.plus(other_base, other_terms, operator), True
+    if max(other_terms.depth, terms.depth + 1) <= MAX_DEPTH:  # all operators are symmetric
+        return other_base, other_terms.plus(base, terms, operator), False
+    written = fill(right_shape, (other_base, *other_terms.nodes), np.dtype(bool), True, False)
+    return base, terms.plus(dense(frozen(written)), operator), True
 
 
 def fill(
@@ -226,12 +267,25 @@ def fill(
     return _core.mask_fill(shape, program, dtype, live, dead, out)
 
 
-def room(shape: tuple[int, ...], dtype: DTypeLike, names: str) -> NDArray[Any]:
-    """A new array, not filled yet, of sizes that come from the arguments `names`."""
+def room(
+    shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
+) -> NDArray[Any]:
+    """A new array, not filled yet or made by `np.zeros`, of sizes that come from the arguments `names`."""
     try:
-        return np.empty(shape, dtype)
+        return make(shape, dtype)
     except (MemoryError, ValueError, OverflowError):  # the last two are of sizes beyond all numbers
         raise MemoryError(f"an array of shape {shape} does not fit in memory: {names}") from None
+
+
+def slabs(shape: tuple[int, ...], most: int = 2**22) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of the parts of an array, in order, of at most so many entries: NumPy sees no signals within one."""
+    axis = 0
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) > most:
+        axis += 1
+    step = max(1, most // max(1, math.prod(shape[axis + 1 :])))
+    for leading in np.ndindex(shape[:axis]):
+        for begin in range(0, shape[axis], step):
+            yield *leading, slice(begin, begin + step)
 
 
 def same(left: Program, right: Program) -> bool:

@@ -17,6 +17,7 @@ from attnmask.mask_program import (
     PerRow,
     Program,
     Shape,
+    Terms,
     agree,
     dense,
     equal,
@@ -39,6 +40,7 @@ FLAG_FIELDS = tuple(
     f"{what}_baked_in" for what in ("causal_mask", "sliding_window", "chunked_mask", "token_type_ids")
 )
 AXIS_FIELDS = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
+AUX_FIELDS = len(AXIS_FIELDS) + len(FLAG_FIELDS) + 5  # of what `flatten` returns second
 _POSITION_FIELDS = {"q_positions": QUERY_IDS, "kv_positions": KEY_IDS}
 
 
@@ -119,7 +121,7 @@ def padding_of(shape: Shape, program: Program) -> Labels:
 @dataclass(frozen=True, slots=True)
 class State:
     base: Node | None = None
-    terms: Program = ()
+    terms: Terms = Terms()  # noqa: RUF009 (never changes)
     extent: Extent = (None, None, None, None)  # without a None if there is a base
     segment_based: bool = False  # the base is made of segment ids
     dtype: np.dtype[Any] = BOOL  # of the mask as an array
@@ -133,7 +135,7 @@ class State:
 
     @property
     def program(self) -> Program:
-        return () if self.base is None else (self.base, *self.terms)
+        return () if self.base is None else (self.base, *self.terms.nodes)
 
     @property
     def base_array(self) -> NDArray[Any] | None:
@@ -218,13 +220,13 @@ def changed(
     if attention_mask is not None:
         mask = four_dimensions(mask_array(attention_mask, "attention_mask", ("[B, Q, K]", "[B, H, Q, K]")))
         fixed.append(("attention_mask", tuple(None if size == 1 else size for size in mask.shape)))  # type: ignore[arg-type]
-        changes |= {"base": dense(mask), "terms": (), "segment_based": False, "dtype": mask.dtype}
+        changes |= {"base": dense(mask), "terms": Terms(), "segment_based": False, "dtype": mask.dtype}
     elif relabelled and (state.segment_based or state.base is None):
         old = (None, *held) if state.base is None else state.base
         q_ids, kv_ids = (new if new is not None else was for new, was in zip(given, old[1:3], strict=True))
         if kv_ids is not None and q_ids is not None:
             changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
-    rebuilt = relabelled and state.segment_based and not has_arrays(state.terms)
+    rebuilt = relabelled and state.segment_based and not has_arrays(state.terms.nodes)
     if state.base is not None and attention_mask is None and not rebuilt:
         batch, _, queries, keys = state.extent
         fixed.append(("the mask", (batch, None, queries, keys)))
@@ -259,7 +261,7 @@ def cut_out(state: State, cut: Cut) -> State:
     return replace(
         state,
         base=base,
-        terms=tuple(terms),
+        terms=Terms(*terms),
         extent=(batch, heads, cut.q_len, cut.kv_len),
         labels=state.labels.map(cut.queries, cut.keys, cut.q_len, cut.kv_len),
         q_positions=None if state.q_positions is None else cut.queries(state.q_positions),
@@ -358,7 +360,7 @@ def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
     )
     state = State(
         base=program[0] if program else None,
-        terms=program[1:],
+        terms=Terms(*program[1:]),
         segment_based=segment_based,
         dtype=dtype,
         labels=Labels(restored.get(1), restored.get(2)),
@@ -369,7 +371,8 @@ def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
         axes=tuple(details[:4]),
         baked=tuple(details[4:]),
     )
-    return fitted(state, ("the mask", (None, None, queries, keys)))
+    known = [("the mask", (None, None, queries, keys))] if (queries, keys) != (None, None) else []
+    return fitted(state, *known)
 
 
 def kept(leaf: Any) -> Any:

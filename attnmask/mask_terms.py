@@ -25,6 +25,7 @@ from attnmask.mask_program import (
     LONGEST,
     Cut,
     PerRow,
+    Terms,
     agree,
     band,
     chunk,
@@ -59,6 +60,15 @@ def _same_leaves(mine: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     )
 
 
+def _is_mask(other: Any) -> bool:
+    """Whether it is the other operand of ``&`` or ``|``; arrays are refused by name."""
+    if isinstance(other, np.ndarray):
+        raise TypeError(
+            f"the other operand must be a MaskInfo, got {describe(other)}: MaskInfo.from_attention_mask makes one"
+        )
+    return isinstance(other, MaskAnswers)
+
+
 class MaskTerms(MaskAnswers):
     """The second half of `MaskInfo`."""
 
@@ -81,28 +91,32 @@ class MaskTerms(MaskAnswers):
             return False
         if same(left, right):
             return True
-        program, _ = join(left, right, "xor", other_shape)
-        return not _core.mask_count((b, other_h if h == 1 else h, q, k), program).any()
+        base, terms, _ = join((mine.base, mine.terms), (others.base, others.terms), "xor", other_shape)
+        return not _core.mask_count((b, other_h if h == 1 else h, q, k), (base, *terms.nodes)).any()
 
     def _joined(self, other: MaskAnswers, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
         """The pairs that both have, or that one has; what goes along is this one's, where it has any."""
         mine, others = self._state, other._state
-        self._described("combine masks")
-        other_shape, _ = other._described("combine masks")
+        self._extent("combine masks")
+        other_shape = other._extent("combine masks")
         named = (
             (name, (None if b == 1 else b, None if h == 1 else h, q, k))
             for name, (b, h, q, k) in (("the left mask", mine.extent), ("the right mask", others.extent))
         )
         batch, heads, queries, keys = agree(named)
         shape = (1 if batch is None else batch, 1 if heads is None else heads, queries, keys)
-        if same(mine.program, others.program):
-            program, in_order = mine.program, True
+        assert mine.base is not None
+        assert others.base is not None
+        if mine.terms.length == others.terms.length and same(mine.program, others.program):
+            base, terms, in_order = mine.base, mine.terms, True
         else:
-            program, in_order = join(mine.program, others.program, operator, other_shape)
+            base, terms, in_order = join(
+                (mine.base, mine.terms), (others.base, others.terms), operator, other_shape
+            )
         labels = mine.labels if mine.labels.complete else others.labels
         return self._with(
-            base=program[0],
-            terms=program[1:],
+            base=base,
+            terms=terms,
             extent=shape,
             segment_based=mine.segment_based and in_order,
             labels=labels.for_batch(shape[0]),
@@ -129,7 +143,7 @@ class MaskTerms(MaskAnswers):
                [0, 1, 0],
                [0, 1, 1]])
         """
-        if not isinstance(other, MaskAnswers):
+        if not _is_mask(other):
             return NotImplemented
         return self._joined(other, "and", lambda mine, others: mine or others)
 
@@ -145,9 +159,11 @@ class MaskTerms(MaskAnswers):
         >>> pair.density() == 7 / 9
         True
         """
-        if not isinstance(other, MaskAnswers):
+        if not _is_mask(other):
             return NotImplemented
         return self._joined(other, "or", lambda mine, others: mine and others)
+
+    __rand__, __ror__ = __and__, __or__  # of arrays, to refuse them
 
     def __invert__(self) -> Self:
         """The pairs that are dead, padding among them. It holds no segment ids, and has nothing baked in.
@@ -160,7 +176,7 @@ class MaskTerms(MaskAnswers):
                [1, 0, 1],
                [1, 1, 1]])
         """
-        self._described("invert it")
+        self._extent("invert it")
         inverted = self._and("not", baked=(False,) * len(FLAGS), labels=Labels(), segment_based=False)
         return inverted
 
@@ -195,7 +211,7 @@ class MaskTerms(MaskAnswers):
         >>> info.apply_causal(offset=2).attention_mask[0, 0, 0].astype(int)
         array([1, 1, 1, 0, 0, 0])
         """
-        shape, _ = self._described("apply a causal term")
+        shape = self._extent("apply a causal term")
         return self._and(band(None, 0, per_row(offset, "offset", shape[0])), "and", flag="causal")
 
     def apply_sliding_window(
@@ -247,7 +263,7 @@ class MaskTerms(MaskAnswers):
         """
         left, right = window(sliding_window)
         one_of(mode, "mode", (None, "default", "decode", "prefill"))
-        (batch, _, queries, keys), _ = self._described("apply a sliding window")
+        batch, _, queries, keys = self._extent("apply a sliding window")
         shift = per_row(offset, "offset", batch)
         if index is None and mode == "decode":
             raise ValueError("index must be given with mode='decode', got None")
@@ -388,7 +404,7 @@ class MaskTerms(MaskAnswers):
             q_types = kv_types = integers(token_type_ids, "token_type_ids", layouts[0])
         one_of(combine, "combine", ("union", "intersect", "replace"))
         one_of(zero_policy, "zero_policy", ("q", "kv", "both", "none"))
-        (batch, _, queries, keys), _ = self._described("apply token types")
+        batch, _, queries, keys = self._extent("apply token types")
         for side, (types, length) in enumerate(((q_types, queries), (kv_types, keys))):
             if types.shape != (batch, length):
                 name = f"token_type_ids[{side}]" if isinstance(token_type_ids, tuple) else "token_type_ids"
@@ -405,7 +421,7 @@ class MaskTerms(MaskAnswers):
         if combine == "replace":
             changes |= {
                 "base": term,
-                "terms": (),
+                "terms": Terms(),
                 "extent": (batch, 1, queries, keys),
                 "segment_based": False,
             }
@@ -451,7 +467,7 @@ class MaskTerms(MaskAnswers):
         array([[1, 1, 1, 1, 0, 0],
                [1, 1, 1, 1, 1, 1]])
         """
-        (batch, _, queries, keys), _ = self._described("apply key lengths")
+        batch, _, queries, keys = self._extent("apply key lengths")
         lengths = per_row(kv_lengths, "kv_lengths", batch, 0)
         kept_queries = queries if q_len is None else integer(q_len, "q_len", 0)
         if kept_queries > queries:
@@ -519,11 +535,12 @@ class MaskTerms(MaskAnswers):
             return fill((1, 1, queries, keys), program, wanted, 1, 0).reshape(queries, keys)
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out must be an array, got {describe(out)}")
-        if out.shape != (queries, keys) or out.dtype != wanted:
+        target = np.asarray(out)
+        if target.shape != (queries, keys) or target.dtype != wanted:
             raise ValueError(
-                f"out must be an array of {wanted} of shape {(queries, keys)}, got {describe(out)}"
+                f"out must be an array of {wanted} of shape {(queries, keys)}, got {describe(target)}"
             )
-        fill((1, 1, queries, keys), program, wanted, 1, 0, out[None, None])
+        fill((1, 1, queries, keys), program, wanted, 1, 0, target[None, None])
         return out
 
     # Copies
