@@ -277,7 +277,7 @@ class Case:
             live = rng.random(self.shape_of(self.mask)) < 0.8
             live[..., live.shape[-2] // 3 : live.shape[-2] // 2, :] = False
             dtype = self.mask.split()[-1]
-            numbers = live * rng.choice([1, -3, 100], live.shape) if dtype != "bool" else live
+            numbers = live * rng.choice([1, 3, 100], live.shape) if dtype != "bool" else live
             return arrange(numbers.astype(dtype), ("contiguous", "fortran", "strided")[self.seed % 3])
 
         def segments(*shape):

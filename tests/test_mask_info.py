@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -428,10 +429,10 @@ def test_ids_of_any_integer_type(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_masks(dtype):
-    """Anything but zero is a token, NaN too."""
+    """Anything but zero is a token."""
     mask = np.array([[1, 3, 0], [1, 1, 1]]).astype(dtype)
     if mask.dtype.kind not in "biu":
-        mask[0, 1] = np.nan
+        mask[0, 1] = ml_dtypes.finfo(dtype).smallest_subnormal
     expected = np.array([[0, 0, -1], [0, 0, 0]], np.int32)
     for info in (
         MaskInfo.from_segments(mask, is_attn_mask=True),
@@ -485,6 +486,11 @@ def test_arrays_of_other_libraries():
     assert np.shares_memory(MaskInfo(Foreign(mask)).attention_mask, mask)
     assert MaskInfo.from_segments(ids.tolist()) == MaskInfo.from_segments(ids)
     assert MaskInfo(mask.tolist()) == MaskInfo(mask)
+    for info in (
+        MaskInfo.dynamic_init(input_ids=Foreign(ids)),
+        MaskInfo.dynamic_init(inputs_embeds=Foreign(mask[0])),
+    ):
+        assert info == MaskInfo.from_segments(np.zeros(info.shape[:2], int))
 
 
 def test_masks_that_broadcast():
@@ -734,6 +740,24 @@ def test_copies_are_read_only(program):
     assert tree == info, words
 
 
+@pytest.mark.parametrize(
+    "info",
+    [
+        MaskInfo(),
+        MaskInfo(cu_seqlens_q=[0, 2, 5]),
+        MaskInfo(q_segment_ids=[[0, 1]] * 3),
+        MaskInfo(kv_positions=[[0, 1]] * 2),
+        MaskInfo.from_segments([[0, 1]] * 3),
+    ],
+    ids=repr,
+)
+def test_copies_have_the_same_shape(info):
+    for made in (pickle.loads(pickle.dumps(info)), copy.deepcopy(info), copy.copy(info)):
+        assert made == info
+        assert (made.shape, made.batch_size) == (info.shape, info.batch_size)
+        assert repr(made) == repr(info)
+
+
 @given(program=programs())
 def test_arrays_are_read_only(program):
     info, _, words = program
@@ -767,6 +791,51 @@ def test_operators_keep_what_goes_along():
             labelled & wrong
 
 
+def test_random_seeds():
+    """Anything that NumPy takes, a subclass of arrays included, which its generator cannot deal with itself."""
+    seeds = [3, np.int64(3), np.random.SeedSequence(3), np.random.default_rng(3)]
+    masks = [MaskInfo.from_random(1, 9, seed=seed) for seed in seeds]
+    assert all(mask == masks[0] for mask in masks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        matrix = np.matrix([1, 2])
+    assert MaskInfo.from_random(1, 9, seed=matrix) == MaskInfo.from_random(1, 9, seed=np.array([[1, 2]]))
+
+
+def deepest(program) -> int:
+    """How many operands wait at once while a program is evaluated."""
+    waiting = [0]
+    for node in program:
+        waiting.append(waiting[-1] + (1 if isinstance(node, tuple) else 0 if node == "not" else -1))
+    return max(waiting)
+
+
+def test_many_terms_are_joined_in_as_many_steps():
+    """From either side, and by methods; and nothing about a long mask is recursive."""
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        left = right = chain = terms[0]
+        for number in range(1, count):
+            left, right = left & terms[number % 7], terms[number % 7] & right
+            chain = chain.apply_causal(number % 5)
+        assert left.density() == right.density() == terms[0].density()
+        assert chain.density() == terms[0].density()
+        return time.perf_counter() - begin
+
+    base = MaskInfo.from_segments([[0] * 16])
+    terms = [base.apply_causal(offset) for offset in range(7)]
+    seconds(10)
+    few, many = seconds(2000), seconds(16_000)
+    assert many < 8 * few * 2.5, (few, many)
+    twin = MaskInfo(base.apply_causal().attention_mask)
+    long = terms[0]
+    for _ in range(100_000):
+        long = long & terms[1]
+    assert long == twin
+    assert pickle.loads(pickle.dumps(terms[3] & terms[4])) == terms[3]
+
+
 def test_deep_and_long_programs():
     """The core lets 16 operands wait; nested deeper, a mask is written out on the way."""
     rng = np.random.default_rng(1)
@@ -777,7 +846,7 @@ def test_deep_and_long_programs():
         nested = info & nested if number % 3 else ~info | nested
         pairs = leaf & pairs if number % 3 else ~leaf | pairs
     np.testing.assert_array_equal(nested.attention_mask, pairs)
-    assert mask_program.depth(nested._state.program) <= mask_program.MAX_DEPTH
+    assert deepest(nested._state.program) == nested._state.terms.depth <= mask_program.MAX_DEPTH
 
     def tree(level: int, at: int):
         if level == 0:
@@ -1142,6 +1211,22 @@ IDS = np.zeros((2, 4), np.int32)
 INFO = MaskInfo.from_segments(IDS)
 MASK = MaskInfo(np.ones((2, 3, 4, 4), bool))
 BAD = [
+    (TypeError, "the other operand must be a MaskInfo, got bool array", lambda: INFO & (IDS == 0)),
+    (TypeError, "the other operand must be a MaskInfo, got int32 array", lambda: INFO | IDS),
+    (TypeError, "the other operand must be a MaskInfo, got int32 array", lambda: IDS & INFO),
+    (TypeError, "the other operand must be a MaskInfo, got int32 array", lambda: IDS | INFO),
+    (TypeError, "unsupported operand", lambda: INFO & 3),
+    (TypeError, "unsupported operand", lambda: 3 | INFO),
+    (TypeError, "max_kv_len must be an integer, got int32 array",
+     lambda: MaskInfo.from_cu_seqlens([0, 2], max_q_len=2, max_kv_len=IDS)),
+    (TypeError, "aux_data must be a tuple as of tree_flatten, got None", lambda: MaskInfo.tree_unflatten(None, ())),
+    (ValueError, "aux_data must be of 13 entries as of tree_flatten, got 0",
+     lambda: MaskInfo.tree_unflatten((), INFO.tree_flatten()[0])),
+    (ValueError, "children must be of 7 entries as of tree_flatten, got 1",
+     lambda: MaskInfo.tree_unflatten(INFO.tree_flatten()[1], (None,))),
+    (TypeError, r"dtype must be bool, an integer or a floating-point type, got '\\ud800'",
+     lambda: INFO.to_dtype("\ud800")),
+    (TypeError, "seed must be one that numpy.random.default_rng takes", lambda: MaskInfo.from_random(1, 2, seed="a")),
     (TypeError, "q_segment_ids must be integers, got float64", lambda: MaskInfo.from_segments(IDS * 1.0)),
     (TypeError, "q_segment_ids must be integers, got bool.*is_attn_mask", lambda: MaskInfo.from_segments(IDS == 0)),
     (TypeError, "kv_segment_ids must be integers", lambda: MaskInfo.from_segments(IDS, IDS * 1.0)),

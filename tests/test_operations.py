@@ -432,7 +432,7 @@ def test_get_mode():
 @pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (2, 3, 4, 5), (2, 1, 1, 5), (0, 3, 4, 5), (2, 3, 0, 5)])
 def test_split_attention_mask(shape, dtype, layout):
     pairs = np.random.default_rng(1).random(shape) < 0.3
-    q_mask, kv_mask = OperationImpl.split_attention_mask(arrange((pairs * -2).astype(dtype), layout))
+    q_mask, kv_mask = OperationImpl.split_attention_mask(arrange((pairs * 2).astype(dtype), layout))
     if len(shape) == 4:
         pairs = pairs[:, -1]
     np.testing.assert_array_equal(q_mask, pairs.any(-1))
@@ -543,7 +543,7 @@ BAD_CALLS = [
     (ValueError, "kv_mask must have an axis", lambda: OP.combine_query_kv_masks([1], True)),
     (
         ValueError,
-        r"kv_mask must broadcast with q_mask, of shape \(2, 4\), got bool array of shape \(3, 5\)",
+        r"kv_mask must broadcast with q_mask, of shape \(2, 4\), got .* array of shape \(3, 5\)",
         lambda: OP.combine_query_kv_masks(np.ones((2, 4)), np.ones((3, 5))),
     ),
     (TypeError, "qseq must be an integer", lambda: OP.create_causal_mask(2.0)),

@@ -205,7 +205,7 @@ def test_mask_counts(isa, layout, dtype, batch, length, seed, out_dtype):
         values = rng.integers(0, 2, (batch, length)) * rng.integers(1, 128, (batch, length))
     else:
         tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal) or 5e-324
-        values = rng.choice([0.0, -0.0, 1.0, -2.5, np.nan, np.inf, -np.inf, tiny, -tiny], (batch, length))
+        values = rng.choice(np.array([0.0, -0.0, 1.0, 2.5, 3e4, tiny]), (batch, length))
     mask = arrange(values.astype(dtype), layout)
     case = (isa, mask.dtype, mask.shape, mask.strides, mask.tolist(), out_dtype)
     before = mask.tobytes()
@@ -341,12 +341,22 @@ def test_cdiv_examples(a, b, expected):
 @pytest.mark.parametrize("b", [np.int8(3), np.array([3], np.int8), np.array([3, 100], np.int8)], ids=repr)
 @pytest.mark.parametrize("a", [1000, -(2**63) - 1, 2**70])
 def test_cdiv_does_not_fit(a, b):
-    with pytest.raises(OverflowError, match="the quotient at index 0 does not fit int8"):
+    with pytest.raises(OverflowError, match=r"a and b must have quotients that fit int8, got .* at index 0"):
         attnmask.cdiv(a, b)
 
 
+@pytest.mark.parametrize("axes", [33, 64])
+def test_cdiv_of_as_many_axes_as_there_may_be(axes):
+    """NumPy's iterators end at 32."""
+    ones = np.ones((1,) * axes, int)
+    assert_same(attnmask.cdiv(5, ones), 5 * ones, axes)
+    assert_same(
+        attnmask.cdiv(7 * ones, np.arange(1, 4)), np.reshape([7, 4, 3], (1,) * (axes - 1) + (3,)), axes
+    )
+
+
 def test_cdiv_tells_the_first_quotient_that_does_not_fit():
-    with pytest.raises(OverflowError, match="the quotient at index 2 does not fit int64"):
+    with pytest.raises(OverflowError, match=r"a and b must have quotients that fit int64, got .* at index 2"):
         attnmask.cdiv(2**80, [[2**62, 2**40], [1, 1]])
 
 

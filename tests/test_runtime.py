@@ -18,9 +18,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import ISA_LEVELS, SANITIZED
+from numpy.lib.stride_tricks import as_strided
 
 import attnmask
 from attnmask import _core
+from attnmask.operations import OperationImpl, OperationRegistry
 
 CONFIG = attnmask.show_config(mode="dict")
 without_sanitizer = pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own time and memory")
@@ -135,6 +137,22 @@ def test_show_config(capsys):
     for shown in (config["version"], config["compiler"], config["isa"], *config["isa_available"]):
         assert shown in printed
     assert {line.partition(": ")[0].rstrip() for line in printed.splitlines()} == set(config)
+
+
+def test_show_config_has_two_modes():
+    for mode in ("print", None, np.array(["dict", "stdout"])):
+        with pytest.raises(ValueError, match="mode must be one of 'stdout', 'dict', got"):
+            attnmask.show_config(mode=mode)
+
+
+def test_text_that_is_no_utf8():
+    for call in (
+        lambda: attnmask.chunk_global_cumsum(np.ones((1, 2, 1)), output_dtype="\ud800"),
+        lambda: attnmask.prepare_cu_seqlens_from_mask([[1]], "\ud800"),
+        lambda: attnmask.segment_ids_to_mask([[0]], "\ud800"),
+    ):
+        with pytest.raises(TypeError, match="dtype must be"):
+            call()
 
 
 def test_use_isa(isa):
@@ -756,6 +774,11 @@ def long_calls() -> dict:
     sinks = {"softmax_aux": np.zeros(2**20), "grad_softmax_aux": True}
     numbers = np.arange(1, 14_001)
     one_row = attnmask.MaskInfo.from_attention_mask(np.broadcast_to(np.True_, (1, 1, 1, 2**40)))
+    ids = np.broadcast_to(np.int64(1), (1, 2**30))
+    segments = attnmask.MaskInfo.from_segments(np.zeros((1, 2**16), np.int32))
+    windows = as_strided(np.ones(2**20, np.float32), (2**16, 2**16), (4, 4))
+    row, heads = np.broadcast_to(ones, (1, 2**15, 1, 1)), np.broadcast_to(ones, (1, 2**15, 256, 64))
+    operation, vanilla = OperationImpl, OperationRegistry.create("vanilla")
     return {
         "one lane": lambda out: attnmask.chunk_local_cumsum(lane, 64, out=out.reshape(lane.shape)),
         "lanes": lambda out: attnmask.chunk_global_cumsum(lanes, out=out.reshape(lanes.shape)),
@@ -769,6 +792,14 @@ def long_calls() -> dict:
         "gradients of sinks": lambda out: attnmask.flash_attention_bwd(**few, **sinks),
         "division": lambda out: attnmask.cdiv(numbers[:, None], numbers[None]),
         "one long row of a mask": lambda out: one_row.density(),
+        "wide ids": lambda out: attnmask.MaskInfo.from_segments(ids),
+        "padding": lambda out: attnmask.MaskInfo.from_attention_mask(ids),
+        "lengths of segments": lambda out: attnmask.MaskInfo.from_segments(ids[:, : 2**29]).q_lens,
+        "a bias": lambda out: segments.create_bias(),
+        "whether a mask is additive": lambda out: attnmask.MaskInfo(windows[None]),
+        "heads repeated": lambda out: operation.repeat_kv_heads(heads, row, 4),
+        "pairs of tokens": lambda out: operation.combine_query_kv_masks(ids[:, : 2**15], ids[:, : 2**15]),
+        "attention in NumPy": lambda out: vanilla(row, row, row),
         "one long row of dropout": lambda out: attnmask.dropout_keep_mask(0, 0.5, (1, 1, 1, 2**31)),
     }
 
@@ -796,10 +827,13 @@ def test_a_signal_ends_a_long_call(name):
         raise Alarm
 
     call, out = long_calls()[name], np.zeros(2**30, np.float32)
-    begin = time.perf_counter()
-    with pytest.raises(Alarm), alarm(handler, 0.05):  # which may come before the call on a slow machine
-        call(out)
-    assert time.perf_counter() - begin < 0.05 + 0.5
+    late = []
+    while not late or (late[-1] > 0.1 and len(late) < 5):  # other processes may have been in the way
+        begin = time.perf_counter()
+        with pytest.raises(Alarm), alarm(handler, 0.05):  # which may come before the call on a slow machine
+            call(out)
+        late.append(time.perf_counter() - begin - 0.05)
+    assert late[-1] < (1 if SANITIZED else 0.1), late
     assert not out[:: 2**14].all()
     assert attnmask.chunk_global_cumsum(np.ones((1, 100_000, 4)))[0, -1].tolist() == [100_000.0] * 4
 
@@ -982,7 +1016,7 @@ def test_no_reference_is_lost():
     everything()
     gc.collect()  # other tests' garbage holds types too
     references = [sys.getrefcount(value) for value in watched]
-    while not grown or (grown[-1] >= rounds // 2 and len(grown) < 8):
+    while not grown or (grown[-1] >= rounds // 2 and len(grown) < 20):
         gc.collect()
         blocks = sys.getallocatedblocks()
         for _ in range(rounds):

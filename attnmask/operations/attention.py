@@ -8,9 +8,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from attnmask.arguments import as_array, describe, is_floating
 from attnmask.flash import dropout_keep_mask, flash_attention_fwd
-from attnmask.flash_arguments import read_problem
+from attnmask.flash_arguments import Problem, read_problem
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import fill
+from attnmask.mask_program import fill, room
 from attnmask.operations.base import OperationImpl, OperationOutput
 from attnmask.operations.registry import OperationRegistry
 
@@ -19,6 +19,7 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(flash_attention_fwd).parameters.items()
     if name != "out"
 }
+_PAIRS = 2**22  # that are computed at once in NumPy, which sees no signals meanwhile
 _MORE = _DEFAULTS.keys() - {"query", "key", "value", "attention_mask", "bias", "causal"}
 
 
@@ -133,11 +134,46 @@ def _weighted_sums(weights: NDArray[Any], values: NDArray[Any], live: NDArray[np
     if np.isfinite(values).all():
         sums = weights @ values
         return sums
-    sums = np.empty((*weights.shape[:3], values.shape[3]), values.dtype)
-    for row in np.ndindex(*sums.shape[:3]):
+    sums = np.empty((*weights.shape[:2], values.shape[2]), values.dtype)
+    for row in np.ndindex(*sums.shape[:2]):
         keys = live[row]
-        sums[row] = weights[row][keys] @ values[row[:2]][keys]
+        sums[row] = weights[row][keys] @ values[row[0]][keys]
     return sums
+
+
+def _attend(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    live: NDArray[np.bool_],
+    bias: NDArray[Any] | None,
+    kept: NDArray[np.bool_] | None,
+    problem: Problem,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The results, the weights and the logsumexp of some queries of one batch row, heads first."""
+    logits = q @ k.swapaxes(1, 2) * problem.scale
+    if bias is not None:
+        live = live & (bias != -np.inf)
+        logits += bias
+    if problem.cap:
+        logits = problem.cap * np.tanh(logits / problem.cap)
+    logits = np.where(live, logits, -np.inf)
+
+    sinks = np.zeros((len(q), 0)) if problem.sinks is None else problem.sinks
+    sinks = sinks.astype(q.dtype)[:, None]
+    top = np.maximum(
+        logits.max(axis=2, keepdims=True, initial=-np.inf),
+        sinks.max(axis=2, keepdims=True, initial=-np.inf),
+    )
+    top = np.where(top == -np.inf, 0, top)
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=2, keepdims=True) + np.exp(sinks - top).sum(axis=2, keepdims=True)
+    lse = (top + np.log(total))[..., 0]
+    if problem.normalize:
+        weights /= np.where(total == 0, 1, total)
+    if kept is not None:
+        weights = np.where(kept, weights / (1 - problem.dropout), 0)
+    return _weighted_sums(weights, v, live), weights, lse
 
 
 @OperationRegistry.register
@@ -182,34 +218,28 @@ class VanillaAttention(_Attention):
         dtype = problem.query.dtype
         lse_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         wide = np.result_type(lse_dtype, arguments["logits_dtype"] or lse_dtype)
+        out = room((batch, heads, queries, problem.value.shape[3]), dtype, "query and value")
+        weights = room(shape, dtype, "query and key")
+        lse = room(shape[:3], lse_dtype, "query")
         live = fill(shape, problem.nodes, np.dtype(bool), True, False)
+        kept = dropout_keep_mask(problem.seed, problem.dropout, shape) if problem.dropout else None
+        rows = max(1, _PAIRS // max(1, heads * keys))
         with np.errstate(all="ignore"):
             shared = self.repeat_kv_heads(problem.key, problem.value, heads // max(kv_heads, 1))
-            q, k, v = (array.astype(wide).swapaxes(1, 2) for array in (problem.query, *shared))
-            logits = q @ k.swapaxes(2, 3) * problem.scale
-            if problem.bias is not None:
-                offsets = problem.bias.astype(wide)
-                live &= offsets != -np.inf
-                logits += offsets
-            if problem.cap:
-                logits = problem.cap * np.tanh(logits / problem.cap)
-            logits = np.where(live, logits, -np.inf)
-
-            sinks = np.zeros((heads, 0)) if problem.sinks is None else problem.sinks
-            sinks = sinks.astype(wide)[:, None]
-            top = np.maximum(
-                logits.max(axis=3, keepdims=True, initial=-np.inf),
-                sinks.max(axis=2, keepdims=True, initial=-np.inf),
-            )
-            top = np.where(top == -np.inf, 0, top)
-            weights = np.exp(logits - top)
-            total = weights.sum(axis=3, keepdims=True) + np.exp(sinks - top).sum(axis=3, keepdims=True)
-            lse = (top + np.log(total))[..., 0]
-            if problem.normalize:
-                weights /= np.where(total == 0, 1, total)
-            if problem.dropout:
-                kept = dropout_keep_mask(problem.seed, problem.dropout, shape)
-                weights = np.where(kept, weights / (1 - problem.dropout), 0)
-            out = _weighted_sums(weights, v, live).swapaxes(1, 2)
-            results = out.astype(dtype, order="C"), weights.astype(dtype), lse.astype(lse_dtype)
+            q, k, v = (array.swapaxes(1, 2) for array in (problem.query, *shared))
+            bias = None if problem.bias is None else np.broadcast_to(problem.bias, shape)
+            for row in range(batch):
+                row_k, row_v = k[row].astype(wide), v[row].astype(wide)
+                for begin in range(0, queries, rows):
+                    part = np.s_[row, :, begin : begin + rows]
+                    out[part], weights[part], lse[part] = _attend(
+                        q[part].astype(wide),
+                        row_k,
+                        row_v,
+                        live[part],
+                        None if bias is None else bias[part].astype(wide),
+                        None if kept is None else kept[part],
+                        problem,
+                    )
+        results = np.ascontiguousarray(out.swapaxes(1, 2)), weights, lse
         return OperationOutput(*(result if batched else result[0] for result in results))

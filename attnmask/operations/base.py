@@ -12,7 +12,7 @@ from attnmask import _core
 from attnmask.arguments import as_array, bfloat16, describe, flag, integer, is_floating, mask_array, real
 from attnmask.flash_arguments import dropout_of
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import band, fill, room
+from attnmask.mask_program import band, dense, fill, room, slabs
 from attnmask.mask_sharding import AxisName, axis_name, check_axes, mesh_sizes, partition, spec_of
 
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
@@ -123,7 +123,10 @@ def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[
     before, (count, *after) = array.shape[:axis], array.shape[axis:]
     result = room((*before, count * times, *after), array.dtype, name)
     if result.size:
-        result.reshape(*before, count, times, *after)[...] = np.expand_dims(array, axis + 1)
+        shape = (*before, count, times, *after)
+        target, source = result.reshape(shape), np.broadcast_to(np.expand_dims(array, axis + 1), shape)
+        for part in slabs(shape):
+            target[part] = source[part]
     return result
 
 
@@ -360,12 +363,12 @@ class OperationImpl(ABC):
                 raise ValueError(f"attn_mask must have a head, got a MaskInfo of shape {shape}")
             q_live, k_live = _core.mask_any(shape, program)
             return q_live[:, -1].copy(), k_live[:, -1].copy()
-        pairs = mask_array(attn_mask, "attn_mask", ("[Q, K]", "[B, Q, K]", "[B, H, Q, K]")) != 0
-        if pairs.ndim == 4:
-            if pairs.shape[1] == 0:
-                raise ValueError(f"attn_mask must have a head, got {describe(pairs)}")
-            pairs = pairs[:, -1]
-        return pairs.any(axis=-1), pairs.any(axis=-2)
+        pairs = mask_array(attn_mask, "attn_mask", ("[Q, K]", "[B, Q, K]", "[B, H, Q, K]"))
+        if pairs.ndim == 4 and pairs.shape[1] == 0:
+            raise ValueError(f"attn_mask must have a head, got {describe(pairs)}")
+        last_head = pairs[:, -1:] if pairs.ndim == 4 else pairs[(None,) * (3 - pairs.ndim)][:, None]
+        q_live, k_live = (live[:, 0] for live in _core.mask_any(last_head.shape, (dense(last_head),)))
+        return (q_live[0], k_live[0]) if pairs.ndim == 2 else (q_live.copy(), k_live.copy())
 
     @staticmethod
     def combine_query_kv_masks(q_mask: ArrayLike, kv_mask: ArrayLike) -> NDArray[np.bool_]:
@@ -389,18 +392,21 @@ class OperationImpl(ABC):
         array([[[1, 1, 0],
                 [0, 0, 0]]])
         """
-        queries, keys = mask_array(q_mask, "q_mask") != 0, mask_array(kv_mask, "kv_mask") != 0
+        queries, keys = mask_array(q_mask, "q_mask"), mask_array(kv_mask, "kv_mask")
         for name, tokens in (("q_mask", queries), ("kv_mask", keys)):
             if tokens.ndim == 0:
                 raise ValueError(f"{name} must have an axis of tokens, got {describe(tokens)}")
         q_pairs = queries[..., None] if queries.ndim <= 2 else queries
         k_pairs = keys[..., None, :] if keys.ndim <= 2 else keys
         try:
-            pairs: NDArray[np.bool_] = q_pairs & k_pairs
+            q_pairs, k_pairs = np.broadcast_arrays(q_pairs, k_pairs)
         except ValueError:
             raise ValueError(
                 f"kv_mask must broadcast with q_mask, of shape {queries.shape}, got {describe(keys)}"
             ) from None
+        pairs = room(q_pairs.shape, np.bool_, "q_mask and kv_mask")
+        for part in slabs(pairs.shape):
+            np.logical_and(q_pairs[part] != 0, k_pairs[part] != 0, out=pairs[part])
         return pairs
 
     @staticmethod

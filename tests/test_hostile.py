@@ -1,0 +1,244 @@
+"""Objects that change, or lie about themselves, while a function looks at them; and sizes that no machine has."""
+
+import contextlib
+import time
+import warnings
+
+import numpy as np
+import pytest
+from conftest import SANITIZED
+from numpy.lib.stride_tricks import as_strided
+
+import attnmask
+from attnmask import MaskInfo
+from attnmask.operations import OperationImpl, OperationRegistry
+
+F32 = np.float32
+
+
+class Restless(np.ndarray):
+    """Takes another shape, and says so, whenever NumPy asks it or anybody looks at it."""
+
+    asked = 0
+
+    def __array_function__(self, function, types, args, kwargs):
+        type(self).asked += 1
+        np.ndarray.shape.__set__(self, (self.size,))
+        return False
+
+    def __array_ufunc__(self, *args, **kwargs):
+        type(self).asked += 1
+        return NotImplemented
+
+    def __array_finalize__(self, parent):
+        type(self).asked += 1
+
+    def __array__(self, *args, **kwargs):
+        type(self).asked += 1
+        return np.zeros(3)
+
+    def _lie(self, *args):
+        type(self).asked += 1
+        raise AttributeError("no such thing")
+
+    shape = dtype = strides = ndim = size = flags = property(_lie)
+    __getitem__ = __len__ = view = reshape = astype = copy = _lie
+
+
+def restless(array: np.ndarray) -> np.ndarray:
+    """A view of the array by the class above."""
+    lying = np.ndarray.view(array, Restless)
+    Restless.asked = 0
+    return lying
+
+
+def between(shape, dtype, offset: int) -> np.ndarray:
+    """Every other element of memory: two of these share none of it, but for NumPy to find that out it has to count."""
+    memory = BETWEEN.setdefault((shape, dtype), np.zeros((*shape[:-1], 2 * shape[-1]), dtype))
+    return memory[..., offset::2]
+
+
+BETWEEN = {}
+SHAPE = (1, 6, 2, 8)
+PAIRS = (1, 2, 6, 6)
+
+
+def calls() -> dict:
+    """Functions with an input and an `out` that interleave; the first takes both."""
+    ids = np.zeros((1, 6), np.int32)
+    ids[0] = [0, 0, 0, 1, 1, -1]
+    return {
+        "chunk_local_cumsum": (SHAPE, F32, lambda x, out: attnmask.chunk_local_cumsum(x, 2, out=out)),
+        "chunk_global_cumsum": (SHAPE, F32, lambda x, out: attnmask.chunk_global_cumsum(x, out=out)),
+        "flash_attention": (SHAPE, F32, lambda x, out: attnmask.flash_attention(x, x, x, out=out)),
+        "packed flash_attention": (
+            SHAPE[1:],
+            F32,
+            lambda x, out: attnmask.flash_attention(x, x, x, cum_seqlens_q=[0, 2, 6], out=out),
+        ),
+        "attention_mask": (
+            PAIRS,
+            F32,
+            lambda x, out: MaskInfo(x).get_or_compute_attention_mask(np.float32, out=out),
+        ),
+        "create_bias": (PAIRS, F32, lambda x, out: MaskInfo(x).create_bias(out=out)),
+        "dropout_keep_mask": (
+            PAIRS,
+            np.bool_,
+            lambda x, out: attnmask.dropout_keep_mask(1, 0.5, PAIRS, out=out),
+        ),
+        "segment_ids_to_mask": (
+            (1, 1, 6, 6),
+            np.int32,
+            lambda x, out: attnmask.segment_ids_to_mask(ids, np.int32, out=out),
+        ),
+        "segment_ids_to_qkv_masks": (
+            (1, 1, 6, 6),
+            np.int32,
+            lambda x, out: attnmask.segment_ids_to_qkv_masks(ids, dtype=np.int32, out=out)[2],
+        ),
+        "cu_seqlens_to_mask": (
+            (1, 6),
+            np.bool_,
+            lambda x, out: attnmask.cu_seqlens_to_mask([2, 5], 6, out=out),
+        ),
+        "qkv_cu_seqlens_to_attention_mask": (
+            (1, 1, 6, 6),
+            np.bool_,
+            lambda x, out: attnmask.qkv_cu_seqlens_to_attention_mask([2, 5], max_q_len=6, out=out),
+        ),
+        "create_chunked_attention_mask": (
+            (6, 6),
+            np.bool_,
+            lambda x, out: MaskInfo.create_chunked_attention_mask(2, 6, out=out),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_a_subclass_is_asked_nothing(name):
+    """Geometry is read once, of a view of the base class: what a subclass says of itself, and does, changes nothing."""
+    shape, dtype, call = calls()[name]
+    source, out = between(shape, dtype, 0), between(shape, dtype, 1)
+    source[...] = np.random.default_rng(0).random(shape) > 0.4
+    expected = np.array(call(source.copy(), np.zeros(shape, dtype)))
+    out[...] = 0
+    lying = restless(out)
+    returned = call(restless(source), lying)
+    assert Restless.asked <= 1  # the view that the test makes of the second one
+    assert returned is lying
+    np.testing.assert_array_equal(out, expected)
+    if "flash" not in name:
+        assert expected.any()
+
+
+@pytest.mark.parametrize("name", ["chunk_global_cumsum", "flash_attention", "attention_mask"])
+def test_a_subclass_cannot_deny_that_memory_is_shared(name):
+    shape, dtype, call = calls()[name]
+    memory = np.zeros((*shape[:-1], shape[-1] + 1), dtype)
+    for source, out in ((memory[..., :-1], memory[..., 1:]), (memory[..., :-1], memory[..., :-1])):
+        with pytest.raises(ValueError, match="out must share no memory with"):
+            call(restless(source), restless(out))
+    assert not memory.any()
+
+
+def test_an_argument_that_changes_another_one():
+    """Whatever an object's `__array__` does to an array that came before it: an error or a result, and no crash."""
+
+    class Meddler:
+        def __init__(self, other, shape):
+            self.other, self.shape = other, shape
+
+        def __array__(self, *args, **kwargs):
+            np.ndarray.shape.__set__(self.other, self.shape)
+            return np.ones((1, 64, 2, 8), F32)
+
+    for shape in ((1024,), (2, 32, 16), (64, 1, 1, 16), (1, 1, 1, 1024)):
+        for function in (
+            lambda other, meddler: attnmask.flash_attention(other, meddler, meddler),
+            lambda other, meddler: attnmask.flash_attention(meddler, other, meddler),
+            lambda other, meddler: attnmask.flash_attention(meddler, meddler, meddler, out=other),
+            lambda other, meddler: attnmask.flash_attention(meddler, meddler, meddler, bias=other),
+            lambda other, meddler: attnmask.merge_attention_states([other, meddler], [other, meddler]),
+            lambda other, meddler: attnmask.chunk_global_cumsum(meddler, out=other),
+            lambda other, meddler: attnmask.flash_attention_bwd(
+                other, meddler, meddler, meddler, meddler, np.zeros((1, 2, 64), F32)
+            ),
+        ):
+            other = np.ones((1, 64, 2, 8), F32)
+            with warnings.catch_warnings():  # newer NumPy deprecates setting a shape
+                warnings.simplefilter("ignore", DeprecationWarning)
+                with contextlib.suppress(ValueError, TypeError):
+                    function(other, Meddler(other, shape))
+
+
+# Sizes
+
+WIDE = 2**33
+
+
+def huge(dtype, *shape) -> np.ndarray:
+    return as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: MaskInfo.from_segments(huge("i8", 1, WIDE)),
+        lambda: MaskInfo.from_segments(huge("u8", 1, 2**40)),
+        lambda: MaskInfo(q_segment_ids=huge("i8", 1, WIDE)),
+        lambda: MaskInfo(q_positions=huge("i8", 1, WIDE)),
+        lambda: MaskInfo.from_attention_mask(huge("f4", 1, 2**40)),
+        lambda: MaskInfo.from_segments(huge("?", 1, 2**40), is_attn_mask=True),
+        lambda: MaskInfo.from_cu_seqlens(huge("i8", WIDE), packed=True),
+        lambda: MaskInfo.dynamic_init(input_ids=huge("i4", 1, 2**40)),
+        lambda: MaskInfo.dynamic_init(attention_mask=huge("i4", 1, 2**40)),
+        lambda: MaskInfo.from_segments([[0] * 4]).apply_token_type_ids(huge("i8", 1, WIDE)),
+        lambda: attnmask.merge_attention_states(huge("f4", 2**31, 1, 1, 1, 1), huge("f4", 2**31, 1, 1, 1)),
+        lambda: attnmask.merge_attention_states_vjp(
+            huge("f4", 2**31, 1, 1, 1, 0), huge("f4", 2**31, 1, 1, 1)
+        ),
+        lambda: attnmask.flash_attention(*[huge("f4", 1, 4, 4, 8)] * 3, softmax_aux=huge("f4", 2**59)),
+        lambda: OperationImpl.repeat_kv_heads(huge("f4", 1, 1, 2**31, 1), huge("f4", 1, 1, 1, 1), 2**10),
+        lambda: OperationImpl.combine_query_kv_masks(huge("?", 2**20), huge("?", 2**20)),
+        lambda: OperationRegistry.create("vanilla")(*[huge("f4", 1, 2**20, 1, 1)] * 3),
+    ],
+)
+def test_what_fits_no_memory_is_refused_at_once(call):
+    begin = time.perf_counter()
+    with pytest.raises(MemoryError):
+        call()
+    assert time.perf_counter() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states(*STACKS)),
+        (ValueError, r"outs must be \[N, B, T, H, D\]", lambda: attnmask.merge_attention_states_vjp(*STACKS)),
+        (
+            TypeError,
+            "max_kv_len must be an integer, got int8 array",
+            lambda: MaskInfo.from_cu_seqlens([0, 2], max_q_len=2, max_kv_len=huge("i1", 2**32)),
+        ),
+        (
+            ValueError,
+            r"attention_mask must broadcast to \[B, H, Tq, Tk\]",
+            lambda: attnmask.flash_attention(*[np.zeros((1, 2, 1, 4))] * 3, huge("f4", 2**40, 3)),
+        ),
+        (
+            ValueError,
+            r"q_segment_ids must be \[B, Q\]",
+            lambda: MaskInfo.from_segments(huge("i8", WIDE)),
+        ),
+    ],
+)
+def test_a_wrong_shape_of_any_size_is_refused_at_once(error, match, call):
+    begin = time.perf_counter()
+    with pytest.raises(error, match=match):
+        call()
+    assert time.perf_counter() - begin < 1
+
+
+STACKS = huge("f4", 2**31), huge("f4", 2**31)
