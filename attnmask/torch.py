@@ -12,9 +12,11 @@ except ImportError as _missing:
 
 from attnmask import flash
 from attnmask.arguments import describe, flag
-from attnmask.flash_gradient import flash_attention_vjp
+from attnmask.flash_gradient import flash_attention_bwd
 
 __all__ = ["flash_attention"]
+
+_LEARNED = ("query", "key", "value", "bias", "softmax_aux")
 
 
 def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
@@ -25,34 +27,26 @@ def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """Tensors of which there are gradients, and all other arguments."""
+    """Arguments of which there are gradients, and all others."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, more: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = query, key, value, bias, softmax_aux
-        tensors = [x for x in (*inputs, *more.values()) if isinstance(x, torch.Tensor)]
-        query, key, value, bias, softmax_aux = (_detached(x) for x in inputs)
-        (out, lse), ctx.vjp = flash_attention_vjp(
-            query,
-            key,
-            value,
-            bias=bias,
-            softmax_aux=softmax_aux,
-            return_lse=True,
-            grad_bias=ctx.needs_input_grad[3],
-            grad_softmax_aux=ctx.needs_input_grad[4],
-            **more,
+        arguments = dict(zip(_LEARNED, (query, key, value, bias, softmax_aux), strict=True)) | more
+        out, lse = map(
+            _to_tensor, flash.flash_attention_fwd(**{name: _detached(x) for name, x in arguments.items()})
         )
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+        ctx.names = tuple(tensors)
+        ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
+        ctx.save_for_backward(*tensors.values(), out, lse)
         ctx.set_materialize_grads(False)
-        results = _to_tensor(out), _to_tensor(lse)
-        ctx.save_for_backward(*tensors, *results)
-        return results
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: "torch.Tensor | None", dlse: "torch.Tensor | None") -> tuple[Any, ...]:
@@ -60,8 +54,17 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
             raise RuntimeError(
                 "attnmask.torch.flash_attention has no second derivative: create_graph must be False"
             )
-        out = ctx.saved_tensors[-2]  # asking for them is what finds tensors that were changed meanwhile
-        grads = ctx.vjp(torch.zeros_like(out) if dout is None else dout, dlse)
+        *tensors, out, lse = map(_detached, ctx.saved_tensors)
+        grads: tuple[Any, ...] = flash_attention_bwd(
+            torch.zeros_like(out) if dout is None else _detached(dout),
+            out=out,
+            lse=lse,
+            dlse=_detached(dlse),
+            grad_bias=ctx.needs_input_grad[3],
+            grad_softmax_aux=ctx.needs_input_grad[4],
+            **dict(zip(ctx.names, tensors, strict=True)),
+            **ctx.others,
+        )
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return *(_to_tensor(grad) if needed else None for grad, needed in wanted), None
 
@@ -119,7 +122,7 @@ def flash_attention(
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         out, lse = _FlashAttention.apply(*inputs, more)  # type: ignore[no-untyped-call, unused-ignore]
         return (out, lse) if with_lse else out
-    query, key, value, bias, softmax_aux = (_detached(x) for x in inputs)
+    query, key, value, bias, softmax_aux = map(_detached, inputs)
     result = flash.flash_attention(
         query, key, value, bias=bias, softmax_aux=softmax_aux, return_lse=with_lse, **more
     )

@@ -1,6 +1,8 @@
 """attnmask.torch, and tensors where arrays are expected."""
 
+import gc
 import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -147,3 +149,101 @@ def test_refusals(torch, inputs):
         doubled += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+# What is kept for the gradient
+
+
+@pytest.fixture
+def kept(torch, inputs):
+    """Arguments that are tensors, of all kinds."""
+    names = ("query", "key", "value", "bias", "softmax_aux")
+    return dict(zip(names, inputs, strict=True)) | {
+        "attention_mask": torch.rand(2, 1, 5, 6) < 0.8,
+        "q_segment_ids": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], dtype=torch.int32),
+        "kv_segment_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1]], dtype=torch.int32),
+        "causal_offset": torch.tensor([1, 2]),
+    }
+
+
+def learned(arguments):
+    return [x for x in arguments.values() if x.requires_grad]
+
+
+KEPT = (
+    *("query", "key", "value", "bias", "softmax_aux", "attention_mask", "q_segment_ids", "kv_segment_ids"),
+    *("causal_offset", "out", "lse"),
+)
+
+
+@pytest.mark.parametrize("changed", [None, *KEPT])
+def test_saved_tensors_hooks(torch, kept, changed):
+    """All tensors go through the hooks, and the gradient is that of what comes back."""
+    out, lse = attnmask.torch.flash_attention(**kept, causal=True, return_lse=True)
+    right = {name: x.detach() for name, x in (kept | {"out": out, "lse": lse}).items()}
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.detach().clone())
+        return len(packed) - 1
+
+    def other(x):
+        if x.dtype == torch.bool:
+            return ~x
+        return x + 1 if x.dtype.is_floating_point else x.flip(-1)
+
+    def unpack(number):
+        (name,) = (name for name, x in right.items() if packed[number].equal(x))
+        return other(packed[number]) if name == changed else packed[number].clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out, lse = attnmask.torch.flash_attention(**kept, causal=True, return_lse=True)
+    assert len(packed) == len(right)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), learned(kept), (dout, dlse))
+    arguments = right if changed is None else right | {changed: other(right[changed])}
+    expected = attnmask.flash_attention_bwd(
+        dout, **arguments, causal=True, grad_bias=True, grad_softmax_aux=True, dlse=dlse
+    )
+    for one, another in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one.numpy(), another)
+
+
+def test_packed_away_is_freed(torch, kept):
+    """Nothing but what the hooks return stays in memory."""
+    arrays = {name: x.detach().numpy().copy() for name, x in kept.items() if name != "bias"}
+    alive = [weakref.ref(array) for array in arrays.values()]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        out = attnmask.torch.flash_attention(
+            **{name: torch.from_numpy(arrays.pop(name)) for name in list(arrays)}, bias=kept["bias"]
+        )
+    gc.collect()
+    assert all(ref() is None for ref in alive)
+    out.sum().backward()
+    assert kept["bias"].grad.count_nonzero()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints(torch, kept, use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    calls = []
+
+    def function(*tensors):
+        calls.append(tensors)
+        return attnmask.torch.flash_attention(**dict(zip(kept, tensors, strict=True)), causal=True).sin()
+
+    right = torch.autograd.grad(function(*kept.values()).sum(), learned(kept))
+    checkpoint(function, *kept.values(), use_reentrant=use_reentrant).sum().backward()
+    assert len(calls) == 3
+    for x, grad in zip(learned(kept), right, strict=True):
+        assert torch.equal(x.grad, grad)
+
+
+def test_a_gradient_that_wants_one(torch, inputs):
+    query, key, value, *_ = inputs
+    out = attnmask.torch.flash_attention(query, key, value)
+    dout = torch.ones_like(out, requires_grad=True)
+    (got,) = torch.autograd.grad(out, query, dout, retain_graph=True)
+    (right,) = torch.autograd.grad(out, query, dout.detach())
+    assert torch.equal(got, right)
