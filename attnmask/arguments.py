@@ -127,9 +127,12 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
         raise TypeError(
             f"{name} must be a tensor that needs no gradient, got one that does: detach() it, or use attnmask.torch"
         )
-    if str(tensor.dtype) != "torch.bfloat16":
-        return np.asarray(tensor)
-    return np.asarray(tensor.view(sys.modules["torch"].int16)).view(bfloat16(name))
+    try:
+        if str(tensor.dtype) != "torch.bfloat16":
+            return np.asarray(tensor)
+        return np.asarray(tensor.view(sys.modules["torch"].int16)).view(bfloat16(name))
+    except (RuntimeError, TypeError) as error:  # of a sparse one, or of a subclass that only wraps others
+        raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}") from error
 
 
 def bfloat16(name: str) -> np.dtype[Any]:

@@ -1,5 +1,6 @@
 """`flash_attention` for PyTorch: tensors in and out, and gradients by the package's own backward pass."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,9 @@ from numpy.typing import NDArray
 
 try:
     import torch  # type: ignore[import-not-found, unused-ignore]
+    from torch._guards import active_fake_mode  # type: ignore[import-not-found, unused-ignore]
+    from torch.autograd import forward_ad  # type: ignore[import-not-found, unused-ignore]
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # type: ignore[import-not-found, unused-ignore]
 except ImportError as _missing:
     raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from _missing
 
@@ -17,6 +21,7 @@ from attnmask.flash_gradient import flash_attention_bwd
 __all__ = ["flash_attention"]
 
 _LEARNED = ("query", "key", "value", "bias", "softmax_aux")
+_EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
 
 
 def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
@@ -28,6 +33,34 @@ def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _is_traced() -> bool:
+    """Whether PyTorch makes a graph of the operators that it sees, or has tensors without numbers."""
+    if torch._C._is_tracing():
+        return True
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_EARLY)
+    return bool(modes) and (get_proxy_mode() is not None or active_fake_mode() is not None)
+
+
+def _check_recorded(names: Iterable[str], tensors: Iterable[Any]) -> None:
+    """PyTorch sees nothing of what happens in the core: where it has to, results would be wrong without an error."""
+    if _is_traced():
+        raise RuntimeError(
+            "attnmask.torch.flash_attention cannot be traced (by make_fx, torch.jit.trace or torch.export, say): "
+            "the graph would hold its result as a constant"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "attnmask.torch.flash_attention cannot be transformed (by grad, jvp, vmap or functionalize of torch.func)"
+        )
+    # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        for name, x in zip(names, tensors, strict=True):
+            if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call, unused-ignore]
+                raise RuntimeError(
+                    f"attnmask.torch.flash_attention has no forward-mode derivative: {name} must have no tangent"
+                )
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
@@ -54,6 +87,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
             raise RuntimeError(
                 "attnmask.torch.flash_attention has no second derivative: create_graph must be False"
             )
+        _check_recorded(("dout", "dlse"), (dout, dlse))
         *tensors, out, lse = map(_detached, ctx.saved_tensors)
         grads: tuple[Any, ...] = flash_attention_bwd(
             torch.zeros_like(out) if dout is None else _detached(dout),
@@ -83,7 +117,8 @@ def flash_attention(
     """`attnmask.flash_attention` of tensors on the CPU, which share their memory with the package.
 
     There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, and with `return_lse` through the logsumexp,
-    too; gradients of gradients there are not.
+    too; gradients of gradients there are not. Tracers, forward-mode differentiation and
+    ``torch.func`` are refused.
 
     Parameters
     ----------
@@ -119,6 +154,7 @@ def flash_attention(
     with_lse = flag(return_lse, "return_lse")
     more = {"attention_mask": attention_mask} | {name: _detached(x) for name, x in more.items()}
     inputs = query, key, value, bias, softmax_aux
+    _check_recorded(_LEARNED, inputs)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         out, lse = _FlashAttention.apply(*inputs, more)  # type: ignore[no-untyped-call, unused-ignore]
         return (out, lse) if with_lse else out

@@ -151,6 +151,150 @@ def test_refusals(torch, inputs):
         out.sum().backward()
 
 
+# What PyTorch does to functions
+
+
+@pytest.fixture
+def query(torch):
+    return torch.randn(1, 4, 1, 8)
+
+
+def attend(query):
+    return attnmask.torch.flash_attention(query, query, query, causal=True)
+
+
+def traced_by_make_fx(torch, query, **more):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(attend, **more)(query)
+
+
+def traced_backward(torch, query):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    out = attend(query.requires_grad_())
+    return make_fx(lambda dout: torch.autograd.grad(out, query, dout))(torch.ones_like(out))
+
+
+def exported(torch, query):
+    class Module(torch.nn.Module):
+        def forward(self, query):
+            return attend(query)
+
+    return torch.export.export(Module(), (query,))
+
+
+def called_among_fakes(torch, query):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return attend(query)
+
+
+TRACES = {
+    "make_fx": traced_by_make_fx,
+    "make_fx of fakes": lambda torch, query: traced_by_make_fx(torch, query, tracing_mode="symbolic"),
+    "make_fx before dispatch": lambda torch, query: traced_by_make_fx(torch, query, pre_dispatch=True),
+    "backward": traced_backward,
+    "jit": lambda torch, query: torch.jit.trace(attend, query),
+    "linearize": lambda torch, query: torch.func.linearize(lambda x: attend(query) * x, query),
+    "export": exported,
+    "fake mode": called_among_fakes,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+def test_no_constant_in_a_graph(torch, query, trace):
+    """A graph would give the same result for all queries."""
+    with pytest.raises(RuntimeError, match=r"attnmask\.torch\.flash_attention cannot be traced"):
+        trace(torch, query)
+
+
+def test_modes_that_only_look_on(torch, query):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    right = attend(query)
+    with FlopCounterMode(display=False):
+        assert torch.equal(attend(query), right)
+
+
+def test_tensors_without_memory(torch, query):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for tensor in (FakeTensorMode().from_tensor(query), query.to_sparse()):
+        with pytest.raises(TypeError, match="key must be a tensor whose memory NumPy can read"):
+            attnmask.torch.flash_attention(query, tensor, query)
+
+
+TRANSFORMS = {
+    "grad": lambda torch, function, x: torch.func.grad(lambda x: function(x).sum())(x),
+    "vjp": lambda torch, function, x: torch.func.vjp(function, x),
+    "jvp": lambda torch, function, x: torch.func.jvp(function, (x,), (x,)),
+    "jacfwd": lambda torch, function, x: torch.func.jacfwd(function)(x),
+    "vmap": lambda torch, function, x: torch.func.vmap(function)(x[None]),
+    "functionalize": lambda torch, function, x: torch.func.functionalize(function)(x),
+}
+
+
+@pytest.mark.parametrize("name", ["query", "attention_mask", "bias", None])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(torch, query, transform, name):
+    """They are refused, of whichever argument, and if none is transformed, too."""
+    arguments = {"query": query, "key": query, "value": query}
+    x = query if name == "query" else torch.zeros(1, 1, 4, 4)
+    with pytest.raises(RuntimeError, match=r"attnmask\.torch\.flash_attention cannot be transformed"):
+        transform(
+            torch, lambda x: attnmask.torch.flash_attention(**arguments | ({name: x} if name else {})), x
+        )
+
+
+@pytest.mark.parametrize("wanting", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "softmax_aux"])
+def test_no_tangents(torch, inputs, name, wanting):
+    from torch.autograd import forward_ad
+
+    names = ("query", "key", "value", "bias", "softmax_aux")
+    arguments = {name: x.detach() for name, x in zip(names, inputs, strict=True)}
+    tangent = torch.ones_like(arguments[name])
+    with forward_ad.dual_level():
+        assert attnmask.torch.flash_attention(**arguments).shape == (2, 5, 2, 4)
+        arguments[name] = forward_ad.make_dual(arguments[name], tangent)
+        if wanting:
+            arguments = {name: x.requires_grad_() for name, x in arguments.items()}
+        with pytest.raises(RuntimeError, match=f"no forward-mode derivative: {name} must have no tangent"):
+            attnmask.torch.flash_attention(**arguments)
+
+
+def test_no_tangent_of_a_gradient(torch, inputs):
+    from torch.autograd import forward_ad
+
+    out = attnmask.torch.flash_attention(*inputs[:3])
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative: dout must have no tangent"):
+            out.backward(dout)
+
+
+def test_a_tangent_of_ones_own(torch, query):
+    """A function that brings its own forward mode may attend in it."""
+    from torch.autograd import forward_ad
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query):
+            return attend(query)
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * 2
+
+    with forward_ad.dual_level():
+        primal, tangent = forward_ad.unpack_dual(Attend.apply(forward_ad.make_dual(query, query)))
+        assert torch.equal(primal, attend(query))
+        assert torch.equal(tangent, query * 2)
+
+
 # What is kept for the gradient
 
 
