@@ -63,6 +63,13 @@ def _check_recorded(names: Iterable[str], tensors: Iterable[Any]) -> None:
                 )
 
 
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """In the type that PyTorch casts to for its own attention."""
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor
+
+
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     """Arguments of which there are gradients, and all others."""
 
@@ -117,8 +124,9 @@ def flash_attention(
     """`attnmask.flash_attention` of tensors on the CPU, which share their memory with the package.
 
     There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, and with `return_lse` through the logsumexp,
-    too; gradients of gradients there are not. Tracers, forward-mode differentiation and
-    ``torch.func`` are refused.
+    too; gradients of gradients there are not. Under ``torch.autocast`` `query`, `key` and `value` are cast as by
+    ``scaled_dot_product_attention``, and nothing else is. Tracers, forward-mode differentiation and ``torch.func`` are
+    refused.
 
     Parameters
     ----------
@@ -155,6 +163,8 @@ def flash_attention(
     more = {"attention_mask": attention_mask} | {name: _detached(x) for name, x in more.items()}
     inputs = query, key, value, bias, softmax_aux
     _check_recorded(_LEARNED, inputs)
+    if torch.is_autocast_enabled("cpu"):
+        inputs = *map(_autocast, (query, key, value)), bias, softmax_aux
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         out, lse = _FlashAttention.apply(*inputs, more)  # type: ignore[no-untyped-call, unused-ignore]
         return (out, lse) if with_lse else out

@@ -391,3 +391,49 @@ def test_a_gradient_that_wants_one(torch, inputs):
     (got,) = torch.autograd.grad(out, query, dout, retain_graph=True)
     (right,) = torch.autograd.grad(out, query, dout.detach())
     assert torch.equal(got, right)
+
+
+# Automatic casts
+
+
+@pytest.mark.parametrize("cache_enabled", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_autocast(torch, inputs, dtype, cache_enabled):
+    """Query, key and value are cast, nothing else is, and gradients are of the type of what they are of."""
+    dtype = getattr(torch, dtype)
+    query, key, value, bias, sinks = (x.detach().float() for x in inputs)
+    tensors = [x.requires_grad_() for x in (query.bfloat16(), key, value.half(), bias, sinks)]
+
+    def attend(query, key, value, bias, sinks):
+        return attnmask.torch.flash_attention(query, key, value, bias=bias, softmax_aux=sinks)
+
+    right = attend(*(x.to(dtype) for x in tensors[:3]), *tensors[3:])
+    with torch.autocast("cpu", dtype=dtype, cache_enabled=cache_enabled):
+        outs = [attend(*tensors) for _ in range(2)]
+        sdpa = torch.nn.functional.scaled_dot_product_attention(*(x[0, 0] for x in (query, key, key)))
+        with torch.no_grad():
+            assert torch.equal(attend(*tensors), right)
+    for out in outs:
+        assert out.dtype == sdpa.dtype == dtype
+        assert torch.equal(out, right)
+        for one, other, x in zip(
+            torch.autograd.grad(out.float().square().sum(), tensors),
+            torch.autograd.grad(right.float().square().sum(), tensors, retain_graph=True),
+            tensors,
+            strict=True,
+        ):
+            assert one.dtype == x.dtype
+            assert torch.equal(one, other)
+
+
+def test_no_autocast(torch, inputs):
+    """Neither of float64 nor where it is switched off."""
+    wide = inputs[:3]
+    narrow = [x.detach().float() for x in wide]
+    right = attnmask.torch.flash_attention(*wide)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attnmask.torch.flash_attention(*wide), right)
+        with torch.autocast("cpu", enabled=False):
+            assert attnmask.torch.flash_attention(*narrow).dtype == torch.float32
+            with pytest.raises(TypeError, match="key must be bfloat16 as query"):
+                attnmask.torch.flash_attention(narrow[0].bfloat16(), *narrow[1:])
