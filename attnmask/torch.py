@@ -90,6 +90,8 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
 
     @staticmethod
     def backward(ctx: Any, dout: "torch.Tensor | None", dlse: "torch.Tensor | None") -> tuple[Any, ...]:
+        if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
+            return torch.compiler.disable(_FlashAttention.backward)(ctx, dout, dlse)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "attnmask.torch.flash_attention has no second derivative: create_graph must be False"
@@ -125,8 +127,8 @@ def flash_attention(
 
     There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, and with `return_lse` through the logsumexp,
     too; gradients of gradients there are not. Under ``torch.autocast`` `query`, `key` and `value` are cast as by
-    ``scaled_dot_product_attention``, and nothing else is. Tracers, forward-mode differentiation and ``torch.func`` are
-    refused.
+    ``scaled_dot_product_attention``, and nothing else is. ``torch.compile`` leaves the call out of its graphs; tracers,
+    forward-mode differentiation and ``torch.func`` are refused.
 
     Parameters
     ----------
@@ -154,6 +156,13 @@ def flash_attention(
     >>> [round(x, 3) for x in value.grad.flatten().tolist()]
     [1.833, 0.833, 0.333]
     """
+    if torch.compiler.is_dynamo_compiling():  # which cannot look into the core, and is imported by now
+        return torch.compiler.disable(flash_attention)(  # type: ignore[no-untyped-call, unused-ignore]
+            *(query, key, value, attention_mask, bias),
+            softmax_aux=softmax_aux,
+            return_lse=return_lse,
+            **more,
+        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {describe(tensor)}")

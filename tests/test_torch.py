@@ -1,6 +1,7 @@
 """attnmask.torch, and tensors where arrays are expected."""
 
 import gc
+import subprocess
 import sys
 import weakref
 
@@ -437,3 +438,79 @@ def test_no_autocast(torch, inputs):
             assert attnmask.torch.flash_attention(*narrow).dtype == torch.float32
             with pytest.raises(TypeError, match="key must be bfloat16 as query"):
                 attnmask.torch.flash_attention(narrow[0].bfloat16(), *narrow[1:])
+
+
+# torch.compile
+
+
+COMPILED_MASKS = {
+    "none": lambda torch: None,
+    "tensor": lambda torch: torch.rand(2, 1, 5, 6) < 0.8,
+    "MaskInfo": lambda torch: MaskInfo.from_random(2, 5, 6, 0.3, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of a tensor on the way; torch hides it, too late
+@pytest.mark.parametrize("mask", COMPILED_MASKS.values(), ids=COMPILED_MASKS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(torch, inputs, mask, backend):
+    """What is around the call is compiled, two graphs, and the call gives what it gives."""
+    mask = mask(torch)
+
+    def function(query, key, value, bias, sinks, mask):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attnmask.torch.flash_attention(
+                query * 2, key, value, mask, bias, softmax_aux=sinks, causal=True
+            )
+        return out * 3
+
+    graphs = []
+
+    def compiler(graph, examples):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, examples)
+
+    torch._dynamo.reset()
+    right = function(*inputs, mask)
+    compiled = torch.compile(function, backend=compiler)
+    for _ in range(2):
+        out = compiled(*inputs, mask)
+        assert torch.equal(out, right)
+        for one, other in zip(
+            torch.autograd.grad(out.sum(), inputs),
+            torch.autograd.grad(right.sum(), inputs, retain_graph=True),
+            strict=True,
+        ):
+            assert torch.equal(one, other)
+    assert len(graphs) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="eager", fullgraph=True)(*inputs, mask)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_gradients(torch, inputs):
+    mask = MaskInfo.from_random(2, 5, 6, 0.3, 1)
+
+    def loss(*tensors):
+        return (
+            attnmask.torch.flash_attention(*tensors[:3], mask, tensors[3], softmax_aux=tensors[4]).sin().sum()
+        )
+
+    right = torch.autograd.grad(loss(*inputs), inputs)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loss(*inputs).backward(), backend="eager")()
+    for x, grad in zip(inputs, right, strict=True):
+        assert torch.equal(x.grad, grad)
+
+
+def test_the_compiler_is_not_imported():
+    """Which takes seconds."""
+    pytest.importorskip("torch")
+    code = (
+        "import sys, torch, attnmask.torch\n"
+        "x = torch.zeros(1, 1, 1, 8, requires_grad=True)\n"
+        "attnmask.torch.flash_attention(x, x, x).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
