@@ -107,7 +107,8 @@ def flash_attention(
 
     Parameters
     ----------
-    query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv], or without B
+    query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
+        Or without B, with `cum_seqlens_q` or `cum_seqlens_k`.
     attention_mask : array or MaskInfo, optional
     bias, softmax_aux : array, optional
     return_lse : bool

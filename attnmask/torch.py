@@ -132,7 +132,8 @@ def flash_attention(
 
     Parameters
     ----------
-    query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv], or without B
+    query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
+        Or without B, with `cum_seqlens_q` or `cum_seqlens_k`.
     attention_mask : Tensor, array_like or MaskInfo, optional
     bias, softmax_aux : Tensor or array_like, optional
     return_lse : bool
