@@ -1,98 +1,316 @@
-"""A tour of the library, every number computed on the spot: ``python -m attnmask``."""
+"""What the library does, every number computed on the spot: ``python -m attnmask``."""
 
+import math
+import os
+import resource
+import shutil
+import sys
+import textwrap
+import time
 import timeit
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import attnmask
+from attnmask import MaskInfo
+
+TEXTS = ("the cat sat on it", "it ran", "we all saw")
+WORDS = " ".join(TEXTS).split()
+CU_SEQLENS = [0, *np.cumsum([len(text.split()) for text in TEXTS]).tolist()]
+ASCII = str.maketrans("█·│", "#.|")
 
 
-def line(name: str, cells: Iterable[object], cu_seqlens: list[int], width: int = 7) -> None:
-    """Print one cell a token, and a bar where a sequence begins."""
-    padded = [f"{cell!s:>{width}}" for cell in cells]
-    sequences = ["".join(padded[begin:end]) for begin, end in pairwise(cu_seqlens)]
-    print(f"  {name:14}{' │'.join(sequences)}")
+# Lines
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Measure the best of nine rounds."""
-    return 1e3 * min(timeit.repeat(call, number=1, repeat=9))
+def width() -> int:
+    return max(20, min(80, shutil.get_terminal_size().columns))
 
 
-def packed_sequences() -> None:
-    """Packed sequences: texts of any length laid end to end, the third one empty"""
-    words = [text.split() for text in ("the cat sat on the mat", "it purred", "", "nobody minded at all")]
-    cu_seqlens = [0, *np.cumsum([len(text) for text in words]).tolist()]
-    positions, chunk = attnmask.prepare_position_ids(cu_seqlens), 4
-    chunks = attnmask.prepare_chunk_indices(cu_seqlens, chunk)
-    labels = iter(f"{sequence}.{number}" for sequence, number in chunks)
-    line("tokens", (word for text in words for word in text), cu_seqlens)
-    line("positions", positions, cu_seqlens)
-    line("sequence ids", attnmask.prepare_sequence_ids(cu_seqlens), cu_seqlens)
-    line(f"chunks of {chunk}", (next(labels) if p % chunk == 0 else "·" for p in positions), cu_seqlens)
-    print(f"  cu_seqlens {cu_seqlens}, lengths {attnmask.prepare_lens(cu_seqlens).tolist()}, ", end="")
-    print(f"chunks begin at {attnmask.prepare_chunk_offsets(cu_seqlens, chunk).tolist()}")
+def put(line: str, end: str = "\n") -> None:
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        line = line.translate(ASCII)
+    print(line, end=end)
+
+
+def say(text: str) -> None:
+    """Print a paragraph, folded."""
+    put(textwrap.fill(text, width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+
+
+def heading(text: str) -> None:
+    bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    for line in textwrap.wrap(text, width(), subsequent_indent="   "):
+        put(f"\033[1m{line}\033[0m" if bold else line)
+
+
+def table(*rows: Sequence[str]) -> None:
+    """Print names at the left and numbers at the right, or below their names where a line is too short for both."""
+    names, *columns = ([len(cell) for cell in column] for column in zip(*rows, strict=True))
+    cells = [
+        "".join(f"  {cell:>{max(column)}}" for cell, column in zip(row[1:], columns, strict=True))
+        for row in rows
+    ]
+    fits = 2 + max(names) + len(cells[0]) <= width()
+    for (name, *_), numbers in zip(rows, cells, strict=True):
+        if fits:
+            put(f"  {name:{max(names)}}{numbers}")
+        else:
+            if name:
+                say(name)
+            put(f"    {numbers}")
+
+
+# Measures
+
+
+def numpy_attention(
+    query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], live: NDArray[np.bool_] | bool
+) -> NDArray[Any]:
+    """Softmax attention with all logits at once, worked on in place."""
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))  # [B, H, T, D]
+    logits = query / math.sqrt(query.shape[-1]) @ key.swapaxes(2, 3)
+    np.copyto(logits, -np.inf, where=np.logical_not(live))
+    logits -= logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits, out=logits)
+    result: NDArray[Any] = weights @ value / weights.sum(axis=-1, keepdims=True)
+    return result.swapaxes(1, 2)
+
+
+def best_ms(call: Callable[[], Any]) -> float:
+    return 1e3 * min(timeit.repeat(call, number=1, repeat=3))
+
+
+def memory(field: str) -> int:
+    """Bytes that this process holds (VmRSS) or has held at most (VmHWM): on Linux getrusage may tell its parent's."""
+    try:
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith(field))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# Sections: a docstring is a heading.
+
+
+def small_mask() -> MaskInfo:
+    return MaskInfo.from_cu_seqlens(CU_SEQLENS, packed=True).apply_causal().apply_sliding_window((2, 0))
+
+
+def mask() -> None:
+    """A mask says which word may attend to which: three texts, packed into one row"""
+    info = small_mask()
+    live = info.attention_mask[0, 0]
+    cell = max(1, min(4, (width() - 8) // len(WORDS)))
+    block = max(1, cell - 1)
+    put(" " * 8 + "".join(f"{word[:block]:{cell}}" for word in WORDS).rstrip())
+    for word, row in zip(WORDS, live, strict=True):
+        cells = "".join(f"{'█' * block if seen else '·':{cell}}" for seen in row)
+        put(f"  {word:6}{cells.rstrip()}")
+    np.testing.assert_equal(live.mean(), info.density())
+    say(f"mask = MaskInfo.from_cu_seqlens({CU_SEQLENS}, packed=True)")
+    say("mask = mask.apply_causal().apply_sliding_window((2, 0))")
+    say(
+        "█: the word at the left attends to the one above, of its own text, not ahead (causal), "
+        f"two back at most (window). Density: {info.density():.0%} of the pairs."
+    )
+
+
+def attention() -> None:
+    """Attention over such a mask, beside plain NumPy"""
+    tokens, heads = 4096, 4
+    query, key, value = np.random.default_rng(0).standard_normal((3, 1, tokens, heads, 64), np.float32)
+    info = MaskInfo.from_cu_seqlens([0, 1500, 1600, tokens], packed=True).apply_causal()
+    info = info.apply_sliding_window((255, 0))
+    live = info.attention_mask
+    calls: dict[str, Callable[[], NDArray[Any]]] = {
+        "attnmask": lambda: attnmask.flash_attention(query, key, value, info),
+        "NumPy": lambda: numpy_attention(query, key, value, live),
+    }
+    results, added = [], []
+    for call in calls.values():  # the lower peak first: it would not show after the higher one
+        before = memory("VmRSS")
+        results.append(call())
+        added.append(f"{(memory('VmHWM') - before) / 1e6:,.0f} MB")
+    difference = np.abs(results[0] - results[1]).max()
+    np.testing.assert_array_less(difference, 1e-5)
+    say(
+        f"{tokens:,} tokens in 3 documents, a window of 256, {heads} heads of 64 channels, float32. NumPy "
+        "computes all pairs; flash_attention skips what the mask leaves out."
+    )
+    table(
+        ("", "time", "memory"),
+        *(
+            (name, f"{best_ms(call):,.1f} ms", size)
+            for (name, call), size in zip(calls.items(), added, strict=True)
+        ),
+    )
+    say(
+        f"The results differ by {difference:.0e} at most. Memory is what the first call added to the process at its "
+        f"peak, with the result of {results[0].nbytes / 1e6:.0f} MB."
+    )
+
+
+def nan() -> None:
+    """NaN in one text does not reach the others"""
+    info, bad = small_mask(), slice(*CU_SEQLENS[1:3])
+    query, key, value = np.random.default_rng(0).standard_normal((3, 1, len(WORDS), 1, 8))
+    clean = attnmask.flash_attention(query, key, value, info)
+    key[:, bad] = value[:, bad] = np.nan
+    ours = attnmask.flash_attention(query, key, value, info)
+    with np.errstate(invalid="ignore"):
+        numpys = numpy_attention(query, key, value, info.attention_mask)
+    clean, ours, numpys = (np.delete(result, bad, axis=1) for result in (clean, ours, numpys))
+    np.testing.assert_array_equal(ours, clean)
+    lost = [f"{np.isnan(result).any(axis=(2, 3)).sum()} of {result.shape[1]}" for result in (ours, numpys)]
+    say(f'Keys and values of "{TEXTS[1]}" are now NaN. Other words whose result is NaN:')
+    say(f"attnmask  {lost[0]}, and none has changed at all")
+    say(f"NumPy     {lost[1]}, as a weight of zero times NaN is NaN")
+
+
+def gradients() -> None:
+    """Gradients: flash_attention_vjp beside finite differences, in float64"""
+    info, step, rng = small_mask(), 1e-5, np.random.default_rng(0)
+    inputs = dict(zip(("query", "key", "value"), rng.standard_normal((3, 1, len(WORDS), 2, 4)), strict=True))
+    out, vjp = attnmask.flash_attention_vjp(**inputs, attention_mask=info)
+    dout = rng.standard_normal(out.shape)
+    grads = vjp(dout)
+
+    def loss() -> float:
+        return float(np.vdot(attnmask.flash_attention(**inputs, attention_mask=info), dout))
+
+    say(f"One number of each gradient, both ways, and the largest gap among all {out.size}:")
+    rows: list[tuple[str, ...]] = [("", "vjp", "differences", "gap")]
+    for name, array in inputs.items():
+        exact, numeric = getattr(grads, name), np.empty_like(array)
+        for place, number in np.ndenumerate(array):
+            array[place] = number + step
+            above = loss()
+            array[place] = number - step
+            numeric[place] = (above - loss()) / (2 * step)
+            array[place] = number
+        np.testing.assert_allclose(exact, numeric, rtol=1e-6, atol=1e-8)
+        shown = [f"{numbers[0, 2, 0, 0]:.6f}" for numbers in (exact, numeric)]
+        rows.append((name, *shown, f"{np.abs(exact - numeric).max():.0e}"))
+    table(*rows)
+
+
+def long_context() -> None:
+    """A long context: 32,768 tokens, each attends to the last 4,096"""
+    tokens, heads, window = 32768, 6, 4096
+    arrays = np.random.default_rng(0).standard_normal((3, 1, tokens, heads, 64), np.float32)
+    out, terminal = np.empty_like(arrays[0]), sys.stdout.isatty()
+    begin = time.perf_counter()
+    for head in range(heads):
+        if terminal:
+            put(f"\r  head {head + 1} of {heads}, {time.perf_counter() - begin:.1f} s", end="")
+            sys.stdout.flush()
+        query, key, value = arrays[..., head : head + 1, :]
+        result = attnmask.flash_attention(query, key, value, causal=True, sliding_window=(window - 1, 0))
+        out[..., head : head + 1, :] = result
+    seconds = time.perf_counter() - begin
+    for row in (0, window - 1, window, tokens - 1):
+        query, key, value = arrays[0][:, row : row + 1], *arrays[1:, :, max(0, row - window + 1) : row + 1]
+        np.testing.assert_allclose(out[:, row : row + 1], numpy_attention(query, key, value, True), atol=1e-5)
+    if terminal:
+        put("\r" + " " * (width() - 1) + "\r", end="")
+    say(
+        f"{heads} heads of 64 channels, one by one, took {seconds:.1f} s; rows picked from them agree with NumPy's. "
+        f"All logits at once would take {heads * tokens**2 * 4 / 1e9:.0f} GB."
+    )
+
+
+def by_sequence(cells: NDArray[Any]) -> str:
+    """One cell a token, and a bar where a sequence begins."""
+    shown = [str(cell) for cell in cells.ravel().astype(int)]
+    return " │ ".join(" ".join(shown[begin:end]) for begin, end in pairwise(CU_SEQLENS))
 
 
 def running_sums() -> None:
-    """Running sums: of twelve ones, whole, in chunks of 4, in sequences, and from the other end"""
-    ones, whole, packed = np.ones((1, 12, 1)), [0, 12], [0, 7, 12]
-    for name, chunk_size, cu_seqlens, reverse in (
-        ("global", None, whole, False),
-        ("local", 4, whole, False),
-        ("packed", None, packed, False),
-        ("packed local", 4, packed, False),
-        ("  reversed", 4, packed, True),
-    ):
-        if chunk_size:
-            sums = attnmask.chunk_local_cumsum(ones, chunk_size, reverse, cu_seqlens=cu_seqlens)
-        else:
-            sums = attnmask.chunk_global_cumsum(ones, reverse, cu_seqlens)
-        line(name, sums.ravel().astype(int), cu_seqlens, width=4)
+    """Positions and running sums within each text, and the speed of such calls"""
+    ones = np.ones((1, len(WORDS), 1))
+    cells = {
+        "positions": attnmask.prepare_position_ids(CU_SEQLENS),
+        "sequence ids": attnmask.prepare_sequence_ids(CU_SEQLENS),
+        "sums of ones": attnmask.chunk_global_cumsum(ones, cu_seqlens=CU_SEQLENS),
+        "chunks of 2": attnmask.chunk_local_cumsum(ones, 2, cu_seqlens=CU_SEQLENS),
+    }
+    table(*((name, by_sequence(row)) for name, row in cells.items()))
 
-
-def accuracy() -> None:
-    """Accuracy: a million steps in float32, the largest error as a share of the sum of absolute values"""
     x = np.random.default_rng(0).standard_normal((1, 1_000_000, 1), np.float32) + np.float32(0.5)
     exact, size = np.cumsum(x, 1, np.float64), np.cumsum(np.abs(x), 1, np.float64)
-    for name, sums in (("attnmask", attnmask.chunk_global_cumsum(x)), ("NumPy", np.cumsum(x, 1))):
-        print(f"  {name:14}{np.max(np.abs(sums - exact) / size):.1e}")
-
-
-def speed() -> None:
-    """Speed: milliseconds, results compared"""
-    rng = np.random.default_rng(0)
-    cu_seqlens = np.concatenate([[0], np.sort(rng.integers(0, 1_000_000, 9_999)), [1_000_000]])
-    g = rng.random((8, 8192, 32), np.float32)
-
-    def contest(name: str, ours: Callable[[], Any], numpys: Callable[[], Any]) -> None:
-        np.testing.assert_allclose(ours(), numpys(), rtol=1e-4)
-        here, there = milliseconds(ours), milliseconds(numpys)
-        print(f"  {name:41}attnmask {here:6.2f}   NumPy {there:6.2f}{there / here:7.1f} times")
-
-    contest(
-        "positions of 1M tokens in 10k sequences",
-        lambda: attnmask.prepare_position_ids(cu_seqlens),
-        lambda: np.arange(1_000_000) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens)),
+    ours, numpys = (
+        np.max(np.abs(sums - exact) / size) for sums in (attnmask.chunk_global_cumsum(x), np.cumsum(x, 1))
     )
-    contest(
-        "float32 [8, 8192, 32], sums over chunks",
-        lambda: attnmask.chunk_local_cumsum(g, 64),
-        lambda: g.reshape(8, 128, 64, 32).cumsum(2).reshape(g.shape),
+    np.testing.assert_array_less(ours, 1e-6)
+
+    starts = np.concatenate(
+        [[0], np.sort(np.random.default_rng(0).integers(0, 1_000_000, 9_999)), [1_000_000]]
     )
-    contest("and over all", lambda: attnmask.chunk_global_cumsum(g), lambda: g.cumsum(1))
+    g = np.random.default_rng(0).random((8, 8192, 32), np.float32)
+    races: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "positions of 1M tokens in 10k sequences": (
+            lambda: attnmask.prepare_position_ids(starts),
+            lambda: np.arange(1_000_000) - np.repeat(starts[:-1], np.diff(starts)),
+        ),
+        "sums of [8, 8192, 32] in chunks of 64": (
+            lambda: attnmask.chunk_local_cumsum(g, 64),
+            lambda: g.reshape(8, 128, 64, 32).cumsum(2).reshape(g.shape),
+        ),
+        "sums of [8, 8192, 32] over all tokens": (
+            lambda: attnmask.chunk_global_cumsum(g),
+            lambda: g.cumsum(1),
+        ),
+    }
+    rows: list[tuple[str, ...]] = [("", "attnmask", "NumPy")]
+    for name, calls in races.items():
+        np.testing.assert_allclose(calls[0](), calls[1](), rtol=1e-4)
+        rows.append((name, *(f"{best_ms(call):.2f} ms" for call in calls)))
+    rows.append(("relative error of 1M float32 sums", f"{ours:.0e}", f"{numpys:.0e}"))
+    table(*rows)
 
 
-def main() -> None:
+def next_steps() -> None:
+    """What to try next"""
+    say(
+        "help(attnmask.flash_attention) and help(attnmask.MaskInfo) list what there is. README.md compares speeds, "
+        "examples/tour.ipynb has pictures, `make docs` makes the reference, and examples/train_tiny.py trains a "
+        "language model."
+    )
+
+
+def show() -> None:
     config = attnmask.show_config(mode="dict") or {}
-    print("attnmask {version}, {isa} kernels, threads: {threads}, {compiler}".format_map(config))
-    for section in (packed_sequences, running_sums, accuracy, speed):
-        print(f"\n{section.__doc__}")
+    heading("attnmask {version}, {isa} kernels, threads: {threads}, {compiler}".format_map(config))
+    for number, section in enumerate(
+        (mask, attention, nan, gradients, long_context, running_sums, next_steps), 1
+    ):
+        put("")
+        heading(f"{number}. {section.__doc__}")
         section()
+        sys.stdout.flush()
+
+
+def main() -> int:
+    code = 0
+    try:
+        try:
+            show()
+        except KeyboardInterrupt:
+            code = 130  # what a shell reports of a program that SIGINT ended
+            put("")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        code = code or 1
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
