@@ -5,7 +5,6 @@ and then kept; `mask_terms` makes new masks of old ones.
 """
 
 from collections.abc import Callable
-from dataclasses import replace as with_changes
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -72,7 +71,7 @@ class MaskAnswers:
         return info
 
     def _with(self, **changes: Any) -> Self:
-        return self._of(with_changes(self._state, **changes))
+        return self._of(self._state._replace(**changes))
 
     def _and(self, *nodes: Any, flag: str | None = None, **changes: Any) -> Self:
         """One term more, or several: it is not the mask any more that lengths and a dtype came with."""

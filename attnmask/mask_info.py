@@ -14,7 +14,6 @@ it. It begins with a base (segments, or an array) and goes on with terms, each o
       5  . . . . . .              5  . . . . . .          5  . . . . . .          5  . . . . # #
 """
 
-from dataclasses import replace as with_changes
 from types import FunctionType
 from typing import Any, Literal, Self
 
@@ -275,7 +274,7 @@ class MaskInfo(MaskTerms):
                 dtype=mask.dtype if mask_is_valid else BOOL,
                 extent=mask.shape,
             )
-            state = with_changes(state, labels=padding_of(mask.shape, state.program))
+            state = state._replace(labels=padding_of(mask.shape, state.program))
         axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
         return cls._new(state, q_positions, kv_positions, axes)
 

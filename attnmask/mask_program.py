@@ -204,18 +204,21 @@ class Terms:
     depth: int
 
     def __init__(self, *parts: "Node | Terms") -> None:
-        self._parts = parts
-        self._flat = not any(isinstance(part, Terms) for part in parts)
-        self.length = sum(part.length if isinstance(part, Terms) else 1 for part in parts)
-        self.depth = waiting = 1
+        self._parts, self._flat = parts, True
+        length, depth, waiting = 0, 1, 1
         for part in parts:
             if isinstance(part, Terms):
-                self.depth = max(self.depth, waiting - 1 + part.depth)
-            elif not isinstance(part, str):
+                self._flat = False
+                length += part.length
+                depth = max(depth, waiting - 1 + part.depth)
+                continue
+            length += 1
+            if isinstance(part, tuple):
                 waiting += 1
-                self.depth = max(self.depth, waiting)
+                depth = max(depth, waiting)
             elif part != "not":
                 waiting -= 1
+        self.length, self.depth = length, depth
 
     def __bool__(self) -> bool:
         return self.length > 0

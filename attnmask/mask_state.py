@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -118,14 +117,13 @@ def padding_of(shape: Shape, program: Program) -> Labels:
     return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     base: Node | None = None
-    terms: Terms = Terms()  # noqa: RUF009 (never changes)
+    terms: Terms = Terms()
     extent: Extent = (None, None, None, None)  # without a None if there is a base
     segment_based: bool = False  # the base is made of segment ids
     dtype: np.dtype[Any] = BOOL  # of the mask as an array
-    labels: Labels = Labels()  # noqa: RUF009 (never changes)
+    labels: Labels = Labels()
     cu_seqlens_q: NDArray[Any] | None = None
     cu_seqlens_kv: NDArray[Any] | None = None
     q_positions: MaybeIds = None
@@ -185,11 +183,11 @@ def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
     if state.base is not None:
         assert batch is not None
         heads, queries, keys = (1 if size is None else size for size in (heads, queries, keys))
-        return replace(state, extent=(batch, heads, queries, keys), labels=state.labels.for_batch(batch))
+        return state._replace(extent=(batch, heads, queries, keys), labels=state.labels.for_batch(batch))
     for cu_seqlens in (state.cu_seqlens_q, state.cu_seqlens_kv):
         if batch is None and cu_seqlens is not None:
             batch = max(len(cu_seqlens) - 1, 0)
-    return replace(state, extent=(batch, None, queries, keys))
+    return state._replace(extent=(batch, None, queries, keys))
 
 
 def four_dimensions(mask: NDArray[Any]) -> NDArray[Any]:
@@ -235,7 +233,7 @@ def changed(
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if cu_seqlens is not None:
             changes[name] = integers(cu_seqlens, name, ("[entries]",))
-    return fitted(replace(state, **changes), *fixed)
+    return fitted(state._replace(**changes), *fixed)
 
 
 def _changed_details(state: State, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,8 +256,7 @@ def cut_out(state: State, cut: Cut) -> State:
     """The rectangle of each batch row, with all that goes along."""
     base, *terms = cut.program(state.program)
     batch, heads, *_ = state.extent
-    return replace(
-        state,
+    return state._replace(
         base=base,
         terms=Terms(*terms),
         extent=(batch, heads, cut.q_len, cut.kv_len),

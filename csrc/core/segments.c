@@ -45,16 +45,45 @@ typedef struct {
     atomic_ptrdiff_t large; /* the first index of a large id, or the largest ptrdiff_t */
 } row_job;
 
+/* Ids as int32; the first one that does not fit, or `count`. */
+static ptrdiff_t narrow(const row_job *job, const int64_t *wide, ptrdiff_t count, int32_t *dst)
+{
+    if (am_converter(AM_INT64, AM_INT32)(job->kernels, dst, wide, count)) return count;
+    ptrdiff_t i = 0;
+    for (; i < count && wide[i] <= INT32_MAX && wide[i] >= job->lowest; i++)
+        dst[i] = wide[i] < INT32_MIN ? INT32_MIN : (int32_t)wide[i];
+    return i;
+}
+
 static void note_large(row_job *job, ptrdiff_t index)
 {
     ptrdiff_t known = atomic_load(&job->large);
     while (index < known && !atomic_compare_exchange_weak(&job->large, &known, index)) continue;
 }
 
+/* Of ids that are int32 already, and lie side by side. */
+static am_status copy_row(const row_job *job, ptrdiff_t row, am_team *team)
+{
+    const am_ids *ids = job->ids;
+    const char *from =
+        ids->data + row / ids->shape[1] * ids->stride[0] + row % ids->shape[1] * ids->stride[1];
+    const ptrdiff_t tokens = tokens_of(ids);
+    am_status status = AM_OK;
+    for (ptrdiff_t begin = 0; begin < tokens && status == AM_OK; begin += TASK_TOKENS) {
+        const size_t count = (size_t)am_min(TASK_TOKENS, tokens - begin);
+        memcpy(job->dst + row * tokens + begin, from + begin * (ptrdiff_t)sizeof(int32_t),
+               count * sizeof(int32_t));
+        status = am_checkpoint(team);
+    }
+    return status;
+}
+
 static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
 {
     row_job *job = arg;
     ptrdiff_t tokens = tokens_of(job->ids);
+    if (!job->positions && job->ids->type == AM_INT32 && job->ids->stride[2] == sizeof(int32_t))
+        return copy_row(job, row, team);
     int64_t before = -1;
     int32_t place = 0;
     for (ptrdiff_t begin = 0; begin < tokens; begin += BLOCK) {
@@ -62,16 +91,13 @@ static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
         ptrdiff_t count = am_min(BLOCK, tokens - begin);
         int32_t *dst = job->dst + row * tokens + begin;
         widen(job->kernels, job->ids, row, begin, count, wide);
-        for (ptrdiff_t i = 0; i < count; i++) {
+        ptrdiff_t fit = narrow(job, wide, count, dst);
+        if (fit < count) {
+            note_large(job, row * tokens + begin + fit);
+            return AM_OK;
+        }
+        for (ptrdiff_t i = 0; i < count && job->positions; i++) {
             int64_t id = wide[i];
-            if (id > INT32_MAX || id < job->lowest) {
-                note_large(job, row * tokens + begin + i);
-                return AM_OK;
-            }
-            if (!job->positions) {
-                dst[i] = id < INT32_MIN ? INT32_MIN : (int32_t)id;
-                continue;
-            }
             if (id == before && place == INT32_MAX) return AM_OVERFLOW;
             place = id == before ? place + 1 : 0;
             before = id;
