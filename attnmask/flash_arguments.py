@@ -434,7 +434,6 @@ def read_problem(
 
 
 def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    a, b = np.asarray(a), np.asarray(b)  # of subclasses, which might answer for themselves
     if not np.may_share_memory(a, b):
         return False
     try:
@@ -448,13 +447,17 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
         for node in value._described("attend by attention_mask")[1]:
             yield from (operand for operand in node if isinstance(operand, np.ndarray))
     elif value is not None and not isinstance(value, str):
-        yield value if isinstance(value, np.ndarray) else as_array(value, name)  # and no copy of it
+        if isinstance(value, np.ndarray):  # and no copy of it
+            yield value if type(value) is np.ndarray else np.asarray(value)
+        else:
+            yield as_array(value, name)
 
 
 def check_apart(out: Any, inputs: dict[str, Any]) -> None:
     """What is written to may be none of what is given, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
         return  # which the core refuses
+    out = np.asarray(out)  # a subclass might answer for itself
     for name, value in inputs.items():
         if any(_share_memory(out, array) for array in _arrays(value, name)):
             raise ValueError(f"out must share no memory with {name}")
