@@ -446,7 +446,7 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
     if isinstance(value, MaskInfo):
         for node in value._described("attend by attention_mask")[1]:
             yield from (operand for operand in node if isinstance(operand, np.ndarray))
-    elif value is not None and not isinstance(value, str):
+    elif not isinstance(value, str):
         if isinstance(value, np.ndarray):  # and no copy of it
             yield value if type(value) is np.ndarray else np.asarray(value)
         else:
@@ -459,5 +459,5 @@ def check_apart(out: Any, inputs: dict[str, Any]) -> None:
         return  # which the core refuses
     out = np.asarray(out)  # a subclass might answer for itself
     for name, value in inputs.items():
-        if any(_share_memory(out, array) for array in _arrays(value, name)):
+        if value is not None and any(_share_memory(out, array) for array in _arrays(value, name)):
             raise ValueError(f"out must share no memory with {name}")
