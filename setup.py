@@ -64,11 +64,13 @@ class BuildExt(build_ext):
             flags += [*sanitize, "-O1", "-fno-wrapv", "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
         flags += ["-pthread"]
-        ext.extra_link_args += ["-pthread"]
+        # Kernels know nothing of threads, and get no more flags than their instruction set's.
+        openmp = ["-fopenmp"] if self.understands(["-fopenmp"], before="#include <omp.h>") else []
+        ext.extra_link_args += ["-pthread", *openmp]
 
         levels = {"baseline": []}
         machine = platform.machine().lower()
-        if machine in ("aarch64", "arm64") and self.understands(ARM_BASELINE, ""):
+        if machine in ("aarch64", "arm64") and self.understands(ARM_BASELINE):
             levels["baseline"] = ARM_BASELINE
         if machine in ("x86_64", "amd64"):
             levels |= {
@@ -79,8 +81,8 @@ class BuildExt(build_ext):
         aligned = ALIGNED if self.understands(ALIGNED, "") else []
         levels = {level: [*isa, *aligned] for level, isa in levels.items()}
         ext.define_macros += [(f"AM_HAVE_{level.upper()}", "1") for level in levels]
-        ext.extra_compile_args += flags
-        command = " ".join([*self.compiler.compiler_so, *flags, *levels])
+        ext.extra_compile_args += [*flags, *openmp]
+        command = " ".join([*self.compiler.compiler_so, *flags, *openmp, *levels])
         record = Path(self.build_temp, "command.txt")
         if not record.exists() or record.read_text() != command:
             self.force = True
@@ -101,12 +103,12 @@ class BuildExt(build_ext):
         super().build_extension(ext)
         record.write_text(command)
 
-    def understands(self, flags: list[str], instruction: str) -> bool:
-        """Whether the compiler knows `flags`, and its assembler the instruction."""
+    def understands(self, flags: list[str], instruction: str = "", before: str = "") -> bool:
+        """Whether the compiler knows `flags`, its assembler the instruction, and both what comes before."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
             source.write_text(
-                f'int main(void) {{ return 0; }}\nvoid other(void) {{ __asm__("{instruction}"); }}\n'
+                f'{before}\nint main(void) {{ return 0; }}\nvoid other(void) {{ __asm__("{instruction}"); }}\n'
             )
             try:
                 # The object lands beside its source: its path is the source's own, below output_dir.

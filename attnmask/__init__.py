@@ -1,5 +1,6 @@
 """Attention masks, packed sequences, chunked cumulative sums and exact flash attention for NumPy."""
 
+from attnmask._loading import _core as _core
 from attnmask.cumsum import (
     chunk_global_cumsum,
     chunk_global_cumsum_scalar,

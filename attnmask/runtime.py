@@ -73,5 +73,5 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     if mode == "dict":
         return config
     for key, value in config.items():
-        print(f"{key + ':':15}{', '.join(value) if isinstance(value, list) else value}")
+        print(f"{key + ':':17}{', '.join(value) if isinstance(value, list) else value}")
     return None

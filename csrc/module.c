@@ -6,6 +6,7 @@
 
 #include "bind/args.h"
 #include "core/isa.h"
+#include "core/openmp.h"
 
 #ifdef __clang__
 #    define COMPILER "Clang " __clang_version__
@@ -70,9 +71,12 @@ static PyObject *set_num_threads(PyObject *module, PyObject *n)
 static PyObject *config(PyObject *module, PyObject *unused)
 {
     (void)unused;
+    static const am_openmp none;
     am_state *state = am_state_of(module);
-    return Py_BuildValue("{s:s, s:s, s:O, s:i, s:s, s:N}", "version", AM_VERSION, "compiler", COMPILER,
-                         "openmp", Py_None, "threads", am_threads(state), "isa",
+    const am_openmp *openmp = am_openmp_told() ? am_openmp_told() : &none;
+    return Py_BuildValue("{s:s, s:s, s:z, s:z, s:z, s:i, s:s, s:N}", "version", AM_VERSION, "compiler",
+                         COMPILER, "openmp", openmp->name, "openmp_library", openmp->library, "openmp_spin",
+                         openmp->spin, "threads", am_threads(state), "isa",
                          atomic_load(&state->kernels)->name, "isa_available", available_levels());
 }
 

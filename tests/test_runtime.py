@@ -218,43 +218,6 @@ def test_more_threads_than_any_machine_has(set_threads):
     assert (attnmask.chunk_global_cumsum(values)[:, -1] == 10_000).all()
 
 
-HELPER_AND_CALLER = """
-import os, time
-import numpy as np
-import attnmask
-
-attnmask.set_num_threads(2)
-values = np.ones((4, 50_000, 16), np.float32)
-def call():
-    attnmask.chunk_global_cumsum(values)
-    time.sleep(0.02) # the helper falls asleep
-before = set(os.listdir("/proc/self/task"))
-call()
-(helper,) = map(int, set(os.listdir("/proc/self/task")) - before)
-every = os.sched_getaffinity(0)
-here = min(every)
-for i in range(20):
-    os.sched_setaffinity(helper, {here})
-    call()
-    os.sched_setaffinity(helper, every)
-    os.sched_setaffinity(0, {here})
-    os.sched_setaffinity(0, every)
-    call() # on the same processor still, unless the system moved it meanwhile
-    print(os.sched_getaffinity(helper) == every - {here})
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the processors of threads")
-def test_a_helper_does_not_wait_for_the_callers_processor():
-    """It fell asleep where the caller runs now, and would be woken there though others are idle."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs two processors")
-    result = python(HELPER_AND_CALLER)
-    elsewhere = result.stdout.split()
-    assert len(elsewhere) == 20, result.stderr
-    assert "True" in elsewhere  # maybe not always: others may have moved the caller, or kept the helper awake
-
-
 # Wrong arguments: for every argument of every function, what is refused and how.
 
 

@@ -3,14 +3,12 @@
 
 #include <pthread.h>
 
+#include "core/openmp.h"
+
 /* Below this many elements waking a thread or handing over the GIL costs more than the work. */
 static const npy_intp SMALL = 1 << 14;
 
-int am_threads(am_state *state)
-{
-    int threads = atomic_load(&state->threads);
-    return threads ? threads : am_default_threads();
-}
+int am_threads(am_state *state) { return am_openmp_threads(atomic_load(&state->threads)); }
 
 /* The thread that handles signals. No other asks whether there are any: it would never be told so, and were
  * the interpreter to end meanwhile, it would end there too, under the threads that help it. */
@@ -48,7 +46,9 @@ static bool interrupted(void *arg)
 void am_enter(am_call *call, PyObject *module, npy_intp work)
 {
     am_state *state = am_state_of(module);
-    *call = (am_call){.run = {.kernels = atomic_load(&state->kernels), .threads = 1}};
+    const am_float_mode mode = am_float_mode_get();
+    *call = (am_call){.mode = mode, .run = {.kernels = atomic_load(&state->kernels), .threads = 1}};
+    am_float_mode_set(am_float_mode_quiet(mode));
     if (work < SMALL) return;
     call->run.threads = am_threads(state);
     if (PyThread_get_thread_ident() == atomic_load(&main_thread)) call->run.stop = interrupted;
@@ -58,6 +58,7 @@ void am_enter(am_call *call, PyObject *module, npy_intp work)
 
 void am_leave(am_call *call)
 {
+    am_float_mode_set(call->mode);
     if (call->python) PyEval_RestoreThread(call->python);
 }
 

@@ -5,25 +5,28 @@
 #include <stdatomic.h>
 
 #include "bind/numpy.h"
+#include "core/float_mode.h"
 #include "core/threads.h"
 
 typedef struct {
     _Atomic(const am_kernels *) kernels;
-    atomic_int threads; /* 0: as many as OpenMP would use */
+    atomic_int threads; /* 0: as many as OpenMP gives */
 } am_state;
 
 static inline am_state *am_state_of(PyObject *module) { return (am_state *)PyModule_GetState(module); }
 
+/* That a large call from this thread may use. */
 int am_threads(am_state *state);
 
 /* Once, at import; 0 or -1. */
 int am_find_main_thread(void);
 
 /* Between am_enter and am_leave the GIL is released, unless `work` (elements touched) is too little to be
- * worth it. */
+ * worth it, and floating-point exceptions do not trap; afterwards their flags are as before. */
 typedef struct {
     am_run run;
     PyThreadState *python;
+    am_float_mode mode; /* before */
 } am_call;
 void am_enter(am_call *call, PyObject *module, npy_intp work);
 void am_leave(am_call *call);

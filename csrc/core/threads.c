@@ -1,23 +1,26 @@
-/* threads.c – a small pool of threads of the library's own.
+/* threads.c – loops as OpenMP regions, one region a loop.
  *
- * Not OpenMP: there a parallel region ends only when each of its threads has arrived, also one that the
- * system has not let run because other programs keep the processors busy, and a call of 0.1 ms waits for a
- * time slice of 8 ms. Here the caller works as well, and waits at the end only for those who took tasks:
- * whoever comes late finds nothing to do. Nor does a pool of one's own mind fork, or lack on systems whose
- * compiler has no OpenMP.
+ * A region ends when each of its threads has arrived, also one that the system has not let run because other
+ * programs keep the processors busy. That is as fast as can be if nobody spins for long meanwhile, who would
+ * lose the processor for a time slice of milliseconds: see attnmask/_loading.py.
  */
-#define _GNU_SOURCE /* CPU_COUNT */
 #include "core/threads.h"
 
 #include <pthread.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef _OPENMP
+#    include <omp.h>
+#endif
 
 #include "core/arithmetic.h"
+#include "core/float_mode.h"
+#include "core/forks.h"
+#include "core/openmp.h"
 
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
@@ -32,7 +35,6 @@ enum { LINE = 64, MOST_PARTS = 64 };
 typedef struct {
     _Alignas(LINE) atomic_ptrdiff_t next;
     ptrdiff_t end;
-    bool taken; /* by a thread that begins with it */
 } part;
 
 struct am_team {
@@ -40,77 +42,55 @@ struct am_team {
     am_task task;
     void *job;
     ptrdiff_t grain;
-    bool helped;            /* others may have tasks of it */
+    am_float_mode mode;     /* the calling thread's, in which all compute */
     struct timespec polled; /* the calling thread's alone */
     pthread_t caller;
+    unsigned forks;    /* when the loop began */
+    int members;       /* 1: nobody but the caller has tasks of it */
+    atomic_int others; /* threads but the caller that are at work */
     atomic_int status;
     int part_count;
     part *parts;
+    jmp_buf *out; /* of the region */
 };
 
-/* One loop at a time has the pool; a second caller meanwhile works alone. What is not atomic is guarded by
- * `lock`. */
+/* Threads of all teams there are. */
+static atomic_int members;
+
+/* Where the thread that polls sleeps until the others are through. Python has one such thread, and a team of
+ * it waits before it begins another, so one is enough. */
 static struct {
-    pthread_mutex_t owner; /* held by the caller whose loop it is */
     pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-    am_team *team;       /* NULL: nothing to do */
-    int seats;           /* helpers that may still join the team */
-    atomic_int inside;   /* helpers that have joined and not yet left */
-    atomic_uint loops;   /* counts the loops that there were */
-    int helpers, asleep; /* in all, and those waiting for `wake` */
-    unsigned forks;      /* that led to this process; changes in a child alone, which has one thread yet */
-    struct {
-        pthread_t thread;
-        int processor; /* on which it fell asleep; -1 if it is awake, or nobody knows */
-        int kept_off;  /* a processor on which it may not run for now, or -1 */
-    } who[AM_MAX_THREADS];
-} pool = {
-    .owner = PTHREAD_MUTEX_INITIALIZER,
-    .lock = PTHREAD_MUTEX_INITIALIZER,
-    .wake = PTHREAD_COND_INITIALIZER,
-    .done = PTHREAD_COND_INITIALIZER,
-};
+    pthread_cond_t through;
+    bool awaited;
+} ending = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* A child has none of its parent's threads, and whatever they held is free. */
+static void make_ending(void)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+#ifdef __linux__
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+#endif
+    pthread_cond_init(&ending.through, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
 static void start_over_in_child(void)
 {
-    const bool owned = pool.team && pthread_equal(pool.team->caller, pthread_self());
-    pthread_mutex_init(&pool.owner, NULL);
-    if (owned) pthread_mutex_lock(&pool.owner); /* until this thread is out of its loop */
-    pthread_mutex_init(&pool.lock, NULL);
-    pthread_cond_init(&pool.wake, NULL);
-    pthread_cond_init(&pool.done, NULL);
-    pool.team = NULL;
-    pool.helpers = pool.asleep = 0;
-    atomic_store(&pool.inside, 0);
-    pool.forks++;
+    pthread_mutex_init(&ending.lock, NULL);
+    make_ending();
+    ending.awaited = false;
+    atomic_store(&members, 0);
 }
 
 static ptrdiff_t cache_bytes = 16 << 20;
-static int default_threads = 1;
-
-/* OpenMP's rules: OMP_NUM_THREADS (for nested regions a list, of which the first counts), else the processors
- * that this process may run on; OMP_THREAD_LIMIT bounds both. */
-static int count_threads(void)
-{
-    long count = 0, limit = 0;
-    const char *wanted = getenv("OMP_NUM_THREADS"), *most = getenv("OMP_THREAD_LIMIT");
-    if (wanted) count = strtol(wanted, NULL, 10);
-    if (most) limit = strtol(most, NULL, 10);
-#ifdef __linux__
-    cpu_set_t allowed;
-    if (count < 1 && sched_getaffinity(0, sizeof allowed, &allowed) == 0) count = CPU_COUNT(&allowed);
-#endif
-    if (count < 1) count = sysconf(_SC_NPROCESSORS_ONLN);
-    if (limit > 0 && count > limit) count = limit;
-    return count < 1 ? 1 : count > AM_MAX_THREADS ? AM_MAX_THREADS : (int)count;
-}
 
 static void init(void)
 {
-    pthread_atfork(NULL, NULL, start_over_in_child);
-    default_threads = count_threads();
+    am_openmp_init();
+    make_ending();
+    am_forks_init(start_over_in_child);
 #ifdef _SC_LEVEL3_CACHE_SIZE
     long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
     if (bytes > 0) cache_bytes = bytes;
@@ -123,8 +103,6 @@ void am_threads_init(void)
     pthread_once(&once, init);
 }
 
-int am_default_threads(void) { return default_threads; }
-
 ptrdiff_t am_cache_bytes(void) { return cache_bytes; }
 
 static void fail(am_team *team, am_status status)
@@ -133,20 +111,21 @@ static void fail(am_team *team, am_status status)
     atomic_compare_exchange_strong(&team->status, &none, status);
 }
 
+/* Called by the thread that has called Python's function, which alone may run signal handlers. */
+static void poll(am_team *team)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    long elapsed = (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
+    if (elapsed < POLL_NANOSECONDS) return;
+    if (team->run->stop(team->run->stop_arg)) fail(team, AM_INTERRUPTED);
+    if (am_forks() != team->forks && team->members > 1) fail(team, AM_FORKED);
+    clock_gettime(CLOCK_MONOTONIC, &team->polled);
+}
+
 am_status am_checkpoint(am_team *team)
 {
-    if (team->run->stop && pthread_equal(pthread_self(), team->caller)) {
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        long elapsed =
-            (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
-        if (elapsed >= POLL_NANOSECONDS) {
-            const unsigned forks = pool.forks;
-            if (team->run->stop(team->run->stop_arg)) fail(team, AM_INTERRUPTED);
-            if (pool.forks != forks && team->helped) fail(team, AM_FORKED);
-            clock_gettime(CLOCK_MONOTONIC, &team->polled);
-        }
-    }
+    if (team->run->stop && pthread_equal(pthread_self(), team->caller)) poll(team);
     return (am_status)atomic_load_explicit(&team->status, memory_order_relaxed);
 }
 
@@ -172,17 +151,6 @@ am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t valu
     return AM_OK;
 }
 
-/* Where a helper begins: with the part that has its number, or if that is taken with the next one that is
- * not, or with any. */
-static int take_part(am_team *team, int number)
-{
-    int i = number % team->part_count;
-    for (int tried = 1; team->parts[i].taken && tried < team->part_count; tried++)
-        i = (i + 1) % team->part_count;
-    team->parts[i].taken = true;
-    return i;
-}
-
 static void work_on(am_team *team, part *p)
 {
     while (am_checkpoint(team) == AM_OK) {
@@ -205,103 +173,150 @@ static void work(am_team *team, int first)
     for (int i = 0; i < team->part_count; i++) work_on(team, &team->parts[(first + i) % team->part_count]);
 }
 
-static int this_processor(void)
+#ifdef _OPENMP
+/* What a thread but the caller does; its own mode is for others who begin regions with it. */
+static void help(am_team *team, int number)
 {
-#ifdef __linux__
-    return sched_getcpu();
-#else
-    return -1;
-#endif
+    const am_float_mode own = am_float_mode_get();
+    atomic_fetch_add(&team->others, 1);
+    am_float_mode_set(team->mode);
+    work(team, number);
+    am_float_mode_set(own);
+    if (atomic_fetch_sub(&team->others, 1) != 1 || !team->run->stop) return;
+    pthread_mutex_lock(&ending.lock);
+    if (ending.awaited) pthread_cond_signal(&ending.through);
+    pthread_mutex_unlock(&ending.lock);
 }
 
-/* Linux wakes a thread where it ran last, and may leave it waiting there for the caller, who has come to run
- * on the same processor, though others are idle: for a millisecond or more. So whoever has fallen asleep
- * where the caller runs now is kept off that processor, until it falls asleep where a caller runs again. */
-static void make_way(void)
+static void sleep_until_through(am_team *team)
 {
-#ifdef __linux__
-    const int here = this_processor();
-    for (int i = 0; here >= 0 && i < pool.helpers; i++) {
-        cpu_set_t others; /* of those that are its own */
-        if (pool.who[i].processor != here) continue;
-        if (pthread_getaffinity_np(pool.who[i].thread, sizeof others, &others) != 0) return;
-        if (pool.who[i].kept_off >= 0) CPU_SET((size_t)pool.who[i].kept_off, &others);
-        CPU_CLR((size_t)here, &others);
-        if (CPU_COUNT(&others) == 0) continue;
-        if (pthread_setaffinity_np(pool.who[i].thread, sizeof others, &others) == 0)
-            pool.who[i].kept_off = here;
+    pthread_mutex_lock(&ending.lock);
+    if (atomic_load(&team->others) > 0) {
+        struct timespec then;
+#    ifdef __linux__
+        clock_gettime(CLOCK_MONOTONIC, &then);
+#    else
+        clock_gettime(CLOCK_REALTIME, &then);
+#    endif
+        then.tv_nsec += POLL_NANOSECONDS;
+        if (then.tv_nsec >= 1000000000L) then.tv_nsec -= 1000000000L, then.tv_sec++;
+        ending.awaited = true;
+        pthread_cond_timedwait(&ending.through, &ending.lock, &then);
+        ending.awaited = false;
     }
-#endif
+    pthread_mutex_unlock(&ending.lock);
 }
 
-static void *help(void *number)
+/* The caller waits for tasks that others have begun: at the end of the region it could not poll. Who comes
+ * later finds no tasks. */
+static void wait_for_others(am_team *team)
 {
-    const int index = (int)(intptr_t)number - 1;
-    pthread_mutex_lock(&pool.lock);
-    pool.who[index].thread = pthread_self();
-    for (;;) {
-        while (!pool.team || pool.seats == 0) {
-            unsigned seen = atomic_load(&pool.loops);
-            pthread_mutex_unlock(&pool.lock);
-            for (int i = 0; i < SPINS && atomic_load_explicit(&pool.loops, memory_order_relaxed) == seen; i++)
-                pause_briefly();
-            pthread_mutex_lock(&pool.lock);
-            if (atomic_load(&pool.loops) != seen) continue;
-            pool.asleep++;
-            pool.who[index].processor = this_processor();
-            pthread_cond_wait(&pool.wake, &pool.lock);
-            pool.who[index].processor = -1;
-            pool.asleep--;
-        }
-        am_team *team = pool.team;
-        pool.seats--;
-        const int first = take_part(team, (int)(intptr_t)number);
-        atomic_fetch_add(&pool.inside, 1);
-        pthread_mutex_unlock(&pool.lock);
-        work(team, first);
-        pthread_mutex_lock(&pool.lock);
-        if (atomic_fetch_sub(&pool.inside, 1) == 1) pthread_cond_signal(&pool.done);
+    if (!team->run->stop) return;
+    for (int spins = 0; atomic_load(&team->others) > 0 && am_checkpoint(team) == AM_OK;) {
+        if (spins < SPINS)
+            spins++, pause_briefly();
+        else
+            sleep_until_through(team);
     }
-    return NULL;
 }
 
-/* Helpers up to `count`, or as many as the system grants. They take no signals: those are for Python's
- * threads. */
-static void hire(int count)
+/* In a child of a fork in the middle of a region its end would wait for threads that are gone. Whoever leaves
+ * it in another way may begin no other one on this thread, which is left over from now on. */
+static void leave_if_forked(am_team *team)
 {
-    sigset_t all, before;
+    if (am_forks() != team->forks) _longjmp(*team->out, 1);
+}
+
+/* Begun threads have the signal mask of the one that begins them: they take no signals, which are for
+ * Python's threads. */
+static void block_signals(sigset_t *before)
+{
+    sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (pthread_t thread; pool.helpers < count; pool.helpers++) {
-        pool.who[pool.helpers].processor = pool.who[pool.helpers].kept_off = -1;
-        if (pthread_create(&thread, NULL, help, (void *)(intptr_t)(pool.helpers + 1)) != 0) break;
-        pthread_detach(thread);
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_sigmask(SIG_SETMASK, &all, before);
 }
 
-static void work_together(am_team *team, int helpers)
+static void lead(am_team *team)
 {
-    team->helped = true;
-    pthread_mutex_lock(&pool.lock);
-    if (pool.helpers < helpers) hire(helpers);
-    pool.team = team;
-    pool.seats = helpers;
-    atomic_fetch_add(&pool.loops, 1);
-    int sleeping = pool.asleep;
-    if (sleeping > 0) make_way();
-    pthread_mutex_unlock(&pool.lock);
-    for (int i = 0; i < sleeping && i < helpers; i++) pthread_cond_signal(&pool.wake);
+    jmp_buf out;
+    team->out = &out;
+    if (_setjmp(out) != 0) return;
+    sigset_t before;
+    block_signals(&before);
+#    pragma omp parallel num_threads(team->members)
+    {
+        const int number = omp_get_thread_num();
+        if (number == 0) {
+            pthread_sigmask(SIG_SETMASK, &before, NULL);
+            work(team, 0);
+            wait_for_others(team);
+            leave_if_forked(team);
+        } else {
+            help(team, number);
+        }
+    }
+}
 
+/* The deputy's region: the team but for the caller. */
+static void lead_others(void *arg)
+{
+    am_team *team = arg;
+    const int others = team->members - 1;
+    if (others == 1) {
+        help(team, 1);
+        return;
+    }
+#    pragma omp parallel num_threads(others)
+    help(team, 1 + omp_get_thread_num());
+}
+
+static void work_together(am_team *team)
+{
+    if (!am_is_left_over()) {
+        lead(team);
+    } else if (am_deputy_start(lead_others, team)) {
+        work(team, 0);
+        wait_for_others(team);
+        am_deputy_wait();
+    } else {
+        team->members = 1;
+        work(team, 0);
+    }
+}
+
+/* How many threads work on a loop of so many shares. A team has as many threads as the last one of its caller
+ * even if there are fewer shares, since GNU's runtime ends the threads that a smaller one leaves out, and
+ * beginning them again takes longer than waking them (2 cores, teams of 8 and 2 in turn: 0.15 to 1.9 ms a
+ * region, of 8 always: 0.07 ms). Only threads in excess of what OpenMP gives are left out. */
+static int team_size(const am_run *run, ptrdiff_t shares)
+{
+    if (shares < 2 || run->threads < 2) return 1;
+    const ptrdiff_t usual = am_max(am_openmp_initial_threads(), 2);
+    return (int)am_min(run->threads, am_max(shares, usual));
+}
+
+/* Several callers have teams at once, until there are more than twice as many threads as one may have; then
+ * a caller works alone. */
+static bool enlist(int count, int most)
+{
+    if (atomic_fetch_add(&members, count) + count <= 2 * most) return true;
+    atomic_fetch_sub(&members, count);
+    return false;
+}
+#endif
+
+static void work_as_allowed(am_team *team, int size)
+{
+#ifdef _OPENMP
+    if (size > 1 && enlist(size, team->run->threads)) {
+        team->members = size;
+        work_together(team);
+        if (am_forks() == team->forks) atomic_fetch_sub(&members, size); /* a child begins at 0 */
+        return;
+    }
+#endif
+    (void)size;
     work(team, 0);
-
-    pthread_mutex_lock(&pool.lock);
-    pool.team = NULL; /* nobody joins any more */
-    pthread_mutex_unlock(&pool.lock);
-    for (int i = 0; i < SPINS && atomic_load(&pool.inside); i++) pause_briefly();
-    pthread_mutex_lock(&pool.lock);
-    while (atomic_load(&pool.inside)) pthread_cond_wait(&pool.done, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
 }
 
 /* `grain` tasks are taken at once, and parts begin at multiples of `unit`. */
@@ -310,27 +325,25 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
 {
     if (count <= 0) return AM_OK;
     const ptrdiff_t shares = am_ceil_div(count, grain), units = am_ceil_div(count, unit);
-    const int threads = shares < run->threads ? (int)shares : run->threads;
-    const bool together = threads > 1 && pthread_mutex_trylock(&pool.owner) == 0;
     part parts[MOST_PARTS];
-    am_team team = {
-        .run = run, .task = task, .job = job, .grain = grain, .caller = pthread_self(), .parts = parts};
-    team.part_count = !together ? 1 : threads < MOST_PARTS ? threads : MOST_PARTS;
-    if (team.part_count > units) team.part_count = (int)units;
+    am_team team = {.run = run,
+                    .task = task,
+                    .job = job,
+                    .grain = grain,
+                    .mode = am_float_mode_get(),
+                    .caller = pthread_self(),
+                    .forks = am_forks(),
+                    .members = 1,
+                    .parts = parts};
+    team.part_count = (int)am_min(am_min(run->threads, shares), am_min(units, MOST_PARTS));
     ptrdiff_t given = 0;
     for (int i = 0; i < team.part_count; i++) {
         atomic_init(&parts[i].next, given * unit);
         given += units / team.part_count + (i < units % team.part_count);
         parts[i].end = given == units ? count : given * unit;
-        parts[i].taken = i == 0; /* by the caller */
     }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
-    if (together) {
-        work_together(&team, threads - 1);
-        pthread_mutex_unlock(&pool.owner);
-    } else {
-        work(&team, 0);
-    }
+    work_as_allowed(&team, team_size(run, shares));
     return (am_status)atomic_load(&team.status);
 }
 

@@ -1,4 +1,5 @@
-/* threads.h – one parallel loop for the whole library: dynamic, interruptible, safe after fork.
+/* threads.h – one parallel loop for the whole library: an OpenMP region, dynamic, interruptible, safe after
+ * fork.
  *
  * Each thread begins with a part of the tasks that lies together, if it can with the same one in each loop of
  * that shape, and helps others when it is through. So it finds in its cache what it has left there, reads
@@ -44,12 +45,6 @@ am_status am_checkpoint(am_team *team);
 
 /* Waits until `number`, which a task before this one in its row sets, has this value. */
 am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
-
-enum { AM_MAX_THREADS = 1024 }; /* more is asked for by mistake only */
-
-/* The number of threads that OpenMP would use here, by its environment variables and this process's
- * processors. */
-int am_default_threads(void);
 
 /* The size of the last-level cache, or a guess. */
 ptrdiff_t am_cache_bytes(void);

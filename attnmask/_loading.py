@@ -1,0 +1,21 @@
+"""Loads the C module, and with it the OpenMP runtime, whose threads shall not spin for long.
+
+A thread that has ended its part of a parallel region spins before it sleeps: by default for milliseconds with GNU's
+runtime and for 200 with LLVM's. Where other programs keep the processors busy, it spins on the very processor that the
+last thread of the region is waiting for. How long is read from the environment, once, when the runtime is loaded.
+"""
+
+import os
+
+# 1,000 looks take about as long as waking a thread does. What the user has set holds, for every library.
+_SPIN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+_ours = [] if "OMP_WAIT_POLICY" in os.environ else [name for name in _SPIN if name not in os.environ]
+
+os.environ.update({name: _SPIN[name] for name in _ours})
+try:
+    from attnmask import _core
+finally:
+    for name in _ours:
+        del os.environ[name]
+
+__all__ = ["_core"]
