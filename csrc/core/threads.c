@@ -4,6 +4,7 @@
  * programs keep the processors busy. That is as fast as can be if nobody spins for long meanwhile, who would
  * lose the processor for a time slice of milliseconds: see attnmask/_loading.py.
  */
+#define _GNU_SOURCE /* sched_getcpu, CPU_COUNT */
 #include "core/threads.h"
 
 #include <pthread.h>
@@ -46,6 +47,7 @@ struct am_team {
     struct timespec polled; /* the calling thread's alone */
     pthread_t caller;
     unsigned forks;    /* when the loop began */
+    int processor;     /* where the caller ran then; -1 if nobody knows */
     int members;       /* 1: nobody but the caller has tasks of it */
     atomic_int others; /* threads but the caller that are at work */
     atomic_int status;
@@ -174,10 +176,40 @@ static void work(am_team *team, int first)
 }
 
 #ifdef _OPENMP
+static int this_processor(void)
+{
+#    ifdef __linux__
+    return sched_getcpu();
+#    else
+    return -1;
+#    endif
+}
+
+/* Where others keep the processors busy, Linux wakes a thread on the processor of the one that wakes it, and
+ * leaves it there: the two take turns on one processor, call after call (2 busy processes on 2 cores: sums of
+ * 8 MB in 0.24 ms, of 0.14; decoding by 256 keys in 0.134 ms, of 0.048). So a thread that finds itself where
+ * the caller runs goes elsewhere: where it may run is taken back for a moment, and is as before afterwards.
+ */
+static void step_aside(const am_team *team)
+{
+#    ifdef __linux__
+    cpu_set_t own, others;
+    if (this_processor() != team->processor || sched_getaffinity(0, sizeof own, &own) != 0) return;
+    if (CPU_COUNT(&own) < team->members) return; /* some have to share */
+    others = own;
+    CPU_CLR((size_t)team->processor, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+    sched_setaffinity(0, sizeof own, &own);
+#    else
+    (void)team;
+#    endif
+}
+
 /* What a thread but the caller does; its own mode is for others who begin regions with it. */
 static void help(am_team *team, int number)
 {
     const am_float_mode own = am_float_mode_get();
+    step_aside(team);
     atomic_fetch_add(&team->others, 1);
     am_float_mode_set(team->mode);
     work(team, number);
@@ -272,6 +304,7 @@ static void lead_others(void *arg)
 
 static void work_together(am_team *team)
 {
+    team->processor = this_processor();
     if (!am_is_left_over()) {
         lead(team);
     } else if (am_deputy_start(lead_others, team)) {
@@ -333,6 +366,7 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
                     .mode = am_float_mode_get(),
                     .caller = pthread_self(),
                     .forks = am_forks(),
+                    .processor = -1,
                     .members = 1,
                     .parts = parts};
     team.part_count = (int)am_min(am_min(run->threads, shares), am_min(units, MOST_PARTS));
