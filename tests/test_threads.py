@@ -1,6 +1,5 @@
 """Threads are OpenMP's: its conventions, the runtime that others share, forks, floating-point modes, bits."""
 
-import contextlib
 import ctypes
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -124,7 +122,10 @@ def test_the_environment_says_how_many(environment, threads):
 
 @on_linux
 def test_threads_stay_where_they_are_bound():
-    code = COUNT + "used(); print(*sorted(len(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')))"
+    code = (
+        COUNT
+        + "used(); print(*sorted(len(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')))"
+    )
     assert told(code, OMP_PROC_BIND="true", OMP_PLACES="cores", OMP_NUM_THREADS="2")[:1] == ["1"]
 
 
@@ -203,3 +204,285 @@ def test_the_same_bits_for_any_number_of_threads(counts):
         assert all(result == results[0] for result in results)
     finally:
         attnmask.set_num_threads(previous)
+
+
+# Forks
+
+FORKS = """
+import multiprocessing, os, sys, threading, time
+import numpy as np
+{before}
+import attnmask
+attnmask.set_num_threads(3)
+values = np.random.default_rng(0).standard_normal((8, 50_000, 8)).astype(np.float32)
+def call(_=None):
+    return attnmask.chunk_global_cumsum(values).tobytes()
+def count():
+    return len(os.listdir("/proc/self/task"))
+expected = call()
+def same(_=None):
+    return call() == expected
+def child(work, depth=1):
+    "Forks `depth` times; the last one works."
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if (child(work, depth - 1) if depth > 1 else work()) else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+def forks(code: str, before: str = "", **environment: str) -> list[str]:
+    return told(FORKS.replace("{before}", before) + code, **environment)
+
+
+@with_fork
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_child_of_a_child(depth):
+    code = f"print(child(same, {depth}), same(), child(lambda: same() and child(same, {depth}) and same()))"
+    assert forks(code) == ["True"] * 3
+
+
+@on_linux
+def test_a_child_has_threads():
+    """As many as its parent: the left-over one, the one that leads the others, and the others."""
+    code = "print(count() >= 3, child(lambda: count() == 1 and same() and count() == 3))"
+    assert forks(code) == ["True", "True"]
+
+
+@with_fork
+def test_fork_on_a_thread_that_had_no_team():
+    code = """
+results = []
+def forked():
+    results.append(child(same))
+for _ in range(3):
+    thread = threading.Thread(target=forked)
+    thread.start()
+    thread.join()
+print(*results, same())
+"""
+    assert forks(code) == ["True"] * 4
+
+
+@with_fork
+def test_threads_of_a_child():
+    """Its own threads begin regions themselves, at once with the one that is left over."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+def many():
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(same) for _ in range(40)]
+        return all(same() for _ in range(20)) and all(future.result() for future in futures)
+print(child(many), many())
+"""
+    assert forks(code) == ["True"] * 2
+
+
+@with_fork
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_multiprocessing(method, tmp_path):
+    """Of a script, which spawned processes import again."""
+    script = tmp_path / "script.py"
+    body = 'if __name__ == "__main__":\n'
+    body += f'    with multiprocessing.get_context("{method}").Pool(2) as pool:\n'
+    body += "        print(all(pool.map(same, range(8), 1)), same())\n"
+    script.write_text(FORKS.replace("{before}", "") + body)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert result.stdout.split() == ["True", "True"], result.stderr
+
+
+@with_fork
+def test_fork_during_the_call_of_another_thread():
+    code = """
+over = threading.Event()
+def busy():
+    while not over.is_set():
+        call()
+threads = [threading.Thread(target=busy) for _ in range(2)]
+for thread in threads:
+    thread.start()
+results = [child(same) for _ in range(10)]
+over.set()
+for thread in threads:
+    thread.join()
+print(all(results), same())
+"""
+    assert forks(code) == ["True", "True"]
+
+
+@with_fork
+def test_a_child_that_is_the_first_to_import():
+    """Of a parent that has used the runtime for something else on that thread."""
+    code = f"""
+import ctypes, os, sys
+import numpy as np
+runtime = ctypes.CDLL({CONFIG["openmp_library"]!r}, mode=ctypes.RTLD_GLOBAL)
+if hasattr(runtime, "GOMP_parallel"):
+    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+    runtime.GOMP_parallel(work, None, 3, 0)
+pid = os.fork()
+if pid == 0:
+    import attnmask
+    attnmask.set_num_threads(3)
+    sums = attnmask.chunk_global_cumsum(np.ones((4, 50_000, 16), np.float32))
+    os._exit(0 if (sums[:, -1] == 50_000).all() else 1)
+print(os.waitpid(pid, 0)[1])
+"""
+    assert told(code) == ["0"]
+
+
+@with_fork
+def test_ctrl_c_in_a_child():
+    """The one left-over thread polls while another leads its region."""
+    code = """
+import signal
+class Alarm(Exception): pass
+def ring(*_): raise Alarm
+def interrupted():
+    signal.signal(signal.SIGALRM, ring)
+    lane = np.broadcast_to(np.float32(1), (1, 2**30, 1))
+    out = np.zeros((1, 2**30, 1), np.float32)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    begin = time.perf_counter()
+    try:
+        attnmask.chunk_local_cumsum(lane, 64, out=out)
+    except Alarm:
+        return time.perf_counter() - begin < 0.6 and not out[0, ::2**14].all() and same()
+print(child(interrupted))
+"""
+    assert forks(code) == ["True"]
+
+
+# Other libraries
+
+LIBRARIES = {
+    "torch": "import torch; x = torch.ones(300, 300)\ndef other(): return float((x @ x).sum() + x.exp().cumsum(0).sum())",
+    "sklearn": """
+from sklearn.cluster import KMeans
+points = np.random.default_rng(0).standard_normal((3000, 4))
+def other(): return float(KMeans(3, n_init=1, random_state=0).fit(points).inertia_)
+""",
+    "jax": "import jax.numpy as jnp; y = jnp.ones((300, 300))\ndef other(): return float((y @ y).sum())",
+}
+
+
+@with_fork
+@pytest.mark.skipif(SANITIZED, reason="the other library is not sanitized")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("library", [pytest.param(name, marks=needs[name]) for name in LIBRARIES])
+def test_beside_another_library(library, first):
+    """Imported before and after, with calls in between, and in a child of both."""
+    code = """
+print(all(same() and other() == theirs for _ in range(5)))
+print(child(same))
+"""
+    use = LIBRARIES[library] + "\ntheirs = other()\n"
+    result = forks(code, use) if first else forks(use + code)
+    assert result == ["True", "True"]
+
+
+@needs["torch"]
+@needs["sklearn"]
+@needs["threadpoolctl"]
+@pytest.mark.skipif(SANITIZED, reason="the other libraries are not sanitized")
+@pytest.mark.parametrize("order", ["tsa", "tas", "ats", "ast", "sat", "sta"])
+def test_several_runtimes(order):
+    """Each library may bring one of its own: limits hold in all of them, and all compute."""
+    steps = {
+        "t": LIBRARIES["torch"] + "\nother()",
+        "s": LIBRARIES["sklearn"] + "\nother()",
+        "a": COUNT + "used()",
+    }
+    code = "import numpy as np\n" + "\n".join(steps[letter] for letter in order)
+    code += """
+import threadpoolctl
+with threadpoolctl.threadpool_limits(1):
+    other()
+    print(attnmask.get_num_threads())
+other()
+print(attnmask.get_num_threads(), used())
+"""
+    assert told(code, OMP_NUM_THREADS="2") == ["1", "2", "0"]
+
+
+# Callers at once
+
+
+def test_callers_at_once_get_their_own_bits(set_threads):
+    calls = some_calls()
+    set_threads(1)
+    expected = [call().tobytes() for call in calls]
+    set_threads(3)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda i: calls[i % len(calls)]().tobytes(), range(8 * len(calls))))
+    assert all(result == expected[i % len(calls)] for i, result in enumerate(results))
+
+
+@on_linux
+def test_the_threads_of_many_callers_are_bounded():
+    """Two callers have a team at once; others compute alone."""
+    code = """
+import threading
+attnmask.set_num_threads(4)
+tokens = np.zeros((1, 1024, 8, 64), np.float32)
+threads = [threading.Thread(target=lambda: [attnmask.flash_attention(tokens, tokens, tokens) for _ in range(4)])
+           for _ in range(6)]
+def running():
+    states = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/stat") as stat:
+                states.append(stat.read().rpartition(")")[2].split()[0])
+        except OSError:
+            pass
+    return states.count("R")
+for thread in threads:
+    thread.start()
+most = 0
+while any(thread.is_alive() for thread in threads):
+    most = max(most, running())
+print(most <= 2 * 4 + 6 + 1)
+"""
+    assert told(COUNT + code) == ["True"]
+
+
+@on_linux
+def test_signals_are_not_for_the_threads_of_teams():
+    code = (
+        COUNT
+        + """
+import signal, threading
+attnmask.set_num_threads(4)
+used()
+main = threading.get_native_id()
+masks = []
+for task in os.listdir("/proc/self/task"):
+    if int(task) != main:
+        with open(f"/proc/self/task/{task}/status") as status:
+            masks += [int(line.split()[1], 16) for line in status if line.startswith("SigBlk")]
+print(len(masks) >= 3, sum(bool(mask >> (signal.SIGINT - 1) & 1) for mask in masks) >= 3, signal.pthread_sigmask(0, []))
+"""
+    )
+    assert told(code)[:3] == ["True", "True", "set()"]
+
+
+def test_a_signal_ends_a_call_whose_last_task_is_anothers(set_threads):
+    """The calling thread, which has nothing left to do, polls while it waits."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    set_threads(2)
+    mask = np.broadcast_to(np.True_, (3, 2**36))  # three tasks of seconds
+    begin = time.perf_counter()
+    with pytest.raises(Alarm), alarm(ring, 0.1):
+        attnmask.prepare_lens_from_mask(mask)
+    assert time.perf_counter() - begin < 0.6
