@@ -14,8 +14,9 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        What `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS`` asked for, else what OpenMP's
-        rules give (``OMP_NUM_THREADS``, or the processors that this process may run on, up to ``OMP_THREAD_LIMIT``).
+        What `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS`` asked for, else what OpenMP gives
+        (``OMP_NUM_THREADS``, or the processors that this process may run on); no more than ``OMP_THREAD_LIMIT`` or
+        ``threadpoolctl.threadpool_limits`` allow, and 1 inside of a parallel region of another library.
 
     Examples
     --------
@@ -29,7 +30,8 @@ def get_num_threads() -> int:
 def set_num_threads(n: int) -> None:
     """Let large calls use up to `n` threads; small ones stay on the calling thread.
 
-    Results do not depend on it: the same inputs give the same bits for any number of threads.
+    Results do not depend on it: the same inputs give the same bits for any number of threads. It holds for this
+    library alone, whatever others do with the same OpenMP runtime.
 
     Parameters
     ----------
@@ -57,10 +59,11 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     Returns
     -------
     dict or None
-        With ``mode="dict"``: ``version``; ``compiler``; ``openmp`` (None: the library has threads of its own, which
-        follow OpenMP's environment variables); ``threads``; ``isa``, the instruction set whose kernels are in use;
-        ``isa_available``, those that this build has and this processor runs, best last. The environment variable
-        ``ATTNMASK_ISA`` chooses one.
+        With ``mode="dict"``: ``version``; ``compiler``; ``openmp``, the runtime whose threads are used and its
+        version, ``openmp_library``, its file, and ``openmp_spin``, how long its threads look for work before they sleep
+        (all three None if the compiler had no OpenMP: one thread); ``threads``; ``isa``, the instruction set whose
+        kernels are in use; ``isa_available``, those that this build has and this processor runs, best last. The
+        environment variable ``ATTNMASK_ISA`` chooses one.
 
     Examples
     --------

@@ -361,7 +361,7 @@ print(child(interrupted))
 # Other libraries
 
 LIBRARIES = {
-    "torch": "import torch; x = torch.ones(300, 300)\ndef other(): return float((x @ x).sum() + x.exp().cumsum(0).sum())",
+    "torch": "import torch; x = torch.ones(300, 300)\ndef other(): return float((x @ x + x.exp().cumsum(0)).sum())",
     "sklearn": """
 from sklearn.cluster import KMeans
 points = np.random.default_rng(0).standard_normal((3000, 4))
