@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs wheel lint format stubs sanitize werror clean
+.PHONY: help demo test bench docs wheel lint format stubs sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -78,6 +78,20 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanit
 	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
 	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
+
+# Python is not instrumented, nor is the OpenMP runtime: archer, which comes with LLVM's, tells what it orders. Children of
+# processes with threads are beyond the sanitizer.
+TSAN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/tsan/lib LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
+    OMP_TOOL_LIBRARIES="$$(dirname "$$(readlink -f "$$(command -v clang)")")/../lib/libarcher.so" \
+    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0
+TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py tests/test_runtime.py \
+    -k 'not fork and not child and not multiprocessing and not lost'
+
+tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threads (clang, libomp)
+	CC=clang ATTNMASK_SANITIZE=thread $(call BUILD_AS,tsan)
+	$(TSAN) $(BIN)/python -c 'import attnmask; assert "LLVM" in attnmask.show_config("dict")["openmp"]'
+	$(TSAN) ARCHER_OPTIONS=verbose=1 $(BIN)/python -c 'import attnmask' 2>&1 | grep -q 'Archer detected'
+	$(TSAN) $(BIN)/pytest --capture=sys $(TSAN_TESTS) $(PYTEST_ARGS) # which leaves the report to be seen
 
 clean: ## remove all that was made
 	rm -rf $(VENV) build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

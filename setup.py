@@ -3,7 +3,7 @@
 Switches, read from the environment; a build with others than the last one starts afresh:
 
 ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
-ATTNMASK_SANITIZE=address,undefined    build with these sanitizers
+ATTNMASK_SANITIZE=address,undefined    build with these sanitizers (or thread)
 ATTNMASK_WERROR=1                      warnings are errors
 
 The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any.

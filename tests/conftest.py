@@ -11,8 +11,8 @@ from attnmask import _core
 
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 
-# Under AddressSanitizer nothing can be said about time and memory.
-SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
+# Under a sanitizer nothing can be said about time and memory.
+SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
 
 # `pytest --hypothesis-profile=deep` looks for new cases; the default one is the same in every run.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
