@@ -25,6 +25,7 @@ from attnmask import _core
 from attnmask.operations import OperationImpl, OperationRegistry
 
 CONFIG = attnmask.show_config(mode="dict")
+with_threads = pytest.mark.skipif(CONFIG["openmp"] is None, reason="built without OpenMP: one thread")
 without_sanitizer = pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own time and memory")
 
 
@@ -187,6 +188,7 @@ def test_the_best_isa_is_the_default():
 THREADS_IN_USE = "import attnmask; print(attnmask.get_num_threads())"
 
 
+@with_threads
 @pytest.mark.parametrize("variable", ["ATTNMASK_NUM_THREADS", "OMP_NUM_THREADS"])
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_threads_from_the_environment(variable, threads):
@@ -200,6 +202,7 @@ def test_wrong_threads_in_the_environment(threads):
     assert re.search("ValueError.*ATTNMASK_NUM_THREADS", result.stderr), result.stderr
 
 
+@with_threads
 def test_set_num_threads_holds_in_every_python_thread(set_threads):
     for threads in (1, 3, 2):
         assert set_threads(threads) is None

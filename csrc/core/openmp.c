@@ -2,6 +2,8 @@
 #define _GNU_SOURCE /* dladdr, dl_iterate_phdr */
 #include "core/openmp.h"
 
+#include <stddef.h>
+
 #ifdef _OPENMP
 #    include <dlfcn.h>
 #    include <omp.h>

@@ -338,9 +338,10 @@ static bool enlist(int count, int most)
 }
 #endif
 
-static void work_as_allowed(am_team *team, int size)
+static void work_as_allowed(am_team *team, ptrdiff_t shares)
 {
 #ifdef _OPENMP
+    const int size = team_size(team->run, shares);
     if (size > 1 && enlist(size, team->run->threads)) {
         team->members = size;
         work_together(team);
@@ -348,7 +349,7 @@ static void work_as_allowed(am_team *team, int size)
         return;
     }
 #endif
-    (void)size;
+    (void)shares;
     work(team, 0);
 }
 
@@ -377,7 +378,7 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
         parts[i].end = given == units ? count : given * unit;
     }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
-    work_as_allowed(&team, team_size(run, shares));
+    work_as_allowed(&team, shares);
     return (am_status)atomic_load(&team.status);
 }
 
