@@ -48,8 +48,9 @@ SPIN = """
 import os, subprocess
 before = dict(os.environ)
 import attnmask
-inherited = subprocess.run(["env"], capture_output=True, text=True).stdout
-same = os.environ == before and [name for name in names if name + "=" in inherited] == [n for n in names if n in before]
+lines = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
+inherited = {name for name in names if any(line.startswith(name + "=") for line in lines)}
+same = os.environ == before and inherited == set(names) & set(before)
 print(attnmask.show_config("dict")["openmp_spin"], same)
 """
 gnu = pytest.mark.skipif("GNU" not in str(CONFIG["openmp"]), reason="of GNU's runtime")
