@@ -39,7 +39,7 @@ wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build and test a wheel and a source
 	$(PYTHON) -m venv $(WHEEL)/venv
 	CC=false $(WHEEL)/venv/bin/python -m pip install --quiet $(PIP_ARGS) dist/*.whl -r $(VENV)/test.txt
 	$(WHEEL)/venv/bin/python -P -c 'import attnmask; assert "$(WHEEL)" in attnmask.__file__, attnmask.__file__'
-	$(WHEEL)/venv/bin/pytest $(PYTEST_ARGS)
+	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/pytest $(PYTEST_ARGS) # also what the tests start takes the wheel
 
 lint: $(VENV)/lint.txt ## check style and format
 	$(BIN)/ruff check .
