@@ -56,8 +56,8 @@ struct am_team {
     jmp_buf *out; /* of the region */
 };
 
-/* Threads of all teams there are. */
-static atomic_int members;
+/* Callers at work on loops that are large enough for a team. */
+static atomic_int callers;
 
 /* Where the thread that polls sleeps until the others are through. Python has one such thread, and a team of
  * it waits before it begins another, so one is enough. */
@@ -83,7 +83,7 @@ static void start_over_in_child(void)
     pthread_mutex_init(&ending.lock, NULL);
     make_ending();
     ending.awaited = false;
-    atomic_store(&members, 0);
+    atomic_store(&callers, 0);
 }
 
 static ptrdiff_t cache_bytes = 16 << 20;
@@ -328,13 +328,12 @@ static int team_size(const am_run *run, ptrdiff_t shares)
     return (int)am_min(run->threads, am_max(shares, usual));
 }
 
-/* Several callers have teams at once, until there are more than twice as many threads as one may have; then
- * a caller works alone. */
-static bool enlist(int count, int most)
+/* Callers whose loops are large enough for a team share the threads that one may have: where each had all,
+ * a region would wait for threads that others keep from running. */
+static int share(int size, int most)
 {
-    if (atomic_fetch_add(&members, count) + count <= 2 * most) return true;
-    atomic_fetch_sub(&members, count);
-    return false;
+    const int callers_now = atomic_fetch_add(&callers, 1) + 1;
+    return (int)am_min(size, am_max(1, most / callers_now));
 }
 #endif
 
@@ -342,10 +341,13 @@ static void work_as_allowed(am_team *team, ptrdiff_t shares)
 {
 #ifdef _OPENMP
     const int size = team_size(team->run, shares);
-    if (size > 1 && enlist(size, team->run->threads)) {
-        team->members = size;
-        work_together(team);
-        if (am_forks() == team->forks) atomic_fetch_sub(&members, size); /* a child begins at 0 */
+    if (size > 1) {
+        team->members = share(size, team->run->threads);
+        if (team->members > 1)
+            work_together(team);
+        else
+            work(team, 0);
+        if (am_forks() == team->forks) atomic_fetch_sub(&callers, 1); /* a child begins at 0 */
         return;
     }
 #endif
