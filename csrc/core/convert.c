@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "core/half.h"
+#include "kernels/half.h"
 
 size_t am_size_of(am_dtype type)
 {

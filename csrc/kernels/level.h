@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "core/half.h"
+#include "kernels/half.h"
 #include "kernels/table.h"
 #include "kernels/unroll.h"
 

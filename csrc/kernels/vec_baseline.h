@@ -11,7 +11,7 @@
 #    include <arm_neon.h>
 #endif
 
-#include "core/half.h"
+#include "kernels/half.h"
 
 #define VF_LANES 4
 #define VD_LANES 2
