@@ -55,8 +55,6 @@ static int highest_level(void)
 static int highest_level(void) { return 0; }
 #endif
 
-bool am_asks_near;
-
 #ifdef AM_HAVE_AMX
 static am_kernels amx;
 #endif
@@ -69,7 +67,7 @@ void am_isa_begin(void)
     amx.flash_f32.pairs = am_kernels_amx;
 #endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
-    am_asks_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+    am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
 #endif
 }
 

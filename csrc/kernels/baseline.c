@@ -2,3 +2,5 @@
 #include "kernels/vec_baseline.h"
 #define LEVEL baseline
 #include "kernels/level.h"
+
+bool am_prefetch_near;

@@ -25,7 +25,8 @@ static inline flash_lines flash_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t
     ptrdiff_t row = (skipped + length + FLASH_LINE - 1) / FLASH_LINE;
     if (alike && 0 < step && step < row * FLASH_LINE) row = step / FLASH_LINE; /* the next one has the rest */
     const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
-    return (flash_lines){at, FLASH_LINE, row, row, step - row * FLASH_LINE, row * rows, early, am_asks_near};
+    return (flash_lines){at,    FLASH_LINE,      row, row, step - row * FLASH_LINE, row * rows,
+                         early, am_prefetch_near};
 }
 
 /* A line that is known, again and again. */

@@ -143,10 +143,10 @@ typedef struct {
     double unit;                      /* of logits, as an exponent of 2: 1, or log2 e */
 } am_flash_rows;
 
-/* Whether memory is asked for to the first-level cache, else to the second. Where the first has 48 KB (Zen
- * 5), that is up to 1.1 times as fast; where it has 32 KB (Zen 4), 0.9 times, and 0.6 times for few queries.
- */
-extern bool am_asks_near;
+/* Whether kernels prefetch to the first-level cache, else to the second; the core sets it before any runs.
+ * Where the first has 48 KB (Zen 5), that is up to 1.1 times as fast; where it has 32 KB (Zen 4), 0.9 times,
+ * and 0.6 times for few queries. */
+extern bool am_prefetch_near;
 
 /* Rows of memory that are wanted next, to be asked for ahead of time: they may lie a page apart, where the
  * processor does not guess. Steps and lengths in bytes. */
