@@ -39,7 +39,7 @@ def stray_instructions(path: Path) -> list[str]:
     return found
 
 
-PRODUCT = "add_silent_f32"
+PRODUCT = "add_no_prefetch_f32"
 
 
 def sums_in_memory(path: Path) -> str | None:

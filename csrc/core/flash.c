@@ -7,7 +7,7 @@
  * tile in turn. Where each block sees few keys, a task takes neighbours one after the other and packs what
  * they share for itself, in memory that stays in the cache. A block of few rows reads keys where they lie; so
  * does one whose rows fill vectors, if it shares keys with no other, and packs its queries instead. Blocks
- * that share nothing are taken together if their heads lie side by side, so that a task asks for memory in
+ * that share nothing are taken together if their heads lie side by side, so that a task reads memory in
  * its order. Where blocks are too few to keep many threads busy, the keys of each are split, and what the
  * splits gather is merged. */
 #include "core/flash.h"
@@ -159,13 +159,14 @@ static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *
     return room;
 }
 
-/* One of `parts` of some rows, to be asked for. */
-static am_flash_ahead ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
-                            ptrdiff_t rows, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts)
+/* One of `parts` of some rows, to prefetch. */
+static am_prefetch_rows prefetch_part(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                      ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count, ptrdiff_t part,
+                                      ptrdiff_t parts)
 {
-    if (rows <= 0) return (am_flash_ahead){0};
+    if (rows <= 0) return (am_prefetch_rows){0};
     ptrdiff_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-    return am_ahead(t, b, head, heads, token + begin, end - begin, count);
+    return am_prefetch_tokens(t, b, head, heads, token + begin, end - begin, count);
 }
 
 /* Of the tiles that a block sees, those of its split. */
@@ -193,11 +194,12 @@ static char *shared_tile(const plan *p, const place *at, ptrdiff_t tile, atomic_
     return p->packed + index * (p->k_bytes + p->v_bytes);
 }
 
-/* What comes after a tile of some blocks: the next ones of theirs, or the blocks that this thread may take up
- * then. The blocks walk one after the other in `parts`, of which each asks for its part, and for the bias of
- * its first, `one`. */
-static void look_ahead(const plan *p, const work *works, const work *one, const place *next, ptrdiff_t index,
-                       ptrdiff_t end, ptrdiff_t part, ptrdiff_t parts, am_flash_tile *tile)
+/* What the step over a tile prefetches: the next tile of the same blocks, or after the last one what the next
+ * blocks of this thread need. The blocks take the tile in `parts`, one after the other; each prefetches its
+ * part, and the bias of its first block, `one`. */
+static void choose_prefetch(const plan *p, const work *works, const work *one, const place *next,
+                            ptrdiff_t index, ptrdiff_t end, ptrdiff_t part, ptrdiff_t parts,
+                            am_flash_tile *tile)
 {
     const am_flash *f = p->base.flash;
     const place *at = &works->at;
@@ -213,20 +215,20 @@ static void look_ahead(const plan *p, const work *works, const work *one, const 
     char *to = any ? shared_tile(p, where, index, &state) : NULL;
     const bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
                           : works->own->tile[index % p->slots] == tile_index(p, where, index);
-    tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, last ? next : &one->at, keys);
+    tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, last ? next : &one->at, keys);
     if (any && !there) {
         const ptrdiff_t rows = keys.end - keys.begin, bytes = p->k_bytes + p->v_bytes;
-        tile->next[AM_NEXT_K] =
-            ahead(&f->k, where->b, where->kv_head, kv_heads, keys.begin, rows, f->depth, part, parts);
-        tile->next[AM_NEXT_V] =
-            ahead(&f->v, where->b, where->kv_head, kv_heads, keys.begin, rows, f->value_depth, part, parts);
-        if (to) tile->next[AM_NEXT_PACKED] = (am_flash_ahead){to, bytes, bytes, 1};
+        tile->prefetch[AM_PREFETCH_K] =
+            prefetch_part(&f->k, where->b, where->kv_head, kv_heads, keys.begin, rows, f->depth, part, parts);
+        tile->prefetch[AM_PREFETCH_V] = prefetch_part(&f->v, where->b, where->kv_head, kv_heads, keys.begin,
+                                                      rows, f->value_depth, part, parts);
+        if (to) tile->prefetch[AM_PREFETCH_PACKED] = (am_prefetch_rows){to, bytes, bytes, 1};
     }
     if (!last || p->splits > 1) return;
-    tile->next[AM_NEXT_Q] =
-        ahead(&f->q, next->b, next->head, heads, next->q, next->queries, f->depth, part, parts);
-    tile->next[AM_NEXT_OUT] =
-        ahead(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
+    tile->prefetch[AM_PREFETCH_Q] =
+        prefetch_part(&f->q, next->b, next->head, heads, next->q, next->queries, f->depth, part, parts);
+    tile->prefetch[AM_PREFETCH_OUT] =
+        prefetch_part(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
 }
 
 static void begin_block(const plan *p, const work *w)
@@ -422,7 +424,8 @@ static am_status walk(const plan *p, const work *works, ptrdiff_t count, const p
             ptrdiff_t live = 0;
             for (const work *w = first; w < first + together; w++) {
                 if (!find_tile(p, w, index, &tiles[live], &step_in_place)) continue;
-                if (live == 0) look_ahead(p, works, w, next, index, end, part, parts, tiles); /* for all */
+                if (live == 0)
+                    choose_prefetch(p, works, w, next, index, end, part, parts, tiles); /* for all */
                 rows[live++] = w->rows;
             }
             if (live == 0) continue;

@@ -98,23 +98,23 @@ const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdi
     return room;
 }
 
-am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
-                        ptrdiff_t rows, ptrdiff_t count)
+am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                    ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count)
 {
-    if (rows <= 0 || !am_is_plain(t)) return (am_flash_ahead){0};
+    if (rows <= 0 || !am_is_plain(t)) return (am_prefetch_rows){0};
     ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one;
     bool side_by_side = one < all && all <= t->token;
-    return (am_flash_ahead){am_token(t, b, head, token), t->token, side_by_side ? all : one, rows};
+    return (am_prefetch_rows){am_token(t, b, head, token), t->token, side_by_side ? all : one, rows};
 }
 
-am_flash_ahead am_bias_ahead(const am_flash_base *base, const am_flash_place *at, am_range keys)
+am_prefetch_rows am_prefetch_bias(const am_flash_base *base, const am_flash_place *at, am_range keys)
 {
     const am_flash *f = base->flash;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(f->bias_type), rows = f->bias_row ? at->queries : 1;
     if (!f->bias || at->heads > 1 || f->bias_column != size || keys.begin == keys.end)
-        return (am_flash_ahead){0};
+        return (am_prefetch_rows){0};
     const char *first = f->bias + at->b * f->bias_batch + at->head * f->bias_head + at->q * f->bias_row;
-    return (am_flash_ahead){first + keys.begin * size, f->bias_row, (keys.end - keys.begin) * size, rows};
+    return (am_prefetch_rows){first + keys.begin * size, f->bias_row, (keys.end - keys.begin) * size, rows};
 }
 
 double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i)

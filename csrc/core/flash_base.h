@@ -90,13 +90,13 @@ void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t elem
 const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
                           ptrdiff_t count, char *room, ptrdiff_t *step);
 
-/* Rows of `count` numbers to be asked for, none if rows <= 0: of heads that lie side by side, else of the
+/* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
  * first. */
-am_flash_ahead am_ahead(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads, ptrdiff_t token,
-                        ptrdiff_t rows, ptrdiff_t count);
+am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                    ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count);
 
-/* The bias of the rows of one head and some keys, to be asked for, where it lies side by side. */
-am_flash_ahead am_bias_ahead(const am_flash_base *base, const am_flash_place *at, am_range keys);
+/* The bias of the rows of one head and some keys, to prefetch if it lies side by side. */
+am_prefetch_rows am_prefetch_bias(const am_flash_base *base, const am_flash_place *at, am_range keys);
 
 /* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
 static inline double am_power(double unit, double logit, double from)

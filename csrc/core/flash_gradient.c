@@ -410,18 +410,20 @@ static bool has_part(const rows_state *state, ptrdiff_t task)
     return state->first <= task && task <= state->last;
 }
 
-/* Asks for the rows of a block. */
-static void look_ahead(const plan *p, const am_flash_place *at, ptrdiff_t task, am_gradient_tile *tile)
+/* Prefetches the rows of a block. */
+static void choose_prefetch(const plan *p, const am_flash_place *at, ptrdiff_t task, am_gradient_tile *tile)
 {
     const am_flash *f = p->base.flash;
     if (!has_part(state_of(p, at), task)) return;
     const am_tokens *d_out = &p->gradient->d_out;
-    tile->next[AM_NEXT_Q] = am_ahead(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
-    tile->next[AM_NEXT_OUT] = am_ahead(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
+    tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
+    tile->prefetch[AM_PREFETCH_OUT] =
+        am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
     const ptrdiff_t first = task * p->task_tiles, last = am_min(first + p->task_tiles, p->tiles) - 1;
     const am_range keys = {am_cut(&p->keys, at->b, first).begin, am_cut(&p->keys, at->b, last).end};
-    tile->next[AM_NEXT_BIAS] = am_bias_ahead(&p->base, at, keys);
-    tile->next[AM_NEXT_D_Q] = am_ahead(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
+    tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, at, keys);
+    tile->prefetch[AM_PREFETCH_D_Q] =
+        am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
 }
 
 /* `next`: the block after it, or NULL. */
@@ -447,7 +449,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
         open_tile(p, at, task, i, s);
         tile.k_finite = s->tiles[i].finite;
         if (!begun) {
-            if (next) look_ahead(p, next, task, &tile);
+            if (next) choose_prefetch(p, next, task, &tile);
             block = begin_rows(p, at, s);
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;

@@ -11,7 +11,7 @@
 
 /* c = a bᵀ, where b is packed like keys. */
 static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *a, ptrdiff_t step,
-                            ptrdiff_t depth, const T *b, T *c, flash_next *next)
+                            ptrdiff_t depth, const T *b, T *c, prefetch_queue *queue)
 {
     const ptrdiff_t lanes = (depth + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
     if (lanes == 0) {
@@ -20,14 +20,14 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
         return;
     }
 #ifdef TILED
-    find_logits(strips, count, lanes, a, a_step, b, c, next);
+    find_logits(strips, count, lanes, a, a_step, b, c, queue);
 #else
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            flash_lines *ask = flash_next_for(next, lanes);
+            prefetch_lines *lines = prefetch_pick(queue, lanes);
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, lanes, a + s->row * a_step,
-                                     a_step, b, c + s->row * AM_FLASH_TILE + column, ask))
-                flash_ask_rest(next, ask, lanes);
+                                     a_step, b, c + s->row * AM_FLASH_TILE + column, lines))
+                prefetch_rest(queue, lines, lanes);
         }
     }
 #endif
@@ -38,9 +38,9 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
  * is not NULL. `room`: as large as a, which it may be. */
 static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
                              const T *a, T *room, const T *b, T *c, ptrdiff_t step, ptrdiff_t depth,
-                             flash_next *next)
+                             prefetch_queue *queue)
 {
-    (void)next;
+    (void)queue;
     a = STEP(join_rows)(room, a, rows);
     const ptrdiff_t b_row = WIDTH == 1 ? step : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
@@ -59,8 +59,8 @@ static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_
     }
 }
 
-/* Products that ask for memory. */
-static ptrdiff_t STEP(gradient_asks)(const am_gradient_rows *block, ptrdiff_t strips)
+/* How many products prefetch. */
+static ptrdiff_t STEP(prefetching_products)(const am_gradient_rows *block, ptrdiff_t strips)
 {
     (void)block;
     return 2 * strips * AM_FLASH_TILE / FN(PANEL);
@@ -69,9 +69,9 @@ static ptrdiff_t STEP(gradient_asks)(const am_gradient_rows *block, ptrdiff_t st
 /* c += a b, as `add_turned`. */
 static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
                                const uint64_t *live, const T *a, const T *b, T *c, ptrdiff_t step,
-                               ptrdiff_t depth, flash_next *next)
+                               ptrdiff_t depth, prefetch_queue *queue)
 {
-    (void)next;
+    (void)queue;
     if (live) {
         STEP(add_live_rows)(rows, live, a, AM_FLASH_TILE, 1, b, FN(PANEL), FN(PANEL) * AM_FLASH_TILE / WIDTH,
                             c, step, depth);
@@ -93,10 +93,10 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *weights = block->weights, *slopes = block->slopes;
-    flash_next next = flash_next_of(tile->next, STEP(gradient_asks)(block, count));
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights, &next);
+    prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights, &queue);
     STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns,
-                    slopes, &next);
+                    slopes, &queue);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
         for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(slopes)(block, tile, r, begin, end);
@@ -112,12 +112,12 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
         FN(cut_strips)(turned_strips, tile->columns, HEIGHT, tile->live ? turned : NULL, block->rows);
     STEP(add_turned)(turned_strips, turned_count, block->rows,
                      tile->live && !block->d_out_finite ? turned : NULL, weights, weights, block->d_out_rows,
-                     tile->d_v, block->value_step, block->value_depth, &next);
+                     tile->d_v, block->value_step, block->value_depth, &queue);
     STEP(add_turned)(turned_strips, turned_count, block->rows, tile->live && !block->q_finite ? turned : NULL,
-                     slopes, weights, block->q_rows, tile->d_k, block->step, block->depth, &next);
+                     slopes, weights, block->q_rows, tile->d_k, block->step, block->depth, &queue);
     for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(slopes + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
     STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, slopes,
-                       tile->k, block->d_q, block->step, block->depth, &next);
+                       tile->k, block->d_q, block->step, block->depth, &queue);
 #ifdef TILED
     end_tiles();
 #endif
@@ -128,7 +128,7 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *logits = block->weights;
-    flash_next none = {.left = 0};
+    prefetch_queue none = {.left = 0};
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);
 #ifdef TILED
     end_tiles();

@@ -3,13 +3,13 @@
  * add_values adds what they weigh. */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
- * behind the last count as it. It asks for as many lines as it reads of keys. */
+ * behind the last count as it. It prefetches as many lines as it reads of keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
                                                                 ptrdiff_t depth, const T *q, const S *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
-                                                                flash_lines *ahead)
+                                                                prefetch_lines *prefetch)
 {
-    flash_lines ask = *ahead;
+    prefetch_lines current = *prefetch;
     V sums[DOT_SUMS + LANES], x[DOT_SUMS];
     const S *key[DOT_SUMS];
     UNROLL(32)
@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     for (; i + LANES <= depth; i += LANES) {
         UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
-        if (i * sizeof(S) % FLASH_LINE == 0) flash_ask_lines(&ask, keys);
+        if (i * sizeof(S) % CACHE_LINE == 0) prefetch_issue(&current, keys);
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * depth + i);
@@ -50,7 +50,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
         }
         for (ptrdiff_t j = 0; j <= last; j++) logits[j] = dots[r * keys + j];
     }
-    *ahead = ask;
+    *prefetch = current;
 }
 
 /* Takes `most` keys at a time, and half as many where few are left. */
@@ -60,14 +60,14 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
             _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than there is room for");                 \
             ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
             if (taken == (most))                                                                             \
-                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, ahead);                       \
+                FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, prefetch);                    \
             else                                                                                             \
-                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, ahead);                 \
+                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, prefetch);              \
             keys -= taken, k += taken * step, logits += taken;                                               \
         }                                                                                                    \
         break;
 static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
-                       ptrdiff_t step, T *logits, flash_lines *ahead)
+                       ptrdiff_t step, T *logits, prefetch_lines *prefetch)
 {
     switch (rows) {
         DOTS(1, 8)
@@ -79,9 +79,9 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T 
 #undef DOTS
 
 /* Logits of a tile. */
-static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
+static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
-    flash_lines none = flash_no_lines(tile->k);
+    prefetch_lines none = prefetch_nothing(tile->k);
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
     const S *k = (const S *)tile->k + begin * tile->k_step;
@@ -89,21 +89,21 @@ static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, fl
     T *logits = (T *)block->logits + begin;
     for (ptrdiff_t r = 0; r < block->rows; r += 4) {
         FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
-                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? ahead : &none);
+                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? prefetch : &none);
     }
 }
 
-/* Logits and weights, then values. Keys of a head may lie far apart, where processors do not see what comes
- * next. So while keys are read, their values are asked for, and while values are, the next keys, in the
- * order of memory. */
+/* Logits and weights, then values. Keys of a head may lie far apart, where hardware does not
+ * prefetch them. So the loop over keys prefetches their values, and the loop over values the next keys, in
+ * the order of memory. */
 static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     const am_flash_tile *last = &tiles[heads - 1];
-    const am_flash_ahead *next = &tiles->next[AM_NEXT_K];
+    const am_prefetch_rows *next = &tiles->prefetch[AM_PREFETCH_K];
     const ptrdiff_t size = sizeof(S), v_bytes = (const char *)last->v - (const char *)tiles->v;
-    flash_lines ahead = flash_lines_of((uintptr_t)tiles->v, tiles->v_step * size,
-                                       v_bytes + tiles->value_depth * size, 0, EARLY_KEYS);
-    for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], &ahead);
+    prefetch_lines prefetch = prefetch_lines_of((uintptr_t)tiles->v, tiles->v_step * size,
+                                                v_bytes + tiles->value_depth * size, 0, EARLY_KEYS);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], &prefetch);
     for (ptrdiff_t h = 0; h < heads; h++) {
         if (STEP(weigh_whole)(&blocks[h], &tiles[h])) continue;
         ptrdiff_t begin, end;
@@ -112,9 +112,10 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
         end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
         STEP(weigh)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
     }
-    ahead = next->rows > 0 ? flash_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS)
-                           : flash_no_lines(tiles->k);
-    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], &ahead);
+    prefetch = next->rows > 0
+                   ? prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS)
+                   : prefetch_nothing(tiles->k);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], &prefetch);
 }
 
 #undef S

@@ -81,10 +81,10 @@ static void add_live_pairs(const am_flash_rows *block, const am_flash_tile *tile
 /* Two rows of values are zipped. */
 static void add_in_place_pairs(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
                                ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
-                               flash_lines *ahead)
+                               prefetch_lines *prefetch)
 {
     add_product_zipped(rows, columns, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c,
-                       c_step, ahead);
+                       c_step, prefetch);
 }
 #endif
 
@@ -93,14 +93,14 @@ static void add_in_place_pairs(ptrdiff_t rows, ptrdiff_t columns, const float *p
 #define EXP2_TERMS exp2_terms_pairs
 #include "kernels/flash_step_tpl.h"
 
-/* Up to a panel's columns of some rows, to `lanes` rows of pairs. Adds 0 × what it reads to `nothing` if
- * somebody wants it, and asks for as many lines as it reads. */
+/* Up to a panel's columns of some rows, to `lanes` rows of pairs. Adds 0 × what it reads to `nothing`
+ * unless that is NULL, and prefetches as many lines as it reads. */
 static inline __attribute__((always_inline)) void pack_panel_pairs(float *dst, ptrdiff_t lanes,
                                                                    const uint16_t *src, ptrdiff_t step,
                                                                    ptrdiff_t rows, ptrdiff_t columns,
-                                                                   vf nothing[2], flash_lines *ahead)
+                                                                   vf nothing[2], prefetch_lines *prefetch)
 {
-    flash_lines ask = *ahead;
+    prefetch_lines current = *prefetch;
     const ptrdiff_t some = columns < PANEL_f32 ? columns : PANEL_f32;
     for (ptrdiff_t r = 0; r < 2 * lanes; r += 2, dst += PANEL_f32) {
         vf row[2], pairs[2];
@@ -108,20 +108,20 @@ static inline __attribute__((always_inline)) void pack_panel_pairs(float *dst, p
             row[i] = r + i < rows ? vf_load_some_pairs(src + (r + i) * step, some) : vf_set1(0);
         }
         vf_zip_pairs(row[0], row[1], &pairs[0], &pairs[1]);
-        flash_ask_lines(&ask, 2);
+        prefetch_issue(&current, 2);
         for (ptrdiff_t i = 0; i < 2; i++) {
             vf_store(dst + i * VF_LANES, pairs[i]);
             if (nothing) nothing[i] = vf_fma_pairs(pairs[i], vf_set1(0), nothing[i]);
         }
     }
-    *ahead = ask;
+    *prefetch = current;
 }
 
 static bool pack_values_pairs(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
 {
     float *dst = to;
     vf nothing[] = {vf_set1(0), vf_set1(0)};
-    flash_lines none = flash_no_lines(from);
+    prefetch_lines none = prefetch_nothing(from);
     for (ptrdiff_t i = 0; i < depth; i += PANEL_f32, dst += AM_FLASH_TILE / 2 * PANEL_f32)
         pack_panel_pairs(dst, AM_FLASH_TILE / 2, (const uint16_t *)from + i, step, rows, depth - i, nothing,
                          &none);
@@ -130,8 +130,8 @@ static bool pack_values_pairs(void *to, const void *from, ptrdiff_t step, ptrdif
 
 /* --- Few rows: keys are used where they lie, of values a few at a time become pairs --- */
 
-/* O + P V of a tile in place. It asks for as many lines as it reads. */
-static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
+/* O + P V of a tile in place. It prefetches as many lines as it reads. */
+static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
@@ -140,7 +140,7 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
     const uint16_t *v = (const uint16_t *)tile->v + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
-    flash_lines none = flash_no_lines(v);
+    prefetch_lines none = prefetch_nothing(v);
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
         const bool whole = !tile->live && columns >= PANEL_f32, /* so keys are even */
@@ -150,20 +150,20 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
             enum { LINES = 2 }; /* of two rows */
             if (wide) {
                 gather_wide_zipped(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
-                                   2 * LINES, ahead);
+                                   2 * LINES, prefetch);
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
                 gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes, p + r * AM_FLASH_TILE,
                               v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,
-                              LINES, r == 0 ? ahead : &none);
+                              LINES, r == 0 ? prefetch : &none);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
         if (tile->live)
-            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, nothing, ahead);
+            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, nothing, prefetch);
         else
-            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, NULL, ahead);
+            pack_panel_pairs(panel, lanes, v + column, step, keys, columns, NULL, prefetch);
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
             for (ptrdiff_t r = 0; r < rows; r++) live[r] = tile->live[r] >> begin;

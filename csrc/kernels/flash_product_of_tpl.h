@@ -27,11 +27,11 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 }
 
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns;
- * four of half as many rows at most. With each row of b it asks for `lines`. */
+ * four of half as many rows at most. With each row of b it prefetches `lines`. */
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
-                 const int lines, flash_lines *ahead)
+                 const int lines, prefetch_lines *prefetch)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *row = c;
@@ -40,18 +40,18 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         UNROLL(4)
         for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
     }
-    flash_lines ask = lines ? *ahead : (flash_lines){0};
+    prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
-        flash_ask_lines(&ask, lines);
+        prefetch_issue(&current, lines);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
 #pragma GCC unroll 2
     for (; depth > 0; depth--, a += a_column, b += b_row) {
-        flash_ask_lines(&ask, lines);
+        prefetch_issue(&current, lines);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
     }
-    if (lines) *ahead = ask;
+    if (lines) *prefetch = current;
     HIDE(c); /* its rows are cheaper found again than kept, for which there are no registers */
     row = c;
     UNROLL(16)
@@ -64,14 +64,14 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
 static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
                                                                ptrdiff_t depth, const T *a, ptrdiff_t a_step,
                                                                const S *b, T *c, const int lines,
-                                                               flash_lines *ahead)
+                                                               prefetch_lines *prefetch)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     b += half, c += half;
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines, ahead)
+    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines, prefetch)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -86,37 +86,40 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
 #undef PART_OF
     return true;
 }
-APART bool FROM(within_silent)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth, const T *a,
-                               ptrdiff_t a_step, const S *b, T *c)
+APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                    const T *a, ptrdiff_t a_step, const S *b, T *c)
 {
     return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 0, NULL);
 }
-APART bool FROM(within_asking)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth, const T *a,
-                               ptrdiff_t a_step, const S *b, T *c, flash_lines *ahead)
+APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                    const T *a, ptrdiff_t a_step, const S *b, T *c, prefetch_lines *prefetch)
 {
-    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, ahead);
+    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, prefetch);
 }
 
 /* Rows of a times one packed panel, as logits; depth is at least 1. Of its columns begin … end - 1 at least,
- * which may lie beside it; whether there are any. Asks for a line with each row of b, if `ahead` is not NULL.
+ * which may lie beside it; whether there are any. Prefetches a line with each row of b, if `prefetch` is not
+ * NULL.
  */
 static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
-                                        const T *a, ptrdiff_t a_step, const S *b, T *c, flash_lines *ahead)
+                                        const T *a, ptrdiff_t a_step, const S *b, T *c,
+                                        prefetch_lines *prefetch)
 {
-    return ahead ? FROM(within_asking)(rows, begin, end, depth, a, a_step, b, c, ahead)
-                 : FROM(within_silent)(rows, begin, end, depth, a, a_step, b, c);
+    return prefetch ? FROM(within_prefetching)(rows, begin, end, depth, a, a_step, b, c, prefetch)
+                    : FROM(within_no_prefetch)(rows, begin, end, depth, a, a_step, b, c);
 }
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
- * anywhere. With each row of b it asks for `lines`. */
+ * anywhere. With each row of b it prefetches `lines`. */
 static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, const int vectors,
                                                                ptrdiff_t depth, const T *a, const S *b,
                                                                ptrdiff_t b_step, T *c, ptrdiff_t c_step,
-                                                               const int lines, flash_lines *ahead)
+                                                               const int lines, prefetch_lines *prefetch)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, ahead);  \
+        FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,          \
+                         prefetch);                                                                          \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -124,8 +127,8 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, c
 #undef ROWS
 }
 
-APART void FROM(add_silent)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
-                            ptrdiff_t c_step)
+APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                 T *c, ptrdiff_t c_step)
 {
     FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL);
 }
@@ -134,33 +137,34 @@ APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *
 {
     FROM(gather)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL);
 }
-APART void FROM(add_asking)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
-                            ptrdiff_t c_step, flash_lines *ahead)
+APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                 T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 1, ahead);
+    FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch);
 }
 
-/* The same, of `columns` or a panel of them if there are more. It asks for one line with each row of b, if
- * `ahead` is not NULL; half a panel never asks. */
+/* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
+ * `prefetch` is not NULL; half a panel never prefetches. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
-                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step, flash_lines *ahead)
+                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                     prefetch_lines *prefetch)
 {
     if (columns <= LANES)
         FROM(add_half)(rows, depth, a, b, b_step, c, c_step);
-    else if (ahead)
-        FROM(add_asking)(rows, depth, a, b, b_step, c, c_step, ahead);
+    else if (prefetch)
+        FROM(add_prefetching)(rows, depth, a, b, b_step, c, c_step, prefetch);
     else
-        FROM(add_silent)(rows, depth, a, b, b_step, c, c_step);
+        FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
 }
 
 /* As `gather`, two panels of columns at once, of half a strip's rows at most. */
 static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
                                      ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
-                                     flash_lines *ahead)
+                                     prefetch_lines *prefetch)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, ahead);        \
+        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch);     \
         break;
     switch (rows) {
         EACH_FEW_ROWS(ROWS)

@@ -97,17 +97,17 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* O + P V of a tile in place. Asks for as many lines as it reads of values where they lie. */
-static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, flash_lines *ahead)
+/* O + P V of a tile in place. Prefetches as many lines as it reads of values in place. */
+static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
     enum {
         BYTES = FN(PANEL) * sizeof(S),
-        LINES = BYTES > FLASH_LINE ? BYTES / FLASH_LINE : 1,
-        WIDE_LINES = 2 * BYTES > FLASH_LINE ? 2 * BYTES / FLASH_LINE : 1,
+        LINES = BYTES > CACHE_LINE ? BYTES / CACHE_LINE : 1,
+        WIDE_LINES = 2 * BYTES > CACHE_LINE ? 2 * BYTES / CACHE_LINE : 1,
     };
-    flash_lines none = flash_no_lines(tile->k);
+    prefetch_lines none = prefetch_nothing(tile->k);
     T *logits = (T *)block->logits + begin, panel[AM_FLASH_TILE * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
@@ -118,7 +118,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
         if (wide) {
             FROM(gather_wide)(block->rows, keys, logits, v, tile->v_step, out, block->out_depth, WIDE_LINES,
-                              ahead);
+                              prefetch);
             continue;
         }
         bool packed = tile->live || column + width > tile->value_depth;
@@ -133,18 +133,18 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                 continue;
             }
         }
-        /* The first strip asks, and of panels that share a line the first. */
-        flash_lines *ask = column * sizeof(S) % FLASH_LINE == 0 ? ahead : &none;
-        for (ptrdiff_t i = 0, r = 0; i < strips; i++, ask = &none) {
+        /* Only the first strip prefetches, and only the first of the panels that share a line. */
+        prefetch_lines *lines = column * sizeof(S) % CACHE_LINE == 0 ? prefetch : &none;
+        for (ptrdiff_t i = 0, r = 0; i < strips; i++, lines = &none) {
             ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_depth;
             if (packed)
                 FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
             else if (width == FN(PANEL))
-                FROM(gather)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, ask);
+                FROM(gather)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, lines);
             else
-                FROM(gather)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, ask);
+                FROM(gather)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, lines);
             r += rows;
         }
     }

@@ -266,7 +266,8 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
 
-    flash_next next = flash_next_of(tile->next, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
+    prefetch_queue queue =
+        prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
@@ -274,11 +275,11 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     for (ptrdiff_t column = 0; block->depth > 0 && column < AM_FLASH_TILE;
          column += FN(PANEL), k += FN(PANEL) * block->depth) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            flash_lines *ask = flash_next_for(&next, block->depth);
+            prefetch_lines *lines = prefetch_pick(&queue, block->depth);
             if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
                                      q + s->row * block->q_step, block->q_step, k,
-                                     logits + s->row * AM_FLASH_TILE + column, ask))
-                flash_ask_rest(&next, ask, block->depth);
+                                     logits + s->row * AM_FLASH_TILE + column, lines))
+                prefetch_rest(&queue, lines, block->depth);
         }
     }
     STEP(weigh_strips)(block, tile, strips, count);
@@ -292,15 +293,15 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            flash_lines *ask = columns > LANES ? flash_next_for(&next, end - begin) : NULL;
+            prefetch_lines *lines = columns > LANES ? prefetch_pick(&queue, end - begin) : NULL;
             const T *p = logits + s->row * AM_FLASH_TILE + begin;
             T *c = out + s->row * block->out_depth + column;
             if (tile->v_step > 0)
-                STEP(add_in_place)(s->rows, columns, p, v, tile->v_step, column, c, block->out_depth, ask);
+                STEP(add_in_place)(s->rows, columns, p, v, tile->v_step, column, c, block->out_depth, lines);
             else
                 STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
-                                  c, block->out_depth, ask);
-            flash_ask_rest(&next, ask, end - begin);
+                                  c, block->out_depth, lines);
+            prefetch_rest(&queue, lines, end - begin);
         }
     }
 }

@@ -42,7 +42,7 @@ static void end_tiles(void)
  * `chunks` of lanes. */
 static inline __attribute__((always_inline)) void
 multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float *a, ptrdiff_t a_step,
-                const float *b, float *c, ptrdiff_t c_step, bool add, flash_next *next)
+                const float *b, float *c, ptrdiff_t c_step, bool add, prefetch_queue *queue)
 {
     const float *a_low = a + TILE_ROWS * a_step;
     float *c_low = c + TILE_ROWS * c_step;
@@ -58,7 +58,7 @@ multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float 
         if (low && right) vt_zero(3);
     }
     for (; chunks > 0; chunks--, a += TILE_LANES, a_low += TILE_LANES, b += TILE_LANES * PANEL_f32) {
-        flash_ask_rest(next, NULL, 0);
+        prefetch_rest(queue, NULL, 0);
         vt_load(4, a, a_step);
         vt_load(6, b, PANEL_f32);
         vt_fma_pairs(0, 4, 6);
@@ -81,7 +81,7 @@ multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float 
 /* c = (add ? c : 0) + a b, of up to two tiles of rows, and of columns of a panel of b. */
 static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes,
                            const float *a, ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step,
-                           bool add, flash_next *next)
+                           bool add, prefetch_queue *queue)
 {
     const bool low = rows > TILE_ROWS, right = columns > TILE_LANES;
     __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
@@ -90,25 +90,25 @@ static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, p
         const ptrdiff_t chunks = (some + TILE_LANES - 1) / TILE_LANES;
         shape_tiles(now, rows, some / chunks);
         if (low && right)
-            multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, next);
+            multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, queue);
         else if (low)
-            multiply_chunks(true, false, chunks, a, a_step, b, c, c_step, add, next);
+            multiply_chunks(true, false, chunks, a, a_step, b, c, c_step, add, queue);
         else if (right)
-            multiply_chunks(false, true, chunks, a, a_step, b, c, c_step, add, next);
+            multiply_chunks(false, true, chunks, a, a_step, b, c, c_step, add, queue);
         else
-            multiply_chunks(false, false, chunks, a, a_step, b, c, c_step, add, next);
+            multiply_chunks(false, false, chunks, a, a_step, b, c, c_step, add, queue);
     }
 }
 
 /* c = a bᵀ, where b is packed like keys. */
 static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const float *a,
-                        ptrdiff_t a_step, const float *b, float *c, flash_next *next)
+                        ptrdiff_t a_step, const float *b, float *c, prefetch_queue *queue)
 {
     tile_shape *now = &tiles_now;
     for (const strip_f32 *s = strips; s < strips + count; s++) {
         for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
             multiply_tiles(now, s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
-                           c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, next);
+                           c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, queue);
     }
 }
 
@@ -148,7 +148,7 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
  * even then, as sums are added up in another order elsewhere, and what is dead must leave no trace. */
 static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
                          ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t depth,
-                         flash_next *next)
+                         prefetch_queue *queue)
 {
     tile_shape *now = &tiles_now;
     for (ptrdiff_t column = 0; column < depth; column += PANEL_f32, b += PANEL_LANES) {
@@ -161,7 +161,7 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
                             end = (s->end + PANEL_f32 - 1) / PANEL_f32 * TILE_LANES;
             multiply_tiles(now, s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
                            (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step,
-                           true, next);
+                           true, queue);
         }
         const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
         if (live) add_rest(rows, live, a, a_step, rest, c + column, c_step);
@@ -173,12 +173,12 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
     strip_f32 strips[AM_FLASH_ROWS / TILES_ROWS];
     ptrdiff_t count = cut_strips_f32(strips, block->rows, TILES_ROWS, tile->live, AM_FLASH_TILE);
     const ptrdiff_t chunks = (2 * block->depth + block->out_depth) / TILE_LANES + 1;
-    flash_next next = flash_next_of(tile->next, count * chunks);
+    prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &next);
+    find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
     weigh_strips_pairs(block, tile, strips, count);
     add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
-                 block->out, block->out_depth, block->out_depth, &next);
+                 block->out, block->out_depth, block->out_depth, &queue);
     end_tiles();
 }
 
@@ -208,24 +208,24 @@ static void turn_rows(float *to, const float *from, ptrdiff_t rows)
 
 static void add_turned_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
                              const float *a, float *room, const float *b, float *c, ptrdiff_t step,
-                             ptrdiff_t depth, flash_next *next)
+                             ptrdiff_t depth, prefetch_queue *queue)
 {
     (void)room;
     float turned[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
     turn_rows(turned, a, rows);
-    add_products(strips, count, live, turned, AM_FLASH_ROWS / 2, b, c, step, depth, next);
+    add_products(strips, count, live, turned, AM_FLASH_ROWS / 2, b, c, step, depth, queue);
 }
 
 static void add_straight_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
                                const float *a, const float *b, float *c, ptrdiff_t step, ptrdiff_t depth,
-                               flash_next *next)
+                               prefetch_queue *queue)
 {
     (void)rows;
-    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, next);
+    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, queue);
 }
 
 /* Chunks of all its products. */
-static ptrdiff_t gradient_asks_pairs(const am_gradient_rows *block, ptrdiff_t strips)
+static ptrdiff_t prefetching_products_pairs(const am_gradient_rows *block, ptrdiff_t strips)
 {
     return strips * ((3 * block->depth + 2 * block->value_depth) / TILE_LANES + 1);
 }

@@ -56,9 +56,9 @@ static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p
 
 /* O + P V of some columns of values where they lie, at most a panel. */
 static void FN(add_in_place)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const T *v, ptrdiff_t v_step,
-                             ptrdiff_t column, T *c, ptrdiff_t c_step, flash_lines *ahead)
+                             ptrdiff_t column, T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v + column, v_step, c, c_step, ahead);
+    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v + column, v_step, c, c_step, prefetch);
 }
 
 #define STEP(name) FN(name)

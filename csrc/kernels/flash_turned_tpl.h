@@ -82,16 +82,16 @@ static void STEP(step_turned)(const am_flash_rows *block, const am_flash_tile *t
     FN(strip) strips[AM_FLASH_ROWS];
     const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, NULL, AM_FLASH_TILE),
                     panels = (block->rows + FN(PANEL) - 1) / FN(PANEL);
-    flash_next next = flash_next_of(tile->next, panels * AM_FLASH_TILE / STEP(KEYS_AT_ONCE));
+    prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / STEP(KEYS_AT_ONCE));
     T *logits = block->logits;
     const T *q = block->q_packed;
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->depth) {
         for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += STEP(KEYS_AT_ONCE)) {
-            flash_lines *ask = flash_next_for(&next, block->depth);
+            prefetch_lines *lines = prefetch_pick(&queue, block->depth);
             STEP(product_within)(STEP(KEYS_AT_ONCE), 0, block->rows - row, block->depth,
                                  (const T *)tile->k + key * tile->k_step, tile->k_step, q,
-                                 logits + key * AM_FLASH_TILE + row, ask);
-            flash_ask_rest(&next, ask, block->depth);
+                                 logits + key * AM_FLASH_TILE + row, lines);
+            prefetch_rest(&queue, lines, block->depth);
         }
     }
     for (ptrdiff_t row = 0; row < block->rows; row += LANES)

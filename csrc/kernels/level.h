@@ -138,12 +138,12 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #define FN(name) name##_f64
 #include "kernels/lines_tpl.h"
 
-#include "kernels/flash_ahead.h"
+#include "kernels/flash_prefetch.h"
 
 enum {
     FLASH_SLACK = 8, /* weights stay below 2^8 or e^8, and rows are seldom scaled */
-    /* Rows of keys and values in place are asked for so many rows early, and again in their turn: once would
-     * be 0.8 times as fast. */
+    /* Rows of keys and values in place are prefetched so many rows early, and again in order: prefetching
+     * once would be 0.8 times as fast. */
     EARLY_KEYS = 8,
     DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* of rows and keys in place: as fit, or fill whole vectors */
 };

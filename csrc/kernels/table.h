@@ -148,13 +148,22 @@ typedef struct {
  * and 0.6 times for few queries. */
 extern bool am_prefetch_near;
 
-/* Rows of memory that are wanted next, to be asked for ahead of time: they may lie a page apart, where the
- * processor does not guess. Steps and lengths in bytes. */
+/* Rows of memory to prefetch: they may lie a page apart, where hardware does not prefetch. Steps and lengths
+ * in bytes. */
 typedef struct {
     const char *at;
     ptrdiff_t step, length, rows;
-} am_flash_ahead;
-enum { AM_NEXT_K, AM_NEXT_V, AM_NEXT_PACKED, AM_NEXT_Q, AM_NEXT_OUT, AM_NEXT_BIAS, AM_NEXT_D_Q, AM_NEXTS };
+} am_prefetch_rows;
+enum {
+    AM_PREFETCH_K,
+    AM_PREFETCH_V,
+    AM_PREFETCH_PACKED,
+    AM_PREFETCH_Q,
+    AM_PREFETCH_OUT,
+    AM_PREFETCH_BIAS,
+    AM_PREFETCH_D_Q,
+    AM_PREFETCH_KINDS
+};
 
 typedef struct {
     const void *k, *v;    /* packed, or in place */
@@ -164,7 +173,7 @@ typedef struct {
     bool finite;          /* no value is NaN or Inf; for packed ones */
     bool turned; /* keys are in place, AM_FLASH_TILE, and it is the queries that are packed; all pairs
                   * are live, and products are logits but for a factor of more than 0 */
-    am_flash_ahead next[AM_NEXTS];
+    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
      * packed, if all pairs are live and their depth is `out_depth`, and whole panels where a lane holds two
      * numbers; else v_step is 0. */
@@ -234,7 +243,7 @@ typedef struct {
     const void *bias;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
-    am_flash_ahead next[AM_NEXTS];
+    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
 } am_gradient_tile;
 typedef void am_flash_gradient_step(const am_gradient_rows *block, const am_gradient_tile *tile);
 
