@@ -632,18 +632,21 @@ def test_rows_of_all_widths(isa, dtype, reverse, lanes):
 @pytest.mark.parametrize("lanes", [2, 7, 8, 9, 31, 33, 40])
 @pytest.mark.parametrize("steps", [3, 15, 16, 17, 65, 130])
 def test_input_or_out_in_the_other_order(isa, dtype, head_first, lanes, steps):
-    """Where time lies side by side on one hand and lanes on the other, tiles are turned over."""
+    """Where time lies side by side on one hand and lanes on the other, tiles are transposed."""
     values = np.random.default_rng(0).integers(-9, 9, (2, steps, lanes)).astype(dtype)
     values = values.swapaxes(1, 2) if head_first else values
-    turned = np.ascontiguousarray(values.swapaxes(1, 2)).swapaxes(1, 2)
+    transposed = np.ascontiguousarray(values.swapaxes(1, 2)).swapaxes(1, 2)
     for reverse in (False, True):
         options = {"reverse": reverse, "head_first": head_first}
         expected = ref.chunk_local_cumsum(values, 16, **options)
-        for source, out in ((turned, np.empty(values.shape, dtype)), (values.copy(), np.zeros_like(turned))):
+        for source, out in (
+            (transposed, np.empty(values.shape, dtype)),
+            (values.copy(), np.zeros_like(transposed)),
+        ):
             got = attnmask.chunk_local_cumsum(source, 16, **options, out=out)
             np.testing.assert_array_equal(got, expected, err_msg=f"{isa} {reverse} {source.strides}")
         if dtype == np.float32:
-            got = attnmask.chunk_local_cumsum(turned, 16, **options, output_dtype=np.float64)
+            got = attnmask.chunk_local_cumsum(transposed, 16, **options, output_dtype=np.float64)
             np.testing.assert_array_equal(got, expected, err_msg=f"{isa} {reverse} to float64")
 
 

@@ -33,7 +33,7 @@ PLANE_LAYOUTS = [
     "constant along -2",
     "constant along -1",
     "constant along 0",
-    "turned",
+    "transposed",
     "backwards",
 ]
 LENGTHS = [0, 1, 2, 5, 63, 64, 65, 130]
@@ -57,7 +57,7 @@ def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
         if values.ndim + axis < 0 or not values.shape[axis]:
             return values
         return np.broadcast_to(np.take(values, [0], axis), values.shape)
-    if layout == "turned":
+    if layout == "transposed":
         return np.ascontiguousarray(values.swapaxes(-1, -2)).swapaxes(-1, -2)
     if layout == "backwards":
         return np.ascontiguousarray(values[..., ::-1, ::-1].swapaxes(-1, -2)).swapaxes(-1, -2)[
@@ -254,7 +254,7 @@ def test_masks_that_repeat_themselves(isa):
     )
     assert (q_ids == 0).all()
     assert kv_ids.tolist() == [0, -1]
-    windows = as_strided(np.arange(5000) < 2500, (2500, 2500), (1, 1))  # neither turned nor not
+    windows = as_strided(np.arange(5000) < 2500, (2500, 2500), (1, 1))  # neither transposed nor not
     assert_both(attnmask.mask_to_segment_ids(windows), ref.mask_to_segment_ids(windows), isa)
 
 
@@ -310,7 +310,7 @@ def test_segment_ids_to_mask(isa, data):
     assert_both(got, (tokens[0], tokens[0], alone), case)
 
 
-OUT_LAYOUTS = ("contiguous", "fortran", "reversed", "strided", "turned")
+OUT_LAYOUTS = ("contiguous", "fortran", "reversed", "strided", "transposed")
 
 
 def test_ids_of_any_size():
@@ -352,7 +352,7 @@ def test_padding_and_extents_of_large_masks(isa, set_threads, dtype):
         mask = filled(live, dtype, rng)
         padding = ref.attention_mask_to_padding_segment_ids(mask)
         extents = ref.attention_mask_to_qkv_cu_seqlens(mask) if shape[0] < 9 else None
-        for threads, layout in itertools.product((1, 3), ("contiguous", "turned", "backwards")):
+        for threads, layout in itertools.product((1, 3), ("contiguous", "transposed", "backwards")):
             set_threads(threads)
             values, case = laid_out(mask, layout), (isa, dtype, shape, threads, layout)
             assert_both(attnmask.attention_mask_to_padding_segment_ids(values), padding, case)
@@ -388,7 +388,7 @@ def test_attention_mask_to_qkv_cu_seqlens(isa, mask, reduce_heads, out_dtype):
 def test_qkv_masks_to_cu_seqlens(isa, data, kind, out_dtype):
     batch, seed = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
-    layouts = st.sampled_from([*LAYOUTS, "constant along -1", "constant along 0", "turned"])
+    layouts = st.sampled_from([*LAYOUTS, "constant along -1", "constant along 0", "transposed"])
     q_mask, kv_mask = (
         laid_out(
             filled(

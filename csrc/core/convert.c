@@ -234,9 +234,9 @@ void am_copy_2d(char *dst, ptrdiff_t dst_row, ptrdiff_t dst_column, const char *
                 ptrdiff_t src_column, ptrdiff_t rows, ptrdiff_t columns, size_t size)
 {
     bool from_tile = magnitude(src_column) == (ptrdiff_t)size;
-    bool turned =
+    bool transposed =
         from_tile ? magnitude(dst_row) < magnitude(dst_column) : magnitude(src_row) < magnitude(src_column);
-    if (turned) {
+    if (transposed) {
         ptrdiff_t swap = dst_row;
         dst_row = dst_column, dst_column = swap;
         swap = src_row, src_row = src_column, src_column = swap;

@@ -21,13 +21,13 @@
 #include "core/packed.h"
 
 enum {
-    TILE = 2048,       /* elements; 16 KB of float64 */
-    TILE_LANES = 256,  /* in one band, so that a tile holds a block of steps */
-    TURNED_LANES = 32, /* where a tile is turned over, so that it holds a few cache lines of steps */
-    LINE_LANES = 16,   /* bands are cut at cache lines of float32 */
-    PIECE = 1 << 17,   /* elements between two looks at the clock, about 50 µs */
-    TASK = 1 << 15,    /* elements worth handing to another thread */
-    MANY_TASKS = 2,    /* a thread; below it, lanes are divided to keep threads about equally busy */
+    TILE = 2048,           /* elements; 16 KB of float64 */
+    TILE_LANES = 256,      /* in one band, so that a tile holds a block of steps */
+    TRANSPOSED_LANES = 32, /* where a tile is transposed, so that it holds a few cache lines of steps */
+    LINE_LANES = 16,       /* bands are cut at cache lines of float32 */
+    PIECE = 1 << 17,       /* elements between two looks at the clock, about 50 µs */
+    TASK = 1 << 15,        /* elements worth handing to another thread */
+    MANY_TASKS = 2,        /* a thread; below it, lanes are divided to keep threads about equally busy */
 };
 
 typedef struct {
@@ -61,11 +61,11 @@ typedef struct {
     _Alignas(64) double in[TILE], out[TILE], raw[TILE];
 } tiles;
 
-/* What turns a tile over, or NULL where time does not lie side by side in memory. */
-static am_turn *turner(const plan *p, ptrdiff_t step, size_t size)
+/* What transposes a tile, or NULL where time does not lie side by side in memory. */
+static am_transpose *transposer(const plan *p, ptrdiff_t step, size_t size)
 {
     if (step != (ptrdiff_t)size || size < 4) return NULL;
-    return size == 4 ? p->kernels->turn_32 : p->kernels->turn_64;
+    return size == 4 ? p->kernels->transpose_32 : p->kernels->transpose_64;
 }
 
 static bool load_tile(const plan *p, tiles *tile, const char *src, grid g)
@@ -74,11 +74,11 @@ static bool load_tile(const plan *p, tiles *tile, const char *src, grid g)
     size_t size = am_size_of(p->cumsum->src_type), wide = am_size_of(p->type);
     ptrdiff_t line = g.columns * (ptrdiff_t)size;
     if (g.column_stride != (ptrdiff_t)size) {
-        am_turn *turn = turner(p, g.row_stride, size);
+        am_transpose *transpose = transposer(p, g.row_stride, size);
         bool same = p->cumsum->src_type == p->type;
         void *raw = same ? tile->in : tile->raw;
-        if (turn)
-            turn(raw, g.columns, src, g.column_stride / (ptrdiff_t)size, g.columns, g.rows);
+        if (transpose)
+            transpose(raw, g.columns, src, g.column_stride / (ptrdiff_t)size, g.columns, g.rows);
         else
             am_copy_2d(raw, line, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns,
                        size);
@@ -100,13 +100,13 @@ static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const vo
     ptrdiff_t line = g.columns * (ptrdiff_t)size;
     bool fits = true;
     if (g.column_stride != (ptrdiff_t)size) {
-        am_turn *turn = turner(p, g.row_stride, size);
+        am_transpose *transpose = transposer(p, g.row_stride, size);
         if (p->cumsum->dst_type != type) {
             fits = convert(p->kernels, tile->raw, from, g.rows * g.columns);
             from = tile->raw;
         }
-        if (turn)
-            turn(dst, g.column_stride / (ptrdiff_t)size, from, g.columns, g.rows, g.columns);
+        if (transpose)
+            transpose(dst, g.column_stride / (ptrdiff_t)size, from, g.columns, g.rows, g.columns);
         else
             am_copy_2d(dst, g.row_stride, g.column_stride, from, line, (ptrdiff_t)size, g.rows, g.columns,
                        size);
@@ -381,9 +381,11 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
     choose_axes(&p);
     p.stream = should_stream(&p);
 
-    bool turned =
-        turner(&p, c.src_step, am_size_of(c.src_type)) || turner(&p, c.dst_step, am_size_of(c.dst_type));
-    ptrdiff_t widest = turned ? TURNED_LANES : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES : TILE_LANES;
+    bool transposed = transposer(&p, c.src_step, am_size_of(c.src_type)) ||
+                      transposer(&p, c.dst_step, am_size_of(c.dst_type));
+    ptrdiff_t widest = transposed                     ? TRANSPOSED_LANES
+                       : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
+                                                      : TILE_LANES;
     if (p.scan) widest = 1;
     p.band = am_min(p.lanes, widest);
     p.bands = am_ceil_div(p.lanes, p.band);

@@ -20,14 +20,14 @@ am_lines am_lines_of(const am_kernels *kernels, const am_dense *mask)
     am_lines lines = {
         .kernels = kernels,
         .data = mask->data,
-        .turned = keys.count == 1 || (queries.count > 1 && queries.stride < keys.stride),
+        .transposed = keys.count == 1 || (queries.count > 1 && queries.stride < keys.stride),
         .size = (ptrdiff_t)am_size_of(mask->type),
         .lane = am_lane_of(mask->type),
     };
     if (queries.backwards) lines.data += (mask->queries - 1) * mask->query_stride;
     if (keys.backwards) lines.data += (mask->keys - 1) * mask->key_stride;
-    lines.rows = lines.turned ? keys : queries;
-    lines.columns = lines.turned ? queries : keys;
+    lines.rows = lines.transposed ? keys : queries;
+    lines.columns = lines.transposed ? queries : keys;
     if (lines.columns.count == 1) lines.columns.stride = lines.size;
     return lines;
 }

@@ -24,12 +24,12 @@ typedef struct {
     bool backwards;   /* number i is number count - 1 - i in the array */
 } am_axis;
 
-/* One plane of a mask, turned so that neighbours in a row are neighbours in memory, where they can be. */
+/* One plane of a mask, transposed so that neighbours in a row are neighbours in memory, where they can be. */
 typedef struct {
     const am_kernels *kernels;
     const char *data; /* of batch row 0 and head 0 */
     am_axis rows, columns;
-    bool turned; /* rows are keys, and columns queries */
+    bool transposed; /* rows are keys, and columns queries */
     ptrdiff_t size;
     am_lane lane;
 } am_lines;

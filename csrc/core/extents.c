@@ -179,8 +179,8 @@ static am_extent extent_of(const am_lines *lines, bounds *known)
         place_range(&lines->columns, atomic_load(&known->column_begin), atomic_load(&known->column_end),
                     &range[2], &range[3]);
     }
-    return lines->turned ? (am_extent){range[2], range[3], range[0], range[1]}
-                         : (am_extent){range[0], range[1], range[2], range[3]};
+    return lines->transposed ? (am_extent){range[2], range[3], range[0], range[1]}
+                             : (am_extent){range[0], range[1], range[2], range[3]};
 }
 
 /* The rows that a task looks at. */
@@ -307,8 +307,8 @@ am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_id
     padding_job job = {
         .mask = mask, .lines = am_lines_of(run->kernels, mask), .heads = mask->head_stride ? mask->heads : 1};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
-    int32_t *column_ids = job.lines.turned ? q_ids : k_ids;
-    job.row_ids = job.lines.turned ? k_ids : q_ids;
+    int32_t *column_ids = job.lines.transposed ? q_ids : k_ids;
+    job.row_ids = job.lines.transposed ? k_ids : q_ids;
     job.task_rows = rows_a_task(&job.lines, job.heads);
     job.tasks = am_ceil_div(job.lines.rows.count, job.task_rows);
     job.words = am_ceil_div(job.lines.columns.count, WORD);

@@ -73,12 +73,12 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0;
     s->q = am_take(memory, &used, p->at_once * p->most_rows * f->depth * p->base.size);
-    s->q_packed = am_take(memory, &used, p->turned ? p->at_once * p->k_bytes : 0);
+    s->q_packed = am_take(memory, &used, p->transposed ? p->at_once * p->k_bytes : 0);
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
     s->k = am_take(memory, &used,
-                   p->in_place || p->turned ? am_row_room(TILE, f->depth) : p->slots * p->k_bytes);
+                   p->in_place || p->transposed ? am_row_room(TILE, f->depth) : p->slots * p->k_bytes);
     s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->slots * p->v_bytes);
     s->gathered = am_take(memory, &used, p->at_once * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
@@ -93,7 +93,7 @@ static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
     s.q += row * p->lanes * p->base.size;
-    s.q_packed += p->turned ? i * p->k_bytes : 0;
+    s.q_packed += p->transposed ? i * p->k_bytes : 0;
     s.gathered += i * p->partial_bytes;
     s.row_keys += row;
     if (!p->in_place) return s;
@@ -258,7 +258,7 @@ static void begin_block(const plan *p, const work *w)
         for (ptrdiff_t r = 0; r < at->queries; r++, to += row_bytes, src += step * p->base.size)
             p->base.kernels->scale(to, src, p->q_factor, f->depth, false);
     }
-    if (p->turned)
+    if (p->transposed)
         p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(w->s.q_packed, w->s.q, p->lanes, at->rows, p->lanes,
                                                           1);
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
@@ -386,11 +386,11 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t index, am_flash_ti
         char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
         const bool full = kind == AM_FULL, there = p->values_in_place && full,
                    known = w->own->tile[slot] == among_all;
-        tile->turned = p->turned && full && columns == TILE;
-        if (!known && !tile->turned) pack_keys(p, at, k, columns, s->row, own_k);
+        tile->transposed = p->transposed && full && columns == TILE;
+        if (!known && !tile->transposed) pack_keys(p, at, k, columns, s->row, own_k);
         if (!known && !there) w->own->finite[slot] = pack_values(p, at, k, columns, s->row, own_v);
-        w->own->tile[slot] = there || tile->turned ? -1 : among_all;
-        tile->k = tile->turned ? read_keys(p, at, k, own_k, &tile->k_step) : own_k;
+        w->own->tile[slot] = there || tile->transposed ? -1 : among_all;
+        tile->k = tile->transposed ? read_keys(p, at, k, own_k, &tile->k_step) : own_k;
         tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
         tile->v_step = there ? f->v.token / p->base.size : 0;
         tile->finite = w->own->finite[slot];
@@ -476,7 +476,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
             *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i), .own = &own};
             w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
             w->rows.q = w->s.q, w->rows.q_step = p->lanes, w->rows.logits = w->s.logits;
-            w->rows.q_packed = p->turned ? w->s.q_packed : NULL;
+            w->rows.q_packed = p->transposed ? w->s.q_packed : NULL;
             if (p->queries_in_place) {
                 w->rows.q = am_token(&p->base.flash->q, w->at.b, w->at.head, w->at.q);
                 w->rows.q_step = p->base.flash->q.token / p->base.size;

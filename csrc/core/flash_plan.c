@@ -18,7 +18,7 @@ enum {
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
     /* Bytes of a panel of long vectors, beside whose products packing is much. Those of AVX2 would be 0.93 to
-     * 1.03 times as fast turned. */
+     * 1.03 times as fast transposed. */
     LONG_PANEL = 128,
     FEW_ROWS = 16,          /* of a block, for which packing keys is not worth while, unless they are of
                              * sixteen bits: each few rows widen or zip those anew */
@@ -79,9 +79,9 @@ static bool can_stay(const am_flash_plan *p)
     return q->type == p->base.type && am_is_plain(q);
 }
 
-/* Whether tiles are taken turned where they can be: if more than a few rows fill vectors, and products are
+/* Whether tiles are transposed where they can be: if more than a few rows fill vectors, and products are
  * all that logits are made of. It follows from shapes alone, as a row's weights come to another sum then. */
-static bool can_turn(const am_flash_plan *p)
+static bool can_transpose(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
     if (p->shares_keys || p->head_blocks > 1 || f->depth == 0) return false;
@@ -179,9 +179,9 @@ static void choose(am_flash_plan *p)
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     if (p->pairs) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
-    p->turned = can_turn(p);
-    p->in_place =
-        !p->shares_keys && !p->turned && p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
+    p->transposed = can_transpose(p);
+    p->in_place = !p->shares_keys && !p->transposed &&
+                  p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
     p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
     const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;

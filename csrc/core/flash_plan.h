@@ -34,7 +34,7 @@ typedef struct {
     bool shares_keys;            /* tasks do, and find what others have packed */
     bool in_place;               /* keys and values are not packed */
     bool values_in_place;        /* values are not, of tiles whose pairs are all live */
-    bool turned;                 /* tiles whose pairs are all live are: keys stay, and queries are packed */
+    bool transposed;             /* full tiles are, Sᵀ = K Qᵀ: keys stay, and queries are packed */
     bool queries_in_place;       /* they are not copied */
     bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
     double factor;               /* of products, to make logits of them */

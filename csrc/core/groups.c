@@ -19,7 +19,7 @@
 enum {
     WORD = 64,
     STRIPE = 8,           /* words read at once from each row */
-    PANEL = 64,           /* words a row of the matrix that is turned to get at columns */
+    PANEL = 64,           /* words a row of the matrix that is transposed to get at columns */
     PARTS = 8,            /* ranges of positions, at most */
     PART_PAIRS = 1 << 18, /* and no more than are worth it */
     MANY_LINES = 1 << 14, /* when so many have been read, or refined, a signal has waited long enough */
@@ -125,11 +125,12 @@ typedef struct {
     atomic_bool distinct; /* all lines are known to differ, from each other and from zero */
 } side;
 
-/* Where line i of a plane stands among the lines: am_turn_bits interleaves those of its tiles. */
+/* Where line i of a plane stands among the lines: am_transpose_bits interleaves those of its tiles. */
 static ptrdiff_t line_of(const side *s, ptrdiff_t i)
 {
-    enum { TILES = AM_TURN_TILES * WORD };
-    return 1 + (s->across ? i / TILES * TILES + i % WORD * AM_TURN_TILES + i / WORD % AM_TURN_TILES : i);
+    enum { TILES = AM_TRANSPOSE_TILES * WORD };
+    return 1 + (s->across ? i / TILES * TILES + i % WORD * AM_TRANSPOSE_TILES + i / WORD % AM_TRANSPOSE_TILES
+                          : i);
 }
 
 static am_status read_rows(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
@@ -157,7 +158,7 @@ static void read_columns(const am_lines *plane, const side *s, uint64_t *words, 
     uint64_t panel[WORD][PANEL];
     for (ptrdiff_t first = 0; first < s->count; first += PANEL * WORD) {
         ptrdiff_t columns = am_min(PANEL * WORD, s->count - first), used = am_ceil_div(columns, WORD);
-        ptrdiff_t tiles = am_ceil_div(used, AM_TURN_TILES) * AM_TURN_TILES;
+        ptrdiff_t tiles = am_ceil_div(used, AM_TRANSPOSE_TILES) * AM_TRANSPOSE_TILES;
         for (ptrdiff_t r = 0; r < WORD; r++) {
             ptrdiff_t filled = r < count ? used : 0;
             if (filled)
@@ -165,8 +166,8 @@ static void read_columns(const am_lines *plane, const side *s, uint64_t *words, 
                               columns);
             memset(panel[r] + filled, 0, (size_t)(tiles - filled) * sizeof **panel);
         }
-        for (ptrdiff_t t = 0; t < tiles; t += AM_TURN_TILES)
-            plane->kernels->turn_bits(words + 1 + first + t * WORD, panel[0] + t, PANEL);
+        for (ptrdiff_t t = 0; t < tiles; t += AM_TRANSPOSE_TILES)
+            plane->kernels->transpose_bits(words + 1 + first + t * WORD, panel[0] + t, PANEL);
     }
 }
 
@@ -255,13 +256,14 @@ static am_status prepare_side(side *s, bool across, const am_axis *axis, const a
     ptrdiff_t step = across ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
     ptrdiff_t parts = am_min(am_min(PARTS, steps),
                              axis->count > PART_PAIRS ? PARTS : 1 + axis->count * other->count / PART_PAIRS);
-    *s = (side){.across = across,
-                .count = axis->count,
-                .lines = 1 + (across ? am_ceil_div(axis->count, WORD * AM_TURN_TILES) * WORD * AM_TURN_TILES
-                                     : axis->count),
-                .positions = other->count,
-                .step = step,
-                .part = am_ceil_div(steps, parts) * step};
+    *s = (side){
+        .across = across,
+        .count = axis->count,
+        .lines = 1 + (across ? am_ceil_div(axis->count, WORD * AM_TRANSPOSE_TILES) * WORD * AM_TRANSPOSE_TILES
+                             : axis->count),
+        .positions = other->count,
+        .step = step,
+        .part = am_ceil_div(steps, parts) * step};
     s->parts = am_ceil_div(s->positions, s->part);
     s->twin = malloc((size_t)(s->parts * s->lines) * sizeof *s->twin);
     return s->twin ? AM_OK : AM_NO_MEMORY;
@@ -273,7 +275,7 @@ static am_status group_plane(const am_run *run, const am_lines *lines, const cha
     plane_job job = {.plane = *lines};
     job.plane.data = data;
     const am_axis *axes[2] = {&lines->rows, &lines->columns};
-    int32_t *ids[2] = {lines->turned ? k_ids : q_ids, lines->turned ? q_ids : k_ids};
+    int32_t *ids[2] = {lines->transposed ? k_ids : q_ids, lines->transposed ? q_ids : k_ids};
     am_status status = prepare_side(&job.sides[0], false, axes[0], axes[1]);
     if (status == AM_OK) status = prepare_side(&job.sides[1], true, axes[1], axes[0]);
     if (status == AM_OK)
@@ -423,8 +425,8 @@ static void locate(const check_job *job, am_ungrouped *found)
     if (lines->columns.backwards) column = lines->columns.count - 1 - column;
     found->place[0] = b;
     found->place[1] = h;
-    found->place[2] = lines->turned ? column : row;
-    found->place[3] = lines->turned ? row : column;
+    found->place[2] = lines->transposed ? column : row;
+    found->place[3] = lines->transposed ? row : column;
 }
 
 am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t id_heads, const int32_t *q_ids,
@@ -435,8 +437,8 @@ am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t i
                      .heads = mask->head_stride ? mask->heads : 1,
                      .id_heads = id_heads};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
-    job.row_ids = ids_in_order(job.lines.turned ? k_ids : q_ids, batch * id_heads, &job.lines.rows);
-    job.column_ids = ids_in_order(job.lines.turned ? q_ids : k_ids, batch * id_heads, &job.lines.columns);
+    job.row_ids = ids_in_order(job.lines.transposed ? k_ids : q_ids, batch * id_heads, &job.lines.rows);
+    job.column_ids = ids_in_order(job.lines.transposed ? q_ids : k_ids, batch * id_heads, &job.lines.columns);
     job.blocks = am_ceil_div(job.lines.rows.count, WORD);
     atomic_init(&job.found, PTRDIFF_MAX);
     am_status status = job.row_ids && job.column_ids ? AM_OK : AM_NO_MEMORY;

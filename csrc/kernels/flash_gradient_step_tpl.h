@@ -36,9 +36,9 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
 #ifndef TILED
 /* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of live pairs alone, if `live`
  * is not NULL. `room`: as large as a, which it may be. */
-static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
-                             const T *a, T *room, const T *b, T *c, ptrdiff_t step, ptrdiff_t depth,
-                             prefetch_queue *queue)
+static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
+                                 const uint64_t *live, const T *a, T *room, const T *b, T *c, ptrdiff_t step,
+                                 ptrdiff_t depth, prefetch_queue *queue)
 {
     (void)queue;
     a = STEP(join_rows)(room, a, rows);
@@ -53,8 +53,9 @@ static void STEP(add_turned)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product_turned)(s->rows, depth - column, end - begin, a + begin * AM_FLASH_TILE + s->row,
-                                     b + begin * b_row, b_row, c + s->row * step + column, step);
+            STEP(add_product_transposed)(s->rows, depth - column, end - begin,
+                                         a + begin * AM_FLASH_TILE + s->row, b + begin * b_row, b_row,
+                                         c + s->row * step + column, step);
         }
     }
 }
@@ -66,7 +67,7 @@ static ptrdiff_t STEP(prefetching_products)(const am_gradient_rows *block, ptrdi
     return 2 * strips * AM_FLASH_TILE / FN(PANEL);
 }
 
-/* c += a b, as `add_turned`. */
+/* c += a b, as `add_transposed`. */
 static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
                                const uint64_t *live, const T *a, const T *b, T *c, ptrdiff_t step,
                                ptrdiff_t depth, prefetch_queue *queue)
@@ -102,19 +103,20 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
         for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(slopes)(block, tile, r, begin, end);
     }
 
-    uint64_t turned[64] = {0};
+    uint64_t transposed[64] = {0};
     if (tile->live) {
-        memcpy(turned, tile->live, (size_t)block->rows * sizeof *turned);
-        turn_tiles(turned, 1);
+        memcpy(transposed, tile->live, (size_t)block->rows * sizeof *transposed);
+        transpose_tiles(transposed, 1);
     }
-    FN(strip) turned_strips[AM_FLASH_TILE];
-    ptrdiff_t turned_count =
-        FN(cut_strips)(turned_strips, tile->columns, HEIGHT, tile->live ? turned : NULL, block->rows);
-    STEP(add_turned)(turned_strips, turned_count, block->rows,
-                     tile->live && !block->d_out_finite ? turned : NULL, weights, weights, block->d_out_rows,
-                     tile->d_v, block->value_step, block->value_depth, &queue);
-    STEP(add_turned)(turned_strips, turned_count, block->rows, tile->live && !block->q_finite ? turned : NULL,
-                     slopes, weights, block->q_rows, tile->d_k, block->step, block->depth, &queue);
+    FN(strip) transposed_strips[AM_FLASH_TILE];
+    ptrdiff_t transposed_count =
+        FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, tile->live ? transposed : NULL, block->rows);
+    STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
+                         tile->live && !block->d_out_finite ? transposed : NULL, weights, weights,
+                         block->d_out_rows, tile->d_v, block->value_step, block->value_depth, &queue);
+    STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
+                         tile->live && !block->q_finite ? transposed : NULL, slopes, weights, block->q_rows,
+                         tile->d_k, block->step, block->depth, &queue);
     for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(slopes + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
     STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, slopes,
                        tile->k, block->d_q, block->step, block->depth, &queue);

@@ -88,7 +88,7 @@ static void FN(slopes)(const am_gradient_rows *block, const am_gradient_tile *ti
     FN(slopes_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
 }
 
-/* Rows of weights are what `add_product_turned` takes. */
+/* Rows of weights are what `add_product_transposed` takes. */
 static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
 {
     (void)to, (void)rows;

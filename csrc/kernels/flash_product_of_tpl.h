@@ -173,8 +173,9 @@ static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a
 }
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. */
-static inline void FROM(add_product_turned)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
-                                            const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step)
+static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+                                                const T *a, const S *b, ptrdiff_t b_step, T *c,
+                                                ptrdiff_t c_step)
 {
 #define PART_OF(n, vectors)                                                                                  \
     FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL)

@@ -2,9 +2,9 @@
  * attention: packed for many rows, or used where they lie by few. And results on their way back, by STORE and
  * STORE_PART. */
 
-/* A square of lanes, turned; zeros where there are no more rows or columns. */
+/* A square of lanes, transposed; zeros where there are no more rows or columns. */
 static inline __attribute__((always_inline)) void
-FROM(load_turned)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
+FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
 {
     UNROLL(16)
     for (ptrdiff_t r = 0; r < LANES; r++) {
@@ -12,7 +12,7 @@ FROM(load_turned)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows,
         src += step;
         HIDE(src); /* found from the row before: there are no registers for all rows */
     }
-    VOP(turn)(square);
+    VOP(transpose)(square);
 }
 
 /* A row of squares after the other: the fewer rows are under way, the less they get in each other's way in
@@ -28,12 +28,12 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
         for (ptrdiff_t i = 0; i < depth; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
             V square[LANES];
             if (row + LANES <= rows && i + LANES <= depth) {
-                FROM(load_turned)(square, src, step, LANES, LANES);
+                FROM(load_transposed)(square, src, step, LANES, LANES);
                 UNROLL(16)
                 for (ptrdiff_t c = 0; c < LANES; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             } else {
-                FROM(load_turned)(square, src, step, rows - row, depth - i);
+                FROM(load_transposed)(square, src, step, rows - row, depth - i);
                 for (ptrdiff_t c = 0; c < LANES && i + c < depth; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             }

@@ -252,14 +252,14 @@ static void STEP(weigh_strips)(const am_flash_rows *block, const am_flash_tile *
 
 #if WIDTH == 1 || !defined V_TILES
 #    if VF_LANES >= 16
-#        include "kernels/flash_turned_tpl.h"
+#        include "kernels/flash_transposed_tpl.h"
 #    endif
 
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
 #    if VF_LANES >= 16
-    if (tile->turned) {
-        STEP(step_turned)(block, tile);
+    if (tile->transposed) {
+        STEP(step_transposed)(block, tile);
         return;
     }
 #    endif

@@ -184,8 +184,8 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
 
 /* --- What flash_gradient_step_tpl.h is made of --- */
 
-/* [rows][AM_FLASH_TILE] to pairs of neighbouring rows, turned: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
-static void turn_rows(float *to, const float *from, ptrdiff_t rows)
+/* [rows][AM_FLASH_TILE] to pairs of neighbouring rows, transposed: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
+static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
 {
     enum { STEP = AM_FLASH_ROWS / 2 };
     for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
@@ -199,21 +199,21 @@ static void turn_rows(float *to, const float *from, ptrdiff_t rows)
                    odd = r + 1 < rows ? vf_load(row + AM_FLASH_TILE) : vf_set1(0);
                 pairs[i] = vf_join_pairs(even, odd);
             }
-            vf_turn(pairs);
+            vf_transpose(pairs);
             UNROLL(16)
             for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, pairs[i]);
         }
     }
 }
 
-static void add_turned_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
-                             const float *a, float *room, const float *b, float *c, ptrdiff_t step,
-                             ptrdiff_t depth, prefetch_queue *queue)
+static void add_transposed_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
+                                 const uint64_t *live, const float *a, float *room, const float *b, float *c,
+                                 ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
 {
     (void)room;
-    float turned[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
-    turn_rows(turned, a, rows);
-    add_products(strips, count, live, turned, AM_FLASH_ROWS / 2, b, c, step, depth, queue);
+    float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
+    transpose_rows(transposed, a, rows);
+    add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, depth, queue);
 }
 
 static void add_straight_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,

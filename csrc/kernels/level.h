@@ -71,13 +71,13 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #define VOP(op) vf_##op
 #define FN(name) name##_32
 #define LANES VF_LANES
-#include "kernels/turn_tpl.h"
+#include "kernels/transpose_tpl.h"
 #define T double
 #define V vd
 #define VOP(op) vd_##op
 #define FN(name) name##_64
 #define LANES VD_LANES
-#include "kernels/turn_tpl.h"
+#include "kernels/transpose_tpl.h"
 
 #define T int32_t
 #define U uint32_t
@@ -274,8 +274,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .cumsum_scan_bf16 = cumsum_scan_bf16,
     .cumsum_scan_f32 = cumsum_scan_f32,
     .cumsum_scan_f64 = cumsum_scan_f64,
-    .turn_32 = turn_32,
-    .turn_64 = turn_64,
+    .transpose_32 = transpose_32,
+    .transpose_64 = transpose_64,
     .widen_f16 = widen_f16,
     .widen_bf16 = widen_bf16,
     .narrow_f16 = narrow_f16,
@@ -301,7 +301,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
     .first = EACH_LANE(first),
     .last = EACH_LANE(last),
     .collect = EACH_LANE(collect),
-    .turn_bits = turn_bits,
+    .transpose_bits = transpose_bits,
     .unlike_bits = unlike_bits,
     .keep_bits = keep_bits,
     .flash_f32 =

@@ -43,9 +43,9 @@ typedef am_cumsum_rows am_cumsum_scan;
  * it. */
 #define AM_CUMSUM_PIECE 64
 
-/* Turns over a matrix of elements of 32 or 64 bits: dst[c * dst_step + r] = src[r * src_step + c]. */
-typedef void am_turn(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                     ptrdiff_t columns);
+/* Transposes a matrix of elements of 32 or 64 bits: dst[c * dst_step + r] = src[r * src_step + c]. */
+typedef void am_transpose(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
+                          ptrdiff_t columns);
 
 /* Sixteen-bit floats to float32 and back, rounding to nearest even. */
 typedef void am_widen_16(float *dst, const uint16_t *src, ptrdiff_t count);
@@ -108,10 +108,10 @@ typedef ptrdiff_t am_find_nonzero(const void *src, ptrdiff_t count);
 /* Makes non-zero what is so in src, and leaves the rest of `seen`; whether there was any. */
 typedef bool am_collect_nonzero(void *seen, const void *src, ptrdiff_t count);
 
-/* Turns tiles of 64 × 64 bits that lie side by side: bit c of word t in row r of src becomes bit r of word t
- * in row c of dst. Rows of src are `step` words apart, those of dst AM_TURN_TILES. */
-#define AM_TURN_TILES 8
-typedef void am_turn_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step);
+/* Transposes tiles of 64 × 64 bits that lie side by side: bit c of word t in row r of src becomes bit r of
+ * word t in row c of dst. Rows of src are `step` words apart, those of dst AM_TRANSPOSE_TILES. */
+#define AM_TRANSPOSE_TILES 8
+typedef void am_transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step);
 
 /* Bit i tells whether words[begin + i] != words[twin[begin + i]]; at most 64 bits. */
 typedef uint64_t am_unlike_bits(const uint64_t *words, const int32_t *twin, ptrdiff_t begin, ptrdiff_t count);
@@ -134,7 +134,7 @@ typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of half a panel's columns */
     const void *q;                    /* [rows][depth] */
     ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are in place */
-    const void *q_packed;             /* like keys, for tiles that are turned */
+    const void *q_packed;             /* like keys, for tiles that are transposed */
     void *out;                        /* [rows][out_depth] */
     void *high, *sum, *top;           /* [rows]; the last may be NULL */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
@@ -171,8 +171,8 @@ typedef struct {
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
-    bool turned; /* keys are in place, AM_FLASH_TILE, and it is the queries that are packed; all pairs
-                  * are live, and products are logits but for a factor of more than 0 */
+    bool transposed; /* keys are in place, AM_FLASH_TILE, and it is the queries that are packed; all pairs
+                      * are live, and products are logits but for a factor of more than 0 */
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
      * packed, if all pairs are live and their depth is `out_depth`, and whole panels where a lane holds two
@@ -289,7 +289,7 @@ typedef struct {
     const char *name;
     am_cumsum_rows *cumsum_rows_f16, *cumsum_rows_bf16, *cumsum_rows_f32, *cumsum_rows_f64;
     am_cumsum_scan *cumsum_scan_f16, *cumsum_scan_bf16, *cumsum_scan_f32, *cumsum_scan_f64;
-    am_turn *turn_32, *turn_64;
+    am_transpose *transpose_32, *transpose_64;
     am_widen_16 *widen_f16, *widen_bf16;
     am_narrow_16 *narrow_f16, *narrow_bf16;
     am_fill_tokens_32 *fill_positions_32, *fill_sequences_32, *fill_pairs_32;
@@ -308,7 +308,7 @@ typedef struct {
     am_pack_bits *pack[AM_LANES];
     am_find_nonzero *first[AM_LANES], *last[AM_LANES];
     am_collect_nonzero *collect[AM_LANES];
-    am_turn_bits *turn_bits;
+    am_transpose_bits *transpose_bits;
     am_unlike_bits *unlike_bits;
     am_keep_bits *keep_bits;
     am_flash_kernels flash_f32, flash_f64;

@@ -180,7 +180,7 @@ static inline float vf_total(vf v)
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 /* Lane j of vector i becomes lane i of vector j. */
-static inline void vf_turn(vf v[VF_LANES])
+static inline void vf_transpose(vf v[VF_LANES])
 {
     vf pairs[8], fours[8];
     UNROLL(16)
@@ -250,7 +250,7 @@ static inline double vd_total(vd v)
     __m128d x = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)));
 }
-static inline void vd_turn(vd v[VD_LANES])
+static inline void vd_transpose(vd v[VD_LANES])
 {
     vd even = _mm256_unpacklo_pd(v[0], v[1]), odd = _mm256_unpackhi_pd(v[0], v[1]);
     vd next_even = _mm256_unpacklo_pd(v[2], v[3]), next_odd = _mm256_unpackhi_pd(v[2], v[3]);

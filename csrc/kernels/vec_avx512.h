@@ -178,7 +178,7 @@ static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
 static inline bool vf_exceeds(vf v, vf limit) { return _mm512_cmp_ps_mask(v, limit, _CMP_GT_OQ) != 0; }
 static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
 /* Lane j of vector i becomes lane i of vector j. */
-static inline void vf_turn(vf v[VF_LANES])
+static inline void vf_transpose(vf v[VF_LANES])
 {
     vf pairs[16], fours[16];
     UNROLL(16)
@@ -262,7 +262,7 @@ static inline vd vd_times_power(vd v, vd whole)
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
 static inline bool vd_exceeds(vd v, vd limit) { return _mm512_cmp_pd_mask(v, limit, _CMP_GT_OQ) != 0; }
 static inline double vd_total(vd v) { return _mm512_reduce_add_pd(v); }
-static inline void vd_turn(vd v[VD_LANES])
+static inline void vd_transpose(vd v[VD_LANES])
 {
     vd pairs[8];
     UNROLL(16)

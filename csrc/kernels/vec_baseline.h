@@ -167,7 +167,7 @@ static inline bool vf_exceeds(vf v, vf limit)
 }
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane j of vector i becomes lane i of vector j. */
-static inline void vf_turn(vf v[VF_LANES])
+static inline void vf_transpose(vf v[VF_LANES])
 {
     vf low = {v[0][0], v[1][0], v[0][1], v[1][1]}, high = {v[0][2], v[1][2], v[0][3], v[1][3]};
     vf next_low = {v[2][0], v[3][0], v[2][1], v[3][1]}, next_high = {v[2][2], v[3][2], v[2][3], v[3][3]};
@@ -179,9 +179,9 @@ static inline void vf_turn(vf v[VF_LANES])
 /* Lane i is the sum of lanes of vector i. */
 static inline vf vf_totals(const vf v[VF_LANES])
 {
-    vf turned[VF_LANES] = {v[0], v[1], v[2], v[3]};
-    vf_turn(turned);
-    return (turned[0] + turned[2]) + (turned[1] + turned[3]);
+    vf transposed[VF_LANES] = {v[0], v[1], v[2], v[3]};
+    vf_transpose(transposed);
+    return (transposed[0] + transposed[2]) + (transposed[1] + transposed[3]);
 }
 static inline vd vd_sub(vd a, vd b) { return a - b; }
 static inline vd vd_div(vd a, vd b) { return a / b; }
@@ -213,7 +213,7 @@ static inline double vd_highest(vd v)
 }
 static inline bool vd_exceeds(vd v, vd limit) { return (v[0] > limit[0]) | (v[1] > limit[1]); }
 static inline double vd_total(vd v) { return v[0] + v[1]; }
-static inline void vd_turn(vd v[VD_LANES])
+static inline void vd_transpose(vd v[VD_LANES])
 {
     vd even = {v[0][0], v[1][0]};
     v[1] = (vd){v[0][1], v[1][1]};

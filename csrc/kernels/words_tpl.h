@@ -1,4 +1,4 @@
-/* words_tpl.h – words of 64 bits: matrices of bits turned, and lines compared word by word. */
+/* words_tpl.h – transposes matrices of bits, and compares rows of a mask by words of 64 bits. */
 
 static inline __attribute__((always_inline)) void swap_corners(uint64_t *rows, const int tiles,
                                                                const int size, const uint64_t low)
@@ -15,9 +15,9 @@ static inline __attribute__((always_inline)) void swap_corners(uint64_t *rows, c
     }
 }
 
-/* Tiles side by side are turned at once, a vector lane each: corners of 32 × 32 bits change places, then
+/* Tiles side by side are transposed at once, a vector lane each: corners of 32 × 32 bits change places, then
  * those of 16 × 16 in each quarter, and so on. */
-static inline __attribute__((always_inline)) void turn_tiles(uint64_t *rows, const int tiles)
+static inline __attribute__((always_inline)) void transpose_tiles(uint64_t *rows, const int tiles)
 {
     swap_corners(rows, tiles, 32, 0x00000000ffffffff);
     swap_corners(rows, tiles, 16, 0x0000ffff0000ffff);
@@ -27,12 +27,12 @@ static inline __attribute__((always_inline)) void turn_tiles(uint64_t *rows, con
     swap_corners(rows, tiles, 1, 0x5555555555555555);
 }
 
-static void turn_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step)
+static void transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step)
 {
-    uint64_t rows[64 * AM_TURN_TILES];
+    uint64_t rows[64 * AM_TRANSPOSE_TILES];
     for (int r = 0; r < 64; r++)
-        memcpy(rows + r * AM_TURN_TILES, src + r * step, AM_TURN_TILES * sizeof *rows);
-    turn_tiles(rows, AM_TURN_TILES);
+        memcpy(rows + r * AM_TRANSPOSE_TILES, src + r * step, AM_TRANSPOSE_TILES * sizeof *rows);
+    transpose_tiles(rows, AM_TRANSPOSE_TILES);
     memcpy(dst, rows, sizeof rows);
 }
 

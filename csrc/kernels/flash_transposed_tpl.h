@@ -1,5 +1,5 @@
-/* flash_turned_tpl.h – how a block of rows meets a tile whose keys stay where they lie, and whose pairs are
- * all live:
+/* flash_transposed_tpl.h – the transposed step of a block of rows over a full tile whose keys stay where they
+ * lie:
  *
  *     Sᵀ = K Qᵀ          64 × rows, a few keys at a time; it is the queries that are packed, once a block
  *     Pᵀ = e^(Sᵀ - high) lane by lane, which are rows here
@@ -10,8 +10,9 @@
  * rows leave room for what is packed. */
 enum { STEP(KEYS_AT_ONCE) = 8 };
 
-/* Weights of one row's lane, of neighbouring keys, to where `add_product_turned` takes them. */
-static inline __attribute__((always_inline)) void STEP(put_turned)(T *weights, const V *p, const int count)
+/* Weights of one row's lane, of neighbouring keys, to where `add_product_transposed` takes them. */
+static inline __attribute__((always_inline)) void STEP(put_transposed)(T *weights, const V *p,
+                                                                       const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += WIDTH) {
@@ -24,7 +25,7 @@ static inline __attribute__((always_inline)) void STEP(put_turned)(T *weights, c
 }
 
 /* Products to weights, as `weigh_plain` makes them, of up to LANES rows. */
-static void STEP(weigh_turned)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
+static void STEP(weigh_transposed)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
 {
     T *logits = (T *)block->logits + row, *high = (T *)block->high + row, *sum = (T *)block->sum + row;
     T *top = block->top ? (T *)block->top + row : NULL;
@@ -52,32 +53,32 @@ static void STEP(weigh_turned)(const am_flash_rows *block, ptrdiff_t row, ptrdif
         FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
         UNROLL(16)
         for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
-        STEP(put_turned)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(AT_ONCE));
+        STEP(put_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(AT_ONCE));
     }
     VOP(store)(lanes, total);
     for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
 }
 
 /* O + P V of a strip and one panel of columns, where values are packed or, two rows zipped to pairs, stay. */
-static void STEP(add_values_turned)(const am_flash_rows *block, const am_flash_tile *tile,
-                                    const FN(strip) * s, ptrdiff_t column)
+static void STEP(add_values_transposed)(const am_flash_rows *block, const am_flash_tile *tile,
+                                        const FN(strip) * s, ptrdiff_t column)
 {
     const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), count = AM_FLASH_TILE / WIDTH;
     const T *p = (const T *)block->logits + s->row, *v = tile->v;
     T *c = (T *)block->out + s->row * block->out_depth + column;
     if (tile->v_step == 0)
-        STEP(add_product_turned)(s->rows, columns, count, p, v + column * count, FN(PANEL), c,
-                                 block->out_depth);
+        STEP(add_product_transposed)(s->rows, columns, count, p, v + column * count, FN(PANEL), c,
+                                     block->out_depth);
     else
 #if WIDTH > 1
-        add_product_turned_zipped(s->rows, columns, count, p, (const uint16_t *)v + column, 4 * tile->v_step,
-                                  c, block->out_depth);
+        add_product_transposed_zipped(s->rows, columns, count, p, (const uint16_t *)v + column,
+                                      4 * tile->v_step, c, block->out_depth);
 #else
-        FN(add_product_turned)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
+        FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
 #endif
 }
 
-static void STEP(step_turned)(const am_flash_rows *block, const am_flash_tile *tile)
+static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
     const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, NULL, AM_FLASH_TILE),
@@ -95,9 +96,9 @@ static void STEP(step_turned)(const am_flash_rows *block, const am_flash_tile *t
         }
     }
     for (ptrdiff_t row = 0; row < block->rows; row += LANES)
-        STEP(weigh_turned)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
+        STEP(weigh_transposed)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         for (const FN(strip) *s = strips; s < strips + count; s++)
-            STEP(add_values_turned)(block, tile, s, column);
+            STEP(add_values_transposed)(block, tile, s, column);
     }
 }

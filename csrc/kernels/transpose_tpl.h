@@ -1,18 +1,18 @@
-/* turn_tpl.h – a matrix of elements as wide as T turned over, in tiles of LANES × LANES. */
+/* transpose_tpl.h – transposes a matrix of elements as wide as T, in tiles of LANES × LANES. */
 
-static void FN(turn)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                     ptrdiff_t columns)
+static void FN(transpose)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
+                          ptrdiff_t columns)
 {
     T *to = dst;
     const T *from = src;
-    const bool down = dst_step > src_step; /* lines that lie far apart are finished one by one */
+    const bool down = dst_step > src_step; /* rows that lie far apart are finished one by one */
     for (ptrdiff_t i = 0; i < (down ? columns : rows); i += LANES) {
         for (ptrdiff_t j = 0; j < (down ? rows : columns); j += LANES) {
             const ptrdiff_t r = down ? j : i, c = down ? i : j;
             if (r + LANES <= rows && c + LANES <= columns) {
                 V tile[LANES];
                 for (int k = 0; k < LANES; k++) tile[k] = VOP(load)(from + (r + k) * src_step + c);
-                VOP(turn)(tile);
+                VOP(transpose)(tile);
                 for (int k = 0; k < LANES; k++) VOP(store)(to + (c + k) * dst_step + r, tile[k]);
                 continue;
             }
