@@ -32,15 +32,15 @@ static void convert(const gradient *g, ptrdiff_t index, const char *from, ptrdif
         am_converter(own, wanted)(g->base->all_kernels, to, from, count);
 }
 
-/* --- Turns --- */
+/* --- Tickets: ordered accumulation --- */
 
-/* Whose turn it is to add to what a task's keys share with the rows of a block, and which turn is theirs. */
+/* A task may add to what its keys share with the rows of a block while `serving` is its own ticket. */
 typedef struct {
-    atomic_ptrdiff_t *now;
+    atomic_ptrdiff_t *serving;
     ptrdiff_t own;
-} turn;
+} ticket;
 
-static turn turn_of(const gradient *g, const am_flash_place *at, ptrdiff_t task)
+static ticket ticket_of(const gradient *g, const am_flash_place *at, ptrdiff_t task)
 {
     const ptrdiff_t counts[] = {g->base->flash->batch, g->tasks, g->base->flash->heads, g->q_blocks},
                     here[] = {at->b, task, at->head, at->block};
@@ -51,14 +51,14 @@ static turn turn_of(const gradient *g, const am_flash_place *at, ptrdiff_t task)
         *which = *which * counts[i] + here[i];
     }
     if (g->shape[2] != 1) cell = cell * counts[3] + here[3];
-    return (turn){&g->turns[cell], own};
+    return (ticket){&g->serving[cell], own};
 }
 
-static am_status add_in_turn(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+static am_status add_ordered(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
                              const char *from, am_team *team)
 {
-    turn t = turn_of(g, at, task);
-    am_status status = am_await(team, t.now, t.own);
+    ticket t = ticket_of(g, at, task);
+    am_status status = am_await(team, t.serving, t.own);
     if (status == AM_OK)
         g->base->kernels->add_rows(g->sums + index_of(g, at, k) * g->base->size, g->shape[3], from, TILE,
                                    g->shape[2] == 1 ? 1 : at->rows,
@@ -66,11 +66,11 @@ static am_status add_in_turn(const gradient *g, const am_flash_place *at, ptrdif
     return status;
 }
 
-static am_status pass_turn(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
+static am_status pass_ticket(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
 {
-    turn t = turn_of(g, at, task);
-    am_status status = am_await(team, t.now, t.own);
-    if (status == AM_OK) atomic_store_explicit(t.now, t.own + 1, memory_order_release);
+    ticket t = ticket_of(g, at, task);
+    am_status status = am_await(team, t.serving, t.own);
+    if (status == AM_OK) atomic_store_explicit(t.serving, t.own + 1, memory_order_release);
     return status;
 }
 
@@ -88,8 +88,8 @@ static void fold(const gradient *g, char *tile, ptrdiff_t rows)
         g->base->kernels->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
 }
 
-/* What all queries share is gathered first for the whole task: with a turn for each block those who share
- * would work one after the other. */
+/* What all queries share is first summed up for the whole task: with a ticket for each block, the tasks that
+ * share it would run one after the other. */
 ptrdiff_t am_bias_gradient_room(const gradient *g)
 {
     return g->sums && g->shape[2] == 1 ? g->base->group * g->task_tiles * TILE * g->base->size : 0;
@@ -110,14 +110,14 @@ am_status am_bias_give(const gradient *g, const am_flash_place *at, ptrdiff_t ta
         return AM_OK;
     }
     fold(g, tile, at->rows);
-    if (g->shape[2] != 1) return add_in_turn(g, at, task, k, tile, team);
+    if (g->shape[2] != 1) return add_ordered(g, at, task, k, tile, team);
     g->base->kernels->add_rows(room + in_room(g, at, k), TILE, tile, TILE, 1, TILE);
     return AM_OK;
 }
 
 am_status am_bias_end_block(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
 {
-    return g->sums && g->shape[2] != 1 ? pass_turn(g, at, task, team) : AM_OK;
+    return g->sums && g->shape[2] != 1 ? pass_ticket(g, at, task, team) : AM_OK;
 }
 
 am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_t task, const char *room,
@@ -131,8 +131,8 @@ am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_
     for (ptrdiff_t h = 0; status == AM_OK && h < g->base->group; h++) {
         head.head = at->kv_head * g->base->group + h;
         for (ptrdiff_t k = begin; status == AM_OK && k < end; k += TILE)
-            status = add_in_turn(g, &head, task, k, room + in_room(g, &head, k), team);
-        if (status == AM_OK) status = pass_turn(g, &head, task, team);
+            status = add_ordered(g, &head, task, k, room + in_room(g, &head, k), team);
+        if (status == AM_OK) status = pass_ticket(g, &head, task, team);
     }
     return status;
 }
@@ -154,14 +154,14 @@ am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *re
     if (!shared) return AM_OK;
     g->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
     ptrdiff_t cells = shape[0] * shape[1] * (shape[2] == 1 ? 1 : g->q_blocks) * (shape[3] == 1 ? 1 : tasks);
-    g->turns = calloc((size_t)am_max(cells, 1), sizeof *g->turns);
+    g->serving = calloc((size_t)am_max(cells, 1), sizeof *g->serving);
     g->sums = f->bias_type == base->type ? result : am_lines(g->count * base->size);
-    return g->turns && g->sums ? AM_OK : AM_NO_MEMORY;
+    return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;
 }
 
 void am_bias_gradient_free(const gradient *g)
 {
-    free(g->turns);
+    free(g->serving);
     if (g->sums != g->result) am_lines_free(g->sums, g->count * g->base->size);
 }
 

@@ -1,8 +1,8 @@
 /* flash_bias.h – the gradient of the bias: tiles of dS, summed up over the pairs that share a number.
  *
- * Rows of d_bias that no other queries share are added to block by block. Of what heads, batch rows or tasks
- * share each adds in turn: in the order of batch rows, of their tasks, and of the heads of each. So sums do
- * not depend on the number of threads, and whoever waits, waits for a task before. Sums are of the arithmetic
+ * Rows of d_bias that no other queries share are added to block by block. What heads, batch rows or tasks
+ * share is accumulated in order: of batch rows, of their tasks, and of the heads of each. So sums do not
+ * depend on the number of threads, and a task waits only for tasks before it. Sums are of the arithmetic
  * type, also those of a wider bias. */
 #ifndef AM_FLASH_BIAS_H
 #define AM_FLASH_BIAS_H
@@ -15,7 +15,7 @@ typedef struct {
     ptrdiff_t shape[4], count;
     ptrdiff_t q_blocks, tasks, task_tiles; /* tasks by keys, of each key head */
     char *sums; /* of the arithmetic type: the result, or on the way to it; NULL: no number is shared */
-    atomic_ptrdiff_t *turns;
+    atomic_ptrdiff_t *serving; /* the tickets that may add now */
 } am_bias_gradient;
 
 /* `shape` is 1 along axes that are shared. */

@@ -1,10 +1,10 @@
 /* flash_gradient.c – the gradient of attention, from out and lse, with logits computed anew.
  *
- * A task takes a few tiles of keys of one key head, more where each row sees few, and walks over the blocks
- * of 64 query rows of its query heads; it gathers d_k and d_v for itself. Each block of d_q is shared by the
- * tasks of all keys that its rows attend to, who add to it in turn, first keys first. Tasks begin in that
- * order too, so whoever waits, waits for one that is at work. Those who share a bias add to its gradient
- * in turn, too. No result depends on the number of threads, and nothing is as large as queries times keys,
+ * A task takes a few tiles of keys of one key head, more where each row sees few, and loops over the blocks
+ * of 64 query rows of its query heads; it accumulates d_k and d_v for itself. Each block of d_q is shared by
+ * the tasks of all keys that its rows attend to, which add to it in the order of their keys. Tasks begin in
+ * that order too, so a task waits only for one that is running. Tasks that share a bias add to its gradient
+ * in order, too. No result depends on the number of threads, and nothing is as large as queries times keys,
  * unless the bias is. */
 #include "core/flash_gradient.h"
 
@@ -27,8 +27,8 @@ enum {
 
 /* One block of query rows of one head. */
 typedef struct {
-    ptrdiff_t first, last; /* tasks, by their keys; none if first > last */
-    atomic_ptrdiff_t turn; /* the one that may add to d_q */
+    ptrdiff_t first, last;    /* tasks, by their keys; none if first > last */
+    atomic_ptrdiff_t serving; /* the task that may add to d_q */
 } rows_state;
 
 typedef struct {
@@ -307,7 +307,7 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     rows_state *state = state_of(p, at);
     state->first = tiles.begin / p->task_tiles;
     state->last = tiles.begin < tiles.end ? (tiles.end - 1) / p->task_tiles : state->first - 1;
-    atomic_init(&state->turn, state->first);
+    atomic_init(&state->serving, state->first);
 
     char *room = am_room_enter(&p->rooms);
     scratch s;
@@ -367,12 +367,12 @@ static void write_tokens(const plan *p, const am_tokens *t, const am_flash_place
     }
 }
 
-/* Adds the block's part to d_q, if it has one, when it is this task's turn. The first one has, and writes it.
- */
-static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state *state, ptrdiff_t task,
+/* Adds the block's part to d_q, if there is one, once the tasks before have added theirs. The first task
+ * always has a part, and writes it. */
+static am_status add_ordered(const plan *p, const am_flash_place *at, rows_state *state, ptrdiff_t task,
                              const char *d_q, am_team *team)
 {
-    am_status status = am_await(team, &state->turn, task);
+    am_status status = am_await(team, &state->serving, task);
     if (status != AM_OK) return status;
     if (task == state->first) {
         write_tokens(p, &p->d_q, at, at->head, at->q, at->rows, d_q, p->step, p->base.flash->depth);
@@ -381,7 +381,7 @@ static am_status add_in_turn(const plan *p, const am_flash_place *at, rows_state
         p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
                                   p->base.flash->depth);
     }
-    atomic_store_explicit(&state->turn, task + 1, memory_order_release);
+    atomic_store_explicit(&state->serving, task + 1, memory_order_release);
     return AM_OK;
 }
 
@@ -465,7 +465,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
         begun = true;
     }
     status = am_bias_end_block(&p->bias, at, task, team);
-    if (status == AM_OK && any) status = add_in_turn(p, at, state, task, begun ? s->d_q : NULL, team);
+    if (status == AM_OK && any) status = add_ordered(p, at, state, task, begun ? s->d_q : NULL, team);
     return status;
 }
 
@@ -476,11 +476,10 @@ static am_flash_place block_of(const plan *p, const am_flash_place *keys, ptrdif
     return place_of(p, keys->b, keys->kv_head * group + i % group, i / group);
 }
 
-/* The i-th head of keys that is begun. Threads that work in the same batch row have heads far from each
- * other, as rows of neighbours share lines of the cache, and who writes to them at once waits. Heads that
- * share a bias are begun in their order, in which they add to its gradient: who waits there must have been
- * begun later. */
-static ptrdiff_t head_in_turn(const plan *p, ptrdiff_t i)
+/* The i-th key head that is begun. Threads in the same batch row take heads far from each other, as rows of
+ * neighbouring heads share cache lines, for which writers would contend. Heads that share a bias are begun in
+ * the order in which they add to its gradient: a task may only wait for one that was begun before it. */
+static ptrdiff_t ordered_head(const plan *p, ptrdiff_t i)
 {
     const bool in_order = p->bias.sums && p->bias.shape[1] == 1;
     if (in_order || p->base.flash->batch >= p->threads) return i;
@@ -494,7 +493,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     const am_flash *f = p->base.flash;
     ptrdiff_t task = index / f->kv_heads % p->tasks;
     am_flash_place at = {.b = index / f->kv_heads / p->tasks,
-                         .kv_head = head_in_turn(p, index % f->kv_heads)};
+                         .kv_head = ordered_head(p, index % f->kv_heads)};
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
