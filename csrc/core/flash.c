@@ -173,7 +173,7 @@ static am_prefetch_rows prefetch_part(const am_tokens *t, ptrdiff_t b, ptrdiff_t
 static am_range tiles_of(const plan *p, const place *at)
 {
     const am_flash_row *row = &p->rows[at->row];
-    const am_range tiles = p->alone ? row->tiles : am_tiles_of(&p->base, &p->keys, at);
+    const am_range tiles = p->exclusive ? row->tiles : am_tiles_of(&p->base, &p->keys, at);
     const ptrdiff_t begin = tiles.begin + row->split * row->split_tiles;
     return (am_range){begin, am_min(tiles.end, begin + row->split_tiles)};
 }
@@ -281,7 +281,7 @@ static place place_of(const plan *p, ptrdiff_t index)
     at.b = p->rows[index].b;
     at.head = at.kv_head * p->base.group + head_block * p->block_heads;
     at.heads = am_min(p->block_heads, p->base.group - head_block * p->block_heads);
-    at.block = p->alone ? p->rows[index].part : block;
+    at.block = p->exclusive ? p->rows[index].part : block;
     const am_range queries = am_cut(&p->queries, at.b, at.block);
     at.q = queries.begin;
     at.queries = queries.end - queries.begin;

@@ -65,8 +65,8 @@ static inline void am_set_number(const am_flash_base *base, void *array, ptrdiff
         ((float *)array)[i] = (float)x;
 }
 
-/* Rows of `count` numbers as contiguous numbers of the arithmetic type, `step` elements apart: in place, or
- * in `room` of am_row_room bytes. */
+/* Rows of `count` numbers as contiguous numbers of the arithmetic type, `step` elements exclusive: in place,
+ * or in `room` of am_row_room bytes. */
 const char *am_read_rows(const am_flash_base *base, char *room, const char *src, ptrdiff_t row_step,
                          ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
                          ptrdiff_t *step);
@@ -84,7 +84,7 @@ bool am_is_plain(const am_tokens *t);
 bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count);
 bool am_is_aligned_pairs(const am_tokens *t, ptrdiff_t count);
 
-/* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes apart in place or in `room`. */
+/* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes exclusive in place or in `room`. */
 void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                    ptrdiff_t count);
 const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,

@@ -13,14 +13,14 @@ typedef struct {
     const am_mask *mask;
     am_side side;
     ptrdiff_t b, tokens;
-    ptrdiff_t group; /* heads of queries that share keys; 0: no sequence is alone */
+    ptrdiff_t group; /* query heads that share a key head; 0: no keys are exclusive */
 } line;
 
-static am_query_kind alone_kind(ptrdiff_t queries, ptrdiff_t group)
+static am_query_kind exclusive_kind(ptrdiff_t queries, ptrdiff_t group)
 {
-    return queries <= AM_FEW_ROWS / group ? AM_ALONE_FEW
-           : queries <= MOST / group      ? AM_ALONE_IN_A_BLOCK
-                                          : AM_ALONE;
+    return queries <= AM_FEW_ROWS / group ? AM_EXCLUSIVE_FEW_ROWS
+           : queries <= MOST / group      ? AM_EXCLUSIVE_ONE_BLOCK
+                                          : AM_EXCLUSIVE_KEYS;
 }
 
 static am_range keys_of(const line *l, ptrdiff_t query, ptrdiff_t count)
@@ -28,10 +28,10 @@ static am_range keys_of(const line *l, ptrdiff_t query, ptrdiff_t count)
     return am_mask_keys(l->mask, l->b, 0, query, count);
 }
 
-/* Whether these queries are a sequence whose keys those before and behind it do not see. Not if many fit a
- * range, and see no more keys than they are: such are 0.77 to 0.98 times as fast one by one, unless heads
- * share keys. */
-static bool is_alone(const line *l, ptrdiff_t begin, ptrdiff_t end)
+/* Whether these queries are a sequence whose keys the queries before and behind it do not see. False if
+ * several such sequences fit a range and see no more keys than they have queries: one by one these are 0.77
+ * to 0.98 times as fast, unless heads share keys. */
+static bool has_exclusive_keys(const line *l, ptrdiff_t begin, ptrdiff_t end)
 {
     const ptrdiff_t queries = end - begin;
     if (l->group == 0) return false;
@@ -43,22 +43,22 @@ static bool is_alone(const line *l, ptrdiff_t begin, ptrdiff_t end)
     return behind.begin >= behind.end || own.end <= behind.begin;
 }
 
-/* Where the range that begins there ends: it is a sequence that is alone, or a large one, or as many small
- * ones as it takes, or a part of a long one. Where queries and keys have the same borders, they are cut
- * alike. */
+/* Where the range that begins there ends: it is a sequence with exclusive keys, or a large one, or as many
+ * small ones as fit, or a part of a long one. Where queries and keys have the same borders, they have the
+ * same ranges. */
 static ptrdiff_t end_of(const line *l, ptrdiff_t begin, am_query_kind *kind)
 {
     const ptrdiff_t last = am_min(begin + MOST, l->tokens);
     ptrdiff_t end = begin;
-    *kind = AM_WITH_OTHERS;
+    *kind = AM_SHARED_KEYS;
     for (uint64_t borders = am_mask_borders(l->mask, l->b, l->side, begin); end < last;
          borders &= borders - 1) {
         const ptrdiff_t next = borders ? begin + 1 + __builtin_ctzll(borders) : last;
         /* What goes on behind the last token of the range is a long sequence, or a part of one. */
         const bool whole = borders || next == l->tokens, first = end == begin,
-                   apart = whole && is_alone(l, end, next);
-        if (apart || !whole || next - end > MOST / 2) {
-            if (first && apart) *kind = alone_kind(next - end, l->group);
+                   exclusive = whole && has_exclusive_keys(l, end, next);
+        if (exclusive || !whole || next - end > MOST / 2) {
+            if (first && exclusive) *kind = exclusive_kind(next - end, l->group);
             return first ? next : end;
         }
         end = next;
@@ -121,7 +121,7 @@ am_status am_cuts_of_queries(am_cuts cuts[AM_QUERY_KINDS], const am_mask *mask, 
     if (is_parted(mask, tokens))
         return cut(cuts, AM_QUERY_KINDS,
                    (line){.mask = mask, .side = AM_QUERIES, .tokens = tokens, .group = group});
-    const am_query_kind kind = tokens <= MOST ? alone_kind(tokens, group) : AM_WITH_OTHERS;
+    const am_query_kind kind = tokens <= MOST ? exclusive_kind(tokens, group) : AM_SHARED_KEYS;
     cuts[kind].count = am_ceil_div(tokens, MOST);
     return AM_OK;
 }

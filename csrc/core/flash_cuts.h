@@ -26,14 +26,14 @@ typedef struct {
 /* All tokens of a side; `by_mask`: also where the mask parts them. */
 am_status am_cuts_make(am_cuts *cuts, const am_mask *mask, am_side side, bool by_mask);
 
-/* Of what kind ranges of queries are. Short sequences whose keys no other query sees are ranges of their own,
- * alone with them as if they were batch rows: with rows of a group for several blocks, for one, or for up to
- * AM_FEW_ROWS of it. How the ranges of a kind are taken depends on the longest of them. */
+/* The kinds of ranges of queries. A short sequence whose keys no other query sees has exclusive keys: it is a
+ * range of its own, as if it were a batch row. Its rows, over the query heads of a group, make several
+ * blocks, one block, or up to AM_FEW_ROWS rows of one. The plan of a kind depends on its longest range. */
 typedef enum {
-    AM_WITH_OTHERS,
-    AM_ALONE,
-    AM_ALONE_IN_A_BLOCK,
-    AM_ALONE_FEW,
+    AM_SHARED_KEYS,
+    AM_EXCLUSIVE_KEYS,
+    AM_EXCLUSIVE_ONE_BLOCK,
+    AM_EXCLUSIVE_FEW_ROWS,
     AM_QUERY_KINDS,
 } am_query_kind;
 

@@ -534,8 +534,8 @@ static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
 
 /* --- The plan --- */
 
-/* Whole panels, and an odd number of lines: rows that are a power of two apart would meet in few sets of the
- * cache. */
+/* Whole panels, and an odd number of lines: rows that are a power of two exclusive would meet in few sets of
+ * the cache. */
 static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 {
     ptrdiff_t a_line = AM_LINE / p->base.size;

@@ -111,17 +111,17 @@ static am_range tiles_seen(const am_flash_plan *p, ptrdiff_t b, ptrdiff_t first,
     return all.end > 0 ? all : (am_range){0, 0};
 }
 
-/* One row for each sequence that is alone, or each batch row; all of its tiles, still to be split. */
+/* One row for each sequence with exclusive keys, or each batch row; all of its tiles, still to be split. */
 static am_status list_rows(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
-    const ptrdiff_t parts = p->alone ? p->queries.count : 1,
-                    count = p->alone ? am_count_cuts(&p->queries, f->batch) : f->batch;
+    const ptrdiff_t parts = p->exclusive ? p->queries.count : 1,
+                    count = p->exclusive ? am_count_cuts(&p->queries, f->batch) : f->batch;
     p->rows = malloc((size_t)am_product(count, sizeof *p->rows, 1));
     if (!p->rows) return AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < f->batch * parts; i++) {
         am_flash_row row = {.b = i / parts, .part = i % parts, .tiles = {0, p->keys.count}};
-        if (p->alone) {
+        if (p->exclusive) {
             const am_range queries = am_cut(&p->queries, row.b, row.part);
             if (queries.begin == queries.end) continue; /* behind the last of its batch row */
             row.tiles = tiles_seen(p, row.b, row.part, 1);
@@ -172,10 +172,10 @@ static void choose(am_flash_plan *p)
     p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
     p->most_rows = p->block_rows * p->block_heads;
     p->head_blocks = am_ceil_div(p->base.group, p->block_heads);
-    p->q_blocks = p->alone ? 1 : p->queries.count;
-    p->shares_keys = !p->alone && p->head_blocks * p->q_blocks > 1;
+    p->q_blocks = p->exclusive ? 1 : p->queries.count;
+    p->shares_keys = !p->exclusive && p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
-    p->span = p->alone && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
+    p->span = p->exclusive && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     if (p->pairs) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
@@ -224,7 +224,7 @@ am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_fl
                              const am_cuts *queries, const am_cuts *keys, am_query_kind kind)
 {
     *plan = (am_flash_plan){.base = am_flash_base_of(run, flash),
-                            .alone = kind != AM_WITH_OTHERS,
+                            .exclusive = kind != AM_SHARED_KEYS,
                             .queries = *queries,
                             .keys = *keys,
                             .threads = run->threads};

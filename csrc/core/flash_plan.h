@@ -9,7 +9,7 @@ enum {
     AM_MOST_SLOTS = 8,   /* for tiles that a task packs for itself */
 };
 
-/* One of the splits of the keys of a batch row, or of a sequence in it that is alone. */
+/* One of the splits of the keys of a batch row, or of a sequence in it with exclusive keys. */
 typedef struct {
     ptrdiff_t b, part;       /* the latter: the sequence */
     am_range tiles;          /* that its queries see, with any head, of all splits */
@@ -19,7 +19,7 @@ typedef struct {
 
 typedef struct {
     am_flash_base base;
-    bool alone;           /* queries are, with their keys */
+    bool exclusive;       /* no other query reads the keys of a sequence */
     ptrdiff_t block_rows; /* queries of a block */
     ptrdiff_t block_heads;
     ptrdiff_t most_rows;                     /* of a block */
