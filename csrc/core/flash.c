@@ -1,15 +1,20 @@
-/* flash.c – attention forward: the way of one block of query rows over its keys.
+/* flash.c – attention forward: takes each block of query rows over its keys.
  *
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
- * keys. It walks over tiles of up to 64 keys; both begin where sequences do, if the mask knows of any, and a
- * sequence of up to 64 queries is taken as a batch row is. Tiles are packed into panels: for all blocks that
- * share them, by the first that needs them, or, where these are few, by a task for its own, which meet each
- * tile in turn. Where each block sees few keys, a task takes neighbours one after the other and packs what
- * they share for itself, in memory that stays in the cache. A block of few rows reads keys where they lie; so
- * does one whose rows fill vectors, if it shares keys with no other, and packs its queries instead. Blocks
- * that share nothing are taken together if their heads lie side by side, so that a task reads memory in
- * its order. Where blocks are too few to keep many threads busy, the keys of each are split, and what the
- * splits gather is merged. */
+ * keys. It steps over tiles of up to 64 keys. Blocks and tiles begin where sequences do, if the mask has any,
+ * and a sequence of up to 64 queries is a batch row of its own. How tiles are read follows from the shapes:
+ *
+ *  - Blocks that read the same keys share packed tiles: the first that needs a tile packs it into panels.
+ *  - If each block sees few tiles, the items of a task are neighbouring blocks, and the task packs the tiles
+ * for itself, in memory that stays in the cache.
+ *  - If only a few blocks read the keys, they are the items of one task, which packs each tile for itself and
+ *    takes all items over it in lockstep.
+ *  - A block of few rows reads keys where they lie. So does a block with exclusive keys whose rows fill
+ * vectors: its queries are packed instead, and its steps transposed.
+ *
+ * Blocks that share nothing are items of one task if their heads lie side by side, so that a task reads
+ * memory in order. Where blocks are too few to keep many threads busy, the keys of each are split, and the
+ * accumulators of the splits are merged. */
 #include "core/flash.h"
 
 #include <math.h>
@@ -24,7 +29,7 @@ enum { TILE = AM_FLASH_TILE };
 typedef am_flash_plan plan;
 typedef am_flash_place place;
 
-/* What a block works on; arrays of the arithmetic type. */
+/* The memory of a block; arrays of the arithmetic type. */
 typedef struct {
     char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
     char *gathered;                                   /* out, high, sum, top */
@@ -34,19 +39,19 @@ typedef struct {
 /* Of a tile that blocks share. The first that needs it packs it; who comes meanwhile packs for itself. */
 typedef enum { UNPACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
-/* Which tiles a task has packed for itself, -1 for none, and whether v is finite. */
+/* The tiles that a task has packed for itself, -1 for none, and whether v is finite. */
 typedef struct {
-    ptrdiff_t tile[AM_MOST_SLOTS];
-    bool finite[AM_MOST_SLOTS];
-} own_tiles;
+    ptrdiff_t tile[AM_MOST_LOCAL_TILES];
+    bool finite[AM_MOST_LOCAL_TILES];
+} local_tiles;
 
-/* A block and its part of the scratch. */
+/* An item of a task: a block and its part of the scratch. */
 typedef struct {
     place at;
     scratch s;
     am_flash_rows rows;
-    own_tiles *own;
-} work;
+    local_tiles *local;
+} item;
 
 /* Out, high, sum and top of a block lie side by side. */
 static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
@@ -72,23 +77,25 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0;
-    s->q = am_take(memory, &used, p->at_once * p->most_rows * f->depth * p->base.size);
-    s->q_packed = am_take(memory, &used, p->transposed ? p->at_once * p->k_bytes : 0);
+    s->q = am_take(memory, &used, p->lockstep * p->most_rows * f->depth * p->base.size);
+    s->q_packed = am_take(memory, &used, p->transposed ? p->lockstep * p->k_bytes : 0);
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
     s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
     s->k = am_take(memory, &used,
-                   p->in_place || p->transposed ? am_row_room(TILE, f->depth) : p->slots * p->k_bytes);
-    s->v = am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->slots * p->v_bytes);
-    s->gathered = am_take(memory, &used, p->at_once * p->partial_bytes);
+                   p->in_place || p->transposed ? am_row_room(TILE, f->depth) : p->local_count * p->k_bytes);
+    s->v =
+        am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->local_count * p->v_bytes);
+    s->gathered = am_take(memory, &used, p->lockstep * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
-    s->row_keys = (uint64_t *)am_take(memory, &used, p->at_once * p->most_rows * (ptrdiff_t)sizeof(uint64_t));
+    s->row_keys =
+        (uint64_t *)am_take(memory, &used, p->lockstep * p->most_rows * (ptrdiff_t)sizeof(uint64_t));
     return used;
 }
 
-/* What the i-th block at a time has of it. In place all take their steps together, and have at most as many
- * rows as one that is full; else one after the other, each with all the room for a tile. */
+/* The part of the i-th item in lockstep. In place all items take one step, and have at most as many rows as
+ * one full block; else they step one after the other, each with all the room for a tile. */
 static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
@@ -197,14 +204,14 @@ static char *shared_tile(const plan *p, const place *at, ptrdiff_t tile, atomic_
 /* What the step over a tile prefetches: the next tile of the same blocks, or after the last one what the next
  * blocks of this thread need. The blocks take the tile in `parts`, one after the other; each prefetches its
  * part, and the bias of its first block, `one`. */
-static void choose_prefetch(const plan *p, const work *works, const work *one, const place *next,
+static void choose_prefetch(const plan *p, const item *items, const item *one, const place *next,
                             ptrdiff_t index, ptrdiff_t end, ptrdiff_t part, ptrdiff_t parts,
                             am_flash_tile *tile)
 {
     const am_flash *f = p->base.flash;
-    const place *at = &works->at;
-    const ptrdiff_t kv_heads = p->head_blocks > 1 ? 1 : p->at_once,
-                    heads = am_min(p->at_once * p->block_heads, kv_heads * p->base.group);
+    const place *at = &items->at;
+    const ptrdiff_t kv_heads = p->head_blocks > 1 ? 1 : p->lockstep,
+                    heads = am_min(p->lockstep * p->block_heads, kv_heads * p->base.group);
     const bool last = index + 1 >= end;
     const place *where = last ? next : at;
     const am_range tiles = last ? tiles_of(p, next) : (am_range){index + 1, end};
@@ -214,7 +221,7 @@ static void choose_prefetch(const plan *p, const work *works, const work *one, c
     atomic_uchar *state;
     char *to = any ? shared_tile(p, where, index, &state) : NULL;
     const bool there = to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
-                          : works->own->tile[index % p->slots] == tile_index(p, where, index);
+                          : items->local->tile[index % p->local_count] == tile_index(p, where, index);
     tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, last ? next : &one->at, keys);
     if (any && !there) {
         const ptrdiff_t rows = keys.end - keys.begin, bytes = p->k_bytes + p->v_bytes;
@@ -231,21 +238,21 @@ static void choose_prefetch(const plan *p, const work *works, const work *one, c
         prefetch_part(&f->out, at->b, at->head, heads, at->q, at->queries, f->value_depth, part, parts);
 }
 
-static void begin_block(const plan *p, const work *w)
+static void begin_block(const plan *p, const item *it)
 {
     const am_flash *f = p->base.flash;
-    const place *at = &w->at;
-    const am_flash_rows *block = &w->rows;
+    const place *at = &it->at;
+    const am_flash_rows *block = &it->rows;
     const ptrdiff_t row_bytes = p->lanes * p->base.size;
     for (ptrdiff_t h = 0, row = 0; h < at->heads; h++, row += at->queries) {
         const char *src = am_token(&f->q, at->b, at->head + h, at->q);
-        char *to = w->s.q + row * row_bytes;
+        char *to = it->s.q + row * row_bytes;
         for (ptrdiff_t r = row; r < row + at->queries; r++) {
             am_set_number(&p->base, block->high, r, -INFINITY);
             if (block->top) am_set_number(&p->base, block->top, r, -INFINITY);
             am_set_number(&p->base, block->sum, r, 0);
             if (p->base.threshold)
-                w->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
+                it->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
         }
         if (p->queries_in_place) continue;
         if (p->pairs) {
@@ -253,14 +260,14 @@ static void begin_block(const plan *p, const work *w)
             continue;
         }
         ptrdiff_t step;
-        src = am_read_rows(&p->base, w->s.row, src, f->q.token, f->q.element, f->q.type, at->queries,
+        src = am_read_rows(&p->base, it->s.row, src, f->q.token, f->q.element, f->q.type, at->queries,
                            f->depth, &step);
         for (ptrdiff_t r = 0; r < at->queries; r++, to += row_bytes, src += step * p->base.size)
             p->base.kernels->scale(to, src, p->q_factor, f->depth, false);
     }
     if (p->transposed)
-        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(w->s.q_packed, w->s.q, p->lanes, at->rows, p->lanes,
-                                                          1);
+        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(it->s.q_packed, it->s.q, p->lanes, at->rows,
+                                                          p->lanes, 1);
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
 }
 
@@ -356,12 +363,12 @@ static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *r
 
 /* Whether the block has live pairs among the keys of a tile; if so, it with all that belongs to it, and what
  * takes it if it is in place. */
-static bool find_tile(const plan *p, const work *w, ptrdiff_t index, am_flash_tile *tile,
+static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_tile *tile,
                       am_flash_step_in_place **step_in_place)
 {
     const am_flash *f = p->base.flash;
-    const place *at = &w->at;
-    const scratch *s = &w->s;
+    const place *at = &it->at;
+    const scratch *s = &it->s;
     const am_range keys = am_cut(&p->keys, at->b, index);
     const ptrdiff_t k = keys.begin, columns = keys.end - k;
     am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
@@ -382,18 +389,18 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t index, am_flash_ti
         tile->value_depth = f->value_depth;
         *step_in_place = source->step_in_place;
     } else if (!find_shared(p, at, index, s->row, tile)) {
-        const ptrdiff_t among_all = tile_index(p, at, index), slot = index % p->slots;
-        char *own_k = s->k + slot * p->k_bytes, *own_v = s->v + slot * p->v_bytes;
+        const ptrdiff_t among_all = tile_index(p, at, index), local = index % p->local_count;
+        char *local_k = s->k + local * p->k_bytes, *local_v = s->v + local * p->v_bytes;
         const bool full = kind == AM_FULL, there = p->values_in_place && full,
-                   known = w->own->tile[slot] == among_all;
+                   known = it->local->tile[local] == among_all;
         tile->transposed = p->transposed && full && columns == TILE;
-        if (!known && !tile->transposed) pack_keys(p, at, k, columns, s->row, own_k);
-        if (!known && !there) w->own->finite[slot] = pack_values(p, at, k, columns, s->row, own_v);
-        w->own->tile[slot] = there || tile->transposed ? -1 : among_all;
-        tile->k = tile->transposed ? read_keys(p, at, k, own_k, &tile->k_step) : own_k;
-        tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : own_v;
+        if (!known && !tile->transposed) pack_keys(p, at, k, columns, s->row, local_k);
+        if (!known && !there) it->local->finite[local] = pack_values(p, at, k, columns, s->row, local_v);
+        it->local->tile[local] = there || tile->transposed ? -1 : among_all;
+        tile->k = tile->transposed ? read_keys(p, at, k, local_k, &tile->k_step) : local_k;
+        tile->v = there ? am_token(&f->v, at->b, at->kv_head, k) : local_v;
         tile->v_step = there ? f->v.token / p->base.size : 0;
-        tile->finite = w->own->finite[slot];
+        tile->finite = it->local->finite[local];
     }
     if (p->base.threshold) {
         for (ptrdiff_t r = 0; r < at->rows; r++)
@@ -403,30 +410,31 @@ static bool find_tile(const plan *p, const work *w, ptrdiff_t index, am_flash_ti
     return true;
 }
 
-/* The blocks of a task, over their keys. `next`: the first block that this thread may take up after them. */
-static am_status walk(const plan *p, const work *works, ptrdiff_t count, const place *next, am_team *team)
+/* Takes items in lockstep over their keys. `next`: the first block that this thread may begin after them. */
+static am_status advance_items(const plan *p, const item *items, ptrdiff_t count, const place *next,
+                               am_team *team)
 {
     ptrdiff_t begin = PTRDIFF_MAX, end = 0;
-    for (const work *w = works; w < works + count; w++) {
-        const am_range tiles = tiles_of(p, &w->at);
+    for (const item *it = items; it < items + count; it++) {
+        const am_range tiles = tiles_of(p, &it->at);
         if (tiles.begin >= tiles.end) continue;
         begin = am_min(begin, tiles.begin);
         end = am_max(end, tiles.end);
     }
     am_flash_step *step = p->pairs ? p->base.kernels->pairs.step : p->base.kernels->step;
-    const ptrdiff_t together = p->in_place ? count : 1, parts = count / together;
+    const ptrdiff_t per_step = p->in_place ? count : 1, parts = count / per_step;
     for (ptrdiff_t index = begin; index < end; index++) {
         for (ptrdiff_t part = 0; part < parts; part++) {
-            const work *first = works + part * together;
-            am_flash_rows rows[AM_MOST_BLOCKS];
-            am_flash_tile tiles[AM_MOST_BLOCKS];
+            const item *first = items + part * per_step;
+            am_flash_rows rows[AM_MOST_ITEMS];
+            am_flash_tile tiles[AM_MOST_ITEMS];
             am_flash_step_in_place *step_in_place = NULL;
             ptrdiff_t live = 0;
-            for (const work *w = first; w < first + together; w++) {
-                if (!find_tile(p, w, index, &tiles[live], &step_in_place)) continue;
+            for (const item *it = first; it < first + per_step; it++) {
+                if (!find_tile(p, it, index, &tiles[live], &step_in_place)) continue;
                 if (live == 0)
-                    choose_prefetch(p, works, w, next, index, end, part, parts, tiles); /* for all */
-                rows[live++] = w->rows;
+                    choose_prefetch(p, items, it, next, index, end, part, parts, tiles); /* for all */
+                rows[live++] = it->rows;
             }
             if (live == 0) continue;
             if (step_in_place)
@@ -453,40 +461,41 @@ static char *partial_of(const plan *p, ptrdiff_t index)
 static ptrdiff_t first_of(const plan *p, ptrdiff_t task)
 {
     ptrdiff_t begin = p->first * p->head_blocks * p->q_blocks;
-    return begin + task / p->span_tasks * p->span + task % p->span_tasks * p->together;
+    return begin + task / p->group_tasks * p->item_group + task % p->group_tasks * p->task_items;
 }
 
 static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
 {
     const plan *p = arg;
-    ptrdiff_t begin = first_of(p, task), end = am_min(begin + p->together, (begin / p->span + 1) * p->span),
+    ptrdiff_t begin = first_of(p, task),
+              end = am_min(begin + p->task_items, (begin / p->item_group + 1) * p->item_group),
               after = am_min(end, p->row_count * p->row_blocks - (end - begin));
     char *room = am_room_enter(&p->rooms);
     scratch s;
     lay_out(p, room, &s);
-    work works[AM_MOST_BLOCKS];
-    own_tiles own = {0};
-    for (int i = 0; i < AM_MOST_SLOTS; i++) own.tile[i] = -1;
+    item items[AM_MOST_ITEMS];
+    local_tiles local = {0};
+    for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) local.tile[i] = -1;
     am_status status = AM_OK;
-    for (; status == AM_OK && begin < end; begin += p->at_once) {
+    for (; status == AM_OK && begin < end; begin += p->lockstep) {
         if (place_of(p, begin).queries == 0) continue; /* behind the last of its batch row */
-        ptrdiff_t count = am_min(p->at_once, end - begin);
+        ptrdiff_t count = am_min(p->lockstep, end - begin);
         for (ptrdiff_t i = 0; i < count; i++) {
-            work *w = &works[i];
-            *w = (work){.at = place_of(p, begin + i), .s = part_of(p, s, i), .own = &own};
-            w->rows = gathered(p, p->partials ? partial_of(p, begin + i) : w->s.gathered, w->at.rows);
-            w->rows.q = w->s.q, w->rows.q_step = p->lanes, w->rows.logits = w->s.logits;
-            w->rows.q_packed = p->transposed ? w->s.q_packed : NULL;
+            item *it = &items[i];
+            *it = (item){.at = place_of(p, begin + i), .s = part_of(p, s, i), .local = &local};
+            it->rows = gathered(p, p->partials ? partial_of(p, begin + i) : it->s.gathered, it->at.rows);
+            it->rows.q = it->s.q, it->rows.q_step = p->lanes, it->rows.logits = it->s.logits;
+            it->rows.q_packed = p->transposed ? it->s.q_packed : NULL;
             if (p->queries_in_place) {
-                w->rows.q = am_token(&p->base.flash->q, w->at.b, w->at.head, w->at.q);
-                w->rows.q_step = p->base.flash->q.token / p->base.size;
+                it->rows.q = am_token(&p->base.flash->q, it->at.b, it->at.head, it->at.q);
+                it->rows.q_step = p->base.flash->q.token / p->base.size;
             }
-            begin_block(p, w);
+            begin_block(p, it);
         }
         const place next = place_of(p, begin + count < end ? begin + count : after);
-        status = walk(p, works, count, &next, team);
+        status = advance_items(p, items, count, &next, team);
         for (ptrdiff_t i = 0; status == AM_OK && !p->partials && i < count; i++)
-            write_rows(p, &works[i].at, &works[i].rows, s.row);
+            write_rows(p, &items[i].at, &items[i].rows, s.row);
     }
     am_room_leave(&p->rooms, room);
     return status;
@@ -550,7 +559,7 @@ static am_status attend(const am_run *run, plan *p)
         if (!p->packed || !p->states) goto done;
     }
     status = AM_OK;
-    if (!p->packed) status = am_parallel(run, blocks / p->span * p->span_tasks, 1, block_task, p);
+    if (!p->packed) status = am_parallel(run, blocks / p->item_group * p->group_tasks, 1, block_task, p);
     for (; status == AM_OK && p->packed && p->first < heads; p->first += p->wave) {
         p->wave = am_min(p->wave, heads - p->first);
         for (ptrdiff_t i = 0; i < p->wave * p->seen; i++) atomic_init(&p->states[i], UNPACKED);

@@ -53,13 +53,13 @@ typedef struct {
 /* What a task knows of one of its tiles. */
 typedef struct {
     bool packed, finite; /* the latter: k */
-} own_tile;
+} local_tile;
 
 typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_room, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     uint64_t *live, *kept;
-    own_tile *tiles;
+    local_tile *tiles;
 } scratch;
 
 static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
@@ -85,7 +85,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->d_v = am_take(memory, &used, n * p->v_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
-    s->tiles = (own_tile *)am_take(memory, &used, n * (ptrdiff_t)sizeof(own_tile));
+    s->tiles = (local_tile *)am_take(memory, &used, n * (ptrdiff_t)sizeof(local_tile));
     return used;
 }
 
@@ -401,7 +401,7 @@ static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, p
     pack(p, &p->base.flash->v, at, keys, p->base.flash->value_depth, s->row,
          s->v_columns + i * p->v_columns_bytes, NULL);
     clear_tile(p, i, s);
-    s->tiles[i] = (own_tile){.packed = true, .finite = finite};
+    s->tiles[i] = (local_tile){.packed = true, .finite = finite};
 }
 
 /* Whether the task's keys are among those that the rows attend to. */

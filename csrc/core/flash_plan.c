@@ -10,9 +10,9 @@ enum {
     ENOUGH_TASKS = 64,   /* for any number of threads */
     LEAST_SPLIT = 512,   /* keys that are worth a task */
     IN_PLACE_TILES = 4,  /* of keys in place, that are worth a task: many heads read them at once */
-    FEW_TASKS = 4,       /* of a thread: fewer are not made by taking blocks together */
-    FEW_IN_PLACE = 2,    /* the same of keys in place, which are read up to 1.15 times as fast if a task takes
-                          * all heads that lie side by side */
+    FEW_TASKS = 4,       /* of a thread: items are not put into one task if that leaves fewer */
+    FEW_IN_PLACE = 2,    /* the same of keys in place, which are read up to 1.15 times as fast if the items
+                          * of a task are all heads that lie side by side */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
     WAVE_TASKS = 256,
@@ -20,15 +20,15 @@ enum {
     /* Bytes of a panel of long vectors, beside whose products packing is much. Those of AVX2 would be 0.93 to
      * 1.03 times as fast transposed. */
     LONG_PANEL = 128,
-    FEW_ROWS = 16,          /* of a block, for which packing keys is not worth while, unless they are of
-                             * sixteen bits: each few rows widen or zip those anew */
-    FEW_TILES = 2,          /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,          /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096,    /* bytes of a key's neighbouring heads that a task takes */
-    SIDE_BYTES = 128 << 10, /* of their queries and results: they stay in the second-level cache */
-    GROUP_BYTES = 2 << 20,  /* the same of heads that share keys, which are packed once for them */
-    SLOT_BYTES = 320 << 10, /* of all slots of a task: they stay in the second-level cache */
-    TASKS_EACH = 16,        /* at least, of a thread, which packs for itself */
+    FEW_ROWS = 16,           /* of a block, for which packing keys is not worth while, unless they are of
+                              * sixteen bits: each few rows widen or zip those anew */
+    FEW_TILES = 2,           /* of a block, beside which copying its queries takes time */
+    L1_WAY = 4096,           /* bytes from which on the first-level cache has its lines once more */
+    SIDE_BY_SIDE = 4096,     /* bytes of a key's neighbouring heads that a task takes */
+    SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
+    GROUP_BYTES = 2 << 20,   /* the same of heads that share keys, which are packed once for them */
+    LOCAL_BYTES = 320 << 10, /* of all local tiles of a task: they stay in the second-level cache */
+    TASKS_EACH = 16,         /* at least, of a thread, if tasks have local tiles */
 };
 
 /* How many heads of keys lie side by side, as far as a task takes them. */
@@ -42,30 +42,31 @@ static ptrdiff_t side_by_side(const am_flash_plan *p)
     return SIDE_BY_SIDE / am_max(k->head, v->head);
 }
 
-/* How many blocks a task takes. Nothing of the result depends on it. */
-static ptrdiff_t together(const am_flash_plan *p)
+/* How many items a task has. No result depends on it. */
+static ptrdiff_t choose_task_items(const am_flash_plan *p)
 {
     const bool share = p->head_blocks > 1;
     const ptrdiff_t row_bytes = am_max(1, (p->lanes + p->out_depth) * p->base.size),
                     rows = p->in_place ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes,
                     few = p->in_place ? FEW_IN_PLACE : FEW_TASKS;
     ptrdiff_t most = am_min(share ? p->head_blocks : side_by_side(p), rows / p->most_rows);
-    most = am_min(most, AM_MOST_BLOCKS);
+    most = am_min(most, AM_MOST_ITEMS);
     most = am_max(1, am_min(most, p->blocks * p->splits / p->threads / few));
-    return am_ceil_div(p->span, am_ceil_div(p->span, most));
+    return am_ceil_div(p->item_group, am_ceil_div(p->item_group, most));
 }
 
-/* Whether tasks pack for themselves, and then how many blocks they take: so many that little is packed more
- * than once, and each thread still finds some tasks. Nothing of the result depends on it. */
-static void choose_slots(am_flash_plan *p)
+/* Decides whether tasks have local tiles, and then how many items they have: so many that little is packed
+ * more than once, and each thread still gets some tasks. No result depends on it. */
+static void choose_local_packing(am_flash_plan *p)
 {
     ptrdiff_t tiles = am_most_tiles(&p->base, &p->queries, &p->keys),
-              blocks = am_min(AM_MOST_BLOCKS, p->blocks / p->threads / TASKS_EACH);
-    if (p->head_blocks > 1 || tiles > am_min(AM_MOST_SLOTS, SLOT_BYTES / am_max(p->k_bytes + p->v_bytes, 1)))
+              blocks = am_min(AM_MOST_ITEMS, p->blocks / p->threads / TASKS_EACH);
+    if (p->head_blocks > 1 ||
+        tiles > am_min(AM_MOST_LOCAL_TILES, LOCAL_BYTES / am_max(p->k_bytes + p->v_bytes, 1)))
         return;
     if (blocks < 2 * tiles) return;
-    p->slots = tiles;
-    p->together = blocks;
+    p->local_count = tiles;
+    p->task_items = blocks;
     p->shares_keys = false;
 }
 
@@ -175,7 +176,7 @@ static void choose(am_flash_plan *p)
     p->q_blocks = p->exclusive ? 1 : p->queries.count;
     p->shares_keys = !p->exclusive && p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
-    p->span = p->exclusive && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
+    p->item_group = p->exclusive && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
     p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     if (p->pairs) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
@@ -200,8 +201,8 @@ static void choose(am_flash_plan *p)
     p->splits = p->in_place ? splits_in_place(p, tiles)
                             : am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(seen, LEAST_SPLIT));
     p->split_tiles = am_ceil_div(tiles, p->splits);
-    p->together = p->at_once = p->shares_keys ? 1 : together(p);
-    p->slots = 1;
+    p->task_items = p->lockstep = p->shares_keys ? 1 : choose_task_items(p);
+    p->local_count = 1;
     /* Values that are read for a few strips of one block are not worth packing; those of long vectors never
      * are, if they are not zipped for each strip. */
     const bool always = panel * p->base.size >= LONG_PANEL && !p->pairs;
@@ -211,8 +212,8 @@ static void choose(am_flash_plan *p)
                          f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
                          (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
-    if (p->shares_keys) choose_slots(p);
-    p->span_tasks = am_ceil_div(p->span, p->together);
+    if (p->shares_keys) choose_local_packing(p);
+    p->group_tasks = am_ceil_div(p->item_group, p->task_items);
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;
     p->wave = am_max(am_ceil_div(WAVE_TASKS, p->head_blocks * p->q_blocks),
                      WAVE_BYTES / am_max(am_product(p->seen, tile_bytes, 1), 1));

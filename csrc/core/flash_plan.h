@@ -5,8 +5,8 @@
 #include "core/flash_base.h"
 
 enum {
-    AM_MOST_BLOCKS = 16, /* of a task */
-    AM_MOST_SLOTS = 8,   /* for tiles that a task packs for itself */
+    AM_MOST_ITEMS = 16,      /* of a task */
+    AM_MOST_LOCAL_TILES = 8, /* packed tiles that a task keeps for itself */
 };
 
 /* One of the splits of the keys of a batch row, or of a sequence in it with exclusive keys. */
@@ -25,22 +25,22 @@ typedef struct {
     ptrdiff_t most_rows;                     /* of a block */
     ptrdiff_t head_blocks, q_blocks, blocks; /* the last: in all, not counting splits */
     ptrdiff_t row_blocks;                    /* of a row */
-    ptrdiff_t span, span_tasks;              /* blocks among which a task's are, and how many tasks that is */
+    ptrdiff_t item_group, group_tasks; /* items that a task may not leave, and how many tasks they make */
     ptrdiff_t row_count;
     am_flash_row *rows;
-    ptrdiff_t together, at_once; /* blocks of a task, and how many walk at once: of heads side by side, or
-                                  * of those that share keys */
-    ptrdiff_t slots;             /* for tiles that a task packs for itself */
-    bool shares_keys;            /* tasks do, and find what others have packed */
-    bool in_place;               /* keys and values are not packed */
-    bool values_in_place;        /* values are not, of tiles whose pairs are all live */
-    bool transposed;             /* full tiles are, Sᵀ = K Qᵀ: keys stay, and queries are packed */
-    bool queries_in_place;       /* they are not copied */
-    bool pairs;                  /* a lane of queries, keys and values holds two bfloat16 */
-    double factor;               /* of products, to make logits of them */
-    double q_factor, k_factor;   /* what queries are scaled by, and keys as they are packed */
-    ptrdiff_t lanes;             /* of a query or key */
-    am_cuts queries, keys;       /* to blocks, and to tiles */
+    ptrdiff_t task_items, lockstep; /* blocks of a task, and how many of them advance in lockstep: of heads
+                                     * side by side, or of those that share keys */
+    ptrdiff_t local_count;          /* local tiles of a task */
+    bool shares_keys;               /* tasks read the tiles that other tasks have packed */
+    bool in_place;                  /* keys and values are not packed */
+    bool values_in_place;           /* values are not, of tiles whose pairs are all live */
+    bool transposed;                /* full tiles are, Sᵀ = K Qᵀ: keys stay, and queries are packed */
+    bool queries_in_place;          /* they are not copied */
+    bool pairs;                     /* a lane of queries, keys and values holds two bfloat16 */
+    double factor;                  /* of products, to make logits of them */
+    double q_factor, k_factor;      /* what queries are scaled by, and keys as they are packed */
+    ptrdiff_t lanes;                /* of a query or key */
+    am_cuts queries, keys;          /* to blocks, and to tiles */
     ptrdiff_t splits, split_tiles;
     ptrdiff_t seen;             /* tiles of a row, at most */
     ptrdiff_t out_depth;        /* value_depth, in halves of panels */

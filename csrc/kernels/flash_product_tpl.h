@@ -6,7 +6,7 @@
 
 enum {
     FN(PANEL) = 2 * LANES,
-    FN(AT_ONCE) = 4, /* vectors whose sums do not wait for one another */
+    FN(IN_FLIGHT) = 4, /* vectors whose sums do not wait for one another */
 };
 
 /* Up to half a strip, and up to a whole one. */
@@ -77,7 +77,7 @@ static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole,
 static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *whole, const int count,
                                                                const T *terms, const int term_count)
 {
-    V power[FN(AT_ONCE)];
+    V power[FN(IN_FLIGHT)];
     UNROLL(16)
     for (int j = 0; j < count; j++) power[j] = VOP(set1)(terms[term_count - 1]);
     UNROLL(16)
@@ -91,7 +91,7 @@ static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *wh
 static inline __attribute__((always_inline)) void FN(exp2_each)(V *x, const int count, const T *terms,
                                                                 const int term_count)
 {
-    V whole[FN(AT_ONCE)];
+    V whole[FN(IN_FLIGHT)];
     FN(exp2_begin)(x, whole, count);
     FN(exp2_end)(x, whole, count, terms, term_count);
 }

@@ -68,7 +68,7 @@ static inline __attribute__((always_inline)) V STEP(weigh_some)(const am_flash_r
                                                                 ptrdiff_t column, const int count, V total)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(AT_ONCE)];
+    V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(IN_FLIGHT)];
     UNROLL(16)
     for (int j = 0; j < count; j++)
         p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + column + j * LANES), base), unit);
@@ -102,8 +102,8 @@ static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, p
         for (ptrdiff_t i = 0; i < count; i++) {
             V total = VOP(set1)(0);
             ptrdiff_t column = begin;
-            for (; column + FN(AT_ONCE) * LANES <= end; column += FN(AT_ONCE) * LANES)
-                total = STEP(weigh_some)(block, tile, row + i, column, FN(AT_ONCE), total);
+            for (; column + FN(IN_FLIGHT) * LANES <= end; column += FN(IN_FLIGHT) * LANES)
+                total = STEP(weigh_some)(block, tile, row + i, column, FN(IN_FLIGHT), total);
             for (; column < end; column += WIDTH * LANES)
                 total = STEP(weigh_some)(block, tile, row + i, column, WIDTH, total);
             lanes[i] = total;
@@ -156,7 +156,7 @@ STEP(weigh_plain)(const am_flash_rows *block, const uint64_t *live, const uint64
                   ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const int count)
 {
     const ptrdiff_t last = row + rows, some = count * LANES;
-    V next[FN(AT_ONCE)], next_whole[FN(AT_ONCE)];
+    V next[FN(IN_FLIGHT)], next_whole[FN(IN_FLIGHT)];
     STEP(begin_plain)(block, row, live, unit, begin, end, begin, count, next, next_whole);
     while (row < last) {
         const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
@@ -166,7 +166,7 @@ STEP(weigh_plain)(const am_flash_rows *block, const uint64_t *live, const uint64
             V total = VOP(set1)(0);
             UNROLL(16)
             for (ptrdiff_t i = begin; i < end; i += some) {
-                V p[FN(AT_ONCE)], whole[FN(AT_ONCE)];
+                V p[FN(IN_FLIGHT)], whole[FN(IN_FLIGHT)];
                 UNROLL(16)
                 for (int j = 0; j < count; j++) p[j] = next[j], whole[j] = next_whole[j];
                 if (i + some < end)
@@ -199,7 +199,8 @@ APART void STEP(weigh_dressed)(const am_flash_rows *block, const am_flash_tile *
             FN(dress)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
         dressed.factor = 1;
     }
-    STEP(weigh_plain)(&dressed, tile->live, tile->kept, &unit, 0, block->rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+    STEP(weigh_plain)(&dressed, tile->live, tile->kept, &unit, 0, block->rows, 0, AM_FLASH_TILE,
+                      FN(IN_FLIGHT));
 }
 
 /* Weighs all rows of a tile if they are taken whole; whether they are. Where vectors go together to pairs,
@@ -211,9 +212,9 @@ static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *t
     if (!STEP(is_plain)(block, tile))
         STEP(weigh_dressed)(block, tile);
     else if (tile->live)
-        STEP(weigh_plain)(block, tile->live, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+        STEP(weigh_plain)(block, tile->live, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     else
-        STEP(weigh_plain)(block, NULL, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(AT_ONCE));
+        STEP(weigh_plain)(block, NULL, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     return true;
 }
 
@@ -241,7 +242,7 @@ static void STEP(weigh_strips)(const am_flash_rows *block, const am_flash_tile *
                                const FN(strip) * strips, ptrdiff_t count)
 {
     if (STEP(weigh_whole)(block, tile)) return;
-    const bool plain = WIDTH == 1 && FN(AT_ONCE) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
+    const bool plain = WIDTH == 1 && FN(IN_FLIGHT) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;

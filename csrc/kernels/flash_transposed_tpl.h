@@ -8,7 +8,7 @@
 
 /* Keys that may lie pages apart, so in the same lines of the first-level cache: fewer of them than a strip's
  * rows leave room for what is packed. */
-enum { STEP(KEYS_AT_ONCE) = 8 };
+enum { STEP(KEYS_PER_STRIP) = 8 };
 
 /* Weights of one row's lane, of neighbouring keys, to where `add_product_transposed` takes them. */
 static inline __attribute__((always_inline)) void STEP(put_transposed)(T *weights, const V *p,
@@ -43,17 +43,17 @@ static void STEP(weigh_transposed)(const am_flash_rows *block, ptrdiff_t row, pt
     const V base = VOP(max)(VOP(load_part)(high, rows), VOP(set1)(-GREATEST)),
             minus_base = VOP(sub)(VOP(set1)(0), base);
     V total = VOP(set1)(0);
-    for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k += FN(AT_ONCE)) {
-        V p[FN(AT_ONCE)];
+    for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k += FN(IN_FLIGHT)) {
+        V p[FN(IN_FLIGHT)];
         UNROLL(16)
-        for (int j = 0; j < FN(AT_ONCE); j++) {
+        for (int j = 0; j < FN(IN_FLIGHT); j++) {
             p[j] = VOP(load)(logits + (k + j) * AM_FLASH_TILE);
             p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
         }
-        FN(exp2_each)(p, FN(AT_ONCE), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+        FN(exp2_each)(p, FN(IN_FLIGHT), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
         UNROLL(16)
-        for (int j = 0; j < FN(AT_ONCE); j++) total = VOP(add)(total, p[j]);
-        STEP(put_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(AT_ONCE));
+        for (int j = 0; j < FN(IN_FLIGHT); j++) total = VOP(add)(total, p[j]);
+        STEP(put_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(IN_FLIGHT));
     }
     VOP(store)(lanes, total);
     for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
@@ -83,13 +83,13 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     FN(strip) strips[AM_FLASH_ROWS];
     const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, NULL, AM_FLASH_TILE),
                     panels = (block->rows + FN(PANEL) - 1) / FN(PANEL);
-    prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / STEP(KEYS_AT_ONCE));
+    prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / STEP(KEYS_PER_STRIP));
     T *logits = block->logits;
     const T *q = block->q_packed;
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->depth) {
-        for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += STEP(KEYS_AT_ONCE)) {
+        for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += STEP(KEYS_PER_STRIP)) {
             prefetch_lines *lines = prefetch_pick(&queue, block->depth);
-            STEP(product_within)(STEP(KEYS_AT_ONCE), 0, block->rows - row, block->depth,
+            STEP(product_within)(STEP(KEYS_PER_STRIP), 0, block->rows - row, block->depth,
                                  (const T *)tile->k + key * tile->k_step, tile->k_step, q,
                                  logits + key * AM_FLASH_TILE + row, lines);
             prefetch_rest(&queue, lines, block->depth);
