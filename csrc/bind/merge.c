@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { NAME = 48 }; /* room for "outs[123]" */
+enum { NAME = 48 }; /* bytes, enough for "outs[123]" */
 
 typedef struct {
     PyObject *arrays;     /* a list that owns what the parts point at */

@@ -181,17 +181,17 @@ static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t step
         sum_floats(p, dst, src, &tile, carry);
         return true;
     }
-    tiles room;
+    tiles scratch;
     grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
     if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
-    bool fits = p->src_direct || load_tile(p, &room, src, from);
+    bool fits = p->src_direct || load_tile(p, &scratch, src, from);
     if (p->type == AM_INT64) {
-        fits &= sum_integers((int64_t *)room.out, (const int64_t *)room.in, &tile, carry);
-        return fits && store_integers(p, dst, to, &room);
+        fits &= sum_integers((int64_t *)scratch.out, (const int64_t *)scratch.in, &tile, carry);
+        return fits && store_integers(p, dst, to, &scratch);
     }
-    sum_floats(p, p->dst_direct ? (void *)dst : room.out, p->src_direct ? (const void *)src : room.in, &tile,
-               carry);
-    return p->dst_direct || store_tile(p, p->type, dst, to, room.out, &room);
+    sum_floats(p, p->dst_direct ? (void *)dst : scratch.out, p->src_direct ? (const void *)src : scratch.in,
+               &tile, carry);
+    return p->dst_direct || store_tile(p, p->type, dst, to, scratch.out, &scratch);
 }
 
 /* What one sum_span works on: a band of lanes. */
@@ -234,8 +234,8 @@ static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t en
 static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end)
 {
     const am_cumsum *c = p->cumsum;
-    ptrdiff_t room = p->src_direct && p->dst_direct ? PIECE : TILE;
-    ptrdiff_t piece = am_max(room / l->lanes / AM_CUMSUM_PIECE * AM_CUMSUM_PIECE, AM_CUMSUM_BLOCK);
+    ptrdiff_t capacity = p->src_direct && p->dst_direct ? PIECE : TILE;
+    ptrdiff_t piece = am_max(capacity / l->lanes / AM_CUMSUM_PIECE * AM_CUMSUM_PIECE, AM_CUMSUM_BLOCK);
     if (!c->chunk) return sum_steps(p, l, begin, end, piece, 0);
     if (c->chunk <= piece) return sum_steps(p, l, begin, end, piece / c->chunk * c->chunk, c->chunk);
     ptrdiff_t count = (end - begin - 1) / c->chunk + 1;

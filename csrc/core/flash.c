@@ -5,12 +5,12 @@
  * and a sequence of up to 64 queries is a batch row of its own. How tiles are read follows from the shapes:
  *
  *  - Blocks that read the same keys share packed tiles: the first that needs a tile packs it into panels.
- *  - If each block sees few tiles, the items of a task are neighbouring blocks, and the task packs the tiles
- * for itself, in memory that stays in the cache.
+ *  - If each block sees few tiles, the items of a task are neighbouring blocks, and the task packs the
+ *    tiles for itself, in memory that stays in the cache.
  *  - If only a few blocks read the keys, they are the items of one task, which packs each tile for itself and
  *    takes all items over it in lockstep.
- *  - A block of few rows reads keys where they lie. So does a block with exclusive keys whose rows fill
- * vectors: its queries are packed instead, and its steps transposed.
+ *  - A block of few rows reads keys where they lie. So does a block with exclusive keys whose rows
+ *    fill vectors: its queries are packed instead, and its steps transposed.
  *
  * Blocks that share nothing are items of one task if their heads lie side by side, so that a task reads
  * memory in order. Where blocks are too few to keep many threads busy, the keys of each are split, and the
@@ -34,7 +34,7 @@ typedef struct {
     char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
     char *gathered;                                   /* out, high, sum, top */
     uint64_t *live, *kept, *row_keys;                 /* the last two for dropout */
-} scratch;
+} workspace;
 
 /* Of a tile that blocks share. The first that needs it packs it; who comes meanwhile packs for itself. */
 typedef enum { UNPACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
@@ -45,10 +45,10 @@ typedef struct {
     bool finite[AM_MOST_LOCAL_TILES];
 } local_tiles;
 
-/* An item of a task: a block and its part of the scratch. */
+/* An item of a task: a block and its part of the workspace. */
 typedef struct {
     place at;
-    scratch s;
+    workspace s;
     am_flash_rows rows;
     local_tiles *local;
 } item;
@@ -72,8 +72,8 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
     };
 }
 
-/* Lays out the scratch of one thread from `memory` on, which may be NULL; returns its length. */
-static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
+/* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
+static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0;
@@ -81,11 +81,12 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->q_packed = am_take(memory, &used, p->transposed ? p->lockstep * p->k_bytes : 0);
     s->logits = am_take(memory, &used, AM_FLASH_ROWS * TILE * p->base.size);
     s->bias = am_take(memory, &used, f->bias ? AM_FLASH_ROWS * TILE * p->base.size : 0);
-    s->row = am_take(memory, &used, am_row_room(TILE, am_max(f->depth, f->value_depth)));
-    s->k = am_take(memory, &used,
-                   p->in_place || p->transposed ? am_row_room(TILE, f->depth) : p->local_count * p->k_bytes);
-    s->v =
-        am_take(memory, &used, p->in_place ? am_row_room(TILE, f->value_depth) : p->local_count * p->v_bytes);
+    s->row = am_take(memory, &used, am_row_scratch(TILE, am_max(f->depth, f->value_depth)));
+    s->k =
+        am_take(memory, &used,
+                p->in_place || p->transposed ? am_row_scratch(TILE, f->depth) : p->local_count * p->k_bytes);
+    s->v = am_take(memory, &used,
+                   p->in_place ? am_row_scratch(TILE, f->value_depth) : p->local_count * p->v_bytes);
     s->gathered = am_take(memory, &used, p->lockstep * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
@@ -95,8 +96,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
 }
 
 /* The part of the i-th item in lockstep. In place all items take one step, and have at most as many rows as
- * one full block; else they step one after the other, each with all the room for a tile. */
-static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
+ * one full block; else they step one after the other, each with the whole memory for a tile. */
+static workspace part_of(const plan *p, workspace s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
     s.q += row * p->lanes * p->base.size;
@@ -112,58 +113,59 @@ static scratch part_of(const plan *p, scratch s, ptrdiff_t i)
 
 /* --- Numbers in and out --- */
 
-/* Rows of keys or values, where they lie if they are plain, else copied to `room` as numbers of the
+/* Rows of keys or values, where they lie if they are plain, else copied to `scratch` as numbers of the
  * arithmetic type; and the kernels for them. */
 static const char *read_tile(const plan *p, const am_tokens *t, bool plain, const place *at, ptrdiff_t k,
-                             ptrdiff_t rows, ptrdiff_t count, char *room, ptrdiff_t *step,
+                             ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step,
                              const am_flash_source **source)
 {
     const char *src = am_token(t, at->b, at->kv_head, k);
     *source = am_source_of(&p->base, plain ? t->type : p->base.type);
-    if (!plain) return am_read_rows(&p->base, room, src, t->token, t->element, t->type, rows, count, step);
+    if (!plain) return am_read_rows(&p->base, scratch, src, t->token, t->element, t->type, rows, count, step);
     *step = t->token / (ptrdiff_t)am_size_of(t->type);
     return src;
 }
 
-static void pack_keys(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *room, char *to)
+static void pack_keys(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *scratch, char *to)
 {
     const am_tokens *keys = &p->base.flash->k;
     ptrdiff_t depth = p->base.flash->depth, step;
     const am_flash_source *source = &p->base.kernels->sources[AM_SOURCE_OWN];
-    const char *src = p->pairs
-                          ? am_read_pairs(keys, at->b, at->kv_head, k, rows, depth, room, &step)
-                          : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, room, &step, &source);
+    const char *src =
+        p->pairs ? am_read_pairs(keys, at->b, at->kv_head, k, rows, depth, scratch, &step)
+                 : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, scratch, &step, &source);
     source->pack_keys(to, src, step, rows, p->lanes, p->k_factor);
 }
 
 /* Whether they are finite. */
-static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *room, char *to)
+static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *scratch, char *to)
 {
     const am_tokens *values = &p->base.flash->v;
     ptrdiff_t depth = p->base.flash->value_depth, step;
     if (p->pairs) {
-        const char *pairs = am_read_pairs(values, at->b, at->kv_head, k, rows, depth, room, &step);
+        const char *pairs = am_read_pairs(values, at->b, at->kv_head, k, rows, depth, scratch, &step);
         return p->base.kernels->pack_value_pairs(to, pairs, 2 * step, rows, depth);
     }
     const am_flash_source *source;
-    const char *src = read_tile(p, values, am_is_plain(values), at, k, rows, depth, room, &step, &source);
+    const char *src = read_tile(p, values, am_is_plain(values), at, k, rows, depth, scratch, &step, &source);
     return source->pack_values(to, src, step, rows, depth);
 }
 
 /* Keys of a whole tile where they lie, if the arithmetic can take each of their lanes by itself, else copied
- * to `room`. */
-static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *room, ptrdiff_t *step)
+ * to `scratch`. */
+static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *scratch, ptrdiff_t *step)
 {
     const am_tokens *keys = &p->base.flash->k;
     const ptrdiff_t depth = p->base.flash->depth;
     const char *src = am_token(keys, at->b, at->kv_head, k);
     if (!p->pairs)
-        return am_read_rows(&p->base, room, src, keys->token, keys->element, keys->type, TILE, depth, step);
+        return am_read_rows(&p->base, scratch, src, keys->token, keys->element, keys->type, TILE, depth,
+                            step);
     if (am_is_aligned_pairs(keys, depth))
-        return am_read_pairs(keys, at->b, at->kv_head, k, TILE, depth, room, step);
-    am_copy_pairs(room, src, keys->token, keys->element, TILE, depth);
+        return am_read_pairs(keys, at->b, at->kv_head, k, TILE, depth, scratch, step);
+    am_copy_pairs(scratch, src, keys->token, keys->element, TILE, depth);
     *step = p->lanes;
-    return room;
+    return scratch;
 }
 
 /* One of `parts` of some rows, to prefetch. */
@@ -321,7 +323,7 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
 }
 
 /* Results of a block: out and lse. */
-static void write_rows(const plan *p, const place *at, const am_flash_rows *block, char *room)
+static void write_rows(const plan *p, const place *at, const am_flash_rows *block, char *scratch)
 {
     const am_flash *f = p->base.flash;
     const am_tokens *out = &f->out;
@@ -334,8 +336,8 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
         ptrdiff_t lse_index = (at->b * f->heads + at->head + h) * f->queries + at->q;
         for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
             double factor = end_row(p, at, block, r, lse_index);
-            write(direct ? dst : room, row, factor, f->value_depth);
-            if (!direct) am_copy_2d(dst, 0, out->element, room, 0, size, 1, f->value_depth, (size_t)size);
+            write(direct ? dst : scratch, row, factor, f->value_depth);
+            if (!direct) am_copy_2d(dst, 0, out->element, scratch, 0, size, 1, f->value_depth, (size_t)size);
             row += p->out_depth * p->base.size;
         }
     }
@@ -343,7 +345,7 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
 
 /* Finds a tile that blocks share, and packs it if nobody has begun to. False if blocks share none, or
  * somebody else is packing it. */
-static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *room, am_flash_tile *tile)
+static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *scratch, am_flash_tile *tile)
 {
     const am_range keys = am_cut(&p->keys, at->b, index);
     const ptrdiff_t k = keys.begin, rows = keys.end - k;
@@ -353,8 +355,8 @@ static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *r
     tile->k = shared, tile->v = shared + p->k_bytes;
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == UNPACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        pack_keys(p, at, k, rows, room, shared);
-        found = pack_values(p, at, k, rows, room, shared + p->k_bytes) ? PACKED_FINITE : PACKED;
+        pack_keys(p, at, k, rows, scratch, shared);
+        found = pack_values(p, at, k, rows, scratch, shared + p->k_bytes) ? PACKED_FINITE : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
@@ -368,7 +370,7 @@ static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_t
 {
     const am_flash *f = p->base.flash;
     const place *at = &it->at;
-    const scratch *s = &it->s;
+    const workspace *s = &it->s;
     const am_range keys = am_cut(&p->keys, at->b, index);
     const ptrdiff_t k = keys.begin, columns = keys.end - k;
     am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
@@ -470,9 +472,9 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     ptrdiff_t begin = first_of(p, task),
               end = am_min(begin + p->task_items, (begin / p->item_group + 1) * p->item_group),
               after = am_min(end, p->row_count * p->row_blocks - (end - begin));
-    char *room = am_room_enter(&p->rooms);
-    scratch s;
-    lay_out(p, room, &s);
+    char *memory = am_workspace_acquire(&p->workspaces);
+    workspace s;
+    lay_out(p, memory, &s);
     item items[AM_MOST_ITEMS];
     local_tiles local = {0};
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) local.tile[i] = -1;
@@ -497,7 +499,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
         for (ptrdiff_t i = 0; status == AM_OK && !p->partials && i < count; i++)
             write_rows(p, &items[i].at, &items[i].rows, s.row);
     }
-    am_room_leave(&p->rooms, room);
+    am_workspace_release(&p->workspaces, memory);
     return status;
 }
 
@@ -532,9 +534,9 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
         if (whole.top) am_set_number(&p->base, whole.top, r, top);
         am_set_number(&p->base, whole.sum, r, sum);
     }
-    char *room = am_room_enter(&p->rooms);
-    write_rows(p, &at, &whole, room);
-    am_room_leave(&p->rooms, room);
+    char *memory = am_workspace_acquire(&p->workspaces);
+    write_rows(p, &at, &whole, memory);
+    am_workspace_release(&p->workspaces, memory);
     return am_checkpoint(team);
 }
 
@@ -543,10 +545,10 @@ static am_status attend(const am_run *run, plan *p)
 {
     const am_flash *f = p->base.flash;
     const ptrdiff_t heads = f->batch * f->kv_heads, blocks = am_product(p->row_count, p->row_blocks, 1);
-    scratch unused;
+    workspace unused;
     ptrdiff_t partials_bytes = am_product(blocks, p->partial_bytes, 1),
               packed_bytes = am_product(p->wave, p->seen, p->k_bytes + p->v_bytes);
-    am_status status = am_rooms_make(&p->rooms, run->threads, lay_out(p, NULL, &unused));
+    am_status status = am_workspaces_make(&p->workspaces, run->threads, lay_out(p, NULL, &unused));
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;
     if (p->splits > 1) {
@@ -570,7 +572,7 @@ static am_status attend(const am_run *run, plan *p)
     }
     if (status == AM_OK && p->splits > 1) status = am_parallel(run, blocks, 1, merge_task, p);
 done:
-    am_rooms_free(&p->rooms);
+    am_workspaces_free(&p->workspaces);
     am_lines_free(p->partials, partials_bytes);
     am_lines_free(p->packed, packed_bytes);
     free(p->states);

@@ -35,12 +35,12 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
 /* --- Numbers --- */
 
 /* Twice: as they are, and converted. */
-ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count)
+ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
 {
     return 2 * am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
 }
 
-const char *am_read_rows(const am_flash_base *base, char *room, const char *src, ptrdiff_t row_step,
+const char *am_read_rows(const am_flash_base *base, char *scratch, const char *src, ptrdiff_t row_step,
                          ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
                          ptrdiff_t *step)
 {
@@ -49,17 +49,18 @@ const char *am_read_rows(const am_flash_base *base, char *room, const char *src,
         *step = row_step / size;
         return src;
     }
-    char *raw = type == base->type ? room : room + am_ceil_div(rows * count * base->size, AM_LINE) * AM_LINE;
+    char *raw =
+        type == base->type ? scratch : scratch + am_ceil_div(rows * count * base->size, AM_LINE) * AM_LINE;
     *step = count;
     if (element_step == size && type != base->type) {
         am_convert_row *convert = am_converter(type, base->type);
         for (ptrdiff_t r = 0; r < rows; r++)
-            convert(base->all_kernels, room + r * count * base->size, src + r * row_step, count);
-        return room;
+            convert(base->all_kernels, scratch + r * count * base->size, src + r * row_step, count);
+        return scratch;
     }
     am_copy_2d(raw, count * size, size, src, row_step, element_step, rows, count, (size_t)size);
-    if (type != base->type) am_converter(type, base->type)(base->all_kernels, room, raw, rows * count);
-    return room;
+    if (type != base->type) am_converter(type, base->type)(base->all_kernels, scratch, raw, rows * count);
+    return scratch;
 }
 
 bool am_is_plain(const am_tokens *t)
@@ -88,14 +89,14 @@ void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t elem
 }
 
 const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
-                          ptrdiff_t count, char *room, ptrdiff_t *step)
+                          ptrdiff_t count, char *scratch, ptrdiff_t *step)
 {
     const char *src = am_token(t, b, head, token);
     *step = t->token / LANE_BYTES;
     if (am_is_plain_pairs(t, count)) return src;
     *step = am_ceil_div(count, 2);
-    am_copy_pairs(room, src, t->token, t->element, rows, count);
-    return room;
+    am_copy_pairs(scratch, src, t->token, t->element, rows, count);
+    return scratch;
 }
 
 am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
@@ -213,7 +214,7 @@ ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const 
 }
 
 am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
-                     char *room, char *bias, uint64_t *live, am_tile tile)
+                     char *scratch, char *bias, uint64_t *live, am_tile tile)
 {
     const am_flash *f = base->flash;
     const am_flash_source *own = am_source_of(base, base->type), *direct = am_source_of(base, f->bias_type);
@@ -228,11 +229,11 @@ am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdif
             infinite = direct->read_bias(to, src, columns);
         } else if (f->bias_column) {
             ptrdiff_t step;
-            src = am_read_rows(base, room, src, 0, f->bias_column, f->bias_type, 1, columns, &step);
+            src = am_read_rows(base, scratch, src, 0, f->bias_column, f->bias_type, 1, columns, &step);
             infinite = own->read_bias(to, src, columns);
         } else { /* one number for all keys */
             ptrdiff_t step, size = (ptrdiff_t)am_size_of(f->bias_type);
-            src = am_read_rows(base, room, src, 0, size, f->bias_type, 1, 1, &step);
+            src = am_read_rows(base, scratch, src, 0, size, f->bias_type, 1, 1, &step);
             uint64_t pattern = 0;
             memcpy(&pattern, src, (size_t)base->size);
             if (base->size == 4) pattern |= pattern << 32;
@@ -320,31 +321,31 @@ void am_lines_free(void *memory, ptrdiff_t bytes)
         free(memory);
 }
 
-am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes)
+am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes)
 {
-    rooms->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
-    rooms->count = threads;
-    rooms->memory = am_lines(threads * rooms->bytes);
-    rooms->taken = malloc((size_t)threads * sizeof *rooms->taken);
-    if (!rooms->memory || !rooms->taken) return AM_NO_MEMORY;
-    for (int i = 0; i < threads; i++) atomic_flag_clear(&rooms->taken[i]);
+    workspaces->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    workspaces->count = threads;
+    workspaces->memory = am_lines(threads * workspaces->bytes);
+    workspaces->taken = malloc((size_t)threads * sizeof *workspaces->taken);
+    if (!workspaces->memory || !workspaces->taken) return AM_NO_MEMORY;
+    for (int i = 0; i < threads; i++) atomic_flag_clear(&workspaces->taken[i]);
     return AM_OK;
 }
 
-void am_rooms_free(am_rooms *rooms)
+void am_workspaces_free(am_workspaces *workspaces)
 {
-    am_lines_free(rooms->memory, rooms->count * rooms->bytes);
-    free(rooms->taken);
+    am_lines_free(workspaces->memory, workspaces->count * workspaces->bytes);
+    free(workspaces->taken);
 }
 
-char *am_room_enter(const am_rooms *rooms)
+char *am_workspace_acquire(const am_workspaces *workspaces)
 {
     ptrdiff_t i = 0;
-    while (atomic_flag_test_and_set(&rooms->taken[i])) i++; /* there are as many as threads */
-    return rooms->memory + i * rooms->bytes;
+    while (atomic_flag_test_and_set(&workspaces->taken[i])) i++; /* there are as many as threads */
+    return workspaces->memory + i * workspaces->bytes;
 }
 
-void am_room_leave(const am_rooms *rooms, const char *room)
+void am_workspace_release(const am_workspaces *workspaces, const char *memory)
 {
-    atomic_flag_clear(&rooms->taken[(room - rooms->memory) / rooms->bytes]);
+    atomic_flag_clear(&workspaces->taken[(memory - workspaces->memory) / workspaces->bytes]);
 }

@@ -66,11 +66,11 @@ static inline void am_set_number(const am_flash_base *base, void *array, ptrdiff
 }
 
 /* Rows of `count` numbers as contiguous numbers of the arithmetic type, `step` elements exclusive: in place,
- * or in `room` of am_row_room bytes. */
-const char *am_read_rows(const am_flash_base *base, char *room, const char *src, ptrdiff_t row_step,
+ * or in `scratch` of am_row_scratch bytes. */
+const char *am_read_rows(const am_flash_base *base, char *scratch, const char *src, ptrdiff_t row_step,
                          ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
                          ptrdiff_t *step);
-ptrdiff_t am_row_room(ptrdiff_t rows, ptrdiff_t count);
+ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
 
 /* The first of the rows of one head. */
 static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
@@ -84,11 +84,12 @@ bool am_is_plain(const am_tokens *t);
 bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count);
 bool am_is_aligned_pairs(const am_tokens *t, ptrdiff_t count);
 
-/* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes exclusive in place or in `room`. */
+/* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes apart, in place or in `scratch`.
+ */
 void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                    ptrdiff_t count);
 const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
-                          ptrdiff_t count, char *room, ptrdiff_t *step);
+                          ptrdiff_t count, char *scratch, ptrdiff_t *step);
 
 /* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
  * first. */
@@ -135,10 +136,10 @@ am_range am_tiles_of(const am_flash_base *base, const am_cuts *tiles, const am_f
 /* How many tiles a block of query rows sees, at most, as far as some of them tell. */
 ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const am_cuts *tiles);
 
-/* Reads the bias of a tile to [rows][AM_FLASH_TILE], and takes pairs where it is -INFINITY for dead. `room`
- * is for one row. */
+/* Reads the bias of a tile to [rows][AM_FLASH_TILE], and takes pairs where it is -INFINITY for dead.
+ * `scratch` is for one row. */
 am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
-                     char *room, char *bias, uint64_t *live, am_tile tile);
+                     char *scratch, char *bias, uint64_t *live, am_tile tile);
 
 /* What dropout's bits of one row are drawn with. */
 uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
@@ -157,15 +158,15 @@ static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
     return at;
 }
 
-/* One room for each thread, of which a task takes any that is free. */
+/* A workspace for each thread; a task acquires any that is free. */
 typedef struct {
     char *memory;
     ptrdiff_t bytes, count; /* of each, and how many */
     atomic_flag *taken;
-} am_rooms;
-am_status am_rooms_make(am_rooms *rooms, int threads, ptrdiff_t bytes);
-void am_rooms_free(am_rooms *rooms);
-char *am_room_enter(const am_rooms *rooms);
-void am_room_leave(const am_rooms *rooms, const char *room);
+} am_workspaces;
+am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes);
+void am_workspaces_free(am_workspaces *workspaces);
+char *am_workspace_acquire(const am_workspaces *workspaces);
+void am_workspace_release(const am_workspaces *workspaces, const char *memory);
 
 #endif

@@ -90,18 +90,18 @@ static void fold(const gradient *g, char *tile, ptrdiff_t rows)
 
 /* What all queries share is first summed up for the whole task: with a ticket for each block, the tasks that
  * share it would run one after the other. */
-ptrdiff_t am_bias_gradient_room(const gradient *g)
+ptrdiff_t am_bias_scratch_bytes(const gradient *g)
 {
     return g->sums && g->shape[2] == 1 ? g->base->group * g->task_tiles * TILE * g->base->size : 0;
 }
 
-static ptrdiff_t in_room(const gradient *g, const am_flash_place *at, ptrdiff_t k)
+static ptrdiff_t scratch_offset(const gradient *g, const am_flash_place *at, ptrdiff_t k)
 {
     return (at->head % g->base->group * g->task_tiles + k / TILE % g->task_tiles) * TILE * g->base->size;
 }
 
 am_status am_bias_give(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k, char *tile,
-                       char *room, am_team *team)
+                       char *scratch, am_team *team)
 {
     if (!g->sums) {
         for (ptrdiff_t r = 0; r < at->rows; r++)
@@ -111,7 +111,7 @@ am_status am_bias_give(const gradient *g, const am_flash_place *at, ptrdiff_t ta
     }
     fold(g, tile, at->rows);
     if (g->shape[2] != 1) return add_ordered(g, at, task, k, tile, team);
-    g->base->kernels->add_rows(room + in_room(g, at, k), TILE, tile, TILE, 1, TILE);
+    g->base->kernels->add_rows(scratch + scratch_offset(g, at, k), TILE, tile, TILE, 1, TILE);
     return AM_OK;
 }
 
@@ -120,10 +120,10 @@ am_status am_bias_end_block(const gradient *g, const am_flash_place *at, ptrdiff
     return g->sums && g->shape[2] != 1 ? pass_ticket(g, at, task, team) : AM_OK;
 }
 
-am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_t task, const char *room,
+am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_t task, const char *scratch,
                            am_team *team)
 {
-    if (!am_bias_gradient_room(g)) return AM_OK;
+    if (!am_bias_scratch_bytes(g)) return AM_OK;
     am_flash_place head = *at;
     ptrdiff_t begin = task * g->task_tiles * TILE,
               end = am_min(begin + g->task_tiles * TILE, g->base->flash->keys);
@@ -131,7 +131,7 @@ am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_
     for (ptrdiff_t h = 0; status == AM_OK && h < g->base->group; h++) {
         head.head = at->kv_head * g->base->group + h;
         for (ptrdiff_t k = begin; status == AM_OK && k < end; k += TILE)
-            status = add_ordered(g, &head, task, k, room + in_room(g, &head, k), team);
+            status = add_ordered(g, &head, task, k, scratch + scratch_offset(g, &head, k), team);
         if (status == AM_OK) status = pass_ticket(g, &head, task, team);
     }
     return status;

@@ -27,17 +27,17 @@ void am_bias_gradient_free(const am_bias_gradient *gradient);
 am_status am_bias_gradient_begin(const am_run *run, am_bias_gradient *gradient);
 am_status am_bias_gradient_end(const am_run *run, am_bias_gradient *gradient);
 
-/* Room of a task, which is to be zero at first. */
-ptrdiff_t am_bias_gradient_room(const am_bias_gradient *gradient);
+/* The scratch of a task, which is to be zero at first. */
+ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *gradient);
 
 /* Takes a tile of dS, [rows][AM_FLASH_TILE], which it changes, of the keys from k on. A task gives its tiles
  * block by block, those of its heads one after the other; it ends each block, also one of which it has given
  * none, and last of all itself, for its key head. */
 am_status am_bias_give(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
-                       ptrdiff_t k, char *tile, char *room, am_team *team);
+                       ptrdiff_t k, char *tile, char *scratch, am_team *team);
 am_status am_bias_end_block(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
                             am_team *team);
 am_status am_bias_end_task(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
-                           const char *room, am_team *team);
+                           const char *scratch, am_team *team);
 
 #endif

@@ -68,11 +68,11 @@ static ptrdiff_t end_of(const line *l, ptrdiff_t begin, am_query_kind *kind)
 
 static bool add(am_cuts *cuts, ptrdiff_t count, am_range range)
 {
-    if (count == cuts->room) {
-        const ptrdiff_t room = am_max(2 * cuts->room, MOST);
-        am_range *ranges = realloc(cuts->ranges, (size_t)room * sizeof *ranges);
+    if (count == cuts->capacity) {
+        const ptrdiff_t capacity = am_max(2 * cuts->capacity, MOST);
+        am_range *ranges = realloc(cuts->ranges, (size_t)capacity * sizeof *ranges);
         if (!ranges) return false;
-        cuts->ranges = ranges, cuts->room = room;
+        cuts->ranges = ranges, cuts->capacity = capacity;
     }
     cuts->ranges[count] = range;
     return true;

@@ -16,11 +16,11 @@ enum {
 _Static_assert(AM_FLASH_TILE == AM_FLASH_ROWS, "queries and keys are cut alike");
 
 typedef struct {
-    ptrdiff_t count;  /* of a batch row, at most: behind its own follow empty ones */
-    ptrdiff_t tokens; /* of the side, whether or not they are in a range */
-    am_range *ranges; /* of batch row b those from first[b] on, in their order; NULL: every 64 tokens */
-    ptrdiff_t *first; /* [batch + 1] */
-    ptrdiff_t room;   /* for so many */
+    ptrdiff_t count;    /* of a batch row, at most: behind its own follow empty ones */
+    ptrdiff_t tokens;   /* of the side, whether or not they are in a range */
+    am_range *ranges;   /* of batch row b those from first[b] on, in their order; NULL: every 64 tokens */
+    ptrdiff_t *first;   /* [batch + 1] */
+    ptrdiff_t capacity; /* ranges that there is memory for */
 } am_cuts;
 
 /* All tokens of a side; `by_mask`: also where the mask parts them. */

@@ -35,11 +35,11 @@ typedef struct {
     am_flash_base base;
     const am_flash_gradient *gradient;
     bool pairs;                                   /* a lane of what is multiplied holds two bfloat16 */
-    ptrdiff_t step, value_step;                   /* of rows in scratch */
+    ptrdiff_t step, value_step;                   /* of rows in the workspace */
     am_cuts queries, keys;                        /* to blocks, and to tiles */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
     int threads;
-    ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in scratch */
+    ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in the workspace */
     ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
     am_tokens d_q;         /* of the arithmetic type: the result, or on the way to it */
     rows_state *states;    /* [batch][heads][q_blocks] */
@@ -47,7 +47,7 @@ typedef struct {
     ptrdiff_t facts_bytes; /* of each */
     am_sink_sum *sinks;    /* of each head, NULL without */
     am_bias_gradient bias;
-    am_rooms rooms;
+    am_workspaces workspaces;
 } plan;
 
 /* What a task knows of one of its tiles. */
@@ -56,13 +56,13 @@ typedef struct {
 } local_tile;
 
 typedef struct {
-    char *q, *d_out, *q_rows, *d_out_rows, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_room, *row;
+    char *q, *d_out, *q_rows, *d_out_rows, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     uint64_t *live, *kept;
     local_tile *tiles;
-} scratch;
+} workspace;
 
-static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
+static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0, n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size;
@@ -76,8 +76,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, scratch *s)
     s->slopes = am_take(memory, &used, tile_bytes);
     s->bias = am_take(memory, &used, f->bias ? tile_bytes : 0);
     s->d_bias = am_take(memory, &used, own_bias ? tile_bytes : 0);
-    s->d_bias_room = am_take(memory, &used, am_bias_gradient_room(&p->bias));
-    s->row = am_take(memory, &used, 2 * am_row_room(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
+    s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
+    s->row = am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
     s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
     s->v_columns = am_take(memory, &used, n * p->v_columns_bytes);
     s->k = am_take(memory, &used, n * p->k_panels_bytes);
@@ -126,26 +126,27 @@ static char *facts_of(const plan *p, const am_flash_place *at, row_fact which)
 }
 
 static const char *read_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t head,
-                               ptrdiff_t token, ptrdiff_t rows, ptrdiff_t depth, char *room, ptrdiff_t *step)
+                               ptrdiff_t token, ptrdiff_t rows, ptrdiff_t depth, char *scratch,
+                               ptrdiff_t *step)
 {
-    return am_read_rows(&p->base, room, am_token(t, at->b, head, token), t->token, t->element, t->type, rows,
-                        depth, step);
+    return am_read_rows(&p->base, scratch, am_token(t, at->b, head, token), t->token, t->element, t->type,
+                        rows, depth, step);
 }
 
 /* Whether they are finite. `pairs_to`: for rows that are packed two to a lane. */
 static bool load_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t depth,
-                        char *room, char *to, ptrdiff_t to_step, char *pairs_to)
+                        char *scratch, char *to, ptrdiff_t to_step, char *pairs_to)
 {
     ptrdiff_t step;
     if (p->pairs) {
         am_copy_pairs(to, am_token(t, at->b, at->head, at->q), t->token, t->element, at->rows, depth);
         return p->base.kernels->pack_value_pairs(pairs_to, to, 2 * am_ceil_div(depth, 2), at->rows, depth);
     }
-    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, room, &step);
+    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, scratch, &step);
     return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
 }
 
-static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, const scratch *s)
+static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, const workspace *s)
 {
     const am_flash *f = p->base.flash;
     am_gradient_rows block = {
@@ -181,22 +182,22 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
 
 /* Rows of keys or values to columns, and where `to_rows` is not NULL to panels; whether these are finite. */
 static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am_range keys, ptrdiff_t depth,
-                 char *room, char *to_columns, char *to_rows)
+                 char *scratch, char *to_columns, char *to_rows)
 {
     const am_flash_source *own = &p->base.kernels->sources[AM_SOURCE_OWN];
     ptrdiff_t rows = keys.end - keys.begin, step;
     if (p->pairs) {
-        const char *src = am_read_pairs(t, at->b, at->kv_head, keys.begin, rows, depth, room, &step);
+        const char *src = am_read_pairs(t, at->b, at->kv_head, keys.begin, rows, depth, scratch, &step);
         own->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2), 1);
         return to_rows && p->base.kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
     }
-    const char *src = read_tokens(p, t, at, at->kv_head, keys.begin, rows, depth, room, &step);
+    const char *src = read_tokens(p, t, at, at->kv_head, keys.begin, rows, depth, scratch, &step);
     own->pack_keys(to_columns, src, step, rows, depth, 1);
     return to_rows && own->pack_values(to_rows, src, step, rows, depth);
 }
 
 /* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */
-static bool meet(const plan *p, const am_flash_place *at, am_range keys, const scratch *s,
+static bool meet(const plan *p, const am_flash_place *at, am_range keys, const workspace *s,
                  am_gradient_tile *tile)
 {
     const am_flash *f = p->base.flash;
@@ -229,7 +230,7 @@ static double given_fact(const plan *p, const am_row_facts *facts, const am_flas
 
 /* The greatest logit of each row, sinks included, as BASE; the sum of powers beside it as REST, and how many
  * are as great as SHARE. */
-static am_status find_peaks(const plan *p, const am_flash_place *at, const scratch *s, am_range tiles,
+static am_status find_peaks(const plan *p, const am_flash_place *at, const workspace *s, am_range tiles,
                             am_team *team)
 {
     const am_flash *f = p->base.flash;
@@ -262,12 +263,13 @@ static bool is_from_peak(const plan *p, const am_flash_place *at, ptrdiff_t row)
 }
 
 /* What weights and slopes of the rows are made of, beside their logits. */
-static void find_facts(const plan *p, const am_flash_place *at, const scratch *s)
+static void find_facts(const plan *p, const am_flash_place *at, const workspace *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t step, d_step;
-    char *other = s->row + am_row_room(TILE, am_max(f->depth, f->value_depth)), *base = facts_of(p, at, BASE),
-         *rest = facts_of(p, at, REST), *add = facts_of(p, at, ADD), *share = facts_of(p, at, SHARE);
+    char *other = s->row + am_row_scratch(TILE, am_max(f->depth, f->value_depth)),
+         *base = facts_of(p, at, BASE), *rest = facts_of(p, at, REST), *add = facts_of(p, at, ADD),
+         *share = facts_of(p, at, SHARE);
     const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s->row, &step);
     const char *d_out =
         read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
@@ -309,9 +311,9 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     state->last = tiles.begin < tiles.end ? (tiles.end - 1) / p->task_tiles : state->first - 1;
     atomic_init(&state->serving, state->first);
 
-    char *room = am_room_enter(&p->rooms);
-    scratch s;
-    lay_out(p, room, &s);
+    char *memory = am_workspace_acquire(&p->workspaces);
+    workspace s;
+    lay_out(p, memory, &s);
     bool from_peak = false;
     for (ptrdiff_t r = 0; r < at->rows; r++) from_peak |= is_from_peak(p, at, r);
     am_status status = from_peak ? find_peaks(p, at, &s, tiles, team) : AM_OK;
@@ -322,7 +324,7 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->depth * p->base.size));
     }
-    am_room_leave(&p->rooms, room);
+    am_workspace_release(&p->workspaces, memory);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
@@ -385,14 +387,15 @@ static am_status add_ordered(const plan *p, const am_flash_place *at, rows_state
     return AM_OK;
 }
 
-static void clear_tile(const plan *p, ptrdiff_t i, const scratch *s)
+static void clear_tile(const plan *p, ptrdiff_t i, const workspace *s)
 {
     memset(s->d_k + i * p->k_bytes, 0, (size_t)p->k_bytes);
     memset(s->d_v + i * p->v_bytes, 0, (size_t)p->v_bytes);
 }
 
 /* The i-th tile of a task, packed when it is first met: narrow masks then find it in the cache. */
-static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i, const scratch *s)
+static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i,
+                      const workspace *s)
 {
     if (s->tiles[i].packed) return;
     const am_range keys = am_cut(&p->keys, at->b, task * p->task_tiles + i);
@@ -428,7 +431,7 @@ static void choose_prefetch(const plan *p, const am_flash_place *at, ptrdiff_t t
 
 /* `next`: the block after it, or NULL. */
 static am_status block_step(const plan *p, const am_flash_place *at, const am_flash_place *next,
-                            ptrdiff_t task, const scratch *s, am_team *team)
+                            ptrdiff_t task, const workspace *s, am_team *team)
 {
     rows_state *state = state_of(p, at);
     bool any = has_part(state, task), begun = false;
@@ -456,7 +459,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
         }
         (p->pairs ? p->base.kernels->pairs.gradient : p->base.kernels->gradient)(&block, &tile);
         if (tile.d_bias)
-            status = am_bias_give(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_room, team);
+            status = am_bias_give(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_scratch, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -494,19 +497,19 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t task = index / f->kv_heads % p->tasks;
     am_flash_place at = {.b = index / f->kv_heads / p->tasks,
                          .kv_head = ordered_head(p, index % f->kv_heads)};
-    char *room = am_room_enter(&p->rooms);
-    scratch s;
-    lay_out(p, room, &s);
+    char *memory = am_workspace_acquire(&p->workspaces);
+    workspace s;
+    lay_out(p, memory, &s);
     ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
-    memset(s.d_bias_room, 0, (size_t)am_bias_gradient_room(&p->bias));
+    memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
     am_status status = AM_OK;
     ptrdiff_t blocks = p->q_blocks * p->base.group;
     for (ptrdiff_t i = 0; status == AM_OK && i < blocks; i++) {
         const am_flash_place rows = block_of(p, &at, i), next = block_of(p, &at, am_min(i + 1, blocks - 1));
         status = block_step(p, &rows, i + 1 < blocks ? &next : NULL, task, &s, team);
     }
-    if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_room, team);
+    if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_scratch, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
         const am_range keys = am_cut(&p->keys, at.b, task * p->task_tiles + i);
         const ptrdiff_t k = keys.begin, rows = keys.end - k;
@@ -516,7 +519,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
         write_tokens(p, &p->gradient->d_v, &at, at.kv_head, k, rows, s.d_v + i * p->v_bytes, p->value_step,
                      f->value_depth);
     }
-    am_room_leave(&p->rooms, room);
+    am_workspace_release(&p->workspaces, memory);
     return status;
 }
 
@@ -603,11 +606,11 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
               d_q_bytes = am_product(rows, f->depth, size),
               facts_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, FACTS);
     char *own_d_q = NULL;
-    scratch unused;
+    workspace unused;
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape, p.tasks,
                                        p.task_tiles);
-    if (status == AM_OK) status = am_rooms_make(&p.rooms, run->threads, lay_out(&p, NULL, &unused));
+    if (status == AM_OK) status = am_workspaces_make(&p.workspaces, run->threads, lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
     p.facts_bytes = facts_bytes / FACTS;
@@ -625,7 +628,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     }
     if (status == AM_OK && !(p.states && p.facts && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(run, &p);
-    am_rooms_free(&p.rooms);
+    am_workspaces_free(&p.workspaces);
     am_cuts_free(&p.queries);
     am_cuts_free(&p.keys);
     free(p.sinks);

@@ -52,7 +52,7 @@ typedef struct {
     char *partials;             /* of each sequence or batch row [row_blocks][splits], or NULL */
     ptrdiff_t partial_bytes;    /* of what a block gathers: out, high, sum and top of its rows */
     const am_sink_sum *sinks;   /* of each head, NULL without */
-    am_rooms rooms;             /* for scratch */
+    am_workspaces workspaces;   /* one for each thread */
 } am_flash_plan;
 
 /* All but the memory, for queries of one kind. Blocks and splits follow from shapes and the mask, so no

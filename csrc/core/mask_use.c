@@ -91,7 +91,8 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
         look_at_panel(mask, &p, live, &tiles);
         for (ptrdiff_t r = 0; r < p.rows; r++) {
             char *row = strip + r * t->row + p.k * t->column;
-            uint64_t line[PANEL]; /* for rows that do not lie side by side; room for the widest type */
+            uint64_t
+                line[PANEL]; /* for rows that do not lie side by side; large enough for the widest type */
             bool direct = t->column == t->size;
             fill_row(job, direct ? row : (char *)line, &tiles, r, p.columns);
             if (!direct) {

@@ -22,20 +22,21 @@ static T FN(weigh)(const am_merge *m, const ptrdiff_t *place, T *weights)
     return most + LOG(sum);
 }
 
-/* `count` channels of a part's row, where they lie or in `room`. */
-static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t step, ptrdiff_t count, T *room)
+/* `count` channels of a part's row, where they lie or in `scratch`. */
+static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t step, ptrdiff_t count,
+                             T *scratch)
 {
     am_dtype type = job->merge->type;
     size_t size = am_size_of(type);
     double raw[PIECE];
     if (step != (ptrdiff_t)size && count > 1) {
-        void *to = type == TYPE ? (void *)room : raw;
+        void *to = type == TYPE ? (void *)scratch : raw;
         am_copy_2d(to, 0, (ptrdiff_t)size, from, 0, step, 1, count, size);
         from = to;
     }
     if (type == TYPE) return (const T *)from;
-    am_converter(type, TYPE)(job->kernels, room, from, count);
-    return room;
+    am_converter(type, TYPE)(job->kernels, scratch, from, count);
+    return scratch;
 }
 
 static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *weights, ptrdiff_t first,
@@ -43,14 +44,14 @@ static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *we
 {
     const am_merge *m = job->merge;
     bool begun = false;
-    T room[PIECE];
+    T scratch[PIECE];
     for (ptrdiff_t c = 0; c < count; c++)
         sums[c] = (T)-0.0; /* the zero that changes nothing it is added to */
     for (ptrdiff_t i = 0; i < m->count; i++) {
         const am_merge_part *part = &m->parts[i];
         const T weight = weights[i];
         if (weight < 0) continue;
-        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, room);
+        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
         for (ptrdiff_t c = 0; c < count; c++) sums[c] += weight * values[c];
         begun = true;
     }
@@ -77,9 +78,9 @@ static void FN(hand_down)(const merge_job *job, const ptrdiff_t *place, ptrdiff_
     const am_merge *m = job->merge;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type), channels = m->shape[3];
     am_convert_row *narrow = am_converter(TYPE, m->type);
-    T dout_room[PIECE], room[PIECE], share[PIECE];
+    T dout_scratch[PIECE], scratch[PIECE], share[PIECE];
     const T *dout =
-        FN(channels)(job, row_of(m->gradient, place, first), m->gradient->out_stride[3], count, dout_room);
+        FN(channels)(job, row_of(m->gradient, place, first), m->gradient->out_stride[3], count, dout_scratch);
     for (ptrdiff_t i = 0; i < m->count; i++) {
         const am_merge_part *part = &m->parts[i];
         char *to = m->out + ((i * job->rows + row) * channels + first) * size;
@@ -88,7 +89,7 @@ static void FN(hand_down)(const merge_job *job, const ptrdiff_t *place, ptrdiff_
             memset(to, 0, (size_t)(count * size));
             continue;
         }
-        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, room);
+        const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
         dots[i] += FN(dot)(dout, values, count);
         for (ptrdiff_t c = 0; c < count; c++) share[c] = weight * dout[c];
         narrow(job->kernels, to, share, count);

@@ -176,7 +176,7 @@ typedef struct {
     am_large_id *large;
 } count_job;
 
-/* New room comes zeroed, and untouched where no id falls. */
+/* New memory comes zeroed, and untouched where no id falls. */
 static am_status make_room(count_job *job, ptrdiff_t segments)
 {
     if (segments > PTRDIFF_MAX / 16) return AM_NO_MEMORY;

@@ -35,13 +35,13 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
 
 #ifndef TILED
 /* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of live pairs alone, if `live`
- * is not NULL. `room`: as large as a, which it may be. */
+ * is not NULL. `scratch`: as large as a, which it may be. */
 static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
-                                 const uint64_t *live, const T *a, T *room, const T *b, T *c, ptrdiff_t step,
-                                 ptrdiff_t depth, prefetch_queue *queue)
+                                 const uint64_t *live, const T *a, T *scratch, const T *b, T *c,
+                                 ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
 {
     (void)queue;
-    a = STEP(join_rows)(room, a, rows);
+    a = STEP(join_rows)(scratch, a, rows);
     const ptrdiff_t b_row = WIDTH == 1 ? step : FN(PANEL),
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
     if (live) {

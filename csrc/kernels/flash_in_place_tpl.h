@@ -57,7 +57,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
 #define DOTS(rows, most)                                                                                     \
     case rows:                                                                                               \
         while (keys > 0) {                                                                                   \
-            _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than there is room for");                 \
+            _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than DOT_SUMS");                          \
             ptrdiff_t taken = keys > (most) / 2 ? (most) : (most) / 2;                                       \
             if (taken == (most))                                                                             \
                 FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, prefetch);                    \

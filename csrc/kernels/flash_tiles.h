@@ -207,10 +207,10 @@ static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
 }
 
 static void add_transposed_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
-                                 const uint64_t *live, const float *a, float *room, const float *b, float *c,
-                                 ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+                                 const uint64_t *live, const float *a, float *scratch, const float *b,
+                                 float *c, ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
 {
-    (void)room;
+    (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
     transpose_rows(transposed, a, rows);
     add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, depth, queue);

@@ -7,7 +7,7 @@
  */
 
 /* Keys that may lie pages apart, so in the same lines of the first-level cache: fewer of them than a strip's
- * rows leave room for what is packed. */
+ * rows leave space for what is packed. */
 enum { STEP(KEYS_PER_STRIP) = 8 };
 
 /* Weights of one row's lane, of neighbouring keys, to where `add_product_transposed` takes them. */
