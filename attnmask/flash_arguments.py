@@ -28,7 +28,7 @@ from attnmask.arguments import (
     window,
 )
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import Node, PerRow, Program, Shape, band, dense, equal, room, sequences
+from attnmask.mask_program import Node, PerRow, Program, Shape, allocate, band, dense, equal, sequences
 
 _PRECISIONS = ("default", "high", "highest")
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
@@ -182,7 +182,7 @@ def _sinks(softmax_aux: ArrayLike, heads: int, numbers: _Range) -> NDArray[np.fl
         raise ValueError(f"softmax_aux must be [S] or [H, S] with H = {heads}, got {describe(array)}")
     if array.shape[-1] == 0:
         return None
-    sinks = room((heads, array.shape[-1]), np.float64, "softmax_aux")
+    sinks = allocate((heads, array.shape[-1]), np.float64, "softmax_aux")
     sinks[...] = array
     return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
 

@@ -33,7 +33,7 @@ from attnmask.arguments import (
 )
 from attnmask.debug import traced
 from attnmask.mask_answers import MaskAnswers
-from attnmask.mask_program import Terms, dense, fill, room
+from attnmask.mask_program import Terms, allocate, dense, fill
 from attnmask.mask_sharding import AxisName, MaskSharding, check_axes, mesh_sizes, partition
 from attnmask.mask_state import (
     AUX_FIELDS,
@@ -85,7 +85,7 @@ def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_nam
         raise ValueError(
             f"{length_name} must be at least {len(numbers)}, as many tokens as there are, got {tokens}"
         )
-    ids = room((1, tokens), np.int32, length_name)
+    ids = allocate((1, tokens), np.int32, length_name)
     ids[0, : len(numbers)] = numbers
     ids[0, len(numbers) :] = -1
     return starts, frozen(ids)
@@ -410,7 +410,7 @@ class MaskInfo(MaskTerms):
             raise type(error)(
                 f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
             ) from None
-        mask = room((batch_size, 1, q_len, kv_len), bool, "batch_size, q_len and kv_len")
+        mask = allocate((batch_size, 1, q_len, kv_len), bool, "batch_size, q_len and kv_len")
         pairs, live = mask.reshape(-1), 1 - sparsity
         for begin in range(0, pairs.size, _DRAWN):
             part = pairs[begin : begin + _DRAWN]
@@ -466,7 +466,7 @@ class MaskInfo(MaskTerms):
                 shape = as_array(tokens, name).shape
                 if len(shape) != layout.count(",") + 1:
                     raise ValueError(f"{name} must be {layout}, got shape {shape}")
-                ids = frozen(room(shape[:2], np.int32, name, np.zeros))
+                ids = frozen(allocate(shape[:2], np.int32, name, np.zeros))
                 return cls._of(_state_of_segments(ids, ids))
         raise ValueError(
             "mask_info, attention_mask, input_ids or inputs_embeds must be given, got None of them"

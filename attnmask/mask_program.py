@@ -270,7 +270,7 @@ def fill(
     return _core.mask_fill(shape, program, dtype, live, dead, out)
 
 
-def room(
+def allocate(
     shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
 ) -> NDArray[Any]:
     """A new array, not filled yet or made by `np.zeros`, of sizes that come from the arguments `names`."""

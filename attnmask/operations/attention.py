@@ -10,7 +10,7 @@ from attnmask.arguments import as_array, describe, is_floating
 from attnmask.flash import dropout_keep_mask, flash_attention_fwd
 from attnmask.flash_arguments import Problem, read_problem
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import fill, room
+from attnmask.mask_program import allocate, fill
 from attnmask.operations.base import OperationImpl, OperationOutput
 from attnmask.operations.registry import OperationRegistry
 
@@ -218,9 +218,9 @@ class VanillaAttention(_Attention):
         dtype = problem.query.dtype
         lse_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         wide = np.result_type(lse_dtype, arguments["logits_dtype"] or lse_dtype)
-        out = room((batch, heads, queries, problem.value.shape[3]), dtype, "query and value")
-        weights = room(shape, dtype, "query and key")
-        lse = room(shape[:3], lse_dtype, "query")
+        out = allocate((batch, heads, queries, problem.value.shape[3]), dtype, "query and value")
+        weights = allocate(shape, dtype, "query and key")
+        lse = allocate(shape[:3], lse_dtype, "query")
         live = fill(shape, problem.nodes, np.dtype(bool), True, False)
         kept = dropout_keep_mask(problem.seed, problem.dropout, shape) if problem.dropout else None
         rows = max(1, _PAIRS // max(1, heads * keys))

@@ -12,7 +12,7 @@ from attnmask import _core
 from attnmask.arguments import as_array, bfloat16, describe, flag, integer, is_floating, mask_array, real
 from attnmask.flash_arguments import dropout_of
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import band, dense, fill, room, slabs
+from attnmask.mask_program import allocate, band, dense, fill, slabs
 from attnmask.mask_sharding import AxisName, axis_name, check_axes, mesh_sizes, partition, spec_of
 
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
@@ -121,7 +121,7 @@ def _four(value: ArrayLike, name: str, layout: str) -> NDArray[Any]:
 def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[Any]:
     """Each entry of an axis so many times, as of np.repeat, which does not see that there are too many."""
     before, (count, *after) = array.shape[:axis], array.shape[axis:]
-    result = room((*before, count * times, *after), array.dtype, name)
+    result = allocate((*before, count * times, *after), array.dtype, name)
     if result.size:
         shape = (*before, count, times, *after)
         target, source = result.reshape(shape), np.broadcast_to(np.expand_dims(array, axis + 1), shape)
@@ -404,7 +404,7 @@ class OperationImpl(ABC):
             raise ValueError(
                 f"kv_mask must broadcast with q_mask, of shape {queries.shape}, got {describe(keys)}"
             ) from None
-        pairs = room(q_pairs.shape, np.bool_, "q_mask and kv_mask")
+        pairs = allocate(q_pairs.shape, np.bool_, "q_mask and kv_mask")
         for part in slabs(pairs.shape):
             np.logical_and(q_pairs[part] != 0, k_pairs[part] != 0, out=pairs[part])
         return pairs
