@@ -31,7 +31,7 @@ enum {
 };
 
 typedef struct {
-    ptrdiff_t begin, end; /* steps; both are borders of segments */
+    ptrdiff_t begin, end; /* steps; both are boundaries of segments */
 } span;
 
 typedef struct {
@@ -278,7 +278,7 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     return sum_span(p, s, &l);
 }
 
-/* Cuts time into spans of at least `target` steps, but for the last, at borders of segments. */
+/* Cuts time into spans of at least `target` steps, but for the last, at boundaries of segments. */
 static am_status cut_time(plan *p, ptrdiff_t target)
 {
     const am_cumsum *c = p->cumsum;

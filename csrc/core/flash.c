@@ -218,7 +218,7 @@ static void choose_prefetch(const plan *p, const item *items, const item *one, c
     const place *where = last ? next : at;
     const am_range tiles = last ? tiles_of(p, next) : (am_range){index + 1, end};
     index = tiles.begin;
-    const am_range keys = tiles.begin < tiles.end ? am_cut(&p->keys, where->b, index) : (am_range){0, 0};
+    const am_range keys = tiles.begin < tiles.end ? am_range_at(&p->keys, where->b, index) : (am_range){0, 0};
     const bool any = keys.begin < keys.end;
     atomic_uchar *state;
     char *to = any ? shared_tile(p, where, index, &state) : NULL;
@@ -291,7 +291,7 @@ static place place_of(const plan *p, ptrdiff_t index)
     at.head = at.kv_head * p->base.group + head_block * p->block_heads;
     at.heads = am_min(p->block_heads, p->base.group - head_block * p->block_heads);
     at.block = p->exclusive ? p->rows[index].part : block;
-    const am_range queries = am_cut(&p->queries, at.b, at.block);
+    const am_range queries = am_range_at(&p->queries, at.b, at.block);
     at.q = queries.begin;
     at.queries = queries.end - queries.begin;
     at.rows = at.heads * at.queries;
@@ -347,7 +347,7 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
  * somebody else is packing it. */
 static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *scratch, am_flash_tile *tile)
 {
-    const am_range keys = am_cut(&p->keys, at->b, index);
+    const am_range keys = am_range_at(&p->keys, at->b, index);
     const ptrdiff_t k = keys.begin, rows = keys.end - k;
     atomic_uchar *state;
     char *shared = shared_tile(p, at, index, &state);
@@ -371,7 +371,7 @@ static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_t
     const am_flash *f = p->base.flash;
     const place *at = &it->at;
     const workspace *s = &it->s;
-    const am_range keys = am_cut(&p->keys, at->b, index);
+    const am_range keys = am_range_at(&p->keys, at->b, index);
     const ptrdiff_t k = keys.begin, columns = keys.end - k;
     am_tile kind = am_find_live(&p->base, at, k, columns, s->live);
     if (kind != AM_DEAD && f->bias)
@@ -585,10 +585,10 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
     if (flash->value_depth == 0 && !flash->lse) return AM_OK;
     if (am_is_too_deep(flash)) return AM_NO_MEMORY;
     const am_flash_base base = am_flash_base_of(run, flash);
-    am_cuts queries[AM_QUERY_KINDS] = {0}, keys = {0};
+    am_ranges queries[AM_QUERY_KINDS] = {0}, keys = {0};
     am_sink_sum *sinks = NULL;
-    am_status status = am_cuts_of_queries(queries, flash->mask, base.group);
-    if (status == AM_OK) status = am_cuts_make(&keys, flash->mask, AM_KEYS, true);
+    am_status status = am_ranges_of_queries(queries, flash->mask, base.group);
+    if (status == AM_OK) status = am_ranges_make(&keys, flash->mask, AM_KEYS, true);
     if (status == AM_OK) status = am_sum_sinks(run, &base, &sinks);
     for (int kind = 0; status == AM_OK && kind < AM_QUERY_KINDS; kind++) {
         if (queries[kind].count == 0) continue;
@@ -598,8 +598,8 @@ am_status am_flash_forward(const am_run *run, const am_flash *flash)
         if (status == AM_OK) status = attend(run, &p);
         am_flash_plan_free(&p);
     }
-    for (int kind = 0; kind < AM_QUERY_KINDS; kind++) am_cuts_free(&queries[kind]);
-    am_cuts_free(&keys);
+    for (int kind = 0; kind < AM_QUERY_KINDS; kind++) am_ranges_free(&queries[kind]);
+    am_ranges_free(&keys);
     free(sinks);
     return status;
 }

@@ -182,7 +182,7 @@ am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdif
     return !any_live ? AM_DEAD : any_dead ? AM_MIXED : AM_FULL;
 }
 
-am_range am_tiles_of(const am_flash_base *base, const am_cuts *tiles, const am_flash_place *at)
+am_range am_tiles_of(const am_flash_base *base, const am_ranges *tiles, const am_flash_place *at)
 {
     const ptrdiff_t heads = at->queries == 0 ? 0 : base->by_head ? at->heads : am_min(1, at->heads);
     ptrdiff_t begin = PTRDIFF_MAX, end = 0;
@@ -193,10 +193,10 @@ am_range am_tiles_of(const am_flash_base *base, const am_cuts *tiles, const am_f
         end = am_max(end, keys.end);
     }
     if (begin >= end) return (am_range){0, 0};
-    return (am_range){am_cut_of(tiles, at->b, begin), am_cut_of(tiles, at->b, end - 1) + 1};
+    return (am_range){am_range_index(tiles, at->b, begin), am_range_index(tiles, at->b, end - 1) + 1};
 }
 
-ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const am_cuts *tiles)
+ptrdiff_t am_most_tiles(const am_flash_base *base, const am_ranges *blocks, const am_ranges *tiles)
 {
     enum { SAMPLES = 16 }; /* blocks that are asked */
     const am_flash *f = base->flash;
@@ -204,7 +204,7 @@ ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const 
     if (f->batch == 0 || f->heads == 0 || blocks->count == 0) return most;
     for (ptrdiff_t i = 0; i < SAMPLES; i++) {
         const ptrdiff_t b = i % f->batch;
-        const am_range rows = am_cut(blocks, b, i * (blocks->count - 1) / (SAMPLES - 1));
+        const am_range rows = am_range_at(blocks, b, i * (blocks->count - 1) / (SAMPLES - 1));
         const am_flash_place at = {
             .b = b, .head = i % f->heads, .heads = 1, .q = rows.begin, .queries = rows.end - rows.begin};
         const am_range seen = am_tiles_of(base, tiles, &at);

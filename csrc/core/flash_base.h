@@ -8,7 +8,7 @@
 
 #include "core/arithmetic.h"
 #include "core/flash.h"
-#include "core/flash_cuts.h"
+#include "core/flash_ranges.h"
 
 enum { AM_LINE = 64 }; /* bytes */
 
@@ -131,10 +131,10 @@ am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdif
                      uint64_t *live);
 
 /* From the first tile that a row of the block may see to behind the last. */
-am_range am_tiles_of(const am_flash_base *base, const am_cuts *tiles, const am_flash_place *at);
+am_range am_tiles_of(const am_flash_base *base, const am_ranges *tiles, const am_flash_place *at);
 
 /* How many tiles a block of query rows sees, at most, as far as some of them tell. */
-ptrdiff_t am_most_tiles(const am_flash_base *base, const am_cuts *blocks, const am_cuts *tiles);
+ptrdiff_t am_most_tiles(const am_flash_base *base, const am_ranges *blocks, const am_ranges *tiles);
 
 /* Reads the bias of a tile to [rows][AM_FLASH_TILE], and takes pairs where it is -INFINITY for dead.
  * `scratch` is for one row. */

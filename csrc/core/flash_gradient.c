@@ -36,7 +36,7 @@ typedef struct {
     const am_flash_gradient *gradient;
     bool pairs;                                   /* a lane of what is multiplied holds two bfloat16 */
     ptrdiff_t step, value_step;                   /* of rows in the workspace */
-    am_cuts queries, keys;                        /* to blocks, and to tiles */
+    am_ranges queries, keys;                      /* to blocks, and to tiles */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
     int threads;
     ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in the workspace */
@@ -93,7 +93,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
 
 static am_flash_place place_of(const plan *p, ptrdiff_t b, ptrdiff_t head, ptrdiff_t block)
 {
-    const am_range queries = am_cut(&p->queries, b, block);
+    const am_range queries = am_range_at(&p->queries, b, block);
     const ptrdiff_t rows = queries.end - queries.begin;
     return (am_flash_place){
         .b = b,
@@ -243,7 +243,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
         am_set_number(&p->base, block.share, r, sinks.count);
     }
     for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
-        const am_range keys = am_cut(&p->keys, at->b, i);
+        const am_range keys = am_range_at(&p->keys, at->b, i);
         am_gradient_tile tile = {.k_columns = s->k_columns};
         if (!meet(p, at, keys, s, &tile)) continue;
         pack(p, &f->k, at, keys, f->depth, s->row, s->k_columns, NULL);
@@ -398,7 +398,7 @@ static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, p
                       const workspace *s)
 {
     if (s->tiles[i].packed) return;
-    const am_range keys = am_cut(&p->keys, at->b, task * p->task_tiles + i);
+    const am_range keys = am_range_at(&p->keys, at->b, task * p->task_tiles + i);
     bool finite = pack(p, &p->base.flash->k, at, keys, p->base.flash->depth, s->row,
                        s->k_columns + i * p->k_columns_bytes, s->k + i * p->k_panels_bytes);
     pack(p, &p->base.flash->v, at, keys, p->base.flash->value_depth, s->row,
@@ -423,7 +423,7 @@ static void choose_prefetch(const plan *p, const am_flash_place *at, ptrdiff_t t
     tile->prefetch[AM_PREFETCH_OUT] =
         am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
     const ptrdiff_t first = task * p->task_tiles, last = am_min(first + p->task_tiles, p->tiles) - 1;
-    const am_range keys = {am_cut(&p->keys, at->b, first).begin, am_cut(&p->keys, at->b, last).end};
+    const am_range keys = {am_range_at(&p->keys, at->b, first).begin, am_range_at(&p->keys, at->b, last).end};
     tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, at, keys);
     tile->prefetch[AM_PREFETCH_D_Q] =
         am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
@@ -439,7 +439,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
     am_status status = AM_OK;
     const ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
     for (ptrdiff_t i = 0; any && i < tiles; i++) {
-        const am_range keys = am_cut(&p->keys, at->b, task * p->task_tiles + i);
+        const am_range keys = am_range_at(&p->keys, at->b, task * p->task_tiles + i);
         am_gradient_tile tile = {
             .k_columns = s->k_columns + i * p->k_columns_bytes,
             .v_columns = s->v_columns + i * p->v_columns_bytes,
@@ -511,7 +511,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     }
     if (status == AM_OK) status = am_bias_end_task(&p->bias, &at, task, s.d_bias_scratch, team);
     for (ptrdiff_t i = 0; status == AM_OK && i < tiles; i++) {
-        const am_range keys = am_cut(&p->keys, at.b, task * p->task_tiles + i);
+        const am_range keys = am_range_at(&p->keys, at.b, task * p->task_tiles + i);
         const ptrdiff_t k = keys.begin, rows = keys.end - k;
         if (!s.tiles[i].packed) clear_tile(p, i, &s);
         write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
@@ -599,8 +599,8 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
               .d_q = gradient->d_q};
     /* Batch rows may share a bias, to whose gradient they add by the same blocks and tiles. */
     const bool by_mask = !gradient->d_bias;
-    am_status status = am_cuts_make(&p.queries, f->mask, AM_QUERIES, by_mask);
-    if (status == AM_OK) status = am_cuts_make(&p.keys, f->mask, AM_KEYS, by_mask);
+    am_status status = am_ranges_make(&p.queries, f->mask, AM_QUERIES, by_mask);
+    if (status == AM_OK) status = am_ranges_make(&p.keys, f->mask, AM_KEYS, by_mask);
     if (status == AM_OK) choose(&p);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->depth, size),
@@ -629,8 +629,8 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK && !(p.states && p.facts && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(run, &p);
     am_workspaces_free(&p.workspaces);
-    am_cuts_free(&p.queries);
-    am_cuts_free(&p.keys);
+    am_ranges_free(&p.queries);
+    am_ranges_free(&p.keys);
     free(p.sinks);
     free(p.states);
     am_lines_free(p.facts, facts_bytes);

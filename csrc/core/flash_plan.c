@@ -101,7 +101,7 @@ static am_range tiles_seen(const am_flash_plan *p, ptrdiff_t b, ptrdiff_t first,
 {
     am_range all = {PTRDIFF_MAX, 0};
     for (ptrdiff_t block = first; block < first + count; block++) {
-        const am_range queries = am_cut(&p->queries, b, block);
+        const am_range queries = am_range_at(&p->queries, b, block);
         const am_flash_place at = {.b = b,
                                    .heads = p->base.flash->heads,
                                    .q = queries.begin,
@@ -117,16 +117,16 @@ static am_status list_rows(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
     const ptrdiff_t parts = p->exclusive ? p->queries.count : 1,
-                    count = p->exclusive ? am_count_cuts(&p->queries, f->batch) : f->batch;
+                    count = p->exclusive ? am_count_ranges(&p->queries, f->batch) : f->batch;
     p->rows = malloc((size_t)am_product(count, sizeof *p->rows, 1));
     if (!p->rows) return AM_NO_MEMORY;
     for (ptrdiff_t i = 0; i < f->batch * parts; i++) {
         am_flash_row row = {.b = i / parts, .part = i % parts, .tiles = {0, p->keys.count}};
         if (p->exclusive) {
-            const am_range queries = am_cut(&p->queries, row.b, row.part);
+            const am_range queries = am_range_at(&p->queries, row.b, row.part);
             if (queries.begin == queries.end) continue; /* behind the last of its batch row */
             row.tiles = tiles_seen(p, row.b, row.part, 1);
-        } else if (p->queries.ranges)
+        } else if (p->queries.list)
             row.tiles = tiles_seen(p, row.b, 0, p->queries.count);
         p->seen = am_max(p->seen, row.tiles.end - row.tiles.begin);
         p->rows[p->row_count++] = row;
@@ -168,7 +168,7 @@ static am_status split_rows(am_flash_plan *p)
 static void choose(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
-    p->block_rows = am_longest_cut(&p->queries, f->batch);
+    p->block_rows = am_longest_range(&p->queries, f->batch);
     bool shared = p->base.group > 1 && p->block_rows <= SHARED_QUERIES;
     p->block_heads = shared ? am_min(p->base.group, AM_FLASH_ROWS / p->block_rows) : 1;
     p->most_rows = p->block_rows * p->block_heads;
@@ -222,7 +222,7 @@ static void choose(am_flash_plan *p)
 }
 
 am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_flash *flash,
-                             const am_cuts *queries, const am_cuts *keys, am_query_kind kind)
+                             const am_ranges *queries, const am_ranges *keys, am_query_kind kind)
 {
     *plan = (am_flash_plan){.base = am_flash_base_of(run, flash),
                             .exclusive = kind != AM_SHARED_KEYS,

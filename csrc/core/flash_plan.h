@@ -40,7 +40,7 @@ typedef struct {
     double factor;                  /* of products, to make logits of them */
     double q_factor, k_factor;      /* what queries are scaled by, and keys as they are packed */
     ptrdiff_t lanes;                /* of a query or key */
-    am_cuts queries, keys;          /* to blocks, and to tiles */
+    am_ranges queries, keys;        /* to blocks, and to tiles */
     ptrdiff_t splits, split_tiles;
     ptrdiff_t seen;             /* tiles of a row, at most */
     ptrdiff_t out_depth;        /* value_depth, in halves of panels */
@@ -58,7 +58,7 @@ typedef struct {
 /* All but the memory, for queries of one kind. Blocks and splits follow from shapes and the mask, so no
  * result depends on the number of threads or on what a task takes. */
 am_status am_flash_plan_make(am_flash_plan *plan, const am_run *run, const am_flash *flash,
-                             const am_cuts *queries, const am_cuts *keys, am_query_kind kind);
+                             const am_ranges *queries, const am_ranges *keys, am_query_kind kind);
 void am_flash_plan_free(am_flash_plan *plan);
 
 #endif

@@ -57,22 +57,22 @@ am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q
     return stack[0];
 }
 
-uint64_t am_mask_borders(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin)
+uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin)
 {
     const ptrdiff_t behind = (side == AM_QUERIES ? mask->queries : mask->keys) - begin - 1,
                     count = behind < 64 ? behind : 64;
-    uint64_t borders = 0;
+    uint64_t boundaries = 0;
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].borders)
-            borders |= am_term_kinds[node->kind].borders(node, b, side, begin, count);
+        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].boundaries)
+            boundaries |= am_term_kinds[node->kind].boundaries(node, b, side, begin, count);
     }
-    return borders;
+    return boundaries;
 }
 
-bool am_mask_has_borders(const am_mask *mask)
+bool am_mask_has_boundaries(const am_mask *mask)
 {
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].borders) return true;
+        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].boundaries) return true;
     }
     return false;
 }

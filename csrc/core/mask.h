@@ -125,12 +125,12 @@ am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
 
 typedef enum { AM_QUERIES, AM_KEYS } am_side;
 
-/* A hint, by which tiles can be cut that are seldom mixed: bit i tells whether token begin + 1 + i is of
+/* A hint for tiles that are seldom mixed: bit i tells whether token begin + 1 + i is of
  * another sequence, segment or chunk than the one before it, in the first head. */
-uint64_t am_mask_borders(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
+uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
 
 /* Whether there may be any, and whether heads may see different keys. */
-bool am_mask_has_borders(const am_mask *mask);
+bool am_mask_has_boundaries(const am_mask *mask);
 bool am_mask_is_by_head(const am_mask *mask);
 
 /* What is made of masks. Arrays are C-contiguous unless strides are given. */

@@ -75,15 +75,15 @@ static am_range chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
     return (am_range){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
 }
 ASK_INTERVALS(chunk)
-static uint64_t chunk_borders(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
-                              ptrdiff_t count)
+static uint64_t chunk_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                 ptrdiff_t count)
 {
     const ptrdiff_t shift = side == AM_QUERIES ? node->chunk.q_shift[b] : node->chunk.k_shift[b],
                     size = node->chunk.size;
-    uint64_t borders = 0;
+    uint64_t boundaries = 0;
     for (ptrdiff_t i = size - (begin + shift) % size; i <= count; i += am_min(size, BLOCK))
-        borders |= (uint64_t)1 << (i - 1);
-    return borders;
+        boundaries |= (uint64_t)1 << (i - 1);
+    return boundaries;
 }
 
 static am_range keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
@@ -133,17 +133,17 @@ static void sequences_bits(const am_mask *mask, const am_node *node, const am_pl
     }
 }
 
-static uint64_t sequences_borders(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
-                                  ptrdiff_t count)
+static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                     ptrdiff_t count)
 {
     (void)b;
     const ptrdiff_t *starts = side == AM_QUERIES ? node->sequences.q_starts : node->sequences.k_starts;
-    uint64_t borders = 0;
+    uint64_t boundaries = 0;
     for (ptrdiff_t s = sequence_of(node, starts, begin) + 1; s < node->sequences.count; s++) {
         if (starts[s] > begin + count) break;
-        borders |= (uint64_t)1 << (starts[s] - begin - 1);
+        boundaries |= (uint64_t)1 << (starts[s] - begin - 1);
     }
-    return borders;
+    return boundaries;
 }
 
 static am_range all_keys(const am_mask *mask, const am_node *node, const am_place *p)
@@ -337,14 +337,14 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_place 
     }
 }
 
-static uint64_t equal_borders(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
-                              ptrdiff_t count)
+static uint64_t equal_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                 ptrdiff_t count)
 {
     const int32_t *ids = side == AM_QUERIES ? node->equal.q_ids + b * node->equal.q_batch
                                             : node->equal.k_ids + b * node->equal.k_batch;
-    uint64_t borders = 0;
-    for (ptrdiff_t i = 0; i < count; i++) borders |= (uint64_t)(ids[begin + i] != ids[begin + i + 1]) << i;
-    return borders;
+    uint64_t boundaries = 0;
+    for (ptrdiff_t i = 0; i < count; i++) boundaries |= (uint64_t)(ids[begin + i] != ids[begin + i + 1]) << i;
+    return boundaries;
 }
 
 static bool equal_is_by_head(const am_node *node) { return node->equal.q_head || node->equal.k_head; }
@@ -500,14 +500,17 @@ static bool dense_is_by_head(const am_node *node) { return node->dense.head != 0
 const am_term_kind am_term_kinds[AM_TERM_KINDS] = {
     [AM_TERM_ALL] = {.keys = all_keys, .tile = all_tile, .bits = all_bits},
     [AM_TERM_BAND] = {.keys = band_keys, .tile = band_tile, .bits = band_bits},
-    [AM_TERM_CHUNK] = {.keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits, .borders = chunk_borders},
+    [AM_TERM_CHUNK] = {.keys = chunk_keys,
+                       .tile = chunk_tile,
+                       .bits = chunk_bits,
+                       .boundaries = chunk_boundaries},
     [AM_TERM_KEYS] = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits},
-    [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits, equal_borders,
+    [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits, equal_boundaries,
                        equal_is_by_head},
     [AM_TERM_SEQUENCES] = {.keys = sequences_keys,
                            .tile = sequences_tile,
                            .bits = sequences_bits,
-                           .borders = sequences_borders},
+                           .boundaries = sequences_boundaries},
     [AM_TERM_DENSE] = {.prepare = dense_prepare,
                        .release = dense_release,
                        .keys = dense_keys,

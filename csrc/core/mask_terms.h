@@ -16,8 +16,8 @@ typedef struct {
                      const am_place *place); /* ignores k and columns */
     am_tile (*tile)(const am_mask *mask, const am_node *node, const am_place *place);
     void (*bits)(const am_mask *mask, const am_node *node, const am_place *place, uint64_t *bits);
-    uint64_t (*borders)(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
-                        ptrdiff_t count);    /* of so many tokens behind `begin`; NULL: never any */
+    uint64_t (*boundaries)(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                           ptrdiff_t count); /* of so many tokens behind `begin`; NULL: never any */
     bool (*is_by_head)(const am_node *node); /* NULL: never */
 } am_term_kind;
 

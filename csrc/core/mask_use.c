@@ -130,7 +130,8 @@ static am_status count_region(const am_mask *mask, const am_place *p, am_range l
 {
     ptrdiff_t end = am_min(p->k + p->columns, live.end);
     for (ptrdiff_t k = am_max(p->k, live.begin), next; k < end; k = next) {
-        /* Summaries are kept of aligned tiles: questions that respect their borders get the sharper answers.
+        /* Summaries are kept of aligned tiles: questions that respect their boundaries get the sharper
+         * answers.
          */
         next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
         uint64_t bits[AM_TILE_ROWS];
