@@ -1,4 +1,4 @@
-/* dense.h – a mask that is an array, seen as lines of elements that lie close together. */
+/* dense.h – a mask that is an array, read as rows whose elements lie close together. */
 #ifndef AM_DENSE_H
 #define AM_DENSE_H
 
@@ -32,23 +32,25 @@ typedef struct {
     bool transposed; /* rows are keys, and columns queries */
     ptrdiff_t size;
     am_lane lane;
-} am_lines;
+} am_mask_rows;
 
 /* Of an array in which no axis is empty. */
-am_lines am_lines_of(const am_kernels *kernels, const am_dense *mask);
+am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask);
 
 /* In what follows `row` is the address of column 0. */
 
 /* As am_pack_bits, from column `begin` on. */
-void am_lines_pack(const am_lines *lines, uint64_t *dst, const char *row, ptrdiff_t begin, ptrdiff_t count);
+void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char *row, ptrdiff_t begin,
+                       ptrdiff_t count);
 
 /* The first live column in begin … end - 1, or `end`. */
-ptrdiff_t am_lines_first(const am_lines *lines, const char *row, ptrdiff_t begin, ptrdiff_t end);
+ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end);
 
 /* One more than the last live column in begin … end - 1, or `begin`. */
-ptrdiff_t am_lines_last(const am_lines *lines, const char *row, ptrdiff_t begin, ptrdiff_t end);
+ptrdiff_t am_mask_rows_last(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end);
 
 /* As am_collect_nonzero, from column `begin` on. */
-bool am_lines_collect(const am_lines *lines, void *seen, const char *row, ptrdiff_t begin, ptrdiff_t count);
+bool am_mask_rows_collect(const am_mask_rows *mask_rows, void *seen, const char *row, ptrdiff_t begin,
+                          ptrdiff_t count);
 
 #endif

@@ -15,7 +15,7 @@ enum {
     PANEL_BYTES = 1 << 14, /* of a row, whose columns stay in the first cache */
 };
 
-/* [begin, end) of lines in the order of the array. */
+/* [begin, end) of rows or columns in the order of the array. */
 static void place_range(const am_axis *axis, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
                         ptrdiff_t *past)
 {
@@ -32,7 +32,7 @@ typedef struct {
 
 typedef struct {
     const am_dense *mask;
-    am_lines lines;
+    am_mask_rows mask_rows;
     am_head_rule rule;
     ptrdiff_t heads, task_rows, tasks; /* heads that are not repetitions; tasks a batch row */
     bounds *bounds;
@@ -46,7 +46,7 @@ static void live_in_all(const extent_job *job, uint64_t *words, const char *row,
     memset(words, 0xff, WORDS * sizeof *words);
     for (ptrdiff_t h = 0; h < job->heads; h++) {
         uint64_t head[WORDS];
-        am_lines_pack(&job->lines, head, row + h * job->mask->head_stride, begin, count);
+        am_mask_rows_pack(&job->mask_rows, head, row + h * job->mask->head_stride, begin, count);
         for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++) words[w] &= head[w];
     }
 }
@@ -55,7 +55,7 @@ static ptrdiff_t first_in_stretch(const extent_job *job, const char *row, ptrdif
 {
     if (job->rule == AM_ANY_HEAD) {
         for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
-            end = am_lines_first(&job->lines, row + h * job->mask->head_stride, begin, end);
+            end = am_mask_rows_first(&job->mask_rows, row + h * job->mask->head_stride, begin, end);
         return end;
     }
     for (; begin < end; begin += WORDS * WORD) {
@@ -72,7 +72,7 @@ static ptrdiff_t last_in_stretch(const extent_job *job, const char *row, ptrdiff
 {
     if (job->rule == AM_ANY_HEAD) {
         for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
-            begin = am_lines_last(&job->lines, row + h * job->mask->head_stride, begin, end);
+            begin = am_mask_rows_last(&job->mask_rows, row + h * job->mask->head_stride, begin, end);
         return begin;
     }
     for (ptrdiff_t low; begin < end; end = low) {
@@ -128,7 +128,7 @@ static void lift(atomic_ptrdiff_t *bound, ptrdiff_t value)
 static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end,
                   am_team *team)
 {
-    ptrdiff_t columns = job->lines.columns.count, step = job->lines.rows.stride, found;
+    ptrdiff_t columns = job->mask_rows.columns.count, step = job->mask_rows.rows.stride, found;
     ptrdiff_t first_row = -1, last_row = -1; /* whose first and whose last column are known */
     if (atomic_load(&known->row_begin) > begin) {
         for (found = columns; begin < end; begin++) {
@@ -165,37 +165,38 @@ static am_status extent_task(void *arg, ptrdiff_t index, am_team *team)
     const extent_job *job = arg;
     ptrdiff_t b = index / job->tasks, t = index % job->tasks;
     ptrdiff_t begin = (t % 2 ? job->tasks - 1 - t / 2 : t / 2) * job->task_rows;
-    ptrdiff_t end = am_min(begin + job->task_rows, job->lines.rows.count);
-    widen(job, &job->bounds[b], job->lines.data + b * job->mask->batch_stride, begin, end, team);
+    ptrdiff_t end = am_min(begin + job->task_rows, job->mask_rows.rows.count);
+    widen(job, &job->bounds[b], job->mask_rows.data + b * job->mask->batch_stride, begin, end, team);
     return AM_OK; /* many tasks are short, and who deals them out asks whether to stop */
 }
 
-static am_extent extent_of(const am_lines *lines, bounds *known)
+static am_extent extent_of(const am_mask_rows *mask_rows, bounds *known)
 {
     ptrdiff_t range[4] = {0};
     if (atomic_load(&known->row_begin) < atomic_load(&known->row_end)) {
-        place_range(&lines->rows, atomic_load(&known->row_begin), atomic_load(&known->row_end), &range[0],
+        place_range(&mask_rows->rows, atomic_load(&known->row_begin), atomic_load(&known->row_end), &range[0],
                     &range[1]);
-        place_range(&lines->columns, atomic_load(&known->column_begin), atomic_load(&known->column_end),
+        place_range(&mask_rows->columns, atomic_load(&known->column_begin), atomic_load(&known->column_end),
                     &range[2], &range[3]);
     }
-    return lines->transposed ? (am_extent){range[2], range[3], range[0], range[1]}
-                             : (am_extent){range[0], range[1], range[2], range[3]};
+    return mask_rows->transposed ? (am_extent){range[2], range[3], range[0], range[1]}
+                                 : (am_extent){range[0], range[1], range[2], range[3]};
 }
 
 /* The rows that a task looks at. */
-static ptrdiff_t rows_a_task(const am_lines *lines, ptrdiff_t heads)
+static ptrdiff_t rows_a_task(const am_mask_rows *mask_rows, ptrdiff_t heads)
 {
-    ptrdiff_t bytes =
-        lines->columns.count > TASK_BYTES / lines->size ? TASK_BYTES : lines->columns.count * lines->size;
+    ptrdiff_t bytes = mask_rows->columns.count > TASK_BYTES / mask_rows->size
+                          ? TASK_BYTES
+                          : mask_rows->columns.count * mask_rows->size;
     return am_max(TASK_BYTES / bytes / heads, 1);
 }
 
 /* And the tasks of small masks that are dealt out together. */
-static ptrdiff_t grain_of(const am_lines *lines, ptrdiff_t heads)
+static ptrdiff_t grain_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
 {
-    ptrdiff_t rows = am_min(rows_a_task(lines, heads), lines->rows.count);
-    return am_max(TASK_BYTES / (rows * heads * lines->columns.count * lines->size), 1);
+    ptrdiff_t rows = am_min(rows_a_task(mask_rows, heads), mask_rows->rows.count);
+    return am_max(TASK_BYTES / (rows * heads * mask_rows->columns.count * mask_rows->size), 1);
 }
 
 am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule rule, am_extent *extents)
@@ -208,24 +209,24 @@ am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule 
     }
     if (empty || mask->batch == 0) return AM_OK;
     extent_job job = {.mask = mask,
-                      .lines = am_lines_of(run->kernels, mask),
+                      .mask_rows = am_mask_rows_of(run->kernels, mask),
                       .rule = rule,
                       .heads = mask->head_stride ? mask->heads : 1};
-    job.task_rows = rows_a_task(&job.lines, job.heads);
-    job.tasks = am_ceil_div(job.lines.rows.count, job.task_rows);
+    job.task_rows = rows_a_task(&job.mask_rows, job.heads);
+    job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
     job.bounds = malloc((size_t)batch * sizeof *job.bounds);
     if (!job.bounds) return AM_NO_MEMORY;
     for (ptrdiff_t b = 0; b < batch; b++) {
-        atomic_init(&job.bounds[b].row_begin, job.lines.rows.count);
+        atomic_init(&job.bounds[b].row_begin, job.mask_rows.rows.count);
         atomic_init(&job.bounds[b].row_end, 0);
-        atomic_init(&job.bounds[b].column_begin, job.lines.columns.count);
+        atomic_init(&job.bounds[b].column_begin, job.mask_rows.columns.count);
         atomic_init(&job.bounds[b].column_end, 0);
     }
     am_status status =
-        am_parallel(run, batch * job.tasks, grain_of(&job.lines, job.heads), extent_task, &job);
+        am_parallel(run, batch * job.tasks, grain_of(&job.mask_rows, job.heads), extent_task, &job);
     for (ptrdiff_t b = 0; b < mask->batch; b++)
-        extents[b] = extent_of(&job.lines, &job.bounds[batch == 1 ? 0 : b]);
+        extents[b] = extent_of(&job.mask_rows, &job.bounds[batch == 1 ? 0 : b]);
     free(job.bounds);
     return status;
 }
@@ -234,7 +235,7 @@ am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule 
 
 typedef struct {
     const am_dense *mask;
-    am_lines lines;
+    am_mask_rows mask_rows;
     ptrdiff_t heads, task_rows, tasks; /* heads that are not repetitions; tasks a batch row */
     ptrdiff_t words;
     _Atomic uint64_t *columns; /* [batch, words]: bits of those with a live pair */
@@ -245,26 +246,27 @@ typedef struct {
 static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const padding_job *job = arg;
-    const am_lines *lines = &job->lines;
+    const am_mask_rows *mask_rows = &job->mask_rows;
     ptrdiff_t b = index / job->tasks, first = index % job->tasks * job->task_rows;
-    ptrdiff_t end = am_min(first + job->task_rows, lines->rows.count), panel = PANEL_BYTES / lines->size;
-    int32_t *ids = job->row_ids + b * lines->rows.length;
-    const char *data = lines->data + b * job->mask->batch_stride;
+    ptrdiff_t end = am_min(first + job->task_rows, mask_rows->rows.count),
+              panel = PANEL_BYTES / mask_rows->size;
+    int32_t *ids = job->row_ids + b * mask_rows->rows.length;
+    const char *data = mask_rows->data + b * job->mask->batch_stride;
     for (ptrdiff_t r = first; r < end; r++) ids[r] = -1;
-    for (ptrdiff_t begin = 0; begin < lines->columns.count; begin += panel) {
+    for (ptrdiff_t begin = 0; begin < mask_rows->columns.count; begin += panel) {
         _Alignas(64) char seen[PANEL_BYTES];
-        ptrdiff_t count = am_min(panel, lines->columns.count - begin);
-        memset(seen, 0, (size_t)(count * lines->size));
+        ptrdiff_t count = am_min(panel, mask_rows->columns.count - begin);
+        memset(seen, 0, (size_t)(count * mask_rows->size));
         for (ptrdiff_t r = first; r < end; r++) {
             bool any = false;
             for (ptrdiff_t h = 0; h < job->heads; h++) {
-                const char *row = data + h * job->mask->head_stride + r * lines->rows.stride;
-                any |= am_lines_collect(lines, seen, row, begin, count);
+                const char *row = data + h * job->mask->head_stride + r * mask_rows->rows.stride;
+                any |= am_mask_rows_collect(mask_rows, seen, row, begin, count);
             }
             if (any) ids[r] = 0;
         }
         uint64_t bits[PANEL_BYTES / WORD];
-        lines->kernels->pack[lines->lane](bits, seen, count);
+        mask_rows->kernels->pack[mask_rows->lane](bits, seen, count);
         for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++)
             atomic_fetch_or_explicit(&job->columns[b * job->words + begin / WORD + w], bits[w],
                                      memory_order_relaxed);
@@ -274,7 +276,7 @@ static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-/* From the order of lines to that of the array. */
+/* From the order of rows to that of the array. */
 static void place_ids(int32_t *ids, const am_axis *axis)
 {
     for (ptrdiff_t i = axis->count; i < axis->length; i++) ids[i] = ids[0];
@@ -290,10 +292,10 @@ static void place_columns(const padding_job *job, ptrdiff_t b, int32_t *ids)
 {
     for (ptrdiff_t w = 0; w < job->words; w++) {
         uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
-        ptrdiff_t count = am_min(WORD, job->lines.columns.count - w * WORD);
-        job->lines.kernels->expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
+        ptrdiff_t count = am_min(WORD, job->mask_rows.columns.count - w * WORD);
+        job->mask_rows.kernels->expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
     }
-    place_ids(ids, &job->lines.columns);
+    place_ids(ids, &job->mask_rows.columns);
 }
 
 am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
@@ -304,21 +306,22 @@ am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_id
         memset(k_ids, 0xff, (size_t)(mask->batch * mask->keys) * sizeof *k_ids);
         return AM_OK;
     }
-    padding_job job = {
-        .mask = mask, .lines = am_lines_of(run->kernels, mask), .heads = mask->head_stride ? mask->heads : 1};
+    padding_job job = {.mask = mask,
+                       .mask_rows = am_mask_rows_of(run->kernels, mask),
+                       .heads = mask->head_stride ? mask->heads : 1};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
-    int32_t *column_ids = job.lines.transposed ? q_ids : k_ids;
-    job.row_ids = job.lines.transposed ? k_ids : q_ids;
-    job.task_rows = rows_a_task(&job.lines, job.heads);
-    job.tasks = am_ceil_div(job.lines.rows.count, job.task_rows);
-    job.words = am_ceil_div(job.lines.columns.count, WORD);
+    int32_t *column_ids = job.mask_rows.transposed ? q_ids : k_ids;
+    job.row_ids = job.mask_rows.transposed ? k_ids : q_ids;
+    job.task_rows = rows_a_task(&job.mask_rows, job.heads);
+    job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
+    job.words = am_ceil_div(job.mask_rows.columns.count, WORD);
     job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
     if (!job.columns) return AM_NO_MEMORY;
     am_status status =
-        am_parallel(run, batch * job.tasks, grain_of(&job.lines, job.heads), padding_task, &job);
+        am_parallel(run, batch * job.tasks, grain_of(&job.mask_rows, job.heads), padding_task, &job);
     for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
-        place_ids(job.row_ids + b * job.lines.rows.length, &job.lines.rows);
-        place_columns(&job, b, column_ids + b * job.lines.columns.length);
+        place_ids(job.row_ids + b * job.mask_rows.rows.length, &job.mask_rows.rows);
+        place_columns(&job, b, column_ids + b * job.mask_rows.columns.length);
     }
     for (ptrdiff_t b = batch; b < mask->batch && status == AM_OK; b++) {
         memcpy(q_ids + b * mask->queries, q_ids, (size_t)mask->queries * sizeof *q_ids);

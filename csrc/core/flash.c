@@ -552,11 +552,11 @@ static am_status attend(const am_run *run, plan *p)
     if (status != AM_OK) goto done;
     status = AM_NO_MEMORY;
     if (p->splits > 1) {
-        p->partials = am_lines(partials_bytes);
+        p->partials = am_alloc_aligned(partials_bytes);
         if (!p->partials) goto done;
     }
     if (p->shares_keys) {
-        p->packed = am_lines(packed_bytes);
+        p->packed = am_alloc_aligned(packed_bytes);
         p->states = malloc((size_t)am_max(p->wave * p->seen, 1) * sizeof *p->states);
         if (!p->packed || !p->states) goto done;
     }
@@ -573,8 +573,8 @@ static am_status attend(const am_run *run, plan *p)
     if (status == AM_OK && p->splits > 1) status = am_parallel(run, blocks, 1, merge_task, p);
 done:
     am_workspaces_free(&p->workspaces);
-    am_lines_free(p->partials, partials_bytes);
-    am_lines_free(p->packed, packed_bytes);
+    am_free_aligned(p->partials, partials_bytes);
+    am_free_aligned(p->packed, packed_bytes);
     free(p->states);
     return status;
 }

@@ -306,14 +306,14 @@ am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probabil
 
 /* --- Memory --- */
 
-void *am_lines(ptrdiff_t bytes)
+void *am_alloc_aligned(ptrdiff_t bytes)
 {
     if (bytes >= AM_BLOCK_BYTES) return am_block_new((size_t)bytes);
     void *memory = NULL;
     return posix_memalign(&memory, AM_LINE, (size_t)am_max(bytes, 1)) == 0 ? memory : NULL;
 }
 
-void am_lines_free(void *memory, ptrdiff_t bytes)
+void am_free_aligned(void *memory, ptrdiff_t bytes)
 {
     if (bytes >= AM_BLOCK_BYTES)
         am_block_free(memory, (size_t)bytes);
@@ -325,7 +325,7 @@ am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t b
 {
     workspaces->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
     workspaces->count = threads;
-    workspaces->memory = am_lines(threads * workspaces->bytes);
+    workspaces->memory = am_alloc_aligned(threads * workspaces->bytes);
     workspaces->taken = malloc((size_t)threads * sizeof *workspaces->taken);
     if (!workspaces->memory || !workspaces->taken) return AM_NO_MEMORY;
     for (int i = 0; i < threads; i++) atomic_flag_clear(&workspaces->taken[i]);
@@ -334,7 +334,7 @@ am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t b
 
 void am_workspaces_free(am_workspaces *workspaces)
 {
-    am_lines_free(workspaces->memory, workspaces->count * workspaces->bytes);
+    am_free_aligned(workspaces->memory, workspaces->count * workspaces->bytes);
     free(workspaces->taken);
 }
 

@@ -145,12 +145,11 @@ am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdif
 uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
 uint32_t am_threshold_of(double probability);
 
-/* Memory from the start of a line on; long memory is in large pages, and is found again by the next call. */
-void *am_lines(ptrdiff_t bytes);
-void am_lines_free(void *memory, ptrdiff_t bytes);
+/* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
+void *am_alloc_aligned(ptrdiff_t bytes);
+void am_free_aligned(void *memory, ptrdiff_t bytes);
 
-/* The next `bytes` of `from`, whole lines; NULL as long as there is no memory and lengths are only added up.
- */
+/* The next `bytes` of `from`, in whole cache lines; NULL if `from` is, when lengths are only added up. */
 static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
 {
     char *at = from ? from + *used : NULL;

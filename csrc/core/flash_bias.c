@@ -155,14 +155,14 @@ am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *re
     g->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);
     ptrdiff_t cells = shape[0] * shape[1] * (shape[2] == 1 ? 1 : g->q_blocks) * (shape[3] == 1 ? 1 : tasks);
     g->serving = calloc((size_t)am_max(cells, 1), sizeof *g->serving);
-    g->sums = f->bias_type == base->type ? result : am_lines(g->count * base->size);
+    g->sums = f->bias_type == base->type ? result : am_alloc_aligned(g->count * base->size);
     return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;
 }
 
 void am_bias_gradient_free(const gradient *g)
 {
     free(g->serving);
-    if (g->sums != g->result) am_lines_free(g->sums, g->count * g->base->size);
+    if (g->sums != g->result) am_free_aligned(g->sums, g->count * g->base->size);
 }
 
 static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)

@@ -614,9 +614,9 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
     p.facts_bytes = facts_bytes / FACTS;
-    p.facts = am_lines(facts_bytes);
+    p.facts = am_alloc_aligned(facts_bytes);
     if (p.d_q.type != p.base.type) {
-        own_d_q = am_lines(d_q_bytes);
+        own_d_q = am_alloc_aligned(d_q_bytes);
         p.d_q = (am_tokens){
             .data = own_d_q,
             .type = p.base.type,
@@ -633,8 +633,8 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     am_ranges_free(&p.keys);
     free(p.sinks);
     free(p.states);
-    am_lines_free(p.facts, facts_bytes);
-    am_lines_free(own_d_q, d_q_bytes);
+    am_free_aligned(p.facts, facts_bytes);
+    am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
     return status;
 }

@@ -1,4 +1,4 @@
-/* groups.c – equal lines, found by refinement.
+/* groups.c – equal lines, found by refinement. A line is a row or a column of a mask.
  *
  * At first all lines are in one class. Then the mask is read 64 positions at a time, one word of each line,
  * and a class whose lines differ there falls apart: a line that differs from the first of its class goes
@@ -33,7 +33,7 @@ typedef struct {
     int32_t from;   /* … the class that this line was the first of */
 } entry;
 
-/* Line 0 is all zeros, so that whoever is like it is, too. */
+/* Line 0 is all zeros, so that every line of its class is all zeros, too. */
 typedef struct {
     const am_kernels *kernels;
     ptrdiff_t lines, classes;
@@ -133,7 +133,7 @@ static ptrdiff_t line_of(const side *s, ptrdiff_t i)
                           : i);
 }
 
-static am_status read_rows(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
+static am_status read_rows(const am_mask_rows *plane, const side *s, uint64_t *words, ptrdiff_t begin,
                            ptrdiff_t count, am_team *team)
 {
     ptrdiff_t used = am_ceil_div(count, WORD);
@@ -144,14 +144,14 @@ static am_status read_rows(const am_lines *plane, const side *s, uint64_t *words
         const char *data = plane->data + r * plane->rows.stride;
         const char *later = data + 4 * plane->rows.stride + begin * plane->columns.stride;
         for (int line = 0; line < 8; line++) __builtin_prefetch(later + 64 * line);
-        am_lines_pack(plane, row, data, begin, count);
+        am_mask_rows_pack(plane, row, data, begin, count);
         for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines + 1 + r] = row[w];
         if (r % MANY_LINES == MANY_LINES - 1) status = am_checkpoint(team);
     }
     return status;
 }
 
-static void read_columns(const am_lines *plane, const side *s, uint64_t *words, ptrdiff_t begin,
+static void read_columns(const am_mask_rows *plane, const side *s, uint64_t *words, ptrdiff_t begin,
                          ptrdiff_t count)
 {
     words[0] = 0;
@@ -162,8 +162,8 @@ static void read_columns(const am_lines *plane, const side *s, uint64_t *words, 
         for (ptrdiff_t r = 0; r < WORD; r++) {
             ptrdiff_t filled = r < count ? used : 0;
             if (filled)
-                am_lines_pack(plane, panel[r], plane->data + (begin + r) * plane->rows.stride, first,
-                              columns);
+                am_mask_rows_pack(plane, panel[r], plane->data + (begin + r) * plane->rows.stride, first,
+                                  columns);
             memset(panel[r] + filled, 0, (size_t)(tiles - filled) * sizeof **panel);
         }
         for (ptrdiff_t t = 0; t < tiles; t += AM_TRANSPOSE_TILES)
@@ -172,7 +172,7 @@ static void read_columns(const am_lines *plane, const side *s, uint64_t *words, 
 }
 
 typedef struct {
-    am_lines plane;
+    am_mask_rows plane;
     side sides[2]; /* rows, columns */
 } plane_job;
 
@@ -269,13 +269,13 @@ static am_status prepare_side(side *s, bool across, const am_axis *axis, const a
     return s->twin ? AM_OK : AM_NO_MEMORY;
 }
 
-static am_status group_plane(const am_run *run, const am_lines *lines, const char *data, int32_t *q_ids,
-                             int32_t *k_ids)
+static am_status group_plane(const am_run *run, const am_mask_rows *mask_rows, const char *data,
+                             int32_t *q_ids, int32_t *k_ids)
 {
-    plane_job job = {.plane = *lines};
+    plane_job job = {.plane = *mask_rows};
     job.plane.data = data;
-    const am_axis *axes[2] = {&lines->rows, &lines->columns};
-    int32_t *ids[2] = {lines->transposed ? k_ids : q_ids, lines->transposed ? q_ids : k_ids};
+    const am_axis *axes[2] = {&mask_rows->rows, &mask_rows->columns};
+    int32_t *ids[2] = {mask_rows->transposed ? k_ids : q_ids, mask_rows->transposed ? q_ids : k_ids};
     am_status status = prepare_side(&job.sides[0], false, axes[0], axes[1]);
     if (status == AM_OK) status = prepare_side(&job.sides[1], true, axes[1], axes[0]);
     if (status == AM_OK)
@@ -292,7 +292,7 @@ static am_status group_plane(const am_run *run, const am_lines *lines, const cha
 typedef struct {
     const am_run *run;
     const am_dense *mask;
-    am_lines lines;
+    am_mask_rows mask_rows;
     ptrdiff_t heads; /* that are not repetitions */
     int32_t *q_ids, *k_ids;
 } planes_job;
@@ -301,7 +301,8 @@ static am_status group_one(const am_run *run, const planes_job *job, ptrdiff_t i
 {
     const am_dense *mask = job->mask;
     ptrdiff_t b = index / job->heads, h = index % job->heads, plane = b * mask->heads + h;
-    return group_plane(run, &job->lines, job->lines.data + b * mask->batch_stride + h * mask->head_stride,
+    return group_plane(run, &job->mask_rows,
+                       job->mask_rows.data + b * mask->batch_stride + h * mask->head_stride,
                        job->q_ids + plane * mask->queries, job->k_ids + plane * mask->keys);
 }
 
@@ -321,10 +322,10 @@ static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
 
 am_status am_group_tokens(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
 {
-    planes_job job = {run,   mask, am_lines_of(run->kernels, mask), mask->head_stride ? mask->heads : 1,
+    planes_job job = {run,   mask, am_mask_rows_of(run->kernels, mask), mask->head_stride ? mask->heads : 1,
                       q_ids, k_ids};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1, planes = batch * job.heads;
-    bool large = job.lines.columns.count > PART_PAIRS / job.lines.rows.count;
+    bool large = job.mask_rows.columns.count > PART_PAIRS / job.mask_rows.rows.count;
     am_status status = AM_OK;
     if (large) {
         for (ptrdiff_t i = 0; i < planes && status == AM_OK; i++) status = group_one(run, &job, i);
@@ -347,10 +348,10 @@ am_status am_group_tokens(const am_run *run, const am_dense *mask, int32_t *q_id
 
 typedef struct {
     const am_dense *mask;
-    am_lines lines;
+    am_mask_rows mask_rows;
     ptrdiff_t heads; /* that are not repetitions */
     ptrdiff_t id_heads, blocks;
-    int32_t *row_ids, *column_ids; /* [batch, id_heads, count], in the order of lines */
+    int32_t *row_ids, *column_ids; /* [batch, id_heads, count], in the order of the rows and columns */
     atomic_ptrdiff_t found;        /* (plane * rows + row) * columns + column */
 } check_job;
 
@@ -370,13 +371,13 @@ static int32_t *ids_in_order(const int32_t *ids, ptrdiff_t planes, const am_axis
 static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t *column_ids, int32_t id,
                            bool id_is_new, uint64_t *words)
 {
-    ptrdiff_t columns = job->lines.columns.count, used = am_ceil_div(columns, WORD);
+    ptrdiff_t columns = job->mask_rows.columns.count, used = am_ceil_div(columns, WORD);
     uint64_t *expected = words + used;
-    am_lines_pack(&job->lines, words, row, 0, columns);
+    am_mask_rows_pack(&job->mask_rows, words, row, 0, columns);
     for (ptrdiff_t w = 0; w < used; w++) {
         if (id_is_new) {
             ptrdiff_t count = am_min(WORD, columns - w * WORD);
-            expected[w] = id < 0 ? 0 : job->lines.kernels->equal_bits(column_ids + w * WORD, id, count);
+            expected[w] = id < 0 ? 0 : job->mask_rows.kernels->equal_bits(column_ids + w * WORD, id, count);
         }
         if (words[w] != expected[w]) return w * WORD + __builtin_ctzll(words[w] ^ expected[w]);
     }
@@ -387,11 +388,11 @@ static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t 
 static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
 {
     check_job *job = arg;
-    const am_lines *lines = &job->lines;
-    ptrdiff_t plane = index / job->blocks, first = index % job->blocks * WORD, rows = lines->rows.count;
-    ptrdiff_t b = plane / job->heads, h = plane % job->heads, columns = lines->columns.count;
+    const am_mask_rows *mask_rows = &job->mask_rows;
+    ptrdiff_t plane = index / job->blocks, first = index % job->blocks * WORD, rows = mask_rows->rows.count;
+    ptrdiff_t b = plane / job->heads, h = plane % job->heads, columns = mask_rows->columns.count;
     ptrdiff_t ids = b * job->id_heads + (h < job->id_heads ? h : 0);
-    const char *data = lines->data + b * job->mask->batch_stride + h * job->mask->head_stride;
+    const char *data = mask_rows->data + b * job->mask->batch_stride + h * job->mask->head_stride;
     if (atomic_load_explicit(&job->found, memory_order_relaxed) < (plane * rows + first) * columns)
         return AM_OK;
     uint64_t *words = malloc((size_t)(2 * am_ceil_div(columns, WORD)) * sizeof *words);
@@ -399,7 +400,7 @@ static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
     const int32_t *row_ids = job->row_ids + ids * rows;
     for (ptrdiff_t r = first; r < am_min(first + WORD, rows); r++) {
         bool id_is_new = r == first || row_ids[r] != row_ids[r - 1];
-        ptrdiff_t column = check_row(job, data + r * lines->rows.stride, job->column_ids + ids * columns,
+        ptrdiff_t column = check_row(job, data + r * mask_rows->rows.stride, job->column_ids + ids * columns,
                                      row_ids[r], id_is_new, words);
         if (column < 0) continue;
         ptrdiff_t here = (plane * rows + r) * columns + column, known = atomic_load(&job->found);
@@ -412,34 +413,38 @@ static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
 
 static void locate(const check_job *job, am_ungrouped *found)
 {
-    const am_lines *lines = &job->lines;
+    const am_mask_rows *mask_rows = &job->mask_rows;
     ptrdiff_t flat = atomic_load(&job->found);
     if (flat == PTRDIFF_MAX) return;
-    ptrdiff_t column = flat % lines->columns.count, row = flat / lines->columns.count % lines->rows.count;
-    ptrdiff_t plane = flat / lines->columns.count / lines->rows.count;
+    ptrdiff_t column = flat % mask_rows->columns.count,
+              row = flat / mask_rows->columns.count % mask_rows->rows.count;
+    ptrdiff_t plane = flat / mask_rows->columns.count / mask_rows->rows.count;
     ptrdiff_t b = plane / job->heads, h = plane % job->heads;
-    const char *data = lines->data + b * job->mask->batch_stride + h * job->mask->head_stride;
+    const char *data = mask_rows->data + b * job->mask->batch_stride + h * job->mask->head_stride;
     found->any = true;
-    found->live = am_lines_first(lines, data + row * lines->rows.stride, column, column + 1) == column;
-    if (lines->rows.backwards) row = lines->rows.count - 1 - row;
-    if (lines->columns.backwards) column = lines->columns.count - 1 - column;
+    found->live =
+        am_mask_rows_first(mask_rows, data + row * mask_rows->rows.stride, column, column + 1) == column;
+    if (mask_rows->rows.backwards) row = mask_rows->rows.count - 1 - row;
+    if (mask_rows->columns.backwards) column = mask_rows->columns.count - 1 - column;
     found->place[0] = b;
     found->place[1] = h;
-    found->place[2] = lines->transposed ? column : row;
-    found->place[3] = lines->transposed ? row : column;
+    found->place[2] = mask_rows->transposed ? column : row;
+    found->place[3] = mask_rows->transposed ? row : column;
 }
 
 am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t id_heads, const int32_t *q_ids,
                             const int32_t *k_ids, am_ungrouped *found)
 {
     check_job job = {.mask = mask,
-                     .lines = am_lines_of(run->kernels, mask),
+                     .mask_rows = am_mask_rows_of(run->kernels, mask),
                      .heads = mask->head_stride ? mask->heads : 1,
                      .id_heads = id_heads};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
-    job.row_ids = ids_in_order(job.lines.transposed ? k_ids : q_ids, batch * id_heads, &job.lines.rows);
-    job.column_ids = ids_in_order(job.lines.transposed ? q_ids : k_ids, batch * id_heads, &job.lines.columns);
-    job.blocks = am_ceil_div(job.lines.rows.count, WORD);
+    job.row_ids =
+        ids_in_order(job.mask_rows.transposed ? k_ids : q_ids, batch * id_heads, &job.mask_rows.rows);
+    job.column_ids =
+        ids_in_order(job.mask_rows.transposed ? q_ids : k_ids, batch * id_heads, &job.mask_rows.columns);
+    job.blocks = am_ceil_div(job.mask_rows.rows.count, WORD);
     atomic_init(&job.found, PTRDIFF_MAX);
     am_status status = job.row_ids && job.column_ids ? AM_OK : AM_NO_MEMORY;
     if (status == AM_OK) status = am_parallel(run, batch * job.heads * job.blocks, 1, check_task, &job);

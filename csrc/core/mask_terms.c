@@ -390,18 +390,18 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
     /* Of the array itself, free of the shifts of any batch row. */
     const char *data =
         node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
-    const am_lines lines = {
+    const am_mask_rows mask_rows = {
         .kernels = job->mask->kernels,
         .columns.stride = node->dense.column,
         .size = (ptrdiff_t)am_size_of(node->dense.type),
         .lane = am_lane_of(node->dense.type),
     };
-    const ptrdiff_t step = lines.columns.stride == lines.size ? WORDS * BLOCK : BLOCK;
+    const ptrdiff_t step = mask_rows.columns.stride == mask_rows.size ? WORDS * BLOCK : BLOCK;
     for (ptrdiff_t k = 0; k < job->keys; k += step) {
         const ptrdiff_t columns = am_min(step, job->keys - k), words = am_ceil_div(columns, BLOCK);
         uint64_t bits[WORDS], any[WORDS] = {0}, dead[WORDS] = {0};
         for (ptrdiff_t q = first; q < last; q++) {
-            am_lines_pack(&lines, bits, data + q * node->dense.row, k, columns);
+            am_mask_rows_pack(&mask_rows, bits, data + q * node->dense.row, k, columns);
             for (ptrdiff_t i = 0; i < words; i++) any[i] |= bits[i], dead[i] |= ~bits[i];
         }
         for (ptrdiff_t i = 0; i < words; i++) {

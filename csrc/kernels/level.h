@@ -106,37 +106,37 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #define MASK 0xff
 #define BITS masked_bits_8
 #define FN(name) name##_8
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 #define T uint16_t
 #define MASK 0xffff
 #define BITS masked_bits_16
 #define FN(name) name##_16
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 #define T uint32_t
 #define MASK 0xffffffff
 #define BITS masked_bits_32
 #define FN(name) name##_32
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 #define T uint64_t
 #define MASK UINT64_MAX
 #define BITS masked_bits_64
 #define FN(name) name##_64
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 #define T uint16_t
 #define MASK 0x7fff
 #define BITS masked_bits_16
 #define FN(name) name##_f16
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 #define T uint32_t
 #define MASK 0x7fffffff
 #define BITS masked_bits_32
 #define FN(name) name##_f32
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 #define T uint64_t
 #define MASK (UINT64_MAX >> 1)
 #define BITS masked_bits_64
 #define FN(name) name##_f64
-#include "kernels/lines_tpl.h"
+#include "kernels/mask_rows_tpl.h"
 
 #include "kernels/flash_prefetch.h"
 

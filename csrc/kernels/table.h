@@ -87,7 +87,7 @@ typedef void am_expand_bits(void *dst, uint64_t bits, ptrdiff_t count, uint64_t 
 typedef void am_fill_bytes(void *dst, uint64_t pattern, size_t bytes, bool stream);
 
 /* The ways in which elements are told zero from non-zero: by their size, and floating-point numbers without
- * their sign. Kernels that look at lines of a mask come once for each. */
+ * their sign. Kernels that read rows of a mask come once for each. */
 typedef enum {
     AM_LANE_8,
     AM_LANE_16,

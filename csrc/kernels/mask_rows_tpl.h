@@ -1,5 +1,5 @@
-/* lines_tpl.h – lines of a mask whose elements are T, where the bits in MASK tell zero from non-zero and
- * BITS(src, count, MASK) looks at up to 64 elements. */
+/* mask_rows_tpl.h – scans rows of a mask whose elements are T, where the bits in MASK tell zero from non-zero
+ * and BITS(src, count, MASK) looks at up to 64 elements. */
 
 enum { FN(STRETCH) = 512 / (int)sizeof(T) };
 
@@ -60,7 +60,7 @@ static ptrdiff_t FN(last)(const void *src, ptrdiff_t count)
     ptrdiff_t end = count;
     while (end >= FN(STRETCH) && FN(stretch_is_zero)(p + end - FN(STRETCH))) {
         end -= FN(STRETCH);
-        /* Hardware looks ahead upwards better than downwards: this saves a third of the time. */
+        /* Hardware prefetches upwards better than downwards: this saves a third of the time. */
         for (int line = 0; line < 8; line++)
             __builtin_prefetch(p + end - 4 * FN(STRETCH) + line * (FN(STRETCH) / 8));
     }
