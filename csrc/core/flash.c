@@ -32,7 +32,7 @@ typedef am_flash_place place;
 /* The memory of a block; arrays of the arithmetic type. */
 typedef struct {
     char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
-    char *gathered;                                   /* out, high, sum, top */
+    char *gathered;                                   /* out, ref_max, sum, row_max */
     uint64_t *live, *kept, *row_keys;                 /* the last two for dropout */
 } workspace;
 
@@ -53,7 +53,7 @@ typedef struct {
     local_tiles *local;
 } item;
 
-/* Out, high, sum and top of a block lie side by side. */
+/* Out, ref_max, sum and row_max of a block lie side by side. */
 static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
 {
     ptrdiff_t out_bytes = p->most_rows * p->out_depth * p->base.size,
@@ -63,9 +63,9 @@ static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
         .depth = p->lanes,
         .out_depth = p->out_depth,
         .out = at,
-        .high = at + out_bytes,
+        .ref_max = at + out_bytes,
         .sum = at + out_bytes + fact_bytes,
-        .top = p->base.flash->normalize ? NULL : at + out_bytes + 2 * fact_bytes,
+        .row_max = p->base.flash->normalize ? NULL : at + out_bytes + 2 * fact_bytes,
         .cap = p->base.flash->cap,
         .factor = p->pairs ? p->factor : 1,
         .unit = p->base.unit,
@@ -250,8 +250,8 @@ static void begin_block(const plan *p, const item *it)
         const char *src = am_token(&f->q, at->b, at->head + h, at->q);
         char *to = it->s.q + row * row_bytes;
         for (ptrdiff_t r = row; r < row + at->queries; r++) {
-            am_set_number(&p->base, block->high, r, -INFINITY);
-            if (block->top) am_set_number(&p->base, block->top, r, -INFINITY);
+            am_set_number(&p->base, block->ref_max, r, -INFINITY);
+            if (block->row_max) am_set_number(&p->base, block->row_max, r, -INFINITY);
             am_set_number(&p->base, block->sum, r, 0);
             if (p->base.threshold)
                 it->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
@@ -304,21 +304,23 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
 {
     const am_flash *f = p->base.flash;
     /* In units of 1, as sinks are, which might be too large in those of ln 2. */
-    const double unit = p->base.unit == 1 ? AM_LN_2 : 1, high = unit * am_number(&p->base, block->high, r),
+    const double unit = p->base.unit == 1 ? AM_LN_2 : 1,
+                 ref_max = unit * am_number(&p->base, block->ref_max, r),
                  live = am_number(&p->base, block->sum, r);
-    double highest = high, sum = live, top = block->top ? unit * am_number(&p->base, block->top, r) : 0;
+    double highest = ref_max, sum = live,
+           row_max = block->row_max ? unit * am_number(&p->base, block->row_max, r) : 0;
     if (p->sinks) {
         const am_sink_sum *sinks = &p->sinks[am_head_of(at, r)];
-        highest = fmax(high, sinks->highest), top = fmax(top, sinks->highest);
-        sum = live * am_power(AM_LOG2_E, high, highest) +
+        highest = fmax(ref_max, sinks->highest), row_max = fmax(row_max, sinks->highest);
+        sum = live * am_power(AM_LOG2_E, ref_max, highest) +
               sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
     }
     if (f->lse) am_set_number(&p->base, f->lse, lse_index, sum == 0 ? -INFINITY : highest + log(sum));
     if (live == 0) return 0; /* no live pair: out is zero already */
     /* A NaN is a logit's, whose weight may have been dropped out. */
-    double factor = f->normalize  ? am_power(AM_LOG2_E, high, highest) / sum
+    double factor = f->normalize  ? am_power(AM_LOG2_E, ref_max, highest) / sum
                     : isnan(live) ? live
-                                  : am_power(AM_LOG2_E, high, top);
+                                  : am_power(AM_LOG2_E, ref_max, row_max);
     return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
 }
 
@@ -513,25 +515,26 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     const place at = place_of(p, index);
     am_flash_rows whole = gathered(p, partial_of(p, index), at.rows);
     for (ptrdiff_t r = 0; r < at.rows; r++) {
-        double high = -INFINITY, top = -INFINITY, sum = 0;
+        double ref_max = -INFINITY, row_max = -INFINITY, sum = 0;
         char *out = (char *)whole.out + r * p->out_depth * p->base.size;
         for (ptrdiff_t i = 0; i < splits; i++) {
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
-            high = fmax(high, am_number(&p->base, part.high, r));
-            if (part.top) top = fmax(top, am_number(&p->base, part.top, r));
+            ref_max = fmax(ref_max, am_number(&p->base, part.ref_max, r));
+            if (part.row_max) row_max = fmax(row_max, am_number(&p->base, part.row_max, r));
         }
         for (ptrdiff_t i = 0; i < splits; i++) {
             am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
-            double part_high = am_number(&p->base, part.high, r), part_sum = am_number(&p->base, part.sum, r);
+            double part_ref_max = am_number(&p->base, part.ref_max, r),
+                   part_sum = am_number(&p->base, part.sum, r);
             /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */
-            double factor = part_sum == 0 ? 0 : am_power(p->base.unit, part_high, high);
+            double factor = part_sum == 0 ? 0 : am_power(p->base.unit, part_ref_max, ref_max);
             sum += part_sum == 0 ? 0 : part_sum * factor;
             char *from = (char *)part.out + r * p->out_depth * p->base.size;
             if (i == 0 || part_sum != 0)
                 p->base.kernels->scale(out, from, factor, p->base.flash->value_depth, i > 0);
         }
-        am_set_number(&p->base, whole.high, r, high);
-        if (whole.top) am_set_number(&p->base, whole.top, r, top);
+        am_set_number(&p->base, whole.ref_max, r, ref_max);
+        if (whole.row_max) am_set_number(&p->base, whole.row_max, r, row_max);
         am_set_number(&p->base, whole.sum, r, sum);
     }
     char *memory = am_workspace_acquire(&p->workspaces);

@@ -275,25 +275,26 @@ static void find_facts(const plan *p, const am_flash_place *at, const workspace 
         read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
     p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double high = given_fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
+        double reference = given_fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->gradient->d_lse.data ? given_fact(p, &p->gradient->d_lse, at, r) : 0;
         double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
         if (is_from_peak(p, at, r)) {
             /* What these keys sum up to, unless lse is of others too. */
             double peak = am_number(&p->base, base, r), own = log2(am_number(&p->base, rest, r));
-            double lse = (high - peak) * p->base.unit,
-                   rounding = 4 * (p->base.size == 8 ? DBL_EPSILON : FLT_EPSILON) * fabs(high * p->base.unit);
+            double lse = (reference - peak) * p->base.unit,
+                   rounding =
+                       4 * (p->base.size == 8 ? DBL_EPSILON : FLT_EPSILON) * fabs(reference * p->base.unit);
             power = fabs(lse - own) <= rounding || isnan(own) ? -own : -lse;
-            high = peak;
+            reference = peak;
         }
         if (!f->normalize) {
             am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
             moved = 0;
-            if (high > -INFINITY) d_lse *= exp2(power);
+            if (reference > -INFINITY) d_lse *= exp2(power);
             power = 0;
         }
-        am_set_number(&p->base, base, r, high == -INFINITY ? 0 : high);
-        am_set_number(&p->base, rest, r, high == -INFINITY ? 0 : power);
+        am_set_number(&p->base, base, r, reference == -INFINITY ? 0 : reference);
+        am_set_number(&p->base, rest, r, reference == -INFINITY ? 0 : power);
         am_set_number(&p->base, add, r, d_lse - moved);
     }
 }

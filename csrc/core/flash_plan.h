@@ -50,9 +50,9 @@ typedef struct {
     char *packed;               /* [wave][seen] of k and v, NULL if blocks pack their own */
     atomic_uchar *states;       /* of each a tile_state */
     char *partials;             /* of each sequence or batch row [row_blocks][splits], or NULL */
-    ptrdiff_t partial_bytes;    /* of what a block gathers: out, high, sum and top of its rows */
-    const am_sink_sum *sinks;   /* of each head, NULL without */
-    am_workspaces workspaces;   /* one for each thread */
+    ptrdiff_t partial_bytes;  /* of the accumulators of a block: out, ref_max, sum and row_max of its rows */
+    const am_sink_sum *sinks; /* of each head, NULL without */
+    am_workspaces workspaces; /* one for each thread */
 } am_flash_plan;
 
 /* All but the memory, for queries of one kind. Blocks and splits follow from shapes and the mask, so no

@@ -139,10 +139,10 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
         T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
         uint64_t live = tile->live ? tile->live[r] : UINT64_MAX;
-        FN(dressing) d = FN(dressing_of)(block, tile, r);
+        FN(logit_terms) d = FN(logit_terms_of)(block, tile, r);
         V most = VOP(set1)(-(T)INFINITY), total = zero, equal = zero;
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-            V s = FN(dressed)(&d, VOP(load)(logits + i), i, &bend);
+            V s = FN(logit_of)(&d, VOP(load)(logits + i), i, &bend);
             VOP(store)(logits + i, s);
             most = VOP(max)(VOP(select)(live >> i, s, VOP(set1)(-(T)INFINITY)), most);
         }

@@ -6,12 +6,12 @@ typedef struct {
     V scale, cap, inverse_cap;
     bool capped;
     const T *bias; /* or NULL */
-} FN(dressing);
+} FN(logit_terms);
 
-static inline FN(dressing)
-    FN(dressing_of)(const am_gradient_rows *block, const am_gradient_tile *tile, ptrdiff_t row)
+static inline FN(logit_terms)
+    FN(logit_terms_of)(const am_gradient_rows *block, const am_gradient_tile *tile, ptrdiff_t row)
 {
-    return (FN(dressing)){
+    return (FN(logit_terms)){
         .scale = VOP(set1)((T)block->factor),
         .cap = VOP(set1)((T)block->cap),
         .inverse_cap = VOP(set1)((T)(1 / block->cap)),
@@ -21,7 +21,7 @@ static inline FN(dressing)
 }
 
 /* The logits from column i on; `slope` is that of the cap. */
-static inline V FN(dressed)(const FN(dressing) * d, V product, ptrdiff_t i, V *slope)
+static inline V FN(logit_of)(const FN(logit_terms) * d, V product, ptrdiff_t i, V *slope)
 {
     V s = VOP(mul)(product, d->scale);
     if (d->bias) s = VOP(add)(s, VOP(load)(d->bias + i));
@@ -39,7 +39,7 @@ static inline __attribute__((always_inline)) void FN(slopes_of)(const am_gradien
     T *weights = (T *)block->weights + row * AM_FLASH_TILE,
       *slopes = (T *)block->slopes + row * AM_FLASH_TILE;
     T *d_bias = tile->d_bias ? (T *)tile->d_bias + row * AM_FLASH_TILE : NULL;
-    FN(dressing) d = FN(dressing_of)(block, tile, row);
+    FN(logit_terms) d = FN(logit_terms_of)(block, tile, row);
     V zero = VOP(set1)(0), unit = VOP(set1)((T)block->unit), scale = VOP(set1)((T)block->scale);
     V base = VOP(set1)(((const T *)block->base)[row]), rest = VOP(set1)(((const T *)block->rest)[row]);
     V add = VOP(set1)(((const T *)block->add)[row]);
@@ -51,7 +51,7 @@ static inline __attribute__((always_inline)) void FN(slopes_of)(const am_gradien
             if (d_bias) VOP(store)(d_bias + i, zero);
             continue;
         }
-        V s = FN(dressed)(&d, VOP(load)(weights + i), i, &bend);
+        V s = FN(logit_of)(&d, VOP(load)(weights + i), i, &bend);
         V p = FN(exp2)(VOP(fma)(VOP(sub)(s, base), unit, rest)), slope = VOP(load)(slopes + i), kept = p;
         if (tile->kept) {
             slope = VOP(select)(tile->kept[row] >> i, VOP(mul)(slope, kept_factor), zero);

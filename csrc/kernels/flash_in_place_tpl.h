@@ -1,6 +1,6 @@
 /* flash_in_place_tpl.h – attention of few rows to keys of type S that are used where they lie. LOAD and
- * LOAD_PART make lanes of keys, FMA multiplies and adds them, STEP names what makes weights of logits, and
- * add_values adds what they weigh. */
+ * LOAD_PART make lanes of keys, FMA multiplies and adds them, STEP names what turns logits into P, and
+ * add_values adds P V. */
 
 /* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
  * behind the last count as it. It prefetches as many lines as it reads of keys. */
@@ -93,7 +93,7 @@ static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, pr
     }
 }
 
-/* Logits and weights, then values. Keys of a head may lie far apart, where hardware does not
+/* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
  * prefetch them. So the loop over keys prefetches their values, and the loop over values the next keys, in
  * the order of memory. */
 static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
@@ -105,12 +105,12 @@ static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile
                                                 v_bytes + tiles->value_depth * size, 0, EARLY_KEYS);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], &prefetch);
     for (ptrdiff_t h = 0; h < heads; h++) {
-        if (STEP(weigh_whole)(&blocks[h], &tiles[h])) continue;
+        if (STEP(softmax_whole)(&blocks[h], &tiles[h])) continue;
         ptrdiff_t begin, end;
         find_live(&blocks[h], &tiles[h], &begin, &end);
         begin -= begin % FN(PANEL);
         end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
-        STEP(weigh)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
+        STEP(softmax_rows)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
     }
     prefetch = next->rows > 0
                    ? prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS)

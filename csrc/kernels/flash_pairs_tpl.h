@@ -1,7 +1,8 @@
 /* flash_pairs_tpl.h – attention of bfloat16 numbers by the processor's own products of them, where it has
  * some: two numbers to a lane, sums in float32. Queries and keys are pairs of neighbours in depth, weights
- * and values pairs of neighbours among keys. Weights are rounded to bfloat16. That is exact for the greatest
- * one of a row if it raises `high`, as it does unless those before it are within the digits that it has. */
+ * and values pairs of neighbours among keys. P is rounded to bfloat16. That is exact for the greatest
+ * entry of a row if `ref_max` is its logit, as it is unless FLASH_SLACK keeps an older one.
+ */
 
 #define S float
 #define LOADS(b, b_row, vectors, left, right)                                                                \
@@ -22,7 +23,7 @@
 #include "kernels/flash_product_of_tpl.h"
 
 /* Weights to pairs. */
-static inline __attribute__((always_inline)) void put_pairs(float *weights, const vf *p, const int count)
+static inline __attribute__((always_inline)) void store_p_pairs(float *weights, const vf *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += 2) vf_store(weights + j / 2 * VF_LANES, vf_narrow_pairs(p[j], p[j + 1]));
@@ -33,7 +34,7 @@ static void narrow_pairs(float *weights, ptrdiff_t begin, ptrdiff_t end)
 {
     for (ptrdiff_t i = begin; i < end; i += 2 * VF_LANES) {
         vf p[] = {vf_load(weights + i), vf_load(weights + i + VF_LANES)};
-        put_pairs(weights + i / 2, p, 2);
+        store_p_pairs(weights + i / 2, p, 2);
     }
 }
 

@@ -1,53 +1,55 @@
 /* flash_step_tpl.h – how a block of rows meets a tile of keys:
  *
- *     S = Q Kᵀ           rows × 64, one panel of keys after the other, so that the panel stays in cache
- *     P = e^(S - high)   row by row; `high` is raised only when a logit exceeds it by more than
- *                        FLASH_SLACK
- *     O = O + P V        one panel of columns after the other
+ *     S = Q Kᵀ              rows × 64, one panel of keys after the other, so that the panel stays in cache
+ *     P = e^(S - ref_max)   row by row; `ref_max` grows, and the row is rescaled, only when a logit exceeds
+ *                           it by more than FLASH_SLACK
+ *     O = O + P V           one panel of columns after the other
  *
  * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
  * is only partly live, each strip takes the columns from its first live one to its last.
  */
 
-/* Whether there is a logit that raises what a row counts from. */
-static inline bool STEP(is_over)(V most, const T *high)
+/* Whether a logit exceeds `ref_max` by so much that the row is rescaled. */
+static inline bool STEP(exceeds_ref_max)(V most, const T *ref_max)
 {
-    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*high));
+    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*ref_max));
 }
 
-/* A row has met a greater logit than any before: what it has gathered is scaled. */
-static __attribute__((noinline)) void STEP(raise)(const am_flash_rows *block, ptrdiff_t row, T highest)
+/* Sets `ref_max` to a greater logit than any before, and rescales the accumulators of the row to it. */
+static __attribute__((noinline)) void STEP(rescale)(const am_flash_rows *block, ptrdiff_t row, T highest)
 {
-    T *high = (T *)block->high + row, *sum = (T *)block->sum + row;
-    if (*high > -(T)INFINITY) {
-        V factor = FN(exp2)(VOP(mul)(VOP(set1)(*high - highest), VOP(set1)((T)block->unit)));
+    T *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
+    if (*ref_max > -(T)INFINITY) {
+        V factor = FN(exp2)(VOP(mul)(VOP(set1)(*ref_max - highest), VOP(set1)((T)block->unit)));
         T *out = (T *)block->out + row * block->out_depth;
         for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
             VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
         *sum *= VOP(first)(factor);
     }
-    *high = highest;
+    *ref_max = highest;
 }
 
-/* The greatest logit of a row, if somebody wants it. */
-static inline void STEP(note_top)(const am_flash_rows *block, ptrdiff_t row, V most)
+/* Updates the true maximum of a row, if it is needed. */
+static inline void STEP(update_row_max)(const am_flash_rows *block, ptrdiff_t row, V most)
 {
-    T *top = block->top ? (T *)block->top + row : NULL;
-    if (top && VOP(exceeds)(most, VOP(set1)(*top))) *top = VOP(highest)(most);
+    T *row_max = block->row_max ? (T *)block->row_max + row : NULL;
+    if (row_max && VOP(exceeds)(most, VOP(set1)(*row_max))) *row_max = VOP(highest)(most);
 }
 
-/* What logits of a row count from: finite, also where all are -INFINITY. */
+/* The reference of a row's powers: finite, also where all logits are -INFINITY. */
 static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
 {
-    return VOP(max)(VOP(set1)(((const T *)block->high)[row]), VOP(set1)(-GREATEST));
+    return VOP(max)(VOP(set1)(((const T *)block->ref_max)[row]), VOP(set1)(-GREATEST));
 }
 
-/* Products of one row to logits, which may raise `high`; columns begin … end - 1, whole vectors. */
-static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
-                                   ptrdiff_t begin, ptrdiff_t end)
+/* Turns products of one row into logits, and rescales the row if one exceeds `ref_max`; columns begin …
+ * end - 1, whole vectors. */
+static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                                      ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    if (tile->bias || block->cap > 0 || block->factor != 1) FN(dress)(block, tile, row, logits, begin, end);
+    if (tile->bias || block->cap > 0 || block->factor != 1)
+        FN(apply_logit_terms)(block, tile, row, logits, begin, end);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
         V s = VOP(load)(logits + i);
@@ -57,15 +59,17 @@ static inline void STEP(find_high)(const am_flash_rows *block, const am_flash_ti
         }
         most = VOP(max)(s, most);
     }
-    STEP(note_top)(block, row, most);
-    if (STEP(is_over)(most, (const T *)block->high + row)) /* as any live logit does a `high` of -INFINITY */
-        STEP(raise)(block, row, VOP(highest)(most));
+    STEP(update_row_max)(block, row, most);
+    if (STEP(exceeds_ref_max)(most, (const T *)block->ref_max +
+                                        row)) /* as any live logit does a `ref_max` of -INFINITY */
+        STEP(rescale)(block, row, VOP(highest)(most));
 }
 
-/* Some vectors of logits to weights, whose sum is added to `total`, lane by lane. */
-static inline __attribute__((always_inline)) V STEP(weigh_some)(const am_flash_rows *block,
-                                                                const am_flash_tile *tile, ptrdiff_t row,
-                                                                ptrdiff_t column, const int count, V total)
+/* Turns some vectors of logits into P, whose sum is added to `total`, lane by lane. */
+static inline __attribute__((always_inline)) V STEP(softmax_vectors)(const am_flash_rows *block,
+                                                                     const am_flash_tile *tile, ptrdiff_t row,
+                                                                     ptrdiff_t column, const int count,
+                                                                     V total)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
     V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(IN_FLIGHT)];
@@ -78,7 +82,7 @@ static inline __attribute__((always_inline)) V STEP(weigh_some)(const am_flash_r
         total = VOP(add)(total, p[j]);
         if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
     }
-    STEP(put)(logits + column / WIDTH, p, count);
+    STEP(store_p)(logits + column / WIDTH, p, count);
     return total;
 }
 
@@ -91,41 +95,42 @@ static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lan
     for (ptrdiff_t i = 0; i < rows; i++) sums[i] += totals[i];
 }
 
-/* Products of some rows to weights. */
-static void STEP(weigh)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
-                        ptrdiff_t begin, ptrdiff_t end)
+/* Turns products of some rows into P. */
+static void STEP(softmax_rows)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                               ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end)
 {
     for (const ptrdiff_t last = row + rows; row < last; row += LANES) {
         const ptrdiff_t count = last - row < LANES ? last - row : LANES;
         V lanes[LANES];
-        for (ptrdiff_t i = 0; i < count; i++) STEP(find_high)(block, tile, row + i, begin, end);
+        for (ptrdiff_t i = 0; i < count; i++) STEP(find_ref_max)(block, tile, row + i, begin, end);
         for (ptrdiff_t i = 0; i < count; i++) {
             V total = VOP(set1)(0);
             ptrdiff_t column = begin;
             for (; column + FN(IN_FLIGHT) * LANES <= end; column += FN(IN_FLIGHT) * LANES)
-                total = STEP(weigh_some)(block, tile, row + i, column, FN(IN_FLIGHT), total);
+                total = STEP(softmax_vectors)(block, tile, row + i, column, FN(IN_FLIGHT), total);
             for (; column < end; column += WIDTH * LANES)
-                total = STEP(weigh_some)(block, tile, row + i, column, WIDTH, total);
+                total = STEP(softmax_vectors)(block, tile, row + i, column, WIDTH, total);
             lanes[i] = total;
         }
         STEP(add_lanes)((T *)block->sum + row, lanes, count);
     }
 }
 
-/* Whether products are logits but for a factor, and nothing else is asked of them or of weights. */
+/* Whether logits are products but for a factor, P is e^logit alone, and `row_max` is not needed. */
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
-    return scaled && block->unit == 1 && block->cap == 0 && !block->top && !tile->kept && !tile->bias;
+    return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->kept && !tile->bias;
 }
 
-/* Some products of such a tile to logits, of which whole numbers are taken. The first of columns begin …
- * end - 1 may raise. `unit`: NULL for 1, and if nobody wants top. */
+/* Turns some products of such a tile into logits, and splits off their whole numbers. The call for column
+ * `begin` first rescales the row if needed. `unit`: NULL for 1, and if `row_max` is not needed. */
 static inline __attribute__((always_inline)) void
 STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *live, const V *unit,
                   ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int count, V *x, V *whole)
 {
-    const T *logits = (const T *)block->logits + row * AM_FLASH_TILE, *high = (const T *)block->high + row;
+    const T *logits = (const T *)block->logits + row * AM_FLASH_TILE,
+            *ref_max = (const T *)block->ref_max + row;
     const V factor = VOP(set1)((T)block->factor);
     if (column == begin) {
         V most = VOP(set1)(-(T)INFINITY);
@@ -136,8 +141,8 @@ STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *liv
             most = VOP(max)(s, most);
         }
         if (WIDTH > 1) most = VOP(mul)(factor, most);
-        if (unit) STEP(note_top)(block, row, most);
-        if (STEP(is_over)(most, high)) STEP(raise)(block, row, VOP(highest)(most));
+        if (unit) STEP(update_row_max)(block, row, most);
+        if (STEP(exceeds_ref_max)(most, ref_max)) STEP(rescale)(block, row, VOP(highest)(most));
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
     UNROLL(16)
@@ -149,11 +154,12 @@ STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *liv
     FN(exp2_begin)(x, whole, count);
 }
 
-/* `weigh` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL if all
- * pairs are. What comes next is begun before powers are taken, whose steps wait for one another. */
+/* `softmax_rows` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL
+ * if all pairs are. The next vectors are begun before the powers of these are taken, whose steps wait for one
+ * another. */
 static inline __attribute__((always_inline)) void
-STEP(weigh_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const V *unit,
-                  ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const int count)
+STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const V *unit,
+                    ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const int count)
 {
     const ptrdiff_t last = row + rows, some = count * LANES;
     V next[FN(IN_FLIGHT)], next_whole[FN(IN_FLIGHT)];
@@ -180,7 +186,7 @@ STEP(weigh_plain)(const am_flash_rows *block, const uint64_t *live, const uint64
                     total = VOP(add)(total, p[j]);
                     if (kept) p[j] = VOP(select)(kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                 }
-                STEP(put)(logits + i / WIDTH, p, count);
+                STEP(store_p)(logits + i / WIDTH, p, count);
             }
             lanes[row - first] = total;
         }
@@ -188,44 +194,46 @@ STEP(weigh_plain)(const am_flash_rows *block, const uint64_t *live, const uint64
     }
 }
 
-/* The same for whole tiles that are not plain: products are made logits first. */
-APART void STEP(weigh_dressed)(const am_flash_rows *block, const am_flash_tile *tile)
+/* The same for whole tiles that are not plain: the logit terms are applied first. */
+APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
-    am_flash_rows dressed = *block;
+    am_flash_rows with_terms = *block;
     if (tile->bias || block->cap > 0 || block->factor <= 0) {
         T *logits = block->logits;
         for (ptrdiff_t r = 0; r < block->rows; r++)
-            FN(dress)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
-        dressed.factor = 1;
+            FN(apply_logit_terms)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+        with_terms.factor = 1;
     }
-    STEP(weigh_plain)(&dressed, tile->live, tile->kept, &unit, 0, block->rows, 0, AM_FLASH_TILE,
-                      FN(IN_FLIGHT));
+    STEP(softmax_plain)(&with_terms, tile->live, tile->kept, &unit, 0, block->rows, 0, AM_FLASH_TILE,
+                        FN(IN_FLIGHT));
 }
 
-/* Weighs all rows of a tile if they are taken whole; whether they are. Where vectors go together to pairs,
- * leaving out those that are dead costs more than it saves. */
-static bool STEP(weigh_whole)(const am_flash_rows *block, const am_flash_tile *tile)
+/* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
+ * whether it has. If a lane holds two numbers, leaving out dead vectors costs more than it saves. */
+static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const ptrdiff_t rows = block->rows;
     if (WIDTH == 1 && tile->live) return false;
     if (!STEP(is_plain)(block, tile))
-        STEP(weigh_dressed)(block, tile);
+        STEP(softmax_with_terms)(block, tile);
     else if (tile->live)
-        STEP(weigh_plain)(block, tile->live, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     else
-        STEP(weigh_plain)(block, NULL, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     return true;
 }
 
-/* The same of a strip of a tile that is partly live; whether it takes so few vectors. Short documents and
+/* The same for a strip of a mixed tile, if it has few vectors; returns whether it has. Short documents and
  * narrow windows are 1.02 times as fast by it where a whole row is so few, and 0.98 times where it is more.
  */
-APART __attribute__((nonnull)) bool STEP(weigh_few)(const am_flash_rows *block, const uint64_t *live,
-                                                    const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
+APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block, const uint64_t *live,
+                                                      const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
 {
 #define VECTORS(n)                                                                                           \
-    case n: STEP(weigh_plain)(block, live, NULL, NULL, s->row, s->rows, begin, begin + (n) * LANES, n); break;
+    case n:                                                                                                  \
+        STEP(softmax_plain)(block, live, NULL, NULL, s->row, s->rows, begin, begin + (n) * LANES, n);        \
+        break;
     switch ((end - begin) / LANES) {
         VECTORS(1)
         VECTORS(2)
@@ -237,17 +245,17 @@ APART __attribute__((nonnull)) bool STEP(weigh_few)(const am_flash_rows *block, 
     return true;
 }
 
-/* Weighs the rows of a tile: all, or of each strip the columns that it takes. */
-static void STEP(weigh_strips)(const am_flash_rows *block, const am_flash_tile *tile,
+/* Turns the products of a tile into P: of all columns, or for each strip of those that it takes. */
+static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *tile,
                                const FN(strip) * strips, ptrdiff_t count)
 {
-    if (STEP(weigh_whole)(block, tile)) return;
+    if (STEP(softmax_whole)(block, tile)) return;
     const bool plain = WIDTH == 1 && FN(IN_FLIGHT) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
                   end = (s->end + whole - 1) / whole * whole;
-        if (begin == end || (plain && STEP(weigh_few)(block, tile->live, s, begin, end))) continue;
-        STEP(weigh)(block, tile, s->row, s->rows, begin, end);
+        if (begin == end || (plain && STEP(softmax_few)(block, tile->live, s, begin, end))) continue;
+        STEP(softmax_rows)(block, tile, s->row, s->rows, begin, end);
     }
 }
 
@@ -283,7 +291,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
                 prefetch_rest(&queue, lines, block->depth);
         }
     }
-    STEP(weigh_strips)(block, tile, strips, count);
+    STEP(softmax_step)(block, tile, strips, count);
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         const ptrdiff_t panel = column * (AM_FLASH_TILE / WIDTH); /* where it begins, of packed values */
         const ptrdiff_t columns = columns_at(block, column, FN(PANEL));

@@ -176,7 +176,7 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
     find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
-    weigh_strips_pairs(block, tile, strips, count);
+    softmax_step_pairs(block, tile, strips, count);
     add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
                  block->out, block->out_depth, block->out_depth, &queue);
     end_tiles();

@@ -1,8 +1,8 @@
 /* flash_tpl.h – attention of a block of rows to a tile of keys, for one type of numbers. */
 
-/* Products to logits. */
-static void FN(dress)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, T *logits,
-                      ptrdiff_t begin, ptrdiff_t end)
+/* Turns products into logits: scale, bias and cap. */
+static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                                  T *logits, ptrdiff_t begin, ptrdiff_t end)
 {
     const T *bias = tile->bias ? (const T *)tile->bias + row * AM_FLASH_TILE : NULL;
     V factor = VOP(set1)((T)block->factor), cap = VOP(set1)((T)block->cap),
@@ -43,12 +43,12 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
                       (T *)block->out + column, block->out_depth, columns_at(block, column, FN(PANEL)));
 }
 
-/* Weights are what `add_product` takes. */
+/* P is what `add_product` takes. */
 static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
 {
     (void)weights, (void)begin, (void)end;
 }
-static inline __attribute__((always_inline)) void FN(put)(T *weights, const V *p, const int count)
+static inline __attribute__((always_inline)) void FN(store_p)(T *weights, const V *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j++) VOP(store)(weights + j * LANES, p[j]);

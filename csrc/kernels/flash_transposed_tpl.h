@@ -1,18 +1,18 @@
 /* flash_transposed_tpl.h – the transposed step of a block of rows over a full tile whose keys stay where they
  * lie:
  *
- *     Sᵀ = K Qᵀ          64 × rows, a few keys at a time; it is the queries that are packed, once a block
- *     Pᵀ = e^(Sᵀ - high) lane by lane, which are rows here
- *     O = O + (Pᵀ)ᵀ V    one panel of columns after the other
+ *     Sᵀ = K Qᵀ               64 × rows, a few keys at a time; queries are packed, once a block
+ *     Pᵀ = e^(Sᵀ - ref_max)   lane by lane, which are rows here
+ *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
  */
 
 /* Keys that may lie pages apart, so in the same lines of the first-level cache: fewer of them than a strip's
  * rows leave space for what is packed. */
 enum { STEP(KEYS_PER_STRIP) = 8 };
 
-/* Weights of one row's lane, of neighbouring keys, to where `add_product_transposed` takes them. */
-static inline __attribute__((always_inline)) void STEP(put_transposed)(T *weights, const V *p,
-                                                                       const int count)
+/* Stores P of neighbouring keys where `add_product_transposed` reads it. */
+static inline __attribute__((always_inline)) void STEP(store_p_transposed)(T *weights, const V *p,
+                                                                           const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += WIDTH) {
@@ -24,11 +24,11 @@ static inline __attribute__((always_inline)) void STEP(put_transposed)(T *weight
     }
 }
 
-/* Products to weights, as `weigh_plain` makes them, of up to LANES rows. */
-static void STEP(weigh_transposed)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
+/* Turns products of up to LANES rows into P, as `softmax_plain` does. */
+static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
 {
-    T *logits = (T *)block->logits + row, *high = (T *)block->high + row, *sum = (T *)block->sum + row;
-    T *top = block->top ? (T *)block->top + row : NULL;
+    T *logits = (T *)block->logits + row, *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
+    T *row_max = block->row_max ? (T *)block->row_max + row : NULL;
     const V factor = VOP(set1)((T)block->factor);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k++)
@@ -37,10 +37,10 @@ static void STEP(weigh_transposed)(const am_flash_rows *block, ptrdiff_t row, pt
     T lanes[LANES];
     VOP(store)(lanes, most);
     for (ptrdiff_t r = 0; r < rows; r++) {
-        if (top && lanes[r] > top[r]) top[r] = lanes[r];
-        if (lanes[r] - FLASH_SLACK > high[r]) STEP(raise)(block, row + r, lanes[r]);
+        if (row_max && lanes[r] > row_max[r]) row_max[r] = lanes[r];
+        if (lanes[r] - FLASH_SLACK > ref_max[r]) STEP(rescale)(block, row + r, lanes[r]);
     }
-    const V base = VOP(max)(VOP(load_part)(high, rows), VOP(set1)(-GREATEST)),
+    const V base = VOP(max)(VOP(load_part)(ref_max, rows), VOP(set1)(-GREATEST)),
             minus_base = VOP(sub)(VOP(set1)(0), base);
     V total = VOP(set1)(0);
     for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k += FN(IN_FLIGHT)) {
@@ -53,7 +53,7 @@ static void STEP(weigh_transposed)(const am_flash_rows *block, ptrdiff_t row, pt
         FN(exp2_each)(p, FN(IN_FLIGHT), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
         UNROLL(16)
         for (int j = 0; j < FN(IN_FLIGHT); j++) total = VOP(add)(total, p[j]);
-        STEP(put_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(IN_FLIGHT));
+        STEP(store_p_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(IN_FLIGHT));
     }
     VOP(store)(lanes, total);
     for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
@@ -96,7 +96,7 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
         }
     }
     for (ptrdiff_t row = 0; row < block->rows; row += LANES)
-        STEP(weigh_transposed)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
+        STEP(softmax_transposed)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         for (const FN(strip) *s = strips; s < strips + count; s++)
             STEP(add_values_transposed)(block, tile, s, column);

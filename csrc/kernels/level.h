@@ -141,7 +141,7 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #include "kernels/flash_prefetch.h"
 
 enum {
-    FLASH_SLACK = 8, /* weights stay below 2^8 or e^8, and rows are seldom scaled */
+    FLASH_SLACK = 8, /* P stays below 2^8 or e^8, and rows are seldom rescaled */
     /* Rows of keys and values in place are prefetched so many rows early, and again in order: prefetching
      * once would be 0.8 times as fast. */
     EARLY_KEYS = 8,

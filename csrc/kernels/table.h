@@ -122,10 +122,11 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
 
 /* Attention, in float32 or float64: a block of query rows meets tiles of keys, and gathers in
  *
- *     out[r] = Σ e^(logit - high[r]) v,   sum[r] = Σ e^(logit - high[r]),   top[r] = max logit
+ *     out[r] = Σ e^(logit - ref_max[r]) v,   sum[r] = Σ e^(logit - ref_max[r]),   row_max[r] = max logit
  *
- * They start from 0, 0 and -INFINITY (high and top); nobody may want top. Logits and their
- * maxima count in units of ln 2, so that powers are those of two; or where a bias might be too large for
+ * They start from 0, 0 and -INFINITY (ref_max and row_max). `ref_max` is the reference of the powers: it
+ * follows the row's maximum lazily. `row_max` is the true maximum, and is NULL if it is not needed. Logits
+ * and maxima are in units of ln 2, so that powers are those of two; or where a bias might be too large for
  * that, in units of 1.
  */
 enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
@@ -136,7 +137,7 @@ typedef struct {
     ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are in place */
     const void *q_packed;             /* like keys, for tiles that are transposed */
     void *out;                        /* [rows][out_depth] */
-    void *high, *sum, *top;           /* [rows]; the last may be NULL */
+    void *ref_max, *sum, *row_max;    /* [rows]; the last may be NULL */
     void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
     double cap;                       /* 0: none */
     double factor;                    /* of q kᵀ, to make logits of it */
