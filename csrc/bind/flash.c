@@ -252,7 +252,7 @@ static int check_gradient(const gradient_arguments *g)
     am_dtype type = am_dtype_of(PyArray_DESCR(g->a.query));
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
     npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(g->a.value, 3)};
-    PyArrayObject *const results[] = {g->d_out, g->out}, *const facts[] = {g->lse, g->d_lse};
+    PyArrayObject *const results[] = {g->d_out, g->out}, *const row_stats[] = {g->lse, g->d_lse};
     static const char *const result_names[] = {"dout", "out"}, *const fact_names[] = {"lse", "dlse"};
     am_dtype fact_type = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
     for (int i = 0; i < 2; i++) {
@@ -262,11 +262,11 @@ static int check_gradient(const gradient_arguments *g)
             return -1;
     }
     for (int i = 0; i < 2; i++) {
-        if (!facts[i]) continue;
-        if (am_dtype_of(PyArray_DESCR(facts[i])) != fact_type)
+        if (!row_stats[i]) continue;
+        if (am_dtype_of(PyArray_DESCR(row_stats[i])) != fact_type)
             return reject_array(PyExc_TypeError, fact_names[i], "of float32, or float64 for float64 inputs",
-                                facts[i]);
-        if (check_shape(facts[i], fact_names[i], 3, rows, "[B, H, Tq]") < 0) return -1;
+                                row_stats[i]);
+        if (check_shape(row_stats[i], fact_names[i], 3, rows, "[B, H, Tq]") < 0) return -1;
     }
     if (g->want_bias && !g->a.bias) {
         PyErr_SetString(PyExc_ValueError, "grad_bias needs a bias");
@@ -279,10 +279,10 @@ static int check_gradient(const gradient_arguments *g)
     return 0;
 }
 
-static am_row_facts row_facts(PyArrayObject *array)
+static am_row_stats row_stats(PyArrayObject *array)
 {
-    if (!array) return (am_row_facts){0};
-    return (am_row_facts){PyArray_BYTES(array), PyArray_STRIDE(array, 0), PyArray_STRIDE(array, 1),
+    if (!array) return (am_row_stats){0};
+    return (am_row_stats){PyArray_BYTES(array), PyArray_STRIDE(array, 0), PyArray_STRIDE(array, 1),
                           PyArray_STRIDE(array, 2)};
 }
 
@@ -304,8 +304,8 @@ static PyObject *compute_gradient(PyObject *module, gradient_arguments *g)
     }
     am_flash_gradient gradient = {
         .forward = flash_of(a),
-        .lse = row_facts(g->lse),
-        .d_lse = row_facts(g->d_lse),
+        .lse = row_stats(g->lse),
+        .d_lse = row_stats(g->d_lse),
         .d_out = tokens(g->d_out),
         .d_q = tokens(made[0]),
         .d_k = tokens(made[1]),

@@ -32,7 +32,7 @@ typedef am_flash_place place;
 /* The memory of a block; arrays of the arithmetic type. */
 typedef struct {
     char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
-    char *gathered;                                   /* out, ref_max, sum, row_max */
+    char *accumulators;                               /* out, ref_max, sum, row_max */
     uint64_t *live, *kept, *row_keys;                 /* the last two for dropout */
 } workspace;
 
@@ -54,18 +54,18 @@ typedef struct {
 } item;
 
 /* Out, ref_max, sum and row_max of a block lie side by side. */
-static am_flash_rows gathered(const plan *p, char *at, ptrdiff_t rows)
+static am_flash_rows accumulators(const plan *p, char *at, ptrdiff_t rows)
 {
     ptrdiff_t out_bytes = p->most_rows * p->out_depth * p->base.size,
-              fact_bytes = p->most_rows * p->base.size;
+              stat_bytes = p->most_rows * p->base.size;
     return (am_flash_rows){
         .rows = rows,
         .depth = p->lanes,
         .out_depth = p->out_depth,
         .out = at,
         .ref_max = at + out_bytes,
-        .sum = at + out_bytes + fact_bytes,
-        .row_max = p->base.flash->normalize ? NULL : at + out_bytes + 2 * fact_bytes,
+        .sum = at + out_bytes + stat_bytes,
+        .row_max = p->base.flash->normalize ? NULL : at + out_bytes + 2 * stat_bytes,
         .cap = p->base.flash->cap,
         .factor = p->pairs ? p->factor : 1,
         .unit = p->base.unit,
@@ -87,7 +87,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
                 p->in_place || p->transposed ? am_row_scratch(TILE, f->depth) : p->local_count * p->k_bytes);
     s->v = am_take(memory, &used,
                    p->in_place ? am_row_scratch(TILE, f->value_depth) : p->local_count * p->v_bytes);
-    s->gathered = am_take(memory, &used, p->lockstep * p->partial_bytes);
+    s->accumulators = am_take(memory, &used, p->lockstep * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->row_keys =
@@ -102,7 +102,7 @@ static workspace part_of(const plan *p, workspace s, ptrdiff_t i)
     ptrdiff_t row = i * p->most_rows;
     s.q += row * p->lanes * p->base.size;
     s.q_packed += p->transposed ? i * p->k_bytes : 0;
-    s.gathered += i * p->partial_bytes;
+    s.accumulators += i * p->partial_bytes;
     s.row_keys += row;
     if (!p->in_place) return s;
     s.logits += row * TILE * p->base.size;
@@ -298,7 +298,8 @@ static place place_of(const plan *p, ptrdiff_t index)
     return at;
 }
 
-/* Results of one row: its lse, and what makes out of what was gathered. Sinks come in here. */
+/* Writes the lse of one row, and returns the factor that makes its result of its accumulator. Sinks enter
+ * here. */
 static double end_row(const plan *p, const place *at, const am_flash_rows *block, ptrdiff_t r,
                       ptrdiff_t lse_index)
 {
@@ -317,7 +318,7 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
     }
     if (f->lse) am_set_number(&p->base, f->lse, lse_index, sum == 0 ? -INFINITY : highest + log(sum));
     if (live == 0) return 0; /* no live pair: out is zero already */
-    /* A NaN is a logit's, whose weight may have been dropped out. */
+    /* A NaN is of a logit whose P may have been dropped out. */
     double factor = f->normalize  ? am_power(AM_LOG2_E, ref_max, highest) / sum
                     : isnan(live) ? live
                                   : am_power(AM_LOG2_E, ref_max, row_max);
@@ -452,7 +453,7 @@ static am_status advance_items(const plan *p, const item *items, ptrdiff_t count
     return AM_OK;
 }
 
-/* Where a block gathers: its splits lie side by side. */
+/* The accumulators of a block: those of its splits lie side by side. */
 static char *partial_of(const plan *p, ptrdiff_t index)
 {
     const am_flash_row *row = &p->rows[index / p->row_blocks];
@@ -487,7 +488,8 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
         for (ptrdiff_t i = 0; i < count; i++) {
             item *it = &items[i];
             *it = (item){.at = place_of(p, begin + i), .s = part_of(p, s, i), .local = &local};
-            it->rows = gathered(p, p->partials ? partial_of(p, begin + i) : it->s.gathered, it->at.rows);
+            it->rows =
+                accumulators(p, p->partials ? partial_of(p, begin + i) : it->s.accumulators, it->at.rows);
             it->rows.q = it->s.q, it->rows.q_step = p->lanes, it->rows.logits = it->s.logits;
             it->rows.q_packed = p->transposed ? it->s.q_packed : NULL;
             if (p->queries_in_place) {
@@ -513,17 +515,17 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     if (row->split > 0) return AM_OK;
     const ptrdiff_t splits = row->splits;
     const place at = place_of(p, index);
-    am_flash_rows whole = gathered(p, partial_of(p, index), at.rows);
+    am_flash_rows whole = accumulators(p, partial_of(p, index), at.rows);
     for (ptrdiff_t r = 0; r < at.rows; r++) {
         double ref_max = -INFINITY, row_max = -INFINITY, sum = 0;
         char *out = (char *)whole.out + r * p->out_depth * p->base.size;
         for (ptrdiff_t i = 0; i < splits; i++) {
-            am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
+            am_flash_rows part = accumulators(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             ref_max = fmax(ref_max, am_number(&p->base, part.ref_max, r));
             if (part.row_max) row_max = fmax(row_max, am_number(&p->base, part.row_max, r));
         }
         for (ptrdiff_t i = 0; i < splits; i++) {
-            am_flash_rows part = gathered(p, (char *)whole.out + i * p->partial_bytes, at.rows);
+            am_flash_rows part = accumulators(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             double part_ref_max = am_number(&p->base, part.ref_max, r),
                    part_sum = am_number(&p->base, part.sum, r);
             /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */

@@ -22,7 +22,7 @@ enum {
     WIDE_TILES = 4,         /* of a task, at most, whose blocks see many tiles */
     MOST_TILES = 16,        /* the same, if they see few: these stay near while blocks move on */
     NEAR_BYTES = 768 << 10, /* of a task's tiles that a block meets; what is farther is read in order */
-    FAR = 1024, /* size of an lse whose own rounding takes more than ten binary digits of the weights */
+    FAR = 1024,             /* size of an lse whose own rounding takes more than ten binary digits of P */
 };
 
 /* One block of query rows of one head. */
@@ -43,8 +43,8 @@ typedef struct {
     ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
     am_tokens d_q;         /* of the arithmetic type: the result, or on the way to it */
     rows_state *states;    /* [batch][heads][q_blocks] */
-    char *facts;           /* base, rest, add, share: [batch][heads][queries] each */
-    ptrdiff_t facts_bytes; /* of each */
+    char *row_stats;       /* base, rest, add, share: [batch][heads][queries] each */
+    ptrdiff_t stats_bytes; /* of each */
     am_sink_sum *sinks;    /* of each head, NULL without */
     am_bias_gradient bias;
     am_workspaces workspaces;
@@ -56,7 +56,7 @@ typedef struct {
 } local_tile;
 
 typedef struct {
-    char *q, *d_out, *q_rows, *d_out_rows, *d_q, *weights, *slopes, *bias, *d_bias, *d_bias_scratch, *row;
+    char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *bias, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     uint64_t *live, *kept;
     local_tile *tiles;
@@ -72,8 +72,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     s->q_rows = p->pairs ? am_take(memory, &used, p->k_bytes) : s->q;
     s->d_out_rows = p->pairs ? am_take(memory, &used, p->v_bytes) : s->d_out;
     s->d_q = am_take(memory, &used, p->k_bytes);
-    s->weights = am_take(memory, &used, tile_bytes);
-    s->slopes = am_take(memory, &used, tile_bytes);
+    s->p = am_take(memory, &used, tile_bytes);
+    s->ds = am_take(memory, &used, tile_bytes);
     s->bias = am_take(memory, &used, f->bias ? tile_bytes : 0);
     s->d_bias = am_take(memory, &used, own_bias ? tile_bytes : 0);
     s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
@@ -117,12 +117,12 @@ static rows_state *state_of(const plan *p, const am_flash_place *at)
     return &p->states[(at->b * p->base.flash->heads + at->head) * p->q_blocks + at->block];
 }
 
-typedef enum { BASE, REST, ADD, SHARE, FACTS } row_fact;
+typedef enum { BASE, REST, ADD, SHARE, ROW_STATS } row_stat;
 
 /* Of the rows of a block. */
-static char *facts_of(const plan *p, const am_flash_place *at, row_fact which)
+static char *row_stats_of(const plan *p, const am_flash_place *at, row_stat which)
 {
-    return p->facts + which * p->facts_bytes + row_index(p, at) * p->base.size;
+    return p->row_stats + which * p->stats_bytes + row_index(p, at) * p->base.size;
 }
 
 static const char *read_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t head,
@@ -159,13 +159,13 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
         .d_out = s->d_out,
         .q_rows = s->q_rows,
         .d_out_rows = s->d_out_rows,
-        .base = facts_of(p, at, BASE),
-        .rest = facts_of(p, at, REST),
-        .add = facts_of(p, at, ADD),
-        .share = f->normalize ? NULL : facts_of(p, at, SHARE),
+        .base = row_stats_of(p, at, BASE),
+        .rest = row_stats_of(p, at, REST),
+        .add = row_stats_of(p, at, ADD),
+        .share = f->normalize ? NULL : row_stats_of(p, at, SHARE),
         .d_q = s->d_q,
-        .weights = s->weights,
-        .slopes = s->slopes,
+        .p = s->p,
+        .ds = s->ds,
         .scale = f->scale,
         .factor = f->scale * AM_LOG2_E / p->base.unit,
         .cap = f->cap,
@@ -219,13 +219,15 @@ static bool meet(const plan *p, const am_flash_place *at, am_range keys, const w
     return true;
 }
 
-/* --- Before: facts of the rows, and zeros --- */
+/* --- Before: row statistics, and zeros --- */
 
-static double given_fact(const plan *p, const am_row_facts *facts, const am_flash_place *at, ptrdiff_t row)
+static double given_row_stat(const plan *p, const am_row_stats *row_stats, const am_flash_place *at,
+                             ptrdiff_t row)
 {
-    return am_number(
-        &p->base, facts->data + at->b * facts->batch + at->head * facts->head + (at->q + row) * facts->token,
-        0);
+    return am_number(&p->base,
+                     row_stats->data + at->b * row_stats->batch + at->head * row_stats->head +
+                         (at->q + row) * row_stats->token,
+                     0);
 }
 
 /* The greatest logit of each row, sinks included, as BASE; the sum of powers beside it as REST, and how many
@@ -235,7 +237,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
 {
     const am_flash *f = p->base.flash;
     am_gradient_rows block = begin_rows(p, at, s);
-    block.share = facts_of(p, at, SHARE);
+    block.share = row_stats_of(p, at, SHARE);
     const am_sink_sum sinks = p->sinks ? p->sinks[at->head] : (am_sink_sum){.highest = -INFINITY};
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         am_set_number(&p->base, block.base, r, sinks.highest);
@@ -254,29 +256,29 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
     return AM_OK;
 }
 
-/* Whether weights are measured against the row's peak, not its lse, whose rounding is their relative error.
+/* Whether P is computed from the row's maximum, not from its lse, whose rounding is the relative error of P.
  */
 static bool is_from_peak(const plan *p, const am_flash_place *at, ptrdiff_t row)
 {
-    double size = fabs(given_fact(p, &p->gradient->lse, at, row));
+    double size = fabs(given_row_stat(p, &p->gradient->lse, at, row));
     return !p->base.flash->normalize || (size > FAR && size < INFINITY);
 }
 
-/* What weights and slopes of the rows are made of, beside their logits. */
-static void find_facts(const plan *p, const am_flash_place *at, const workspace *s)
+/* The statistics from which kernels compute P and dS of the rows, beside the logits. */
+static void find_row_stats(const plan *p, const am_flash_place *at, const workspace *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t step, d_step;
     char *other = s->row + am_row_scratch(TILE, am_max(f->depth, f->value_depth)),
-         *base = facts_of(p, at, BASE), *rest = facts_of(p, at, REST), *add = facts_of(p, at, ADD),
-         *share = facts_of(p, at, SHARE);
+         *base = row_stats_of(p, at, BASE), *rest = row_stats_of(p, at, REST),
+         *add = row_stats_of(p, at, ADD), *share = row_stats_of(p, at, SHARE);
     const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s->row, &step);
     const char *d_out =
         read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
     p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double reference = given_fact(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
-        double d_lse = p->gradient->d_lse.data ? given_fact(p, &p->gradient->d_lse, at, r) : 0;
+        double reference = given_row_stat(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
+        double d_lse = p->gradient->d_lse.data ? given_row_stat(p, &p->gradient->d_lse, at, r) : 0;
         double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
         if (is_from_peak(p, at, r)) {
             /* What these keys sum up to, unless lse is of others too. */
@@ -319,7 +321,7 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     for (ptrdiff_t r = 0; r < at->rows; r++) from_peak |= is_from_peak(p, at, r);
     am_status status = from_peak ? find_peaks(p, at, &s, tiles, team) : AM_OK;
     if (status == AM_OK) {
-        find_facts(p, at, &s);
+        find_row_stats(p, at, &s);
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* which no task will write */
         for (ptrdiff_t r = 0; r < unseen; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
@@ -340,15 +342,15 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
     for (ptrdiff_t index = 0; status == AM_OK && index < f->batch * p->q_blocks; index++) {
         const am_flash_place at = place_of(p, index / p->q_blocks, head, index % p->q_blocks);
         for (ptrdiff_t r = 0; status == AM_OK && r < at.rows; r++) {
-            double base = am_number(&p->base, facts_of(p, &at, BASE), r),
-                   rest = am_number(&p->base, facts_of(p, &at, REST), r),
-                   add = am_number(&p->base, facts_of(p, &at, ADD), r);
+            double base = am_number(&p->base, row_stats_of(p, &at, BASE), r),
+                   rest = am_number(&p->base, row_stats_of(p, &at, REST), r),
+                   add = am_number(&p->base, row_stats_of(p, &at, ADD), r);
             for (ptrdiff_t i = 0; i < f->sink_count; i++) {
                 double logit = am_sink_logit(&p->base, head, i);
                 if (logit == -INFINITY) continue;
                 d_sinks[i] += exp2((logit - base) * p->base.unit + rest) * add;
                 if (!f->normalize && logit == base)
-                    d_sinks[i] -= am_number(&p->base, facts_of(p, &at, SHARE), r);
+                    d_sinks[i] -= am_number(&p->base, row_stats_of(p, &at, SHARE), r);
             }
             status = am_checkpoint(team);
         }
@@ -524,7 +526,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     return status;
 }
 
-/* d_q that was gathered in another type, to the result. */
+/* Converts d_q that was accumulated in another type to the result. */
 static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
@@ -605,7 +607,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK) choose(&p);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->depth, size),
-              facts_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, FACTS);
+              stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, ROW_STATS);
     char *own_d_q = NULL;
     workspace unused;
     if (status == AM_OK)
@@ -614,8 +616,8 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     if (status == AM_OK) status = am_workspaces_make(&p.workspaces, run->threads, lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(f->batch * f->heads * p.q_blocks, 1) * sizeof *p.states);
-    p.facts_bytes = facts_bytes / FACTS;
-    p.facts = am_alloc_aligned(facts_bytes);
+    p.stats_bytes = stats_bytes / ROW_STATS;
+    p.row_stats = am_alloc_aligned(stats_bytes);
     if (p.d_q.type != p.base.type) {
         own_d_q = am_alloc_aligned(d_q_bytes);
         p.d_q = (am_tokens){
@@ -627,14 +629,14 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
             .element = size,
         };
     }
-    if (status == AM_OK && !(p.states && p.facts && p.d_q.data)) status = AM_NO_MEMORY;
+    if (status == AM_OK && !(p.states && p.row_stats && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(run, &p);
     am_workspaces_free(&p.workspaces);
     am_ranges_free(&p.queries);
     am_ranges_free(&p.keys);
     free(p.sinks);
     free(p.states);
-    am_free_aligned(p.facts, facts_bytes);
+    am_free_aligned(p.row_stats, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
     return status;

@@ -8,11 +8,11 @@
 typedef struct {
     const char *data;
     ptrdiff_t batch, head, token;
-} am_row_facts;
+} am_row_stats;
 
 typedef struct {
     am_flash forward;        /* `out` is its result; its lse is not looked at */
-    am_row_facts lse, d_lse; /* the latter's data: NULL if it is 0 */
+    am_row_stats lse, d_lse; /* the latter's data: NULL if it is 0 */
     am_tokens d_out, d_q, d_k, d_v;
     char *d_bias;            /* C-contiguous, of bias_type; NULL: not wanted */
     ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */

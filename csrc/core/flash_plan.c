@@ -81,7 +81,8 @@ static bool can_stay(const am_flash_plan *p)
 }
 
 /* Whether tiles are transposed where they can be: if more than a few rows fill vectors, and products are
- * all that logits are made of. It follows from shapes alone, as a row's weights come to another sum then. */
+ * all that logits are made of. It follows from shapes alone, since the sum of a row is rounded otherwise
+ * then. */
 static bool can_transpose(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;

@@ -2,7 +2,7 @@
 
 /* The share of each part in the row at `place` (batch, token, head), negative for a part that has none.
  * Returns the row's lse. */
-static T FN(weigh)(const am_merge *m, const ptrdiff_t *place, T *weights)
+static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 {
     T most = -INFINITY, sum = 0;
     for (ptrdiff_t i = 0; i < m->count; i++) {
@@ -121,7 +121,7 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
     ptrdiff_t done = 0;
     for (ptrdiff_t row = begin; row < end; row++) {
         const ptrdiff_t place[3] = {row / heads / tokens, row / heads % tokens, row % heads};
-        T lse = FN(weigh)(m, place, weights);
+        T lse = FN(find_weights)(m, place, weights);
         if (job->backward)
             memset(dots, 0, (size_t)m->count * sizeof *dots);
         else

@@ -93,14 +93,14 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
 {
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
-    T *weights = block->weights, *slopes = block->slopes;
+    T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, weights, &queue);
-    STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns,
-                    slopes, &queue);
+    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, p, &queue);
+    STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns, ds,
+                    &queue);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
-        for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(slopes)(block, tile, r, begin, end);
+        for (ptrdiff_t r = s->row; r < s->row + s->rows; r++) FN(p_and_ds)(block, tile, r, begin, end);
     }
 
     uint64_t transposed[64] = {0};
@@ -112,13 +112,13 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
     ptrdiff_t transposed_count =
         FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, tile->live ? transposed : NULL, block->rows);
     STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
-                         tile->live && !block->d_out_finite ? transposed : NULL, weights, weights,
-                         block->d_out_rows, tile->d_v, block->value_step, block->value_depth, &queue);
+                         tile->live && !block->d_out_finite ? transposed : NULL, p, p, block->d_out_rows,
+                         tile->d_v, block->value_step, block->value_depth, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
-                         tile->live && !block->q_finite ? transposed : NULL, slopes, weights, block->q_rows,
-                         tile->d_k, block->step, block->depth, &queue);
-    for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(slopes + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
-    STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, slopes,
+                         tile->live && !block->q_finite ? transposed : NULL, ds, p, block->q_rows, tile->d_k,
+                         block->step, block->depth, &queue);
+    for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+    STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, ds,
                        tile->k, block->d_q, block->step, block->depth, &queue);
 #ifdef TILED
     end_tiles();
@@ -129,7 +129,7 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
 {
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
-    T *logits = block->weights;
+    T *logits = block->p;
     prefetch_queue none = {.left = 0};
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);
 #ifdef TILED

@@ -1,5 +1,5 @@
 /* flash_pairs_tpl.h – attention of bfloat16 numbers by the processor's own products of them, where it has
- * some: two numbers to a lane, sums in float32. Queries and keys are pairs of neighbours in depth, weights
+ * some: two numbers to a lane, sums in float32. Queries and keys are pairs of neighbours in depth, P
  * and values pairs of neighbours among keys. P is rounded to bfloat16. That is exact for the greatest
  * entry of a row if `ref_max` is its logit, as it is unless FLASH_SLACK keeps an older one.
  */
@@ -23,18 +23,18 @@
 #include "kernels/flash_product_of_tpl.h"
 
 /* Weights to pairs. */
-static inline __attribute__((always_inline)) void store_p_pairs(float *weights, const vf *p, const int count)
+static inline __attribute__((always_inline)) void store_p_pairs(float *to, const vf *p, const int count)
 {
     UNROLL(16)
-    for (int j = 0; j < count; j += 2) vf_store(weights + j / 2 * VF_LANES, vf_narrow_pairs(p[j], p[j + 1]));
+    for (int j = 0; j < count; j += 2) vf_store(to + j / 2 * VF_LANES, vf_narrow_pairs(p[j], p[j + 1]));
 }
 
 /* Weights begin … end - 1 to pairs, from lane begin / 2 on. */
-static void narrow_pairs(float *weights, ptrdiff_t begin, ptrdiff_t end)
+static void narrow_pairs(float *to, ptrdiff_t begin, ptrdiff_t end)
 {
     for (ptrdiff_t i = begin; i < end; i += 2 * VF_LANES) {
-        vf p[] = {vf_load(weights + i), vf_load(weights + i + VF_LANES)};
-        store_p_pairs(weights + i / 2, p, 2);
+        vf p[] = {vf_load(to + i), vf_load(to + i + VF_LANES)};
+        store_p_pairs(to + i / 2, p, 2);
     }
 }
 
@@ -150,14 +150,14 @@ static void add_values_pairs(const am_flash_rows *block, const am_flash_tile *ti
         if (whole) {
             enum { LINES = 2 }; /* of two rows */
             if (wide) {
-                gather_wide_zipped(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
-                                   2 * LINES, prefetch);
+                accumulate_wide_zipped(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
+                                       2 * LINES, prefetch);
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-                gather_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes, p + r * AM_FLASH_TILE,
-                              v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,
-                              LINES, r == 0 ? prefetch : &none);
+                accumulate_zipped(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes, p + r * AM_FLASH_TILE,
+                                  v + column, 2 * step, out + r * block->out_depth + column, block->out_depth,
+                                  LINES, r == 0 ? prefetch : &none);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};

@@ -111,10 +111,10 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
  * anywhere. With each row of b it prefetches `lines`. */
-static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, const int vectors,
-                                                               ptrdiff_t depth, const T *a, const S *b,
-                                                               ptrdiff_t b_step, T *c, ptrdiff_t c_step,
-                                                               const int lines, prefetch_lines *prefetch)
+static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
+                                                                   ptrdiff_t depth, const T *a, const S *b,
+                                                                   ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                                                   const int lines, prefetch_lines *prefetch)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
@@ -130,17 +130,17 @@ static inline __attribute__((always_inline)) void FROM(gather)(ptrdiff_t rows, c
 APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step)
 {
-    FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL);
 }
 APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
                           ptrdiff_t c_step)
 {
-    FROM(gather)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL);
+    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL);
 }
 APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    FROM(gather)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch);
 }
 
 /* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
@@ -157,10 +157,10 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
         FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
 }
 
-/* As `gather`, two panels of columns at once, of half a strip's rows at most. */
-static inline void FROM(gather_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
-                                     ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
-                                     prefetch_lines *prefetch)
+/* As `accumulate`, two panels of columns at once, of half a strip's rows at most. */
+static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
+                                         ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
+                                         prefetch_lines *prefetch)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \

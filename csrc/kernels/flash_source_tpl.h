@@ -117,8 +117,8 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             block->rows <= STRIP / 2 && !tile->live && column + 2 * FN(PANEL) <= tile->value_depth;
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
         if (wide) {
-            FROM(gather_wide)(block->rows, keys, logits, v, tile->v_step, out, block->out_depth, WIDE_LINES,
-                              prefetch);
+            FROM(accumulate_wide)(block->rows, keys, logits, v, tile->v_step, out, block->out_depth,
+                                  WIDE_LINES, prefetch);
             continue;
         }
         bool packed = tile->live || column + width > tile->value_depth;
@@ -142,9 +142,9 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             if (packed)
                 FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
             else if (width == FN(PANEL))
-                FROM(gather)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, lines);
+                FROM(accumulate)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, lines);
             else
-                FROM(gather)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, lines);
+                FROM(accumulate)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, lines);
             r += rows;
         }
     }

@@ -1,7 +1,7 @@
 /* flash_tiles.h – attention of bfloat16 numbers, and what its gradient is made of, where the processor
- * multiplies whole tiles of them. Queries, keys, weights and values are pairs as in flash_pairs_tpl.h, and
- * lie where they lie there: rows of a packed panel are rows of tiles. Tiles 0 to 3 gather two by two, 4 and 5
- * are of a, 6 and 7 of b. */
+ * multiplies whole tiles of them. Queries, keys, P and values are pairs as in flash_pairs_tpl.h, and
+ * lie where they lie there: rows of a packed panel are rows of tiles. Tiles 0 to 3 accumulate two by two, 4
+ * and 5 are of a, 6 and 7 of b. */
 
 enum {
     TILE_ROWS = 16,
@@ -137,9 +137,9 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
         if (rest[i] == 0 || !(any >> row & 1)) continue;
         for (ptrdiff_t r = 0; r < rows; r++) {
             if (!(live[r] >> row & 1)) continue;
-            uint16_t weight;
-            memcpy(&weight, (const char *)(a + r * a_step) + row * 2, sizeof weight);
-            c[r * c_step + column] += am_widen_one_bf16(weight) * am_widen_one_bf16(rest[i]);
+            uint16_t p;
+            memcpy(&p, (const char *)(a + r * a_step) + row * 2, sizeof p);
+            c[r * c_step + column] += am_widen_one_bf16(p) * am_widen_one_bf16(rest[i]);
         }
     }
 }

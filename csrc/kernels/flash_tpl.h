@@ -44,14 +44,11 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
 }
 
 /* P is what `add_product` takes. */
-static inline void FN(narrow)(T *weights, ptrdiff_t begin, ptrdiff_t end)
-{
-    (void)weights, (void)begin, (void)end;
-}
-static inline __attribute__((always_inline)) void FN(store_p)(T *weights, const V *p, const int count)
+static inline void FN(narrow)(T *to, ptrdiff_t begin, ptrdiff_t end) { (void)to, (void)begin, (void)end; }
+static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p, const int count)
 {
     UNROLL(16)
-    for (int j = 0; j < count; j++) VOP(store)(weights + j * LANES, p[j]);
+    for (int j = 0; j < count; j++) VOP(store)(to + j * LANES, p[j]);
 }
 
 /* O + P V of some columns of values where they lie, at most a panel. */

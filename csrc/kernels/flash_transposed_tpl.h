@@ -11,15 +11,14 @@
 enum { STEP(KEYS_PER_STRIP) = 8 };
 
 /* Stores P of neighbouring keys where `add_product_transposed` reads it. */
-static inline __attribute__((always_inline)) void STEP(store_p_transposed)(T *weights, const V *p,
-                                                                           const int count)
+static inline __attribute__((always_inline)) void STEP(store_p_transposed)(T *to, const V *p, const int count)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += WIDTH) {
 #if WIDTH > 1
-        VOP(store)(weights + j / 2 * AM_FLASH_TILE, vf_join_pairs(p[j], p[j + 1]));
+        VOP(store)(to + j / 2 * AM_FLASH_TILE, vf_join_pairs(p[j], p[j + 1]));
 #else
-        VOP(store)(weights + j * AM_FLASH_TILE, p[j]);
+        VOP(store)(to + j * AM_FLASH_TILE, p[j]);
 #endif
     }
 }

@@ -51,7 +51,7 @@ typedef void am_transpose(void *dst, ptrdiff_t dst_step, const void *src, ptrdif
 typedef void am_widen_16(float *dst, const uint16_t *src, ptrdiff_t count);
 typedef void am_narrow_16(uint16_t *dst, const float *src, ptrdiff_t count);
 
-/* Per-token facts of packed sequences for tokens begin … end-1, the first of which lies in `sequence`; dst
+/* Per-token arrays of packed sequences for tokens begin … end-1, the first of which lies in `sequence`; dst
  * points at the entry of token `begin`. Sequence s owns tokens starts[s] … starts[s+1]-1 and may be empty. */
 typedef void am_fill_tokens_32(int32_t *dst, const ptrdiff_t *starts, ptrdiff_t sequence, ptrdiff_t begin,
                                ptrdiff_t end);
@@ -120,7 +120,7 @@ typedef uint64_t am_unlike_bits(const uint64_t *words, const int32_t *twin, ptrd
  * dropped with probability threshold / 2^32. */
 typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
 
-/* Attention, in float32 or float64: a block of query rows meets tiles of keys, and gathers in
+/* Attention, in float32 or float64: a block of query rows takes tiles of keys, and accumulates
  *
  *     out[r] = Σ e^(logit - ref_max[r]) v,   sum[r] = Σ e^(logit - ref_max[r]),   row_max[r] = max logit
  *
@@ -220,7 +220,7 @@ typedef struct {
  *     dS = P (dP + add) - (share where logit == base)
  *     d_v += Pᵀ d_out,   d_k += scale dSᵀ q,   d_q += scale dS k
  *
- * where dropout takes weights out of P in the second line, and out of dP. Logits and base count as above. */
+ * where dropout clears entries of P in the second line, and of dP. Logits and base are in units as above. */
 typedef struct {
     ptrdiff_t rows, depth, value_depth;
     ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond the depth */
@@ -229,10 +229,10 @@ typedef struct {
     bool q_finite, d_out_finite;
     void *base, *rest, *add, *share; /* [rows]; the last may be NULL */
     void *d_q;                       /* [rows][step] */
-    void *weights, *slopes;          /* [rows][AM_FLASH_TILE], for use by the kernel */
+    void *p, *ds;                    /* [rows][AM_FLASH_TILE], for use by the kernel */
     double scale, factor;            /* of q kᵀ: as it is, and to make logits in their unit of it */
     double cap, unit;                /* as above */
-    double kept_factor;              /* of weights that dropout keeps */
+    double kept_factor;              /* of entries of P that dropout keeps */
 } am_gradient_rows;
 
 typedef struct {
@@ -248,8 +248,8 @@ typedef struct {
 } am_gradient_tile;
 typedef void am_flash_gradient_step(const am_gradient_rows *block, const am_gradient_tile *tile);
 
-/* Raises `base`, the greatest logits of the rows; `rest` gathers Σ e^(logit - base), and `share` how many are
- * as great. */
+/* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
+ * logits that are as great. */
 typedef void am_flash_peaks(const am_gradient_rows *block, const am_gradient_tile *tile);
 
 /* Rows whose steps may differ. Loaded: zero up to whole panels; whether all numbers are finite. */

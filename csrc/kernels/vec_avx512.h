@@ -345,7 +345,7 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
 
 #ifdef V_TILES /* where the including file wants them */
 /* Eight tiles of up to 16 rows of 64 bytes, a thread's own; `n`, `a`, `b` and `c` are numbers of tiles. Each
- * row of c gathers what the lanes of a row of a weigh rows of b: a lane holds two bfloat16, as above. */
+ * row of c accumulates rows of b times the lanes of a row of a: a lane holds two bfloat16, as above. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -398,8 +398,8 @@ static inline void vt_fma_pairs(int c, int a, int b)
            s->row_bytes[a] == s->rows[b] * sizeof(float));
     for (int row = 0; row < s->rows[c]; row++) {
         for (int lane = 0; lane < s->rows[b]; lane++) {
-            vf weight = vf_set1(vt_held.rows[a][row][lane]);
-            vt_held.rows[c][row] = vf_fma_pairs(weight, vt_held.rows[b][lane], vt_held.rows[c][row]);
+            vf x = vf_set1(vt_held.rows[a][row][lane]);
+            vt_held.rows[c][row] = vf_fma_pairs(x, vt_held.rows[b][lane], vt_held.rows[c][row]);
         }
     }
 }
