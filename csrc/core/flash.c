@@ -67,7 +67,7 @@ static am_flash_rows accumulators(const plan *p, char *at, ptrdiff_t rows)
         .sum = at + out_bytes + stat_bytes,
         .row_max = p->base.flash->normalize ? NULL : at + out_bytes + 2 * stat_bytes,
         .cap = p->base.flash->cap,
-        .factor = p->pairs ? p->factor : 1,
+        .factor = p->bf16x2 ? p->factor : 1,
         .unit = p->base.unit,
     };
 }
@@ -132,8 +132,8 @@ static void pack_keys(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t row
     ptrdiff_t depth = p->base.flash->depth, step;
     const am_flash_source *source = &p->base.kernels->sources[AM_SOURCE_OWN];
     const char *src =
-        p->pairs ? am_read_pairs(keys, at->b, at->kv_head, k, rows, depth, scratch, &step)
-                 : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, scratch, &step, &source);
+        p->bf16x2 ? am_read_bf16x2(keys, at->b, at->kv_head, k, rows, depth, scratch, &step)
+                  : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, scratch, &step, &source);
     source->pack_keys(to, src, step, rows, p->lanes, p->k_factor);
 }
 
@@ -142,9 +142,9 @@ static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t r
 {
     const am_tokens *values = &p->base.flash->v;
     ptrdiff_t depth = p->base.flash->value_depth, step;
-    if (p->pairs) {
-        const char *pairs = am_read_pairs(values, at->b, at->kv_head, k, rows, depth, scratch, &step);
-        return p->base.kernels->pack_value_pairs(to, pairs, 2 * step, rows, depth);
+    if (p->bf16x2) {
+        const char *src = am_read_bf16x2(values, at->b, at->kv_head, k, rows, depth, scratch, &step);
+        return p->base.kernels->pack_values_bf16x2(to, src, 2 * step, rows, depth);
     }
     const am_flash_source *source;
     const char *src = read_tile(p, values, am_is_plain(values), at, k, rows, depth, scratch, &step, &source);
@@ -158,12 +158,12 @@ static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *
     const am_tokens *keys = &p->base.flash->k;
     const ptrdiff_t depth = p->base.flash->depth;
     const char *src = am_token(keys, at->b, at->kv_head, k);
-    if (!p->pairs)
+    if (!p->bf16x2)
         return am_read_rows(&p->base, scratch, src, keys->token, keys->element, keys->type, TILE, depth,
                             step);
-    if (am_is_aligned_pairs(keys, depth))
-        return am_read_pairs(keys, at->b, at->kv_head, k, TILE, depth, scratch, step);
-    am_copy_pairs(scratch, src, keys->token, keys->element, TILE, depth);
+    if (am_is_aligned_bf16x2(keys, depth))
+        return am_read_bf16x2(keys, at->b, at->kv_head, k, TILE, depth, scratch, step);
+    am_copy_bf16x2(scratch, src, keys->token, keys->element, TILE, depth);
     *step = p->lanes;
     return scratch;
 }
@@ -257,8 +257,8 @@ static void begin_block(const plan *p, const item *it)
                 it->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
         }
         if (p->queries_in_place) continue;
-        if (p->pairs) {
-            am_copy_pairs(to, src, f->q.token, f->q.element, at->queries, f->depth);
+        if (p->bf16x2) {
+            am_copy_bf16x2(to, src, f->q.token, f->q.element, at->queries, f->depth);
             continue;
         }
         ptrdiff_t step;
@@ -381,11 +381,11 @@ static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_t
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
     if (kind == AM_DEAD) return false;
     *tile = (am_flash_tile){.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
-    if (p->in_place && p->pairs) {
-        tile->k = am_read_pairs(&f->k, at->b, at->kv_head, k, columns, f->depth, s->k, &tile->k_step);
-        tile->v = am_read_pairs(&f->v, at->b, at->kv_head, k, columns, f->value_depth, s->v, &tile->v_step);
+    if (p->in_place && p->bf16x2) {
+        tile->k = am_read_bf16x2(&f->k, at->b, at->kv_head, k, columns, f->depth, s->k, &tile->k_step);
+        tile->v = am_read_bf16x2(&f->v, at->b, at->kv_head, k, columns, f->value_depth, s->v, &tile->v_step);
         tile->value_depth = am_ceil_div(f->value_depth, 2);
-        *step_in_place = p->base.kernels->step_in_place_pairs;
+        *step_in_place = p->base.kernels->step_in_place_bf16x2;
     } else if (p->in_place) {
         const am_flash_source *source;
         bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
@@ -426,7 +426,7 @@ static am_status advance_items(const plan *p, const item *items, ptrdiff_t count
         begin = am_min(begin, tiles.begin);
         end = am_max(end, tiles.end);
     }
-    am_flash_step *step = p->pairs ? p->base.kernels->pairs.step : p->base.kernels->step;
+    am_flash_step *step = p->bf16x2 ? p->base.kernels->bf16x2.step : p->base.kernels->step;
     const ptrdiff_t per_step = p->in_place ? count : 1, parts = count / per_step;
     for (ptrdiff_t index = begin; index < end; index++) {
         for (ptrdiff_t part = 0; part < parts; part++) {

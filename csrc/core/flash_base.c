@@ -69,33 +69,33 @@ bool am_is_plain(const am_tokens *t)
     return t->element == size && t->token % size == 0;
 }
 
-bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count)
+bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count)
 {
     return am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0;
 }
 
-bool am_is_aligned_pairs(const am_tokens *t, ptrdiff_t count)
+bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count)
 {
     const uintptr_t rows = (uintptr_t)t->data | (uintptr_t)t->batch | (uintptr_t)t->head;
-    return am_is_plain_pairs(t, count) && rows % LANE_BYTES == 0;
+    return am_is_plain_bf16x2(t, count) && rows % LANE_BYTES == 0;
 }
 
-void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
-                   ptrdiff_t count)
+void am_copy_bf16x2(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
+                    ptrdiff_t count)
 {
     const ptrdiff_t size = BF16_BYTES, row = (count + count % 2) * size;
     if (count % 2) memset(to, 0, (size_t)(rows * row));
     am_copy_2d(to, row, size, src, row_step, element_step, rows, count, (size_t)size);
 }
 
-const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
-                          ptrdiff_t count, char *scratch, ptrdiff_t *step)
+const char *am_read_bf16x2(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
+                           ptrdiff_t count, char *scratch, ptrdiff_t *step)
 {
     const char *src = am_token(t, b, head, token);
     *step = t->token / LANE_BYTES;
-    if (am_is_plain_pairs(t, count)) return src;
+    if (am_is_plain_bf16x2(t, count)) return src;
     *step = am_ceil_div(count, 2);
-    am_copy_pairs(scratch, src, t->token, t->element, rows, count);
+    am_copy_bf16x2(scratch, src, t->token, t->element, rows, count);
     return scratch;
 }
 

@@ -78,18 +78,18 @@ static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t he
     return t->data + b * t->batch + head * t->head + token * t->token;
 }
 
-/* Whether the kernels can read rows where they lie: as numbers, or `count` bfloat16 as lanes of two, by whole
+/* Whether the kernels can read rows where they lie: as numbers, or `count` bfloat16 as bf16x2, by whole
  * vectors or also lane by lane. */
 bool am_is_plain(const am_tokens *t);
-bool am_is_plain_pairs(const am_tokens *t, ptrdiff_t count);
-bool am_is_aligned_pairs(const am_tokens *t, ptrdiff_t count);
+bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count);
+bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count);
 
-/* Rows of `count` bfloat16 as whole lanes of two, copied, or `step` lanes apart, in place or in `scratch`.
+/* Rows of `count` bfloat16 as whole lanes of bf16x2, copied, or `step` lanes apart, in place or in `scratch`.
  */
-void am_copy_pairs(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
-                   ptrdiff_t count);
-const char *am_read_pairs(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
-                          ptrdiff_t count, char *scratch, ptrdiff_t *step);
+void am_copy_bf16x2(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
+                    ptrdiff_t count);
+const char *am_read_bf16x2(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
+                           ptrdiff_t count, char *scratch, ptrdiff_t *step);
 
 /* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
  * first. */

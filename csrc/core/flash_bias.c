@@ -145,11 +145,11 @@ am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *re
     *g = (gradient){.base = base, .result = result, .tasks = tasks, .task_tiles = task_tiles, .count = 1};
     if (!result) return AM_OK;
     const am_flash *f = base->flash;
-    const ptrdiff_t pairs[] = {f->batch, f->heads, f->queries, f->keys};
+    const ptrdiff_t full_shape[] = {f->batch, f->heads, f->queries, f->keys};
     bool shared = false;
     for (int axis = 0; axis < 4; axis++) {
         g->count *= g->shape[axis] = shape[axis];
-        shared |= shape[axis] != pairs[axis];
+        shared |= shape[axis] != full_shape[axis];
     }
     if (!shared) return AM_OK;
     g->q_blocks = am_ceil_div(f->queries, AM_FLASH_ROWS);

@@ -34,7 +34,7 @@ typedef struct {
 typedef struct {
     am_flash_base base;
     const am_flash_gradient *gradient;
-    bool pairs;                                   /* a lane of what is multiplied holds two bfloat16 */
+    bool bf16x2;                                  /* a lane of what is multiplied holds two bfloat16 */
     ptrdiff_t step, value_step;                   /* of rows in the workspace */
     am_ranges queries, keys;                      /* to blocks, and to tiles */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
@@ -69,8 +69,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     bool own_bias = p->gradient->d_bias != NULL;
     s->q = am_take(memory, &used, p->k_bytes);
     s->d_out = am_take(memory, &used, p->v_bytes);
-    s->q_rows = p->pairs ? am_take(memory, &used, p->k_bytes) : s->q;
-    s->d_out_rows = p->pairs ? am_take(memory, &used, p->v_bytes) : s->d_out;
+    s->q_rows = p->bf16x2 ? am_take(memory, &used, p->k_bytes) : s->q;
+    s->d_out_rows = p->bf16x2 ? am_take(memory, &used, p->v_bytes) : s->d_out;
     s->d_q = am_take(memory, &used, p->k_bytes);
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
@@ -133,14 +133,14 @@ static const char *read_tokens(const plan *p, const am_tokens *t, const am_flash
                         rows, depth, step);
 }
 
-/* Whether they are finite. `pairs_to`: for rows that are packed two to a lane. */
+/* Whether they are finite. `bf16x2_to`: for rows that are packed two to a lane. */
 static bool load_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t depth,
-                        char *scratch, char *to, ptrdiff_t to_step, char *pairs_to)
+                        char *scratch, char *to, ptrdiff_t to_step, char *bf16x2_to)
 {
     ptrdiff_t step;
-    if (p->pairs) {
-        am_copy_pairs(to, am_token(t, at->b, at->head, at->q), t->token, t->element, at->rows, depth);
-        return p->base.kernels->pack_value_pairs(pairs_to, to, 2 * am_ceil_div(depth, 2), at->rows, depth);
+    if (p->bf16x2) {
+        am_copy_bf16x2(to, am_token(t, at->b, at->head, at->q), t->token, t->element, at->rows, depth);
+        return p->base.kernels->pack_values_bf16x2(bf16x2_to, to, 2 * am_ceil_div(depth, 2), at->rows, depth);
     }
     const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, scratch, &step);
     return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
@@ -186,10 +186,10 @@ static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am
 {
     const am_flash_source *own = &p->base.kernels->sources[AM_SOURCE_OWN];
     ptrdiff_t rows = keys.end - keys.begin, step;
-    if (p->pairs) {
-        const char *src = am_read_pairs(t, at->b, at->kv_head, keys.begin, rows, depth, scratch, &step);
+    if (p->bf16x2) {
+        const char *src = am_read_bf16x2(t, at->b, at->kv_head, keys.begin, rows, depth, scratch, &step);
         own->pack_keys(to_columns, src, step, rows, am_ceil_div(depth, 2), 1);
-        return to_rows && p->base.kernels->pack_value_pairs(to_rows, src, 2 * step, rows, depth);
+        return to_rows && p->base.kernels->pack_values_bf16x2(to_rows, src, 2 * step, rows, depth);
     }
     const char *src = read_tokens(p, t, at, at->kv_head, keys.begin, rows, depth, scratch, &step);
     own->pack_keys(to_columns, src, step, rows, depth, 1);
@@ -249,7 +249,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
         am_gradient_tile tile = {.k_columns = s->k_columns};
         if (!meet(p, at, keys, s, &tile)) continue;
         pack(p, &f->k, at, keys, f->depth, s->row, s->k_columns, NULL);
-        (p->pairs ? p->base.kernels->pairs.peaks : p->base.kernels->peaks)(&block, &tile);
+        (p->bf16x2 ? p->base.kernels->bf16x2.peaks : p->base.kernels->peaks)(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -460,7 +460,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;
         }
-        (p->pairs ? p->base.kernels->pairs.gradient : p->base.kernels->gradient)(&block, &tile);
+        (p->bf16x2 ? p->base.kernels->bf16x2.gradient : p->base.kernels->gradient)(&block, &tile);
         if (tile.d_bias)
             status = am_bias_give(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_scratch, team);
         if (status == AM_OK) status = am_checkpoint(team);
@@ -552,8 +552,8 @@ static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
     if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* that of sinks: a base may be one */
-    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.gradient;
-    ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->pairs ? 2 : 1;
+    p->bf16x2 = f->q.type == AM_BFLOAT16 && p->base.kernels->bf16x2.gradient;
+    ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->bf16x2 ? 2 : 1;
     ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
     p->step = step_of(p, depth);
     p->value_step = step_of(p, am_ceil_div(f->value_depth, panel) * panel);

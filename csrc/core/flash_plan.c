@@ -21,7 +21,7 @@ enum {
      * 1.03 times as fast transposed. */
     LONG_PANEL = 128,
     FEW_ROWS = 16,           /* of a block, for which packing keys is not worth while, unless they are of
-                              * sixteen bits: each few rows widen or zip those anew */
+                              * sixteen bits: each few rows widen or interleave those anew */
     FEW_TILES = 2,           /* of a block, beside which copying its queries takes time */
     L1_WAY = 4096,           /* bytes from which on the first-level cache has its lines once more */
     SIDE_BY_SIDE = 4096,     /* bytes of a key's neighbouring heads that a task takes */
@@ -37,7 +37,7 @@ static ptrdiff_t side_by_side(const am_flash_plan *p)
     const am_flash *f = p->base.flash;
     const am_tokens *k = &f->k, *v = &f->v;
     if (!am_is_plain(k) || !am_is_plain(v)) return 1;
-    if (p->pairs && !(am_is_plain_pairs(k, f->depth) && am_is_plain_pairs(v, f->value_depth))) return 1;
+    if (p->bf16x2 && !(am_is_plain_bf16x2(k, f->depth) && am_is_plain_bf16x2(v, f->value_depth))) return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
     return SIDE_BY_SIDE / am_max(k->head, v->head);
 }
@@ -76,7 +76,7 @@ static bool can_stay(const am_flash_plan *p)
 {
     const am_tokens *q = &p->base.flash->q;
     if (p->block_heads > 1 || p->q_factor != 1 || q->token % L1_WAY == 0) return false;
-    if (p->pairs) return am_is_aligned_pairs(q, p->base.flash->depth);
+    if (p->bf16x2) return am_is_aligned_bf16x2(q, p->base.flash->depth);
     return q->type == p->base.type && am_is_plain(q);
 }
 
@@ -89,7 +89,7 @@ static bool can_transpose(const am_flash_plan *p)
     if (p->shares_keys || p->head_blocks > 1 || f->depth == 0) return false;
     if (p->seen <= FEW_TILES || p->most_rows <= AM_FEW_ROWS) return false;
     if (f->bias || f->cap > 0 || p->base.threshold || p->base.unit != 1) return false;
-    if (p->pairs && (p->factor <= 0 || p->base.kernels->pairs.tiles)) return false;
+    if (p->bf16x2 && (p->factor <= 0 || p->base.kernels->bf16x2.tiles)) return false;
     const ptrdiff_t panel = p->base.kernels->panel;
     const bool one_vector = f->k.type == p->base.type && p->most_rows <= panel / 2;
     const ptrdiff_t part = one_vector ? panel / 2 : panel, lanes = am_ceil_div(p->most_rows, part) * part;
@@ -178,22 +178,22 @@ static void choose(am_flash_plan *p)
     p->shares_keys = !p->exclusive && p->head_blocks * p->q_blocks > 1;
     p->row_blocks = f->kv_heads * p->head_blocks * p->q_blocks;
     p->item_group = p->exclusive && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
-    p->pairs = f->q.type == AM_BFLOAT16 && p->base.kernels->pairs.step;
+    p->bf16x2 = f->q.type == AM_BFLOAT16 && p->base.kernels->bf16x2.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
-    if (p->pairs) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
+    if (p->bf16x2) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
     p->transposed = can_transpose(p);
     p->in_place = !p->shares_keys && !p->transposed &&
                   p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
-    p->lanes = p->pairs ? am_ceil_div(f->depth, 2) : f->depth;
+    p->lanes = p->bf16x2 ? am_ceil_div(f->depth, 2) : f->depth;
     const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
     p->out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2;
     p->k_bytes = TILE * p->lanes * p->base.size;
-    p->v_bytes = TILE * panels * panel * p->base.size / (p->pairs ? 2 : 1);
+    p->v_bytes = TILE * panels * panel * p->base.size / (p->bf16x2 ? 2 : 1);
     p->blocks = p->row_count * p->row_blocks;
     /* Where few keys are packed by each task, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
     const bool few = !p->shares_keys && !p->in_place && p->seen <= FEW_TILES;
-    const double factor = p->pairs ? 1 : p->factor;
+    const double factor = p->bf16x2 ? 1 : p->factor;
     const bool scales_keys = few && fabs(factor) <= 1;
     p->k_factor = scales_keys ? factor : 1;
     p->q_factor = scales_keys ? 1 : factor;
@@ -205,14 +205,14 @@ static void choose(am_flash_plan *p)
     p->task_items = p->lockstep = p->shares_keys ? 1 : choose_task_items(p);
     p->local_count = 1;
     /* Values that are read for a few strips of one block are not worth packing; those of long vectors never
-     * are, if they are not zipped for each strip. */
-    const bool always = panel * p->base.size >= LONG_PANEL && !p->pairs;
+     * are, if they are not interleaved for each strip. */
+    const bool always = panel * p->base.size >= LONG_PANEL && !p->bf16x2;
     const ptrdiff_t few_for_values = always ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= few_for_values &&
-                         f->v.token > 0 && !(p->pairs && p->base.kernels->pairs.tiles) &&
-                         f->value_depth % (p->pairs ? panel : panel / 2) == 0 &&
-                         (p->pairs ? am_is_plain_pairs(&f->v, f->value_depth)
-                                   : am_is_plain(&f->v) && f->v.type == p->base.type);
+                         f->v.token > 0 && !(p->bf16x2 && p->base.kernels->bf16x2.tiles) &&
+                         f->value_depth % (p->bf16x2 ? panel : panel / 2) == 0 &&
+                         (p->bf16x2 ? am_is_plain_bf16x2(&f->v, f->value_depth)
+                                    : am_is_plain(&f->v) && f->v.type == p->base.type);
     if (p->shares_keys) choose_local_packing(p);
     p->group_tasks = am_ceil_div(p->item_group, p->task_items);
     ptrdiff_t heads = f->batch * f->kv_heads, tile_bytes = p->k_bytes + p->v_bytes;

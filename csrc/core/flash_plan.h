@@ -36,7 +36,7 @@ typedef struct {
     bool values_in_place;           /* values are not, of tiles whose pairs are all live */
     bool transposed;                /* full tiles are, Sᵀ = K Qᵀ: keys stay, and queries are packed */
     bool queries_in_place;          /* they are not copied */
-    bool pairs;                     /* a lane of queries, keys and values holds two bfloat16 */
+    bool bf16x2;                    /* a lane of queries, keys and values holds two bfloat16 */
     double factor;                  /* of products, to make logits of them */
     double q_factor, k_factor;      /* what queries are scaled by, and keys as they are packed */
     ptrdiff_t lanes;                /* of a query or key */

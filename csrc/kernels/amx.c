@@ -4,4 +4,4 @@
 #pragma GCC diagnostic ignored "-Wunused-function" /* of all kernels these need some */
 #include "kernels/level.h"
 
-const am_pair_kernels am_kernels_amx = {flash_step_tiles, true, gradient_pairs, peaks_pairs};
+const am_bf16x2_kernels am_kernels_amx = {flash_step_tiles, true, gradient_bf16x2, peaks_bf16x2};

@@ -98,8 +98,8 @@ static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
 #define WIDTH 1
 #define HEIGHT STRIP
 #include "kernels/flash_gradient_step_tpl.h"
-#if defined HALVES && defined V_PAIRS
-#    define STEP(name) name##_pairs
+#if defined HALVES && defined V_BF16X2
+#    define STEP(name) name##_bf16x2
 #    define WIDTH 2
 #    ifdef V_TILES
 #        define TILED

@@ -16,7 +16,7 @@ FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t r
 }
 
 /* A row of squares after the other: the fewer rows are under way, the less they get in each other's way in
- * the cache. With a factor of 1 they may also be pairs. */
+ * the cache. With a factor of 1 they may also be bf16x2. */
 static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
                             double factor)
 {

@@ -1,6 +1,6 @@
 /* flash_tiles.h – attention of bfloat16 numbers, and what its gradient is made of, where the processor
- * multiplies whole tiles of them. Queries, keys, P and values are pairs as in flash_pairs_tpl.h, and
- * lie where they lie there: rows of a packed panel are rows of tiles. Tiles 0 to 3 accumulate two by two, 4
+ * multiplies whole tiles of them. Queries, keys, P and values are bf16x2 as in flash_bf16x2_tpl.h, and
+ * are laid out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3 accumulate two by two, 4
  * and 5 are of a, 6 and 7 of b. */
 
 enum {
@@ -61,16 +61,16 @@ multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float 
         prefetch_rest(queue, NULL, 0);
         vt_load(4, a, a_step);
         vt_load(6, b, PANEL_f32);
-        vt_fma_pairs(0, 4, 6);
+        vt_fma_bf16x2(0, 4, 6);
         if (right) {
             vt_load(7, b + TILE_LANES, PANEL_f32);
-            vt_fma_pairs(1, 4, 7);
+            vt_fma_bf16x2(1, 4, 7);
         }
         if (low) {
             vt_load(5, a_low, a_step);
-            vt_fma_pairs(2, 5, 6);
+            vt_fma_bf16x2(2, 5, 6);
         }
-        if (low && right) vt_fma_pairs(3, 5, 7);
+        if (low && right) vt_fma_bf16x2(3, 5, 7);
     }
     vt_store(0, c, c_step);
     if (right) vt_store(1, c + TILE_LANES, c_step);
@@ -176,7 +176,7 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
     find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
-    softmax_step_pairs(block, tile, strips, count);
+    softmax_step_bf16x2(block, tile, strips, count);
     add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
                  block->out, block->out_depth, block->out_depth, &queue);
     end_tiles();
@@ -184,31 +184,31 @@ static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *ti
 
 /* --- What flash_gradient_step_tpl.h is made of --- */
 
-/* [rows][AM_FLASH_TILE] to pairs of neighbouring rows, transposed: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
+/* Transposes [rows][AM_FLASH_TILE] to bf16x2 of neighbouring rows: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
 static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
 {
     enum { STEP = AM_FLASH_ROWS / 2 };
     for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
         for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += VF_LANES) {
-            vf pairs[VF_LANES];
+            vf bf16x2[VF_LANES];
             UNROLL(16)
             for (ptrdiff_t i = 0; i < VF_LANES; i++) {
                 const ptrdiff_t r = 2 * (lane + i);
                 const float *row = from + r * AM_FLASH_TILE + column;
                 vf even = r < rows ? vf_load(row) : vf_set1(0),
                    odd = r + 1 < rows ? vf_load(row + AM_FLASH_TILE) : vf_set1(0);
-                pairs[i] = vf_join_pairs(even, odd);
+                bf16x2[i] = vf_join_bf16x2(even, odd);
             }
-            vf_transpose(pairs);
+            vf_transpose(bf16x2);
             UNROLL(16)
-            for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, pairs[i]);
+            for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, bf16x2[i]);
         }
     }
 }
 
-static void add_transposed_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
-                                 const uint64_t *live, const float *a, float *scratch, const float *b,
-                                 float *c, ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
+                                  const uint64_t *live, const float *a, float *scratch, const float *b,
+                                  float *c, ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
 {
     (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
@@ -216,16 +216,16 @@ static void add_transposed_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdi
     add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, depth, queue);
 }
 
-static void add_straight_pairs(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows, const uint64_t *live,
-                               const float *a, const float *b, float *c, ptrdiff_t step, ptrdiff_t depth,
-                               prefetch_queue *queue)
+static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
+                                const uint64_t *live, const float *a, const float *b, float *c,
+                                ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
 {
     (void)rows;
     add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, queue);
 }
 
 /* Chunks of all its products. */
-static ptrdiff_t prefetching_products_pairs(const am_gradient_rows *block, ptrdiff_t strips)
+static ptrdiff_t prefetching_products_bf16x2(const am_gradient_rows *block, ptrdiff_t strips)
 {
     return strips * ((3 * block->depth + 2 * block->value_depth) / TILE_LANES + 1);
 }

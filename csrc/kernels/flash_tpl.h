@@ -114,8 +114,8 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define STORE_PART vf_store_part_bf16
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_source_tpl.h"
-#    ifdef V_PAIRS
-#        include "kernels/flash_pairs_tpl.h"
+#    ifdef V_BF16X2
+#        include "kernels/flash_bf16x2_tpl.h"
 #    endif
 #endif
 

@@ -16,7 +16,7 @@ static inline __attribute__((always_inline)) void STEP(store_p_transposed)(T *to
     UNROLL(16)
     for (int j = 0; j < count; j += WIDTH) {
 #if WIDTH > 1
-        VOP(store)(to + j / 2 * AM_FLASH_TILE, vf_join_pairs(p[j], p[j + 1]));
+        VOP(store)(to + j / 2 * AM_FLASH_TILE, vf_join_bf16x2(p[j], p[j + 1]));
 #else
         VOP(store)(to + j * AM_FLASH_TILE, p[j]);
 #endif
@@ -58,7 +58,8 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, 
     for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
 }
 
-/* O + P V of a strip and one panel of columns, where values are packed or, two rows zipped to pairs, stay. */
+/* O + P V of a strip and one panel of columns, where values are packed, or stay and are interleaved if a lane
+ * holds two. */
 static void STEP(add_values_transposed)(const am_flash_rows *block, const am_flash_tile *tile,
                                         const FN(strip) * s, ptrdiff_t column)
 {
@@ -70,8 +71,8 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
                                      block->out_depth);
     else
 #if WIDTH > 1
-        add_product_transposed_zipped(s->rows, columns, count, p, (const uint16_t *)v + column,
-                                      4 * tile->v_step, c, block->out_depth);
+        add_product_transposed_interleaved(s->rows, columns, count, p, (const uint16_t *)v + column,
+                                           4 * tile->v_step, c, block->out_depth);
 #else
         FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
 #endif

@@ -167,8 +167,8 @@ static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptr
  * bfloat16; or on [-1/16, 1/16], of 6e-18. */
 static const float exp2_terms_f32[] = {
     1.0f, 0.6931472029f, 0.2402264791f, 0.05550332471f, 0.009618437358f, 0.001339887441f, 0.0001535336191f};
-static const float exp2_terms_pairs[] = {1.0f,           0.6931428306f,   0.2402235065f,
-                                         0.05557400469f, 0.009666282547f, 0.001112550926f};
+static const float exp2_terms_bf16x2[] = {1.0f,           0.6931428306f,   0.2402235065f,
+                                          0.05557400469f, 0.009666282547f, 0.001112550926f};
 #ifdef VD_EIGHTHS
 static const double exp2_terms_f64[] = {
     1.0,
@@ -315,10 +315,10 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,
-#    ifdef V_PAIRS
-            .pairs = {flash_step_pairs, false, gradient_pairs, peaks_pairs},
-            .pack_value_pairs = pack_values_pairs,
-            .step_in_place_pairs = step_in_place_pairs,
+#    ifdef V_BF16X2
+            .bf16x2 = {flash_step_bf16x2, false, gradient_bf16x2, peaks_bf16x2},
+            .pack_values_bf16x2 = pack_values_bf16x2,
+            .step_in_place_bf16x2 = step_in_place_bf16x2,
 #    endif
         },
     .flash_f64 =

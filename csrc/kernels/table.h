@@ -261,15 +261,15 @@ typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff
 typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
                          ptrdiff_t rows, ptrdiff_t depth);
 
-/* Of bfloat16, where the processor multiplies it by itself, else NULL. A lane of float32 holds two:
- * neighbours in depth of what is packed by pack_keys of AM_SOURCE_OWN and of the rows that meet it (`depth`
- * of am_flash_rows counts lanes), neighbouring rows of what is packed by pack_value_pairs. */
+/* For bfloat16, if the processor multiplies it, else NULL. A lane of float32 holds two (bf16x2): neighbours
+ * in depth of what pack_keys of AM_SOURCE_OWN packs and of the rows that are multiplied with it (`depth` of
+ * am_flash_rows counts lanes), neighbouring rows of what pack_values_bf16x2 packs. */
 typedef struct {
     am_flash_step *step;
     bool tiles; /* by which the step multiplies, and takes no values in place */
     am_flash_gradient_step *gradient;
     am_flash_peaks *peaks;
-} am_pair_kernels;
+} am_bf16x2_kernels;
 
 typedef struct {
     ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
@@ -281,9 +281,9 @@ typedef struct {
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
-    am_pair_kernels pairs;
-    am_flash_pack_values *pack_value_pairs;
-    am_flash_step_in_place *step_in_place_pairs; /* of pairs of neighbours in depth, values among them */
+    am_bf16x2_kernels bf16x2;
+    am_flash_pack_values *pack_values_bf16x2;
+    am_flash_step_in_place *step_in_place_bf16x2; /* of neighbours in depth, also in values */
 } am_flash_kernels;
 
 typedef struct {
@@ -326,7 +326,7 @@ extern const am_kernels am_kernels_avx512;
 extern const am_kernels am_kernels_avx512bf16;
 #endif
 #ifdef AM_HAVE_AMX
-extern const am_pair_kernels am_kernels_amx; /* the rest of this level is that of the one below */
+extern const am_bf16x2_kernels am_kernels_amx; /* the rest of this level is that of the one below */
 #endif
 
 #endif

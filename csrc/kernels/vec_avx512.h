@@ -300,8 +300,8 @@ static inline vd vd_totals(const vd v[VD_LANES])
 
 #ifdef __AVX512BF16__
 /* Two bfloat16 to a lane. Sums of both products of a lane; numbers below the normal ones count as 0. */
-#    define V_PAIRS
-static inline vf vf_fma_pairs(vf a, vf b, vf c)
+#    define V_BF16X2
+static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
 {
 #    ifdef __clang__
     __asm__("" : "+v"(a)); /* clang 16 breaks down where it sees one number in all lanes */
@@ -309,17 +309,17 @@ static inline vf vf_fma_pairs(vf a, vf b, vf c)
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
 /* The first `count` numbers, then zeros. */
-static inline vf vf_load_some_pairs(const uint16_t *p, ptrdiff_t count)
+static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
 {
     return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32)((UINT64_C(1) << count) - 1), p));
 }
 /* Lanes of `first`, then those of `second`, rounded. */
-static inline vf vf_narrow_pairs(vf first, vf second)
+static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
     return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 /* Each lane of `low` beside that of `high`, rounded. */
-static inline vf vf_join_pairs(vf low, vf high)
+static inline vf vf_join_bf16x2(vf low, vf high)
 {
     static const uint16_t order[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -329,7 +329,7 @@ static inline vf vf_join_pairs(vf low, vf high)
 /* Numbers of `low` beside those of `high`, from the first halves of both and from the second. Unpacking goes
  * by quarters of a vector, so each gets a piece of either half first: unlike a permutation of two vectors,
  * that runs beside products. */
-static inline void vf_zip_pairs(vf low, vf high, vf *first, vf *second)
+static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
 {
     const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     __m512i x = _mm512_permutexvar_epi64(halves, _mm512_castps_si512(low));
@@ -361,7 +361,7 @@ static inline void vt_end(void) { _tile_release(); }
 #        define vt_zero(n) _tile_zero(n)
 #        define vt_load(n, p, step) _tile_loadd(n, p, (step) * (ptrdiff_t)sizeof(float))
 #        define vt_store(n, p, step) _tile_stored(n, p, (step) * (ptrdiff_t)sizeof(float))
-#        define vt_fma_pairs(c, a, b) _tile_dpbf16ps(c, a, b)
+#        define vt_fma_bf16x2(c, a, b) _tile_dpbf16ps(c, a, b)
 #    else
 /* In builds for tests tiles lie in memory, for processors that have none; what those reject, these do. */
 static _Thread_local struct {
@@ -391,7 +391,7 @@ static inline void vt_store(int n, float *p, ptrdiff_t step)
     for (int row = 0; row < vt_held.shapes.rows[n]; row++)
         memcpy(p + row * step, &vt_held.rows[n][row], vt_held.shapes.row_bytes[n]);
 }
-static inline void vt_fma_pairs(int c, int a, int b)
+static inline void vt_fma_bf16x2(int c, int a, int b)
 {
     const vt_shapes *s = &vt_held.shapes;
     assert(s->rows[c] > 0 && s->rows[a] == s->rows[c] && s->row_bytes[b] == s->row_bytes[c] &&
@@ -399,7 +399,7 @@ static inline void vt_fma_pairs(int c, int a, int b)
     for (int row = 0; row < s->rows[c]; row++) {
         for (int lane = 0; lane < s->rows[b]; lane++) {
             vf x = vf_set1(vt_held.rows[a][row][lane]);
-            vt_held.rows[c][row] = vf_fma_pairs(x, vt_held.rows[b][lane], vt_held.rows[c][row]);
+            vt_held.rows[c][row] = vf_fma_bf16x2(x, vt_held.rows[b][lane], vt_held.rows[c][row]);
         }
     }
 }

@@ -33,7 +33,7 @@ static inline vf vf_load(const float *p)
 static inline vf vf_load_part(const float *p, ptrdiff_t count)
 {
     vf v = {0};
-    memcpy(&v, p, (size_t)count * sizeof *p); /* lanes may be pairs, and p no multiple of their size */
+    memcpy(&v, p, (size_t)count * sizeof *p); /* lanes may be bf16x2, and p no multiple of their size */
     return v;
 }
 static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
@@ -223,17 +223,17 @@ static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]}
 
 #ifdef AM_EMULATE
 /* Two bfloat16 to a lane, in builds for tests: what processors with AVX-512 BF16 do runs on others too. */
-#    define V_PAIRS
+#    define V_BF16X2
 static inline vf vf_only_bits(vf v, uint32_t bits)
 {
     return (vf)((vf_mask)v & (vf_mask){bits, bits, bits, bits});
 }
-static inline vf vf_fma_pairs(vf a, vf b, vf c)
+static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
 {
     c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
     return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
 }
-static inline vf vf_load_some_pairs(const uint16_t *p, ptrdiff_t count)
+static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
 {
     uint16_t numbers[2 * VF_LANES] = {0};
     memcpy(numbers, p, (size_t)count * sizeof *p);
@@ -241,7 +241,7 @@ static inline vf vf_load_some_pairs(const uint16_t *p, ptrdiff_t count)
     memcpy(&v, numbers, sizeof v);
     return v;
 }
-static inline void vf_zip_pairs(vf low, vf high, vf *first, vf *second)
+static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
 {
     uint16_t from[2][2 * VF_LANES], to[2][2 * VF_LANES];
     memcpy(from[0], &low, sizeof low);
@@ -250,19 +250,19 @@ static inline void vf_zip_pairs(vf low, vf high, vf *first, vf *second)
     memcpy(first, to[0], sizeof *first);
     memcpy(second, to[1], sizeof *second);
 }
-static inline vf vf_narrow_pairs(vf first, vf second)
+static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
-    vf pairs;
+    vf bf16x2;
     uint16_t halves[2 * VF_LANES];
     vf_store_bf16(halves, first);
     vf_store_bf16(halves + VF_LANES, second);
-    memcpy(&pairs, halves, sizeof pairs);
-    return pairs;
+    memcpy(&bf16x2, halves, sizeof bf16x2);
+    return bf16x2;
 }
-static inline vf vf_join_pairs(vf low, vf high)
+static inline vf vf_join_bf16x2(vf low, vf high)
 {
     vf joined, unused;
-    vf_zip_pairs(vf_narrow_pairs(low, high), vf_narrow_pairs(high, low), &joined, &unused);
+    vf_interleave_bf16x2(vf_narrow_bf16x2(low, high), vf_narrow_bf16x2(high, low), &joined, &unused);
     return joined;
 }
 #endif

@@ -1,0 +1,191 @@
+/* flash_bf16x2_tpl.h – attention in bfloat16 by the processor's own dot products, where it has some. A
+ * lane of float32 holds two bfloat16 (bf16x2), sums are float32. In queries and keys the two are neighbours
+ * in depth, in P and values neighbouring keys. P is rounded to bfloat16. That is exact for the greatest entry
+ * of a row if `ref_max` is its logit, as it is unless FLASH_SLACK keeps an older one.
+ */
+
+#define S float
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    left = vf_load(b), right = vf_load((b) + ((vectors) > 1) * VF_LANES)
+#define FMA vf_fma_bf16x2
+#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FROM(name) name##_bf16x2
+#include "kernels/flash_product_of_tpl.h"
+
+/* Where numbers lie apart that are neighbours in the sum: two rows, half of b_row apart, are interleaved as
+ * they are loaded. */
+#define S uint16_t
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    vf_interleave_bf16x2(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)), &left,    \
+                         &right)
+#define FMA vf_fma_bf16x2
+#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FROM(name) name##_interleaved
+#include "kernels/flash_product_of_tpl.h"
+
+/* Stores P as bf16x2. */
+static inline __attribute__((always_inline)) void store_p_bf16x2(float *to, const vf *p, const int count)
+{
+    UNROLL(16)
+    for (int j = 0; j < count; j += 2) vf_store(to + j / 2 * VF_LANES, vf_narrow_bf16x2(p[j], p[j + 1]));
+}
+
+/* Narrows P begin … end - 1 to bf16x2, from lane begin / 2 on. */
+static void narrow_bf16x2(float *to, ptrdiff_t begin, ptrdiff_t end)
+{
+    for (ptrdiff_t i = begin; i < end; i += 2 * VF_LANES) {
+        vf p[] = {vf_load(to + i), vf_load(to + i + VF_LANES)};
+        store_p_bf16x2(to + i / 2, p, 2);
+    }
+}
+
+/* As `add_live_rows`, where a and b are bf16x2: of both numbers of a lane of b, dead ones become 0. */
+static void add_live_rows_bf16x2(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
+                                 ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
+                                 float *c, ptrdiff_t c_row, ptrdiff_t depth)
+{
+    static const uint32_t halves[] = {0, 0xffff, 0xffff0000, 0xffffffff};
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        for (ptrdiff_t j = 0; j < depth; j += VF_LANES) {
+            const float *panel = b + j / PANEL_f32 * b_panel + j % PANEL_f32;
+            vf sum = vf_load(c + r * c_row + j);
+            for (ptrdiff_t i = 0; i < AM_FLASH_TILE / 2; i++) {
+                uint32_t bits = halves[live[r] >> 2 * i & 3];
+                if (!bits) continue;
+                vf x = vf_only_bits(vf_load(panel + i * b_row), bits);
+                sum = vf_fma_bf16x2(vf_set1(a[r * a_row + i * a_column]), x, sum);
+            }
+            vf_store(c + r * c_row + j, sum);
+        }
+    }
+}
+
+#ifndef V_TILES
+/* Joins each two rows of [rows][AM_FLASH_TILE] to one of bf16x2; `to` may be `from`. */
+static const float *join_rows_bf16x2(float *to, const float *from, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 0; r < rows; r += 2, from += 2 * AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += VF_LANES) {
+            vf odd = r + 1 < rows ? vf_load(from + AM_FLASH_TILE + i) : vf_set1(0);
+            vf_store(to + r / 2 * AM_FLASH_TILE + i, vf_join_bf16x2(vf_load(from + i), odd));
+        }
+    }
+    return to;
+}
+
+static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
+                            const float *panel)
+{
+    add_live_rows_bf16x2(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, PANEL_f32, 0,
+                         (float *)block->out + column, block->out_depth,
+                         columns_at(block, column, PANEL_f32));
+}
+
+/* Each two rows of values are interleaved. */
+static void add_in_place_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
+                                ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
+                                prefetch_lines *prefetch)
+{
+    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c,
+                            c_step, prefetch);
+}
+#endif
+
+#define STEP(name) name##_bf16x2
+#define WIDTH 2
+#define EXP2_TERMS exp2_terms_bf16x2
+#include "kernels/flash_step_tpl.h"
+
+/* Packs up to a panel's columns of some rows into `lanes` rows of bf16x2. Adds 0 × what it reads to `nothing`
+ * unless that is NULL, and prefetches as many lines as it reads. */
+static inline __attribute__((always_inline)) void pack_panel_bf16x2(float *dst, ptrdiff_t lanes,
+                                                                    const uint16_t *src, ptrdiff_t step,
+                                                                    ptrdiff_t rows, ptrdiff_t columns,
+                                                                    vf nothing[2], prefetch_lines *prefetch)
+{
+    prefetch_lines current = *prefetch;
+    const ptrdiff_t some = columns < PANEL_f32 ? columns : PANEL_f32;
+    for (ptrdiff_t r = 0; r < 2 * lanes; r += 2, dst += PANEL_f32) {
+        vf row[2], bf16x2[2];
+        for (ptrdiff_t i = 0; i < 2; i++) {
+            row[i] = r + i < rows ? vf_load_some_bf16x2(src + (r + i) * step, some) : vf_set1(0);
+        }
+        vf_interleave_bf16x2(row[0], row[1], &bf16x2[0], &bf16x2[1]);
+        prefetch_issue(&current, 2);
+        for (ptrdiff_t i = 0; i < 2; i++) {
+            vf_store(dst + i * VF_LANES, bf16x2[i]);
+            if (nothing) nothing[i] = vf_fma_bf16x2(bf16x2[i], vf_set1(0), nothing[i]);
+        }
+    }
+    *prefetch = current;
+}
+
+static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+{
+    float *dst = to;
+    vf nothing[] = {vf_set1(0), vf_set1(0)};
+    prefetch_lines none = prefetch_nothing(from);
+    for (ptrdiff_t i = 0; i < depth; i += PANEL_f32, dst += AM_FLASH_TILE / 2 * PANEL_f32)
+        pack_panel_bf16x2(dst, AM_FLASH_TILE / 2, (const uint16_t *)from + i, step, rows, depth - i, nothing,
+                          &none);
+    return vf_total(vf_add(nothing[0], nothing[1])) == 0;
+}
+
+/* --- Few rows: keys are read where they lie, and a few values at a time become bf16x2 --- */
+
+/* O + P V of a tile in place. It prefetches as many lines as it reads. */
+static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+{
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    begin -= begin % 2;
+    const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
+    const uint16_t *v = (const uint16_t *)tile->v + begin * step;
+    const float *p = (const float *)block->logits + begin / 2;
+    float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
+    prefetch_lines none = prefetch_nothing(v);
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
+        const ptrdiff_t columns = 2 * tile->value_depth - column;
+        const bool whole = !tile->live && columns >= PANEL_f32, /* so keys are even */
+            wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
+        width = wide ? 2 * PANEL_f32 : PANEL_f32;
+        if (whole) {
+            enum { LINES = 2 }; /* of two rows */
+            if (wide) {
+                accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
+                                            block->out_depth, 2 * LINES, prefetch);
+                continue;
+            }
+            for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+                accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes,
+                                       p + r * AM_FLASH_TILE, v + column, 2 * step,
+                                       out + r * block->out_depth + column, block->out_depth, LINES,
+                                       r == 0 ? prefetch : &none);
+            continue;
+        }
+        vf nothing[] = {vf_set1(0), vf_set1(0)};
+        if (tile->live)
+            pack_panel_bf16x2(panel, lanes, v + column, step, keys, columns, nothing, prefetch);
+        else
+            pack_panel_bf16x2(panel, lanes, v + column, step, keys, columns, NULL, prefetch);
+        if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
+            uint64_t live[AM_FLASH_ROWS];
+            for (ptrdiff_t r = 0; r < rows; r++) live[r] = tile->live[r] >> begin;
+            add_live_rows_bf16x2(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
+                                 block->out_depth, columns_at(block, column, PANEL_f32));
+            continue;
+        }
+        for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+            add_product_bf16x2(rows - r < V_STRIP ? rows - r : V_STRIP, block->out_depth - column, lanes,
+                               p + r * AM_FLASH_TILE, panel, PANEL_f32, out + r * block->out_depth + column,
+                               block->out_depth, NULL);
+    }
+}
+
+#define S float
+#define LOAD vf_load
+#define LOAD_PART vf_load_part
+#define FMA vf_fma_bf16x2
+#define STEP(name) name##_bf16x2
+#define FROM(name) name##_bf16x2
+#include "kernels/flash_in_place_tpl.h"
