@@ -89,7 +89,7 @@ static bool can_transpose(const am_flash_plan *p)
     if (p->shares_keys || p->head_blocks > 1 || f->depth == 0) return false;
     if (p->seen <= FEW_TILES || p->most_rows <= AM_FEW_ROWS) return false;
     if (f->bias || f->cap > 0 || p->base.threshold || p->base.unit != 1) return false;
-    if (p->bf16x2 && (p->factor <= 0 || p->base.kernels->bf16x2.tiles)) return false;
+    if (p->bf16x2 && (p->factor <= 0 || p->base.kernels->bf16x2.amx)) return false;
     const ptrdiff_t panel = p->base.kernels->panel;
     const bool one_vector = f->k.type == p->base.type && p->most_rows <= panel / 2;
     const ptrdiff_t part = one_vector ? panel / 2 : panel, lanes = am_ceil_div(p->most_rows, part) * part;
@@ -209,7 +209,7 @@ static void choose(am_flash_plan *p)
     const bool always = panel * p->base.size >= LONG_PANEL && !p->bf16x2;
     const ptrdiff_t few_for_values = always ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= few_for_values &&
-                         f->v.token > 0 && !(p->bf16x2 && p->base.kernels->bf16x2.tiles) &&
+                         f->v.token > 0 && !(p->bf16x2 && p->base.kernels->bf16x2.amx) &&
                          f->value_depth % (p->bf16x2 ? panel : panel / 2) == 0 &&
                          (p->bf16x2 ? am_is_plain_bf16x2(&f->v, f->value_depth)
                                     : am_is_plain(&f->v) && f->v.type == p->base.type);

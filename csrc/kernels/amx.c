@@ -1,7 +1,7 @@
 /* amx.c – attention of bfloat16 for x86-64 processors that multiply tiles of it (Sapphire Rapids). */
-#define V_TILES
+#define V_AMX
 #include "kernels/vec_avx512.h"
 #pragma GCC diagnostic ignored "-Wunused-function" /* of all kernels these need some */
 #include "kernels/level.h"
 
-const am_bf16x2_kernels am_kernels_amx = {flash_step_tiles, true, gradient_bf16x2, peaks_bf16x2};
+const am_bf16x2_kernels am_kernels_amx = {flash_step_amx, true, gradient_bf16x2, peaks_bf16x2};

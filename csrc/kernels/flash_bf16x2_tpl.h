@@ -60,7 +60,7 @@ static void add_live_rows_bf16x2(ptrdiff_t rows, const uint64_t *live, const flo
     }
 }
 
-#ifndef V_TILES
+#ifndef V_AMX
 /* Joins each two rows of [rows][AM_FLASH_TILE] to one of bf16x2; `to` may be `from`. */
 static const float *join_rows_bf16x2(float *to, const float *from, ptrdiff_t rows)
 {

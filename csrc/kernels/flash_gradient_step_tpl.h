@@ -5,8 +5,8 @@
  *     dV = dV + Pᵀ dO             one panel of columns after the other, and so are
  *     dK = dK + dSᵀ Q,  dQ = dQ + dS K
  *
- * A lane of what is multiplied holds WIDTH numbers, which are neighbours in the sum that is taken. TILED: by
- * products of flash_tiles.h, of HEIGHT rows at once.
+ * A lane of what is multiplied holds WIDTH numbers, which are neighbours in the sum that is taken.
+ * AMX_PRODUCTS: by products of flash_amx.h, of HEIGHT rows at a time.
  */
 
 /* c = a bᵀ, where b is packed like keys. */
@@ -19,7 +19,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
         memset(c, 0, (size_t)(rows * AM_FLASH_TILE) * sizeof *c);
         return;
     }
-#ifdef TILED
+#ifdef AMX_PRODUCTS
     find_logits(strips, count, lanes, a, a_step, b, c, queue);
 #else
     for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += FN(PANEL), b += FN(PANEL) * lanes) {
@@ -33,7 +33,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
 #endif
 }
 
-#ifndef TILED
+#ifndef AMX_PRODUCTS
 /* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of live pairs alone, if `live`
  * is not NULL. `scratch`: as large as a, which it may be. */
 static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
@@ -120,8 +120,8 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
     for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
     STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, ds,
                        tile->k, block->d_q, block->step, block->depth, &queue);
-#ifdef TILED
-    end_tiles();
+#ifdef AMX_PRODUCTS
+    amx_end();
 #endif
 }
 
@@ -132,8 +132,8 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
     STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);
-#ifdef TILED
-    end_tiles();
+#ifdef AMX_PRODUCTS
+    amx_end();
 #endif
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
@@ -168,4 +168,4 @@ static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *t
 #undef STEP
 #undef WIDTH
 #undef HEIGHT
-#undef TILED
+#undef AMX_PRODUCTS

@@ -101,9 +101,9 @@ static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
 #if defined HALVES && defined V_BF16X2
 #    define STEP(name) name##_bf16x2
 #    define WIDTH 2
-#    ifdef V_TILES
-#        define TILED
-#        define HEIGHT TILES_ROWS
+#    ifdef V_AMX
+#        define AMX_PRODUCTS
+#        define HEIGHT AMX_ROWS
 #    else
 #        define HEIGHT STRIP
 #    endif

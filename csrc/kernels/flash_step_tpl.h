@@ -259,7 +259,7 @@ static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *
     }
 }
 
-#if WIDTH == 1 || !defined V_TILES
+#if WIDTH == 1 || !defined V_AMX
 #    if VF_LANES >= 16
 #        include "kernels/flash_transposed_tpl.h"
 #    endif

@@ -236,8 +236,8 @@ static inline vd tanh_tail_f64(vd z)
 #define HALVES /* may come as numbers of sixteen bits too */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
-#ifdef V_TILES
-#    include "kernels/flash_tiles.h"
+#ifdef V_AMX
+#    include "kernels/flash_amx.h"
 #endif
 #include "kernels/flash_gradient_tpl.h"
 #define T double

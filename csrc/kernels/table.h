@@ -266,7 +266,7 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void 
  * am_flash_rows counts lanes), neighbouring rows of what pack_values_bf16x2 packs. */
 typedef struct {
     am_flash_step *step;
-    bool tiles; /* by which the step multiplies, and takes no values in place */
+    bool amx; /* the step multiplies by AMX tiles, and takes no values in place */
     am_flash_gradient_step *gradient;
     am_flash_peaks *peaks;
 } am_bf16x2_kernels;

@@ -343,7 +343,7 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
 }
 #endif
 
-#ifdef V_TILES /* where the including file wants them */
+#ifdef V_AMX /* where the including file wants them */
 /* Eight tiles of up to 16 rows of 64 bytes, a thread's own; `n`, `a`, `b` and `c` are numbers of tiles. Each
  * row of c accumulates rows of b times the lanes of a row of a: a lane holds two bfloat16, as above. */
 typedef struct {

@@ -1,69 +1,71 @@
-/* flash_tiles.h – attention of bfloat16 numbers, and what its gradient is made of, where the processor
- * multiplies whole tiles of them. Queries, keys, P and values are bf16x2 as in flash_bf16x2_tpl.h, and
- * are laid out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3 accumulate two by two, 4
- * and 5 are of a, 6 and 7 of b. */
+/* flash_amx.h – attention in bfloat16, forward and backward, by the tile registers of AMX, which the
+ * processor multiplies whole. Queries, keys, P and values are bf16x2 as in flash_bf16x2_tpl.h, and are laid
+ * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3 accumulate two by two, 4 and 5 are of a,
+ * 6 and 7 of b. */
 
 enum {
-    TILE_ROWS = 16,
-    TILE_LANES = 16,
-    TILES_ROWS = 2 * TILE_ROWS, /* that are multiplied at once, by as many columns */
+    AMX_TILE_ROWS = 16,
+    AMX_TILE_LANES = 16,
+    AMX_ROWS = 2 * AMX_TILE_ROWS, /* that are multiplied at a time, by as many columns */
 };
-_Static_assert(PANEL_f32 == 2 * TILE_LANES && VF_LANES == TILE_LANES, "a panel is two tiles wide");
+_Static_assert(PANEL_f32 == 2 * AMX_TILE_LANES && VF_LANES == AMX_TILE_LANES, "a panel is two tiles wide");
 
-/* What the tiles of a thread are made for: rows of a, and how many of their lanes; 0: nothing. */
+/* The shape for which the tile registers of a thread are configured: rows of a, and their lanes; 0: none. */
 typedef struct {
     ptrdiff_t rows, lanes;
-} tile_shape;
-static _Thread_local tile_shape tiles_now;
+} amx_shape;
+static _Thread_local amx_shape amx_now;
 
-static void shape_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
+static void amx_set_shape(amx_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
 {
     if (now->rows == rows && now->lanes == lanes) return;
-    const uint8_t high = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS), low = (uint8_t)(rows - high),
+    const uint8_t high = (uint8_t)(rows < AMX_TILE_ROWS ? rows : AMX_TILE_ROWS), low = (uint8_t)(rows - high),
                   depth = (uint8_t)lanes;
-    const uint16_t line = TILE_LANES * sizeof(float), bytes = (uint16_t)(lanes * (ptrdiff_t)sizeof(float)),
-                   low_line = low ? line : 0, low_bytes = low ? bytes : 0;
+    const uint16_t line = AMX_TILE_LANES * sizeof(float),
+                   bytes = (uint16_t)(lanes * (ptrdiff_t)sizeof(float)), low_line = low ? line : 0,
+                   low_bytes = low ? bytes : 0;
     const vt_shapes shapes = {
         .palette = 1,
         .rows = {high, high, low, low, high, low, depth, depth},
         .row_bytes = {line, line, low_line, low_line, bytes, low_bytes, line, line},
     };
     vt_begin(&shapes);
-    *now = (tile_shape){rows, lanes};
+    *now = (amx_shape){rows, lanes};
 }
 
-static void end_tiles(void)
+static void amx_end(void)
 {
     vt_end();
-    tiles_now.rows = 0;
+    amx_now.rows = 0;
 }
 
-/* c = (add ? c : 0) + a b, for tiles as they are made: two of rows with `low`, two of columns with `right`.
- * `chunks` of lanes. */
+/* c = (add ? c : 0) + a b, for tiles as they are configured: two of rows with `low`, two of columns with
+ * `right`; `chunks` of lanes. */
 static inline __attribute__((always_inline)) void
-multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float *a, ptrdiff_t a_step,
-                const float *b, float *c, ptrdiff_t c_step, bool add, prefetch_queue *queue)
+amx_multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float *a, ptrdiff_t a_step,
+                    const float *b, float *c, ptrdiff_t c_step, bool add, prefetch_queue *queue)
 {
-    const float *a_low = a + TILE_ROWS * a_step;
-    float *c_low = c + TILE_ROWS * c_step;
+    const float *a_low = a + AMX_TILE_ROWS * a_step;
+    float *c_low = c + AMX_TILE_ROWS * c_step;
     if (add) {
         vt_load(0, c, c_step);
-        if (right) vt_load(1, c + TILE_LANES, c_step);
+        if (right) vt_load(1, c + AMX_TILE_LANES, c_step);
         if (low) vt_load(2, c_low, c_step);
-        if (low && right) vt_load(3, c_low + TILE_LANES, c_step);
+        if (low && right) vt_load(3, c_low + AMX_TILE_LANES, c_step);
     } else {
         vt_zero(0);
         if (right) vt_zero(1);
         if (low) vt_zero(2);
         if (low && right) vt_zero(3);
     }
-    for (; chunks > 0; chunks--, a += TILE_LANES, a_low += TILE_LANES, b += TILE_LANES * PANEL_f32) {
+    for (; chunks > 0;
+         chunks--, a += AMX_TILE_LANES, a_low += AMX_TILE_LANES, b += AMX_TILE_LANES * PANEL_f32) {
         prefetch_rest(queue, NULL, 0);
         vt_load(4, a, a_step);
         vt_load(6, b, PANEL_f32);
         vt_fma_bf16x2(0, 4, 6);
         if (right) {
-            vt_load(7, b + TILE_LANES, PANEL_f32);
+            vt_load(7, b + AMX_TILE_LANES, PANEL_f32);
             vt_fma_bf16x2(1, 4, 7);
         }
         if (low) {
@@ -73,30 +75,30 @@ multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float 
         if (low && right) vt_fma_bf16x2(3, 5, 7);
     }
     vt_store(0, c, c_step);
-    if (right) vt_store(1, c + TILE_LANES, c_step);
+    if (right) vt_store(1, c + AMX_TILE_LANES, c_step);
     if (low) vt_store(2, c_low, c_step);
-    if (low && right) vt_store(3, c_low + TILE_LANES, c_step);
+    if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_step);
 }
 
 /* c = (add ? c : 0) + a b, of up to two tiles of rows, and of columns of a panel of b. */
-static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes,
-                           const float *a, ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step,
-                           bool add, prefetch_queue *queue)
+static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, const float *a,
+                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, bool add,
+                         prefetch_queue *queue)
 {
-    const bool low = rows > TILE_ROWS, right = columns > TILE_LANES;
+    const bool low = rows > AMX_TILE_ROWS, right = columns > AMX_TILE_LANES;
     __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
     for (ptrdiff_t some; lanes > 0; lanes -= some, a += some, b += some * PANEL_f32, add = true) {
-        some = lanes < TILE_LANES ? lanes : lanes / TILE_LANES * TILE_LANES;
-        const ptrdiff_t chunks = (some + TILE_LANES - 1) / TILE_LANES;
-        shape_tiles(now, rows, some / chunks);
+        some = lanes < AMX_TILE_LANES ? lanes : lanes / AMX_TILE_LANES * AMX_TILE_LANES;
+        const ptrdiff_t chunks = (some + AMX_TILE_LANES - 1) / AMX_TILE_LANES;
+        amx_set_shape(now, rows, some / chunks);
         if (low && right)
-            multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, queue);
         else if (low)
-            multiply_chunks(true, false, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(true, false, chunks, a, a_step, b, c, c_step, add, queue);
         else if (right)
-            multiply_chunks(false, true, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(false, true, chunks, a, a_step, b, c, c_step, add, queue);
         else
-            multiply_chunks(false, false, chunks, a, a_step, b, c, c_step, add, queue);
+            amx_multiply_chunks(false, false, chunks, a, a_step, b, c, c_step, add, queue);
     }
 }
 
@@ -104,17 +106,17 @@ static void multiply_tiles(tile_shape *now, ptrdiff_t rows, ptrdiff_t columns, p
 static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const float *a,
                         ptrdiff_t a_step, const float *b, float *c, prefetch_queue *queue)
 {
-    tile_shape *now = &tiles_now;
+    amx_shape *now = &amx_now;
     for (const strip_f32 *s = strips; s < strips + count; s++) {
         for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
-            multiply_tiles(now, s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
-                           c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, queue);
+            amx_multiply(now, s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
+                         c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, queue);
     }
 }
 
 enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* of what is packed like values */
 
-/* Numbers of a panel, and what is none. */
+/* Splits a panel into its finite numbers and the rest, which is NaN or Inf. */
 static void split_panel(const float *panel, float *finite, uint16_t *rest)
 {
     enum { EXPONENT = 0x7f80 };
@@ -126,7 +128,7 @@ static void split_panel(const float *panel, float *finite, uint16_t *rest)
     memcpy(finite, numbers, sizeof numbers);
 }
 
-/* c += a b of live pairs of such a rest, where 0 is nothing. */
+/* c += a b of live pairs of such a rest, which is 0 where numbers are finite. */
 static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_step,
                      const uint16_t *rest, float *c, ptrdiff_t c_step)
 {
@@ -144,45 +146,46 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
     }
 }
 
-/* c += a b, where b is packed like values; of live pairs alone, if `live` is not NULL. Numbers go by tiles
- * even then, as sums are added up in another order elsewhere, and what is dead must leave no trace. */
+/* c += a b, where b is packed like values; of live pairs alone, if `live` is not NULL. Finite numbers
+ * are multiplied by tiles even then: another order of sums would round otherwise, and dead pairs must not
+ * change a bit. */
 static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
                          ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t depth,
                          prefetch_queue *queue)
 {
-    tile_shape *now = &tiles_now;
+    amx_shape *now = &amx_now;
     for (ptrdiff_t column = 0; column < depth; column += PANEL_f32, b += PANEL_LANES) {
         const ptrdiff_t columns = depth - column < PANEL_f32 ? depth - column : PANEL_f32;
         float finite[PANEL_LANES];
         uint16_t rest[2 * PANEL_LANES];
         if (live) split_panel(b, finite, rest);
         for (const strip_f32 *s = strips; s < strips + count; s++) {
-            const ptrdiff_t begin = s->begin / PANEL_f32 * TILE_LANES,
-                            end = (s->end + PANEL_f32 - 1) / PANEL_f32 * TILE_LANES;
-            multiply_tiles(now, s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
-                           (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step,
-                           true, queue);
+            const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
+                            end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
+            amx_multiply(now, s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
+                         (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step, true,
+                         queue);
         }
         const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
         if (live) add_rest(rows, live, a, a_step, rest, c + column, c_step);
     }
 }
 
-static void flash_step_tiles(const am_flash_rows *block, const am_flash_tile *tile)
+static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile)
 {
-    strip_f32 strips[AM_FLASH_ROWS / TILES_ROWS];
-    ptrdiff_t count = cut_strips_f32(strips, block->rows, TILES_ROWS, tile->live, AM_FLASH_TILE);
-    const ptrdiff_t chunks = (2 * block->depth + block->out_depth) / TILE_LANES + 1;
+    strip_f32 strips[AM_FLASH_ROWS / AMX_ROWS];
+    ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->live, AM_FLASH_TILE);
+    const ptrdiff_t chunks = (2 * block->depth + block->out_depth) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
     find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
     softmax_step_bf16x2(block, tile, strips, count);
     add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
                  block->out, block->out_depth, block->out_depth, &queue);
-    end_tiles();
+    amx_end();
 }
 
-/* --- What flash_gradient_step_tpl.h is made of --- */
+/* --- Products for flash_gradient_step_tpl.h --- */
 
 /* Transposes [rows][AM_FLASH_TILE] to bf16x2 of neighbouring rows: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
 static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
@@ -227,5 +230,5 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdif
 /* Chunks of all its products. */
 static ptrdiff_t prefetching_products_bf16x2(const am_gradient_rows *block, ptrdiff_t strips)
 {
-    return strips * ((3 * block->depth + 2 * block->value_depth) / TILE_LANES + 1);
+    return strips * ((3 * block->depth + 2 * block->value_depth) / AMX_TILE_LANES + 1);
 }
