@@ -117,10 +117,10 @@ static workspace part_of(const plan *p, workspace s, ptrdiff_t i)
  * arithmetic type; and the kernels for them. */
 static const char *read_tile(const plan *p, const am_tokens *t, bool plain, const place *at, ptrdiff_t k,
                              ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step,
-                             const am_flash_source **source)
+                             const am_kv_format_kernels **format)
 {
     const char *src = am_token(t, at->b, at->kv_head, k);
-    *source = am_source_of(&p->base, plain ? t->type : p->base.type);
+    *format = am_kv_format_of(&p->base, plain ? t->type : p->base.type);
     if (!plain) return am_read_rows(&p->base, scratch, src, t->token, t->element, t->type, rows, count, step);
     *step = t->token / (ptrdiff_t)am_size_of(t->type);
     return src;
@@ -130,11 +130,11 @@ static void pack_keys(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t row
 {
     const am_tokens *keys = &p->base.flash->k;
     ptrdiff_t depth = p->base.flash->depth, step;
-    const am_flash_source *source = &p->base.kernels->sources[AM_SOURCE_OWN];
+    const am_kv_format_kernels *format = &p->base.kernels->kv_formats[AM_KV_FORMAT_OWN];
     const char *src =
         p->bf16x2 ? am_read_bf16x2(keys, at->b, at->kv_head, k, rows, depth, scratch, &step)
-                  : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, scratch, &step, &source);
-    source->pack_keys(to, src, step, rows, p->lanes, p->k_factor);
+                  : read_tile(p, keys, am_is_plain(keys), at, k, rows, depth, scratch, &step, &format);
+    format->pack_keys(to, src, step, rows, p->lanes, p->k_factor);
 }
 
 /* Whether they are finite. */
@@ -146,9 +146,9 @@ static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t r
         const char *src = am_read_bf16x2(values, at->b, at->kv_head, k, rows, depth, scratch, &step);
         return p->base.kernels->pack_values_bf16x2(to, src, 2 * step, rows, depth);
     }
-    const am_flash_source *source;
-    const char *src = read_tile(p, values, am_is_plain(values), at, k, rows, depth, scratch, &step, &source);
-    return source->pack_values(to, src, step, rows, depth);
+    const am_kv_format_kernels *format;
+    const char *src = read_tile(p, values, am_is_plain(values), at, k, rows, depth, scratch, &step, &format);
+    return format->pack_values(to, src, step, rows, depth);
 }
 
 /* Keys of a whole tile where they lie, if the arithmetic can take each of their lanes by itself, else copied
@@ -268,8 +268,8 @@ static void begin_block(const plan *p, const item *it)
             p->base.kernels->scale(to, src, p->q_factor, f->depth, false);
     }
     if (p->transposed)
-        p->base.kernels->sources[AM_SOURCE_OWN].pack_keys(it->s.q_packed, it->s.q, p->lanes, at->rows,
-                                                          p->lanes, 1);
+        p->base.kernels->kv_formats[AM_KV_FORMAT_OWN].pack_keys(it->s.q_packed, it->s.q, p->lanes, at->rows,
+                                                                p->lanes, 1);
     memset(block->out, 0, (size_t)(at->rows * p->out_depth * p->base.size));
 }
 
@@ -332,7 +332,7 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     const am_tokens *out = &f->out;
     ptrdiff_t size = (ptrdiff_t)am_size_of(out->type);
     const bool direct = out->element == size;
-    am_flash_write *write = am_source_of(&p->base, out->type)->write;
+    am_flash_write *write = am_kv_format_of(&p->base, out->type)->write;
     char *row = block->out;
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         char *dst = out->data + at->b * out->batch + (at->head + h) * out->head + at->q * out->token;
@@ -387,12 +387,12 @@ static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_t
         tile->value_depth = am_ceil_div(f->value_depth, 2);
         *step_in_place = p->base.kernels->step_in_place_bf16x2;
     } else if (p->in_place) {
-        const am_flash_source *source;
+        const am_kv_format_kernels *format;
         bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
-        tile->k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile->k_step, &source);
-        tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, &source);
+        tile->k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile->k_step, &format);
+        tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, &format);
         tile->value_depth = f->value_depth;
-        *step_in_place = source->step_in_place;
+        *step_in_place = format->step_in_place;
     } else if (!find_shared(p, at, index, s->row, tile)) {
         const ptrdiff_t among_all = tile_index(p, at, index), local = index % p->local_count;
         char *local_k = s->k + local * p->k_bytes, *local_v = s->v + local * p->v_bytes;

@@ -217,7 +217,8 @@ am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdif
                      char *scratch, char *bias, uint64_t *live, am_tile tile)
 {
     const am_flash *f = base->flash;
-    const am_flash_source *own = am_source_of(base, base->type), *direct = am_source_of(base, f->bias_type);
+    const am_kv_format_kernels *own = am_kv_format_of(base, base->type),
+                               *direct = am_kv_format_of(base, f->bias_type);
     if (f->bias_column != (ptrdiff_t)am_size_of(f->bias_type)) direct = NULL;
     uint64_t any = 0;
     for (ptrdiff_t r = 0; r < at->rows; r++) {

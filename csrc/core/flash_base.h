@@ -117,13 +117,13 @@ typedef struct {
 am_status am_sum_sinks(const am_run *run, const am_flash_base *base, am_sink_sum **sums);
 
 /* The kernels for keys, values or bias of a type, NULL if they have to be converted first. */
-static inline const am_flash_source *am_source_of(const am_flash_base *base, am_dtype type)
+static inline const am_kv_format_kernels *am_kv_format_of(const am_flash_base *base, am_dtype type)
 {
-    am_source source = type == AM_FLOAT16    ? AM_SOURCE_F16
-                       : type == AM_BFLOAT16 ? AM_SOURCE_BF16
-                                             : AM_SOURCE_OWN;
-    bool known = source == AM_SOURCE_OWN ? type == base->type : base->type == AM_FLOAT32;
-    return known ? &base->kernels->sources[source] : NULL;
+    am_kv_format format = type == AM_FLOAT16    ? AM_KV_FORMAT_F16
+                          : type == AM_BFLOAT16 ? AM_KV_FORMAT_BF16
+                                                : AM_KV_FORMAT_OWN;
+    bool known = format == AM_KV_FORMAT_OWN ? type == base->type : base->type == AM_FLOAT32;
+    return known ? &base->kernels->kv_formats[format] : NULL;
 }
 
 /* Fills in a word a row if there is any live pair; whether there is, and whether all are. */

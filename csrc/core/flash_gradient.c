@@ -184,7 +184,7 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
 static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am_range keys, ptrdiff_t depth,
                  char *scratch, char *to_columns, char *to_rows)
 {
-    const am_flash_source *own = &p->base.kernels->sources[AM_SOURCE_OWN];
+    const am_kv_format_kernels *own = &p->base.kernels->kv_formats[AM_KV_FORMAT_OWN];
     ptrdiff_t rows = keys.end - keys.begin, step;
     if (p->bf16x2) {
         const char *src = am_read_bf16x2(t, at->b, at->kv_head, keys.begin, rows, depth, scratch, &step);

@@ -84,7 +84,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #define STORE VOP(store)
 #define STORE_PART VOP(store_part)
 #define FROM(name) FN(name)
-#include "kernels/flash_source_tpl.h"
+#include "kernels/flash_kv_format_tpl.h"
 #ifdef HALVES
 #    define S uint16_t
 #    define LOADS(b, b_row, vectors, left, right)                                                            \
@@ -99,7 +99,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define STORE vf_store_f16
 #    define STORE_PART vf_store_part_f16
 #    define FROM(name) name##_f16
-#    include "kernels/flash_source_tpl.h"
+#    include "kernels/flash_kv_format_tpl.h"
 #    define S uint16_t
 #    define LOADS(b, b_row, vectors, left, right)                                                            \
         left = vf_load_bf16(b), right = vf_load_bf16((b) + ((vectors) > 1) * LANES)
@@ -113,7 +113,7 @@ static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count
 #    define STORE vf_store_bf16
 #    define STORE_PART vf_store_part_bf16
 #    define FROM(name) name##_bf16
-#    include "kernels/flash_source_tpl.h"
+#    include "kernels/flash_kv_format_tpl.h"
 #    ifdef V_BF16X2
 #        include "kernels/flash_bf16x2_tpl.h"
 #    endif

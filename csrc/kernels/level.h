@@ -256,7 +256,7 @@ static inline vd tanh_tail_f64(vd z)
 #ifdef LEVEL
 #    define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
-#    define FLASH_SOURCE(type)                                                                               \
+#    define KV_FORMAT_KERNELS(type)                                                                          \
         {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type, write_##type}
 
 #    define JOIN_(a, b) a##b
@@ -309,7 +309,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .panel = PANEL_f32,
             .step = flash_step_f32,
             .scale = scale_f32,
-            .sources = {FLASH_SOURCE(f32), FLASH_SOURCE(f16), FLASH_SOURCE(bf16)},
+            .kv_formats = {KV_FORMAT_KERNELS(f32), KV_FORMAT_KERNELS(f16), KV_FORMAT_KERNELS(bf16)},
             .gradient = gradient_f32,
             .peaks = peaks_f32,
             .load_rows = load_rows_f32,
@@ -326,7 +326,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .panel = PANEL_f64,
             .step = flash_step_f64,
             .scale = scale_f64,
-            .sources = {FLASH_SOURCE(f64)},
+            .kv_formats = {KV_FORMAT_KERNELS(f64)},
             .gradient = gradient_f64,
             .peaks = peaks_f64,
             .load_rows = load_rows_f64,

@@ -203,16 +203,16 @@ typedef void am_flash_scale(void *dst, const void *src, double factor, ptrdiff_t
 /* The same, to the type of the result. */
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
 
-/* Keys, values, bias and result may have the arithmetic type, or where that is float32 also be float16 or
- * bfloat16. */
-typedef enum { AM_SOURCE_OWN, AM_SOURCE_F16, AM_SOURCE_BF16, AM_SOURCES } am_source;
+/* The element type of keys, values, bias and result in memory: that of the arithmetic, or where that is
+ * float32 also float16 or bfloat16. */
+typedef enum { AM_KV_FORMAT_OWN, AM_KV_FORMAT_F16, AM_KV_FORMAT_BF16, AM_KV_FORMATS } am_kv_format;
 typedef struct {
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
     am_flash_step_in_place *step_in_place;
     am_flash_read_bias *read_bias;
     am_flash_write *write;
-} am_flash_source;
+} am_kv_format_kernels;
 
 /* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) 2^rest and dP = d_out
  * vᵀ
@@ -262,8 +262,8 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void 
                          ptrdiff_t rows, ptrdiff_t depth);
 
 /* For bfloat16, if the processor multiplies it, else NULL. A lane of float32 holds two (bf16x2): neighbours
- * in depth of what pack_keys of AM_SOURCE_OWN packs and of the rows that are multiplied with it (`depth` of
- * am_flash_rows counts lanes), neighbouring rows of what pack_values_bf16x2 packs. */
+ * in depth of what pack_keys of AM_KV_FORMAT_OWN packs and of the rows that are multiplied with it (`depth`
+ * of am_flash_rows counts lanes), neighbouring rows of what pack_values_bf16x2 packs. */
 typedef struct {
     am_flash_step *step;
     bool amx; /* the step multiplies by AMX tiles, and takes no values in place */
@@ -275,7 +275,7 @@ typedef struct {
     ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
     am_flash_step *step;
     am_flash_scale *scale;
-    am_flash_source sources[AM_SOURCES];
+    am_kv_format_kernels kv_formats[AM_KV_FORMATS];
     am_flash_gradient_step *gradient;
     am_flash_peaks *peaks;
     am_load_rows *load_rows;

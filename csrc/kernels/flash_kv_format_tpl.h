@@ -1,6 +1,6 @@
-/* flash_source_tpl.h – keys and values of type S (LOAD and LOAD_PART make lanes of them) on their way to
- * attention: packed for many rows, or used where they lie by few. And results on their way back, by STORE and
- * STORE_PART. */
+/* flash_kv_format_tpl.h – the kernels for keys and values whose elements in memory are S. LOAD and LOAD_PART
+ * make lanes of them; they are packed for many rows, or read where they lie by few. Results of type S are
+ * written by STORE and STORE_PART. */
 
 /* A square of lanes, transposed; zeros where there are no more rows or columns. */
 static inline __attribute__((always_inline)) void
