@@ -9,8 +9,8 @@
  *    tiles for itself, in memory that stays in the cache.
  *  - If only a few blocks read the keys, they are the items of one task, which packs each tile for itself and
  *    takes all items over it in lockstep.
- *  - A block of few rows reads keys where they lie. So does a block with exclusive keys whose rows
- *    fill vectors: its queries are packed instead, and its steps transposed.
+ *  - A block of few rows reads keys and values unpacked, where they lie. So does a block with exclusive keys
+ *    whose rows fill vectors: its queries are packed instead, and its steps transposed.
  *
  * Blocks that share nothing are items of one task if their heads lie side by side, so that a task reads
  * memory in order. Where blocks are too few to keep many threads busy, the keys of each are split, and the
@@ -84,9 +84,9 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     s->row = am_take(memory, &used, am_row_scratch(TILE, am_max(f->depth, f->value_depth)));
     s->k =
         am_take(memory, &used,
-                p->in_place || p->transposed ? am_row_scratch(TILE, f->depth) : p->local_count * p->k_bytes);
+                p->unpacked || p->transposed ? am_row_scratch(TILE, f->depth) : p->local_count * p->k_bytes);
     s->v = am_take(memory, &used,
-                   p->in_place ? am_row_scratch(TILE, f->value_depth) : p->local_count * p->v_bytes);
+                   p->unpacked ? am_row_scratch(TILE, f->value_depth) : p->local_count * p->v_bytes);
     s->accumulators = am_take(memory, &used, p->lockstep * p->partial_bytes);
     s->live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
     s->kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * (ptrdiff_t)sizeof(uint64_t));
@@ -95,8 +95,8 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     return used;
 }
 
-/* The part of the i-th item in lockstep. In place all items take one step, and have at most as many rows as
- * one full block; else they step one after the other, each with the whole memory for a tile. */
+/* The part of the i-th item in lockstep. If unpacked, all items take one step, and have at most as many rows
+ * as one full block; else they step one after the other, each with the whole memory for a tile. */
 static workspace part_of(const plan *p, workspace s, ptrdiff_t i)
 {
     ptrdiff_t row = i * p->most_rows;
@@ -104,7 +104,7 @@ static workspace part_of(const plan *p, workspace s, ptrdiff_t i)
     s.q_packed += p->transposed ? i * p->k_bytes : 0;
     s.accumulators += i * p->partial_bytes;
     s.row_keys += row;
-    if (!p->in_place) return s;
+    if (!p->unpacked) return s;
     s.logits += row * TILE * p->base.size;
     s.bias += p->base.flash->bias ? row * TILE * p->base.size : 0;
     s.live += row, s.kept += row;
@@ -256,7 +256,7 @@ static void begin_block(const plan *p, const item *it)
             if (p->base.threshold)
                 it->s.row_keys[r] = am_row_key(f->seed, at->b, at->head + h, at->q + r - row);
         }
-        if (p->queries_in_place) continue;
+        if (p->queries_direct) continue;
         if (p->bf16x2) {
             am_copy_bf16x2(to, src, f->q.token, f->q.element, at->queries, f->depth);
             continue;
@@ -366,10 +366,10 @@ static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *s
     return found >= PACKED;
 }
 
-/* Whether the block has live pairs among the keys of a tile; if so, it with all that belongs to it, and what
- * takes it if it is in place. */
+/* Whether the block has live pairs among the keys of a tile; if so, fills in the tile, and the step for it if
+ * it is unpacked. */
 static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_tile *tile,
-                      am_flash_step_in_place **step_in_place)
+                      am_flash_step_unpacked **step_unpacked)
 {
     const am_flash *f = p->base.flash;
     const place *at = &it->at;
@@ -381,22 +381,22 @@ static bool find_tile(const plan *p, const item *it, ptrdiff_t index, am_flash_t
         kind = am_read_bias(&p->base, at, k, columns, s->row, s->bias, s->live, kind);
     if (kind == AM_DEAD) return false;
     *tile = (am_flash_tile){.live = kind == AM_FULL ? NULL : s->live, .bias = f->bias ? s->bias : NULL};
-    if (p->in_place && p->bf16x2) {
+    if (p->unpacked && p->bf16x2) {
         tile->k = am_read_bf16x2(&f->k, at->b, at->kv_head, k, columns, f->depth, s->k, &tile->k_step);
         tile->v = am_read_bf16x2(&f->v, at->b, at->kv_head, k, columns, f->value_depth, s->v, &tile->v_step);
         tile->value_depth = am_ceil_div(f->value_depth, 2);
-        *step_in_place = p->base.kernels->step_in_place_bf16x2;
-    } else if (p->in_place) {
+        *step_unpacked = p->base.kernels->step_unpacked_bf16x2;
+    } else if (p->unpacked) {
         const am_kv_format_kernels *format;
         bool plain = am_is_plain(&f->k) && am_is_plain(&f->v);
         tile->k = read_tile(p, &f->k, plain, at, k, columns, f->depth, s->k, &tile->k_step, &format);
         tile->v = read_tile(p, &f->v, plain, at, k, columns, f->value_depth, s->v, &tile->v_step, &format);
         tile->value_depth = f->value_depth;
-        *step_in_place = format->step_in_place;
+        *step_unpacked = format->step_unpacked;
     } else if (!find_shared(p, at, index, s->row, tile)) {
         const ptrdiff_t among_all = tile_index(p, at, index), local = index % p->local_count;
         char *local_k = s->k + local * p->k_bytes, *local_v = s->v + local * p->v_bytes;
-        const bool full = kind == AM_FULL, there = p->values_in_place && full,
+        const bool full = kind == AM_FULL, there = p->values_unpacked && full,
                    known = it->local->tile[local] == among_all;
         tile->transposed = p->transposed && full && columns == TILE;
         if (!known && !tile->transposed) pack_keys(p, at, k, columns, s->row, local_k);
@@ -427,23 +427,23 @@ static am_status advance_items(const plan *p, const item *items, ptrdiff_t count
         end = am_max(end, tiles.end);
     }
     am_flash_step *step = p->bf16x2 ? p->base.kernels->bf16x2.step : p->base.kernels->step;
-    const ptrdiff_t per_step = p->in_place ? count : 1, parts = count / per_step;
+    const ptrdiff_t per_step = p->unpacked ? count : 1, parts = count / per_step;
     for (ptrdiff_t index = begin; index < end; index++) {
         for (ptrdiff_t part = 0; part < parts; part++) {
             const item *first = items + part * per_step;
             am_flash_rows rows[AM_MOST_ITEMS];
             am_flash_tile tiles[AM_MOST_ITEMS];
-            am_flash_step_in_place *step_in_place = NULL;
+            am_flash_step_unpacked *step_unpacked = NULL;
             ptrdiff_t live = 0;
             for (const item *it = first; it < first + per_step; it++) {
-                if (!find_tile(p, it, index, &tiles[live], &step_in_place)) continue;
+                if (!find_tile(p, it, index, &tiles[live], &step_unpacked)) continue;
                 if (live == 0)
                     choose_prefetch(p, items, it, next, index, end, part, parts, tiles); /* for all */
                 rows[live++] = it->rows;
             }
             if (live == 0) continue;
-            if (step_in_place)
-                step_in_place(rows, tiles, live);
+            if (step_unpacked)
+                step_unpacked(rows, tiles, live);
             else
                 step(rows, tiles);
             am_status status = am_checkpoint(team);
@@ -492,7 +492,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
                 accumulators(p, p->partials ? partial_of(p, begin + i) : it->s.accumulators, it->at.rows);
             it->rows.q = it->s.q, it->rows.q_step = p->lanes, it->rows.logits = it->s.logits;
             it->rows.q_packed = p->transposed ? it->s.q_packed : NULL;
-            if (p->queries_in_place) {
+            if (p->queries_direct) {
                 it->rows.q = am_token(&p->base.flash->q, it->at.b, it->at.head, it->at.q);
                 it->rows.q_step = p->base.flash->q.token / p->base.size;
             }

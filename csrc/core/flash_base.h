@@ -65,8 +65,8 @@ static inline void am_set_number(const am_flash_base *base, void *array, ptrdiff
         ((float *)array)[i] = (float)x;
 }
 
-/* Rows of `count` numbers as contiguous numbers of the arithmetic type, `step` elements exclusive: in place,
- * or in `scratch` of am_row_scratch bytes. */
+/* Rows of `count` numbers as contiguous numbers of the arithmetic type, `step` elements apart: where they
+ * lie, or in `scratch` of am_row_scratch bytes. */
 const char *am_read_rows(const am_flash_base *base, char *scratch, const char *src, ptrdiff_t row_step,
                          ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
                          ptrdiff_t *step);
@@ -84,7 +84,8 @@ bool am_is_plain(const am_tokens *t);
 bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count);
 bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count);
 
-/* Rows of `count` bfloat16 as whole lanes of bf16x2, copied, or `step` lanes apart, in place or in `scratch`.
+/* Rows of `count` bfloat16 as whole lanes of bf16x2, copied, or `step` lanes apart, where they lie or in
+ * `scratch`.
  */
 void am_copy_bf16x2(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                     ptrdiff_t count);

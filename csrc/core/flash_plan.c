@@ -9,9 +9,9 @@ enum {
     SHARED_QUERIES = 32, /* up to so many queries, a block takes several heads */
     ENOUGH_TASKS = 64,   /* for any number of threads */
     LEAST_SPLIT = 512,   /* keys that are worth a task */
-    IN_PLACE_TILES = 4,  /* of keys in place, that are worth a task: many heads read them at once */
+    UNPACKED_TILES = 4,  /* of unpacked keys, that are worth a task: many heads read them in lockstep */
     FEW_TASKS = 4,       /* of a thread: items are not put into one task if that leaves fewer */
-    FEW_IN_PLACE = 2,    /* the same of keys in place, which are read up to 1.15 times as fast if the items
+    FEW_UNPACKED = 2,    /* the same of unpacked keys, which are read up to 1.15 times as fast if the items
                           * of a task are all heads that lie side by side */
     /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
      * bytes: so the memory stays warm, and little of it is fresh. */
@@ -47,8 +47,8 @@ static ptrdiff_t choose_task_items(const am_flash_plan *p)
 {
     const bool share = p->head_blocks > 1;
     const ptrdiff_t row_bytes = am_max(1, (p->lanes + p->out_depth) * p->base.size),
-                    rows = p->in_place ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes,
-                    few = p->in_place ? FEW_IN_PLACE : FEW_TASKS;
+                    rows = p->unpacked ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes,
+                    few = p->unpacked ? FEW_UNPACKED : FEW_TASKS;
     ptrdiff_t most = am_min(share ? p->head_blocks : side_by_side(p), rows / p->most_rows);
     most = am_min(most, AM_MOST_ITEMS);
     most = am_max(1, am_min(most, p->blocks * p->splits / p->threads / few));
@@ -70,9 +70,9 @@ static void choose_local_packing(am_flash_plan *p)
     p->shares_keys = false;
 }
 
-/* Whether a block's queries can be read where they lie: not if they are to be scaled, nor if all rows want
- * the same lines of the cache. */
-static bool can_stay(const am_flash_plan *p)
+/* Whether a block's queries can be read where they lie: not if they are to be scaled, nor if all rows map to
+ * the same cache lines. */
+static bool can_read_directly(const am_flash_plan *p)
 {
     const am_tokens *q = &p->base.flash->q;
     if (p->block_heads > 1 || p->q_factor != 1 || q->token % L1_WAY == 0) return false;
@@ -135,16 +135,16 @@ static am_status list_rows(am_flash_plan *p)
     return AM_OK;
 }
 
-static ptrdiff_t splits_in_place(const am_flash_plan *p, ptrdiff_t tiles)
+static ptrdiff_t unpacked_splits(const am_flash_plan *p, ptrdiff_t tiles)
 {
-    return am_min(am_ceil_div(tiles, IN_PLACE_TILES), am_max(1, ENOUGH_TASKS / am_max(1, p->row_blocks)));
+    return am_min(am_ceil_div(tiles, UNPACKED_TILES), am_max(1, ENOUGH_TASKS / am_max(1, p->row_blocks)));
 }
 
-/* How a row is split. In place it follows from the row alone, not from the longest one. */
+/* How a row is split. If unpacked, that follows from the row itself, not from the longest one. */
 static am_flash_row split_of(const am_flash_plan *p, am_flash_row row)
 {
     const ptrdiff_t count = am_max(1, row.tiles.end - row.tiles.begin);
-    row.split_tiles = p->in_place ? am_ceil_div(count, splits_in_place(p, count)) : p->split_tiles;
+    row.split_tiles = p->unpacked ? am_ceil_div(count, unpacked_splits(p, count)) : p->split_tiles;
     row.splits = am_ceil_div(count, row.split_tiles);
     return row;
 }
@@ -182,7 +182,7 @@ static void choose(am_flash_plan *p)
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
     if (p->bf16x2) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
     p->transposed = can_transpose(p);
-    p->in_place = !p->shares_keys && !p->transposed &&
+    p->unpacked = !p->shares_keys && !p->transposed &&
                   p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
     p->lanes = p->bf16x2 ? am_ceil_div(f->depth, 2) : f->depth;
     const ptrdiff_t panel = p->base.kernels->panel, panels = am_ceil_div(f->value_depth, panel);
@@ -192,14 +192,14 @@ static void choose(am_flash_plan *p)
     p->blocks = p->row_count * p->row_blocks;
     /* Where few keys are packed by each task, whatever number of threads there is: they are scaled then, if
      * that makes none infinite, and queries are not. */
-    const bool few = !p->shares_keys && !p->in_place && p->seen <= FEW_TILES;
+    const bool few = !p->shares_keys && !p->unpacked && p->seen <= FEW_TILES;
     const double factor = p->bf16x2 ? 1 : p->factor;
     const bool scales_keys = few && fabs(factor) <= 1;
     p->k_factor = scales_keys ? factor : 1;
     p->q_factor = scales_keys ? 1 : factor;
-    p->queries_in_place = few && can_stay(p);
+    p->queries_direct = few && can_read_directly(p);
     const ptrdiff_t tiles = am_max(p->seen, 1), seen = am_max(1, am_min(f->keys, tiles * TILE));
-    p->splits = p->in_place ? splits_in_place(p, tiles)
+    p->splits = p->unpacked ? unpacked_splits(p, tiles)
                             : am_min(am_ceil_div(ENOUGH_TASKS, p->blocks), am_ceil_div(seen, LEAST_SPLIT));
     p->split_tiles = am_ceil_div(tiles, p->splits);
     p->task_items = p->lockstep = p->shares_keys ? 1 : choose_task_items(p);
@@ -208,7 +208,7 @@ static void choose(am_flash_plan *p)
      * are, if they are not interleaved for each strip. */
     const bool always = panel * p->base.size >= LONG_PANEL && !p->bf16x2;
     const ptrdiff_t few_for_values = always ? AM_FLASH_ROWS : panel * 3 / 2;
-    p->values_in_place = p->head_blocks * p->q_blocks == 1 && p->most_rows <= few_for_values &&
+    p->values_unpacked = p->head_blocks * p->q_blocks == 1 && p->most_rows <= few_for_values &&
                          f->v.token > 0 && !(p->bf16x2 && p->base.kernels->bf16x2.amx) &&
                          f->value_depth % (p->bf16x2 ? panel : panel / 2) == 0 &&
                          (p->bf16x2 ? am_is_plain_bf16x2(&f->v, f->value_depth)

@@ -32,10 +32,10 @@ typedef struct {
                                      * side by side, or of those that share keys */
     ptrdiff_t local_count;          /* local tiles of a task */
     bool shares_keys;               /* tasks read the tiles that other tasks have packed */
-    bool in_place;                  /* keys and values are not packed */
-    bool values_in_place;           /* values are not, of tiles whose pairs are all live */
+    bool unpacked;                  /* keys and values are not packed: decode */
+    bool values_unpacked;           /* values are not, of tiles whose pairs are all live */
     bool transposed;                /* full tiles are, Sᵀ = K Qᵀ: keys stay, and queries are packed */
-    bool queries_in_place;          /* they are not copied */
+    bool queries_direct;            /* they are not copied */
     bool bf16x2;                    /* a lane of queries, keys and values holds two bfloat16 */
     double factor;                  /* of products, to make logits of them */
     double q_factor, k_factor;      /* what queries are scaled by, and keys as they are packed */

@@ -82,7 +82,7 @@ static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *til
 }
 
 /* Each two rows of values are interleaved. */
-static void add_in_place_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
+static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
                                 ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
                                 prefetch_lines *prefetch)
 {
@@ -133,7 +133,7 @@ static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdi
 
 /* --- Few rows: keys are read where they lie, and a few values at a time become bf16x2 --- */
 
-/* O + P V of a tile in place. It prefetches as many lines as it reads. */
+/* O + P V of an unpacked tile. It prefetches as many lines as it reads. */
 static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
@@ -188,4 +188,4 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 #define FMA vf_fma_bf16x2
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2
-#include "kernels/flash_in_place_tpl.h"
+#include "kernels/flash_unpacked_tpl.h"

@@ -97,7 +97,7 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
     return bits;
 }
 
-/* O + P V of a tile in place. Prefetches as many lines as it reads of values in place. */
+/* O + P V of an unpacked tile. Prefetches as many lines as it reads of values. */
 static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
@@ -164,4 +164,4 @@ static void FROM(write)(void *dst, const void *src, double factor, ptrdiff_t cou
 #undef STORE_PART
 #define FMA VOP(fma)
 #define STEP(name) FN(name)
-#include "kernels/flash_in_place_tpl.h"
+#include "kernels/flash_unpacked_tpl.h"

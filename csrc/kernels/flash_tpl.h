@@ -51,8 +51,8 @@ static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p,
     for (int j = 0; j < count; j++) VOP(store)(to + j * LANES, p[j]);
 }
 
-/* O + P V of some columns of values where they lie, at most a panel. */
-static void FN(add_in_place)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const T *v, ptrdiff_t v_step,
+/* O + P V of some columns of unpacked values, at most a panel. */
+static void FN(add_unpacked)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const T *v, ptrdiff_t v_step,
                              ptrdiff_t column, T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
     FN(add_product)(rows, columns, AM_FLASH_TILE, p, v + column, v_step, c, c_step, prefetch);

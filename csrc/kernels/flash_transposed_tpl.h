@@ -1,5 +1,4 @@
-/* flash_transposed_tpl.h – the transposed step of a block of rows over a full tile whose keys stay where they
- * lie:
+/* flash_transposed_tpl.h – the transposed step of a block of rows over a full tile of unpacked keys:
  *
  *     Sᵀ = K Qᵀ               64 × rows, a few keys at a time; queries are packed, once a block
  *     Pᵀ = e^(Sᵀ - ref_max)   lane by lane, which are rows here
@@ -58,8 +57,8 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, 
     for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
 }
 
-/* O + P V of a strip and one panel of columns, where values are packed, or stay and are interleaved if a lane
- * holds two. */
+/* O + P V of a strip and one panel of columns, where values are packed, or unpacked and interleaved if a
+ * lane holds two. */
 static void STEP(add_values_transposed)(const am_flash_rows *block, const am_flash_tile *tile,
                                         const FN(strip) * s, ptrdiff_t column)
 {

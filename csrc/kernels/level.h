@@ -142,10 +142,11 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 
 enum {
     FLASH_SLACK = 8, /* P stays below 2^8 or e^8, and rows are seldom rescaled */
-    /* Rows of keys and values in place are prefetched so many rows early, and again in order: prefetching
+    /* Rows of unpacked keys and values are prefetched so many rows early, and again in order: prefetching
      * once would be 0.8 times as fast. */
     EARLY_KEYS = 8,
-    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* of rows and keys in place: as fit, or fill whole vectors */
+    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP
+                           : 16, /* of rows and unpacked keys: as many as fit, or fill whole vectors */
 };
 
 /* Columns of a panel of results that begins at `column`: all of a panel, or half. */
@@ -257,7 +258,7 @@ static inline vd tanh_tail_f64(vd z)
 #    define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
 #    define KV_FORMAT_KERNELS(type)                                                                          \
-        {pack_keys_##type, pack_values_##type, step_in_place_##type, read_bias_##type, write_##type}
+        {pack_keys_##type, pack_values_##type, step_unpacked_##type, read_bias_##type, write_##type}
 
 #    define JOIN_(a, b) a##b
 #    define JOIN(a, b) JOIN_(a, b)
@@ -318,7 +319,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
 #    ifdef V_BF16X2
             .bf16x2 = {flash_step_bf16x2, false, gradient_bf16x2, peaks_bf16x2},
             .pack_values_bf16x2 = pack_values_bf16x2,
-            .step_in_place_bf16x2 = step_in_place_bf16x2,
+            .step_unpacked_bf16x2 = step_unpacked_bf16x2,
 #    endif
         },
     .flash_f64 =

@@ -134,7 +134,7 @@ enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 typedef struct {
     ptrdiff_t rows, depth, out_depth; /* the last a multiple of half a panel's columns */
     const void *q;                    /* [rows][depth] */
-    ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are in place */
+    ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are unpacked */
     const void *q_packed;             /* like keys, for tiles that are transposed */
     void *out;                        /* [rows][out_depth] */
     void *ref_max, *sum, *row_max;    /* [rows]; the last may be NULL */
@@ -167,23 +167,23 @@ enum {
 };
 
 typedef struct {
-    const void *k, *v;    /* packed, or in place */
+    const void *k, *v;    /* packed or unpacked */
     const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no value is NaN or Inf; for packed ones */
-    bool transposed; /* keys are in place, AM_FLASH_TILE, and it is the queries that are packed; all pairs
-                      * are live, and products are logits but for a factor of more than 0 */
+    bool transposed;      /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
+                           * are live, and products are logits but for a factor of more than 0 */
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
-    /* For those in place: lanes from row to row, lanes of a value. Values may be in place where keys are
+    /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
      * packed, if all pairs are live and their depth is `out_depth`, and whole panels where a lane holds two
      * numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
-/* For few rows, and keys and values in place: of several heads, which may lie side by side. */
-typedef void am_flash_step_in_place(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
+/* For few rows, and unpacked keys and values: of several heads, which may lie side by side. */
+typedef void am_flash_step_unpacked(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
 
 /* Up to AM_FLASH_TILE keys or values, rows `step` elements apart, to panels: keys [panel of
  * rows][depth][row], times a factor, values [panel of columns][AM_FLASH_TILE][column]; what is missing is
@@ -209,7 +209,7 @@ typedef enum { AM_KV_FORMAT_OWN, AM_KV_FORMAT_F16, AM_KV_FORMAT_BF16, AM_KV_FORM
 typedef struct {
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
-    am_flash_step_in_place *step_in_place;
+    am_flash_step_unpacked *step_unpacked;
     am_flash_read_bias *read_bias;
     am_flash_write *write;
 } am_kv_format_kernels;
@@ -266,7 +266,7 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void 
  * of am_flash_rows counts lanes), neighbouring rows of what pack_values_bf16x2 packs. */
 typedef struct {
     am_flash_step *step;
-    bool amx; /* the step multiplies by AMX tiles, and takes no values in place */
+    bool amx; /* the step multiplies by AMX tiles, and takes no unpacked values */
     am_flash_gradient_step *gradient;
     am_flash_peaks *peaks;
 } am_bf16x2_kernels;
@@ -283,7 +283,7 @@ typedef struct {
     am_dot_rows *dot_rows;
     am_bf16x2_kernels bf16x2;
     am_flash_pack_values *pack_values_bf16x2;
-    am_flash_step_in_place *step_in_place_bf16x2; /* of neighbours in depth, also in values */
+    am_flash_step_unpacked *step_unpacked_bf16x2; /* of neighbours in depth, also in values */
 } am_flash_kernels;
 
 typedef struct {

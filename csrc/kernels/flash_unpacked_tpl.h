@@ -1,4 +1,4 @@
-/* flash_in_place_tpl.h – attention of few rows to keys of type S that are used where they lie. LOAD and
+/* flash_unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
  * LOAD_PART make lanes of keys, FMA multiplies and adds them, STEP names what turns logits into P, and
  * add_values adds P V. */
 
@@ -96,7 +96,7 @@ static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, pr
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
  * prefetch them. So the loop over keys prefetches their values, and the loop over values the next keys, in
  * the order of memory. */
-static void FROM(step_in_place)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
+static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
     const am_flash_tile *last = &tiles[heads - 1];
     const am_prefetch_rows *next = &tiles->prefetch[AM_PREFETCH_K];
