@@ -21,7 +21,7 @@ from attnmask.flash import (
     merge_attention_states,
     merge_attention_states_vjp,
 )
-from attnmask.flash_gradient import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
+from attnmask.flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
 from attnmask.mask_info import MaskInfo
 from attnmask.mask_sharding import MaskSharding
 from attnmask.masks import (

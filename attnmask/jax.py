@@ -40,7 +40,7 @@ except ImportError as _missing:
 
 from attnmask import flash
 from attnmask.arguments import as_array, describe, flag
-from attnmask.flash_gradient import flash_attention_bwd
+from attnmask.flash_backward import flash_attention_bwd
 from attnmask.mask_info import MaskInfo
 
 __all__ = ["flash_attention"]

@@ -16,7 +16,7 @@ except ImportError as _missing:
 
 from attnmask import flash
 from attnmask.arguments import describe, flag
-from attnmask.flash_gradient import flash_attention_bwd
+from attnmask.flash_backward import flash_attention_bwd
 
 __all__ = ["flash_attention"]
 

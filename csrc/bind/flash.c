@@ -1,5 +1,5 @@
 /* flash.c – bindings of attention. */
-#include "core/flash_gradient.h"
+#include "core/flash_backward.h"
 
 #include <math.h>
 
@@ -237,7 +237,7 @@ typedef struct {
     arguments a;
     PyArrayObject *d_out, *out, *lse, *d_lse;
     bool want_bias, want_sinks;
-} gradient_arguments;
+} backward_arguments;
 
 static int check_shape(PyArrayObject *array, const char *name, int ndim, const npy_intp *dims,
                        const char *expected)
@@ -246,7 +246,7 @@ static int check_shape(PyArrayObject *array, const char *name, int ndim, const n
     return reject_array(PyExc_ValueError, name, expected, array);
 }
 
-static int check_gradient(const gradient_arguments *g)
+static int check_backward(const backward_arguments *g)
 {
     const am_mask *mask = &g->a.mask.mask;
     am_dtype type = am_dtype_of(PyArray_DESCR(g->a.query));
@@ -292,7 +292,7 @@ static PyArrayObject *new_like(PyArrayObject *array)
     return am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
 }
 
-static PyObject *compute_gradient(PyObject *module, gradient_arguments *g)
+static PyObject *compute_backward(PyObject *module, backward_arguments *g)
 {
     arguments *a = &g->a;
     PyArrayObject *const like[5] = {a->query, a->key, a->value, g->want_bias ? a->bias : NULL,
@@ -302,7 +302,7 @@ static PyObject *compute_gradient(PyObject *module, gradient_arguments *g)
     for (int i = 0; i < 5; i++) {
         if (like[i] && !(made[i] = new_like(like[i]))) goto fail;
     }
-    am_flash_gradient gradient = {
+    am_backward_problem problem = {
         .forward = flash_of(a),
         .lse = row_stats(g->lse),
         .d_lse = row_stats(g->d_lse),
@@ -312,15 +312,15 @@ static PyObject *compute_gradient(PyObject *module, gradient_arguments *g)
         .d_v = tokens(made[2]),
         .d_sinks = made[4] ? PyArray_DATA(made[4]) : NULL,
     };
-    gradient.forward.out = tokens(g->out);
+    problem.forward.out = tokens(g->out);
     if (made[3]) {
-        gradient.d_bias = PyArray_BYTES(made[3]);
-        for (int i = 0; i < 4; i++) gradient.bias_shape[i] = PyArray_DIM(made[3], i);
+        problem.d_bias = PyArray_BYTES(made[3]);
+        for (int i = 0; i < 4; i++) problem.bias_shape[i] = PyArray_DIM(made[3], i);
     }
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.run, &a->mask.mask);
-    if (status == AM_OK) status = am_flash_backward(&call.run, &gradient);
+    if (status == AM_OK) status = am_flash_backward(&call.run, &problem);
     am_leave(&call);
     if (status == AM_OK)
         result = Py_BuildValue("(OOOOO)", made[0], made[1], made[2], made[3] ? (PyObject *)made[3] : Py_None,
@@ -334,7 +334,7 @@ fail:
 
 static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    gradient_arguments g = {0};
+    backward_arguments g = {0};
     const am_param params[] = {
         PROBLEM(g.a),
         {"dout", am_to_array, &g.d_out},
@@ -346,8 +346,8 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
     };
     PyObject *result = NULL;
     if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 6) == 0 &&
-        check_problem(&g.a) == 0 && check_gradient(&g) == 0)
-        result = compute_gradient(module, &g);
+        check_problem(&g.a) == 0 && check_backward(&g) == 0)
+        result = compute_backward(module, &g);
     release(&g.a);
     Py_XDECREF(g.d_out);
     Py_XDECREF(g.out);

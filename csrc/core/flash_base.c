@@ -1,4 +1,4 @@
-/* flash_base.c – what attention and its gradient share. */
+/* flash_base.c – what attention forward and backward share. */
 #include "core/flash_base.h"
 
 #include <math.h>

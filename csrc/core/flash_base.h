@@ -1,5 +1,5 @@
-/* flash_base.h – what attention and its gradient share: how numbers come in, which pairs of a tile are live,
- * where memory comes from. */
+/* flash_base.h – what attention forward and backward share: how numbers are read, which pairs of a tile are
+ * live, where memory comes from. */
 #ifndef AM_FLASH_BASE_H
 #define AM_FLASH_BASE_H
 

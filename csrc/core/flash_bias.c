@@ -11,10 +11,10 @@ enum {
     PIECE = 1 << 16, /* numbers that a thread zeroes or converts at a time */
 };
 
-typedef am_bias_gradient gradient;
+typedef am_bias_backward bias_backward;
 
 /* Where a block begins in the result, or its sums. */
-static ptrdiff_t index_of(const gradient *g, const am_flash_place *at, ptrdiff_t k)
+static ptrdiff_t index_of(const bias_backward *g, const am_flash_place *at, ptrdiff_t k)
 {
     ptrdiff_t index = g->shape[0] == 1 ? 0 : at->b;
     index = index * g->shape[1] + (g->shape[1] == 1 ? 0 : at->head);
@@ -22,7 +22,7 @@ static ptrdiff_t index_of(const gradient *g, const am_flash_place *at, ptrdiff_t
     return index * g->shape[3] + (g->shape[3] == 1 ? 0 : k);
 }
 
-static void convert(const gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
+static void convert(const bias_backward *g, ptrdiff_t index, const char *from, ptrdiff_t count)
 {
     am_dtype own = g->base->type, wanted = g->base->flash->bias_type;
     char *to = g->result + index * (ptrdiff_t)am_size_of(wanted);
@@ -40,7 +40,7 @@ typedef struct {
     ptrdiff_t own;
 } ticket;
 
-static ticket ticket_of(const gradient *g, const am_flash_place *at, ptrdiff_t task)
+static ticket ticket_of(const bias_backward *g, const am_flash_place *at, ptrdiff_t task)
 {
     const ptrdiff_t counts[] = {g->base->flash->batch, g->tasks, g->base->flash->heads, g->q_blocks},
                     here[] = {at->b, task, at->head, at->block};
@@ -54,7 +54,7 @@ static ticket ticket_of(const gradient *g, const am_flash_place *at, ptrdiff_t t
     return (ticket){&g->serving[cell], own};
 }
 
-static am_status add_ordered(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+static am_status add_ordered(const bias_backward *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
                              const char *from, am_team *team)
 {
     ticket t = ticket_of(g, at, task);
@@ -66,7 +66,7 @@ static am_status add_ordered(const gradient *g, const am_flash_place *at, ptrdif
     return status;
 }
 
-static am_status pass_ticket(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
+static am_status pass_ticket(const bias_backward *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
 {
     ticket t = ticket_of(g, at, task);
     am_status status = am_await(team, t.serving, t.own);
@@ -77,7 +77,7 @@ static am_status pass_ticket(const gradient *g, const am_flash_place *at, ptrdif
 /* --- Tiles --- */
 
 /* Sums up a tile along shared axes, to its first row or column. */
-static void fold(const gradient *g, char *tile, ptrdiff_t rows)
+static void fold(const bias_backward *g, char *tile, ptrdiff_t rows)
 {
     for (ptrdiff_t r = 0; g->shape[3] == 1 && r < rows; r++) {
         double sum = 0;
@@ -90,18 +90,18 @@ static void fold(const gradient *g, char *tile, ptrdiff_t rows)
 
 /* What all queries share is first summed up for the whole task: with a ticket for each block, the tasks that
  * share it would run one after the other. */
-ptrdiff_t am_bias_scratch_bytes(const gradient *g)
+ptrdiff_t am_bias_scratch_bytes(const bias_backward *g)
 {
     return g->sums && g->shape[2] == 1 ? g->base->group * g->task_tiles * TILE * g->base->size : 0;
 }
 
-static ptrdiff_t scratch_offset(const gradient *g, const am_flash_place *at, ptrdiff_t k)
+static ptrdiff_t scratch_offset(const bias_backward *g, const am_flash_place *at, ptrdiff_t k)
 {
     return (at->head % g->base->group * g->task_tiles + k / TILE % g->task_tiles) * TILE * g->base->size;
 }
 
-am_status am_bias_give(const gradient *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k, char *tile,
-                       char *scratch, am_team *team)
+am_status am_bias_give(const bias_backward *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+                       char *tile, char *scratch, am_team *team)
 {
     if (!g->sums) {
         for (ptrdiff_t r = 0; r < at->rows; r++)
@@ -115,13 +115,13 @@ am_status am_bias_give(const gradient *g, const am_flash_place *at, ptrdiff_t ta
     return AM_OK;
 }
 
-am_status am_bias_end_block(const gradient *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
+am_status am_bias_end_block(const bias_backward *g, const am_flash_place *at, ptrdiff_t task, am_team *team)
 {
     return g->sums && g->shape[2] != 1 ? pass_ticket(g, at, task, team) : AM_OK;
 }
 
-am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_t task, const char *scratch,
-                           am_team *team)
+am_status am_bias_end_task(const bias_backward *g, const am_flash_place *at, ptrdiff_t task,
+                           const char *scratch, am_team *team)
 {
     if (!am_bias_scratch_bytes(g)) return AM_OK;
     am_flash_place head = *at;
@@ -139,10 +139,11 @@ am_status am_bias_end_task(const gradient *g, const am_flash_place *at, ptrdiff_
 
 /* --- Begin and end --- */
 
-am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *result,
+am_status am_bias_backward_make(bias_backward *g, const am_flash_base *base, char *result,
                                 const ptrdiff_t shape[4], ptrdiff_t tasks, ptrdiff_t task_tiles)
 {
-    *g = (gradient){.base = base, .result = result, .tasks = tasks, .task_tiles = task_tiles, .count = 1};
+    *g =
+        (bias_backward){.base = base, .result = result, .tasks = tasks, .task_tiles = task_tiles, .count = 1};
     if (!result) return AM_OK;
     const am_flash *f = base->flash;
     const ptrdiff_t full_shape[] = {f->batch, f->heads, f->queries, f->keys};
@@ -159,7 +160,7 @@ am_status am_bias_gradient_make(gradient *g, const am_flash_base *base, char *re
     return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;
 }
 
-void am_bias_gradient_free(const gradient *g)
+void am_bias_backward_free(const bias_backward *g)
 {
     free(g->serving);
     if (g->sums != g->result) am_free_aligned(g->sums, g->count * g->base->size);
@@ -167,7 +168,7 @@ void am_bias_gradient_free(const gradient *g)
 
 static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)
 {
-    const gradient *g = arg;
+    const bias_backward *g = arg;
     ptrdiff_t size = g->sums ? g->base->size : (ptrdiff_t)am_size_of(g->base->flash->bias_type);
     ptrdiff_t begin = index * PIECE;
     memset((g->sums ? g->sums : g->result) + begin * size, 0,
@@ -177,18 +178,18 @@ static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)
 
 static am_status convert_task(void *arg, ptrdiff_t index, am_team *team)
 {
-    const gradient *g = arg;
+    const bias_backward *g = arg;
     ptrdiff_t begin = index * PIECE;
     convert(g, begin, g->sums + begin * g->base->size, am_min(PIECE, g->count - begin));
     return am_checkpoint(team);
 }
 
-am_status am_bias_gradient_begin(const am_run *run, gradient *g)
+am_status am_bias_backward_begin(const am_run *run, bias_backward *g)
 {
     return g->result ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
 }
 
-am_status am_bias_gradient_end(const am_run *run, gradient *g)
+am_status am_bias_backward_end(const am_run *run, bias_backward *g)
 {
     bool elsewhere = g->sums && g->sums != g->result;
     return elsewhere ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, convert_task, g) : AM_OK;

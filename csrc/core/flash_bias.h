@@ -16,28 +16,28 @@ typedef struct {
     ptrdiff_t q_blocks, tasks, task_tiles; /* tasks by keys, of each key head */
     char *sums; /* of the arithmetic type: the result, or on the way to it; NULL: no number is shared */
     atomic_ptrdiff_t *serving; /* the tickets that may add now */
-} am_bias_gradient;
+} am_bias_backward;
 
 /* `shape` is 1 along axes that are shared. */
-am_status am_bias_gradient_make(am_bias_gradient *gradient, const am_flash_base *base, char *result,
+am_status am_bias_backward_make(am_bias_backward *bias, const am_flash_base *base, char *result,
                                 const ptrdiff_t shape[4], ptrdiff_t tasks, ptrdiff_t task_tiles);
-void am_bias_gradient_free(const am_bias_gradient *gradient);
+void am_bias_backward_free(const am_bias_backward *bias);
 
 /* Before any tile, and after all. */
-am_status am_bias_gradient_begin(const am_run *run, am_bias_gradient *gradient);
-am_status am_bias_gradient_end(const am_run *run, am_bias_gradient *gradient);
+am_status am_bias_backward_begin(const am_run *run, am_bias_backward *bias);
+am_status am_bias_backward_end(const am_run *run, am_bias_backward *bias);
 
 /* The scratch of a task, which is to be zero at first. */
-ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *gradient);
+ptrdiff_t am_bias_scratch_bytes(const am_bias_backward *bias);
 
 /* Takes a tile of dS, [rows][AM_FLASH_TILE], which it changes, of the keys from k on. A task gives its tiles
  * block by block, those of its heads one after the other; it ends each block, also one of which it has given
  * none, and last of all itself, for its key head. */
-am_status am_bias_give(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
-                       ptrdiff_t k, char *tile, char *scratch, am_team *team);
-am_status am_bias_end_block(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
+am_status am_bias_give(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+                       char *tile, char *scratch, am_team *team);
+am_status am_bias_end_block(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task,
                             am_team *team);
-am_status am_bias_end_task(const am_bias_gradient *gradient, const am_flash_place *at, ptrdiff_t task,
+am_status am_bias_end_task(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task,
                            const char *scratch, am_team *team);
 
 #endif

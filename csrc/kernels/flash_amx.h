@@ -185,7 +185,7 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     amx_end();
 }
 
-/* --- Products for flash_gradient_step_tpl.h --- */
+/* --- Products for flash_backward_step_tpl.h --- */
 
 /* Transposes [rows][AM_FLASH_TILE] to bf16x2 of neighbouring rows: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
 static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
@@ -228,7 +228,7 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdif
 }
 
 /* Chunks of all its products. */
-static ptrdiff_t prefetching_products_bf16x2(const am_gradient_rows *block, ptrdiff_t strips)
+static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips)
 {
     return strips * ((3 * block->depth + 2 * block->value_depth) / AMX_TILE_LANES + 1);
 }

@@ -1,4 +1,4 @@
-/* flash_product_tpl.h – the product that attention and its gradient are made of, and two functions, for one
+/* flash_product_tpl.h – the product of attention forward and backward, and two functions, for one
  * type of numbers.
  *
  * A strip of up to STRIP rows times a panel of PANEL columns, or half a strip times two, which fill the

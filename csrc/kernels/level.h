@@ -240,7 +240,7 @@ static inline vd tanh_tail_f64(vd z)
 #ifdef V_AMX
 #    include "kernels/flash_amx.h"
 #endif
-#include "kernels/flash_gradient_tpl.h"
+#include "kernels/flash_backward_tpl.h"
 #define T double
 #define V vd
 #define VOP(op) vd_##op
@@ -252,7 +252,7 @@ static inline vd tanh_tail_f64(vd z)
 #define ROUNDER (0x1.8p52 + 1023)
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
-#include "kernels/flash_gradient_tpl.h"
+#include "kernels/flash_backward_tpl.h"
 
 #ifdef LEVEL
 #    define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
@@ -311,13 +311,13 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .step = flash_step_f32,
             .scale = scale_f32,
             .kv_formats = {KV_FORMAT_KERNELS(f32), KV_FORMAT_KERNELS(f16), KV_FORMAT_KERNELS(bf16)},
-            .gradient = gradient_f32,
+            .backward = backward_f32,
             .peaks = peaks_f32,
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,
 #    ifdef V_BF16X2
-            .bf16x2 = {flash_step_bf16x2, false, gradient_bf16x2, peaks_bf16x2},
+            .bf16x2 = {flash_step_bf16x2, false, backward_bf16x2, peaks_bf16x2},
             .pack_values_bf16x2 = pack_values_bf16x2,
             .step_unpacked_bf16x2 = step_unpacked_bf16x2,
 #    endif
@@ -328,7 +328,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .step = flash_step_f64,
             .scale = scale_f64,
             .kv_formats = {KV_FORMAT_KERNELS(f64)},
-            .gradient = gradient_f64,
+            .backward = backward_f64,
             .peaks = peaks_f64,
             .load_rows = load_rows_f64,
             .add_rows = add_rows_f64,

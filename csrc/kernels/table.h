@@ -214,8 +214,8 @@ typedef struct {
     am_flash_write *write;
 } am_kv_format_kernels;
 
-/* The gradient: a block of query rows meets a tile of keys. With P = e^(logit - base) 2^rest and dP = d_out
- * vᵀ
+/* Attention backward: a block of query rows takes a tile of keys. With P = e^(logit - base) 2^rest and dP =
+ * d_out vᵀ
  *
  *     dS = P (dP + add) - (share where logit == base)
  *     d_v += Pᵀ d_out,   d_k += scale dSᵀ q,   d_q += scale dS k
@@ -233,7 +233,7 @@ typedef struct {
     double scale, factor;            /* of q kᵀ: as it is, and to make logits in their unit of it */
     double cap, unit;                /* as above */
     double kept_factor;              /* of entries of P that dropout keeps */
-} am_gradient_rows;
+} am_backward_rows;
 
 typedef struct {
     const void *k_columns, *v_columns; /* packed like keys */
@@ -245,12 +245,12 @@ typedef struct {
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
-} am_gradient_tile;
-typedef void am_flash_gradient_step(const am_gradient_rows *block, const am_gradient_tile *tile);
+} am_backward_tile;
+typedef void am_flash_backward_step(const am_backward_rows *block, const am_backward_tile *tile);
 
 /* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
  * logits that are as great. */
-typedef void am_flash_peaks(const am_gradient_rows *block, const am_gradient_tile *tile);
+typedef void am_flash_peaks(const am_backward_rows *block, const am_backward_tile *tile);
 
 /* Rows whose steps may differ. Loaded: zero up to whole panels; whether all numbers are finite. */
 typedef bool am_load_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
@@ -267,7 +267,7 @@ typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void 
 typedef struct {
     am_flash_step *step;
     bool amx; /* the step multiplies by AMX tiles, and takes no unpacked values */
-    am_flash_gradient_step *gradient;
+    am_flash_backward_step *backward;
     am_flash_peaks *peaks;
 } am_bf16x2_kernels;
 
@@ -276,7 +276,7 @@ typedef struct {
     am_flash_step *step;
     am_flash_scale *scale;
     am_kv_format_kernels kv_formats[AM_KV_FORMATS];
-    am_flash_gradient_step *gradient;
+    am_flash_backward_step *backward;
     am_flash_peaks *peaks;
     am_load_rows *load_rows;
     am_add_rows *add_rows;

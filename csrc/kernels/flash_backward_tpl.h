@@ -1,5 +1,5 @@
-/* flash_gradient_tpl.h – the gradient of attention of a block of rows to a tile of keys, for one type of
- * numbers. */
+/* flash_backward_tpl.h – attention backward of a block of rows over a tile of keys, for one type of numbers.
+ */
 
 /* What a logit is made of, for all of a row. */
 typedef struct {
@@ -9,7 +9,7 @@ typedef struct {
 } FN(logit_terms);
 
 static inline FN(logit_terms)
-    FN(logit_terms_of)(const am_gradient_rows *block, const am_gradient_tile *tile, ptrdiff_t row)
+    FN(logit_terms_of)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row)
 {
     return (FN(logit_terms)){
         .scale = VOP(set1)((T)block->factor),
@@ -32,8 +32,8 @@ static inline V FN(logit_of)(const FN(logit_terms) * d, V product, ptrdiff_t i, 
 }
 
 /* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
-static inline __attribute__((always_inline)) void FN(p_and_ds_of)(const am_gradient_rows *block,
-                                                                  const am_gradient_tile *tile, ptrdiff_t row,
+static inline __attribute__((always_inline)) void FN(p_and_ds_of)(const am_backward_rows *block,
+                                                                  const am_backward_tile *tile, ptrdiff_t row,
                                                                   ptrdiff_t begin, ptrdiff_t end)
 {
     T *p_row = (T *)block->p + row * AM_FLASH_TILE, *ds_row = (T *)block->ds + row * AM_FLASH_TILE;
@@ -74,15 +74,15 @@ static inline __attribute__((always_inline)) void FN(p_and_ds_of)(const am_gradi
 
 /* The same, compiled once more for tiles whose logits are products: with fewer branches, more vectors are in
  * flight. */
-static void FN(p_and_ds)(const am_gradient_rows *block, const am_gradient_tile *tile, ptrdiff_t row,
+static void FN(p_and_ds)(const am_backward_rows *block, const am_backward_tile *tile, ptrdiff_t row,
                          ptrdiff_t begin, ptrdiff_t end)
 {
     if (tile->live || tile->kept || tile->bias || tile->d_bias || block->share || block->cap > 0) {
         FN(p_and_ds_of)(block, tile, row, begin, end);
         return;
     }
-    const am_gradient_tile nothing = {0};
-    am_gradient_rows plain = *block;
+    const am_backward_tile nothing = {0};
+    am_backward_rows plain = *block;
     plain.share = NULL, plain.cap = 0;
     FN(p_and_ds_of)(&plain, &nothing, row, 0, AM_FLASH_TILE);
 }
@@ -97,7 +97,7 @@ static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
 #define STEP(name) FN(name)
 #define WIDTH 1
 #define HEIGHT STRIP
-#include "kernels/flash_gradient_step_tpl.h"
+#include "kernels/flash_backward_step_tpl.h"
 #if defined HALVES && defined V_BF16X2
 #    define STEP(name) name##_bf16x2
 #    define WIDTH 2
@@ -107,7 +107,7 @@ static inline const T *FN(join_rows)(T *to, const T *from, ptrdiff_t rows)
 #    else
 #        define HEIGHT STRIP
 #    endif
-#    include "kernels/flash_gradient_step_tpl.h"
+#    include "kernels/flash_backward_step_tpl.h"
 #endif
 #undef HALVES
 

@@ -1,6 +1,6 @@
-/* flash_gradient.h – the gradient of attention. */
-#ifndef AM_FLASH_GRADIENT_H
-#define AM_FLASH_GRADIENT_H
+/* flash_backward.h – attention backward: the gradients of queries, keys, values, bias and sinks. */
+#ifndef AM_FLASH_BACKWARD_H
+#define AM_FLASH_BACKWARD_H
 
 #include "core/flash.h"
 
@@ -17,8 +17,8 @@ typedef struct {
     char *d_bias;            /* C-contiguous, of bias_type; NULL: not wanted */
     ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */
     double *d_sinks;         /* [heads][sink_count]; NULL: not wanted */
-} am_flash_gradient;
+} am_backward_problem;
 
-am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient);
+am_status am_flash_backward(const am_run *run, const am_backward_problem *problem);
 
 #endif

@@ -1,4 +1,4 @@
-/* flash_gradient.c – the gradient of attention, from out and lse, with logits computed anew.
+/* flash_backward.c – attention backward, from out and lse, with logits computed again.
  *
  * A task takes a few tiles of keys of one key head, more where each row sees few, and loops over the blocks
  * of 64 query rows of its query heads; it accumulates d_k and d_v for itself. Each block of d_q is shared by
@@ -6,7 +6,7 @@
  * that order too, so a task waits only for one that is running. Tasks that share a bias add to its gradient
  * in order, too. No result depends on the number of threads, and nothing is as large as queries times keys,
  * unless the bias is. */
-#include "core/flash_gradient.h"
+#include "core/flash_backward.h"
 
 #include <float.h>
 #include <math.h>
@@ -33,7 +33,7 @@ typedef struct {
 
 typedef struct {
     am_flash_base base;
-    const am_flash_gradient *gradient;
+    const am_backward_problem *problem;
     bool bf16x2;                                  /* a lane of what is multiplied holds two bfloat16 */
     ptrdiff_t step, value_step;                   /* of rows in the workspace */
     am_ranges queries, keys;                      /* to blocks, and to tiles */
@@ -46,7 +46,7 @@ typedef struct {
     char *row_stats;       /* base, rest, add, share: [batch][heads][queries] each */
     ptrdiff_t stats_bytes; /* of each */
     am_sink_sum *sinks;    /* of each head, NULL without */
-    am_bias_gradient bias;
+    am_bias_backward bias;
     am_workspaces workspaces;
 } plan;
 
@@ -66,7 +66,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
 {
     const am_flash *f = p->base.flash;
     ptrdiff_t used = 0, n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size;
-    bool own_bias = p->gradient->d_bias != NULL;
+    bool own_bias = p->problem->d_bias != NULL;
     s->q = am_take(memory, &used, p->k_bytes);
     s->d_out = am_take(memory, &used, p->v_bytes);
     s->q_rows = p->bf16x2 ? am_take(memory, &used, p->k_bytes) : s->q;
@@ -146,10 +146,10 @@ static bool load_tokens(const plan *p, const am_tokens *t, const am_flash_place 
     return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
 }
 
-static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, const workspace *s)
+static am_backward_rows begin_rows(const plan *p, const am_flash_place *at, const workspace *s)
 {
     const am_flash *f = p->base.flash;
-    am_gradient_rows block = {
+    am_backward_rows block = {
         .rows = at->rows,
         .depth = f->depth,
         .value_depth = f->value_depth,
@@ -173,7 +173,7 @@ static am_gradient_rows begin_rows(const plan *p, const am_flash_place *at, cons
         .kept_factor = 1 / (1 - f->dropout),
     };
     block.q_finite = load_tokens(p, &f->q, at, f->depth, s->row, s->q, p->step, s->q_rows);
-    block.d_out_finite = load_tokens(p, &p->gradient->d_out, at, f->value_depth, s->row, s->d_out,
+    block.d_out_finite = load_tokens(p, &p->problem->d_out, at, f->value_depth, s->row, s->d_out,
                                      p->value_step, s->d_out_rows);
     return block;
 }
@@ -198,7 +198,7 @@ static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am
 
 /* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */
 static bool meet(const plan *p, const am_flash_place *at, am_range keys, const workspace *s,
-                 am_gradient_tile *tile)
+                 am_backward_tile *tile)
 {
     const am_flash *f = p->base.flash;
     const ptrdiff_t k = keys.begin, columns = keys.end - k;
@@ -236,7 +236,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
                             am_team *team)
 {
     const am_flash *f = p->base.flash;
-    am_gradient_rows block = begin_rows(p, at, s);
+    am_backward_rows block = begin_rows(p, at, s);
     block.share = row_stats_of(p, at, SHARE);
     const am_sink_sum sinks = p->sinks ? p->sinks[at->head] : (am_sink_sum){.highest = -INFINITY};
     for (ptrdiff_t r = 0; r < at->rows; r++) {
@@ -246,7 +246,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
     }
     for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
         const am_range keys = am_range_at(&p->keys, at->b, i);
-        am_gradient_tile tile = {.k_columns = s->k_columns};
+        am_backward_tile tile = {.k_columns = s->k_columns};
         if (!meet(p, at, keys, s, &tile)) continue;
         pack(p, &f->k, at, keys, f->depth, s->row, s->k_columns, NULL);
         (p->bf16x2 ? p->base.kernels->bf16x2.peaks : p->base.kernels->peaks)(&block, &tile);
@@ -260,7 +260,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
  */
 static bool is_from_peak(const plan *p, const am_flash_place *at, ptrdiff_t row)
 {
-    double size = fabs(given_row_stat(p, &p->gradient->lse, at, row));
+    double size = fabs(given_row_stat(p, &p->problem->lse, at, row));
     return !p->base.flash->normalize || (size > FAR && size < INFINITY);
 }
 
@@ -274,11 +274,11 @@ static void find_row_stats(const plan *p, const am_flash_place *at, const worksp
          *add = row_stats_of(p, at, ADD), *share = row_stats_of(p, at, SHARE);
     const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s->row, &step);
     const char *d_out =
-        read_tokens(p, &p->gradient->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
+        read_tokens(p, &p->problem->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
     p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
-        double reference = given_row_stat(p, &p->gradient->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
-        double d_lse = p->gradient->d_lse.data ? given_row_stat(p, &p->gradient->d_lse, at, r) : 0;
+        double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
+        double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;
         double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
         if (is_from_peak(p, at, r)) {
             /* What these keys sum up to, unless lse is of others too. */
@@ -336,7 +336,7 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
 {
     const plan *p = arg;
     const am_flash *f = p->base.flash;
-    double *d_sinks = p->gradient->d_sinks + head * f->sink_count;
+    double *d_sinks = p->problem->d_sinks + head * f->sink_count;
     am_status status = AM_OK;
     memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
     for (ptrdiff_t index = 0; status == AM_OK && index < f->batch * p->q_blocks; index++) {
@@ -417,11 +417,11 @@ static bool has_part(const rows_state *state, ptrdiff_t task)
 }
 
 /* Prefetches the rows of a block. */
-static void choose_prefetch(const plan *p, const am_flash_place *at, ptrdiff_t task, am_gradient_tile *tile)
+static void choose_prefetch(const plan *p, const am_flash_place *at, ptrdiff_t task, am_backward_tile *tile)
 {
     const am_flash *f = p->base.flash;
     if (!has_part(state_of(p, at), task)) return;
-    const am_tokens *d_out = &p->gradient->d_out;
+    const am_tokens *d_out = &p->problem->d_out;
     tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
     tile->prefetch[AM_PREFETCH_OUT] =
         am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
@@ -438,12 +438,12 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
 {
     rows_state *state = state_of(p, at);
     bool any = has_part(state, task), begun = false;
-    am_gradient_rows block;
+    am_backward_rows block;
     am_status status = AM_OK;
     const ptrdiff_t tiles = am_min(p->task_tiles, p->tiles - task * p->task_tiles);
     for (ptrdiff_t i = 0; any && i < tiles; i++) {
         const am_range keys = am_range_at(&p->keys, at->b, task * p->task_tiles + i);
-        am_gradient_tile tile = {
+        am_backward_tile tile = {
             .k_columns = s->k_columns + i * p->k_columns_bytes,
             .v_columns = s->v_columns + i * p->v_columns_bytes,
             .k = s->k + i * p->k_panels_bytes,
@@ -460,7 +460,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
             memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
             begun = true;
         }
-        (p->bf16x2 ? p->base.kernels->bf16x2.gradient : p->base.kernels->gradient)(&block, &tile);
+        (p->bf16x2 ? p->base.kernels->bf16x2.backward : p->base.kernels->backward)(&block, &tile);
         if (tile.d_bias)
             status = am_bias_give(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_scratch, team);
         if (status == AM_OK) status = am_checkpoint(team);
@@ -517,9 +517,9 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
         const am_range keys = am_range_at(&p->keys, at.b, task * p->task_tiles + i);
         const ptrdiff_t k = keys.begin, rows = keys.end - k;
         if (!s.tiles[i].packed) clear_tile(p, i, &s);
-        write_tokens(p, &p->gradient->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
+        write_tokens(p, &p->problem->d_k, &at, at.kv_head, k, rows, s.d_k + i * p->k_bytes, p->step,
                      f->depth);
-        write_tokens(p, &p->gradient->d_v, &at, at.kv_head, k, rows, s.d_v + i * p->v_bytes, p->value_step,
+        write_tokens(p, &p->problem->d_v, &at, at.kv_head, k, rows, s.d_v + i * p->v_bytes, p->value_step,
                      f->value_depth);
     }
     am_workspace_release(&p->workspaces, memory);
@@ -533,14 +533,14 @@ static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t head = index / p->q_blocks;
     const am_flash_place at =
         place_of(p, head / p->base.flash->heads, head % p->base.flash->heads, index % p->q_blocks);
-    write_tokens(p, &p->gradient->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
+    write_tokens(p, &p->problem->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
                  p->d_q.token / p->base.size, p->base.flash->depth);
     return am_checkpoint(team);
 }
 
 /* --- The plan --- */
 
-/* Whole panels, and an odd number of lines: rows that are a power of two exclusive would meet in few sets of
+/* Whole panels, and an odd number of lines: rows that are a power of two apart would meet in few sets of
  * the cache. */
 static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 {
@@ -552,7 +552,7 @@ static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
     if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* that of sinks: a base may be one */
-    p->bf16x2 = f->q.type == AM_BFLOAT16 && p->base.kernels->bf16x2.gradient;
+    p->bf16x2 = f->q.type == AM_BFLOAT16 && p->base.kernels->bf16x2.backward;
     ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->bf16x2 ? 2 : 1;
     ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
     p->step = step_of(p, depth);
@@ -578,30 +578,28 @@ static am_status compute(const am_run *run, plan *p)
     const am_flash *f = p->base.flash;
     ptrdiff_t heads = f->batch * f->heads, blocks = heads * p->q_blocks;
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
-    if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
-    if (status == AM_OK && p->gradient->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
+    if (status == AM_OK) status = am_bias_backward_begin(run, &p->bias);
+    if (status == AM_OK && p->problem->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
     /* Batch rows that share a bias add to its gradient in their order, too. */
     const bool in_order = p->bias.sums && p->bias.shape[0] == 1;
     const ptrdiff_t row_tasks = p->tasks * f->kv_heads;
     if (status == AM_OK)
         status = am_parallel_rows(run, in_order ? 1 : f->batch, in_order ? f->batch * row_tasks : row_tasks,
                                   keys_task, p);
-    if (status == AM_OK && p->d_q.data != p->gradient->d_q.data)
+    if (status == AM_OK && p->d_q.data != p->problem->d_q.data)
         status = am_parallel(run, blocks, 1, finish_task, p);
-    return status == AM_OK ? am_bias_gradient_end(run, &p->bias) : status;
+    return status == AM_OK ? am_bias_backward_end(run, &p->bias) : status;
 }
 
-am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient)
+am_status am_flash_backward(const am_run *run, const am_backward_problem *problem)
 {
-    const am_flash *f = &gradient->forward;
+    const am_flash *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
-    if (f->depth == 0 && f->value_depth == 0 && !gradient->d_bias && !gradient->d_sinks) return AM_OK;
-    plan p = {.base = am_flash_base_of(run, f),
-              .gradient = gradient,
-              .threads = run->threads,
-              .d_q = gradient->d_q};
+    if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks) return AM_OK;
+    plan p = {
+        .base = am_flash_base_of(run, f), .problem = problem, .threads = run->threads, .d_q = problem->d_q};
     /* Batch rows may share a bias, to whose gradient they add by the same blocks and tiles. */
-    const bool by_mask = !gradient->d_bias;
+    const bool by_mask = !problem->d_bias;
     am_status status = am_ranges_make(&p.queries, f->mask, AM_QUERIES, by_mask);
     if (status == AM_OK) status = am_ranges_make(&p.keys, f->mask, AM_KEYS, by_mask);
     if (status == AM_OK) choose(&p);
@@ -611,7 +609,7 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     char *own_d_q = NULL;
     workspace unused;
     if (status == AM_OK)
-        status = am_bias_gradient_make(&p.bias, &p.base, gradient->d_bias, gradient->bias_shape, p.tasks,
+        status = am_bias_backward_make(&p.bias, &p.base, problem->d_bias, problem->bias_shape, p.tasks,
                                        p.task_tiles);
     if (status == AM_OK) status = am_workspaces_make(&p.workspaces, run->threads, lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
@@ -638,6 +636,6 @@ am_status am_flash_backward(const am_run *run, const am_flash_gradient *gradient
     free(p.states);
     am_free_aligned(p.row_stats, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
-    am_bias_gradient_free(&p.bias);
+    am_bias_backward_free(&p.bias);
     return status;
 }

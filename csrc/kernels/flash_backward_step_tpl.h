@@ -1,4 +1,4 @@
-/* flash_gradient_step_tpl.h – how a block of rows meets a tile of keys, going back:
+/* flash_backward_step_tpl.h – the backward step of a block of rows over a tile of keys:
  *
  *     S = Q Kᵀ,  dP = dO Vᵀ       like the logits of the forward pass
  *     P, dS                       row by row
@@ -61,7 +61,7 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrd
 }
 
 /* How many products prefetch. */
-static ptrdiff_t STEP(prefetching_products)(const am_gradient_rows *block, ptrdiff_t strips)
+static ptrdiff_t STEP(prefetching_products)(const am_backward_rows *block, ptrdiff_t strips)
 {
     (void)block;
     return 2 * strips * AM_FLASH_TILE / FN(PANEL);
@@ -89,7 +89,7 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdif
 }
 #endif
 
-static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile *tile)
+static void STEP(backward)(const am_backward_rows *block, const am_backward_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
@@ -125,7 +125,7 @@ static void STEP(gradient)(const am_gradient_rows *block, const am_gradient_tile
 #endif
 }
 
-static void STEP(peaks)(const am_gradient_rows *block, const am_gradient_tile *tile)
+static void STEP(peaks)(const am_backward_rows *block, const am_backward_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
