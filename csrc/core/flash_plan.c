@@ -1,4 +1,4 @@
-/* flash_plan.c – how attention forward goes about a call. */
+/* flash_plan.c – chooses blocks, tasks, splits and packing of attention forward. */
 #include "core/flash_plan.h"
 
 #include <math.h>
@@ -6,32 +6,32 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    SHARED_QUERIES = 32, /* up to so many queries, a block takes several heads */
-    ENOUGH_TASKS = 64,   /* for any number of threads */
-    LEAST_SPLIT = 512,   /* keys that are worth a task */
-    UNPACKED_TILES = 4,  /* of unpacked keys, that are worth a task: many heads read them in lockstep */
-    FEW_TASKS = 4,       /* of a thread: items are not put into one task if that leaves fewer */
-    FEW_UNPACKED = 2,    /* the same of unpacked keys, which are read up to 1.15 times as fast if the items
-                          * of a task are all heads that lie side by side */
-    /* Heads are packed a wave at a time, of at least so many tasks, and more as long as they fit so many
-     * bytes: so the memory stays warm, and little of it is fresh. */
+    SHARED_QUERIES = 32, /* a block of up to so many queries takes several heads */
+    ENOUGH_TASKS = 64,   /* that keep any number of threads busy */
+    LEAST_SPLIT = 512,   /* the fewest keys that are worth a task */
+    UNPACKED_TILES = 4,  /* the same for unpacked keys, as tiles: many heads read them in lockstep */
+    FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
+    FEW_UNPACKED = 2, /* the same for unpacked keys, which are read up to 1.15 times as fast if the items
+                       * of a task are all heads that lie side by side */
+    /* Heads are packed a wave at a time. A wave has at least so many tasks, and more while they fit so many
+     * bytes: then its memory stays in the cache, and few pages are touched for the first time. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    /* Bytes of a panel of long vectors, beside whose products packing is much. Those of AVX2 would be 0.93 to
-     * 1.03 times as fast transposed. */
+    /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
+     * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
     LONG_PANEL = 128,
-    FEW_ROWS = 16,           /* of a block, for which packing keys is not worth while, unless they are of
-                              * sixteen bits: each few rows widen or interleave those anew */
-    FEW_TILES = 2,           /* of a block, beside which copying its queries takes time */
-    L1_WAY = 4096,           /* bytes from which on the first-level cache has its lines once more */
-    SIDE_BY_SIDE = 4096,     /* bytes of a key's neighbouring heads that a task takes */
+    FEW_ROWS = 16,           /* of a block that reads keys unpacked, unless they are of sixteen bits: those
+                              * would be widened or interleaved again for every few rows */
+    FEW_TILES = 2,           /* of a block for which copying its queries takes a large part of the time */
+    L1_WAY = 4096,           /* bytes after which addresses map to the same sets of the first-level cache */
+    SIDE_BY_SIDE = 4096,     /* bytes of neighbouring heads of a key that one task reads */
     SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
-    GROUP_BYTES = 2 << 20,   /* the same of heads that share keys, which are packed once for them */
+    GROUP_BYTES = 2 << 20,   /* the same for heads that share keys, which are packed once for all */
     LOCAL_BYTES = 320 << 10, /* of all local tiles of a task: they stay in the second-level cache */
-    TASKS_EACH = 16,         /* at least, of a thread, if tasks have local tiles */
+    TASKS_EACH = 16,         /* the fewest of a thread if tasks have local tiles */
 };
 
-/* How many heads of keys lie side by side, as far as a task takes them. */
+/* How many key heads lie side by side, up to those that one task reads. */
 static ptrdiff_t side_by_side(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -80,9 +80,8 @@ static bool can_read_directly(const am_flash_plan *p)
     return q->type == p->base.type && am_is_plain(q);
 }
 
-/* Whether tiles are transposed where they can be: if more than a few rows fill vectors, and products are
- * all that logits are made of. It follows from shapes alone, since the sum of a row is rounded otherwise
- * then. */
+/* Whether full tiles are transposed: if more than a few rows fill vectors, and logits are products but for a
+ * factor. This must follow from shapes, not from threads, since transposed sums are rounded otherwise. */
 static bool can_transpose(const am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -97,7 +96,7 @@ static bool can_transpose(const am_flash_plan *p)
     return panel * p->base.size >= LONG_PANEL && p->most_rows >= lanes * 7 / 8;
 }
 
-/* The tiles that some ranges of queries see, with any head. */
+/* The tiles that any head of some ranges of queries sees. */
 static am_range tiles_seen(const am_flash_plan *p, ptrdiff_t b, ptrdiff_t first, ptrdiff_t count)
 {
     am_range all = {PTRDIFF_MAX, 0};
@@ -113,7 +112,7 @@ static am_range tiles_seen(const am_flash_plan *p, ptrdiff_t b, ptrdiff_t first,
     return all.end > 0 ? all : (am_range){0, 0};
 }
 
-/* One row for each sequence with exclusive keys, or each batch row; all of its tiles, still to be split. */
+/* Lists a row for each sequence with exclusive keys, or each batch row, not split yet. */
 static am_status list_rows(am_flash_plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -140,7 +139,7 @@ static ptrdiff_t unpacked_splits(const am_flash_plan *p, ptrdiff_t tiles)
     return am_min(am_ceil_div(tiles, UNPACKED_TILES), am_max(1, ENOUGH_TASKS / am_max(1, p->row_blocks)));
 }
 
-/* How a row is split. If unpacked, that follows from the row itself, not from the longest one. */
+/* Splits a row. If unpacked, its splits follow from the row itself, not from the longest one. */
 static am_flash_row split_of(const am_flash_plan *p, am_flash_row row)
 {
     const ptrdiff_t count = am_max(1, row.tiles.end - row.tiles.begin);
@@ -180,7 +179,7 @@ static void choose(am_flash_plan *p)
     p->item_group = p->exclusive && p->head_blocks > 1 ? p->head_blocks : p->row_blocks;
     p->bf16x2 = f->q.type == AM_BFLOAT16 && p->base.kernels->bf16x2.step;
     p->factor = f->scale * AM_LOG2_E / p->base.unit;
-    if (p->bf16x2) p->factor = (float)p->factor; /* as kernels take it: one that is 0 to them is 0 */
+    if (p->bf16x2) p->factor = (float)p->factor; /* as kernels round it, which may be to 0 */
     p->transposed = can_transpose(p);
     p->unpacked = !p->shares_keys && !p->transposed &&
                   p->most_rows <= (f->k.type == p->base.type ? FEW_ROWS : AM_FEW_ROWS);
@@ -190,8 +189,8 @@ static void choose(am_flash_plan *p)
     p->k_bytes = TILE * p->lanes * p->base.size;
     p->v_bytes = TILE * panels * panel * p->base.size / (p->bf16x2 ? 2 : 1);
     p->blocks = p->row_count * p->row_blocks;
-    /* Where few keys are packed by each task, whatever number of threads there is: they are scaled then, if
-     * that makes none infinite, and queries are not. */
+    /* If each task packs few keys, for any number of threads, these are scaled instead of queries, unless the
+     * factor could make one infinite. */
     const bool few = !p->shares_keys && !p->unpacked && p->seen <= FEW_TILES;
     const double factor = p->bf16x2 ? 1 : p->factor;
     const bool scales_keys = few && fabs(factor) <= 1;
@@ -204,8 +203,8 @@ static void choose(am_flash_plan *p)
     p->split_tiles = am_ceil_div(tiles, p->splits);
     p->task_items = p->lockstep = p->shares_keys ? 1 : choose_task_items(p);
     p->local_count = 1;
-    /* Values that are read for a few strips of one block are not worth packing; those of long vectors never
-     * are, if they are not interleaved for each strip. */
+    /* Values are not worth packing if few strips of one block read them, and with long vectors never, unless
+     * they would be interleaved for each strip. */
     const bool always = panel * p->base.size >= LONG_PANEL && !p->bf16x2;
     const ptrdiff_t few_for_values = always ? AM_FLASH_ROWS : panel * 3 / 2;
     p->values_unpacked = p->head_blocks * p->q_blocks == 1 && p->most_rows <= few_for_values &&
