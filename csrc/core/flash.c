@@ -31,12 +31,13 @@ typedef am_flash_place place;
 
 /* The memory of a block; arrays of the arithmetic type. */
 typedef struct {
-    char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: one of keys, values or results on its way */
+    char *q, *q_packed, *logits, *bias, *k, *v, *row; /* row: scratch for a row of keys, values or results */
     char *accumulators;                               /* out, ref_max, sum, row_max */
     uint64_t *live, *kept, *row_keys;                 /* the last two for dropout */
 } workspace;
 
-/* Of a tile that blocks share. The first that needs it packs it; who comes meanwhile packs for itself. */
+/* The state of a shared tile. The first block that needs it packs it; a block that needs it meanwhile packs
+ * for itself. */
 typedef enum { UNPACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
 /* The tiles that a task has packed for itself, -1 for none, and whether v is finite. */
@@ -113,8 +114,8 @@ static workspace part_of(const plan *p, workspace s, ptrdiff_t i)
 
 /* --- Numbers in and out --- */
 
-/* Rows of keys or values, where they lie if they are plain, else copied to `scratch` as numbers of the
- * arithmetic type; and the kernels for them. */
+/* Returns rows of keys or values where they lie if they are plain, else copies them to `scratch` as numbers
+ * of the arithmetic type; and the kernels for them. */
 static const char *read_tile(const plan *p, const am_tokens *t, bool plain, const place *at, ptrdiff_t k,
                              ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step,
                              const am_kv_format_kernels **format)
@@ -137,7 +138,7 @@ static void pack_keys(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t row
     format->pack_keys(to, src, step, rows, p->lanes, p->k_factor);
 }
 
-/* Whether they are finite. */
+/* Returns whether they are finite. */
 static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t rows, char *scratch, char *to)
 {
     const am_tokens *values = &p->base.flash->v;
@@ -151,8 +152,8 @@ static bool pack_values(const plan *p, const place *at, ptrdiff_t k, ptrdiff_t r
     return format->pack_values(to, src, step, rows, depth);
 }
 
-/* Keys of a whole tile where they lie, if the arithmetic can take each of their lanes by itself, else copied
- * to `scratch`. */
+/* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
+ * copies them to `scratch`. */
 static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *scratch, ptrdiff_t *step)
 {
     const am_tokens *keys = &p->base.flash->k;
@@ -168,7 +169,7 @@ static const char *read_keys(const plan *p, const place *at, ptrdiff_t k, char *
     return scratch;
 }
 
-/* One of `parts` of some rows, to prefetch. */
+/* The `part`-th of `parts` of some rows, to prefetch. */
 static am_prefetch_rows prefetch_part(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
                                       ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count, ptrdiff_t part,
                                       ptrdiff_t parts)
@@ -178,7 +179,7 @@ static am_prefetch_rows prefetch_part(const am_tokens *t, ptrdiff_t b, ptrdiff_t
     return am_prefetch_tokens(t, b, head, heads, token + begin, end - begin, count);
 }
 
-/* Of the tiles that a block sees, those of its split. */
+/* The tiles that a block sees in its split. */
 static am_range tiles_of(const plan *p, const place *at)
 {
     const am_flash_row *row = &p->rows[at->row];
@@ -187,14 +188,14 @@ static am_range tiles_of(const plan *p, const place *at)
     return (am_range){begin, am_min(tiles.end, begin + row->split_tiles)};
 }
 
-/* Of all tiles that the queries of a batch row see. */
+/* The index of a tile among those that the queries of all heads and rows see. */
 static ptrdiff_t tile_index(const plan *p, const place *at, ptrdiff_t tile)
 {
     const ptrdiff_t head = at->b * p->base.flash->kv_heads + at->kv_head;
     return head * p->seen + tile - p->rows[at->row].tiles.begin;
 }
 
-/* Where a tile that blocks share is packed to; NULL if it is not among those of now. */
+/* The memory of a shared tile; NULL if it is not in the current wave. */
 static char *shared_tile(const plan *p, const place *at, ptrdiff_t tile, atomic_uchar **state)
 {
     ptrdiff_t index = tile_index(p, at, tile) - p->first * p->seen;
@@ -275,16 +276,16 @@ static void begin_block(const plan *p, const item *it)
 
 /* --- Blocks --- */
 
-/* Which block, and which of its splits. */
+/* The block, and its split, of an item. */
 static place place_of(const plan *p, ptrdiff_t index)
 {
     const am_flash *f = p->base.flash;
     place at = {0};
-    ptrdiff_t block = p->q_blocks - 1 - index % p->q_blocks; /* under a causal mask the longest come first */
+    ptrdiff_t block = p->q_blocks - 1 - index % p->q_blocks; /* longest first under a causal mask */
     index /= p->q_blocks;
     ptrdiff_t head_block = index % p->head_blocks;
     index /= p->head_blocks;
-    at.kv_head = index % f->kv_heads; /* heads lie side by side: the next one finds its pages still known */
+    at.kv_head = index % f->kv_heads; /* heads lie side by side: the pages of the next are still in the TLB */
     index /= f->kv_heads;
     at.row = index;
     at.b = p->rows[index].b;
@@ -304,7 +305,7 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
                       ptrdiff_t lse_index)
 {
     const am_flash *f = p->base.flash;
-    /* In units of 1, as sinks are, which might be too large in those of ln 2. */
+    /* In units of 1, as sinks are: in units of ln 2 a sink might overflow. */
     const double unit = p->base.unit == 1 ? AM_LN_2 : 1,
                  ref_max = unit * am_number(&p->base, block->ref_max, r),
                  live = am_number(&p->base, block->sum, r);
@@ -325,7 +326,7 @@ static double end_row(const plan *p, const place *at, const am_flash_rows *block
     return f->dropout > 0 ? factor / (1 - f->dropout) : factor;
 }
 
-/* Results of a block: out and lse. */
+/* Writes the results of a block: out and lse. */
 static void write_rows(const plan *p, const place *at, const am_flash_rows *block, char *scratch)
 {
     const am_flash *f = p->base.flash;
@@ -346,8 +347,8 @@ static void write_rows(const plan *p, const place *at, const am_flash_rows *bloc
     }
 }
 
-/* Finds a tile that blocks share, and packs it if nobody has begun to. False if blocks share none, or
- * somebody else is packing it. */
+/* Finds a shared tile, and packs it if no other task has begun to. False if tiles are not shared, or another
+ * task is packing it. */
 static bool find_shared(const plan *p, const place *at, ptrdiff_t index, char *scratch, am_flash_tile *tile)
 {
     const am_range keys = am_range_at(&p->keys, at->b, index);
@@ -483,7 +484,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) local.tile[i] = -1;
     am_status status = AM_OK;
     for (; status == AM_OK && begin < end; begin += p->lockstep) {
-        if (place_of(p, begin).queries == 0) continue; /* behind the last of its batch row */
+        if (place_of(p, begin).queries == 0) continue; /* behind the last block of its batch row */
         ptrdiff_t count = am_min(p->lockstep, end - begin);
         for (ptrdiff_t i = 0; i < count; i++) {
             item *it = &items[i];
@@ -507,7 +508,7 @@ static am_status block_task(void *arg, ptrdiff_t task, am_team *team)
     return status;
 }
 
-/* Merges the splits of one block into the first, if this is that. */
+/* Merges the splits of a block into the first one; does nothing for the other splits. */
 static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
@@ -528,7 +529,8 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
             am_flash_rows part = accumulators(p, (char *)whole.out + i * p->partial_bytes, at.rows);
             double part_ref_max = am_number(&p->base, part.ref_max, r),
                    part_sum = am_number(&p->base, part.sum, r);
-            /* All of a NaN row is NaN, though nothing was greater than -INFINITY in it. */
+            /* The sum of a NaN row is NaN, though its ref_max is -INFINITY: no comparison with NaN is true.
+             */
             double factor = part_sum == 0 ? 0 : am_power(p->base.unit, part_ref_max, ref_max);
             sum += part_sum == 0 ? 0 : part_sum * factor;
             char *from = (char *)part.out + r * p->out_depth * p->base.size;
@@ -545,7 +547,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-/* Some of the queries. */
+/* Computes attention for the queries of a plan. */
 static am_status attend(const am_run *run, plan *p)
 {
     const am_flash *f = p->base.flash;
@@ -570,8 +572,7 @@ static am_status attend(const am_run *run, plan *p)
     for (; status == AM_OK && p->packed && p->first < heads; p->first += p->wave) {
         p->wave = am_min(p->wave, heads - p->first);
         for (ptrdiff_t i = 0; i < p->wave * p->seen; i++) atomic_init(&p->states[i], UNPACKED);
-        /* Where blocks share what is packed, threads keep to heads of their own: they seldom need the same
-         * tile first. */
+        /* Threads take different heads, so that two seldom need the same shared tile first. */
         const ptrdiff_t rows = p->splits > 1 ? p->row_count * f->kv_heads : p->wave;
         status = am_parallel_rows(run, rows, p->head_blocks * p->q_blocks, block_task, p);
     }

@@ -12,8 +12,8 @@ enum {
     BF16_BYTES = 2,
     LANE_BYTES = 4,
     WIDEST = 8,            /* bytes of a number; a bias may be wider than the arithmetic */
-    KEEP_PIECE = 1 << 16,  /* keys of dropout between two questions whether to go on */
-    SINKS_PIECE = 1 << 14, /* sinks between them */
+    KEEP_PIECE = 1 << 16,  /* keys of dropout between two checkpoints */
+    SINKS_PIECE = 1 << 14, /* sinks between two checkpoints */
 };
 
 am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
@@ -34,7 +34,7 @@ am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash)
 
 /* --- Numbers --- */
 
-/* Twice: as they are, and converted. */
+/* Twice: for the copy, and for the converted rows. */
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
 {
     return 2 * am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
@@ -173,7 +173,7 @@ am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdif
         uint64_t *words = live + h * at->queries;
         am_tile tile =
             am_mask_bits(base->flash->mask, at->b, at->head + h, at->q, at->queries, k, columns, words);
-        if (tile == AM_DEAD && heads == 1) return tile; /* without bits, for which nobody looks */
+        if (tile == AM_DEAD && heads == 1) return tile; /* without bits, which are not read */
         for (ptrdiff_t r = 0; tile != AM_MIXED && r < at->queries; r++) words[r] = tile == AM_FULL ? all : 0;
         any_dead |= tile != AM_FULL;
         any_live |= tile != AM_DEAD;
@@ -198,7 +198,7 @@ am_range am_tiles_of(const am_flash_base *base, const am_ranges *tiles, const am
 
 ptrdiff_t am_most_tiles(const am_flash_base *base, const am_ranges *blocks, const am_ranges *tiles)
 {
-    enum { SAMPLES = 16 }; /* blocks that are asked */
+    enum { SAMPLES = 16 }; /* blocks that the estimate looks at */
     const am_flash *f = base->flash;
     ptrdiff_t most = 1;
     if (f->batch == 0 || f->heads == 0 || blocks->count == 0) return most;
