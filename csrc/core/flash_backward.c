@@ -18,16 +18,17 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64,      /* for any number of threads */
-    WIDE_TILES = 4,         /* of a task, at most, whose blocks see many tiles */
-    MOST_TILES = 16,        /* the same, if they see few: these stay near while blocks move on */
-    NEAR_BYTES = 768 << 10, /* of a task's tiles that a block meets; what is farther is read in order */
-    FAR = 1024,             /* size of an lse whose own rounding takes more than ten binary digits of P */
+    ENOUGH_TASKS = 64, /* that keep any number of threads busy */
+    WIDE_TILES = 4,    /* the most tiles of a task whose blocks see many tiles */
+    MOST_TILES = 16,   /* the same if they see few: these stay in the cache from block to block */
+    NEAR_BYTES = 768
+        << 10,  /* the most bytes of the tiles of a task that one block sees: they stay in the cache */
+    FAR = 1024, /* |lse| from which its rounding costs P more than ten binary digits */
 };
 
 /* One block of query rows of one head. */
 typedef struct {
-    ptrdiff_t first, last;    /* tasks, by their keys; none if first > last */
+    ptrdiff_t first, last;    /* the tasks whose keys the block sees; none if first > last */
     atomic_ptrdiff_t serving; /* the task that may add to d_q */
 } rows_state;
 
@@ -35,24 +36,24 @@ typedef struct {
     am_flash_base base;
     const am_backward_problem *problem;
     bool bf16x2;                                  /* a lane of what is multiplied holds two bfloat16 */
-    ptrdiff_t step, value_step;                   /* of rows in the workspace */
-    am_ranges queries, keys;                      /* to blocks, and to tiles */
+    ptrdiff_t step, value_step;                   /* from row to row in the workspace, in elements */
+    am_ranges queries, keys;                      /* the ranges of blocks, and of tiles */
     ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
     int threads;
     ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in the workspace */
     ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
-    am_tokens d_q;         /* of the arithmetic type: the result, or on the way to it */
+    am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
     rows_state *states;    /* [batch][heads][q_blocks] */
     char *row_stats;       /* base, rest, add, share: [batch][heads][queries] each */
     ptrdiff_t stats_bytes; /* of each */
-    am_sink_sum *sinks;    /* of each head, NULL without */
+    am_sink_sum *sinks;    /* one for each head; NULL without sinks */
     am_bias_backward bias;
     am_workspaces workspaces;
 } plan;
 
-/* What a task knows of one of its tiles. */
+/* The state of a local tile. */
 typedef struct {
-    bool packed, finite; /* the latter: k */
+    bool packed, finite; /* finite: k is */
 } local_tile;
 
 typedef struct {
@@ -119,7 +120,7 @@ static rows_state *state_of(const plan *p, const am_flash_place *at)
 
 typedef enum { BASE, REST, ADD, SHARE, ROW_STATS } row_stat;
 
-/* Of the rows of a block. */
+/* One statistic of the rows of a block. */
 static char *row_stats_of(const plan *p, const am_flash_place *at, row_stat which)
 {
     return p->row_stats + which * p->stats_bytes + row_index(p, at) * p->base.size;
@@ -133,7 +134,8 @@ static const char *read_tokens(const plan *p, const am_tokens *t, const am_flash
                         rows, depth, step);
 }
 
-/* Whether they are finite. `bf16x2_to`: for rows that are packed two to a lane. */
+/* Loads rows of a block, and returns whether they are finite. `bf16x2_to`: for the same rows, packed as
+ * bf16x2. */
 static bool load_tokens(const plan *p, const am_tokens *t, const am_flash_place *at, ptrdiff_t depth,
                         char *scratch, char *to, ptrdiff_t to_step, char *bf16x2_to)
 {
@@ -180,7 +182,8 @@ static am_backward_rows begin_rows(const plan *p, const am_flash_place *at, cons
 
 /* --- Tiles of keys --- */
 
-/* Rows of keys or values to columns, and where `to_rows` is not NULL to panels; whether these are finite. */
+/* Packs rows of keys or values as columns, and unless `to_rows` is NULL also as panels; returns whether the
+ * panels are finite. */
 static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am_range keys, ptrdiff_t depth,
                  char *scratch, char *to_columns, char *to_rows)
 {
@@ -196,9 +199,9 @@ static bool pack(const plan *p, const am_tokens *t, const am_flash_place *at, am
     return to_rows && own->pack_values(to_rows, src, step, rows, depth);
 }
 
-/* What a tile holds beside keys: which pairs are live and kept, and the bias. False if no pair is live. */
-static bool meet(const plan *p, const am_flash_place *at, am_range keys, const workspace *s,
-                 am_backward_tile *tile)
+/* Fills in the live and kept pairs of a tile, and its bias. False if no pair is live. */
+static bool find_tile(const plan *p, const am_flash_place *at, am_range keys, const workspace *s,
+                      am_backward_tile *tile)
 {
     const am_flash *f = p->base.flash;
     const ptrdiff_t k = keys.begin, columns = keys.end - k;
@@ -230,8 +233,8 @@ static double given_row_stat(const plan *p, const am_row_stats *row_stats, const
                      0);
 }
 
-/* The greatest logit of each row, sinks included, as BASE; the sum of powers beside it as REST, and how many
- * are as great as SHARE. */
+/* Finds of each row, sinks included, the greatest logit as BASE, the sum of powers relative to it as REST,
+ * and the number of logits that are as great as SHARE. */
 static am_status find_peaks(const plan *p, const am_flash_place *at, const workspace *s, am_range tiles,
                             am_team *team)
 {
@@ -247,7 +250,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
     for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
         const am_range keys = am_range_at(&p->keys, at->b, i);
         am_backward_tile tile = {.k_columns = s->k_columns};
-        if (!meet(p, at, keys, s, &tile)) continue;
+        if (!find_tile(p, at, keys, s, &tile)) continue;
         pack(p, &f->k, at, keys, f->depth, s->row, s->k_columns, NULL);
         (p->bf16x2 ? p->base.kernels->bf16x2.peaks : p->base.kernels->peaks)(&block, &tile);
         am_status status = am_checkpoint(team);
@@ -279,9 +282,9 @@ static void find_row_stats(const plan *p, const am_flash_place *at, const worksp
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;
-        double moved = am_number(&p->base, add, r); /* what a common shift of the logits would do */
+        double moved = am_number(&p->base, add, r); /* the effect of a common shift of the logits */
         if (is_from_peak(p, at, r)) {
-            /* What these keys sum up to, unless lse is of others too. */
+            /* The sum over these keys, unless lse is of other keys too. */
             double peak = am_number(&p->base, base, r), own = log2(am_number(&p->base, rest, r));
             double lse = (reference - peak) * p->base.unit,
                    rounding =
@@ -322,7 +325,7 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     am_status status = from_peak ? find_peaks(p, at, &s, tiles, team) : AM_OK;
     if (status == AM_OK) {
         find_row_stats(p, at, &s);
-        const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* which no task will write */
+        const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
         for (ptrdiff_t r = 0; r < unseen; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
                    (size_t)(f->depth * p->base.size));
@@ -331,7 +334,8 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
-/* The sinks' gradient: they move the logits' sum as a dead key would, and as a row's peak the rest. */
+/* The gradient of the sinks. A sink adds to the sum of powers as a key without a value would; not normalized,
+ * it may also be the row's maximum, which moves all powers. */
 static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
 {
     const plan *p = arg;
@@ -396,8 +400,9 @@ static void clear_tile(const plan *p, ptrdiff_t i, const workspace *s)
     memset(s->d_v + i * p->v_bytes, 0, (size_t)p->v_bytes);
 }
 
-/* The i-th tile of a task, packed when it is first met: narrow masks then find it in the cache. */
-static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i,
+/* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
+ * cache. */
+static void pack_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, ptrdiff_t i,
                       const workspace *s)
 {
     if (s->tiles[i].packed) return;
@@ -410,7 +415,7 @@ static void open_tile(const plan *p, const am_flash_place *at, ptrdiff_t task, p
     s->tiles[i] = (local_tile){.packed = true, .finite = finite};
 }
 
-/* Whether the task's keys are among those that the rows attend to. */
+/* Whether the rows attend to any of the task's keys. */
 static bool has_part(const rows_state *state, ptrdiff_t task)
 {
     return state->first <= task && task <= state->last;
@@ -432,7 +437,7 @@ static void choose_prefetch(const plan *p, const am_flash_place *at, ptrdiff_t t
         am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
 }
 
-/* `next`: the block after it, or NULL. */
+/* Takes a block over the tiles of a task. `next`: the block after it, or NULL. */
 static am_status block_step(const plan *p, const am_flash_place *at, const am_flash_place *next,
                             ptrdiff_t task, const workspace *s, am_team *team)
 {
@@ -451,8 +456,8 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
             .d_v = s->d_v + i * p->v_bytes,
             .d_bias = p->bias.result ? s->d_bias : NULL,
         };
-        if (keys.begin == keys.end || !meet(p, at, keys, s, &tile)) continue;
-        open_tile(p, at, task, i, s);
+        if (keys.begin == keys.end || !find_tile(p, at, keys, s, &tile)) continue;
+        pack_tile(p, at, task, i, s);
         tile.k_finite = s->tiles[i].finite;
         if (!begun) {
             if (next) choose_prefetch(p, next, task, &tile);
@@ -462,7 +467,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
         }
         (p->bf16x2 ? p->base.kernels->bf16x2.backward : p->base.kernels->backward)(&block, &tile);
         if (tile.d_bias)
-            status = am_bias_give(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_scratch, team);
+            status = am_bias_add(&p->bias, at, task, keys.begin, s->d_bias, s->d_bias_scratch, team);
         if (status == AM_OK) status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -475,7 +480,7 @@ static am_status block_step(const plan *p, const am_flash_place *at, const am_fl
     return status;
 }
 
-/* The i-th of those that share the keys. */
+/* The i-th of the blocks that share the keys. */
 static am_flash_place block_of(const plan *p, const am_flash_place *keys, ptrdiff_t i)
 {
     ptrdiff_t group = p->base.group;
@@ -540,7 +545,7 @@ static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
 
 /* --- The plan --- */
 
-/* Whole panels, and an odd number of lines: rows that are a power of two apart would meet in few sets of
+/* Whole panels, and an odd number of lines: rows that are a power of two apart would find_tile in few sets of
  * the cache. */
 static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 {
@@ -551,7 +556,7 @@ static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 static void choose(plan *p)
 {
     const am_flash *f = p->base.flash;
-    if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* that of sinks: a base may be one */
+    if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
     p->bf16x2 = f->q.type == AM_BFLOAT16 && p->base.kernels->bf16x2.backward;
     ptrdiff_t panel = p->base.kernels->panel, size = p->base.size, width = p->bf16x2 ? 2 : 1;
     ptrdiff_t depth = am_ceil_div(f->depth, panel) * panel;
@@ -580,7 +585,7 @@ static am_status compute(const am_run *run, plan *p)
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
     if (status == AM_OK) status = am_bias_backward_begin(run, &p->bias);
     if (status == AM_OK && p->problem->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
-    /* Batch rows that share a bias add to its gradient in their order, too. */
+    /* Batch rows that share a bias add to its gradient in order, too. */
     const bool in_order = p->bias.sums && p->bias.shape[0] == 1;
     const ptrdiff_t row_tasks = p->tasks * f->kv_heads;
     if (status == AM_OK)
@@ -598,7 +603,7 @@ am_status am_flash_backward(const am_run *run, const am_backward_problem *proble
     if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks) return AM_OK;
     plan p = {
         .base = am_flash_base_of(run, f), .problem = problem, .threads = run->threads, .d_q = problem->d_q};
-    /* Batch rows may share a bias, to whose gradient they add by the same blocks and tiles. */
+    /* Batch rows may share a bias, and then need the same blocks and tiles to add to its gradient. */
     const bool by_mask = !problem->d_bias;
     am_status status = am_ranges_make(&p.queries, f->mask, AM_QUERIES, by_mask);
     if (status == AM_OK) status = am_ranges_make(&p.keys, f->mask, AM_KEYS, by_mask);

@@ -4,19 +4,19 @@
 
 #include "core/flash.h"
 
-/* A number a row, of the arithmetic type; steps in bytes. */
+/* One number for each row, of the arithmetic type; steps in bytes. */
 typedef struct {
     const char *data;
     ptrdiff_t batch, head, token;
 } am_row_stats;
 
 typedef struct {
-    am_flash forward;        /* `out` is its result; its lse is not looked at */
-    am_row_stats lse, d_lse; /* the latter's data: NULL if it is 0 */
+    am_flash forward;        /* `out` is its result; its lse is not read */
+    am_row_stats lse, d_lse; /* d_lse.data: NULL if it is 0 */
     am_tokens d_out, d_q, d_k, d_v;
-    char *d_bias;            /* C-contiguous, of bias_type; NULL: not wanted */
+    char *d_bias;            /* C-contiguous, of bias_type; NULL: not computed */
     ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */
-    double *d_sinks;         /* [heads][sink_count]; NULL: not wanted */
+    double *d_sinks;         /* [heads][sink_count]; NULL: not computed */
 } am_backward_problem;
 
 am_status am_flash_backward(const am_run *run, const am_backward_problem *problem);

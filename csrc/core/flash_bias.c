@@ -13,7 +13,7 @@ enum {
 
 typedef am_bias_backward bias_backward;
 
-/* Where a block begins in the result, or its sums. */
+/* The index of the first number of a block in the result, or in its sums. */
 static ptrdiff_t index_of(const bias_backward *g, const am_flash_place *at, ptrdiff_t k)
 {
     ptrdiff_t index = g->shape[0] == 1 ? 0 : at->b;
@@ -76,7 +76,7 @@ static am_status pass_ticket(const bias_backward *g, const am_flash_place *at, p
 
 /* --- Tiles --- */
 
-/* Sums up a tile along shared axes, to its first row or column. */
+/* Sums up a tile along shared axes into its first row or column. */
 static void fold(const bias_backward *g, char *tile, ptrdiff_t rows)
 {
     for (ptrdiff_t r = 0; g->shape[3] == 1 && r < rows; r++) {
@@ -100,8 +100,8 @@ static ptrdiff_t scratch_offset(const bias_backward *g, const am_flash_place *at
     return (at->head % g->base->group * g->task_tiles + k / TILE % g->task_tiles) * TILE * g->base->size;
 }
 
-am_status am_bias_give(const bias_backward *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
-                       char *tile, char *scratch, am_team *team)
+am_status am_bias_add(const bias_backward *g, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+                      char *tile, char *scratch, am_team *team)
 {
     if (!g->sums) {
         for (ptrdiff_t r = 0; r < at->rows; r++)

@@ -11,10 +11,11 @@
 
 typedef struct {
     const am_flash_base *base;
-    char *result; /* C-contiguous, of the bias's type; NULL: not wanted */
+    char *result; /* C-contiguous, of the bias's type; NULL: not computed */
     ptrdiff_t shape[4], count;
-    ptrdiff_t q_blocks, tasks, task_tiles; /* tasks by keys, of each key head */
-    char *sums; /* of the arithmetic type: the result, or on the way to it; NULL: no number is shared */
+    ptrdiff_t q_blocks, tasks, task_tiles; /* tasks of each key head, in the order of keys */
+    char
+        *sums; /* of the arithmetic type: the result, or what is converted to it; NULL: no number is shared */
     atomic_ptrdiff_t *serving; /* the tickets that may add now */
 } am_bias_backward;
 
@@ -23,18 +24,18 @@ am_status am_bias_backward_make(am_bias_backward *bias, const am_flash_base *bas
                                 const ptrdiff_t shape[4], ptrdiff_t tasks, ptrdiff_t task_tiles);
 void am_bias_backward_free(const am_bias_backward *bias);
 
-/* Before any tile, and after all. */
+/* Called before any tile, and after all. */
 am_status am_bias_backward_begin(const am_run *run, am_bias_backward *bias);
 am_status am_bias_backward_end(const am_run *run, am_bias_backward *bias);
 
 /* The scratch of a task, which is to be zero at first. */
 ptrdiff_t am_bias_scratch_bytes(const am_bias_backward *bias);
 
-/* Takes a tile of dS, [rows][AM_FLASH_TILE], which it changes, of the keys from k on. A task gives its tiles
- * block by block, those of its heads one after the other; it ends each block, also one of which it has given
- * none, and last of all itself, for its key head. */
-am_status am_bias_give(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
-                       char *tile, char *scratch, am_team *team);
+/* Adds a tile of dS, [rows][AM_FLASH_TILE], of the keys from k on; the tile is overwritten. A task adds its
+ * tiles block by block, one head after the other. It ends each block, also one without tiles, and after all
+ * blocks itself, for its key head. */
+am_status am_bias_add(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task, ptrdiff_t k,
+                      char *tile, char *scratch, am_team *team);
 am_status am_bias_end_block(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task,
                             am_team *team);
 am_status am_bias_end_task(const am_bias_backward *bias, const am_flash_place *at, ptrdiff_t task,
