@@ -545,8 +545,8 @@ static am_status finish_task(void *arg, ptrdiff_t index, am_team *team)
 
 /* --- The plan --- */
 
-/* Whole panels, and an odd number of lines: rows that are a power of two apart would find_tile in few sets of
- * the cache. */
+/* Rounds up to whole panels, and to an odd number of cache lines: rows that are a power of two apart would
+ * map to few sets of the cache. */
 static ptrdiff_t step_of(const plan *p, ptrdiff_t in_panels)
 {
     ptrdiff_t a_line = AM_LINE / p->base.size;

@@ -1,7 +1,7 @@
 /* flash_amx.h – attention in bfloat16, forward and backward, by the tile registers of AMX, which the
  * processor multiplies whole. Queries, keys, P and values are bf16x2 as in flash_bf16x2_tpl.h, and are laid
- * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3 accumulate two by two, 4 and 5 are of a,
- * 6 and 7 of b. */
+ * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3, two by two, accumulate; 4 and 5 hold
+ * a, 6 and 7 hold b. */
 
 enum {
     AMX_TILE_ROWS = 16,
@@ -114,7 +114,7 @@ static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lane
     }
 }
 
-enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* of what is packed like values */
+enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* lanes of a panel that is packed like values */
 
 /* Splits a panel into its finite numbers and the rest, which is NaN or Inf. */
 static void split_panel(const float *panel, float *finite, uint16_t *rest)
@@ -146,7 +146,7 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
     }
 }
 
-/* c += a b, where b is packed like values; of live pairs alone, if `live` is not NULL. Finite numbers
+/* c += a b, where b is packed like values; of only the live pairs if `live` is not NULL. Finite numbers
  * are multiplied by tiles even then: another order of sums would round otherwise, and dead pairs must not
  * change a bit. */
 static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
@@ -227,7 +227,7 @@ static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdif
     add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, queue);
 }
 
-/* Chunks of all its products. */
+/* The number of chunks in all its products. */
 static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips)
 {
     return strips * ((3 * block->depth + 2 * block->value_depth) / AMX_TILE_LANES + 1);

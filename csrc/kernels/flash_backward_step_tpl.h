@@ -1,11 +1,12 @@
 /* flash_backward_step_tpl.h – the backward step of a block of rows over a tile of keys:
  *
- *     S = Q Kᵀ,  dP = dO Vᵀ       like the logits of the forward pass
+ *     S = Q Kᵀ,  dP = dO Vᵀ       like the logits of the forward step
  *     P, dS                       row by row
- *     dV = dV + Pᵀ dO             one panel of columns after the other, and so are
- *     dK = dK + dSᵀ Q,  dQ = dQ + dS K
+ *     dV = dV + Pᵀ dO             one panel of columns after the other, like the next two
+ *     dK = dK + dSᵀ Q
+ *     dQ = dQ + dS K
  *
- * A lane of what is multiplied holds WIDTH numbers, which are neighbours in the sum that is taken.
+ * A lane of the factors holds WIDTH numbers, which are neighbours in the sum that is taken.
  * AMX_PRODUCTS: by products of flash_amx.h, of HEIGHT rows at a time.
  */
 
@@ -34,8 +35,8 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
 }
 
 #ifndef AMX_PRODUCTS
-/* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of live pairs alone, if `live`
- * is not NULL. `scratch`: as large as a, which it may be. */
+/* c += aᵀ b, where a is [rows][AM_FLASH_TILE], and strips are of its columns; of only the live pairs if
+ * `live` is not NULL. `scratch`: as large as a, which it may be. */
 static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
                                  const uint64_t *live, const T *a, T *scratch, const T *b, T *c,
                                  ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
@@ -161,7 +162,7 @@ static void STEP(peaks)(const am_backward_rows *block, const am_backward_tile *t
         T more = VOP(total)(total);
         *sum += more;
         *times += VOP(total)(equal);
-        if (more != more) *peak = more; /* of a NaN there is no way back */
+        if (more != more) *peak = more; /* a NaN stays */
     }
 }
 

@@ -1,7 +1,7 @@
 /* flash_backward_tpl.h – attention backward of a block of rows over a tile of keys, for one type of numbers.
  */
 
-/* What a logit is made of, for all of a row. */
+/* The terms of the logits of a row. */
 typedef struct {
     V scale, cap, inverse_cap;
     bool capped;

@@ -81,7 +81,7 @@ static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *til
                          columns_at(block, column, PANEL_f32));
 }
 
-/* Each two rows of values are interleaved. */
+/* O + P V of some columns of unpacked values, of which each two rows are interleaved. */
 static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
                                 ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
                                 prefetch_lines *prefetch)
@@ -131,7 +131,7 @@ static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdi
     return vf_total(vf_add(nothing[0], nothing[1])) == 0;
 }
 
-/* --- Few rows: keys are read where they lie, and a few values at a time become bf16x2 --- */
+/* --- Few rows: keys are read unpacked, and a few values at a time become bf16x2 --- */
 
 /* O + P V of an unpacked tile. It prefetches as many lines as it reads. */
 static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
@@ -146,7 +146,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     prefetch_lines none = prefetch_nothing(v);
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
-        const bool whole = !tile->live && columns >= PANEL_f32, /* so keys are even */
+        const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (whole) {

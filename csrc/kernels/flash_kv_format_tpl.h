@@ -1,8 +1,8 @@
 /* flash_kv_format_tpl.h – the kernels for keys and values whose elements in memory are S. LOAD and LOAD_PART
- * make lanes of them; they are packed for many rows, or read where they lie by few. Results of type S are
- * written by STORE and STORE_PART. */
+ * load lanes of them; they are packed for many rows, or read unpacked for few. STORE and STORE_PART write
+ * results of type S. */
 
-/* A square of lanes, transposed; zeros where there are no more rows or columns. */
+/* Loads a square of lanes and transposes it; missing rows and columns are zero. */
 static inline __attribute__((always_inline)) void
 FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
 {
@@ -10,13 +10,13 @@ FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t r
     for (ptrdiff_t r = 0; r < LANES; r++) {
         square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : LOAD_PART(src, columns);
         src += step;
-        HIDE(src); /* found from the row before: there are no registers for all rows */
+        HIDE(src); /* computed from the row before: there are no registers for the addresses of all rows */
     }
     VOP(transpose)(square);
 }
 
-/* A row of squares after the other: the fewer rows are under way, the less they get in each other's way in
- * the cache. With a factor of 1 they may also be bf16x2. */
+/* Packs one row of squares after the other: fewer rows at a time conflict less in the cache. With a factor of
+ * 1 lanes may also be bf16x2. */
 static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
                             double factor)
 {
@@ -41,7 +41,8 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
     }
 }
 
-/* Rows of up to a panel's columns. Adds 0 × what it reads to `nothing`: 0, or NaN if a value is not finite.
+/* Packs rows of up to a panel's columns. Adds 0 × what it reads to `nothing`: 0, or NaN if a value is not
+ * finite.
  */
 static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns,
                                  V nothing)
@@ -65,7 +66,7 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
     return nothing;
 }
 
-/* Row by row, since rows may lie far apart. */
+/* Packs row by row, since rows may lie far apart. */
 static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
 {
     T *dst = to;
@@ -84,7 +85,7 @@ static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
 {
     T *to = dst;
     const S *from = src;
-    V zero = VOP(set1)(0), least = zero; /* as its opposite */
+    V zero = VOP(set1)(0), least = zero; /* negated */
     for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
         V x = i + LANES <= columns ? LOAD(from + i) : i < columns ? LOAD_PART(from + i, columns - i) : zero;
         VOP(store)(to + i, x);

@@ -1,9 +1,9 @@
-/* flash_product_of_tpl.h – the product's innermost loop, where b is of type S. LOADS makes one or two vectors
- * of the row at b, or two of the two rows there that lie half of b_row apart; FMA multiplies and adds, and
- * TIMES multiplies.
+/* flash_product_of_tpl.h – the innermost loop of the product, for a b of type S. LOADS loads one or two
+ * vectors from the row at b, or two from the two rows there that lie half of b_row apart; FMA multiplies and
+ * adds, and TIMES multiplies.
  *
- * On some processors stores delay FMA, but not a plain product: sums that begin from nothing begin with
- * TIMES, beside which the strip before is stored. */
+ * On some processors stores delay FMA, but not a plain product: sums that do not add to c begin with TIMES,
+ * while the strip before is stored. */
 
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j] */
 static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
@@ -52,7 +52,7 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
     }
     if (lines) *prefetch = current;
-    HIDE(c); /* its rows are cheaper found again than kept, for which there are no registers */
+    HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
     UNROLL(16)
     for (int r = 0; r < rows; r++, row += c_row) {
@@ -97,10 +97,9 @@ APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t e
     return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, prefetch);
 }
 
-/* Rows of a times one packed panel, as logits; depth is at least 1. Of its columns begin … end - 1 at least,
- * which may lie beside it; whether there are any. Prefetches a line with each row of b, if `prefetch` is not
- * NULL.
- */
+/* Multiplies rows of a by one packed panel; depth is at least 1. It computes at least those of the columns
+ * begin … end - 1 that lie in the panel, and returns whether any do. It prefetches a line with each row of b,
+ * if `prefetch` is not NULL. */
 static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
                                         const T *a, ptrdiff_t a_step, const S *b, T *c,
                                         prefetch_lines *prefetch)
@@ -157,7 +156,7 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
         FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
 }
 
-/* As `accumulate`, two panels of columns at once, of half a strip's rows at most. */
+/* As `accumulate`, for two panels of columns and up to half a strip of rows. */
 static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
                                          ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
                                          prefetch_lines *prefetch)

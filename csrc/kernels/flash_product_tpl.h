@@ -30,11 +30,11 @@ enum {
 #include "kernels/flash_product_of_tpl.h"
 
 typedef struct {
-    ptrdiff_t row, rows, begin, end; /* live columns, none if begin == end */
+    ptrdiff_t row, rows, begin, end; /* begin, end: its live columns, none if equal */
 } FN(strip);
 
-/* Cuts rows to strips of about the same height, at most `most`; returns how many. `live`: a word a row, or
- * NULL if all columns are. */
+/* Divides rows into strips of about the same height, at most `most`; returns their number. `live`: a word for
+ * each row, or NULL if all columns are live. */
 static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, ptrdiff_t most,
                                        const uint64_t *live, ptrdiff_t columns)
 {
@@ -53,8 +53,8 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, ptrdi
 }
 
 #ifndef V_POWERS
-/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -MIN_POWER on down. The number
- * is kept as low bits, beside the exponent's bias. */
+/* Subtracts from x the nearest whole number, and returns that; and multiplies v by 2 to its power, which is 0
+ * from -MIN_POWER on down. The number is kept in low bits, with the exponent's bias added. */
 static inline V VOP(take_whole)(V *x)
 {
     const V shift = VOP(set1)((T)ROUNDER);
@@ -66,9 +66,9 @@ static inline V VOP(take_whole)(V *x)
 static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_exponent)(whole)); }
 #endif
 
-/* 2^x for x up to some hundred, NaN for NaN, maybe 0 for what is less than normal numbers; of some vectors,
- * step by step: a step waits for the one before, and vectors do not wait for each other. First whole numbers
- * are taken. */
+/* 2^x for x up to some hundred; NaN for NaN; subnormal results may be 0. It takes several vectors step by
+ * step: a step waits for the one before, but vectors do not wait for each other. exp2_begin splits off whole
+ * numbers. */
 static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole, const int count)
 {
     UNROLL(16)
@@ -102,14 +102,14 @@ static inline V FN(exp2)(V x)
     return x;
 }
 
-/* Near 0, where most logits are beside their cap, by a polynomial: 1 - 2 / (e^2x + 1) would lose what x has
- * beyond the last digit of 1. */
+/* Near 0, where most logits are if the cap is large, tanh is a polynomial: 1 - 2 / (e^2x + 1) would lose the
+ * digits of x beyond the last digit of 1. */
 static inline V FN(tanh)(V x)
 {
     const V zero = VOP(set1)(0), one = VOP(set1)(1), limit = VOP(set1)((T)0.625);
     const V near = VOP(fma)(FN(tanh_tail)(VOP(mul)(x, x)), x, x), size = VOP(max)(VOP(sub)(zero, x), x);
     if (!VOP(exceeds)(size, limit)) return near;
-    const V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* e^-40 is nothing beside 1 */
+    const V minus_size = VOP(max)(VOP(set1)(-20), VOP(sub)(zero, size)); /* 1 + e^-40 rounds to 1 */
     const V e = FN(exp2)(VOP(mul)(minus_size, VOP(set1)((T)-2.8853900817779268)));
     const V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
     return VOP(pick_less)(limit, size, VOP(pick_less)(x, zero, VOP(sub)(zero, far), far), near);

@@ -1,4 +1,4 @@
-/* flash_step_tpl.h – how a block of rows meets a tile of keys:
+/* flash_step_tpl.h – the forward step of a block of rows over a tile of keys:
  *
  *     S = Q Kᵀ              rows × 64, one panel of keys after the other, so that the panel stays in cache
  *     P = e^(S - ref_max)   row by row; `ref_max` grows, and the row is rescaled, only when a logit exceeds
@@ -60,8 +60,8 @@ static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash
         most = VOP(max)(s, most);
     }
     STEP(update_row_max)(block, row, most);
-    if (STEP(exceeds_ref_max)(most, (const T *)block->ref_max +
-                                        row)) /* as any live logit does a `ref_max` of -INFINITY */
+    /* Any live logit exceeds a `ref_max` of -INFINITY. */
+    if (STEP(exceeds_ref_max)(most, (const T *)block->ref_max + row))
         STEP(rescale)(block, row, VOP(highest)(most));
 }
 
@@ -86,7 +86,7 @@ static inline __attribute__((always_inline)) V STEP(softmax_vectors)(const am_fl
     return total;
 }
 
-/* The sums of some rows, of which lanes are given: they are added up side by side. */
+/* Adds up the lanes of some rows side by side, and adds the totals to their sums. */
 static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
 {
     T totals[LANES];
@@ -155,8 +155,8 @@ STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *liv
 }
 
 /* `softmax_rows` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL
- * if all pairs are. The next vectors are begun before the powers of these are taken, whose steps wait for one
- * another. */
+ * if all pairs are so. The next vectors are begun before the powers of these are taken, whose steps wait for
+ * one another. */
 static inline __attribute__((always_inline)) void
 STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const V *unit,
                     ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const int count)
@@ -293,7 +293,8 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     }
     STEP(softmax_step)(block, tile, strips, count);
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
-        const ptrdiff_t panel = column * (AM_FLASH_TILE / WIDTH); /* where it begins, of packed values */
+        const ptrdiff_t panel =
+            column * (AM_FLASH_TILE / WIDTH); /* the first element of the panel in packed values */
         const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
         if (tile->live && !tile->finite) {
             STEP(add_live)(block, tile, column, v + panel);

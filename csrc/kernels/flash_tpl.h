@@ -1,4 +1,4 @@
-/* flash_tpl.h – attention of a block of rows to a tile of keys, for one type of numbers. */
+/* flash_tpl.h – attention of a block of rows over a tile of keys, for one type of numbers. */
 
 /* Turns products into logits: scale, bias and cap. */
 static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
@@ -15,9 +15,9 @@ static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_til
     }
 }
 
-/* c[r] += sum over live i of a[r][i] b[i], for a b among which are NaN or Inf: 0 × NaN would reach beyond
- * live pairs. The same sums in the same order as by `add_product`, so that garbage in dead pairs does not
- * change a bit. Panels of b lie `b_panel` apart. */
+/* c[r] += sum over live i of a[r][i] b[i], for a b that holds NaN or Inf: 0 × NaN would reach beyond live
+ * pairs. It sums in the same order as `add_product`, so that garbage in dead pairs does not change a bit.
+ * Panels of b lie `b_panel` apart. */
 static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, ptrdiff_t a_row,
                               ptrdiff_t a_column, const T *b, ptrdiff_t b_row, ptrdiff_t b_panel, T *c,
                               ptrdiff_t c_row, ptrdiff_t depth)
@@ -35,7 +35,7 @@ static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, 
     }
 }
 
-/* O + P V of live pairs alone, for one panel of columns. */
+/* O + P V of only the live pairs, for one panel of columns. */
 static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
                          const T *panel)
 {

@@ -5,8 +5,8 @@
  *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
  */
 
-/* Keys that may lie pages apart, so in the same lines of the first-level cache: fewer of them than a strip's
- * rows leave space for what is packed. */
+/* Keys may lie pages apart, so that they map to the same sets of the first-level cache: fewer of them than a
+ * strip has rows leave space for packed queries. */
 enum { STEP(KEYS_PER_STRIP) = 8 };
 
 /* Stores P of neighbouring keys where `add_product_transposed` reads it. */

@@ -1,9 +1,9 @@
 /* flash_unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
- * LOAD_PART make lanes of keys, FMA multiplies and adds them, STEP names what turns logits into P, and
- * add_values adds P V. */
+ * LOAD_PART load lanes of keys, FMA multiplies and adds them, STEP names the functions that turn logits into
+ * P, and add_values adds P V. */
 
-/* Logits of up to four rows and as many keys as sums fit the registers and do not wait for each other; keys
- * behind the last count as it. It prefetches as many lines as it reads of keys. */
+/* Logits of up to four rows, and of so many keys that their sums fit the registers and do not wait for each
+ * other; keys behind the last are read as the last. It prefetches as many lines as it reads of keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
                                                                 ptrdiff_t depth, const T *q, const S *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
@@ -79,7 +79,7 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T 
 #undef DOTS
 
 /* Logits of a tile. */
-static void FROM(look)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     prefetch_lines none = prefetch_nothing(tile->k);
     ptrdiff_t begin, end;
@@ -103,7 +103,7 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
     const ptrdiff_t size = sizeof(S), v_bytes = (const char *)last->v - (const char *)tiles->v;
     prefetch_lines prefetch = prefetch_lines_of((uintptr_t)tiles->v, tiles->v_step * size,
                                                 v_bytes + tiles->value_depth * size, 0, EARLY_KEYS);
-    for (ptrdiff_t h = 0; h < heads; h++) FROM(look)(&blocks[h], &tiles[h], &prefetch);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(find_logits)(&blocks[h], &tiles[h], &prefetch);
     for (ptrdiff_t h = 0; h < heads; h++) {
         if (STEP(softmax_whole)(&blocks[h], &tiles[h])) continue;
         ptrdiff_t begin, end;

@@ -197,8 +197,7 @@ static const double exp2_terms_f64[] = {
     4.078071929588336665e-10,
 };
 #endif
-/* A function that stays one: where it is called, registers are not taken for its sake. Not every type calls
- * it. */
+/* A function that is not inlined, so that it takes no registers from its callers. Not every type calls it. */
 #define APART static __attribute__((noinline, unused))
 /* The compiler does not know any more where a pointer came from. */
 #define HIDE(pointer) __asm__("" : "+r"(pointer))

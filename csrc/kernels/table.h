@@ -132,16 +132,16 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
 enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
 
 typedef struct {
-    ptrdiff_t rows, depth, out_depth; /* the last a multiple of half a panel's columns */
+    ptrdiff_t rows, depth, out_depth; /* out_depth: a multiple of half a panel's columns */
     const void *q;                    /* [rows][depth] */
     ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are unpacked */
-    const void *q_packed;             /* like keys, for tiles that are transposed */
+    const void *q_packed;             /* packed like keys, for transposed tiles */
     void *out;                        /* [rows][out_depth] */
-    void *ref_max, *sum, *row_max;    /* [rows]; the last may be NULL */
-    void *logits;                     /* [rows][AM_FLASH_TILE], for use by the kernel */
+    void *ref_max, *sum, *row_max;    /* [rows]; row_max may be NULL */
+    void *logits;                     /* [rows][AM_FLASH_TILE], scratch of the kernel */
     double cap;                       /* 0: none */
-    double factor;                    /* of q kᵀ, to make logits of it */
-    double unit;                      /* of logits, as an exponent of 2: 1, or log2 e */
+    double factor;                    /* logits are q kᵀ times it, but for bias and cap */
+    double unit;                      /* of logits: e^logit is 2^(unit logit); 1, or log2 e */
 } am_flash_rows;
 
 /* Whether kernels prefetch to the first-level cache, else to the second; the core sets it before any runs.
@@ -171,7 +171,7 @@ typedef struct {
     const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
-    bool finite;          /* no value is NaN or Inf; for packed ones */
+    bool finite;          /* no packed value is NaN or Inf */
     bool transposed;      /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
                            * are live, and products are logits but for a factor of more than 0 */
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
@@ -185,16 +185,16 @@ typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile
 /* For few rows, and unpacked keys and values: of several heads, which may lie side by side. */
 typedef void am_flash_step_unpacked(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
 
-/* Up to AM_FLASH_TILE keys or values, rows `step` elements apart, to panels: keys [panel of
- * rows][depth][row], times a factor, values [panel of columns][AM_FLASH_TILE][column]; what is missing is
- * zero. Whether all values are finite. */
+/* Packs up to AM_FLASH_TILE keys or values, rows `step` elements apart, into panels: keys [panel of
+ * rows][depth][row], times a factor, values [panel of columns][AM_FLASH_TILE][column]; missing rows
+ * and columns are zero. Returns whether all values are finite. */
 typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
                                 double factor);
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
                                   ptrdiff_t depth);
 
-/* Up to AM_FLASH_TILE numbers of the bias, which become AM_FLASH_TILE of the arithmetic type; bits tell which
- * are -INFINITY. */
+/* Reads up to AM_FLASH_TILE numbers of the bias as AM_FLASH_TILE of the arithmetic type; returned bits tell
+ * which are -INFINITY. */
 typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t columns);
 
 /* dst[i] = src[i] factor, plus dst[i] with `add`. */
@@ -227,10 +227,10 @@ typedef struct {
     const void *q, *d_out; /* [rows][step], [rows][value_step]; or where a lane holds two, [rows][lanes] */
     const void *q_rows, *d_out_rows; /* the same, or where a lane holds two packed like values */
     bool q_finite, d_out_finite;
-    void *base, *rest, *add, *share; /* [rows]; the last may be NULL */
+    void *base, *rest, *add, *share; /* [rows]; share may be NULL */
     void *d_q;                       /* [rows][step] */
-    void *p, *ds;                    /* [rows][AM_FLASH_TILE], for use by the kernel */
-    double scale, factor;            /* of q kᵀ: as it is, and to make logits in their unit of it */
+    void *p, *ds;                    /* [rows][AM_FLASH_TILE], scratch of the kernel */
+    double scale, factor;            /* logits are q kᵀ scale, and in their unit q kᵀ factor */
     double cap, unit;                /* as above */
     double kept_factor;              /* of entries of P that dropout keeps */
 } am_backward_rows;
@@ -252,12 +252,13 @@ typedef void am_flash_backward_step(const am_backward_rows *block, const am_back
  * logits that are as great. */
 typedef void am_flash_peaks(const am_backward_rows *block, const am_backward_tile *tile);
 
-/* Rows whose steps may differ. Loaded: zero up to whole panels; whether all numbers are finite. */
+/* Load, add or multiply rows whose steps may differ. Loaded rows are zero up to whole panels; returns whether
+ * all numbers are finite. */
 typedef bool am_load_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
                           ptrdiff_t depth);
 typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
                          ptrdiff_t depth);
-/* Row by row the scalar products; 0 where all of `b` is 0, whatever is in a. */
+/* The scalar product of each row; 0 where all of b is 0, whatever is in a. */
 typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
                          ptrdiff_t rows, ptrdiff_t depth);
 
