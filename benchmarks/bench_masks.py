@@ -145,7 +145,7 @@ def jitted(make: Callable[[object], object], ids: np.ndarray) -> Call:
 def written_cases(ids: np.ndarray, warm: bool) -> dict[str, dict[str, Call]]:
     """What writes the mask or the bias, into arrays that are there or into new ones."""
 
-    def room(dtype: type) -> np.ndarray | None:
+    def allocate(dtype: type) -> np.ndarray | None:
         return np.zeros(SHAPE, dtype) if warm else None
 
     def filled(dtype: type, value: float) -> dict[str, Call]:
@@ -155,7 +155,7 @@ def written_cases(ids: np.ndarray, warm: bool) -> dict[str, dict[str, Call]]:
         return {"fill": lambda: out.fill(value)}
 
     def contenders(banded: bool) -> dict[str, Call]:
-        info, ours = MaskInfo.from_segments(ids), room(bool)
+        info, ours = MaskInfo.from_segments(ids), allocate(bool)
         if banded:
             info = info.apply_causal().apply_sliding_window((WINDOW - 1, 0))
         calls = filled(bool, True)
@@ -165,10 +165,10 @@ def written_cases(ids: np.ndarray, warm: bool) -> dict[str, dict[str, Call]]:
             if warm
             else (lambda: info.replace().get_or_compute_attention_mask())
         )
-        calls["NumPy: int32"] = numpy_masks(ids, banded, room(bool))
-        calls["NumPy: int16"] = numpy_small_masks(ids, banded, room(bool))
+        calls["NumPy: int32"] = numpy_masks(ids, banded, allocate(bool))
+        calls["NumPy: int16"] = numpy_small_masks(ids, banded, allocate(bool))
         if torch:
-            calls["torch"] = torch_masks(ids, banded, room(bool))
+            calls["torch"] = torch_masks(ids, banded, allocate(bool))
         if ejkernel and not warm:
             calls["ejKernel"] = jitted(
                 lambda ids: (
@@ -184,14 +184,14 @@ def written_cases(ids: np.ndarray, warm: bool) -> dict[str, dict[str, Call]]:
         return calls
 
     def biases() -> dict[str, Call]:
-        info, ours = MaskInfo.from_segments(ids), room(np.float32)
+        info, ours = MaskInfo.from_segments(ids), allocate(np.float32)
         calls = filled(np.float32, LOWEST)
         calls["attnmask"] = (
             (lambda: info.create_bias(out=ours)) if warm else (lambda: info.replace().create_bias())
         )
-        calls |= numpy_biases(ids, room(np.float32))
+        calls |= numpy_biases(ids, allocate(np.float32))
         if torch:
-            calls["torch"] = torch_bias(ids, room(np.float32))
+            calls["torch"] = torch_bias(ids, allocate(np.float32))
         if ejkernel and not warm:
             calls["ejKernel"] = jitted(lambda ids: PeerInfo.from_segments(ids).bias, ids)
         return calls

@@ -1,4 +1,5 @@
-/* native.c – yardsticks: what this machine's memory and arithmetic give to plain C with the same number of threads.
+/* native.c – yardsticks: what this machine's memory and arithmetic give to plain C with the same number of
+ * threads.
  *
  * harness.py compiles it at run time with -O3 -march=native, and -fopenmp where the compiler has it.
  */
@@ -52,8 +53,8 @@ uint64_t read_all(const void *src, size_t bytes, int threads)
     return total;
 }
 
-/* Products and sums that wait for nobody: enough chains for two units with a latency of six cycles. Each function
- * gives the number of operations of all threads, or 0 where the processor lacks the instruction. */
+/* Products and sums that wait for nobody: enough chains for two units with a latency of six cycles. Each
+ * function gives the number of operations of all threads, or 0 where the processor lacks the instruction. */
 enum { CHAINS = 12 };
 
 #ifdef __AVX512F__
@@ -67,25 +68,25 @@ enum { CHAINS = 12 };
 /* Where chains start: what the compiler knows of none, it cannot derive one from another. */
 volatile float chain_start[CHAINS] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
 
-#define FMA(name, scalar, bytes)                                                              \
-    double name(size_t steps, int threads)                                                    \
-    {                                                                                         \
-        typedef scalar vector __attribute__((vector_size(bytes)));                            \
-        int count = 0;                                                                        \
-        (void)threads;                                                                        \
-        _Pragma("omp parallel num_threads(threads) reduction(+ : count)")                     \
-        {                                                                                     \
-            const vector zero = {0}, x = zero + (scalar)0.999, y = zero + (scalar)1e-3;       \
-            vector sum[CHAINS];                                                               \
-            for (int i = 0; i < CHAINS; i++) sum[i] = zero + (scalar)chain_start[i];          \
-            for (size_t step = 0; step < steps; step++)                                       \
-                for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * x + y;                     \
-            volatile vector sink;                                                             \
-            for (int i = 0; i < CHAINS; i++) sink = sum[i];                                   \
-            (void)sink;                                                                       \
-            count++;                                                                          \
-        }                                                                                     \
-        return 2.0 * CHAINS * (bytes / sizeof(scalar)) * (double)steps * count;               \
+#define FMA(name, scalar, bytes)                                                                             \
+    double name(size_t steps, int threads)                                                                   \
+    {                                                                                                        \
+        typedef scalar vector __attribute__((vector_size(bytes)));                                           \
+        int count = 0;                                                                                       \
+        (void)threads;                                                                                       \
+        _Pragma("omp parallel num_threads(threads) reduction(+ : count)")                                    \
+        {                                                                                                    \
+            const vector zero = {0}, x = zero + (scalar)0.999, y = zero + (scalar)1e-3;                      \
+            vector sum[CHAINS];                                                                              \
+            for (int i = 0; i < CHAINS; i++) sum[i] = zero + (scalar)chain_start[i];                         \
+            for (size_t step = 0; step < steps; step++)                                                      \
+                for (int i = 0; i < CHAINS; i++) sum[i] = sum[i] * x + y;                                    \
+            volatile vector sink;                                                                            \
+            for (int i = 0; i < CHAINS; i++) sink = sum[i];                                                  \
+            (void)sink;                                                                                      \
+            count++;                                                                                         \
+        }                                                                                                    \
+        return 2.0 * CHAINS * (bytes / sizeof(scalar)) * (double)steps * count;                              \
     }
 
 FMA(fma_float32, float, WIDEST)
@@ -93,7 +94,7 @@ FMA(fma_float64, double, WIDEST)
 FMA(fma_avx2, float, 32)
 
 #ifdef __AMX_BF16__
-/* Four whole tiles gather products of two others, if Linux lends tiles to the process. */
+/* Four whole tiles accumulate products of two others, if Linux lends tiles to the process. */
 static double fma_tiles(size_t steps, int threads)
 {
     enum { REQUEST = 0x1023, TILES = 18, OPERATIONS = 4 * 2 * 16 * 16 * 32 };

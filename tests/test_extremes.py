@@ -143,7 +143,7 @@ print((out == 1).all(), (peak() - before) >> 20)
     sys.platform != "linux" or SANITIZED, reason="asks Linux for the memory of a plain process"
 )
 def test_a_long_sequence_among_many():
-    """Its keys are split, and what the splits gather is kept for it alone."""
+    """Its keys are split, and only it has accumulators of splits."""
     command = [sys.executable, "-c", LONG_AMONG_MANY]
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == ["True", "0"]  # GB

@@ -83,10 +83,10 @@ static const ptrdiff_t *read_bound(am_mask_arg *arg, PyObject *bound, ptrdiff_t 
     return ends;
 }
 
-static int check_shifts(const am_mask_arg *arg, const ptrdiff_t *shift, ptrdiff_t room)
+static int check_shifts(const am_mask_arg *arg, const ptrdiff_t *shift, ptrdiff_t slack)
 {
     for (ptrdiff_t b = 0; b < arg->mask.batch; b++) {
-        if (shift[b] < 0 || shift[b] > room) return reject("a shift leads out of the array");
+        if (shift[b] < 0 || shift[b] > slack) return reject("a shift leads out of the array");
     }
     return 0;
 }

@@ -79,21 +79,21 @@ static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, 
     return prepare_counts(module, cu_seqlens, chunk);
 }
 
-/* One fact of every token: shape [total], or [total, 2] for pairs. */
-static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff_t *starts,
+/* One array over all tokens: shape [total], or [total, 2] for pairs. */
+static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff_t *starts,
                              npy_intp sequences, PyArray_Descr *dtype)
 {
     npy_intp shape[2] = {starts[sequences], 2};
-    if (fact != AM_POSITIONS && shape[0] > 0) {
+    if (kind != AM_POSITIONS && shape[0] > 0) {
         npy_intp last = am_sequence_of(starts, sequences, shape[0] - 1);
         if (am_check_fits(last, dtype, "cu_seqlens", "a last sequence id") < 0) return NULL;
     }
-    PyArrayObject *result = am_new_array_of(fact == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
+    PyArrayObject *result = am_new_array_of(kind == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
     if (!result) return NULL;
     am_call call;
     am_enter(&call, module, shape[0]);
     am_dtype type = PyArray_TYPE(result) == NPY_INT32 ? AM_INT32 : AM_INT64;
-    am_status status = am_fill_tokens(&call.run, fact, type, PyArray_DATA(result), starts, sequences);
+    am_status status = am_fill_tokens(&call.run, kind, type, PyArray_DATA(result), starts, sequences);
     am_leave(&call);
     if (status != AM_OK) {
         Py_DECREF(result);
@@ -103,13 +103,13 @@ static PyObject *fill_tokens(PyObject *module, am_token_fact fact, const ptrdiff
 }
 
 static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                                const char *function, am_token_fact fact)
+                                const char *function, am_token_kind kind)
 {
     am_starts s = {0};
     PyObject *result = NULL;
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
     if (am_parse(function, args, nargs, params, 1) < 0) goto fail;
-    result = fill_tokens(module, fact, s.starts, s.sequences, PyArray_DESCR(s.array));
+    result = fill_tokens(module, kind, s.starts, s.sequences, PyArray_DESCR(s.array));
 fail:
     am_free_starts(&s);
     return result;

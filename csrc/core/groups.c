@@ -309,8 +309,8 @@ static am_status group_one(const am_run *run, const planes_job *job, ptrdiff_t i
 static am_status plane_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const planes_job *job = arg;
-    const am_run alone = {.kernels = job->run->kernels, .threads = 1};
-    am_status status = group_one(&alone, job, index);
+    const am_run single = {.kernels = job->run->kernels, .threads = 1};
+    am_status status = group_one(&single, job, index);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 

@@ -4,7 +4,7 @@
 
 #include "kernels/table.h"
 
-/* Completes the levels, and finds out what kernels ask of the processor's caches; before any runs. */
+/* Completes the levels, and chooses the cache to which kernels prefetch; before any runs. */
 void am_isa_begin(void);
 
 /* The level's kernels, from the plainest (0) to the best that runs here; NULL past the end. */

@@ -13,7 +13,7 @@ enum {
 
 typedef struct {
     const am_kernels *kernels;
-    am_token_fact fact;
+    am_token_kind kind;
     am_dtype type;
     char *dst;
     const ptrdiff_t *starts;
@@ -41,25 +41,25 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t total = job->starts[job->sequences];
     ptrdiff_t begin = index * TASK_TOKENS, end = begin + am_min(TASK_TOKENS, total - begin);
     ptrdiff_t sequence = am_sequence_of(job->starts, job->sequences, begin);
-    char *dst = job->dst + begin * (job->fact == AM_PAIRS ? 2 : 1) * (ptrdiff_t)am_size_of(job->type);
+    char *dst = job->dst + begin * (job->kind == AM_PAIRS ? 2 : 1) * (ptrdiff_t)am_size_of(job->type);
     if (job->type == AM_INT32) {
         am_fill_tokens_32 *const fill[] = {[AM_POSITIONS] = k->fill_positions_32,
                                            [AM_SEQUENCES] = k->fill_sequences_32,
                                            [AM_PAIRS] = k->fill_pairs_32};
-        fill[job->fact]((int32_t *)dst, job->starts, sequence, begin, end);
+        fill[job->kind]((int32_t *)dst, job->starts, sequence, begin, end);
     } else {
         am_fill_tokens_64 *const fill[] = {[AM_POSITIONS] = k->fill_positions_64,
                                            [AM_SEQUENCES] = k->fill_sequences_64,
                                            [AM_PAIRS] = k->fill_pairs_64};
-        fill[job->fact]((int64_t *)dst, job->starts, sequence, begin, end);
+        fill[job->kind]((int64_t *)dst, job->starts, sequence, begin, end);
     }
     return AM_OK;
 }
 
-am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, void *dst,
+am_status am_fill_tokens(const am_run *run, am_token_kind kind, am_dtype type, void *dst,
                          const ptrdiff_t *starts, ptrdiff_t sequences)
 {
-    token_job job = {run->kernels, fact, type, dst, starts, sequences};
+    token_job job = {run->kernels, kind, type, dst, starts, sequences};
     ptrdiff_t total = starts[sequences];
     return am_parallel(run, am_ceil_div(total, TASK_TOKENS), 1, fill_task, &job);
 }

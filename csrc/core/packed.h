@@ -8,11 +8,11 @@
 #include "core/status.h"
 #include "core/threads.h"
 
-typedef enum { AM_POSITIONS, AM_SEQUENCES, AM_PAIRS } am_token_fact;
+typedef enum { AM_POSITIONS, AM_SEQUENCES, AM_PAIRS } am_token_kind;
 
 /* Writes the position, the sequence, or (sequence, position) of every token; `type` is AM_INT32 or AM_INT64.
  */
-am_status am_fill_tokens(const am_run *run, am_token_fact fact, am_dtype type, void *dst,
+am_status am_fill_tokens(const am_run *run, am_token_kind kind, am_dtype type, void *dst,
                          const ptrdiff_t *starts, ptrdiff_t sequences);
 
 /* The sequence that token t belongs to; `t` is not negative and below the total. */

@@ -1,4 +1,4 @@
-/* segments.h – facts about segment ids. */
+/* segments.h – properties of segment ids. */
 #ifndef AM_SEGMENTS_H
 #define AM_SEGMENTS_H
 

@@ -8,9 +8,9 @@
  */
 
 enum {
-    FN(LINE) = 64 / (int)sizeof(T),    /* elements of a cache line */
-    FN(WIDEST) = 8,                    /* vectors side by side whose sums fit the registers */
-    FN(AHEAD) = 1024 / (int)sizeof(T), /* how far a scan of a row beyond the caches prefetches */
+    FN(LINE) = 64 / (int)sizeof(T),                /* elements of a cache line */
+    FN(WIDEST) = 8,                                /* vectors side by side whose sums fit the registers */
+    FN(PREFETCH_DISTANCE) = 1024 / (int)sizeof(T), /* how far a scan of a row beyond the caches prefetches */
 };
 
 /* `steps` rows of `vectors` whole vectors; or, with `part` lanes, of one vector that is not full. */
@@ -74,9 +74,9 @@ static inline __attribute__((always_inline)) void FN(cumsum_wide)(T *dst, ptrdif
     for (ptrdiff_t v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
 }
 
-/* Memory that is walked in its own order is what processors guess ahead. So a row is one strip, if its sums
- * fit the registers; wider ones are walked row by row, which upwards is worth keeping the sums in memory (a
- * quarter of the time), and downwards is not. */
+/* Hardware prefetches memory that is read in its own order. So a row is one strip if its sums fit the
+ * registers. Wider rows are read one after the other: upwards that is worth keeping the sums in memory (it
+ * saves a quarter of the time), downwards it is not. */
 static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdiff_t dst_step, const T *src,
                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
                                                                   ptrdiff_t lanes, double *carry, V scale,
@@ -162,7 +162,8 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst
     while (high - low >= GROUPED) {
         ptrdiff_t at = reverse ? high - GROUPED : low;
         for (int line = 0; stream && line < GROUPED / FN(LINE); line++) {
-            __builtin_prefetch(src + at + (reverse ? -FN(AHEAD) : FN(AHEAD)) + line * FN(LINE));
+            __builtin_prefetch(src + at + (reverse ? -FN(PREFETCH_DISTANCE) : FN(PREFETCH_DISTANCE)) +
+                               line * FN(LINE));
         }
         FN(cumsum_scan_group)(dst + at, src + at, AM_CUMSUM_SCAN, 0, reverse, carry, scale, stream);
         if (reverse)

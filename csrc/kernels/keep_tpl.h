@@ -1,5 +1,5 @@
-/* keep_tpl.h – random bits for attention's dropout, from a counter: whoever asks, in whatever order, gets the
- * same. */
+/* keep_tpl.h – random bits for attention's dropout, from a counter: they do not depend on the order of calls.
+ */
 
 static uint64_t keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold)
 {

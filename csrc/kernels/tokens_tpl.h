@@ -13,17 +13,17 @@ static inline __attribute__((always_inline)) void FN(fill)(T *dst, const ptrdiff
     typedef U lanes __attribute__((vector_size(sizeof(vi))));
     enum { LANES = sizeof(lanes) / sizeof(U) };
     const int width = sequences + positions, tokens = LANES / width;
-    lanes counts = {0}, ahead = {0}; /* counts: all bits of the lanes that hold positions */
+    lanes counts = {0}, advance = {0}; /* counts: all bits of the lanes that hold positions */
     for (int i = 0; i < LANES; i++) {
         counts[i] = positions && i % width == sequences ? (U)-1 : 0;
-        ahead[i] = (U)(i / width);
+        advance[i] = (U)(i / width);
     }
-    ahead &= counts;
+    advance &= counts;
     const lanes step = counts & (U)tokens;
     for (ptrdiff_t t = begin; t < end; sequence++) {
         ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
         ptrdiff_t position = t - starts[sequence];
-        lanes value = (counts & (U)position) + (~counts & (U)sequence) + ahead;
+        lanes value = (counts & (U)position) + (~counts & (U)sequence) + advance;
         for (; t < stop && t + tokens <= end; t += tokens, value += step) {
             memcpy(dst + (t - begin) * width, &value, sizeof value);
         }
