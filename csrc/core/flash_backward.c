@@ -235,8 +235,8 @@ static double given_row_stat(const plan *p, const am_row_stats *row_stats, const
 
 /* Finds of each row, sinks included, the greatest logit as BASE, the sum of powers relative to it as REST,
  * and the number of logits that are as great as SHARE. */
-static am_status find_peaks(const plan *p, const am_flash_place *at, const workspace *s, am_range tiles,
-                            am_team *team)
+static am_status find_row_maxima(const plan *p, const am_flash_place *at, const workspace *s, am_range tiles,
+                                 am_team *team)
 {
     const am_flash *f = p->base.flash;
     am_backward_rows block = begin_rows(p, at, s);
@@ -252,7 +252,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
         am_backward_tile tile = {.k_columns = s->k_columns};
         if (!find_tile(p, at, keys, s, &tile)) continue;
         pack(p, &f->k, at, keys, f->depth, s->row, s->k_columns, NULL);
-        (p->bf16x2 ? p->base.kernels->bf16x2.peaks : p->base.kernels->peaks)(&block, &tile);
+        (p->bf16x2 ? p->base.kernels->bf16x2.find_row_max : p->base.kernels->find_row_max)(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -261,7 +261,7 @@ static am_status find_peaks(const plan *p, const am_flash_place *at, const works
 
 /* Whether P is computed from the row's maximum, not from its lse, whose rounding is the relative error of P.
  */
-static bool is_from_peak(const plan *p, const am_flash_place *at, ptrdiff_t row)
+static bool uses_row_max(const plan *p, const am_flash_place *at, ptrdiff_t row)
 {
     double size = fabs(given_row_stat(p, &p->problem->lse, at, row));
     return !p->base.flash->normalize || (size > FAR && size < INFINITY);
@@ -283,14 +283,14 @@ static void find_row_stats(const plan *p, const am_flash_place *at, const worksp
         double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;
         double moved = am_number(&p->base, add, r); /* the effect of a common shift of the logits */
-        if (is_from_peak(p, at, r)) {
+        if (uses_row_max(p, at, r)) {
             /* The sum over these keys, unless lse is of other keys too. */
-            double peak = am_number(&p->base, base, r), own = log2(am_number(&p->base, rest, r));
-            double lse = (reference - peak) * p->base.unit,
+            double row_max = am_number(&p->base, base, r), own = log2(am_number(&p->base, rest, r));
+            double lse = (reference - row_max) * p->base.unit,
                    rounding =
                        4 * (p->base.size == 8 ? DBL_EPSILON : FLT_EPSILON) * fabs(reference * p->base.unit);
             power = fabs(lse - own) <= rounding || isnan(own) ? -own : -lse;
-            reference = peak;
+            reference = row_max;
         }
         if (!f->normalize) {
             am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
@@ -320,9 +320,9 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     char *memory = am_workspace_acquire(&p->workspaces);
     workspace s;
     lay_out(p, memory, &s);
-    bool from_peak = false;
-    for (ptrdiff_t r = 0; r < at->rows; r++) from_peak |= is_from_peak(p, at, r);
-    am_status status = from_peak ? find_peaks(p, at, &s, tiles, team) : AM_OK;
+    bool uses_any_row_max = false;
+    for (ptrdiff_t r = 0; r < at->rows; r++) uses_any_row_max |= uses_row_max(p, at, r);
+    am_status status = uses_any_row_max ? find_row_maxima(p, at, &s, tiles, team) : AM_OK;
     if (status == AM_OK) {
         find_row_stats(p, at, &s);
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */

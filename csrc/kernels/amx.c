@@ -4,4 +4,4 @@
 #pragma GCC diagnostic ignored "-Wunused-function" /* of all kernels these need some */
 #include "kernels/level.h"
 
-const am_bf16x2_kernels am_kernels_amx = {flash_step_amx, true, backward_bf16x2, peaks_bf16x2};
+const am_bf16x2_kernels am_kernels_amx = {flash_step_amx, true, backward_bf16x2, find_row_max_bf16x2};

@@ -126,7 +126,7 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
 #endif
 }
 
-static void STEP(peaks)(const am_backward_rows *block, const am_backward_tile *tile)
+static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_tile *tile)
 {
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
@@ -138,7 +138,7 @@ static void STEP(peaks)(const am_backward_rows *block, const am_backward_tile *t
 #endif
     V zero = VOP(set1)(0), one = VOP(set1)(1), unit = VOP(set1)((T)block->unit), bend;
     for (ptrdiff_t r = 0; r < block->rows; r++, logits += AM_FLASH_TILE) {
-        T *peak = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
+        T *row_max = (T *)block->base + r, *sum = (T *)block->rest + r, *times = (T *)block->share + r;
         uint64_t live = tile->live ? tile->live[r] : UINT64_MAX;
         FN(logit_terms) d = FN(logit_terms_of)(block, tile, r);
         V most = VOP(set1)(-(T)INFINITY), total = zero, equal = zero;
@@ -148,12 +148,12 @@ static void STEP(peaks)(const am_backward_rows *block, const am_backward_tile *t
             most = VOP(max)(VOP(select)(live >> i, s, VOP(set1)(-(T)INFINITY)), most);
         }
         T highest = VOP(highest)(most);
-        if (highest > *peak) {
-            *sum *= VOP(first)(FN(exp2)(VOP(mul)(VOP(set1)(*peak - highest), unit)));
+        if (highest > *row_max) {
+            *sum *= VOP(first)(FN(exp2)(VOP(mul)(VOP(set1)(*row_max - highest), unit)));
             *times = 0;
-            *peak = highest;
+            *row_max = highest;
         }
-        V base = VOP(set1)(*peak > -(T)INFINITY ? *peak : 0);
+        V base = VOP(set1)(*row_max > -(T)INFINITY ? *row_max : 0);
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
             V s = VOP(load)(logits + i), p = FN(exp2)(VOP(mul)(VOP(sub)(s, base), unit));
             total = VOP(add)(total, VOP(select)(live >> i, p, zero));
@@ -162,7 +162,7 @@ static void STEP(peaks)(const am_backward_rows *block, const am_backward_tile *t
         T more = VOP(total)(total);
         *sum += more;
         *times += VOP(total)(equal);
-        if (more != more) *peak = more; /* a NaN stays */
+        if (more != more) *row_max = more; /* a NaN stays */
     }
 }
 

@@ -311,12 +311,12 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .scale = scale_f32,
             .kv_formats = {KV_FORMAT_KERNELS(f32), KV_FORMAT_KERNELS(f16), KV_FORMAT_KERNELS(bf16)},
             .backward = backward_f32,
-            .peaks = peaks_f32,
+            .find_row_max = find_row_max_f32,
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,
 #    ifdef V_BF16X2
-            .bf16x2 = {flash_step_bf16x2, false, backward_bf16x2, peaks_bf16x2},
+            .bf16x2 = {flash_step_bf16x2, false, backward_bf16x2, find_row_max_bf16x2},
             .pack_values_bf16x2 = pack_values_bf16x2,
             .step_unpacked_bf16x2 = step_unpacked_bf16x2,
 #    endif
@@ -328,7 +328,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .scale = scale_f64,
             .kv_formats = {KV_FORMAT_KERNELS(f64)},
             .backward = backward_f64,
-            .peaks = peaks_f64,
+            .find_row_max = find_row_max_f64,
             .load_rows = load_rows_f64,
             .add_rows = add_rows_f64,
             .dot_rows = dot_rows_f64,

@@ -250,7 +250,7 @@ typedef void am_flash_backward_step(const am_backward_rows *block, const am_back
 
 /* Updates `base`, the maxima of the rows; `rest` accumulates Σ e^(logit - base), and `share` the number of
  * logits that are as great. */
-typedef void am_flash_peaks(const am_backward_rows *block, const am_backward_tile *tile);
+typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backward_tile *tile);
 
 /* Load, add or multiply rows whose steps may differ. Loaded rows are zero up to whole panels; returns whether
  * all numbers are finite. */
@@ -269,7 +269,7 @@ typedef struct {
     am_flash_step *step;
     bool amx; /* the step multiplies by AMX tiles, and takes no unpacked values */
     am_flash_backward_step *backward;
-    am_flash_peaks *peaks;
+    am_flash_find_row_max *find_row_max;
 } am_bf16x2_kernels;
 
 typedef struct {
@@ -278,7 +278,7 @@ typedef struct {
     am_flash_scale *scale;
     am_kv_format_kernels kv_formats[AM_KV_FORMATS];
     am_flash_backward_step *backward;
-    am_flash_peaks *peaks;
+    am_flash_find_row_max *find_row_max;
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
