@@ -18,12 +18,11 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    ENOUGH_TASKS = 64, /* that keep any number of threads busy */
-    WIDE_TILES = 4,    /* the most tiles of a task whose blocks see many tiles */
-    MOST_TILES = 16,   /* the same if they see few: these stay in the cache from block to block */
-    NEAR_BYTES = 768
-        << 10,  /* the most bytes of the tiles of a task that one block sees: they stay in the cache */
-    FAR = 1024, /* |lse| from which its rounding costs P more than ten binary digits */
+    ENOUGH_TASKS = 64,      /* that keep any number of threads busy */
+    WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
+    MOST_TILES = 16,        /* the same if they see few: these stay in the cache from block to block */
+    NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
+    FAR = 1024,             /* |lse| from which its rounding costs P more than ten binary digits */
 };
 
 /* One block of query rows of one head. */
@@ -35,17 +34,18 @@ typedef struct {
 typedef struct {
     am_flash_base base;
     const am_backward_problem *problem;
-    bool bf16x2;                                  /* a lane of what is multiplied holds two bfloat16 */
-    ptrdiff_t step, value_step;                   /* from row to row in the workspace, in elements */
-    am_ranges queries, keys;                      /* the ranges of blocks, and of tiles */
-    ptrdiff_t q_blocks, tiles, task_tiles, tasks; /* the last: of each key head */
-    int threads;
-    ptrdiff_t k_bytes, v_bytes; /* of a tile's rows in the workspace */
-    ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes;
+    bool bf16x2;                 /* a lane of what is multiplied holds two bfloat16 */
+    ptrdiff_t step, value_step;  /* from row to row in the workspace, in elements */
+    am_ranges queries, keys;     /* the ranges of blocks, and of tiles */
+    ptrdiff_t q_blocks, tiles;   /* the most of a batch row */
+    ptrdiff_t task_tiles, tasks; /* the tiles of a task, and the tasks of a key head */
+    int threads;                 /* the threads of the call */
+    ptrdiff_t k_bytes, v_bytes;  /* the lengths of a tile's rows in the workspace */
+    ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes; /* the lengths of a packed tile */
     am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
     rows_state *states;    /* [batch][heads][q_blocks] */
-    char *row_stats;       /* base, rest, add, share: [batch][heads][queries] each */
-    ptrdiff_t stats_bytes; /* of each */
+    char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */
+    ptrdiff_t stats_bytes; /* the length of each */
     am_sink_sum *sinks;    /* one for each head; NULL without sinks */
     am_bias_backward bias;
     am_workspaces workspaces;

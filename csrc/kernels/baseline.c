@@ -3,4 +3,4 @@
 #define LEVEL baseline
 #include "kernels/level.h"
 
-bool am_prefetch_near;
+bool am_prefetch_near; /* here, since every build has these kernels */

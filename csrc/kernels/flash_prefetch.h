@@ -25,8 +25,8 @@ static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptr
     ptrdiff_t row = (skipped + length + CACHE_LINE - 1) / CACHE_LINE;
     if (alike && 0 < step && step < row * CACHE_LINE) row = step / CACHE_LINE; /* the next one has the rest */
     const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
-    return (prefetch_lines){at,    CACHE_LINE,      row, row, step - row * CACHE_LINE, row * rows,
-                            early, am_prefetch_near};
+    const ptrdiff_t gap = step - row * CACHE_LINE;
+    return (prefetch_lines){at, CACHE_LINE, row, row, gap, row * rows, early, am_prefetch_near};
 }
 
 /* The same line of mapped memory over and over, which costs little. */
