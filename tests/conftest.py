@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 import attnmask
 from attnmask import _core
 
+# What these assert is shown in full, as in the tests themselves.
+pytest.register_assert_rewrite("flash_expected")
+
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 
 # Under a sanitizer nothing can be said about time and memory.

@@ -396,6 +396,27 @@ def live_of(arguments: dict, shape) -> np.ndarray:
     return ref.live_pairs(shape, **{name: arguments[name] for name in LIVE if name in arguments})
 
 
+NO_PAIR = {
+    "mask": lambda row, shape: {"attention_mask": np.arange(shape[2])[:, None] != row},
+    "mask info": lambda row, shape: {
+        "attention_mask": MaskInfo.from_attention_mask(
+            np.broadcast_to((np.arange(shape[2]) != row)[:, None], (shape[0], *shape[2:]))
+        )
+    },
+    "bias": lambda row, shape: {
+        "bias": np.where(np.arange(shape[2])[:, None] == row, -np.inf, 0).astype(F32)
+    },
+    "segments": lambda row, shape: {
+        "q_segment_ids": np.where(np.arange(shape[2]) == row, -1, 0)[None].repeat(shape[0], 0),
+        "kv_segment_ids": np.zeros((shape[0], shape[3]), int),
+    },
+    "other segments": lambda row, shape: {
+        "q_segment_ids": np.where(np.arange(shape[2]) == row, 5, 0)[None].repeat(shape[0], 0),
+        "kv_segment_ids": np.zeros((shape[0], shape[3]), int),
+    },
+}
+
+
 # Sequences: of queries and of keys, about the lengths of blocks and tiles
 
 SEQUENCES = {

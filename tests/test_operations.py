@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import LAYOUTS, SANITIZED, arrange
 from flash_bad_input import BAD, GOOD
-from flash_cases import BF16, F16, F32, F64, FLOATS, Case, limits, live_of, tensors
-from test_flash import CASES, NO_PAIR, expected, expected_of
+from flash_cases import BF16, F16, F32, F64, FLOATS, NO_PAIR, Case, limits, live_of, tensors
+from flash_expected import CASES, expected, expected_of
 
 from attnmask import MaskInfo
 from attnmask.operations import (

@@ -1,0 +1,173 @@
+"""Attention takes its arguments in any form, type and shape, and gives the same for the same numbers."""
+
+import itertools
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flash_bad_input import GOOD, TK, TQ
+from flash_cases import F32, F64, FLOATS, tensors
+from flash_expected import attend, expected
+
+import attnmask
+
+# Forms
+
+
+def test_positional_arguments(isa):
+    """In the order of the seed; what it does not have comes by name only."""
+    query, key, value = tensors().values()
+    rng = np.random.default_rng(0)
+    mask, bias = rng.random((2, 1, 40, 50)) < 0.7, rng.standard_normal((1, 4, 40, 50)).astype(F32)
+    arguments = (query, key, value, mask, bias, 0.2, 0.25, True, 7, None, None, (9, 3))
+    arguments += (attnmask.FwdParams(32, 32), attnmask.BwdParams(), 5.0, np.ones(2, F32), False, None, F32)
+    by_name = {
+        "attention_mask": mask,
+        "bias": bias,
+        "softmax_scale": 0.2,
+        "dropout_prob": 0.25,
+        "causal": True,
+        "sliding_window": (9, 3),
+        "logits_soft_cap": 5.0,
+        "softmax_aux": np.ones(2, F32),
+        "normalize_output": False,
+    }
+    keep = attnmask.dropout_keep_mask(7, 0.25, (2, 4, 40, 50))
+    right = expected({"query": query, "key": key, "value": value, **by_name}, keep, "positional")
+    right.check(attnmask.flash_attention(*arguments))
+    by_name["dropout_seed"] = 7
+    right.check(*attnmask.flash_attention_fwd(query, key, value, **by_name))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_flash_attention_fwd_gives_the_same(isa, dtype):
+    for more in ({}, {"causal": True, "softmax_aux": np.ones(2, dtype)}, {"normalize_output": False}):
+        arguments = tensors(dtype=dtype)
+        both = attend(arguments, **more), attnmask.flash_attention_fwd(**arguments, **more)
+        for one, other in zip(*both, strict=True):
+            assert one.tobytes() == other.tobytes(), (isa, dtype, more)
+
+
+def test_lists_subclasses_and_numpy_scalars(isa):
+    class Subclass(np.ndarray):
+        pass
+
+    arguments = tensors(5, 6, dtype=F64)
+    right = expected(arguments | {"causal": True, "softmax_scale": 0.5, "sliding_window": (3, 2)})
+    for convert in (np.ndarray.tolist, lambda array: array.view(Subclass)):
+        got = attend(
+            {name: convert(array) for name, array in arguments.items()},
+            causal=np.True_,
+            softmax_scale=np.float32(0.5),
+            sliding_window=(np.int64(3), np.int8(2)),
+            causal_offset=np.int16(0),
+        )
+        assert type(got[0]) is np.ndarray
+        right.check(*got)
+
+
+def test_any_kind_of_real_number():
+    for scale in (
+        Fraction(1, 2),
+        np.float16(0.5),
+        10**30,
+        np.int8(2),
+        ml_dtypes.bfloat16(0.5),
+        np.array(0.5),
+    ):
+        got = attnmask.flash_attention(**GOOD, softmax_scale=scale)
+        np.testing.assert_array_equal(got, attnmask.flash_attention(**GOOD, softmax_scale=float(scale)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", [1, 70])
+def test_hints_change_rounding_only(isa, dtype, queries):
+    arguments = tensors(queries, 150, dtype=dtype) | {"causal": True, "causal_offset": 30}
+    right = expected(arguments)
+    for q_blocksize, kv_blocksize in itertools.product((None, 1, 3, 64, 2**40), repeat=2):
+        blocks = attnmask.FwdParams(q_blocksize=q_blocksize, kv_blocksize=kv_blocksize)
+        right.check(*attend(arguments, fwd_params=blocks))
+
+
+# Types
+
+
+@pytest.mark.parametrize("bias_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bias_of_another_dtype(isa, dtype, bias_dtype):
+    """Wider than the arithmetic or narrower, with steps, for heads of one channel and an odd number of keys."""
+    arguments = tensors(9, 11, depth=1, dtype=dtype)
+    bias = np.random.default_rng(0).standard_normal((9, 22)).astype(bias_dtype)[:, ::2]
+    expected(arguments | {"bias": bias}).check(*attend(arguments, bias=bias))
+
+
+def test_offsets_of_any_integer_dtype(isa):
+    arguments = tensors(9, 11)
+    right = expected(arguments | {"causal": True, "causal_offset": [3, 0]})
+    for offsets in (
+        [3, 0],
+        (3, 0),
+        *(np.array([3, 0], f"{kind}{size}") for kind in "iu" for size in (1, 2, 4)),
+    ):
+        right.check(*attend(arguments, causal=True, causal_offset=offsets))
+
+
+def test_floats_of_eight_bits():
+    """As a mask they are zero or not, as numbers they are refused by name."""
+    small = np.ones((TQ, TK), ml_dtypes.float8_e5m2)
+    np.testing.assert_array_equal(
+        attnmask.flash_attention(**GOOD, attention_mask=small), attnmask.flash_attention(**GOOD)
+    )
+    with pytest.raises(TypeError, match=r"bias must be float16, .*, got float8_e5m2 array"):
+        attnmask.flash_attention(**GOOD, bias=small)
+    with pytest.raises(ValueError, match=r"logits_dtype must be .*, got float8_e5m2"):
+        attnmask.flash_attention(**GOOD, logits_dtype=small.dtype)
+
+
+# Memory and shapes
+
+
+def test_out_that_is_interleaved_with_the_input(isa):
+    """Views of one buffer may lie between each other; nothing outside of `out` is written."""
+    buffer = np.full((2, 20, 4, 3 * 16), 9, F32)
+    query, out, rest = (buffer[..., index::3] for index in range(3))
+    arguments = tensors(20, 30)
+    arguments["value"] = arguments["value"][..., :16]
+    query[...] = arguments["query"]
+    plain = attnmask.flash_attention(**arguments)
+    assert attnmask.flash_attention(**(arguments | {"query": query}), out=out) is out
+    np.testing.assert_array_equal(query, arguments["query"])
+    np.testing.assert_array_equal(rest, 9)
+    np.testing.assert_array_equal(out, plain)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("at", [(axis,) for axis in range(7)] + [(5, 6)], ids=str)
+# Queries: keys are used where they lie, or packed by a block, or for several.
+@pytest.mark.parametrize("some", [3, 30, 70])
+def test_axes_of_length_zero(isa, dtype, some, at):
+    sizes = [2, some, 128, 2, 5, 8, 6]  # the weight of a key is exact
+    for axis in at:
+        sizes[axis] = 0
+    batch, queries, keys, groups, kv_heads, depth, value_depth = sizes
+    shapes = {
+        "query": (batch, queries, groups * kv_heads, depth),
+        "key": (batch, keys, kv_heads, depth),
+        "value": (batch, keys, kv_heads, value_depth),
+    }
+    arguments = {name: np.ones(shape, dtype) for name, shape in shapes.items()}
+    if groups * kv_heads == 0:  # no head, or none that a key's head could be for
+        try:
+            out, lse = attend(arguments)
+        except ValueError:
+            return
+    else:
+        out, lse = attend(arguments, softmax_scale=1.0)
+    assert (out.shape, out.dtype) == ((batch, queries, groups * kv_heads, value_depth), dtype)
+    assert lse.shape == (batch, groups * kv_heads, queries)
+    if keys == 0:
+        assert (out == 0).all()
+        assert np.isneginf(lse).all()
+    else:
+        assert (out == 1).all()

@@ -1,0 +1,134 @@
+"""Dropout drops what its keep mask says, and the keep mask is random."""
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_flash as ref
+from flash_cases import F64, FLOATS, tensors
+from flash_expected import attend
+
+import attnmask
+
+# The result
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("packing", [None, "packed", "flat"])
+@pytest.mark.parametrize("seed", [None, 0, 1, 2**31, 2**32 + 1, 2**62])
+def test_the_keep_mask_is_the_one_used(isa, dtype, packing, seed):
+    """With equal weights and the identity for values, the mask itself comes out."""
+    prob, (batch, heads, queries, keys) = 0.25, (1 if packing else 2, 4, 33, 64)
+    query = np.zeros((batch, queries, heads, 8), dtype)
+    key = np.zeros((batch, keys, 2, 8), dtype)
+    value = np.broadcast_to(np.eye(keys).astype(dtype)[None, :, None], (batch, keys, 2, keys))
+    if packing == "flat":
+        query, key, value = query[0], key[0], value[0]
+    more = {}
+    live = np.ones((queries, keys), bool)
+    if packing:
+        more = {"cum_seqlens_q": [0, 10, 11, 33], "cum_seqlens_k": [0, 16, 32, 64]}
+        live = ref.live_pairs((1, 1, queries, keys), **more)[0, 0]
+    out = attnmask.flash_attention(query, key, value, dropout_prob=prob, dropout_seed=seed, **more)
+    keep = attnmask.dropout_keep_mask(0 if seed is None else seed, prob, (batch, heads, queries, keys))
+    assert (keep.shape, keep.dtype) == ((batch, heads, queries, keys), bool)
+    out = out.reshape(batch, queries, heads, keys).swapaxes(1, 2)
+    np.testing.assert_array_equal(out != 0, keep & live)
+    weights = np.where(keep & live, 1 / live.sum(axis=1, keepdims=True) / (1 - prob), 0)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype(np.float64), weights, rtol=2 * eps + 1e-6 * (dtype != F64))
+
+
+def test_dropout_that_hardly_ever_drops(isa):
+    """What is kept weighs more, however little, in the result as in its gradient."""
+    x = np.ones((1, 2, 1, 4))
+    plain, plain_vjp = attnmask.flash_attention_vjp(x, x, x)
+    out, vjp = attnmask.flash_attention_vjp(x, x, x, dropout_prob=1e-10)
+    np.testing.assert_allclose(out / plain - 1, 1e-10, rtol=1e-4)
+    np.testing.assert_allclose(vjp(x).value / plain_vjp(x).value - 1, 1e-10, rtol=1e-4)
+
+
+def test_a_nan_whose_weight_is_dropped(isa):
+    """It is live: the row's greatest logit is NaN, and what counts from it."""
+    query, key, value = np.ones((1, 1, 1, 4)), np.ones((1, 2, 1, 4)), np.ones((1, 2, 1, 4))
+    key[0, 1] = np.nan
+    kept = [attnmask.dropout_keep_mask(seed, 0.5, (1, 1, 1, 2)).ravel().tolist() for seed in range(20)]
+    dropout = {"dropout_prob": 0.5, "dropout_seed": kept.index([True, False])}
+    for normalize in (True, False):
+        out = attnmask.flash_attention(query, key, value, **dropout, normalize_output=normalize)
+        assert np.isnan(out).all()
+
+
+def test_dropout_keeps_the_mean(isa):
+    """Over many seeds the outputs average to those without dropout; lse knows nothing of it."""
+    arguments = tensors(4, 30, batch=1)
+    plain, lse = attend(arguments)
+    several = [attend(arguments, dropout_prob=0.5, dropout_seed=seed) for seed in range(400)]
+    assert all(np.array_equal(one_lse, lse) for _, one_lse in several)
+    np.testing.assert_allclose(np.mean([out for out, _ in several], axis=0), plain, atol=0.12)
+
+
+# The keep mask
+
+
+def test_the_keep_mask_of_a_part_is_part_of_the_keep_mask(isa, set_threads):
+    whole = attnmask.dropout_keep_mask(11, 0.3, (3, 4, 130, 257))
+    assert whole.flags.c_contiguous
+    for shape in [
+        (1, 1, 1, 1),
+        (3, 4, 130, 256),
+        (2, 4, 129, 257),
+        (3, 1, 7, 33),
+        (1, 4, 130, 5),
+        (0, 4, 3, 3),
+    ]:
+        part = tuple(slice(length) for length in shape)
+        for threads in (1, 3):
+            set_threads(threads)
+            got = attnmask.dropout_keep_mask(11, 0.3, shape)
+            np.testing.assert_array_equal(got, whole[part], err_msg=repr(shape))
+    assert attnmask.dropout_keep_mask(11, 0.0, (2, 3, 4, 5)).all()
+
+
+@pytest.mark.parametrize("prob", [0.05, 0.1, 0.5, 0.9, 0.95])
+def test_the_keep_mask_is_random(prob):
+    """Its mean, and that neighbours along every axis and of other seeds know nothing of each other.
+
+    Of n independent pairs the mean and the correlation stay within five standard deviations; the seeds are fixed.
+    """
+    shape = (4, 4, 64, 256)
+    masks = [attnmask.dropout_keep_mask(seed, prob, shape) for seed in (0, 1, 2, 3, 2**32, 2**40)]
+    deviation = math.sqrt(prob * (1 - prob))
+    scaled = [(mask - (1 - prob)) / deviation for mask in masks]
+    count = math.prod(shape)
+    for mask in scaled:
+        assert abs(mask.mean()) < 5 / math.sqrt(count)
+        for axis, lag in itertools.product(range(4), (1, 2, 3)):
+            ahead = np.moveaxis(mask, axis, 0)
+            product = ahead[lag:] * ahead[:-lag]
+            assert abs(product.mean()) < 5 / math.sqrt(product.size), (axis, lag)
+        for one, other in ((0, 1), (2, 3)):  # b and h, or q and k, in each other's place
+            turned = np.moveaxis(mask, (one, other), (0, 1))[:64, :64]
+            below = np.tri(len(turned), k=-1, dtype=bool)
+            product = (turned * turned.swapaxes(0, 1))[below]
+            assert abs(product.mean()) < 5 / math.sqrt(product.size), (one, other)
+        for axes in itertools.combinations(range(4), 3):  # no line is denser than others
+            sums = mask.sum(axis=axes) / math.sqrt(count / mask.shape[({0, 1, 2, 3} - set(axes)).pop()])
+            assert np.abs(sums).max() < 6, axes
+    for one, other in itertools.combinations(scaled, 2):
+        assert abs((one * other).mean()) < 5 / math.sqrt(count)
+
+
+def test_the_keep_mask_into_any_strides():
+    shape, memory = (3, 2, 5, 100), np.full((5, 3, 201, 2), 7, np.uint8).view(np.bool_)
+    out = memory[::-1, :, 200:0:-2].transpose(1, 3, 0, 2)
+    assert attnmask.dropout_keep_mask(3, 0.4, shape, out=out) is out
+    np.testing.assert_array_equal(out, attnmask.dropout_keep_mask(3, 0.4, shape))
+    assert (memory.view(np.uint8)[:, :, 1::2] == 7).all()
+
+
+def test_the_keep_mask_of_a_shape_as_an_array():
+    keep = attnmask.dropout_keep_mask(3, 0.4, np.array([1, 2, 3, 4]))
+    np.testing.assert_array_equal(keep, attnmask.dropout_keep_mask(3, 0.4, (1, 2, 3, 4)))

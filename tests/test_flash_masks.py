@@ -1,0 +1,101 @@
+"""A mask decides which pairs count, and a row without a live pair is zero."""
+
+import numpy as np
+import pytest
+from flash_cases import F32, FLOATS, NO_PAIR, tensors
+from flash_expected import attend, expected
+
+import attnmask
+
+# Positions
+
+
+@pytest.mark.parametrize("offset", [2**31, -(2**31), 2**59, -(2**59)])
+@pytest.mark.parametrize("window", [None, (0, 0), (2**63 - 1, 3), (2, 2**63 - 1), 2**62])
+@pytest.mark.parametrize("causal", [False, True])
+def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
+    arguments = tensors(9, 11)
+    got = attend(arguments, causal=causal, causal_offset=offset, sliding_window=window)
+    left, right = window if isinstance(window, tuple) else (window, window)
+    ahead = np.subtract.outer(np.arange(9), np.arange(11)).astype(object) * -1 - offset
+    live = np.ones(ahead.shape, bool)
+    if causal:
+        live &= (ahead <= 0).astype(bool)
+    if window is not None:
+        live &= ((-left <= ahead) & (ahead <= right)).astype(bool)
+    expected(arguments | {"attention_mask": live}, case=(offset, window, causal)).check(*got)
+
+
+def test_causal_rows_before_the_first_key(isa):
+    """Bottom-right with more queries than keys: the first ones see nothing."""
+    arguments = tensors(100, 30)
+    out, lse = attend(arguments, causal=True, causal_offset="bottom-right")
+    assert (out[:, :70] == 0).all()
+    assert np.isneginf(lse[..., :70]).all()
+    assert np.isfinite(lse[..., 70:]).all()
+
+
+# Rows without a live pair
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(20, (8, 8)), (20, (8, 4)), (70, (8, 8)), (1, (8, 8))], ids=str
+)
+def test_a_batch_row_that_sees_nothing(isa, dtype, queries, heads):
+    """Among others, of which each gives what it gives alone, wherever in a line of memory its rows begin."""
+    rng = np.random.default_rng(0)
+
+    def tensor(tokens, heads):
+        long = rng.standard_normal(8 * tokens * heads * 64 + 64).astype(dtype)
+        begin = (16 - long.ctypes.data) % 64 // dtype.itemsize
+        return long[begin : begin + 8 * tokens * heads * 64].reshape(8, tokens, heads, 64)
+
+    query, key, value = (tensor(*size) for size in ((queries, heads[0]), (200, heads[1]), (200, heads[1])))
+    live = np.ones((8, 1, 1, 200), bool)
+    live[[3, 7]] = False
+    out, lse = attend({"query": query, "key": key, "value": value, "attention_mask": live})
+    for row in range(8):
+        part = slice(row, row + 1)
+        one = {"query": query[part], "key": key[part], "value": value[part], "attention_mask": live[part]}
+        alone = attend(one)
+        assert (out[part].tobytes(), lse[part].tobytes()) == (alone[0].tobytes(), alone[1].tobytes()), row
+        assert (not out[row].any() and np.isneginf(lse[row]).all()) == (row in (3, 7)), row
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", NO_PAIR)
+@pytest.mark.parametrize("more", [{}, {"logits_soft_cap": 3.0}, {"normalize_output": False}], ids=str)
+def test_a_row_without_a_live_pair(isa, dtype, kind, more):
+    """Exact zeros, and minus infinity or what its sinks sum up to."""
+    for queries, row in ((1, 0), (40, 0), (40, 17), (40, 39)):
+        arguments = tensors(queries, 70, dtype=dtype) | NO_PAIR[kind](row, (2, 4, queries, 70)) | more
+        out, lse = attend(arguments)
+        assert (out[:, row] == 0).all()
+        assert np.isneginf(lse[..., row]).all()
+        expected(arguments).check(out, lse)
+        arguments["softmax_aux"] = np.array([[0.5, -1.0], [2.0, 3.0], [0, -np.inf], [-5, 1]], dtype)
+        out, lse = attend(arguments)
+        assert (out[:, row] == 0).all()
+        with np.errstate(divide="ignore"):
+            sums = np.log(np.exp(arguments["softmax_aux"].astype(np.float64)).sum(axis=1))
+        np.testing.assert_allclose(lse[..., row], np.broadcast_to(sums, (2, 4)), rtol=1e-6, atol=1e-6)
+        expected(arguments).check(out, lse)
+
+
+def test_merging_what_has_no_live_pair(isa):
+    zeros, nothing = np.zeros((1, 3, 2, 5), F32), np.full((1, 2, 3), -np.inf, F32)
+    ones, some = np.ones((1, 3, 2, 5), F32), np.array([[[0, -np.inf, 200], [-300, 3, -np.inf]]], F32)
+    out, lse = attnmask.merge_attention_states([zeros, zeros], [nothing, nothing])
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+    for outs, lses in (([ones, zeros], [some, nothing]), ([zeros, ones], [nothing, some]), ([ones], [some])):
+        out, lse = attnmask.merge_attention_states(outs, lses)
+        np.testing.assert_array_equal(lse, some)
+        alive = np.isfinite(some).swapaxes(1, 2)
+        np.testing.assert_allclose(out[alive], 1, rtol=1e-6)
+    far = attnmask.merge_attention_states(
+        [ones, 2 * ones], [np.full_like(some, 1e4), np.full_like(some, -1e4)]
+    )
+    np.testing.assert_allclose(far[0], 1)
+    np.testing.assert_allclose(far[1], 1e4)

@@ -1,0 +1,213 @@
+"""A number that is not finite reaches the rows that have a live pair with it, and no others."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flash_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FLOATS,
+    LIMITS,
+    POISON,
+    SIZES,
+    Case,
+    limits,
+    live_of,
+    padding,
+    poison_of,
+    tensors,
+)
+from flash_expected import attend
+
+import attnmask
+from attnmask import MaskInfo
+
+# Dead pairs
+
+
+def assert_same_bits(got, clean, rows, case) -> None:
+    """In the rows [B, H, Tq] of out and lse."""
+    out, lse = got
+    clean_out, clean_lse = clean
+    assert out.swapaxes(1, 2)[rows].tobytes() == clean_out.swapaxes(1, 2)[rows].tobytes(), case
+    assert lse[rows].tobytes() == clean_lse[rows].tobytes(), case
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dead_pairs_have_no_influence(isa, dtype, kind):
+    """Poison in some keys, values and queries reaches the rows that have a live pair with it and no others."""
+    for queries, keys in SIZES:
+        shape = (2, 4, queries, keys)
+        depth = 40 if queries < 3 else 16  # where keys are used as they lie, values of more than a panel
+        arguments = tensors(queries, keys, depth=depth, dtype=dtype) | limits(kind, shape)
+        live = live_of(arguments, shape)
+        seen = live.reshape(2, 2, 2, queries, keys).any(axis=(2, 3))  # [B, Hkv, Tk]
+        clean = attend(arguments)
+        for poison in POISON:
+            number = poison_of(dtype, poison)
+            rng = np.random.default_rng(queries)
+            case = (isa, dtype, kind, shape, poison)
+
+            # Of each KV head some keys, and all that nobody looks at.
+            bad = ~seen | (rng.random(seen.shape) < 3 / keys)
+            for name, depth in (("key", 3), ("value", 5), ("key", slice(None)), ("value", slice(None))):
+                poisoned = arguments[name].copy()
+                poisoned[..., depth][bad.swapaxes(1, 2)] = number
+                touched = (live & bad.repeat(2, axis=1)[:, :, None, :]).any(axis=3)
+                got = attend(arguments | {name: poisoned})
+                assert_same_bits(got, clean, ~touched, (*case, name))
+
+            bad = rng.random((2, queries, 4)) < 0.2
+            query = arguments["query"].copy()
+            query[bad] = number
+            got = attend(arguments | {"query": query})
+            assert_same_bits(got, clean, ~bad.swapaxes(1, 2) | ~live.any(axis=3), (*case, "query"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dead_keys_of_many_heads_have_no_influence(isa, dtype):
+    """Heads that lie side by side take turns in the same memory, and values of live tiles stay where they lie."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (4, 20, 16, 64), "key": (4, 200, 16, 64), "value": (4, 200, 16, 64)}
+    arguments = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    live = rng.random((4, 16, 1, 200)) < 0.7
+    live[..., 64:128] = True
+    live[1, 2] = False
+    clean = attend(arguments, attention_mask=live)
+    for name in ("key", "value"):
+        for poison in (math.nan, math.inf):
+            poisoned = arguments[name].copy()
+            poisoned[~live[:, :, 0].swapaxes(1, 2)] = poison
+            out, lse = attend(arguments | {name: poisoned}, attention_mask=live)
+            assert out.tobytes() == clean[0].tobytes(), (name, poison)
+            assert lse.tobytes() == clean[1].tobytes(), (name, poison)
+
+
+@pytest.mark.parametrize("poison", [math.nan, "huge"], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("flat", [False, True])
+def test_packed_sequences_do_not_reach_each_other(isa, dtype, poison, flat):
+    q_ends, k_ends = np.array([0, 7, 7, 40, 90, 101]), np.array([0, 20, 33, 33, 90, 140])
+    case = Case(dtype, 101, 140, 16, 20, 1, (4, 2), packing="flat" if flat else "packed")
+    arguments = case.arguments() | {"cum_seqlens_q": q_ends, "cum_seqlens_k": k_ends}
+    for more in ({}, {"causal": True, "causal_offset": "bottom-right"}, {"sliding_window": 4}):
+        clean = attend(arguments | more)
+        for index in range(5):
+            keys = np.zeros(140, bool)
+            keys[k_ends[index] : k_ends[index + 1]] = True
+            others = np.ones(101, bool)
+            others[q_ends[index] : q_ends[index + 1]] = False
+            for name in ("key", "value"):
+                poisoned = arguments[name].copy()
+                poisoned[keys if flat else (slice(None), keys)] = poison_of(dtype, poison)
+                got = attend(arguments | more | {name: poisoned})
+                where = (isa, dtype, more, index, name)
+                for one, other in zip(got, clean, strict=True):
+                    one, other = (x if flat else x[0] for x in (one, other))
+                    rows = others if one.ndim == 3 else (slice(None), others)
+                    assert one[rows].tobytes() == other[rows].tobytes(), where
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_poison_in_a_dead_bias(isa, dtype):
+    """A pair that a mask forbids may have any bias, NaN and infinity too."""
+    arguments = tensors(40, 70, dtype=dtype)
+    live = padding(np.random.default_rng(3), 2, 40, 70, 4)
+    bias = np.random.default_rng(4).standard_normal((2, 4, 40, 70)).astype(dtype)
+    clean = attend(arguments, attention_mask=live, bias=bias)
+    for poison in POISON:
+        poisoned = np.where(live, bias, np.array(poison_of(dtype, poison), dtype))
+        for mask in (live, MaskInfo.from_attention_mask(live)):
+            got = attend(arguments, attention_mask=mask, bias=poisoned)
+            assert_same_bits(got, clean, np.ones((2, 4, 40), bool), (isa, dtype, poison))
+
+
+# Live pairs
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
+    """A NaN in a key or a query is one in all of the row; one in a value in its column only; +inf is +inf."""
+    for queries, keys in SIZES:
+        shape = (2, 4, queries, keys)
+        arguments = tensors(queries, keys, dtype=dtype) | {
+            "causal": True,
+            "causal_offset": "bottom-right",
+            "logits_soft_cap": soft_cap,
+            "normalize_output": normalize,
+            "softmax_aux": np.ones(1, dtype) if sinks else None,
+        }
+        clean = attend(arguments)
+        for at in (0, keys // 2, keys - 1):
+            touched = live_of(arguments, shape)[:, :2, :, at]
+            touched[1] = False  # of batch row 0, and the first KV head, which two heads read
+            for poison in (math.nan, math.inf):
+                value = arguments["value"].copy()
+                value[0, at, 0, 7] = poison
+                out, lse = attend(arguments | {"value": value})
+                column = np.zeros(out.shape, bool)
+                column[:, :, :2, 7] = touched.swapaxes(1, 2)
+                np.testing.assert_array_equal(out[column].astype(np.float64), poison)
+                eps = max(4 * float(ml_dtypes.finfo(dtype).eps), 100 * float(np.finfo(lse.dtype).eps))
+                rest, clean_rest = (x[~column].astype(np.float64) for x in (out, clean[0]))
+                np.testing.assert_allclose(rest, clean_rest, rtol=eps, atol=eps)
+                np.testing.assert_allclose(lse, clean[1], rtol=1e-5, atol=1e-5)
+            key = arguments["key"].copy()
+            key[0, at, 0, 7] = math.nan
+            out, lse = attend(arguments | {"key": key})
+            whole = np.zeros((2, 4, queries), bool)
+            whole[:, :2] = touched
+            assert np.isnan(out.swapaxes(1, 2)[whole].astype(F64)).all(), (isa, dtype, shape, at)
+            assert np.isnan(lse[whole]).all(), (isa, dtype, shape, at)
+            assert_same_bits((out, lse), clean, ~whole, (isa, dtype, shape, at))
+        query = arguments["query"].copy()
+        query[1, -1, 2, 0] = math.nan
+        out, lse = attend(arguments | {"query": query})
+        assert np.isnan(out[1, -1, 2].astype(F64)).all()
+        assert np.isnan(lse[1, 2, -1])
+
+
+@pytest.mark.parametrize("sinks", [[np.inf], [1.0, np.inf], [np.nan], [np.nan, 1.0]], ids=str)
+@pytest.mark.parametrize("queries", [1, 9, 70])
+def test_sinks_that_are_no_numbers(isa, queries, sinks):
+    """A row without a live pair is zero beside them too; an infinite one takes all that is live."""
+    first_row_has_no_key = {"causal": True, "causal_offset": -1}
+    out, lse = attend(tensors(queries, 80) | first_row_has_no_key, softmax_aux=sinks)
+    assert (out[:, 0] == 0).all()
+    if np.isnan(sinks).any():
+        assert np.isnan(out[:, 1:]).all()
+        assert np.isnan(lse).all()
+    else:
+        assert (out == 0).all()
+        assert (lse == np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=lambda dtype: np.dtype(dtype).name)
+def test_numbers_that_the_arithmetic_does_not_have(isa, dtype):
+    """Caps and sinks are what they come closest to; of scales all are refused that would be infinite."""
+    wide, narrow = (1.5e308, 1e-309) if dtype == F64 else (1e39, 1e-39)
+    query, key = np.zeros((1, 5, 2, 8), dtype), np.ones((1, 7, 2, 8), dtype)
+    value = np.arange(7).reshape(1, 7, 1, 1).repeat(2, 2).astype(dtype)
+    mean = np.full((1, 5, 2, 1), 3.0)
+    for cap in (wide, narrow, 5e-324, 1.7e308):
+        got = attnmask.flash_attention(query, key, value, logits_soft_cap=cap)
+        np.testing.assert_allclose(got.astype(F64), mean, rtol=1e-2)
+    ones = attnmask.flash_attention(key, key, value, logits_soft_cap=wide)
+    np.testing.assert_array_equal(ones, attnmask.flash_attention(key, key, value))
+    with pytest.raises(ValueError, match=r"softmax_scale must be from -.*, got"):
+        attnmask.flash_attention(query, key, value, softmax_scale=wide)
+    if dtype == F64:
+        return
+    got, lse = attnmask.flash_attention_fwd(query, key, value, softmax_aux=[1e300])
+    assert (got == 0).all()
+    assert (lse == np.finfo(F32).max).all()
+    got = attnmask.flash_attention(query, key, value, softmax_aux=[-1e300])
+    np.testing.assert_allclose(got.astype(F64), mean, rtol=1e-2)
