@@ -10,7 +10,7 @@ import attnmask
 from attnmask import _core
 
 # What these assert is shown in full, as in the tests themselves.
-pytest.register_assert_rewrite("flash_expected")
+pytest.register_assert_rewrite("flash_expected", "flash_backward_expected")
 
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 

@@ -1,0 +1,173 @@
+"""This module computes what the gradients of attention should be, how far off they may be, and calls for them."""
+
+import functools
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import reference_flash as ref
+from conftest import arrange
+from flash_cases import BF16, F16, F64, Case, accumulator, bits_of, laid_out, lse_dtype, worst
+
+import attnmask
+from attnmask import FlashAttentionGrads
+
+NAMES = FlashAttentionGrads._fields
+
+
+# Accuracy
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call should give, and the errors that it may have as shares of the sizes."""
+
+    exact: ref.Gradients
+    sizes: ref.Gradients
+    errors: ref.Gradients
+    case: object
+
+    def check(self, got: FlashAttentionGrads) -> None:
+        for name, gradient in got._asdict().items():
+            if gradient is None:
+                continue
+            exact, size = (np.asarray(getattr(each, name)) for each in (self.exact, self.sizes))
+            assert gradient.shape == exact.shape, (name, gradient.shape, self.case)
+            # What is too large for its type is infinite, or as large as can be.
+            fits = np.isfinite(rounded(exact, gradient.dtype))
+            assert np.isfinite(gradient[fits].astype(F64)).all(), (name, self.case)
+            error, allowed = (
+                worst(gradient[fits], exact[fits], size[fits], gradient.dtype),
+                getattr(self.errors, name),
+            )
+            assert error <= allowed, (
+                f"d {name} is off by {error:.3g} of its size, allowed {allowed:.3g}: {self.case}"
+            )
+
+
+def rounded(array, dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return array.astype(dtype).astype(F64)
+
+
+def native(dtype) -> np.dtype:
+    return dtype if dtype == BF16 else dtype.newbyteorder("=")
+
+
+def expected(arguments: dict, dout, dlse=None, keep=None, case=None) -> Expected:
+    """At most twice the error of the naive gradients in the same dtype, both beside (at least) float64.
+
+    With few pairs the naive version is sometimes right by luck, so that as in the forward's test a few roundings are
+    allowed in any case, those of logits and sinks as the exponential turns them into relative errors. Where the result
+    is rounded to 16 bits it is so twice: as the output, from which a part of the gradient is computed, and as the
+    gradient.
+    """
+    dtype = native(arguments["query"].dtype)
+    wide = accumulator(dtype)
+    most = np.longdouble if dtype == F64 else np.float64
+    limits = np.finfo(wide)
+    least = {"least": limits.tiny / limits.eps, "least_out": float(ml_dtypes.finfo(dtype).tiny)}
+    exact, sizes = ref.flash_attention_vjp(dout, dlse, **arguments, keep=keep, dtype=most, **least)
+    naive, _ = ref.flash_attention_vjp(dout, dlse, **arguments, keep=keep, dtype=wide)
+    logits = ref.flash_attention(**arguments, keep=keep, dtype=wide).logit_size
+    largest = float(np.max(logits, initial=0, where=np.isfinite(logits)))
+    sinks = np.asarray(0 if arguments.get("softmax_aux") is None else arguments["softmax_aux"]).astype(F64)
+    largest += float(np.max(abs(sinks), initial=0, where=np.isfinite(sinks)))
+    steps = (8 + 2 * largest) * float(limits.eps)
+
+    def error(name):
+        right = getattr(exact, name)
+        if right is None:
+            return None
+        right, size, kind = np.asarray(right), np.asarray(getattr(sizes, name)), kind_of(name, arguments)
+        near = rounded(np.asarray(getattr(naive, name)), kind)
+        fits = np.isfinite(near) & np.isfinite(right.astype(F64))
+        halves = float(ml_dtypes.finfo(dtype).eps) if dtype != wide else 0.0
+        own = float(ml_dtypes.finfo(kind).eps) if kind in (F16, BF16) else 0.0
+        return 2 * worst(near[fits], right[fits], size[fits], kind) + steps + max(halves, own)
+
+    return Expected(exact, sizes, ref.Gradients(*map(error, NAMES)), case)
+
+
+def kind_of(name: str, arguments: dict) -> np.dtype:
+    return native(np.asarray(arguments[name]).dtype)
+
+
+# Calls
+
+
+@dataclass(frozen=True, repr=False)
+class GradientCase(Case):
+    dout_layout: str = "contiguous"
+    with_dlse: bool = False
+    wanted: tuple[bool, bool] = (True, True)  # the bias, the sinks
+    bwd_blocks: tuple[int, int] | None = None
+
+    def cotangents(self):
+        rng = np.random.default_rng(self.seed + 1)
+        shape = (self.rows, self.queries, self.heads[0], self.value_depth)
+        dout = rng.standard_normal(shape).astype(self.dtype)
+        dlse = rng.standard_normal(self.pairs[:3]).astype(lse_dtype(self.dtype))
+        if self.flat:
+            dout, dlse = dout[0], dlse[0]
+        dlse = arrange(dlse, ("contiguous", "fortran", "reversed", "strided")[self.seed % 4])
+        return laid_out(dout, self.dout_layout), dlse if self.with_dlse else None
+
+    def hints(self) -> dict:
+        blocks = None if self.bwd_blocks is None else attnmask.BwdParams(*self.bwd_blocks)
+        return super().hints() | {"bwd_params": blocks}
+
+    def flags(self) -> dict:
+        return {
+            "grad_bias": self.bias is not None and self.wanted[0],
+            "grad_softmax_aux": self.sinks is not None and self.wanted[1],
+        }
+
+
+def check_form(got: FlashAttentionGrads, arguments: dict, flags: dict, case) -> None:
+    assert type(got) is FlashAttentionGrads
+    for name, gradient in got._asdict().items():
+        if not flags.get(f"grad_{name}", name not in ("bias", "softmax_aux")):
+            assert gradient is None, (name, case)
+            continue
+        given = np.asarray(arguments[name])
+        assert type(gradient) is np.ndarray, (name, case)
+        assert (gradient.shape, gradient.dtype) == (given.shape, native(given.dtype)), (name, case)
+        assert gradient.flags.c_contiguous, (name, case)
+        assert gradient.flags.writeable, (name, case)
+
+
+def run(case: GradientCase, arguments: dict) -> FlashAttentionGrads:
+    """The package's gradients, after a look at what all of them have in common."""
+    dout, dlse = case.cotangents()
+    given = arguments | {"dout": dout, "dlse": dlse}
+    before = bits_of(given)
+    _, vjp = attnmask.flash_attention_vjp(**arguments, **case.hints(), **case.flags())
+    got = vjp(dout) if dlse is None else vjp(dout, dlse)
+    assert bits_of(given) == before, case
+    check_form(got, arguments, case.flags(), case)
+    return got
+
+
+@functools.lru_cache(maxsize=8)
+def expected_of(case: GradientCase) -> Expected:
+    return expected(case.arguments(), *case.cotangents(), case.keep(), case)
+
+
+def gradients(arguments: dict, dout=None, dlse=None, **more) -> FlashAttentionGrads:
+    """Of the bias and the sinks too, where there are any."""
+    arguments = arguments | more
+    flags = {f"grad_{name}": arguments.get(name) is not None for name in ("bias", "softmax_aux")}
+    _, vjp = attnmask.flash_attention_vjp(**arguments, **flags)
+    return vjp(dout_of(arguments) if dout is None else dout, dlse)
+
+
+def dout_of(arguments: dict) -> np.ndarray:
+    shape = (*arguments["query"].shape[:-1], arguments["value"].shape[-1])
+    return np.random.default_rng(9).standard_normal(shape).astype(arguments["query"].dtype)
+
+
+def assert_equal_bits(one: FlashAttentionGrads, other: FlashAttentionGrads, case) -> None:
+    for name, a, b in zip(NAMES, one, other, strict=True):
+        assert (a is None) == (b is None), (name, case)
+        assert a is None or (a.dtype == b.dtype and a.tobytes() == b.tobytes()), (name, case)
