@@ -73,7 +73,7 @@ static PyObject *config(PyObject *module, PyObject *unused)
     (void)unused;
     static const am_openmp none;
     am_state *state = am_state_of(module);
-    const am_openmp *openmp = am_openmp_told() ? am_openmp_told() : &none;
+    const am_openmp *openmp = am_openmp_info() ? am_openmp_info() : &none;
     return Py_BuildValue("{s:s, s:s, s:z, s:z, s:z, s:i, s:s, s:N}", "version", AM_VERSION, "compiler",
                          COMPILER, "openmp", openmp->name, "openmp_library", openmp->library, "openmp_spin",
                          openmp->spin, "threads", am_threads(state), "isa",

@@ -449,6 +449,26 @@ print(most <= 4 + 2 + 4 + 2)
 
 
 @on_linux
+def test_threads_may_run_where_they_could_before():
+    """A thread that leaves the caller's processor has its own affinity mask again when the call ends."""
+    code = """
+import subprocess, sys
+attnmask.set_num_threads(2)
+tokens = np.zeros((1, 256, 8, 64), np.float32)
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+try:
+    for _ in range(300):
+        attnmask.flash_attention(tokens, tokens, tokens)
+finally:
+    for process in busy:
+        process.kill()
+masks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+print(len(masks) >= 2, all(mask == os.sched_getaffinity(0) for mask in masks))
+"""
+    assert told(COUNT + code) == ["True", "True"]
+
+
+@on_linux
 def test_signals_are_not_for_the_threads_of_teams():
     code = (
         COUNT

@@ -253,8 +253,8 @@ static int check_backward(const backward_arguments *g)
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
     npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(g->a.value, 3)};
     PyArrayObject *const results[] = {g->d_out, g->out}, *const row_stats[] = {g->lse, g->d_lse};
-    static const char *const result_names[] = {"dout", "out"}, *const fact_names[] = {"lse", "dlse"};
-    am_dtype fact_type = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+    static const char *const result_names[] = {"dout", "out"}, *const stat_names[] = {"lse", "dlse"};
+    am_dtype stat_type = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
     for (int i = 0; i < 2; i++) {
         if (am_dtype_of(PyArray_DESCR(results[i])) != type)
             return reject_array(PyExc_TypeError, result_names[i], "of the query's dtype", results[i]);
@@ -263,10 +263,10 @@ static int check_backward(const backward_arguments *g)
     }
     for (int i = 0; i < 2; i++) {
         if (!row_stats[i]) continue;
-        if (am_dtype_of(PyArray_DESCR(row_stats[i])) != fact_type)
-            return reject_array(PyExc_TypeError, fact_names[i], "of float32, or float64 for float64 inputs",
+        if (am_dtype_of(PyArray_DESCR(row_stats[i])) != stat_type)
+            return reject_array(PyExc_TypeError, stat_names[i], "of float32, or float64 for float64 inputs",
                                 row_stats[i]);
-        if (check_shape(row_stats[i], fact_names[i], 3, rows, "[B, H, Tq]") < 0) return -1;
+        if (check_shape(row_stats[i], stat_names[i], 3, rows, "[B, H, Tq]") < 0) return -1;
     }
     if (g->want_bias && !g->a.bias) {
         PyErr_SetString(PyExc_ValueError, "grad_bias needs a bias");

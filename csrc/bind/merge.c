@@ -65,6 +65,8 @@ static int read_outs(arguments *a, PyObject *object, const char *name, int stack
 {
     PyArrayObject *out = read_array(a, object, name);
     if (!out || check_out(a, out, name, stacked) < 0) return -1;
+    if (stacked && PyArray_DIM(out, 0) != a->count) /* other threads may have given it another shape */
+        return am_reject(PyExc_ValueError, name, "as many arrays as lses", (PyObject *)out);
     const npy_intp *strides = PyArray_STRIDES(out);
     for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
         am_merge_part *part = &a->parts[first + i];

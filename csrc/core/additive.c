@@ -103,7 +103,7 @@ am_status am_find_additive(const am_run *run, const am_numbers *numbers, ptrdiff
     am_status status = look(run, &s, true);
     if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status;
     status = look(run, &s, false);
-    if (status != AM_OK) return status;
+    if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status; /* other threads may write */
     /* From a place among the axes that were followed to one among all. */
     ptrdiff_t rest = atomic_load(&s.first), step = 1;
     *index = 0;

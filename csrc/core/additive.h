@@ -1,5 +1,5 @@
-/* additive.h – whether floating-point numbers are a mask, of which those that are not zero are live, or what
- * is added to logits. */
+/* additive.h – tells an additive mask, which belongs to the logits, from a mask whose non-zero entries are
+ * live. */
 #ifndef AM_ADDITIVE_H
 #define AM_ADDITIVE_H
 

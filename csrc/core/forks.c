@@ -1,5 +1,4 @@
-/* forks.c – notices forks, and keeps the thread that leads regions for the one that a child has from its
- * parent. */
+/* forks.c – counts forks, and keeps the thread that begins regions for a thread that survived a fork. */
 #define _GNU_SOURCE /* syscall */
 #include "core/forks.h"
 
@@ -15,35 +14,35 @@
 #include "core/openmp.h"
 
 static unsigned forks;
-static void (*tell_child)(void);
+static void (*call_in_child)(void);
 
-static _Thread_local enum { UNKNOWN, OWN, LEFT_OVER } origin;
+static _Thread_local enum { UNKNOWN, OWN, SURVIVED_FORK } origin;
 static bool born_by_fork; /* before the module was loaded, when the runtime had been in use */
 
-/* There is one left-over thread in a process, and so one caller. What is here is guarded by `lock`. */
+/* One thread of a process at most has survived a fork, so there is one caller. `lock` guards all fields. */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
     void (*work)(void *arg); /* NULL: nothing to do */
     void *arg;
-    bool hired;
-} deputy = {
+    bool started;
+} region_thread = {
     .lock = PTHREAD_MUTEX_INITIALIZER,
     .wake = PTHREAD_COND_INITIALIZER,
     .done = PTHREAD_COND_INITIALIZER,
 };
 
-/* A child has none of its parent's other threads, and whatever they held is free. */
+/* A child has none of its parent's other threads, and no lock that they held. */
 static void start_over_in_child(void)
 {
-    pthread_mutex_init(&deputy.lock, NULL);
-    pthread_cond_init(&deputy.wake, NULL);
-    pthread_cond_init(&deputy.done, NULL);
-    deputy.work = NULL;
-    deputy.hired = false;
+    pthread_mutex_init(&region_thread.lock, NULL);
+    pthread_cond_init(&region_thread.wake, NULL);
+    pthread_cond_init(&region_thread.done, NULL);
+    region_thread.work = NULL;
+    region_thread.started = false;
     forks++;
-    origin = am_openmp_minds_forks() ? LEFT_OVER : OWN;
-    if (tell_child) tell_child();
+    origin = am_openmp_keeps_teams_after_fork() ? SURVIVED_FORK : OWN;
+    if (call_in_child) call_in_child();
 }
 
 /* Linux marks a process that has been forked and has executed no other program since. */
@@ -66,69 +65,70 @@ static bool is_forked(void)
 
 void am_forks_init(void (*in_child)(void))
 {
-    tell_child = in_child;
+    call_in_child = in_child;
     pthread_atfork(NULL, NULL, start_over_in_child);
-    born_by_fork = am_openmp_minds_forks() && am_openmp_was_here() && is_forked();
+    born_by_fork = am_openmp_keeps_teams_after_fork() && am_openmp_loaded_before() && is_forked();
 }
 
 unsigned am_forks(void) { return forks; }
 
-bool am_is_left_over(void)
+bool am_survived_fork(void)
 {
     if (origin == UNKNOWN) {
         origin = OWN;
 #ifdef __linux__
-        if (born_by_fork && syscall(SYS_gettid) == getpid()) origin = LEFT_OVER;
+        if (born_by_fork && syscall(SYS_gettid) == getpid()) origin = SURVIVED_FORK;
 #endif
     }
-    return origin == LEFT_OVER;
+    return origin == SURVIVED_FORK;
 }
 
-static void *stand_in(void *unused)
+static void *run_region_thread(void *unused)
 {
-    pthread_mutex_lock(&deputy.lock);
+    pthread_mutex_lock(&region_thread.lock);
     for (;;) {
-        while (!deputy.work) pthread_cond_wait(&deputy.wake, &deputy.lock);
-        void (*work)(void *) = deputy.work;
-        pthread_mutex_unlock(&deputy.lock);
-        work(deputy.arg);
-        pthread_mutex_lock(&deputy.lock);
-        deputy.work = NULL;
-        pthread_cond_signal(&deputy.done);
+        while (!region_thread.work) pthread_cond_wait(&region_thread.wake, &region_thread.lock);
+        void (*work)(void *) = region_thread.work;
+        pthread_mutex_unlock(&region_thread.lock);
+        work(region_thread.arg);
+        pthread_mutex_lock(&region_thread.lock);
+        region_thread.work = NULL;
+        pthread_cond_signal(&region_thread.done);
     }
     return unused;
 }
 
 /* It takes no signals, nor do those of its teams: they are for Python's threads. */
-static bool hire(void)
+static bool start_thread(void)
 {
     sigset_t all, before;
     pthread_t thread;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    const bool hired = pthread_create(&thread, NULL, stand_in, NULL) == 0;
+    const bool started = pthread_create(&thread, NULL, run_region_thread, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (hired) pthread_detach(thread);
-    return hired;
+    if (started) pthread_detach(thread);
+    return started;
 }
 
-bool am_deputy_start(void (*work)(void *arg), void *arg)
+bool am_region_thread_start(void (*work)(void *arg), void *arg)
 {
-    pthread_mutex_lock(&deputy.lock);
-    bool free = !deputy.work; /* a signal handler may call while its thread waits for the deputy */
-    if (free && !deputy.hired) free = deputy.hired = hire();
+    pthread_mutex_lock(&region_thread.lock);
+    bool free =
+        !region_thread.work; /* a signal handler may call while its thread waits for the region thread */
+    if (free && !region_thread.started) free = region_thread.started = start_thread();
     if (free) {
-        deputy.arg = arg;
-        deputy.work = work;
-        pthread_cond_signal(&deputy.wake);
+        region_thread.arg = arg;
+        region_thread.work = work;
+        pthread_cond_signal(&region_thread.wake);
     }
-    pthread_mutex_unlock(&deputy.lock);
+    pthread_mutex_unlock(&region_thread.lock);
     return free;
 }
 
-void am_deputy_wait(void)
+void am_region_thread_wait(void)
 {
-    pthread_mutex_lock(&deputy.lock);
-    while (deputy.work) pthread_cond_wait(&deputy.done, &deputy.lock);
-    pthread_mutex_unlock(&deputy.lock);
+    pthread_mutex_lock(&region_thread.lock);
+    while (region_thread.work) pthread_cond_wait(&region_thread.done, &region_thread.lock);
+    pthread_mutex_unlock(&region_thread.lock);
 }

@@ -19,9 +19,9 @@
 #    include "core/forks.h"
 
 static char name[64], library[1024], spin[64];
-static am_openmp told;
+static am_openmp runtime_info;
 static int initial_threads = 1;
-static bool minds_forks = true, was_here;
+static bool keeps_teams_after_fork = true, loaded_before;
 
 #    ifdef __linux__
 /* Objects come in the order in which they were loaded: those that this one needs come after it, unless they
@@ -41,7 +41,7 @@ static bool holds(const struct dl_phdr_info *object, uintptr_t address)
     return false;
 }
 
-static int look_at(struct dl_phdr_info *object, size_t size, void *arg)
+static int compare_order(struct dl_phdr_info *object, size_t size, void *arg)
 {
     (void)size;
     search *s = arg;
@@ -51,8 +51,8 @@ static int look_at(struct dl_phdr_info *object, size_t size, void *arg)
 
 static bool is_older_than_this(uintptr_t runtime)
 {
-    search s = {.runtime = runtime, .own = (uintptr_t)&told};
-    dl_iterate_phdr(look_at, &s);
+    search s = {.runtime = runtime, .own = (uintptr_t)&runtime_info};
+    dl_iterate_phdr(compare_order, &s);
     return s.runtime_first;
 }
 #    else
@@ -60,15 +60,15 @@ static bool is_older_than_this(uintptr_t runtime) { return (void)runtime, false;
 #    endif
 
 /* LLVM's runtime says how long its threads look for work, GNU's took it from the environment. */
-static void tell_spin(void *runtime)
+static void describe_spin(void *runtime)
 {
     int (*blocktime)(void) = NULL;
     if (runtime) *(void **)&blocktime = dlsym(runtime, "kmp_get_blocktime");
     const char *count = getenv("GOMP_SPINCOUNT"), *policy = getenv("OMP_WAIT_POLICY");
-    minds_forks = !blocktime;
+    keeps_teams_after_fork = !blocktime;
     if (blocktime)
         snprintf(spin, sizeof spin, "KMP_BLOCKTIME=%d", blocktime());
-    else if (was_here)
+    else if (loaded_before)
         snprintf(spin, sizeof spin, "as when another library loaded the runtime");
     else if (count)
         snprintf(spin, sizeof spin, "GOMP_SPINCOUNT=%s", count);
@@ -78,7 +78,7 @@ static void tell_spin(void *runtime)
         snprintf(spin, sizeof spin, "the runtime's own");
 }
 
-static void tell_name(void)
+static void describe_name(void)
 {
     static const struct {
         int date;
@@ -87,8 +87,8 @@ static void tell_name(void)
     const char *version = "4.0 or older";
     for (size_t i = 0; i < sizeof versions / sizeof *versions && versions[i].date >= _OPENMP; i++)
         version = versions[i].version;
-    snprintf(name, sizeof name, "%s, OpenMP %s (%d)", minds_forks ? "GNU libgomp" : "LLVM libomp", version,
-             _OPENMP);
+    snprintf(name, sizeof name, "%s, OpenMP %s (%d)", keeps_teams_after_fork ? "GNU libgomp" : "LLVM libomp",
+             version, _OPENMP);
 }
 
 /* A new thread has the number that the environment gives, whatever the importing one has set for itself. */
@@ -110,11 +110,11 @@ void am_openmp_init(void)
         snprintf(library, sizeof library, "%s", info.dli_fname);
         runtime = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
     }
-    was_here = is_older_than_this((uintptr_t)known.address);
-    tell_spin(runtime);
+    loaded_before = is_older_than_this((uintptr_t)known.address);
+    describe_spin(runtime);
     if (runtime) dlclose(runtime);
-    tell_name();
-    told = (am_openmp){.name = name, .library = library, .spin = spin};
+    describe_name();
+    runtime_info = (am_openmp){.name = name, .library = library, .spin = spin};
     pthread_t thread;
     if (pthread_create(&thread, NULL, count_initial_threads, NULL) == 0)
         pthread_join(thread, NULL);
@@ -122,31 +122,30 @@ void am_openmp_init(void)
         count_initial_threads(NULL);
 }
 
-const am_openmp *am_openmp_told(void) { return &told; }
+const am_openmp *am_openmp_info(void) { return &runtime_info; }
 
-bool am_openmp_minds_forks(void) { return minds_forks; }
+bool am_openmp_keeps_teams_after_fork(void) { return keeps_teams_after_fork; }
 
-bool am_openmp_was_here(void) { return was_here; }
+bool am_openmp_loaded_before(void) { return loaded_before; }
 
 int am_openmp_initial_threads(void) { return initial_threads; }
 
 int am_openmp_threads(int asked)
 {
-    /* A thread left over from a fork may have been in a region of the parent, which counts no more. */
-    if (omp_in_parallel() && !am_is_left_over()) return 1;
+    /* A thread that survived a fork may have been in a region of the parent, which is gone. */
+    if (omp_in_parallel() && !am_survived_fork()) return 1;
     const int given = omp_get_max_threads(), limit = omp_get_thread_limit();
     int threads = asked ? asked : given;
-    /* Who has called omp_set_num_threads for this thread, as threadpoolctl does, wants no more in any
-     * library. */
+    /* omp_set_num_threads, which threadpoolctl calls, bounds the calling thread in every library. */
     if (given < initial_threads && threads > given) threads = given;
     if (threads > limit) threads = limit;
     return threads < 1 ? 1 : threads > AM_MAX_THREADS ? AM_MAX_THREADS : threads;
 }
 
 #else
-const am_openmp *am_openmp_told(void) { return NULL; }
-bool am_openmp_minds_forks(void) { return false; }
-bool am_openmp_was_here(void) { return false; }
+const am_openmp *am_openmp_info(void) { return NULL; }
+bool am_openmp_keeps_teams_after_fork(void) { return false; }
+bool am_openmp_loaded_before(void) { return false; }
 int am_openmp_initial_threads(void) { return 1; }
 int am_openmp_threads(int asked) { return (void)asked, 1; }
 void am_openmp_init(void) {}

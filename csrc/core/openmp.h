@@ -6,27 +6,28 @@
 
 enum { AM_MAX_THREADS = 1024 }; /* more is asked for by mistake only */
 
-/* What is told about the runtime; NULL where there is none. */
+/* What show_config tells of the runtime. */
 typedef struct {
     const char *name; /* and the version of OpenMP that the compiler knows */
     const char *library;
     const char *spin; /* how long a thread of a team looks for work before it sleeps */
 } am_openmp;
 
-const am_openmp *am_openmp_told(void);
+/* NULL where the compiler has no OpenMP. */
+const am_openmp *am_openmp_info(void);
 
 /* Whether a child of a fork that begins a region on the thread that has forked waits for the threads of its
  * parent, as in GNU's runtime. LLVM's starts afresh in a child. */
-bool am_openmp_minds_forks(void);
+bool am_openmp_keeps_teams_after_fork(void);
 
-/* Whether the runtime was here before this library, so that others may have used it already. */
-bool am_openmp_was_here(void);
+/* Whether another library had loaded the runtime before, and may have used it already. */
+bool am_openmp_loaded_before(void);
 
 /* The threads that a loop of the calling thread may use if the user of this library asks for `asked`, or for
  * 0: for what OpenMP gives. */
 int am_openmp_threads(int asked);
 
-/* Those that OpenMP gives where nobody has called omp_set_num_threads. */
+/* The threads that OpenMP gives a thread that has not called omp_set_num_threads. */
 int am_openmp_initial_threads(void);
 
 /* Once per process, while the variables of the environment are as they were when the runtime was loaded. */

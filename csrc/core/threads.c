@@ -1,8 +1,8 @@
 /* threads.c – loops as OpenMP regions, one region a loop.
  *
- * A region ends when each of its threads has arrived, also one that the system has not let run because other
- * programs keep the processors busy. That is as fast as can be if nobody spins for long meanwhile, who would
- * lose the processor for a time slice of milliseconds: see attnmask/_loading.py.
+ * A region ends when each of its threads has arrived, also one that the system has not scheduled because
+ * other programs keep the processors busy. A thread that spins for long while it waits loses its processor
+ * for a time slice of milliseconds, so threads spin briefly: see attnmask/_loading.py.
  */
 #define _GNU_SOURCE /* sched_getcpu, CPU_COUNT */
 #include "core/threads.h"
@@ -26,13 +26,12 @@
 /* The user feels 0.1 s; a GIL hand-over costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
 
-/* How often a thread that waits looks before it sleeps or lets others run: about as long as waking it takes.
- */
+/* A waiting thread looks so often before it sleeps or yields: about as long as waking it takes. */
 enum { SPINS = 1 << 11 };
 
 enum { LINE = 64, MOST_PARTS = 64 };
 
-/* Tasks that one thread takes before it helps others; on a line of its own. */
+/* The tasks that one thread takes before it takes those of other threads; on a cache line of its own. */
 typedef struct {
     _Alignas(LINE) atomic_ptrdiff_t next;
     ptrdiff_t end;
@@ -43,27 +42,27 @@ struct am_team {
     am_task task;
     void *job;
     ptrdiff_t grain;
-    am_float_mode mode;     /* the calling thread's, in which all compute */
-    struct timespec polled; /* the calling thread's alone */
+    am_float_mode mode;     /* of the calling thread; all threads compute in it */
+    struct timespec polled; /* when the calling thread polled last */
     pthread_t caller;
-    unsigned forks;    /* when the loop began */
-    int processor;     /* where the caller ran then; -1 if nobody knows */
-    int members;       /* 1: nobody but the caller has tasks of it */
-    atomic_int others; /* threads but the caller that are at work */
+    unsigned forks;    /* am_forks() when the loop began */
+    int processor;     /* where the caller ran then; -1 if it is not known */
+    int members;       /* the threads of the team; 1: the caller alone */
+    atomic_int active; /* threads other than the caller that run tasks */
     atomic_int status;
     int part_count;
     part *parts;
-    jmp_buf *out; /* of the region */
+    jmp_buf *out; /* leads out of the region */
 };
 
 /* Callers at work on loops that are large enough for a team. */
 static atomic_int callers;
 
-/* Where the thread that polls sleeps until the others are through. Python has one such thread, and a team of
- * it waits before it begins another, so one is enough. */
+/* The thread that polls sleeps here until the other threads of its team have ended their tasks. Only Python's
+ * main thread polls, and it has one team at a time, so one condition is enough. */
 static struct {
     pthread_mutex_t lock;
-    pthread_cond_t through;
+    pthread_cond_t reached;
     bool awaited;
 } ending = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -74,7 +73,7 @@ static void make_ending(void)
 #ifdef __linux__
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
 #endif
-    pthread_cond_init(&ending.through, &attributes);
+    pthread_cond_init(&ending.reached, &attributes);
     pthread_condattr_destroy(&attributes);
 }
 
@@ -113,7 +112,7 @@ static void fail(am_team *team, am_status status)
     atomic_compare_exchange_strong(&team->status, &none, status);
 }
 
-/* Called by the thread that has called Python's function, which alone may run signal handlers. */
+/* Only the calling thread polls: signal handlers run in it. */
 static void poll(am_team *team)
 {
     struct timespec now;
@@ -148,12 +147,12 @@ am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t valu
         if (spins < SPINS)
             spins++, pause_briefly();
         else
-            sched_yield(); /* who is waited for may have no processor */
+            sched_yield(); /* the thread that it waits for may have no processor */
     }
     return AM_OK;
 }
 
-static void work_on(am_team *team, part *p)
+static void run_part(am_team *team, part *p)
 {
     while (am_checkpoint(team) == AM_OK) {
         ptrdiff_t begin = atomic_fetch_add_explicit(&p->next, team->grain, memory_order_relaxed);
@@ -169,10 +168,10 @@ static void work_on(am_team *team, part *p)
     }
 }
 
-/* One part after the other. */
-static void work(am_team *team, int first)
+/* Runs one part after the other. */
+static void run_parts(am_team *team, int first)
 {
-    for (int i = 0; i < team->part_count; i++) work_on(team, &team->parts[(first + i) % team->part_count]);
+    for (int i = 0; i < team->part_count; i++) run_part(team, &team->parts[(first + i) % team->part_count]);
 }
 
 #ifdef _OPENMP
@@ -185,12 +184,12 @@ static int this_processor(void)
 #    endif
 }
 
-/* Where others keep the processors busy, Linux wakes a thread on the processor of the one that wakes it, and
- * leaves it there: the two take turns on one processor, call after call (2 busy processes on 2 cores: sums of
- * 8 MB in 0.24 ms, of 0.14; decoding by 256 keys in 0.134 ms, of 0.048). So a thread that finds itself where
- * the caller runs goes elsewhere: where it may run is taken back for a moment, and is as before afterwards.
- */
-static void step_aside(const am_team *team)
+/* Where other programs keep the processors busy, Linux wakes a thread on the processor of the thread that
+ * wakes it, and leaves it there: the two share one processor, call after call (beside 2 busy processes on 2
+ * cores, sums of 8 MB take 0.24 ms instead of 0.14, decoding by 256 keys 0.134 ms instead of 0.048). So a
+ * thread that runs on the caller's processor takes that one out of its affinity mask, which moves it, and
+ * puts the mask back. */
+static void leave_callers_processor(const am_team *team)
 {
 #    ifdef __linux__
     cpu_set_t own, others;
@@ -205,25 +204,26 @@ static void step_aside(const am_team *team)
 #    endif
 }
 
-/* What a thread but the caller does; its own mode is for others who begin regions with it. */
-static void help(am_team *team, int number)
+/* What each thread of a team but the caller does. It gets its own mode back, as other libraries use it, too.
+ */
+static void run_member(am_team *team, int number)
 {
     const am_float_mode own = am_float_mode_get();
-    step_aside(team);
-    atomic_fetch_add(&team->others, 1);
+    leave_callers_processor(team);
+    atomic_fetch_add(&team->active, 1);
     am_float_mode_set(team->mode);
-    work(team, number);
+    run_parts(team, number);
     am_float_mode_set(own);
-    if (atomic_fetch_sub(&team->others, 1) != 1 || !team->run->stop) return;
+    if (atomic_fetch_sub(&team->active, 1) != 1 || !team->run->stop) return;
     pthread_mutex_lock(&ending.lock);
-    if (ending.awaited) pthread_cond_signal(&ending.through);
+    if (ending.awaited) pthread_cond_signal(&ending.reached);
     pthread_mutex_unlock(&ending.lock);
 }
 
-static void sleep_until_through(am_team *team)
+static void sleep_until_others_end(am_team *team)
 {
     pthread_mutex_lock(&ending.lock);
-    if (atomic_load(&team->others) > 0) {
+    if (atomic_load(&team->active) > 0) {
         struct timespec then;
 #    ifdef __linux__
         clock_gettime(CLOCK_MONOTONIC, &then);
@@ -233,33 +233,33 @@ static void sleep_until_through(am_team *team)
         then.tv_nsec += POLL_NANOSECONDS;
         if (then.tv_nsec >= 1000000000L) then.tv_nsec -= 1000000000L, then.tv_sec++;
         ending.awaited = true;
-        pthread_cond_timedwait(&ending.through, &ending.lock, &then);
+        pthread_cond_timedwait(&ending.reached, &ending.lock, &then);
         ending.awaited = false;
     }
     pthread_mutex_unlock(&ending.lock);
 }
 
-/* The caller waits for tasks that others have begun: at the end of the region it could not poll. Who comes
- * later finds no tasks. */
+/* The caller waits for tasks that other threads have begun: at the end of the region it could not poll. A
+ * thread that arrives later finds no tasks. */
 static void wait_for_others(am_team *team)
 {
     if (!team->run->stop) return;
-    for (int spins = 0; atomic_load(&team->others) > 0 && am_checkpoint(team) == AM_OK;) {
+    for (int spins = 0; atomic_load(&team->active) > 0 && am_checkpoint(team) == AM_OK;) {
         if (spins < SPINS)
             spins++, pause_briefly();
         else
-            sleep_until_through(team);
+            sleep_until_others_end(team);
     }
 }
 
-/* In a child of a fork in the middle of a region its end would wait for threads that are gone. Whoever leaves
- * it in another way may begin no other one on this thread, which is left over from now on. */
+/* In a child that was forked in the middle of a region, the end of the region would wait for threads that are
+ * gone, so the child jumps out of it. From then on its thread counts as one that survived a fork. */
 static void leave_if_forked(am_team *team)
 {
     if (am_forks() != team->forks) _longjmp(*team->out, 1);
 }
 
-/* Begun threads have the signal mask of the one that begins them: they take no signals, which are for
+/* A new thread inherits the signal mask of its creator. Threads of teams take no signals: those are for
  * Python's threads. */
 static void block_signals(sigset_t *before)
 {
@@ -268,7 +268,7 @@ static void block_signals(sigset_t *before)
     pthread_sigmask(SIG_SETMASK, &all, before);
 }
 
-static void lead(am_team *team)
+static void run_region(am_team *team)
 {
     jmp_buf out;
     team->out = &out;
@@ -280,47 +280,47 @@ static void lead(am_team *team)
         const int number = omp_get_thread_num();
         if (number == 0) {
             pthread_sigmask(SIG_SETMASK, &before, NULL);
-            work(team, 0);
+            run_parts(team, 0);
             wait_for_others(team);
             leave_if_forked(team);
         } else {
-            help(team, number);
+            run_member(team, number);
         }
     }
 }
 
-/* The deputy's region: the team but for the caller. */
-static void lead_others(void *arg)
+/* The region that another thread begins for the caller: the team but for the caller. */
+static void run_region_of_others(void *arg)
 {
     am_team *team = arg;
     const int others = team->members - 1;
     if (others == 1) {
-        help(team, 1);
+        run_member(team, 1);
         return;
     }
 #    pragma omp parallel num_threads(others)
-    help(team, 1 + omp_get_thread_num());
+    run_member(team, 1 + omp_get_thread_num());
 }
 
-static void work_together(am_team *team)
+static void run_team(am_team *team)
 {
     team->processor = this_processor();
-    if (!am_is_left_over()) {
-        lead(team);
-    } else if (am_deputy_start(lead_others, team)) {
-        work(team, 0);
+    if (!am_survived_fork()) {
+        run_region(team);
+    } else if (am_region_thread_start(run_region_of_others, team)) {
+        run_parts(team, 0);
         wait_for_others(team);
-        am_deputy_wait();
+        am_region_thread_wait();
     } else {
         team->members = 1;
-        work(team, 0);
+        run_parts(team, 0);
     }
 }
 
-/* How many threads work on a loop of so many shares. A team has as many threads as the last one of its caller
- * even if there are fewer shares, since GNU's runtime ends the threads that a smaller one leaves out, and
- * beginning them again takes longer than waking them (2 cores, teams of 8 and 2 in turn: 0.15 to 1.9 ms a
- * region, of 8 always: 0.07 ms). Only threads in excess of what OpenMP gives are left out. */
+/* How many threads run a loop of so many shares. A team has as many threads as OpenMP gives even if there are
+ * fewer shares, since GNU's runtime ends the threads that a smaller team leaves out, and creating them again
+ * takes longer than waking them (2 cores, teams of 8 and 2 alternating: 0.15 to 1.9 ms a region, always of 8:
+ * 0.07 ms). Only threads in excess of what OpenMP gives are left out. */
 static int team_size(const am_run *run, ptrdiff_t shares)
 {
     if (shares < 2 || run->threads < 2) return 1;
@@ -328,8 +328,8 @@ static int team_size(const am_run *run, ptrdiff_t shares)
     return (int)am_min(run->threads, am_max(shares, usual));
 }
 
-/* Callers whose loops are large enough for a team share the threads that one may have: where each had all,
- * a region would wait for threads that others keep from running. */
+/* Callers whose loops are large enough for a team share the threads that one caller may have: if each had all
+ * of them, a region would wait for threads that another team keeps from running. */
 static int share(int size, int most)
 {
     const int callers_now = atomic_fetch_add(&callers, 1) + 1;
@@ -337,22 +337,22 @@ static int share(int size, int most)
 }
 #endif
 
-static void work_as_allowed(am_team *team, ptrdiff_t shares)
+static void run_shared(am_team *team, ptrdiff_t shares)
 {
 #ifdef _OPENMP
     const int size = team_size(team->run, shares);
     if (size > 1) {
         team->members = share(size, team->run->threads);
         if (team->members > 1)
-            work_together(team);
+            run_team(team);
         else
-            work(team, 0);
+            run_parts(team, 0);
         if (am_forks() == team->forks) atomic_fetch_sub(&callers, 1); /* a child begins at 0 */
         return;
     }
 #endif
     (void)shares;
-    work(team, 0);
+    run_parts(team, 0);
 }
 
 /* `grain` tasks are taken at once, and parts begin at multiples of `unit`. */
@@ -380,7 +380,7 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
         parts[i].end = given == units ? count : given * unit;
     }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
-    work_as_allowed(&team, shares);
+    run_shared(&team, shares);
     return (am_status)atomic_load(&team.status);
 }
 
