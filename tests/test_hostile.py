@@ -242,3 +242,23 @@ def test_a_wrong_shape_of_any_size_is_refused_at_once(error, match, call):
 
 
 STACKS = huge("f4", 2**31), huge("f4", 2**31)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_rows_of_integers_are_narrowed_in_pieces(threads, set_threads):
+    """Whatever the piece, the numbers are right, and the first one that does not fit is told."""
+    set_threads(threads)
+    wide = np.arange(200_000, dtype=np.int64).reshape(2, 100_000)
+    for layout in (
+        wide,
+        np.asfortranarray(wide),
+        wide[:, ::-1],
+        wide.astype(np.int32),
+        wide.astype(np.int32)[:, ::2],
+    ):
+        np.testing.assert_array_equal(MaskInfo.from_segments(layout).q_segment_ids, layout)
+    wide[0, 70_000] = wide[0, 90_000] = wide[1, 5] = -(2**40)
+    with pytest.raises(
+        ValueError, match=r"q_segment_ids must fit int32, got -1099511627776 at index \(0, 70000\)"
+    ):
+        MaskInfo.from_segments(wide)

@@ -33,14 +33,15 @@ static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, p
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
 }
 
-/* --- One row after the other --- */
+/* --- Rows, in pieces where tokens do not depend on each other --- */
 
 typedef struct {
     const am_kernels *kernels;
     const am_ids *ids;
+    ptrdiff_t row_pieces; /* tasks of a row */
     bool positions;
     int32_t pad;
-    int64_t lowest; /* that may be */
+    int64_t lowest; /* the lowest id that is allowed */
     int32_t *dst;
     atomic_ptrdiff_t large; /* the first index of a large id, or the largest ptrdiff_t */
 } row_job;
@@ -61,34 +62,30 @@ static void note_large(row_job *job, ptrdiff_t index)
     while (index < known && !atomic_compare_exchange_weak(&job->large, &known, index)) continue;
 }
 
-/* Of ids that are int32 already, and lie side by side. */
-static am_status copy_row(const row_job *job, ptrdiff_t row, am_team *team)
+/* Copies ids that are int32 already and lie side by side. */
+static am_status copy_piece(const row_job *job, ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end, am_team *team)
 {
     const am_ids *ids = job->ids;
-    const char *from =
-        ids->data + row / ids->shape[1] * ids->stride[0] + row % ids->shape[1] * ids->stride[1];
-    const ptrdiff_t tokens = tokens_of(ids);
-    am_status status = AM_OK;
-    for (ptrdiff_t begin = 0; begin < tokens && status == AM_OK; begin += TASK_TOKENS) {
-        const size_t count = (size_t)am_min(TASK_TOKENS, tokens - begin);
-        memcpy(job->dst + row * tokens + begin, from + begin * (ptrdiff_t)sizeof(int32_t),
-               count * sizeof(int32_t));
-        status = am_checkpoint(team);
-    }
-    return status;
+    const char *from = ids->data + row / ids->shape[1] * ids->stride[0] +
+                       row % ids->shape[1] * ids->stride[1] + begin * (ptrdiff_t)sizeof(int32_t);
+    memcpy(job->dst + row * tokens_of(ids) + begin, from, (size_t)(end - begin) * sizeof(int32_t));
+    return am_checkpoint(team);
 }
 
-static am_status row_task(void *arg, ptrdiff_t row, am_team *team)
+static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
 {
     row_job *job = arg;
-    ptrdiff_t tokens = tokens_of(job->ids);
+    const ptrdiff_t tokens = tokens_of(job->ids), row = index / job->row_pieces;
+    const ptrdiff_t first = index % job->row_pieces * TASK_TOKENS;
+    /* Places count from the start of a row, so positions are found row by row. */
+    const ptrdiff_t end = job->positions ? tokens : am_min(first + TASK_TOKENS, tokens);
     if (!job->positions && job->ids->type == AM_INT32 && job->ids->stride[2] == sizeof(int32_t))
-        return copy_row(job, row, team);
+        return copy_piece(job, row, first, end, team);
     int64_t before = -1;
     int32_t place = 0;
-    for (ptrdiff_t begin = 0; begin < tokens; begin += BLOCK) {
+    for (ptrdiff_t begin = first; begin < end; begin += BLOCK) {
         int64_t wide[BLOCK];
-        ptrdiff_t count = am_min(BLOCK, tokens - begin);
+        ptrdiff_t count = am_min(BLOCK, end - begin);
         int32_t *dst = job->dst + row * tokens + begin;
         widen(job->kernels, job->ids, row, begin, count, wide);
         ptrdiff_t fit = narrow(job, wide, count, dst);
@@ -113,7 +110,9 @@ static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
 {
     atomic_init(&job->large, PTRDIFF_MAX);
     ptrdiff_t tokens = tokens_of(job->ids), rows = tokens > 0 ? rows_of(job->ids) : 0;
-    am_status status = am_parallel(run, rows, TASK_TOKENS / am_max(tokens, 1), row_task, job);
+    job->row_pieces = job->positions ? 1 : am_max(1, am_ceil_div(tokens, TASK_TOKENS));
+    am_status status =
+        am_parallel(run, rows * job->row_pieces, TASK_TOKENS / am_max(tokens, 1), piece_task, job);
     large->index = atomic_load(&job->large);
     large->any = large->index != PTRDIFF_MAX;
     return status;
