@@ -695,17 +695,6 @@ thread.start()
 thread.join()
 assert done == [True]
 
-busy = threading.Event()
-def keep_busy():
-    while not busy.is_set():
-        results()
-thread = threading.Thread(target=keep_busy)
-thread.start()
-for _ in range(5):
-    forked(same)
-busy.set()
-thread.join()
-
 with multiprocessing.get_context("fork").Pool(2) as pool:
     assert pool.map(same, range(6)) == [True] * 6
 assert same()
@@ -715,7 +704,7 @@ print("all the same")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_fork_after_use():
-    """Children of a process whose threads have run: from its main and another thread, and during a call."""
+    """Children of a process whose threads have run: from its main and another thread."""
     result = python(FORK, timeout=100)
     assert result.stdout == "all the same\n", result.stderr
 
