@@ -192,9 +192,9 @@ static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args,
     lens = count_mask(module, mask);
     if (!lens) goto fail;
     const int64_t *values = PyArray_DATA(lens);
-    for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) {
-        if (am_check_fits((npy_intp)values[i], dtype, "mask", "a length") < 0) goto fail;
-    }
+    npy_intp longest = 0;
+    for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) longest = values[i] > longest ? values[i] : longest;
+    if (am_check_fits(longest, dtype, "mask", "a length") < 0) goto fail;
     result = am_finish(lens, dtype);
     lens = NULL;
 fail:
