@@ -2,14 +2,16 @@
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
+
+AxisName: TypeAlias = str | tuple[str, ...] | None  # of a mesh
 
 # Offsets are added to positions in 64 bits. Nothing that fits in memory is as far away as this.
 FARTHEST = 2**59
@@ -163,6 +165,15 @@ def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = ""
     return frozen(_core.int32_copy(array, name) if array.size else np.empty(array.shape, np.int32))
 
 
+def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[np.int32]:
+    """The same without a copy, where nobody writes to the array."""
+    array = as_array(value, name)
+    if array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable:
+        _check_rank(array, name, layouts)
+        return array
+    return integers(array, name, layouts)
+
+
 def rising(starts: NDArray[Any], name: str) -> NDArray[Any]:
     """`starts` of sequences, which begin at 0 and never fall."""
     if len(starts) == 0:
@@ -227,6 +238,14 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
     )
 
 
+def axis_name(value: Any, name: str) -> AxisName:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise TypeError(f"{name} must be a name, a tuple of names or None, got {describe(value)}")
+
+
 def is_number(dtype: np.dtype[Any]) -> bool:
     """bool, an integer or a floating-point type that the core knows."""
     return dtype.kind in "biu" or is_floating(dtype)
@@ -270,3 +289,13 @@ def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     if dtype is None or not is_number(dtype):
         raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r:.200}")
     return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def allocate(
+    shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
+) -> NDArray[Any]:
+    """A new array, not filled yet or made by `np.zeros`, of sizes that come from the arguments `names`."""
+    try:
+        return make(shape, dtype)
+    except (MemoryError, ValueError, OverflowError):  # the last two are of sizes beyond all numbers
+        raise MemoryError(f"an array of shape {shape} does not fit in memory: {names}") from None

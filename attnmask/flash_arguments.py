@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask.arguments import (
+    allocate,
     as_array,
     check_mask_type,
     describe,
@@ -28,7 +29,8 @@ from attnmask.arguments import (
     window,
 )
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import Node, PerRow, Program, Shape, allocate, band, dense, equal, sequences
+from attnmask.mask_program import Program, Shape, arrays
+from attnmask.mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
 
 _PRECISIONS = ("default", "high", "highest")
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
@@ -212,10 +214,11 @@ def _for_all_rows(node: Node) -> Node:
     """A term of a mask of one batch row, for any number of them."""
     if isinstance(node, str):
         return node
-    return tuple(
-        int(operand[0]) if isinstance(operand, np.ndarray) and operand.ndim == 1 else operand
-        for operand in node
+    shared = (
+        int(operand[0]) if field is ROWS and isinstance(operand, np.ndarray) else operand
+        for field, operand in operands(node)
     )
+    return (node[0], *shared)
 
 
 def _mask(attention_mask: Any, shape: Shape) -> Program:
@@ -226,7 +229,7 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
             array, "attention_mask", shape
         )  # before its numbers are looked at: there may be many
         return (dense(mask_array(array, "attention_mask")),)
-    given, program = attention_mask._described("attend by attention_mask")
+    given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
         raise ValueError(
             f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}"
@@ -444,8 +447,7 @@ def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
 
 def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
     if isinstance(value, MaskInfo):
-        for node in value._described("attend by attention_mask")[1]:
-            yield from (operand for operand in node if isinstance(operand, np.ndarray))
+        yield from arrays(value._state.program)
     elif not isinstance(value, str):
         if isinstance(value, np.ndarray):  # and no copy of it
             yield value if type(value) is np.ndarray else np.asarray(value)

@@ -14,88 +14,23 @@ it. It begins with a base (segments, or an array) and goes on with terms, each o
       5  . . . . . .              5  . . . . . .          5  . . . . . .          5  . . . . # #
 """
 
-from types import FunctionType
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask import masks, packed
-from attnmask.arguments import (
-    as_array,
-    describe,
-    flag,
-    frozen,
-    integer,
-    integers,
-    mask_array,
-    rising,
-)
+from attnmask import mask_derived as derived
+from attnmask import mask_sources as sources
+from attnmask import mask_transforms as transforms
+from attnmask import mask_tree as tree
+from attnmask.arguments import AxisName, describe, flag, frozen
 from attnmask.debug import traced
-from attnmask.mask_answers import MaskAnswers
-from attnmask.mask_program import Terms, allocate, dense, fill
-from attnmask.mask_sharding import AxisName, MaskSharding, check_axes, mesh_sizes, partition
-from attnmask.mask_state import (
-    AUX_FIELDS,
-    AXIS_FIELDS,
-    BOOL,
-    FLAG_FIELDS,
-    KEY_IDS,
-    QUERY_IDS,
-    Ids,
-    Labels,
-    State,
-    changed,
-    fitted,
-    flatten,
-    four_dimensions,
-    ids_of_tokens,
-    kept,
-    padding_of,
-    segments,
-)
-from attnmask.mask_terms import MaskTerms
-
-_DRAWN = 2**20  # random numbers at a time
+from attnmask.mask_sharding import MaskSharding, shardings
+from attnmask.mask_state import DETAILS, FLAGS, State, changed, with_details
 
 
-def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bool = True) -> Ids:
-    """0 for tokens and -1 for padding, by a mask that is not zero, or zero, for the tokens."""
-    tokens = mask_array(mask, name, layouts)
-    pairs = (tokens[:, None] if tokens.ndim == 2 else tokens)[:, :, None]  # with one query
-    ids = fill(pairs.shape, (dense(pairs),), np.dtype(np.int32), *((0, -1) if valid else (-1, 0)))
-    return frozen(ids.reshape(tokens.shape))
-
-
-def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
-    """Pairs of start and end, and ids of 0 from one to the other and -1 elsewhere, a row each."""
-    tokens = integer(length, length_name, 0)
-    pairs = integers(cu_seqlens, name, ("[2 B]",))
-    if len(pairs) % 2:
-        raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}")
-    return pairs, ids_of_tokens(masks.cu_seqlens_to_mask(pairs, tokens))
-
-
-def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
-    """The starts of sequences, and the number of its sequence for each token of one row."""
-    starts = rising(integers(cu_seqlens, name, ("[sequences + 1]",)), name)
-    numbers = packed.prepare_sequence_ids(starts)
-    tokens = len(numbers) if length is None else integer(length, length_name, 0)
-    if tokens < len(numbers):
-        raise ValueError(
-            f"{length_name} must be at least {len(numbers)}, as many tokens as there are, got {tokens}"
-        )
-    ids = allocate((1, tokens), np.int32, length_name)
-    ids[0, : len(numbers)] = numbers
-    ids[0, len(numbers) :] = -1
-    return starts, frozen(ids)
-
-
-def _state_of_segments(q_ids: Ids, kv_ids: Ids) -> State:
-    return fitted(State(base=segments(q_ids, kv_ids), segment_based=True, labels=Labels(q_ids, kv_ids)))
-
-
-class MaskInfo(MaskTerms):
+class MaskInfo:
     """Which query may attend to which key: a description, and what was derived from it.
 
     Make one with `from_segments`, `from_attention_mask`, `from_cu_seqlens`, `from_random` or `dynamic_init`, and narrow
@@ -138,7 +73,13 @@ class MaskInfo(MaskTerms):
            [0, 0, 0, 0, 0, 0]])
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_held", "_leaves")
+
+    _held: State | None  # None until somebody looks at what a tree was made of
+    _leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None
+
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+    __array_ufunc__ = None  # NumPy leaves operators to this class
 
     def __init__(
         self,
@@ -158,18 +99,9 @@ class MaskInfo(MaskTerms):
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        flags = token_type_ids_baked_in, chunked_mask_baked_in, sliding_window_baked_in, causal_mask_baked_in
-        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        others = {
-            "q_positions": q_positions,
-            "kv_positions": kv_positions,
-            **dict(zip(reversed(FLAG_FIELDS), flags, strict=True)),
-            **dict(zip(AXIS_FIELDS, axes, strict=True)),
-        }
-        given = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
-        self._held, self._leaves, self._cache = changed(State(), *given, others), None, {}
+        self._held, self._leaves = changed(State(), locals()), None
 
-    # Constructors
+    # Constructors. `locals()` holds arguments by their names: the signature lists them, and nothing else has to.
 
     @classmethod
     def from_segments(
@@ -210,19 +142,8 @@ class MaskInfo(MaskTerms):
                [0, 0, 1, 0],
                [1, 1, 0, 0]])
         """
-        if flag(is_attn_mask, "is_attn_mask"):
-            q_ids = _padding_ids(q_segment_ids, "q_segment_ids", QUERY_IDS)
-            kv_ids = (
-                q_ids if kv_segment_ids is None else _padding_ids(kv_segment_ids, "kv_segment_ids", KEY_IDS)
-            )
-        else:
-            hint = "; a padding mask goes with is_attn_mask=True"
-            q_ids = integers(q_segment_ids, "q_segment_ids", QUERY_IDS, hint)
-            kv_ids = (
-                q_ids if kv_segment_ids is None else integers(kv_segment_ids, "kv_segment_ids", KEY_IDS, hint)
-            )
-        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        return cls._new(_state_of_segments(q_ids, kv_ids), q_positions, kv_positions, axes)
+        state = sources.of_segments(q_segment_ids, kv_segment_ids, is_attn_mask)
+        return cls._of(with_details(state, locals()))
 
     @classmethod
     def from_attention_mask(
@@ -261,22 +182,7 @@ class MaskInfo(MaskTerms):
         >>> info.q_segment_ids, info.kv_segment_ids
         (array([[ 0, -1]], dtype=int32), array([[ 0,  0, -1]], dtype=int32))
         """
-        mask = mask_array(attention_mask, "attention_mask", ("[B, T]", "[B, Q, K]", "[B, H, Q, K]"))
-        flag(mask_is_valid, "mask_is_valid")
-        if mask.ndim == 2:
-            ids = _padding_ids(mask, "attention_mask", ("[B, T]",), mask_is_valid)
-            state = _state_of_segments(ids, ids)
-        else:
-            mask = four_dimensions(mask)
-            state = State(
-                base=dense(mask),
-                terms=Terms() if mask_is_valid else Terms("not"),
-                dtype=mask.dtype if mask_is_valid else BOOL,
-                extent=mask.shape,
-            )
-            state = state._replace(labels=padding_of(mask.shape, state.program))
-        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        return cls._new(state, q_positions, kv_positions, axes)
+        return cls._of(with_details(sources.of_array(attention_mask, mask_is_valid), locals()))
 
     @classmethod
     def from_cu_seqlens(
@@ -337,26 +243,8 @@ class MaskInfo(MaskTerms):
         >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 2, 5], packed=True).q_segment_ids
         array([[0, 0, 2, 2, 2]], dtype=int32)
         """
-        if max_q_len is None and not flag(packed, "packed"):
-            raise TypeError("max_q_len must be given unless packed=True, got None")
-        ids_of = _packed_ids if flag(packed, "packed") else _row_ids
-        q_cu, q_ids = ids_of(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
-        if max_kv_len is not None:
-            max_kv_len = integer(max_kv_len, "max_kv_len", 0)
-        if max_kv_len in (None, max_q_len) and cu_seqlens_kv is None:
-            kv_cu, kv_ids = q_cu, q_ids
-        else:
-            given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-            if max_kv_len is None and not packed:
-                max_kv_len = max_q_len
-            kv_cu, kv_ids = ids_of(given, "cu_seqlens_kv", max_kv_len, "max_kv_len")
-        if len(q_cu) != len(kv_cu):
-            raise ValueError(
-                f"cu_seqlens_kv must have {len(q_cu)} entries as cu_seqlens_q, got {describe(kv_cu)}"
-            )
-        state = _state_of_segments(q_ids, kv_ids)
-        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        return cls._new(state, q_positions, kv_positions, axes)._with(cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
+        state = sources.of_cu_seqlens(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, packed)
+        return cls._of(with_details(state, locals()))
 
     @classmethod
     def from_random(
@@ -398,26 +286,8 @@ class MaskInfo(MaskTerms):
         >>> info.shape, round(info.density(), 2)
         ((2, 300, 400), 0.1)
         """
-        batch_size, q_len = integer(batch_size, "batch_size", 0), integer(q_len, "q_len", 0)
-        kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", 0)
-        if not isinstance(sparsity, (int, float, np.integer, np.floating)):
-            raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
-        if not 0 <= sparsity <= 1:
-            raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")
-        try:  # a subclass of arrays may be none of what NumPy's generator reckons with
-            rng = np.random.default_rng(np.asarray(seed) if isinstance(seed, np.ndarray) else seed)
-        except (TypeError, ValueError) as error:
-            raise type(error)(
-                f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
-            ) from None
-        mask = allocate((batch_size, 1, q_len, kv_len), bool, "batch_size, q_len and kv_len")
-        pairs, live = mask.reshape(-1), 1 - sparsity
-        for begin in range(0, pairs.size, _DRAWN):
-            part = pairs[begin : begin + _DRAWN]
-            np.less(rng.random(part.size, np.float32), live, out=part)
-        state = State(base=dense(frozen(mask)), extent=mask.shape)
-        axes = batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-        return cls._new(state, q_positions, kv_positions, axes)
+        state = sources.of_chance(batch_size, q_len, kv_len, sparsity, seed)
+        return cls._of(with_details(state, locals()))
 
     @classmethod
     def dynamic_init(
@@ -458,35 +328,1031 @@ class MaskInfo(MaskTerms):
             return mask_info
         if attention_mask is not None:
             return cls.from_attention_mask(attention_mask)
-        for tokens, name, layout in (
-            (input_ids, "input_ids", "[B, T]"),
-            (inputs_embeds, "inputs_embeds", "[B, T, D]"),
-        ):
-            if tokens is not None:
-                shape = as_array(tokens, name).shape
-                if len(shape) != layout.count(",") + 1:
-                    raise ValueError(f"{name} must be {layout}, got shape {shape}")
-                ids = frozen(allocate(shape[:2], np.int32, name, np.zeros))
-                return cls._of(_state_of_segments(ids, ids))
+        if input_ids is not None:
+            return cls._of(sources.of_tokens(input_ids, "input_ids", "[B, T]"))
+        if inputs_embeds is not None:
+            return cls._of(sources.of_tokens(inputs_embeds, "inputs_embeds", "[B, T, D]"))
         raise ValueError(
             "mask_info, attention_mask, input_ids or inputs_embeds must be given, got None of them"
         )
 
+    # Inside
+
     @classmethod
-    def _new(
-        cls,
-        state: State,
-        q_positions: ArrayLike | None,
-        kv_positions: ArrayLike | None,
-        axes: tuple[AxisName, ...],
+    def _of(cls, state: State) -> Self:
+        info = object.__new__(cls)
+        info._held, info._leaves = state, None
+        return info
+
+    def _made(self, state: State) -> Self:
+        """It itself, if that is its state."""
+        return self if state is self._state else self._of(state)
+
+    @property
+    def _state(self) -> State:
+        if self._held is None:
+            assert self._leaves is not None
+            self._held = tree.restore(*self._leaves)
+        return self._held
+
+    # The mask as an array
+
+    @property
+    def attention_mask(self) -> NDArray[Any]:
+        """Which pairs are live, ``[B, H, Q, K]``; one head if all share it.
+
+        bool; or of the type of the array that the mask is, if it came as one or was converted by `to_dtype` or
+        `materialize_attention_mask`. ValueError if the MaskInfo has no mask, MemoryError if it is too large.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).attention_mask.shape
+        (1, 1, 3, 3)
+        """
+        return derived.mask_array(self._state)
+
+    def get_or_compute_attention_mask(
+        self, dtype: DTypeLike = np.bool_, *, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """Which pairs are live: 1 or True for those, 0 or False for others.
+
+        Parameters
+        ----------
+        dtype : dtype
+            bool, an integer or a floating-point type.
+        out : ndarray, shape [B, H, Q, K], optional
+            Takes the result, and is returned.
+
+        Returns
+        -------
+        ndarray, shape [B, H, Q, K]
+            An array that came in is returned as it is, if it has that type.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 1, 0]])
+        >>> info.get_or_compute_attention_mask("float32")[0, 0]
+        array([[1., 0., 1.],
+               [0., 1., 0.],
+               [1., 0., 1.]], dtype=float32)
+        """
+        return derived.mask_of_dtype(self._state, dtype, out)
+
+    def materialize_attention_mask(self, dtype: DTypeLike = np.bool_) -> Self:
+        """The same mask as an array instead of a description; all that goes along stays.
+
+        Parameters
+        ----------
+        dtype : dtype
+            Of the array.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).materialize_attention_mask("int8").attention_mask.dtype
+        dtype('int8')
+        """
+        return self._made(transforms.materialized(self._state, dtype))
+
+    def to_dtype(self, dtype: DTypeLike) -> Self:
+        """The same mask, with an `attention_mask` of another type.
+
+        Parameters
+        ----------
+        dtype : dtype
+            bool, an integer or a floating-point type.
+
+        Returns
+        -------
+        MaskInfo
+            This one, if it has that type.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).to_dtype("float32").attention_mask.dtype
+        dtype('float32')
+        """
+        return self._made(transforms.to_dtype(self._state, dtype))
+
+    @property
+    def bias(self) -> NDArray[np.float32]:
+        """What to add to logits: 0 for live pairs, the lowest float32 for others; see `create_bias`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1]]).bias[0, 0, 0]
+        array([ 0.0000000e+00, -3.4028235e+38], dtype=float32)
+        """
+        return derived.bias(self._state, np.float32, None)
+
+    def create_bias(self, dtype: DTypeLike = np.float32, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """What to add to logits: 0 for live pairs, the lowest number of a type for others.
+
+        Parameters
+        ----------
+        dtype : dtype
+            float16, bfloat16, float32 or float64.
+        out : ndarray, shape [B, H, Q, K], optional
+            Takes the result, and is returned.
+
+        Returns
+        -------
+        ndarray, shape [B, H, Q, K]
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1]]).create_bias("float16")[0, 0, 0].tolist()
+        [0.0, -65504.0]
+        """
+        return derived.bias(self._state, dtype, out)
+
+    # Segment ids, lengths and positions
+
+    @property
+    def q_segment_ids(self) -> NDArray[np.int32]:
+        """The segment of every query, ``[B, Q]`` or ``[B, H, Q]``; below 0 for padding.
+
+        Those that came in or were given by an operation; else as of `get_or_compute_segment_ids`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).q_segment_ids
+        array([[0, 0, 1]], dtype=int32)
+        """
+        return derived.side_ids(self._state, 0)
+
+    @property
+    def kv_segment_ids(self) -> NDArray[np.int32]:
+        """The segment of every key, ``[B, K]`` or ``[B, H, K]``; below 0 for padding.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).kv_segment_ids
+        array([[0, 0, 1]], dtype=int32)
+        """
+        return derived.side_ids(self._state, 1)
+
+    def get_or_compute_segment_ids(
+        self, per_head: bool = False
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Segment ids of queries and of keys: those that are held, or else as of `mask_to_segment_ids`.
+
+        Parameters
+        ----------
+        per_head : bool
+            Where they are not held: for each head, and not those of the first.
+
+        Returns
+        -------
+        q_segment_ids, kv_segment_ids : ndarray of int32
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> mask = attnmask.MaskInfo(attention_mask=[[[0, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]]])
+        >>> mask.get_or_compute_segment_ids()
+        (array([[0, 0, 1]], dtype=int32), array([[-1,  0,  0,  1]], dtype=int32))
+        """
+        return derived.segment_ids(self._state, flag(per_head, "per_head"))
+
+    def materialize_segment_ids(self, per_head: bool = False) -> Self:
+        """The same mask, holding the segment ids of `get_or_compute_segment_ids`.
+
+        Parameters
+        ----------
+        per_head : bool
+            As there.
+
+        Returns
+        -------
+        MaskInfo
+            This one, if it holds them already.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_random(1, 8).materialize_segment_ids()
+        >>> info.q_segment_ids.shape
+        (1, 8)
+        """
+        return self._made(transforms.with_segment_ids(self._state, per_head))
+
+    @property
+    def q_attention_mask(self) -> NDArray[np.int32]:
+        """1 for the queries and 0 for padding, ``[B, Q]``, by the segment ids.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 4, -1]]).q_attention_mask
+        array([[1, 1, 0]], dtype=int32)
+        """
+        return frozen((self.q_segment_ids >= 0).astype(np.int32))
+
+    def get_qkv_masks(self, dtype: DTypeLike = np.bool_) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Which queries and which keys are not padding, and which pairs are of one segment.
+
+        By segment ids alone, whatever terms were applied.
+
+        Parameters
+        ----------
+        dtype : dtype
+            bool, an integer or a floating-point type.
+
+        Returns
+        -------
+        q_mask : ndarray, shape [B, Q]
+        kv_mask : ndarray, shape [B, K]
+        attention_mask : ndarray, shape [B, 1, Q, K]
+            Of per-head ids all three are per head.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> q_mask, kv_mask, mask = attnmask.MaskInfo.from_segments([[0, 1, -1]]).get_qkv_masks("int8")
+        >>> q_mask, mask[0, 0].diagonal()
+        (array([[1, 1, 0]], dtype=int8), array([1, 1, 0], dtype=int8))
+        """
+        return derived.qkv_masks(self._state, dtype)
+
+    @property
+    def is_multi_sequence(self) -> np.bool:
+        """Whether the segment ids that are held tell of more than one segment: whether any is above 0.
+
+        Of queries, or of keys if those are all that is held; False if none are.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> bool(attnmask.MaskInfo.from_segments([[0, 0, 1]]).is_multi_sequence)
+        True
+        """
+        return derived.is_multi_sequence(self._state)
+
+    @property
+    def q_lens(self) -> NDArray[np.int32] | None:
+        """How many queries each segment has, if there are several, else each batch row; padding not counted.
+
+        Segments are those of all rows together, from 0 to the highest id. Of per-head ids, those of the first head
+        count. None if there is nothing to tell it by.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 2, -1]]).q_lens
+        array([2, 0, 1], dtype=int32)
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 0, -1], [0, -1, -1, -1]]).q_lens
+        array([3, 1], dtype=int32)
+        """
+        return derived.lens(self._state, 0)
+
+    @property
+    def kv_lens(self) -> NDArray[np.int32] | None:
+        """How many keys each segment has, if there are several, else each batch row; see `q_lens`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1]], [[0, 1, 1, -1]]).kv_lens
+        array([1, 2], dtype=int32)
+        """
+        return derived.lens(self._state, 1)
+
+    @property
+    def cu_seqlens_q(self) -> NDArray[np.integer]:
+        """Where the segments of the queries begin and end; see `get_or_compute_qkv_cu_seqlens`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).cu_seqlens_q[:4]
+        array([0, 2, 3, 3], dtype=int32)
+        """
+        return derived.cu_seqlens_of_int32(self._state)[0]
+
+    @property
+    def cu_seqlens_kv(self) -> NDArray[np.integer]:
+        """Where the segments of the keys begin and end; see `get_or_compute_qkv_cu_seqlens`.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 5], packed=True).cu_seqlens_kv
+        array([0, 2, 5], dtype=int32)
+        """
+        return derived.cu_seqlens_of_int32(self._state)[1]
+
+    def get_or_compute_qkv_cu_seqlens(
+        self, *, out_dtype: DTypeLike = np.int32, max_segments: int | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Where the segments of queries and of keys begin and end.
+
+        What came in, if anything did. Else by segment ids that are held: the tokens of segments 0, 1, 2, … summed up,
+        padding not counted. Else by the mask: ``[start0, end0, start1, end1, …]``, in each batch row from the first
+        token with a live pair to the last.
+
+        Parameters
+        ----------
+        out_dtype : dtype
+            An integer type.
+        max_segments : int, optional
+            How many segments there is room for; ValueError if there are more. 128 if not given, or as many as there
+            are.
+
+        Returns
+        -------
+        cu_seqlens_q, cu_seqlens_kv : ndarray
+            By segment ids, of shape [max_segments + 1].
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1, -1]])
+        >>> info.get_or_compute_qkv_cu_seqlens(max_segments=3)[0]
+        array([0, 2, 3, 3], dtype=int32)
+        >>> info = attnmask.MaskInfo(attention_mask=[[[0, 1, 1], [0, 1, 0], [0, 0, 0]]])
+        >>> info.get_or_compute_qkv_cu_seqlens()
+        (array([0, 2], dtype=int32), array([1, 3], dtype=int32))
+        """
+        return derived.cu_seqlens(self._state, out_dtype, max_segments)
+
+    @property
+    def q_positions(self) -> NDArray[np.int32] | None:
+        """The positions of the queries that came in, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]], q_positions=[[5, 6]]).q_positions
+        array([[5, 6]], dtype=int32)
+        """
+        return self._state.q_positions
+
+    @property
+    def kv_positions(self) -> NDArray[np.int32] | None:
+        """The positions of the keys that came in, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kv_positions is None
+        True
+        """
+        return self._state.kv_positions
+
+    @property
+    def q_position_ids(self) -> NDArray[np.int32]:
+        """The place of every query in its segment, from 0, by the segment ids; -1 for padding.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[-1, 0, 0, 0, 1, 1]]).q_position_ids
+        array([[-1,  0,  1,  2,  0,  1]], dtype=int32)
+        """
+        return derived.position_ids(self._state, 0)
+
+    def get_or_compute_positions(self) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
+        """Positions of queries and of keys: those that came in, or else their places in their segments.
+
+        Returns
+        -------
+        q_positions : ndarray of int32 or None
+            Padding is at -1. None if there is nothing to tell them by.
+        kv_positions : ndarray of int32 or None
+            Padding is at 2147483647: later than every query.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).get_or_compute_positions()
+        (array([[ 0,  1,  0, -1]], dtype=int32), array([[         0,          1,          0, 2147483647]], dtype=int32))
+        """
+        return derived.positions(self._state)
+
+    # What it is
+
+    @property
+    def shape(self) -> tuple[int | None, int | None, int | None]:
+        """Batch rows, queries, keys; None for what is not known.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).shape
+        (2, 3, 5)
+        """
+        batch, _, queries, keys = self._state.extent
+        return batch, queries, keys
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many batch rows there are, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).batch_size
+        2
+        """
+        return self._state.extent[0]
+
+    @property
+    def q_len(self) -> int | None:
+        """How many queries there are, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).q_len
+        3
+        """
+        return self._state.extent[2]
+
+    @property
+    def kv_len(self) -> int | None:
+        """How many keys there are, or None.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_random(2, 3, 5).kv_len
+        5
+        """
+        return self._state.extent[3]
+
+    @property
+    def heads(self) -> int:
+        """How many heads have a mask of their own; 1 if all share it.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[[0, 0], [0, 1]]]).heads
+        2
+        """
+        return self._state.shape("tell heads")[1]
+
+    @property
+    def causal_mask_baked_in(self) -> bool:
+        """Whether `apply_causal` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().causal_mask_baked_in
+        True
+        """
+        return self._state.baked[0]
+
+    @property
+    def sliding_window_baked_in(self) -> bool:
+        """Whether `apply_sliding_window` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().sliding_window_baked_in
+        False
+        """
+        return self._state.baked[1]
+
+    @property
+    def chunked_mask_baked_in(self) -> bool:
+        """Whether `apply_chunked` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).apply_chunked(2).chunked_mask_baked_in
+        True
+        """
+        return self._state.baked[2]
+
+    @property
+    def token_type_ids_baked_in(self) -> bool:
+        """Whether `apply_token_type_ids` was.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0]])
+        >>> info.apply_token_type_ids([[1, 2]]).token_type_ids_baked_in
+        True
+        """
+        return self._state.baked[3]
+
+    @property
+    def baked_in_masks(self) -> dict[str, bool]:
+        """Which kinds of terms were applied, by name.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0]]).apply_causal().apply_chunked(2)
+        >>> [name for name, applied in info.baked_in_masks.items() if applied]
+        ['causal', 'chunked']
+        """
+        return dict(zip(FLAGS, self._state.baked, strict=True))
+
+    @property
+    def batch_axis_name(self) -> AxisName:
+        """The mesh axes of batch rows.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).batch_axis_name
+        ('dp', 'fsdp')
+        """
+        return self._state.axes[0]
+
+    @property
+    def qheads_axis_name(self) -> AxisName:
+        """The mesh axes of query heads.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).qheads_axis_name
+        'tp'
+        """
+        return self._state.axes[1]
+
+    @property
+    def kvheads_axis_name(self) -> AxisName:
+        """The mesh axes of key heads.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).kvheads_axis_name
+        'tp'
+        """
+        return self._state.axes[2]
+
+    @property
+    def sequence_axis_name(self) -> AxisName:
+        """The mesh axes of tokens.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0]]).sequence_axis_name
+        'sp'
+        """
+        return self._state.axes[3]
+
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same tokens.
+
+        By the segment ids that are held; else whether there are as many queries as keys; else by cu_seqlens.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1]]).is_self_attention()
+        True
+        """
+        return derived.is_self_attention(self._state)
+
+    def density(self) -> float:
+        """The share of pairs that are live, from 0 to 1, counted without writing out the mask.
+
+        Returns
+        -------
+        float
+            0 if there are no pairs.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, 1]]).apply_causal().density()
+        0.375
+        """
+        return derived.density(self._state)
+
+    def grid(self, batch: int, head: int, q_cell: int, k_cell: int) -> NDArray[np.int64]:
+        """How many pairs are live in each cell of a grid, as `visualize` draws it.
+
+        Parameters
+        ----------
+        batch, head : int
+            Which plane; IndexError if there is no such.
+        q_cell, k_cell : int
+            How many queries and keys make a cell, at least 1. The last cells may have fewer.
+
+        Returns
+        -------
+        ndarray of int64, shape [ceil(Q / q_cell), ceil(K / k_cell)]
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 0, 0, 0]]).apply_causal().grid(0, 0, 2, 2).tolist()
+        [[3, 0], [4, 3]]
+        """
+        return derived.grid(self._state, batch, head, q_cell, k_cell)
+
+    def labels(self, batch: int, head: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+        """Segment ids of the queries and of the keys of one plane, as `visualize` shows them.
+
+        Parameters
+        ----------
+        batch, head : int
+            Which plane; IndexError if there is no such.
+
+        Returns
+        -------
+        (ndarray of int32, ndarray of int32) or None
+            Those that are held; else those of rows and columns that are alike, or None if there are too many to look
+            through.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_segments([[0, 1], [2, 2]]).labels(1, 0)
+        (array([2, 2], dtype=int32), array([2, 2], dtype=int32))
+        """
+        return derived.plane_labels(self._state, batch, head)
+
+    def __repr__(self) -> str:
+        try:
+            return f"{type(self).__name__}({self._state})"
+        except Exception:  # leaves that are no arrays, or not yet: they are JAX's business
+            return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
+
+    # Masks made of masks
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskInfo):
+            return NotImplemented
+        return derived.are_equal(self._state, other._state)
+
+    def _joined(self, other: Any, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
+        if isinstance(other, np.ndarray):
+            raise TypeError(
+                f"the other operand must be a MaskInfo, got {describe(other)}: MaskInfo.from_attention_mask makes one"
+            )
+        if not isinstance(other, MaskInfo):
+            return NotImplemented  # type: ignore[no-any-return]
+        return self._of(transforms.joined(self._state, other._state, operator, baked))
+
+    def __and__(self, other: "MaskInfo") -> Self:
+        """Pairs that are live in both; batch rows and heads broadcast.
+
+        Segment ids, positions and mesh axes are those of the left one, where it has them. What either has baked in
+        the result has too.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> causal = attnmask.MaskInfo.from_segments([[0, 0, 0]]).apply_causal()
+        >>> (causal & attnmask.MaskInfo.from_segments([[0, 1, 1]])).attention_mask[0, 0].astype(int)
+        array([[1, 0, 0],
+               [0, 1, 0],
+               [0, 1, 1]])
+        """
+        return self._joined(other, "and", lambda mine, others: mine or others)
+
+    def __or__(self, other: "MaskInfo") -> Self:
+        """Pairs that are live in one or the other, or in both; what goes along is as of ``&``.
+
+        It has baked in what both have.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> pair = attnmask.MaskInfo.from_segments([[0, 0, -1]]) | attnmask.MaskInfo.from_segments([[-1, 0, 0]])
+        >>> pair.density() == 7 / 9
+        True
+        """
+        return self._joined(other, "or", lambda mine, others: mine and others)
+
+    __rand__, __ror__ = __and__, __or__  # of arrays, to refuse them
+
+    def __invert__(self) -> Self:
+        """The pairs that are dead, padding among them. It holds no segment ids, and has nothing baked in.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> (~attnmask.MaskInfo.from_segments([[0, 1, -1]])).attention_mask[0, 0].astype(int)
+        array([[0, 1, 1],
+               [1, 0, 1],
+               [1, 1, 1]])
+        """
+        return self._of(transforms.inverted(self._state))
+
+    # Terms
+
+    def apply_causal(self, offset: ArrayLike = 0) -> Self:
+        """Let queries attend to keys up to their own place: ``k <= q + offset``.
+
+        ::
+
+            offset 0                   offset 2 = K - Q: the last query sees all
+
+                k 0 1 2 3 4 5              k 0 1 2 3 4 5
+              q 0 # . . . . .            q 0 # # # . . .
+                1 # # . . . .              1 # # # # . .
+                2 # # # . . .              2 # # # # # .
+                3 # # # # . .              3 # # # # # #
+
+        Parameters
+        ----------
+        offset : int or array_like of integers, shape [B]
+            How many keys more; negative for fewer.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 4], [[0] * 6])
+        >>> info.apply_causal(offset=2).attention_mask[0, 0, 0].astype(int)
+        array([1, 1, 1, 0, 0, 0])
+        """
+        return self._of(transforms.causal(self._state, offset))
+
+    def apply_sliding_window(
+        self,
+        sliding_window: int | tuple[int | None, int | None],
+        *,
+        offset: ArrayLike = 0,
+        mode: Literal["default", "decode", "prefill"] | None = None,
+        index: ArrayLike | None = None,
     ) -> Self:
-        """With all that goes along."""
-        others = {
-            "q_positions": q_positions,
-            "kv_positions": kv_positions,
-            **dict(zip(AXIS_FIELDS, axes, strict=True)),
-        }
-        return cls._of(changed(state, None, None, None, None, None, others))
+        """Let queries attend to keys near their own place: ``-left <= k - q - offset <= right``.
+
+        ::
+
+            window 1                   window (2, 0)              window (None, 1)
+
+                k 0 1 2 3 4 5              k 0 1 2 3 4 5              k 0 1 2 3 4 5
+              q 0 # # . . . .            q 0 # . . . . .            q 0 # # . . . .
+                1 # # # . . .              1 # # . . . .              1 # # # . . .
+                2 . # # # . .              2 # # # . . .              2 # # # # . .
+                3 . . # # # .              3 . # # # . .              3 # # # # # .
+
+        Parameters
+        ----------
+        sliding_window : int or (int, int)
+            How many keys to either side, or to the left and to the right; None for all on that side.
+        offset : int or array_like of integers, shape [B]
+            Added to the place of every query.
+        mode : {None, "default", "decode", "prefill"}
+            With ``"decode"`` only query `index` is kept, and the keys that the window reaches from there:
+            ``left + right + 1`` of them from ``index - left`` on, moved inside if that leads out. With ``"prefill"``
+            all queries are kept and the last keys, as many as the window is wide: ``left + right + 1``, or
+            `sliding_window` if that is one number. Segment ids and positions are taken along.
+        index : int or array_like of integers, shape [B], optional
+            The query to decode; beyond either end, the last or the first.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 6])
+        >>> info.apply_sliding_window((2, 0)).attention_mask[0, 0, 3].astype(int)
+        array([0, 1, 1, 1, 0, 0])
+        >>> info.apply_sliding_window((2, 0), mode="decode", index=5).shape
+        (1, 1, 3)
+        """
+        return self._of(transforms.sliding_window(self._state, sliding_window, offset, mode, index))
+
+    def apply_chunked(self, chunk_size: int, offset: ArrayLike = 0, within_segments: bool = False) -> Self:
+        """Let queries attend to keys of their own chunk up to their own place: ``k <= q + offset``.
+
+        ::
+
+            chunks of 2                segments 0 0 0 1 1 1: from the        …, within_segments=True
+                                       start of the row
+                k 0 1 2 3 4 5              k 0 1 2 3 4 5                         k 0 1 2 3 4 5
+              q 0 # . . . . .            q 0 # . . . . .                       q 0 # . . . . .
+                1 # # . . . .              1 # # . . . .                         1 # # . . . .
+                2 . . # . . .              2 . . # . . .                         2 . . # . . .
+                3 . . # # . .              3 . . . # . .                         3 . . . # . .
+                4 . . . . # .              4 . . . . # .                         4 . . . # # .
+                5 . . . . # #              5 . . . . # #                         5 . . . . . #
+
+        Segment ids become the numbers of the chunks, from 1 on, and stay below 0 for padding.
+
+        Parameters
+        ----------
+        chunk_size : int
+            At least 1.
+        offset : int or array_like of integers, shape [B]
+            How many keys more; negative for fewer.
+        within_segments : bool
+            Count chunks from where each segment begins, and not from the first token of the row. The mask has to hold
+            segment ids.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0, 1, 1, -1]])
+        >>> info.apply_chunked(2).q_segment_ids
+        array([[ 1,  1,  2,  2,  3, -1]], dtype=int32)
+        >>> info.apply_chunked(2, within_segments=True).q_segment_ids
+        array([[ 1,  1,  2,  3,  3, -1]], dtype=int32)
+        """
+        return self._of(transforms.chunked(self._state, chunk_size, offset, within_segments))
+
+    def apply_token_type_ids(
+        self,
+        token_type_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+        *,
+        combine: Literal["union", "intersect", "replace"] = "union",
+        zero_policy: Literal["q", "kv", "both", "none"] = "q",
+        update_segment_ids: bool | None = None,
+    ) -> Self:
+        """Let queries attend to keys of the same type: also, only, or instead.
+
+        ::
+
+            types 0 1 1 2 2        causal, "union"            causal, "intersect"        "replace"
+
+                                     k 0 1 2 3 4                k 0 1 2 3 4                k 0 1 2 3 4
+                                   q 0 # . . . .              q 0 . . . . .              q 0 . . . . .
+                                     1 # # # . .                1 . # . . .                1 . # # . .
+                                     2 # # # . .                2 . # # . .                2 . # # . .
+                                     3 # # # # #                3 . . . # .                3 . . . # #
+                                     4 # # # # #                4 . . . # #                4 . . . # #
+
+        Parameters
+        ----------
+        token_type_ids : array_like of integers, shape [B, T], or a tuple of [B, Q] and [B, K]
+            The type of every token, of queries and keys alike or of each. Below 0 is like no other.
+        combine : {"union", "intersect", "replace"}
+            Pairs of one type are live as well, are all that may be live, or are all that is.
+        zero_policy : {"q", "kv", "both", "none"}
+            Type 0 is like no other, whether among queries, among keys or on both sides (which comes to the same); or
+            with ``"none"`` it is a type of its own.
+        update_segment_ids : bool, optional
+            Make the types the segment ids, -1 for type 0. By default all but ``"union"`` do.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 5]).apply_causal()
+        >>> info.apply_token_type_ids([[0, 1, 1, 2, 2]]).attention_mask[0, 0, 3].astype(int)
+        array([1, 1, 1, 1, 1])
+        """
+        state = transforms.token_type_ids(
+            self._state, token_type_ids, combine, zero_policy, update_segment_ids
+        )
+        return self._of(state)
+
+    def apply_kv_lengths(
+        self, kv_lengths: ArrayLike, *, q_len: int | None = None, sliding_window: int | None = None
+    ) -> Self:
+        """Let queries attend to the first keys of each row only, and keep the last tokens up to there.
+
+        ::
+
+            causal, 6 tokens           kv_lengths [4]             …, q_len=2, sliding_window=3
+
+                k 0 1 2 3 4 5              k 0 1 2 3 4 5              k 1 2 3
+              q 0 # . . . . .            q 0 # . . . . .            q 2 # # .
+                1 # # . . . .              1 # # . . . .              3 # # #
+                2 # # # . . .              2 # # # . . .
+                3 # # # # . .              3 # # # # . .
+                4 # # # # # .              4 # # # # . .
+                5 # # # # # #              5 # # # # . .
+
+        Parameters
+        ----------
+        kv_lengths : int or array_like of integers, shape [B]
+            How many keys of each row may be live; not negative, and more than there are is all.
+        q_len : int, optional
+            Keep as many queries, the last one being that at ``kv_lengths - 1``. All if not given.
+        sliding_window : int, optional
+            Keep as many keys, up to ``kv_lengths``. All if not given, or if there are fewer.
+
+        Returns
+        -------
+        MaskInfo
+            Segment ids and positions are taken along.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 6] * 2).apply_causal()
+        >>> info.apply_kv_lengths([4, 6], q_len=1).attention_mask[:, 0, 0].astype(int)
+        array([[1, 1, 1, 1, 0, 0],
+               [1, 1, 1, 1, 1, 1]])
+        """
+        return self._of(transforms.kv_lengths(self._state, kv_lengths, q_len, sliding_window))
+
+    @staticmethod
+    def create_chunked_attention_mask(
+        chunk_size: int,
+        q_len: int,
+        kv_len: int | None = None,
+        offset: int = 0,
+        dtype: DTypeLike = np.bool_,
+        *,
+        out: NDArray[Any] | None = None,
+    ) -> NDArray[Any]:
+        """The pairs of one chunk with ``k <= q + offset``, as an array; see `apply_chunked`.
+
+        Parameters
+        ----------
+        chunk_size : int
+            At least 1.
+        q_len : int
+        kv_len : int, optional
+            `q_len` if not given.
+        offset : int
+        dtype : dtype
+            bool, an integer or a floating-point type.
+        out : ndarray, shape [q_len, kv_len], optional
+            Takes the result, and is returned.
+
+        Returns
+        -------
+        ndarray, shape [q_len, kv_len]
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.create_chunked_attention_mask(2, 4, dtype="int8")
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 0],
+               [0, 0, 1, 1]], dtype=int8)
+        """
+        return transforms.chunked_array(chunk_size, q_len, kv_len, offset, dtype, out)
+
+    # Copies
+
+    def replace(
+        self,
+        *,
+        attention_mask: ArrayLike | None = None,
+        q_segment_ids: ArrayLike | None = None,
+        kv_segment_ids: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cu_seqlens_kv: ArrayLike | None = None,
+        **others: Any,
+    ) -> Self:
+        """A MaskInfo with something else in place of what this one has.
+
+        Parameters
+        ----------
+        attention_mask : array_like, shape [B, Q, K] or [B, H, Q, K], optional
+            The new base, without any terms; segment ids stay, as labels. Not copied.
+        q_segment_ids, kv_segment_ids : array_like of integers, [B, Q] or [B, H, Q] ([B, K] or [B, H, K]), optional
+            If the base is made of segments, it is made of these from now on, and terms stay. Else they are mere labels.
+        cu_seqlens_q, cu_seqlens_kv : array_like of integers, 1-D, optional
+            They are dropped where a mask or ids are given without them.
+        **others
+            Whatever else `MaskInfo` takes: positions, flags, names of mesh axes. Here None counts, and is stored.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0]]).apply_causal()
+        >>> info.replace(q_segment_ids=[[0, 0, 1]]).attention_mask[0, 0].astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 0, 0]])
+        >>> info.replace(batch_axis_name="dp").batch_axis_name
+        'dp'
+        """
+        for name in others:
+            if name not in DETAILS:
+                raise TypeError(f"a MaskInfo has no {name!r} to replace")
+        return self._of(changed(self._state, locals() | others))
 
     # Trees
 
@@ -511,7 +1377,7 @@ class MaskInfo(MaskTerms):
         if self._held is None and self._leaves is not None:
             aux_data, children = self._leaves
             return children, aux_data
-        return flatten(self._state)
+        return tree.flatten(self._state)
 
     @classmethod
     def tree_unflatten(cls, aux_data: tuple[Any, ...], children: tuple[Any, ...]) -> Self:
@@ -535,13 +1401,8 @@ class MaskInfo(MaskTerms):
         >>> attnmask.MaskInfo.tree_unflatten(aux_data, children) == info
         True
         """
-        for name, parts, least in (("aux_data", aux_data, AUX_FIELDS), ("children", children, 7)):
-            if not isinstance(parts, (tuple, list)):
-                raise TypeError(f"{name} must be a tuple as of tree_flatten, got {describe(parts)}")
-            if len(parts) < least:
-                raise ValueError(f"{name} must be of {least} entries as of tree_flatten, got {len(parts)}")
         info = object.__new__(cls)
-        info._held, info._leaves, info._cache = None, (aux_data, tuple(map(kept, children))), {}
+        info._held, info._leaves = None, tree.parts(aux_data, children)
         return info
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -585,33 +1446,7 @@ class MaskInfo(MaskTerms):
         >>> tuple(info.get_shardings(mesh={"dp": 2, "fsdp": 2, "tp": 2}).q_segment_ids)
         (('dp', 'fsdp'), None)
         """
-        state, sizes = self._state, mesh_sizes(mesh)
-        batch, heads, _, tokens = zip(AXIS_FIELDS, state.axes, strict=True)
-        if not flag(sequence_parallel, "sequence_parallel"):
-            tokens = (tokens[0], None)
-        check_axes(dict((heads, batch, tokens)), sizes)
-
-        def of_tokens(shape: tuple[int, ...] | None) -> Any:
-            if shape is None:
-                return None
-            axes = (batch, tokens) if len(shape) == 2 else (batch, heads, tokens)
-            return partition(shape, dict(axes), sizes)
-
-        pairs = None
-        if state.base_array is not None:
-            pairs = partition(state.extent, dict((batch, heads, tokens)), sizes)  # type: ignore[arg-type]
-        q_positions, kv_positions = (
-            None if array is None else array.shape for array in (state.q_positions, state.kv_positions)
-        )
-        return MaskSharding(
-            attention_mask=pairs,
-            q_segment_ids=of_tokens(state.labels.shapes[0]),
-            kv_segment_ids=of_tokens(state.labels.shapes[1]),
-            cu_seqlens_q=None,
-            cu_seqlens_kv=None,
-            q_positions=of_tokens(q_positions),
-            kv_positions=of_tokens(kv_positions),
-        )
+        return shardings(self._state, sequence_parallel, mesh)
 
     # Pictures
 
@@ -710,20 +1545,11 @@ class MaskInfo(MaskTerms):
         return render.svg(self._drawable())
 
     def _drawable(self) -> Any:
-        self._described("draw it")
+        self._state.shape("draw it")
         return self
 
 
-def _trace(part: type) -> None:
-    """Have every public member logged in debug mode, as one of MaskInfo."""
-    for name, member in list(vars(part).items()):
-        if name.startswith("_"):
-            continue
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if isinstance(function, FunctionType):
-            function.__qualname__ = f"MaskInfo.{name}"
-            setattr(part, name, traced(member))
-
-
-for _part in (MaskAnswers, MaskTerms, MaskInfo):
-    _trace(_part)
+# Every public member is logged in debug mode.
+for _name, _member in list(vars(MaskInfo).items()):
+    if not _name.startswith("_"):
+        setattr(MaskInfo, _name, traced(_member))

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from attnmask.arguments import describe, integer
-
-AxisName: TypeAlias = str | tuple[str, ...] | None
+from attnmask.arguments import AxisName, describe, flag, integer
+from attnmask.mask_state import AXES, State
 
 
 class MaskSharding(NamedTuple):
@@ -30,14 +29,6 @@ class MaskSharding(NamedTuple):
     cu_seqlens_kv: Any
     q_positions: Any
     kv_positions: Any
-
-
-def axis_name(value: Any, name: str) -> AxisName:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (tuple, list)) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    raise TypeError(f"{name} must be a name, a tuple of names or None, got {describe(value)}")
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -86,3 +77,20 @@ def spec_of(names: tuple[AxisName, ...]) -> Any:
     except ImportError:
         return names
     return PartitionSpec(*names)
+
+
+def shardings(state: State, sequence_parallel: bool, mesh: Any) -> MaskSharding:
+    sizes = mesh_sizes(mesh)
+    batch, heads, _, tokens = zip(AXES, state.axes, strict=True)
+    if not flag(sequence_parallel, "sequence_parallel"):
+        tokens = (tokens[0], None)
+    check_axes(dict((heads, batch, tokens)), sizes)
+
+    def spec(name: str, shape: tuple[int, ...] | None) -> Any:
+        if shape is None or name.startswith("cu_seqlens"):
+            return None
+        if name == "attention_mask":  # the array may broadcast
+            shape = state.shape("divide it")
+        return partition(shape, dict((batch, tokens) if len(shape) == 2 else (batch, heads, tokens)), sizes)
+
+    return MaskSharding(**{name: spec(name, shape) for name, shape in state.held.items()})

@@ -1,46 +1,33 @@
-"""What a `MaskInfo` says: its program, the arrays that go along with it, and how both change together."""
+"""What a `MaskInfo` holds: its program, and the arrays that go along with it."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from attnmask import _core, masks
-from attnmask.arguments import as_array, describe, flag, frozen, integers, mask_array, per_row, read_only
-from attnmask.mask_program import (
-    Cut,
-    Extent,
-    Node,
-    PerRow,
-    Program,
-    Shape,
-    Terms,
-    agree,
-    dense,
-    equal,
-    extent_of,
-    extents,
-    has_arrays,
-    hollow,
-    refill,
-)
-from attnmask.mask_sharding import AxisName, axis_name
+from attnmask import _core
+from attnmask.arguments import AxisName, axis_name, describe, flag, frozen, integers, mask_array
+from attnmask.mask_program import Program, Shape, Terms, agree, arrays, extents, words
+from attnmask.mask_terms import Extent, Node, dense, equal, tokens_extent
 
+_T = TypeVar("_T")
 Ids: TypeAlias = NDArray[np.int32]
 MaybeIds: TypeAlias = Ids | None
 
 BOOL = np.dtype(bool)
-QUERY_IDS = ("[B, Q]", "[B, H, Q]")
-KEY_IDS = ("[B, K]", "[B, H, K]")
-FLAGS = ("causal", "sliding_window", "chunked", "token_type_ids")
-FLAG_FIELDS = tuple(
-    f"{what}_baked_in" for what in ("causal_mask", "sliding_window", "chunked_mask", "token_type_ids")
-)
-AXIS_FIELDS = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
-AUX_FIELDS = len(AXIS_FIELDS) + len(FLAG_FIELDS) + 5  # of what `flatten` returns second
-_POSITION_FIELDS = {"q_positions": QUERY_IDS, "kv_positions": KEY_IDS}
+QUERIES = ("[B, Q]", "[B, H, Q]")
+KEYS = ("[B, K]", "[B, H, K]")
+FLAGS = {  # names of terms, and of the arguments that say that one was applied
+    "causal": "causal_mask_baked_in",
+    "sliding_window": "sliding_window_baked_in",
+    "chunked": "chunked_mask_baked_in",
+    "token_type_ids": "token_type_ids_baked_in",
+}
+AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
+POSITIONS = {"q_positions": QUERIES, "kv_positions": KEYS}
+DETAILS = (*POSITIONS, *FLAGS.values(), *AXES)
 
 
 class Labels:
@@ -117,19 +104,46 @@ def padding_of(shape: Shape, program: Program) -> Labels:
     return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
 
 
-class State(NamedTuple):
+_NO_TERMS, _NO_LABELS = Terms(), Labels()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """It does not change; what was derived from it is kept in `cache`."""
+
     base: Node | None = None
-    terms: Terms = Terms()
+    terms: Terms = _NO_TERMS
     extent: Extent = (None, None, None, None)  # without a None if there is a base
     segment_based: bool = False  # the base is made of segment ids
     dtype: np.dtype[Any] = BOOL  # of the mask as an array
-    labels: Labels = Labels()
+    labels: Labels = _NO_LABELS
     cu_seqlens_q: NDArray[Any] | None = None
     cu_seqlens_kv: NDArray[Any] | None = None
     q_positions: MaybeIds = None
     kv_positions: MaybeIds = None
-    baked: tuple[bool, ...] = (False, False, False, False)
+    baked: tuple[bool, ...] = (False, False, False, False)  # in the order of FLAGS
     axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
+    cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+
+    def once(self, key: str, compute: Callable[[], _T]) -> _T:
+        """What `compute` gives, and gave before: of two threads that both compute it, one's is kept."""
+        if key not in self.cache:
+            self.cache.setdefault(key, compute())
+        value: _T = self.cache[key]
+        return value
+
+    def shape(self, to_do: str) -> Shape:
+        """The shape of the mask, which there has to be."""
+        if self.base is None:
+            raise ValueError(
+                f"cannot {to_do}: the MaskInfo must have an attention_mask, or segment ids of queries and keys, "
+                f"got MaskInfo({self})"
+            )
+        return self.extent  # type: ignore[return-value]
+
+    def described(self, to_do: str) -> tuple[Shape, Program]:
+        """The mask as the core takes it."""
+        return self.shape(to_do), self.program
 
     @property
     def program(self) -> Program:
@@ -139,6 +153,23 @@ class State(NamedTuple):
     def base_array(self) -> NDArray[Any] | None:
         """The dense array that the mask begins with."""
         return self.base[1] if isinstance(self.base, tuple) and self.base[0] == "dense" else None
+
+    @property
+    def held(self) -> dict[str, tuple[int, ...] | None]:
+        """The shapes of the arrays that came in or were given by an operation, or None; ids need not be there yet."""
+
+        def shape(array: NDArray[Any] | None) -> tuple[int, ...] | None:
+            return None if array is None else array.shape
+
+        return {
+            "attention_mask": shape(self.base_array),
+            "q_segment_ids": self.labels.shapes[0],
+            "kv_segment_ids": self.labels.shapes[1],
+            "cu_seqlens_q": shape(self.cu_seqlens_q),
+            "cu_seqlens_kv": shape(self.cu_seqlens_kv),
+            "q_positions": shape(self.q_positions),
+            "kv_positions": shape(self.kv_positions),
+        }
 
     @property
     def array(self) -> NDArray[Any] | None:
@@ -153,6 +184,22 @@ class State(NamedTuple):
             return None
         return array if array.shape == self.extent else np.broadcast_to(array, self.extent)  # type: ignore[arg-type]
 
+    def __str__(self) -> str:
+        """What it holds, and what is cached, in words; nothing is computed for them."""
+        parts = [
+            f"{name}={size}"
+            for name, size in zip(("batch_size", "heads", "q_len", "kv_len"), self.extent, strict=True)
+            if size is not None
+        ]
+        if self.base is not None:
+            base, terms = words(self.program, self.segment_based)
+            parts += [f"base={base}", f"terms=[{', '.join(terms)}]"]
+            if self.dtype != BOOL:
+                parts.append(f"dtype={self.dtype}")
+        parts.append(f"holds=[{', '.join(name for name, shape in self.held.items() if shape is not None)}]")
+        parts.append(f"cached=[{', '.join(sorted(self.cache))}]")
+        return ", ".join(parts)
+
 
 def segments(q_ids: Ids, kv_ids: Ids) -> Node:
     """The base of a mask that is told by segment ids."""
@@ -165,16 +212,11 @@ def segments(q_ids: Ids, kv_ids: Ids) -> Node:
 
 def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
     """`state` with the shape that its arrays, and what is `fixed`, agree on."""
-    named = list(fixed)
-    tokens = {
-        ("q_segment_ids", 2): state.labels.shapes[0],
-        ("kv_segment_ids", 3): state.labels.shapes[1],
-        ("q_positions", 2): None if state.q_positions is None else state.q_positions.shape,
-        ("kv_positions", 3): None if state.kv_positions is None else state.kv_positions.shape,
-    }
-    for (name, side), shape in tokens.items():
+    named, held = list(fixed), state.held
+    for name, side in (("q_segment_ids", 2), ("kv_segment_ids", 3), ("q_positions", 2), ("kv_positions", 3)):
+        shape = held[name]
         if shape is not None:
-            batch, _, queries, keys = extent_of(shape, side)
+            batch, _, queries, keys = tokens_extent(shape, side)
             named.append((name, (batch, None, queries, keys)))
     named += extents(state.program)
     batch, heads, queries, keys = agree(named)
@@ -183,211 +225,62 @@ def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
     if state.base is not None:
         assert batch is not None
         heads, queries, keys = (1 if size is None else size for size in (heads, queries, keys))
-        return state._replace(extent=(batch, heads, queries, keys), labels=state.labels.for_batch(batch))
+        return replace(state, extent=(batch, heads, queries, keys), labels=state.labels.for_batch(batch))
     for cu_seqlens in (state.cu_seqlens_q, state.cu_seqlens_kv):
         if batch is None and cu_seqlens is not None:
             batch = max(len(cu_seqlens) - 1, 0)
-    return state._replace(extent=(batch, None, queries, keys))
+    return replace(state, extent=(batch, None, queries, keys))
 
 
 def four_dimensions(mask: NDArray[Any]) -> NDArray[Any]:
     return mask if mask.ndim == 4 else mask[:, None]
 
 
-def changed(
-    state: State,
-    attention_mask: ArrayLike | None,
-    q_segment_ids: ArrayLike | None,
-    kv_segment_ids: ArrayLike | None,
-    cu_seqlens_q: ArrayLike | None,
-    cu_seqlens_kv: ArrayLike | None,
-    others: Mapping[str, Any],
-) -> State:
-    """`state` with what is not None in place of what it has; None among `others` counts."""
-    changes: dict[str, Any] = _changed_details(state, others)
+def with_details(state: State, given: Mapping[str, Any]) -> State:
+    """`state` with the positions and the names of axes that are among the arguments `given`."""
+    return changed(state, {name: value for name, value in given.items() if name in DETAILS})
+
+
+def changed(state: State, given: Mapping[str, Any]) -> State:
+    """`state` with the arguments `given` in place of what it has. None counts among the details only."""
+    changes: dict[str, Any] = {
+        name: None if given[name] is None else integers(given[name], name, layouts)
+        for name, layouts in POSITIONS.items()
+        if name in given
+    }
+    baked, axes = zip(FLAGS.values(), state.baked, strict=True), zip(AXES, state.axes, strict=True)
+    changes["baked"] = tuple(flag(given[name], name) if name in given else old for name, old in baked)
+    changes["axes"] = tuple(axis_name(given[name], name) if name in given else old for name, old in axes)
     fixed: list[tuple[str, Extent]] = []
-    given = (
-        None if q_segment_ids is None else integers(q_segment_ids, "q_segment_ids", QUERY_IDS),
-        None if kv_segment_ids is None else integers(kv_segment_ids, "kv_segment_ids", KEY_IDS),
-    )
-    relabelled = any(ids is not None for ids in given)
+    new = [
+        None if given.get(name) is None else integers(given[name], name, layouts)
+        for name, layouts in (("q_segment_ids", QUERIES), ("kv_segment_ids", KEYS))
+    ]
+    relabelled = any(ids is not None for ids in new)
     held = state.labels.get() if relabelled else (None, None)
     if relabelled:
-        q_ids, kv_ids = (old if new is None else new for new, old in zip(given, held, strict=True))
-        changes["labels"] = Labels(q_ids, kv_ids)
+        changes["labels"] = Labels(*(_first(*pair) for pair in zip(new, held, strict=True)))
+    attention_mask = given.get("attention_mask")
     if attention_mask is not None:
         mask = four_dimensions(mask_array(attention_mask, "attention_mask", ("[B, Q, K]", "[B, H, Q, K]")))
         fixed.append(("attention_mask", tuple(None if size == 1 else size for size in mask.shape)))  # type: ignore[arg-type]
         changes |= {"base": dense(mask), "terms": Terms(), "segment_based": False, "dtype": mask.dtype}
     elif relabelled and (state.segment_based or state.base is None):
-        old = (None, *held) if state.base is None else state.base
-        q_ids, kv_ids = (new if new is not None else was for new, was in zip(given, old[1:3], strict=True))
+        old = held if state.base is None else state.base[1:3]
+        q_ids, kv_ids = (_first(*pair) for pair in zip(new, old, strict=True))
         if kv_ids is not None and q_ids is not None:
             changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
-    rebuilt = relabelled and state.segment_based and not has_arrays(state.terms.nodes)
+    rebuilt = relabelled and state.segment_based and not arrays(state.terms.nodes)
     if state.base is not None and attention_mask is None and not rebuilt:
         batch, _, queries, keys = state.extent
         fixed.append(("the mask", (batch, None, queries, keys)))
     if attention_mask is not None or relabelled:
         changes |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
-        if cu_seqlens is not None:
-            changes[name] = integers(cu_seqlens, name, ("[entries]",))
-    return fitted(state._replace(**changes), *fixed)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        if given.get(name) is not None:
+            changes[name] = integers(given[name], name, ("[entries]",))
+    return fitted(replace(state, **changes), *fixed)
 
 
-def _changed_details(state: State, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions, flags and axis names, as fields of a State."""
-    flags, axes = list(state.baked), list(state.axes)
-    changes: dict[str, Any] = {"baked": flags, "axes": axes}
-    for name, value in others.items():
-        if name in _POSITION_FIELDS:
-            changes[name] = None if value is None else integers(value, name, _POSITION_FIELDS[name])
-        elif name in FLAG_FIELDS:
-            flags[FLAG_FIELDS.index(name)] = flag(value, name)
-        elif name in AXIS_FIELDS:
-            axes[AXIS_FIELDS.index(name)] = axis_name(value, name)
-        else:
-            raise TypeError(f"a MaskInfo has no {name!r} to replace")
-    return {**changes, "baked": tuple(flags), "axes": tuple(axes)}
-
-
-def cut_out(state: State, cut: Cut) -> State:
-    """The rectangle of each batch row, with all that goes along."""
-    base, *terms = cut.program(state.program)
-    batch, heads, *_ = state.extent
-    return state._replace(
-        base=base,
-        terms=Terms(*terms),
-        extent=(batch, heads, cut.q_len, cut.kv_len),
-        labels=state.labels.map(cut.queries, cut.keys, cut.q_len, cut.kv_len),
-        q_positions=None if state.q_positions is None else cut.queries(state.q_positions),
-        kv_positions=None if state.kv_positions is None else cut.keys(state.kv_positions),
-    )
-
-
-def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
-    """The runs of equal ids in each of the rows: their lengths, and of those that are no padding which they are and
-    what tells their segments apart, which is the row and then the id.
-    """
-    begins = np.empty(ids.shape, bool)
-    begins[:, :1] = True
-    np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
-    begin = np.flatnonzero(begins)
-    segment = ids.reshape(-1)[begin]
-    valid = np.flatnonzero(segment >= 0)
-    row = begin[valid] // max(ids.shape[1], 1)
-    return np.diff(begin, append=ids.size), valid, (row.astype(np.int64) << 31) + segment[valid]
-
-
-def chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
-    """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding."""
-    if q_ids.ndim != kv_ids.ndim:
-        q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
-    rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
-    sides = [
-        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(math.prod(rows), ids.shape[-1])
-        for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
-    ]
-    size = min(size, np.iinfo(np.int32).max)
-    lengths, valid, keys = zip(*map(_runs, sides), strict=True)
-    longest = np.concatenate([runs[live] for runs, live in zip(lengths, valid, strict=True)])
-    segments, segment = np.unique(np.concatenate(keys), return_inverse=True)
-    chunks = np.zeros(len(segments), np.int64)
-    np.maximum.at(chunks, segment, -(-longest // size))
-    before = np.cumsum(chunks) - chunks
-    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts for itself
-    firsts = np.split(before[segment] + 1, [len(valid[0])])
-    results = []
-    for ids, runs, live, first in zip(sides, lengths, valid, firsts, strict=False):
-        number = np.zeros(len(runs), np.int32)
-        number[live] = first
-        # The place of padding is -1, and so is its chunk.
-        numbers = masks.positions_from_segment_ids(ids) // np.int32(size)
-        numbers += np.repeat(number, runs).reshape(ids.shape)
-        results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))
-    return results[0], results[-1]
-
-
-# As the leaves of a tree, for JAX and pickle
-
-
-def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    leaves: list[Any] = [
-        state.base_array,
-        *state.labels.get(),
-        state.cu_seqlens_q,
-        state.cu_seqlens_kv,
-        state.q_positions,
-        state.kv_positions,
-    ]
-    program = hollow(state.program, leaves)
-    _, _, queries, keys = state.extent
-    aux = (*state.axes, *state.baked, queries, keys, state.dtype, state.segment_based, program)
-    return tuple(leaves), aux
-
-
-def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
-    """What `flatten` was given, made of leaves that may be other arrays by now; checked like arguments."""
-    *details, queries, keys, dtype, segment_based, hollow_program = aux
-    restored: dict[int, Any] = {}
-
-    def leaf(kind: str, index: int) -> Any:
-        if index not in restored:
-            if kind == "dense":
-                restored[index] = mask_array(leaves[index], "attention_mask", ("[B, H, Q, K]",))
-            elif kind == "equal":
-                restored[index] = _shared(leaves[index], "segment ids", ("[B, T]", "[B, H, T]"))
-            else:
-                restored[index] = _rows(leaves[index])
-        return restored[index]
-
-    program = refill(hollow_program, leaf)
-    for index, name in ((1, "q_segment_ids"), (2, "kv_segment_ids")):
-        if leaves[index] is not None and index not in restored:
-            restored[index] = _shared(leaves[index], name, ("[B, T]", "[B, H, T]"))
-    cu_q, cu_kv, q_positions, kv_positions = (
-        None if value is None else _shared(value, name, layouts)
-        for value, name, layouts in zip(
-            leaves[3:7],
-            ("cu_seqlens_q", "cu_seqlens_kv", *_POSITION_FIELDS),
-            (("[entries]",), ("[entries]",), *_POSITION_FIELDS.values()),
-            strict=True,
-        )
-    )
-    state = State(
-        base=program[0] if program else None,
-        terms=Terms(*program[1:]),
-        segment_based=segment_based,
-        dtype=dtype,
-        labels=Labels(restored.get(1), restored.get(2)),
-        cu_seqlens_q=cu_q,
-        cu_seqlens_kv=cu_kv,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        axes=tuple(details[:4]),
-        baked=tuple(details[4:]),
-    )
-    known = [("the mask", (None, None, queries, keys))] if (queries, keys) != (None, None) else []
-    return fitted(state, *known)
-
-
-def kept(leaf: Any) -> Any:
-    """`leaf`, to be looked at later: what is an array may not change until then."""
-    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
-        return leaf
-    return read_only(leaf) if leaf.ndim == 4 else frozen(leaf.copy())  # masks are large, and not copied
-
-
-def _shared(value: ArrayLike, name: str, layouts: Iterable[str]) -> Ids:
-    """Integers without a copy, where nobody writes to them."""
-    array = as_array(value, name)
-    layouts = tuple(layouts)
-    taken = array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable
-    fits = array.ndim in [layout.count(",") + 1 for layout in layouts]
-    return array if taken and fits else integers(array, name, layouts)
-
-
-def _rows(value: ArrayLike) -> PerRow:
-    array = as_array(value, "an array of one value a batch row")
-    return per_row(array, "an array of one value a batch row", len(array))
+def _first(new: MaybeIds, old: Any) -> MaybeIds:
+    return old if new is None else new

@@ -1,587 +1,226 @@
-"""Masks made of masks: by terms that take pairs away or add some, by operators, and with something replaced."""
+"""The kinds of terms that masks are made of: what Python has to know of each. What they answer is known to the core.
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+A term is a tuple of its kind and its operands; it speaks of query `q` and key `k` of batch row `b` and head `h`::
+
+    ("all",)                               every pair
+    ("band", low, high, offset)            low <= k - q - offset[b] <= high; None for no limit
+    ("chunk", size, q_shift, k_shift)      (q + q_shift[b]) // size == (k + k_shift[b]) // size
+    ("keys", begin, end)                   begin[b] <= k < end[b]
+    ("equal", q_ids, k_ids, exclude_zero)  the ids [B, Q] or [B, H, Q] and those of the keys are the same, and not
+                                           negative, and not zero if that is excluded
+    ("dense", array, q_shift, k_shift)     array[b, h, q + q_shift[b], k + k_shift[b]] is not zero
+
+One more term is known to attention only, for packed rows::
+
+    ("sequences", q_starts, k_starts, low, high)   q and k lie in the same sequence s, and counted from its starts
+                                                   low[s] <= k - q <= high[s]
+
+Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
+rows; limits are such arrays too, or None for no limit.
+
+What has an index ``[b]`` is an int for all rows or an int64 array of one each. Axes of ids and arrays that all batch
+rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
+
+A new kind is a constructor and a line of `KINDS` here, beside what it is in the core.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from attnmask import _core
-from attnmask.arguments import (
-    FARTHEST,
-    describe,
-    flag,
-    frozen,
-    integer,
-    integers,
-    is_pair,
-    number_dtype,
-    one_of,
-    per_row,
-    window,
-)
-from attnmask.mask_answers import MaskAnswers
-from attnmask.mask_program import (
-    LONGEST,
-    Cut,
-    PerRow,
-    Terms,
-    agree,
-    band,
-    chunk,
-    equal,
-    extents,
-    fill,
-    first_keys,
-    join,
-    same,
-)
-from attnmask.mask_state import (
-    BOOL,
-    FLAGS,
-    Ids,
-    Labels,
-    changed,
-    chunks_of_segments,
-    cut_out,
-    flatten,
-    padding_of,
-)
+from attnmask.arguments import frozen, mask_array, per_row, shared_integers
+
+Operands: TypeAlias = tuple[Any, ...]
+Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
+PerRow: TypeAlias = int | NDArray[np.int64]
+Extent: TypeAlias = tuple[
+    int | None, int | None, int | None, int | None
+]  # of a mask; None: not known, or whatever others say
 
 
-def _clipped(value: PerRow, low: int, high: int) -> PerRow:
-    return min(max(value, low), high) if isinstance(value, int) else np.clip(value, low, high)
+def band(low: int | None, high: int | None, offset: PerRow) -> Node:
+    return ("band", low, high, offset)
 
 
-def _same_leaves(mine: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return all(
-        a is b or (a is not None and b is not None and np.array_equal(a, b))
-        for a, b in zip(mine, others, strict=True)
+def chunk(size: int) -> Node:
+    return ("chunk", min(size, 2**62), 0, 0)  # one chunk holds everything from there on
+
+
+def first_keys(end: PerRow) -> Node:
+    return ("keys", 0, end)
+
+
+def equal(q_ids: NDArray[np.int32], kv_ids: NDArray[np.int32], exclude_zero: bool = False) -> Node:
+    return ("equal", q_ids, kv_ids, exclude_zero)
+
+
+def dense(array: NDArray[Any]) -> Node:
+    """The 4-D `array`."""
+    return ("dense", array, 0, 0)
+
+
+def sequences(
+    q_starts: NDArray[np.int64],
+    k_starts: NDArray[np.int64],
+    low: NDArray[np.int64] | None,
+    high: NDArray[np.int64] | None,
+) -> Node:
+    return ("sequences", q_starts, k_starts, low, high)
+
+
+# Fields
+
+
+class Field(NamedTuple):
+    """An operand that may be an array."""
+
+    words: str  # for the array, in errors
+    extent: Callable[[tuple[int, ...]], Extent]  # what its shape says of the mask's
+    check: Callable[[Any], Any]  # it comes out of a tree, where it may have become anything
+
+
+def tokens_extent(shape: tuple[int, ...], side: int) -> Extent:
+    """What ids or positions of this shape say of the mask's; `side` is 2 for queries and 3 for keys."""
+    batch, *heads, length = shape
+    rows, planes = (None if size == 1 else size for size in (batch, *heads, 1)[:2])
+    return (rows, planes, length, None) if side == 2 else (rows, planes, None, length)
+
+
+def _dense_extent(shape: tuple[int, ...]) -> Extent:
+    """The array may be larger than what is used of it."""
+    batch, heads = (None if size == 1 else size for size in shape[:2])
+    return batch, heads, None, None
+
+
+def _checked_rows(value: Any) -> PerRow:
+    return per_row(value, ROWS.words, np.size(value))
+
+
+def _checked_ids(value: Any) -> NDArray[np.int32]:
+    return shared_integers(value, "segment ids", ("[B, T]", "[B, H, T]"))
+
+
+def _checked_mask(value: Any) -> NDArray[Any]:
+    return mask_array(value, "attention_mask", ("[B, H, Q, K]",))
+
+
+ROWS = Field("an array of one value a batch row", lambda shape: (shape[0], None, None, None), _checked_rows)
+QUERY_IDS = Field("the query ids", lambda shape: tokens_extent(shape, 2), _checked_ids)
+KEY_IDS = Field("the key ids", lambda shape: tokens_extent(shape, 3), _checked_ids)
+PAIRS = Field("the attention mask", _dense_extent, _checked_mask)
+
+
+# A rectangle of a mask
+
+
+class Crop:
+    """A rectangle out of every batch row: `q_len` queries from `q_start` on, `kv_len` keys from `k_start` on."""
+
+    def __init__(self, q_start: PerRow, q_len: int, k_start: PerRow, kv_len: int) -> None:
+        self.q_start, self.q_len, self.k_start, self.kv_len = q_start, q_len, k_start, kv_len
+        # Arrays that are shared stay so. Each is held beside what was taken of it: an id is its own only so long.
+        self._taken: dict[tuple[str, int], tuple[NDArray[Any], NDArray[Any]]] = {}
+
+    def queries(self, array: NDArray[Any]) -> NDArray[Any]:
+        return self._take("queries", array, self.q_start, self.q_len)
+
+    def keys(self, array: NDArray[Any]) -> NDArray[Any]:
+        return self._take("keys", array, self.k_start, self.kv_len)
+
+    def _take(self, side: str, array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
+        key = (side, id(array))
+        if key not in self._taken:
+            self._taken[key] = array, _tokens(array, start, length)
+        return self._taken[key][1]
+
+    def node(self, node: Node) -> Node:
+        """The same inside the rectangle: terms look further, ids are taken along."""
+        return node if isinstance(node, str) else (node[0], *KINDS[node[0]].crop(self, *node[1:]))
+
+
+def _tokens(array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
+    """`length` tokens of the last axis, from `start` on, which may differ among the rows of the first."""
+    if isinstance(start, int):
+        return array if length == array.shape[-1] else frozen(array[..., start : start + length].copy())
+    index = start[:, None] + np.arange(length)
+    array = np.broadcast_to(array, (len(start), *array.shape[1:]))
+    return frozen(np.take_along_axis(array, index[:, None] if array.ndim == 3 else index, axis=-1))
+
+
+def _sum(a: PerRow, b: PerRow) -> PerRow:
+    return a + b if isinstance(a, int) and isinstance(b, int) else frozen(np.add(a, b))
+
+
+def _difference(a: PerRow, b: PerRow) -> PerRow:
+    return a - b if isinstance(a, int) and isinstance(b, int) else frozen(np.subtract(a, b))
+
+
+def _crop_band(crop: Crop, low: int | None, high: int | None, offset: PerRow) -> Operands:
+    return low, high, _difference(_sum(offset, crop.q_start), crop.k_start)
+
+
+def _crop_chunk(crop: Crop, size: int, q_shift: PerRow, k_shift: PerRow) -> Operands:
+    return size, _sum(q_shift, crop.q_start), _sum(k_shift, crop.k_start)
+
+
+def _crop_keys(crop: Crop, begin: PerRow, end: PerRow) -> Operands:
+    return _difference(begin, crop.k_start), _difference(end, crop.k_start)
+
+
+def _crop_equal(crop: Crop, q_ids: NDArray[Any], k_ids: NDArray[Any], exclude_zero: bool) -> Operands:
+    return crop.queries(q_ids), crop.keys(k_ids), exclude_zero
+
+
+def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRow) -> Operands:
+    """An axis that all queries or keys share stays where it is."""
+    return (
+        array,
+        q_shift if array.shape[2] == 1 else _sum(q_shift, crop.q_start),
+        k_shift if array.shape[3] == 1 else _sum(k_shift, crop.k_start),
     )
 
 
-def _is_mask(other: Any) -> bool:
-    """Whether it is the other operand of ``&`` or ``|``; arrays are refused by name."""
-    if isinstance(other, np.ndarray):
-        raise TypeError(
-            f"the other operand must be a MaskInfo, got {describe(other)}: MaskInfo.from_attention_mask makes one"
-        )
-    return isinstance(other, MaskAnswers)
+# Words
 
 
-class MaskTerms(MaskAnswers):
-    """The second half of `MaskInfo`."""
+def _band_words(low: int | None, high: int | None, offset: PerRow) -> str:
+    shift = f"offset={offset}" if isinstance(offset, int) else "offset by row"
+    more = [] if isinstance(offset, int) and offset == 0 else [shift]
+    if low is None and high == 0:
+        return f"causal({shift})" if more else "causal"
+    return f"window({', '.join([str(None if low is None else -low), str(high), *more])})"
 
-    __slots__ = ()
 
-    __hash__: ClassVar[None]  # type: ignore[assignment]
-    __array_ufunc__ = None  # NumPy leaves operators to this class
+def _dense_words(array: NDArray[Any], *_: PerRow) -> str:
+    return f"dense {array.dtype}{list(array.shape)}"
 
-    # Masks made of masks
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MaskAnswers):
-            return NotImplemented
-        mine, others = self._state, other._state
-        if mine.base is None or others.base is None:
-            return mine.base is others.base and _same_leaves(flatten(mine)[0], flatten(others)[0])
-        ((b, h, q, k), left), (other_shape, right) = self._described("compare"), other._described("compare")
-        other_b, other_h, other_q, other_k = other_shape
-        if (b, q, k) != (other_b, other_q, other_k) or (h != other_h and 1 not in (h, other_h)):
-            return False
-        if same(left, right):
-            return True
-        base, terms, _ = join((mine.base, mine.terms), (others.base, others.terms), "xor", other_shape)
-        return not _core.mask_count((b, other_h if h == 1 else h, q, k), (base, *terms.nodes)).any()
+# The table
 
-    def _joined(self, other: MaskAnswers, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
-        """The pairs that both have, or that one has; what goes along is this one's, where it has any."""
-        mine, others = self._state, other._state
-        self._extent("combine masks")
-        other_shape = other._extent("combine masks")
-        named = (
-            (name, (None if b == 1 else b, None if h == 1 else h, q, k))
-            for name, (b, h, q, k) in (("the left mask", mine.extent), ("the right mask", others.extent))
-        )
-        batch, heads, queries, keys = agree(named)
-        shape = (1 if batch is None else batch, 1 if heads is None else heads, queries, keys)
-        assert mine.base is not None
-        assert others.base is not None
-        if mine.terms.length == others.terms.length and same(mine.program, others.program):
-            base, terms, in_order = mine.base, mine.terms, True
-        else:
-            base, terms, in_order = join(
-                (mine.base, mine.terms), (others.base, others.terms), operator, other_shape
-            )
-        labels = mine.labels if mine.labels.complete else others.labels
-        return self._with(
-            base=base,
-            terms=terms,
-            extent=shape,
-            segment_based=mine.segment_based and in_order,
-            labels=labels.for_batch(shape[0]),
-            dtype=BOOL,
-            baked=tuple(map(baked, mine.baked, others.baked)),
-            cu_seqlens_q=None,
-            cu_seqlens_kv=None,
-            q_positions=others.q_positions if mine.q_positions is None else mine.q_positions,
-            kv_positions=others.kv_positions if mine.kv_positions is None else mine.kv_positions,
-        )
 
-    def __and__(self, other: MaskAnswers) -> Self:
-        """Pairs that are live in both; batch rows and heads broadcast.
+class Kind(NamedTuple):
+    fields: dict[str, Field | None]  # of the operands, in order; None for one that is no array
+    words: Callable[..., str]  # of the operands
+    crop: Callable[..., Operands]  # takes a `Crop` and the operands
 
-        Segment ids, positions and mesh axes are those of the left one, where it has them. What either has baked in
-        the result has too.
 
-        Examples
-        --------
-        >>> import attnmask
-        >>> causal = attnmask.MaskInfo.from_segments([[0, 0, 0]]).apply_causal()
-        >>> (causal & attnmask.MaskInfo.from_segments([[0, 1, 1]])).attention_mask[0, 0].astype(int)
-        array([[1, 0, 0],
-               [0, 1, 0],
-               [0, 1, 1]])
-        """
-        if not _is_mask(other):
-            return NotImplemented
-        return self._joined(other, "and", lambda mine, others: mine or others)
+KINDS = {
+    "all": Kind({}, lambda: "everything", lambda crop: ()),
+    "band": Kind({"low": None, "high": None, "offset": ROWS}, _band_words, _crop_band),
+    "chunk": Kind(
+        {"size": None, "q_shift": ROWS, "k_shift": ROWS}, lambda size, *_: f"chunks({size})", _crop_chunk
+    ),
+    "keys": Kind({"begin": ROWS, "end": ROWS}, lambda *_: "key lengths", _crop_keys),
+    "equal": Kind(
+        {"q_ids": QUERY_IDS, "k_ids": KEY_IDS, "exclude_zero": None}, lambda *_: "equal ids", _crop_equal
+    ),
+    "dense": Kind({"array": PAIRS, "q_shift": ROWS, "k_shift": ROWS}, _dense_words, _crop_dense),
+}
 
-    def __or__(self, other: MaskAnswers) -> Self:
-        """Pairs that are live in one or the other, or in both; what goes along is as of ``&``.
 
-        It has baked in what both have.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> pair = attnmask.MaskInfo.from_segments([[0, 0, -1]]) | attnmask.MaskInfo.from_segments([[-1, 0, 0]])
-        >>> pair.density() == 7 / 9
-        True
-        """
-        if not _is_mask(other):
-            return NotImplemented
-        return self._joined(other, "or", lambda mine, others: mine and others)
-
-    __rand__, __ror__ = __and__, __or__  # of arrays, to refuse them
-
-    def __invert__(self) -> Self:
-        """The pairs that are dead, padding among them. It holds no segment ids, and has nothing baked in.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> (~attnmask.MaskInfo.from_segments([[0, 1, -1]])).attention_mask[0, 0].astype(int)
-        array([[0, 1, 1],
-               [1, 0, 1],
-               [1, 1, 1]])
-        """
-        self._extent("invert it")
-        inverted = self._and("not", baked=(False,) * len(FLAGS), labels=Labels(), segment_based=False)
-        return inverted
-
-    # Terms
-
-    def apply_causal(self, offset: ArrayLike = 0) -> Self:
-        """Let queries attend to keys up to their own place: ``k <= q + offset``.
-
-        ::
-
-            offset 0                   offset 2 = K - Q: the last query sees all
-
-                k 0 1 2 3 4 5              k 0 1 2 3 4 5
-              q 0 # . . . . .            q 0 # # # . . .
-                1 # # . . . .              1 # # # # . .
-                2 # # # . . .              2 # # # # # .
-                3 # # # # . .              3 # # # # # #
-
-        Parameters
-        ----------
-        offset : int or array_like of integers, shape [B]
-            How many keys more; negative for fewer.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 4], [[0] * 6])
-        >>> info.apply_causal(offset=2).attention_mask[0, 0, 0].astype(int)
-        array([1, 1, 1, 0, 0, 0])
-        """
-        shape = self._extent("apply a causal term")
-        return self._and(band(None, 0, per_row(offset, "offset", shape[0])), "and", flag="causal")
-
-    def apply_sliding_window(
-        self,
-        sliding_window: int | tuple[int | None, int | None],
-        *,
-        offset: ArrayLike = 0,
-        mode: Literal["default", "decode", "prefill"] | None = None,
-        index: ArrayLike | None = None,
-    ) -> Self:
-        """Let queries attend to keys near their own place: ``-left <= k - q - offset <= right``.
-
-        ::
-
-            window 1                   window (2, 0)              window (None, 1)
-
-                k 0 1 2 3 4 5              k 0 1 2 3 4 5              k 0 1 2 3 4 5
-              q 0 # # . . . .            q 0 # . . . . .            q 0 # # . . . .
-                1 # # # . . .              1 # # . . . .              1 # # # . . .
-                2 . # # # . .              2 # # # . . .              2 # # # # . .
-                3 . . # # # .              3 . # # # . .              3 # # # # # .
-
-        Parameters
-        ----------
-        sliding_window : int or (int, int)
-            How many keys to either side, or to the left and to the right; None for all on that side.
-        offset : int or array_like of integers, shape [B]
-            Added to the place of every query.
-        mode : {None, "default", "decode", "prefill"}
-            With ``"decode"`` only query `index` is kept, and the keys that the window reaches from there:
-            ``left + right + 1`` of them from ``index - left`` on, moved inside if that leads out. With ``"prefill"``
-            all queries are kept and the last keys, as many as the window is wide: ``left + right + 1``, or
-            `sliding_window` if that is one number. Segment ids and positions are taken along.
-        index : int or array_like of integers, shape [B], optional
-            The query to decode; beyond either end, the last or the first.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 6])
-        >>> info.apply_sliding_window((2, 0)).attention_mask[0, 0, 3].astype(int)
-        array([0, 1, 1, 1, 0, 0])
-        >>> info.apply_sliding_window((2, 0), mode="decode", index=5).shape
-        (1, 1, 3)
-        """
-        left, right = window(sliding_window)
-        one_of(mode, "mode", (None, "default", "decode", "prefill"))
-        batch, _, queries, keys = self._extent("apply a sliding window")
-        shift = per_row(offset, "offset", batch)
-        if index is None and mode == "decode":
-            raise ValueError("index must be given with mode='decode', got None")
-        info = self._and(band(None if left is None else -left, right, shift), "and", flag="sliding_window")
-        if mode not in ("decode", "prefill"):
-            return info
-        width = keys if left is None or right is None else min(left + right + 1, keys)
-        if mode == "prefill":
-            if not is_pair(sliding_window) and left is not None:
-                width = min(left, keys)
-            return self._of(cut_out(info._state, Cut(0, queries, keys - width, width)))
-        assert index is not None
-        if queries == 0:
-            raise ValueError("mode must not be 'decode' for a mask without queries")
-        query = _clipped(per_row(index, "index", batch, -FARTHEST), 0, queries - 1)
-        first = 0 if left is None else _clipped(query - left, 0, keys - width)
-        return self._of(cut_out(info._state, Cut(query, 1, first, width)))
-
-    def apply_chunked(self, chunk_size: int, offset: ArrayLike = 0, within_segments: bool = False) -> Self:
-        """Let queries attend to keys of their own chunk up to their own place: ``k <= q + offset``.
-
-        ::
-
-            chunks of 2                segments 0 0 0 1 1 1: from the        …, within_segments=True
-                                       start of the row
-                k 0 1 2 3 4 5              k 0 1 2 3 4 5                         k 0 1 2 3 4 5
-              q 0 # . . . . .            q 0 # . . . . .                       q 0 # . . . . .
-                1 # # . . . .              1 # # . . . .                         1 # # . . . .
-                2 . . # . . .              2 . . # . . .                         2 . . # . . .
-                3 . . # # . .              3 . . . # . .                         3 . . . # . .
-                4 . . . . # .              4 . . . . # .                         4 . . . # # .
-                5 . . . . # #              5 . . . . # #                         5 . . . . . #
-
-        Segment ids become the numbers of the chunks, from 1 on, and stay below 0 for padding.
-
-        Parameters
-        ----------
-        chunk_size : int
-            At least 1.
-        offset : int or array_like of integers, shape [B]
-            How many keys more; negative for fewer.
-        within_segments : bool
-            Count chunks from where each segment begins, and not from the first token of the row. The mask has to hold
-            segment ids.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0, 1, 1, -1]])
-        >>> info.apply_chunked(2).q_segment_ids
-        array([[ 1,  1,  2,  2,  3, -1]], dtype=int32)
-        >>> info.apply_chunked(2, within_segments=True).q_segment_ids
-        array([[ 1,  1,  2,  3,  3, -1]], dtype=int32)
-        """
-        size = integer(chunk_size, "chunk_size", 1)
-        shape, program = self._described("apply chunks")
-        up_to = band(None, 0, per_row(offset, "offset", shape[0]))
-        labels = self._state.labels
-        if flag(within_segments, "within_segments"):
-            if not labels.complete:
-                raise ValueError(
-                    "within_segments must be False for a mask that holds no segment ids, got True"
-                )
-            q_ids, kv_ids = chunks_of_segments(*self._ids(), size)
-            inside = equal(q_ids, kv_ids)
-            held = (shape[0], None if shape[1] == 1 else shape[1], *shape[2:])
-            heads = agree([("the mask", held), *extents((inside,))])[1]
-            extent = (shape[0], shape[1] if heads is None else heads, *shape[2:])
-            labels = Labels(q_ids, kv_ids)
-            return self._and(inside, "and", up_to, "and", flag="chunked", labels=labels, extent=extent)
-        if not labels.complete:
-            labels = padding_of(shape, program)
-
-        def numbered(ids: Ids) -> Ids:
-            number = np.arange(ids.shape[-1], dtype=np.int32) // np.int32(min(size, 2**31 - 1)) + np.int32(1)
-            return frozen(np.where(ids < 0, np.int32(-1), number))
-
-        labels = labels.map(numbered, numbered, shape[2], shape[3])
-        return self._and(chunk(size), "and", up_to, "and", flag="chunked", labels=labels)
-
-    def apply_token_type_ids(
-        self,
-        token_type_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
-        *,
-        combine: Literal["union", "intersect", "replace"] = "union",
-        zero_policy: Literal["q", "kv", "both", "none"] = "q",
-        update_segment_ids: bool | None = None,
-    ) -> Self:
-        """Let queries attend to keys of the same type: also, only, or instead.
-
-        ::
-
-            types 0 1 1 2 2        causal, "union"            causal, "intersect"        "replace"
-
-                                     k 0 1 2 3 4                k 0 1 2 3 4                k 0 1 2 3 4
-                                   q 0 # . . . .              q 0 . . . . .              q 0 . . . . .
-                                     1 # # # . .                1 . # . . .                1 . # # . .
-                                     2 # # # . .                2 . # # . .                2 . # # . .
-                                     3 # # # # #                3 . . . # .                3 . . . # #
-                                     4 # # # # #                4 . . . # #                4 . . . # #
-
-        Parameters
-        ----------
-        token_type_ids : array_like of integers, shape [B, T], or a tuple of [B, Q] and [B, K]
-            The type of every token, of queries and keys alike or of each. Below 0 is like no other.
-        combine : {"union", "intersect", "replace"}
-            Pairs of one type are live as well, are all that may be live, or are all that is.
-        zero_policy : {"q", "kv", "both", "none"}
-            Type 0 is like no other, whether among queries, among keys or on both sides (which comes to the same); or
-            with ``"none"`` it is a type of its own.
-        update_segment_ids : bool, optional
-            Make the types the segment ids, -1 for type 0. By default all but ``"union"`` do.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 5]).apply_causal()
-        >>> info.apply_token_type_ids([[0, 1, 1, 2, 2]]).attention_mask[0, 0, 3].astype(int)
-        array([1, 1, 1, 1, 1])
-        """
-        layouts = ("[B, Q]",), ("[B, K]",)
-        if isinstance(token_type_ids, tuple):
-            if len(token_type_ids) != 2:
-                raise ValueError(f"token_type_ids must be an array or two, got {len(token_type_ids)}")
-            q_types, kv_types = (
-                integers(types, f"token_type_ids[{side}]", layouts[side])
-                for side, types in enumerate(token_type_ids)
-            )
-        else:
-            q_types = kv_types = integers(token_type_ids, "token_type_ids", layouts[0])
-        one_of(combine, "combine", ("union", "intersect", "replace"))
-        one_of(zero_policy, "zero_policy", ("q", "kv", "both", "none"))
-        batch, _, queries, keys = self._extent("apply token types")
-        for side, (types, length) in enumerate(((q_types, queries), (kv_types, keys))):
-            if types.shape != (batch, length):
-                name = f"token_type_ids[{side}]" if isinstance(token_type_ids, tuple) else "token_type_ids"
-                raise ValueError(
-                    f"{name} must be of shape {(batch, length)} for this mask, got {types.shape}"
-                )
-        term = equal(q_types, kv_types, zero_policy != "none")
-        changes: dict[str, Any] = {}
-        updates = update_segment_ids
-        if combine != "union" if updates is None else flag(updates, "update_segment_ids"):
-            q_ids = frozen(np.where(q_types == 0, np.int32(-1), q_types))
-            kv_ids = q_ids if kv_types is q_types else frozen(np.where(kv_types == 0, np.int32(-1), kv_types))
-            changes["labels"] = Labels(q_ids, kv_ids)
-        if combine == "replace":
-            changes |= {
-                "base": term,
-                "terms": Terms(),
-                "extent": (batch, 1, queries, keys),
-                "segment_based": False,
-            }
-            return self._and(flag="token_type_ids", **changes)
-        return self._and(term, "or" if combine == "union" else "and", flag="token_type_ids", **changes)
-
-    def apply_kv_lengths(
-        self, kv_lengths: ArrayLike, *, q_len: int | None = None, sliding_window: int | None = None
-    ) -> Self:
-        """Let queries attend to the first keys of each row only, and keep the last tokens up to there.
-
-        ::
-
-            causal, 6 tokens           kv_lengths [4]             …, q_len=2, sliding_window=3
-
-                k 0 1 2 3 4 5              k 0 1 2 3 4 5              k 1 2 3
-              q 0 # . . . . .            q 0 # . . . . .            q 2 # # .
-                1 # # . . . .              1 # # . . . .              3 # # #
-                2 # # # . . .              2 # # # . . .
-                3 # # # # . .              3 # # # # . .
-                4 # # # # # .              4 # # # # . .
-                5 # # # # # #              5 # # # # . .
-
-        Parameters
-        ----------
-        kv_lengths : int or array_like of integers, shape [B]
-            How many keys of each row may be live; not negative, and more than there are is all.
-        q_len : int, optional
-            Keep as many queries, the last one being that at ``kv_lengths - 1``. All if not given.
-        sliding_window : int, optional
-            Keep as many keys, up to ``kv_lengths``. All if not given, or if there are fewer.
-
-        Returns
-        -------
-        MaskInfo
-            Segment ids and positions are taken along.
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 6] * 2).apply_causal()
-        >>> info.apply_kv_lengths([4, 6], q_len=1).attention_mask[:, 0, 0].astype(int)
-        array([[1, 1, 1, 1, 0, 0],
-               [1, 1, 1, 1, 1, 1]])
-        """
-        batch, _, queries, keys = self._extent("apply key lengths")
-        lengths = per_row(kv_lengths, "kv_lengths", batch, 0)
-        kept_queries = queries if q_len is None else integer(q_len, "q_len", 0)
-        if kept_queries > queries:
-            raise ValueError(
-                f"q_len must be at most {queries}, as many queries as there are, got {kept_queries}"
-            )
-        kept_keys = (
-            keys if sliding_window is None else min(integer(sliding_window, "sliding_window", 0), keys)
-        )
-        info = self._and(first_keys(lengths), "and")
-        q_start = (
-            0 if kept_queries == queries else _clipped(lengths - kept_queries, 0, queries - kept_queries)
-        )
-        k_start = 0 if kept_keys == keys else _clipped(lengths - kept_keys, 0, keys - kept_keys)
-        if (kept_queries, kept_keys) == (queries, keys):
-            return info
-        return self._of(cut_out(info._state, Cut(q_start, kept_queries, k_start, kept_keys)))
-
-    @staticmethod
-    def create_chunked_attention_mask(
-        chunk_size: int,
-        q_len: int,
-        kv_len: int | None = None,
-        offset: int = 0,
-        dtype: DTypeLike = np.bool_,
-        *,
-        out: NDArray[Any] | None = None,
-    ) -> NDArray[Any]:
-        """The pairs of one chunk with ``k <= q + offset``, as an array; see `apply_chunked`.
-
-        Parameters
-        ----------
-        chunk_size : int
-            At least 1.
-        q_len : int
-        kv_len : int, optional
-            `q_len` if not given.
-        offset : int
-        dtype : dtype
-            bool, an integer or a floating-point type.
-        out : ndarray, shape [q_len, kv_len], optional
-            Takes the result, and is returned.
-
-        Returns
-        -------
-        ndarray, shape [q_len, kv_len]
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> attnmask.MaskInfo.create_chunked_attention_mask(2, 4, dtype="int8")
-        array([[1, 0, 0, 0],
-               [1, 1, 0, 0],
-               [0, 0, 1, 0],
-               [0, 0, 1, 1]], dtype=int8)
-        """
-        size, queries = integer(chunk_size, "chunk_size", 1), integer(q_len, "q_len", 0)
-        keys = queries if kv_len is None else integer(kv_len, "kv_len", 0)
-        for name, length in (("q_len", queries), ("kv_len", keys)):
-            if length > LONGEST:
-                raise ValueError(f"{name} must be at most 2**56, got {length}")
-        program = (chunk(size), band(None, 0, per_row(offset, "offset", 1)), "and")
-        wanted = number_dtype(dtype)
-        if out is None:
-            return fill((1, 1, queries, keys), program, wanted, 1, 0).reshape(queries, keys)
-        if not isinstance(out, np.ndarray):
-            raise TypeError(f"out must be an array, got {describe(out)}")
-        target = np.asarray(out)
-        if target.shape != (queries, keys) or target.dtype != wanted:
-            raise ValueError(
-                f"out must be an array of {wanted} of shape {(queries, keys)}, got {describe(target)}"
-            )
-        fill((1, 1, queries, keys), program, wanted, 1, 0, target[None, None])
-        return out
-
-    # Copies
-
-    def replace(
-        self,
-        *,
-        attention_mask: ArrayLike | None = None,
-        q_segment_ids: ArrayLike | None = None,
-        kv_segment_ids: ArrayLike | None = None,
-        cu_seqlens_q: ArrayLike | None = None,
-        cu_seqlens_kv: ArrayLike | None = None,
-        **others: Any,
-    ) -> Self:
-        """A MaskInfo with something else in place of what this one has.
-
-        Parameters
-        ----------
-        attention_mask : array_like, shape [B, Q, K] or [B, H, Q, K], optional
-            The new base, without any terms; segment ids stay, as labels. Not copied.
-        q_segment_ids, kv_segment_ids : array_like of integers, [B, Q] or [B, H, Q] ([B, K] or [B, H, K]), optional
-            If the base is made of segments, it is made of these from now on, and terms stay. Else they are mere labels.
-        cu_seqlens_q, cu_seqlens_kv : array_like of integers, 1-D, optional
-            They are dropped where a mask or ids are given without them.
-        **others
-            Whatever else `MaskInfo` takes: positions, flags, names of mesh axes. Here None counts, and is stored.
-
-        Returns
-        -------
-        MaskInfo
-
-        Examples
-        --------
-        >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0]]).apply_causal()
-        >>> info.replace(q_segment_ids=[[0, 0, 1]]).attention_mask[0, 0].astype(int)
-        array([[1, 0, 0],
-               [1, 1, 0],
-               [0, 0, 0]])
-        >>> info.replace(batch_axis_name="dp").batch_axis_name
-        'dp'
-        """
-        given = attention_mask, q_segment_ids, kv_segment_ids, cu_seqlens_q, cu_seqlens_kv
-        return self._of(changed(self._state, *given, others))
+def operands(node: Node) -> Iterator[tuple[Field | None, Any]]:
+    """The operands of a term, each with its field; of an operator there are none."""
+    if not isinstance(node, str):
+        yield from zip(KINDS[node[0]].fields.values(), node[1:], strict=True)

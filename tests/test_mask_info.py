@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmask
-from attnmask import mask_program
+from attnmask import mask_program, mask_terms
 from attnmask.mask_info import MaskInfo
 from attnmask.mask_sharding import MaskSharding
 
@@ -327,7 +327,7 @@ def test_every_answer(program, order, cells):
 
 @pytest.mark.parametrize("side", ["queries", "keys"])
 def test_what_is_cut_is_not_taken_for_what_lay_there_before(side):
-    take = getattr(mask_program.Cut(1, 20, 22, 3), side)
+    take = getattr(mask_terms.Crop(1, 20, 22, 3), side)
     # Each array is gone before the next one is made, which gets its address.
     assert [take(np.full((2, 64), value, np.int32)).max() for value in range(9)] == list(range(9))
 

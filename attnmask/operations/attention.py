@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask.arguments import as_array, describe, is_floating
+from attnmask.arguments import allocate, as_array, describe, is_floating
 from attnmask.flash import dropout_keep_mask, flash_attention_fwd
 from attnmask.flash_arguments import Problem, read_problem
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import allocate, fill
+from attnmask.mask_program import fill
 from attnmask.operations.base import OperationImpl, OperationOutput
 from attnmask.operations.registry import OperationRegistry
 

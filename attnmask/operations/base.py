@@ -1,7 +1,8 @@
 """What every operator has: its settings, the form of its result, and tools for masks, heads and sharding."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,11 +10,24 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array, bfloat16, describe, flag, integer, is_floating, mask_array, real
+from attnmask.arguments import (
+    AxisName,
+    allocate,
+    as_array,
+    axis_name,
+    bfloat16,
+    describe,
+    flag,
+    integer,
+    is_floating,
+    mask_array,
+    real,
+)
 from attnmask.flash_arguments import dropout_of
 from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import allocate, band, dense, fill, slabs
-from attnmask.mask_sharding import AxisName, axis_name, check_axes, mesh_sizes, partition, spec_of
+from attnmask.mask_program import fill
+from attnmask.mask_sharding import check_axes, mesh_sizes, partition, spec_of
+from attnmask.mask_terms import band, dense
 
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
 
@@ -125,9 +139,20 @@ def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[
     if result.size:
         shape = (*before, count, times, *after)
         target, source = result.reshape(shape), np.broadcast_to(np.expand_dims(array, axis + 1), shape)
-        for part in slabs(shape):
+        for part in _slabs(shape):
             target[part] = source[part]
     return result
+
+
+def _slabs(shape: tuple[int, ...], most: int = 2**22) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of the parts of an array, in order, of at most so many entries: NumPy sees no signals within one."""
+    axis = 0
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) > most:
+        axis += 1
+    step = max(1, most // max(1, math.prod(shape[axis + 1 :])))
+    for leading in np.ndindex(shape[:axis]):
+        for begin in range(0, shape[axis], step):
+            yield *leading, slice(begin, begin + step)
 
 
 def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
@@ -358,7 +383,7 @@ class OperationImpl(ABC):
         (array([ True, False]), array([ True,  True, False]))
         """
         if isinstance(attn_mask, MaskInfo):
-            shape, program = attn_mask._described("split attn_mask")
+            shape, program = attn_mask._state.described("split attn_mask")
             if shape[1] == 0:
                 raise ValueError(f"attn_mask must have a head, got a MaskInfo of shape {shape}")
             q_live, k_live = _core.mask_any(shape, program)
@@ -405,7 +430,7 @@ class OperationImpl(ABC):
                 f"kv_mask must broadcast with q_mask, of shape {queries.shape}, got {describe(keys)}"
             ) from None
         pairs = allocate(q_pairs.shape, np.bool_, "q_mask and kv_mask")
-        for part in slabs(pairs.shape):
+        for part in _slabs(pairs.shape):
             np.logical_and(q_pairs[part] != 0, k_pairs[part] != 0, out=pairs[part])
         return pairs
 

@@ -1,0 +1,153 @@
+"""What masks are made of: segment ids, arrays of pairs or tokens, cu_seqlens, and chance."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from attnmask import masks, packed
+from attnmask.arguments import (
+    allocate,
+    as_array,
+    describe,
+    flag,
+    frozen,
+    integer,
+    integers,
+    mask_array,
+    rising,
+)
+from attnmask.mask_program import Terms, fill
+from attnmask.mask_state import (
+    BOOL,
+    KEYS,
+    QUERIES,
+    Ids,
+    Labels,
+    State,
+    fitted,
+    four_dimensions,
+    ids_of_tokens,
+    padding_of,
+    segments,
+)
+from attnmask.mask_terms import dense
+
+_DRAWN = 2**20  # random numbers at a time
+
+
+def _of_ids(q_ids: Ids, kv_ids: Ids) -> State:
+    return fitted(State(base=segments(q_ids, kv_ids), segment_based=True, labels=Labels(q_ids, kv_ids)))
+
+
+def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bool = True) -> Ids:
+    """0 for tokens and -1 for padding, by a mask that is not zero, or zero, for the tokens."""
+    tokens = mask_array(mask, name, layouts)
+    pairs = (tokens[:, None] if tokens.ndim == 2 else tokens)[:, :, None]  # with one query
+    ids = fill(pairs.shape, (dense(pairs),), np.dtype(np.int32), *((0, -1) if valid else (-1, 0)))
+    return frozen(ids.reshape(tokens.shape))
+
+
+def of_segments(q_segment_ids: ArrayLike, kv_segment_ids: ArrayLike | None, is_attn_mask: bool) -> State:
+    def ids_of(value: ArrayLike, name: str, layouts: tuple[str, ...]) -> Ids:
+        if are_masks:
+            return _padding_ids(value, name, layouts)
+        return integers(value, name, layouts, "; a padding mask goes with is_attn_mask=True")
+
+    are_masks = flag(is_attn_mask, "is_attn_mask")
+    q_ids = ids_of(q_segment_ids, "q_segment_ids", QUERIES)
+    return _of_ids(q_ids, q_ids if kv_segment_ids is None else ids_of(kv_segment_ids, "kv_segment_ids", KEYS))
+
+
+def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
+    mask = mask_array(attention_mask, "attention_mask", ("[B, T]", "[B, Q, K]", "[B, H, Q, K]"))
+    valid = flag(mask_is_valid, "mask_is_valid")
+    if mask.ndim == 2:
+        ids = _padding_ids(mask, "attention_mask", ("[B, T]",), valid)
+        return _of_ids(ids, ids)
+    mask = four_dimensions(mask)
+    base, terms, dtype = dense(mask), Terms() if valid else Terms("not"), mask.dtype if valid else BOOL
+    labels = padding_of(mask.shape, (base, *terms.nodes))
+    return State(base=base, terms=terms, dtype=dtype, extent=mask.shape, labels=labels)
+
+
+def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
+    """Pairs of start and end, and ids of 0 from one to the other and -1 elsewhere, a row each."""
+    tokens = integer(length, length_name, 0)
+    pairs = integers(cu_seqlens, name, ("[2 B]",))
+    if len(pairs) % 2:
+        raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}")
+    return pairs, ids_of_tokens(masks.cu_seqlens_to_mask(pairs, tokens))
+
+
+def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
+    """The starts of sequences, and the number of its sequence for each token of one row."""
+    starts = rising(integers(cu_seqlens, name, ("[sequences + 1]",)), name)
+    numbers = packed.prepare_sequence_ids(starts)
+    tokens = len(numbers) if length is None else integer(length, length_name, 0)
+    if tokens < len(numbers):
+        raise ValueError(
+            f"{length_name} must be at least {len(numbers)}, as many tokens as there are, got {tokens}"
+        )
+    ids = allocate((1, tokens), np.int32, length_name)
+    ids[0, : len(numbers)] = numbers
+    ids[0, len(numbers) :] = -1
+    return starts, frozen(ids)
+
+
+def of_cu_seqlens(
+    cu_seqlens_q: ArrayLike,
+    max_q_len: int | None,
+    cu_seqlens_kv: ArrayLike | None,
+    max_kv_len: int | None,
+    packed: bool,
+) -> State:
+    if max_q_len is None and not flag(packed, "packed"):
+        raise TypeError("max_q_len must be given unless packed=True, got None")
+    ids_of = _packed_ids if flag(packed, "packed") else _row_ids
+    q_cu, q_ids = ids_of(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
+    if max_kv_len is not None:
+        max_kv_len = integer(max_kv_len, "max_kv_len", 0)
+    if max_kv_len in (None, max_q_len) and cu_seqlens_kv is None:
+        kv_cu, kv_ids = q_cu, q_ids
+    else:
+        given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        if max_kv_len is None and not packed:
+            max_kv_len = max_q_len
+        kv_cu, kv_ids = ids_of(given, "cu_seqlens_kv", max_kv_len, "max_kv_len")
+    if len(q_cu) != len(kv_cu):
+        raise ValueError(
+            f"cu_seqlens_kv must have {len(q_cu)} entries as cu_seqlens_q, got {describe(kv_cu)}"
+        )
+    return replace(_of_ids(q_ids, kv_ids), cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
+
+
+def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: Any) -> State:
+    batch_size, q_len = integer(batch_size, "batch_size", 0), integer(q_len, "q_len", 0)
+    kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", 0)
+    if not isinstance(sparsity, (int, float, np.integer, np.floating)):
+        raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")
+    try:  # a subclass of arrays may be none of what NumPy's generator reckons with
+        rng = np.random.default_rng(np.asarray(seed) if isinstance(seed, np.ndarray) else seed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
+        ) from None
+    mask = allocate((batch_size, 1, q_len, kv_len), bool, "batch_size, q_len and kv_len")
+    pairs, live = mask.reshape(-1), 1 - sparsity
+    for begin in range(0, pairs.size, _DRAWN):
+        part = pairs[begin : begin + _DRAWN]
+        np.less(rng.random(part.size, np.float32), live, out=part)
+    return State(base=dense(frozen(mask)), extent=mask.shape)
+
+
+def of_tokens(array: ArrayLike, name: str, layout: str) -> State:
+    """All of as many tokens as the first two axes have."""
+    shape = as_array(array, name).shape
+    if len(shape) != layout.count(",") + 1:
+        raise ValueError(f"{name} must be {layout}, got shape {shape}")
+    ids = frozen(allocate(shape[:2], np.int32, name, np.zeros))
+    return _of_ids(ids, ids)

@@ -1,0 +1,299 @@
+"""Masks made of masks: by terms that take pairs away or add some, by operators, and as an array.
+
+Each function returns a new state, or the one that it was given if there is nothing to change.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask import masks
+from attnmask.arguments import (
+    FARTHEST,
+    describe,
+    flag,
+    frozen,
+    integer,
+    integers,
+    is_pair,
+    number_dtype,
+    one_of,
+    per_row,
+    window,
+)
+from attnmask.mask_derived import mask_of_dtype, segment_ids
+from attnmask.mask_program import LONGEST, Terms, agree, cropped, extents, fill, join, same
+from attnmask.mask_state import BOOL, FLAGS, Ids, Labels, State, padding_of
+from attnmask.mask_terms import Crop, Extent, Node, PerRow, band, chunk, dense, equal, first_keys
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def _with_terms(state: State, *nodes: Node, flag: str | None = None, **changes: Any) -> State:
+    """One term more, or several: it is not the mask any more that lengths and a dtype came with."""
+    baked = tuple(is_set or name == flag for name, is_set in zip(FLAGS, state.baked, strict=True))
+    changes = {"terms": state.terms.plus(*nodes), "baked": baked, **changes}
+    return replace(state, **changes, dtype=BOOL, cu_seqlens_q=None, cu_seqlens_kv=None)
+
+
+def _cropped(state: State, crop: Crop) -> State:
+    """The rectangle of each batch row, with all that goes along."""
+    base, *terms = cropped(state.program, crop)
+    batch, heads, *_ = state.extent
+    return replace(
+        state,
+        base=base,
+        terms=Terms(*terms),
+        extent=(batch, heads, crop.q_len, crop.kv_len),
+        labels=state.labels.map(crop.queries, crop.keys, crop.q_len, crop.kv_len),
+        q_positions=None if state.q_positions is None else crop.queries(state.q_positions),
+        kv_positions=None if state.kv_positions is None else crop.keys(state.kv_positions),
+    )
+
+
+def _clipped(value: PerRow, low: int, high: int) -> PerRow:
+    return min(max(value, low), high) if isinstance(value, int) else np.clip(value, low, high)
+
+
+# As an array
+
+
+def to_dtype(state: State, dtype: DTypeLike) -> State:
+    wanted = number_dtype(dtype)
+    state.shape("convert the mask")
+    return state if wanted == state.dtype else materialized(state, wanted)
+
+
+def materialized(state: State, dtype: DTypeLike) -> State:
+    wanted, array = number_dtype(dtype), state.array
+    if array is not None and array.dtype == wanted:
+        return state
+    mask = mask_of_dtype(state, wanted)
+    return replace(state, base=dense(mask), terms=Terms(), segment_based=False, dtype=wanted)
+
+
+def with_segment_ids(state: State, per_head: bool) -> State:
+    each_head = flag(per_head, "per_head")
+    if state.labels.complete:
+        return state
+    return replace(
+        state, labels=Labels(*segment_ids(state, each_head)), cu_seqlens_q=None, cu_seqlens_kv=None
+    )
+
+
+# Operators
+
+
+def inverted(state: State) -> State:
+    state.shape("invert it")
+    return _with_terms(state, "not", baked=(False,) * len(FLAGS), labels=Labels(), segment_based=False)
+
+
+def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool], bool]) -> State:
+    """The pairs that both have, or that one has; what goes along is the left one's, where it has any."""
+    left.shape("combine masks")
+    right_shape = right.shape("combine masks")
+    named = (
+        (name, (None if b == 1 else b, None if h == 1 else h, q, k))
+        for name, (b, h, q, k) in (("the left mask", left.extent), ("the right mask", right.extent))
+    )
+    batch, heads, queries, keys = agree(named)
+    batch = 1 if batch is None else batch
+    assert left.base is not None
+    assert right.base is not None
+    if left.terms.length == right.terms.length and same(left.program, right.program):
+        base, terms, in_order = left.base, left.terms, True
+    else:
+        base, terms, in_order = join(
+            (left.base, left.terms), (right.base, right.terms), operator, right_shape
+        )
+    labels = left.labels if left.labels.complete else right.labels
+    return replace(
+        left,
+        base=base,
+        terms=terms,
+        extent=(batch, 1 if heads is None else heads, queries, keys),
+        segment_based=left.segment_based and in_order,
+        labels=labels.for_batch(batch),
+        dtype=BOOL,
+        baked=tuple(map(baked, left.baked, right.baked)),
+        cu_seqlens_q=None,
+        cu_seqlens_kv=None,
+        q_positions=right.q_positions if left.q_positions is None else left.q_positions,
+        kv_positions=right.kv_positions if left.kv_positions is None else left.kv_positions,
+    )
+
+
+# Terms
+
+
+def causal(state: State, offset: ArrayLike) -> State:
+    shape = state.shape("apply a causal term")
+    return _with_terms(state, band(None, 0, per_row(offset, "offset", shape[0])), "and", flag="causal")
+
+
+def sliding_window(
+    state: State, sliding_window: Any, offset: ArrayLike, mode: str | None, index: ArrayLike | None
+) -> State:
+    left, right = window(sliding_window)
+    one_of(mode, "mode", (None, "default", "decode", "prefill"))
+    batch, _, queries, keys = state.shape("apply a sliding window")
+    shift = per_row(offset, "offset", batch)
+    if index is None and mode == "decode":
+        raise ValueError("index must be given with mode='decode', got None")
+    near = band(None if left is None else -left, right, shift)
+    state = _with_terms(state, near, "and", flag="sliding_window")
+    if mode not in ("decode", "prefill"):
+        return state
+    width = keys if left is None or right is None else min(left + right + 1, keys)
+    if mode == "prefill":
+        if not is_pair(sliding_window) and left is not None:
+            width = min(left, keys)
+        return _cropped(state, Crop(0, queries, keys - width, width))
+    assert index is not None
+    if queries == 0:
+        raise ValueError("mode must not be 'decode' for a mask without queries")
+    query = _clipped(per_row(index, "index", batch, -FARTHEST), 0, queries - 1)
+    first = 0 if left is None else _clipped(query - left, 0, keys - width)
+    return _cropped(state, Crop(query, 1, first, width))
+
+
+def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: bool) -> State:
+    size = integer(chunk_size, "chunk_size", 1)
+    shape, program = state.described("apply chunks")
+    up_to = band(None, 0, per_row(offset, "offset", shape[0]))
+    labels = state.labels
+    if flag(within_segments, "within_segments"):
+        if not labels.complete:
+            raise ValueError("within_segments must be False for a mask that holds no segment ids, got True")
+        q_ids, kv_ids = _chunks_of_segments(*segment_ids(state), size)
+        inside = equal(q_ids, kv_ids)
+        held: Extent = (shape[0], None if shape[1] == 1 else shape[1], *shape[2:])
+        heads = agree([("the mask", held), *extents((inside,))])[1]
+        extent = (shape[0], shape[1] if heads is None else heads, *shape[2:])
+        labels = Labels(q_ids, kv_ids)
+        return _with_terms(state, inside, "and", up_to, "and", flag="chunked", labels=labels, extent=extent)
+    if not labels.complete:
+        labels = padding_of(shape, program)
+
+    def numbered(ids: Ids) -> Ids:
+        number = np.arange(ids.shape[-1], dtype=np.int32) // np.int32(min(size, _INT32_MAX)) + np.int32(1)
+        return frozen(np.where(ids < 0, np.int32(-1), number))
+
+    labels = labels.map(numbered, numbered, shape[2], shape[3])
+    return _with_terms(state, chunk(size), "and", up_to, "and", flag="chunked", labels=labels)
+
+
+def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+    """The runs of equal ids in each of the rows: their lengths, and of those that are no padding which they are and
+    what tells their segments apart, which is the row and then the id.
+    """
+    begins = np.empty(ids.shape, bool)
+    begins[:, :1] = True
+    np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+    begin = np.flatnonzero(begins)
+    segment = ids.reshape(-1)[begin]
+    valid = np.flatnonzero(segment >= 0)
+    row = begin[valid] // max(ids.shape[1], 1)
+    return np.diff(begin, append=ids.size), valid, (row.astype(np.int64) << 31) + segment[valid]
+
+
+def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
+    """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding."""
+    if q_ids.ndim != kv_ids.ndim:
+        q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
+    rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
+    sides = [
+        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(math.prod(rows), ids.shape[-1])
+        for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
+    ]
+    size = min(size, _INT32_MAX)
+    lengths, valid, keys = zip(*map(_runs, sides), strict=True)
+    longest = np.concatenate([runs[live] for runs, live in zip(lengths, valid, strict=True)])
+    segments, segment = np.unique(np.concatenate(keys), return_inverse=True)
+    chunks = np.zeros(len(segments), np.int64)
+    np.maximum.at(chunks, segment, -(-longest // size))
+    before = np.cumsum(chunks) - chunks
+    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts for itself
+    firsts = np.split(before[segment] + 1, [len(valid[0])])
+    results = []
+    for ids, runs, live, first in zip(sides, lengths, valid, firsts, strict=False):
+        number = np.zeros(len(runs), np.int32)
+        number[live] = first
+        # The place of padding is -1, and so is its chunk.
+        numbers = masks.positions_from_segment_ids(ids) // np.int32(size)
+        numbers += np.repeat(number, runs).reshape(ids.shape)
+        results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))
+    return results[0], results[-1]
+
+
+def token_type_ids(
+    state: State, token_type_ids: Any, combine: str, zero_policy: str, update_segment_ids: bool | None
+) -> State:
+    if isinstance(token_type_ids, tuple):
+        if len(token_type_ids) != 2:
+            raise ValueError(f"token_type_ids must be an array or two, got {len(token_type_ids)}")
+        names = "token_type_ids[0]", "token_type_ids[1]"
+        q_types, kv_types = map(integers, token_type_ids, names, (("[B, Q]",), ("[B, K]",)))
+    else:
+        names = "token_type_ids", "token_type_ids"
+        q_types = kv_types = integers(token_type_ids, names[0], ("[B, Q]",))
+    one_of(combine, "combine", ("union", "intersect", "replace"))
+    one_of(zero_policy, "zero_policy", ("q", "kv", "both", "none"))
+    batch, _, queries, keys = state.shape("apply token types")
+    for types, name, length in zip((q_types, kv_types), names, (queries, keys), strict=True):
+        if types.shape != (batch, length):
+            raise ValueError(f"{name} must be of shape {(batch, length)} for this mask, got {types.shape}")
+    term = equal(q_types, kv_types, zero_policy != "none")
+    changes: dict[str, Any] = {"flag": "token_type_ids"}
+    updates = update_segment_ids
+    if combine != "union" if updates is None else flag(updates, "update_segment_ids"):
+        q_ids = frozen(np.where(q_types == 0, np.int32(-1), q_types))
+        kv_ids = q_ids if kv_types is q_types else frozen(np.where(kv_types == 0, np.int32(-1), kv_types))
+        changes["labels"] = Labels(q_ids, kv_ids)
+    if combine == "replace":
+        extent = (batch, 1, queries, keys)
+        return _with_terms(state, base=term, terms=Terms(), extent=extent, segment_based=False, **changes)
+    return _with_terms(state, term, "or" if combine == "union" else "and", **changes)
+
+
+def kv_lengths(state: State, kv_lengths: ArrayLike, q_len: int | None, sliding_window: int | None) -> State:
+    batch, _, queries, keys = state.shape("apply key lengths")
+    lengths = per_row(kv_lengths, "kv_lengths", batch, 0)
+    kept_queries = queries if q_len is None else integer(q_len, "q_len", 0)
+    if kept_queries > queries:
+        raise ValueError(f"q_len must be at most {queries}, as many queries as there are, got {kept_queries}")
+    kept_keys = keys if sliding_window is None else min(integer(sliding_window, "sliding_window", 0), keys)
+    state = _with_terms(state, first_keys(lengths), "and")
+    if (kept_queries, kept_keys) == (queries, keys):
+        return state
+    q_start = 0 if kept_queries == queries else _clipped(lengths - kept_queries, 0, queries - kept_queries)
+    k_start = 0 if kept_keys == keys else _clipped(lengths - kept_keys, 0, keys - kept_keys)
+    return _cropped(state, Crop(q_start, kept_queries, k_start, kept_keys))
+
+
+def chunked_array(
+    chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: DTypeLike, out: NDArray[Any] | None
+) -> NDArray[Any]:
+    size, queries = integer(chunk_size, "chunk_size", 1), integer(q_len, "q_len", 0)
+    keys = queries if kv_len is None else integer(kv_len, "kv_len", 0)
+    for name, length in (("q_len", queries), ("kv_len", keys)):
+        if length > LONGEST:
+            raise ValueError(f"{name} must be at most 2**56, got {length}")
+    program = (chunk(size), band(None, 0, per_row(offset, "offset", 1)), "and")
+    wanted = number_dtype(dtype)
+    if out is None:
+        return fill((1, 1, queries, keys), program, wanted, 1, 0).reshape(queries, keys)
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be an array, got {describe(out)}")
+    target = np.asarray(out)
+    if target.shape != (queries, keys) or target.dtype != wanted:
+        raise ValueError(
+            f"out must be an array of {wanted} of shape {(queries, keys)}, got {describe(target)}"
+        )
+    fill((1, 1, queries, keys), program, wanted, 1, 0, target[None, None])
+    return out

@@ -1,0 +1,75 @@
+"""What a `MaskInfo` holds as the leaves of a tree, for JAX and pickle."""
+
+from typing import Any
+
+import numpy as np
+
+from attnmask.arguments import describe, frozen, read_only, shared_integers
+from attnmask.mask_program import Terms, hollow, refill
+from attnmask.mask_state import AXES, FLAGS, POSITIONS, Labels, State, fitted
+
+_HELD = {  # leaves that are there in any tree, after the mask that came in
+    "q_segment_ids": ("[B, T]", "[B, H, T]"),
+    "kv_segment_ids": ("[B, T]", "[B, H, T]"),
+    "cu_seqlens_q": ("[entries]",),
+    "cu_seqlens_kv": ("[entries]",),
+    **POSITIONS,
+}
+_LEAVES = 1 + len(_HELD)
+_AUX = len(AXES) + len(FLAGS) + 5  # of what `flatten` returns second
+
+
+def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves: list[Any] = [
+        state.base_array,
+        *state.labels.get(),
+        state.cu_seqlens_q,
+        state.cu_seqlens_kv,
+        state.q_positions,
+        state.kv_positions,
+    ]
+    program = hollow(state.program, leaves)
+    _, _, queries, keys = state.extent
+    aux = (*state.axes, *state.baked, queries, keys, state.dtype, state.segment_based, program)
+    return tuple(leaves), aux
+
+
+def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `restore` takes, not looked at yet; what is an array may not change until then."""
+    for name, given, least in (("aux_data", aux_data, _AUX), ("children", children, _LEAVES)):
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(f"{name} must be a tuple as of tree_flatten, got {describe(given)}")
+        if len(given) < least:
+            raise ValueError(f"{name} must be of {least} entries as of tree_flatten, got {len(given)}")
+    return aux_data, tuple(map(_kept, children))
+
+
+def _kept(leaf: Any) -> Any:
+    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+        return leaf
+    return read_only(leaf) if leaf.ndim == 4 else frozen(leaf.copy())  # masks are large, and not copied
+
+
+def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
+    """What `flatten` was given, made of leaves that may be other arrays by now; checked like arguments."""
+    *details, queries, keys, dtype, segment_based, hollow_program = aux
+    checked: dict[int, Any] = {}
+    base, *terms = refill(hollow_program, leaves, checked) or (None,)
+    for index, (name, layouts) in enumerate(_HELD.items(), 1):
+        if leaves[index] is not None and index not in checked:
+            checked[index] = shared_integers(leaves[index], name, layouts)
+    state = State(
+        base=base,
+        terms=Terms(*terms),
+        segment_based=segment_based,
+        dtype=dtype,
+        labels=Labels(checked.get(1), checked.get(2)),
+        cu_seqlens_q=checked.get(3),
+        cu_seqlens_kv=checked.get(4),
+        q_positions=checked.get(5),
+        kv_positions=checked.get(6),
+        baked=tuple(details[len(AXES) :]),
+        axes=tuple(details[: len(AXES)]),
+    )
+    known = [("the mask", (None, None, queries, keys))] if (queries, keys) != (None, None) else []
+    return fitted(state, *known)
