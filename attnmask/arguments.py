@@ -62,6 +62,8 @@ def integer(value: Any, name: str, minimum: int | None = None) -> int:
 
 def real(value: Any, name: str) -> float:
     """Any kind of real number but a bool or a NaN, as Python's own."""
+    if type(value) is float and value == value:
+        return value
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -193,6 +195,8 @@ def per_row(
     value: ArrayLike, name: str, rows: int, minimum: int = -FARTHEST, row: str = "batch row"
 ) -> int | NDArray[np.int64]:
     """One integer for all rows, or an array of one each."""
+    if type(value) is int and minimum <= value <= FARTHEST:
+        return value  # as nearly always; an array of it takes a microsecond
     array = as_array(value, name)
     large = array.dtype.kind == "O" and array.ndim == 0 and hasattr(array.item(), "__index__")
     if array.ndim == 0 and (array.dtype.kind in "iu" or large):

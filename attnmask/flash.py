@@ -37,17 +37,21 @@ def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
 
 
 def _forward(
-    problem: Problem, batched: bool, return_lse: bool, out: Any, inputs: dict[str, Any]
+    problem: Problem, batched: bool, return_lse: bool, given: dict[str, Any]
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Attention into `out`, which may be None and may share no memory with the `inputs`."""
+    """Attention into `out` of the arguments `given`, which may be None and may share no memory with the others."""
+    out = given["out"]
     if out is not None:
-        check_apart(out, inputs)
+        check_apart(out, given)
     if batched:
         return _core.flash_forward(*problem, return_lse, out)
     result, lse = _core.flash_forward(
         *problem, return_lse, None if out is None else _without_batch(out, problem)
     )
     return result[0] if out is None else out, None if lse is None else lse[0]
+
+
+# The arguments are listed in the signatures, which are alike, and go on by their names as `locals()`.
 
 
 def flash_attention(
@@ -186,45 +190,10 @@ def flash_attention(
     >>> out.ravel(), np.exp(lse).round(6)
     (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
     """
-    problem, batched = read_problem(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias,
-        softmax_scale,
-        dropout_prob,
-        causal,
-        dropout_seed,
-        cum_seqlens_q,
-        cum_seqlens_k,
-        sliding_window,
-        fwd_params,
-        bwd_params,
-        logits_soft_cap,
-        softmax_aux,
-        normalize_output,
-        precision,
-        logits_dtype,
-        q_segment_ids,
-        kv_segment_ids,
-        causal_offset,
-    )
-    inputs = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "attention_mask": attention_mask,
-        "bias": bias,
-        "q_segment_ids": q_segment_ids,
-        "kv_segment_ids": kv_segment_ids,
-        "cum_seqlens_q": cum_seqlens_q,
-        "cum_seqlens_k": cum_seqlens_k,
-        "softmax_aux": softmax_aux,
-        "causal_offset": causal_offset,
-    }
+    given = locals()
+    problem, batched = read_problem(given)
     with_lse = flag(return_lse, "return_lse")
-    result, lse = _forward(problem, batched, with_lse, out, inputs)
+    result, lse = _forward(problem, batched, with_lse, given)
     return (result, lse) if with_lse else result
 
 
@@ -274,33 +243,9 @@ def flash_attention_fwd(
     >>> np.exp(lse).round(6)
     array([[[1., 2., 3., 4.]]], dtype=float32)
     """
-    both: tuple[NDArray[Any], NDArray[Any]] = flash_attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias,
-        softmax_scale,
-        dropout_prob,
-        causal,
-        dropout_seed,
-        cum_seqlens_q,
-        cum_seqlens_k,
-        sliding_window,
-        fwd_params,
-        bwd_params,
-        logits_soft_cap,
-        softmax_aux,
-        normalize_output,
-        precision,
-        logits_dtype,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        causal_offset=causal_offset,
-        return_lse=True,
-        out=out,
-    )
-    return both
+    given = locals()
+    problem, batched = read_problem(given)
+    return _forward(problem, batched, True, given)  # type: ignore[return-value]
 
 
 def dropout_keep_mask(

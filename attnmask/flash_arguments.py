@@ -4,7 +4,7 @@ Nothing here looks at tokens one by one. What was given is compared and describe
 axis for the batch; what `out` has to be is for the core to say.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple
@@ -33,6 +33,19 @@ from attnmask.mask_program import Program, Shape, arrays
 from attnmask.mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
 
 _PRECISIONS = ("default", "high", "highest")
+_READ = (  # arguments that may be arrays
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+    "bias",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+    "softmax_aux",
+    "causal_offset",
+)
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
@@ -111,16 +124,19 @@ class BwdParams(_Blocks):
     __slots__ = ()
 
 
-def _check_hints(fwd_params: Any, bwd_params: Any, precision: Any, logits_dtype: Any) -> None:
+_HINTS = (("fwd_params", FwdParams), ("bwd_params", BwdParams))
+
+
+def _check_hints(given: Mapping[str, Any]) -> None:
     """What is accepted and changes no result; but nonsense is not accepted."""
-    if not (fwd_params is None or isinstance(fwd_params, FwdParams)):
-        raise TypeError(f"fwd_params must be FwdParams or None, got {describe(fwd_params)}")
-    if not (bwd_params is None or isinstance(bwd_params, BwdParams)):
-        raise TypeError(f"bwd_params must be BwdParams or None, got {describe(bwd_params)}")
-    if precision is not None:
-        _check_precision(precision)
-    if logits_dtype is not None:
-        _check_logits_dtype(logits_dtype)
+    for name, kind in _HINTS:
+        hint = given[name]
+        if not (hint is None or isinstance(hint, kind)):
+            raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
+    if given["precision"] is not None:
+        _check_precision(given["precision"])
+    if given["logits_dtype"] is not None:
+        _check_logits_dtype(given["logits_dtype"])
 
 
 def _check_precision(precision: Any) -> None:
@@ -175,8 +191,10 @@ def _cap(logits_soft_cap: Any, numbers: _Range) -> float:
     return 0.0 if cap == 0 or cap > numbers.greatest else max(cap, numbers.least)
 
 
-def _sinks(softmax_aux: ArrayLike, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
+def _sinks(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
     """One row of sinks for each head, finite where they are; or None if there are none."""
+    if softmax_aux is None:
+        return None
     array = as_array(softmax_aux, "softmax_aux")
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
@@ -202,7 +220,9 @@ def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
     return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
 
 
-def _bias(bias: ArrayLike, shape: Shape) -> NDArray[Any]:
+def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
+    if bias is None:
+        return None
     array = as_array(bias, "bias")
     if not is_floating(array.dtype):
         hint = "" if array.dtype.kind not in "biu" else "; attention_mask takes bool and integers"
@@ -312,13 +332,11 @@ def _is_bottom_right(causal_offset: Any) -> bool:
 
 
 def _places(
-    causal: bool,
-    sliding_window: Any,
-    causal_offset: Any,
-    starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
-    shape: Shape,
+    given: Mapping[str, Any], starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape
 ) -> Node | None:
     """What sequences, the diagonal and the window allow; None if that is everything."""
+    causal, sliding_window = flag(given["causal"], "causal"), given["sliding_window"]
+    causal_offset = given["causal_offset"]
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     low, high = None if left is None else -left, 0 if causal else right
     offset: PerRow
@@ -335,12 +353,18 @@ def _places(
     return sequences(q_starts, k_starts, *limits)
 
 
-def _joined(programs: Iterable[Program]) -> Program:
-    """All of them at once. Only the first may let many operands wait."""
-    nodes: list[Node] = []
-    for program in programs:
-        operators = ("and",) if nodes else ()
-        nodes += (*program, *operators)
+def _program(given: Mapping[str, Any], shape: Shape, packed: bool) -> Program:
+    """All conditions at once. Only the first, which may be a MaskInfo, may let many operands wait."""
+    starts = _both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
+    nodes: list[Node] = [] if given["attention_mask"] is None else [*_mask(given["attention_mask"], shape)]
+    q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
+    terms = (
+        None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, packed),
+        _places(given, starts, shape),
+    )
+    for term in terms:
+        if term is not None:
+            nodes += (term, "and") if nodes else (term,)
     return tuple(nodes) or (("all",),)
 
 
@@ -380,56 +404,28 @@ def _batched(
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 
-def read_problem(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attention_mask: ArrayLike | MaskInfo | None,
-    bias: ArrayLike | None,
-    softmax_scale: float | None,
-    dropout_prob: float,
-    causal: bool,
-    dropout_seed: int | None,
-    cum_seqlens_q: ArrayLike | None,
-    cum_seqlens_k: ArrayLike | None,
-    sliding_window: int | tuple[int | None, int | None] | None,
-    fwd_params: FwdParams | None,
-    bwd_params: BwdParams | None,
-    logits_soft_cap: float | None,
-    softmax_aux: ArrayLike | None,
-    normalize_output: bool,
-    precision: Any,
-    logits_dtype: DTypeLike | None,
-    q_segment_ids: ArrayLike | None,
-    kv_segment_ids: ArrayLike | None,
-    causal_offset: ArrayLike,
-) -> tuple[Problem, bool]:
-    """The arguments of `attnmask.flash_attention` as the core takes them, and whether there is a batch axis."""
-    _check_hints(fwd_params, bwd_params, precision, logits_dtype)
-    packed = cum_seqlens_q is not None or cum_seqlens_k is not None
-    (q, k, v), batched = _batched(query, key, value, packed)
+def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+    """What the core takes, of the arguments of `attnmask.flash_attention` by their names; and whether there is an axis
+    for the batch.
+    """
+    _check_hints(given)
+    packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
+    (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]
     shape = (batch, heads, queries, keys)
-    starts = _both_starts(cum_seqlens_q, cum_seqlens_k, shape) if packed else None
-
-    programs: list[Program] = [] if attention_mask is None else [_mask(attention_mask, shape)]
-    if q_segment_ids is not None or kv_segment_ids is not None:
-        programs.append((_segments(q_segment_ids, kv_segment_ids, shape, packed),))
-    places = _places(flag(causal, "causal"), sliding_window, causal_offset, starts, shape)
-    if places is not None:
-        programs.append((places,))
-    dropout, seed = dropout_of(dropout_prob, dropout_seed, ("dropout_prob", "dropout_seed"))
     numbers = _FLOAT64 if q.dtype == np.float64 else _FLOAT32
+    nodes = _program(given, shape, packed)
+    dropout, seed = dropout_of(given["dropout_prob"], given["dropout_seed"], ("dropout_prob", "dropout_seed"))
     problem = Problem(
         q,
         k,
         v,
-        _joined(programs),
-        None if bias is None else _bias(bias, shape),
-        _scale(softmax_scale, channels, numbers),
-        _cap(logits_soft_cap, numbers),
-        None if softmax_aux is None else _sinks(softmax_aux, heads, numbers),
-        flag(normalize_output, "normalize_output"),
+        nodes,
+        _bias(given["bias"], shape),
+        _scale(given["softmax_scale"], channels, numbers),
+        _cap(given["logits_soft_cap"], numbers),
+        _sinks(given["softmax_aux"], heads, numbers),
+        flag(given["normalize_output"], "normalize_output"),
         dropout,
         seed,
     )
@@ -455,11 +451,12 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
             yield as_array(value, name)
 
 
-def check_apart(out: Any, inputs: dict[str, Any]) -> None:
-    """What is written to may be none of what is given, which the core may get a copy of."""
+def check_apart(out: Any, given: Mapping[str, Any]) -> None:
+    """What is written to may be none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
         return  # which the core refuses
     out = np.asarray(out)  # a subclass might answer for itself
-    for name, value in inputs.items():
+    for name in _READ:
+        value = given[name]
         if value is not None and any(_share_memory(out, array) for array in _arrays(value, name)):
             raise ValueError(f"out must share no memory with {name}")

@@ -182,31 +182,9 @@ def flash_attention_bwd(
     >>> grads.value.ravel().round(3)  # 1 + 1/2 + 1/3, 1/2 + 1/3, 1/3
     array([1.833, 0.833, 0.333, 0.   , 0.   ])
     """
+    given = locals()
     extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
-    problem, batched = read_problem(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias,
-        softmax_scale,
-        dropout_prob,
-        causal,
-        dropout_seed,
-        cum_seqlens_q,
-        cum_seqlens_k,
-        sliding_window,
-        fwd_params,
-        bwd_params,
-        logits_soft_cap,
-        softmax_aux,
-        normalize_output,
-        precision,
-        logits_dtype,
-        q_segment_ids,
-        kv_segment_ids,
-        causal_offset,
-    )
+    problem, batched = read_problem(given)
     return _backward(problem, batched, dout, out, lse, dlse, extras)
 
 
@@ -279,32 +257,10 @@ def flash_attention_vjp(
     >>> vjp(np.zeros_like(out), np.ones_like(lse)).bias.round(3)  # of three queries, a fifth each
     array([0.6, 0.6, 0.6, 0.6, 0.6])
     """
+    given = locals()
     extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
     with_lse = flag(return_lse, "return_lse")
-    problem, batched = read_problem(
-        query,
-        key,
-        value,
-        attention_mask,
-        bias,
-        softmax_scale,
-        dropout_prob,
-        causal,
-        dropout_seed,
-        cum_seqlens_q,
-        cum_seqlens_k,
-        sliding_window,
-        fwd_params,
-        bwd_params,
-        logits_soft_cap,
-        softmax_aux,
-        normalize_output,
-        precision,
-        logits_dtype,
-        q_segment_ids,
-        kv_segment_ids,
-        causal_offset,
-    )
+    problem, batched = read_problem(given)
     both: tuple[Any, Any] = _core.flash_forward(*problem, True, None)
     out, lse = both if batched else (both[0][0], both[1][0])
 

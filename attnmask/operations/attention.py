@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask.arguments import allocate, as_array, describe, is_floating
+from attnmask.arguments import allocate, as_array, is_floating
 from attnmask.flash import dropout_keep_mask, flash_attention_fwd
 from attnmask.flash_arguments import Problem, read_problem
 from attnmask.mask_info import MaskInfo
@@ -111,23 +111,6 @@ class FlashAttention(_Attention):
         return OperationOutput(out, lse=lse)
 
 
-def _check_fit(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> None:
-    for name, array in (("key", key), ("value", value)):
-        if array.dtype != query.dtype:
-            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}")
-        if array.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have {query.shape[0]} batch rows as query, got {describe(array)}")
-    if key.shape[3] != query.shape[3]:
-        raise ValueError(f"key must have {query.shape[3]} channels as query, got {describe(key)}")
-    heads, shared = query.shape[2], key.shape[2]
-    if heads % shared if shared else heads:
-        raise ValueError(f"key must have a number of heads that divides {heads}, got {describe(key)}")
-    if value.shape[1:3] != key.shape[1:3]:
-        raise ValueError(
-            f"value must have the tokens and heads of key, {key.shape[1:3]}, got {describe(value)}"
-        )
-
-
 def _weighted_sums(weights: NDArray[Any], values: NDArray[Any], live: NDArray[np.bool_]) -> NDArray[Any]:
     """``weights @ values``, but dead pairs have no part in it: their weight is 0, and 0 × NaN is NaN."""
     sums: NDArray[Any]
@@ -209,8 +192,7 @@ class VanillaAttention(_Attention):
         **more: Any,
     ) -> OperationOutput:
         arguments = self._arguments(query, key, value, mask, bias, causal, more)
-        problem, batched = read_problem(**arguments)
-        _check_fit(problem.query, problem.key, problem.value)
+        problem, batched = read_problem(arguments)
         batch, queries, heads, _ = problem.query.shape
         keys, kv_heads = problem.key.shape[1:3]
         shape = (batch, heads, queries, keys)

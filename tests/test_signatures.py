@@ -1,0 +1,50 @@
+"""Arguments that several functions take: the same names, defaults and kinds, in the same order."""
+
+import inspect
+
+import pytest
+
+import attnmask
+from attnmask import MaskInfo
+
+OWN = {  # what a function takes beside the arguments of attention
+    "flash_attention": {"return_lse", "out"},
+    "flash_attention_fwd": {"out"},
+    "flash_attention_bwd": {"dout", "out", "lse", "dlse", "grad_bias", "grad_softmax_aux"},
+    "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux"},
+}
+DETAILS = (
+    "q_positions",
+    "kv_positions",
+    "batch_axis_name",
+    "qheads_axis_name",
+    "kvheads_axis_name",
+    "sequence_axis_name",
+)
+
+
+def parameters(function) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def shared(name: str) -> list[inspect.Parameter]:
+    return [value for key, value in parameters(getattr(attnmask, name)).items() if key not in OWN[name]]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_attention_functions_take_the_same_arguments(name):
+    """Names, order, defaults and types; all but the arrays of the backward pass also by position."""
+    assert shared(name) == shared("flash_attention")
+    assert OWN[name] <= parameters(getattr(attnmask, name)).keys()
+
+
+@pytest.mark.parametrize("name", ["from_segments", "from_attention_mask", "from_cu_seqlens", "from_random"])
+def test_constructors_take_the_same_details(name):
+    """What a `MaskInfo` takes itself, in that order; only some take them by position."""
+    expected, given = parameters(MaskInfo), parameters(getattr(MaskInfo, name))
+    assert [key for key in given if key in DETAILS] == list(DETAILS)
+    for key in DETAILS:
+        assert (given[key].default, given[key].annotation) == (
+            expected[key].default,
+            expected[key].annotation,
+        )
