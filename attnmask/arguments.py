@@ -156,13 +156,19 @@ def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:
         raise ValueError(f"{name} must be {' or '.join(layouts)}, got {describe(array)}")
 
 
+def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
+    """An array of any type of integers, in place where it is one."""
+    array = as_array(value, name)
+    if array.dtype.kind in "iu":
+        return array
+    if array.size or isinstance(value, np.ndarray):
+        raise TypeError(f"{name} must be integers, got {describe(array)}{hint}")
+    return array.astype(np.int32)  # an empty list, which NumPy takes for floats
+
+
 def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
     """A read-only int32 copy of an array of integers, of one of the layouts (such as ``"[B, Q]"``)."""
-    array = as_array(value, name)
-    if array.dtype.kind not in "iu" and (
-        array.size or isinstance(value, np.ndarray)
-    ):  # np.asarray([]) is float64
-        raise TypeError(f"{name} must be integers, got {describe(array)}{hint}")
+    array = integer_array(value, name, hint)
     _check_rank(array, name, layouts)
     return frozen(_core.int32_copy(array, name) if array.size else np.empty(array.shape, np.int32))
 
@@ -174,21 +180,6 @@ def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDAr
         _check_rank(array, name, layouts)
         return array
     return integers(array, name, layouts)
-
-
-def rising(starts: NDArray[Any], name: str) -> NDArray[Any]:
-    """`starts` of sequences, which begin at 0 and never fall."""
-    if len(starts) == 0:
-        raise ValueError(f"{name} must have an entry at least, got {describe(starts)}")
-    if starts[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {starts[0]} at index 0")
-    falls = starts[1:] < starts[:-1]
-    if np.count_nonzero(falls):
-        index = int(falls.argmax()) + 1
-        raise ValueError(
-            f"{name} must never decrease, got {starts[index]} after {starts[index - 1]} at index {index}"
-        )
-    return starts
 
 
 def per_row(

@@ -20,12 +20,12 @@ from attnmask.arguments import (
     describe,
     flag,
     integer,
+    integer_array,
     is_floating,
     is_number,
     mask_array,
     per_row,
     real,
-    rising,
     window,
 )
 from attnmask.mask_info import MaskInfo
@@ -259,16 +259,11 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
 
 def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
     """Segment ids as int32, in place if they are."""
-    array = as_array(value, name)
-    if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
-        raise TypeError(f"{name} must be integers, got {describe(array)}")
+    array = integer_array(value, name)
     expected = shape[1:] if packed and array.ndim == 1 else shape
     if array.shape != expected:
         raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
-    array = array.reshape(shape)
-    if array.dtype == np.int32 and array.flags.c_contiguous:
-        return array
-    return _core.segment_ids(array, name, None) if array.size else np.empty(shape, np.int32)
+    return _core.segment_ids(array.reshape(shape), name, None)
 
 
 def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: bool) -> Node:
@@ -290,15 +285,10 @@ def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: boo
 
 def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     """Where sequences start, and where the last one ends, which is the number of tokens."""
-    array = as_array(value, name)
-    if array.ndim != 1 or len(array) == 0:
-        raise ValueError(f"{name} must be 1-D with an entry at least, got {describe(array)}")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers, got {describe(array)}")
-    starts = rising(array.copy(), name)
+    starts = _core.checked_starts(as_array(value, name), name)
     if starts[-1] != tokens:
         raise ValueError(f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}")
-    return starts.astype(np.int64)
+    return starts
 
 
 def _both_starts(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask import masks, packed
+from attnmask import _core, masks, packed
 from attnmask.arguments import (
     allocate,
     as_array,
@@ -16,7 +16,6 @@ from attnmask.arguments import (
     integer,
     integers,
     mask_array,
-    rising,
 )
 from attnmask.mask_program import Terms, fill
 from attnmask.mask_state import (
@@ -83,7 +82,8 @@ def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: 
 
 def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
     """The starts of sequences, and the number of its sequence for each token of one row."""
-    starts = rising(integers(cu_seqlens, name, ("[sequences + 1]",)), name)
+    starts = integers(cu_seqlens, name, ("[sequences + 1]",))
+    _core.checked_starts(starts, name)
     numbers = packed.prepare_sequence_ids(starts)
     tokens = len(numbers) if length is None else integer(length, length_name, 0)
     if tokens < len(numbers):

@@ -305,6 +305,14 @@ int am_to_object(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
+int am_to_text(PyObject *object, const char *name, void *dst)
+{
+    const char **text = dst;
+    *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : NULL;
+    if (*text) return 0;
+    return PyErr_Occurred() ? -1 : am_reject(PyExc_TypeError, name, "a string", object);
+}
+
 PyArrayObject *am_starts_array(PyObject *object, const char *name)
 {
     PyArrayObject *array = NULL;
@@ -339,6 +347,28 @@ npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to)
     return beyond;
 }
 
+/* Numbers of any size are told as they came. */
+static int reject_start(PyArrayObject *array, const char *name, const char *expected, npy_intp index)
+{
+    PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
+    if (start)
+        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd", name, expected, start, index);
+    Py_XDECREF(start);
+    return -1;
+}
+
+static int reject_fall(PyArrayObject *array, const char *name, npy_intp index)
+{
+    PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
+    PyObject *before = start ? PyArray_GETITEM(array, PyArray_GETPTR1(array, index - 1)) : NULL;
+    if (before)
+        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd", name, start,
+                     before, index);
+    Py_XDECREF(before);
+    Py_XDECREF(start);
+    return -1;
+}
+
 int am_check_starts(am_starts *s, const char *name)
 {
     npy_intp count = PyArray_DIM(s->array, 0);
@@ -349,24 +379,13 @@ int am_check_starts(am_starts *s, const char *name)
         return -1;
     }
     npy_intp beyond = am_widen_entries(s->array, s->starts);
-    if (beyond >= 0) {
-        PyErr_Format(PyExc_ValueError, "%s must hold values below 2**63, got %llu at index %zd", name,
-                     *(unsigned long long *)PyArray_GETPTR1(s->array, beyond), beyond);
-        return -1;
-    }
-    if (s->starts[0] != 0) {
-        PyErr_Format(PyExc_ValueError, "%s must start at 0, got %zd at index 0", name, s->starts[0]);
-        return -1;
-    }
+    if (s->starts[0] != 0) return reject_start(s->array, name, "start at 0", 0);
     bool falls = false; /* a loop without an exit is a loop of vectors */
     for (npy_intp i = 1; i < count; i++) falls |= s->starts[i] < s->starts[i - 1];
     for (npy_intp i = 1; falls; i++) {
-        if (s->starts[i] >= s->starts[i - 1]) continue;
-        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %zd after %zd at index %zd", name,
-                     s->starts[i], s->starts[i - 1], i);
-        return -1;
+        if (s->starts[i] < s->starts[i - 1]) return reject_fall(s->array, name, i);
     }
-    return 0;
+    return beyond < 0 ? 0 : reject_start(s->array, name, "hold values below 2**63", beyond);
 }
 
 int am_to_starts(PyObject *object, const char *name, void *dst)

@@ -60,6 +60,8 @@ am_to am_to_scale;
 am_to am_to_dtype, am_to_integer_dtype;
 /* PyObject **: whatever it is, borrowed. */
 am_to am_to_object;
+/* const char **: a string's text, borrowed. */
+am_to am_to_text;
 /* am_starts *: sequence starts, checked: 1-D integers from 0 that never fall; or `array` NULL for None. */
 typedef struct {
     PyArrayObject *array; /* as it came */

@@ -5,6 +5,8 @@
 #include "core/packed.h"
 #include "core/quotients.h"
 
+#include <string.h>
+
 /* Lengths, or with chunks of so many tokens the chunk offsets; `type` is AM_INT32 or AM_INT64. False if
  * starts do not rise from 0. */
 static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
@@ -59,6 +61,24 @@ fail:
     PyMem_Free(counts);
     am_free_starts(&s);
     return result;
+}
+
+/* Checked starts as a new array of int64. */
+static PyObject *checked_starts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    const char *name = NULL;
+    PyObject *object;
+    PyArrayObject *result = NULL;
+    am_starts s = {0};
+    const am_param params[] = {{"cu_seqlens", am_to_object, &object}, {"name", am_to_text, &name}};
+    if (am_parse("checked_starts", args, nargs, params, 2) == 0 && am_to_starts(object, name, &s) == 0) {
+        npy_intp const entries = s.sequences + 1;
+        result = am_new_array_of(1, &entries, NPY_INT64);
+        if (result) memcpy(PyArray_DATA(result), s.starts, (size_t)PyArray_NBYTES(result));
+    }
+    am_free_starts(&s);
+    return (PyObject *)result;
 }
 
 static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -454,5 +474,7 @@ PyMethodDef am_packed_methods[] = {
      "prepare_chunk_indices($module, cu_seqlens, chunk_size, /)\n--\n\n"},
     {"prepare_chunk_offsets", (PyCFunction)(void *)prepare_chunk_offsets, METH_FASTCALL,
      "prepare_chunk_offsets($module, cu_seqlens, chunk_size, /)\n--\n\n"},
+    {"checked_starts", (PyCFunction)(void *)checked_starts, METH_FASTCALL,
+     "checked_starts($module, cu_seqlens, name, /)\n--\n\n"},
     {.ml_name = NULL},
 };

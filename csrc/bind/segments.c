@@ -172,14 +172,6 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     return NULL;
 }
 
-static int to_text(PyObject *object, const char *name, void *dst)
-{
-    const char **text = dst;
-    *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : NULL;
-    if (*text) return 0;
-    return PyErr_Occurred() ? -1 : am_reject(PyExc_TypeError, name, "a string", object);
-}
-
 /* Ids as mask terms want them: int32, C-contiguous, and the very array that came where it is so already. */
 static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -188,7 +180,7 @@ static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t
     PyArrayObject *array = NULL;
     am_out out = {0};
     const am_param params[] = {
-        {"ids", am_to_object, &object}, {"name", to_text, &name}, {"out", am_to_out, &out}};
+        {"ids", am_to_object, &object}, {"name", am_to_text, &name}, {"out", am_to_out, &out}};
     if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
         goto fail;
     PyArrayObject *given = PyArray_Check(object) ? (PyArrayObject *)object : array; /* not a copy of it */
@@ -211,7 +203,7 @@ static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t 
     const char *name = NULL;
     PyObject *object, *result = NULL;
     PyArrayObject *array = NULL;
-    const am_param params[] = {{"array", am_to_object, &object}, {"name", to_text, &name}};
+    const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
     if (am_parse("int32_copy", args, nargs, params, 2) == 0 && am_to_array(object, name, &array) == 0)
         result = (PyObject *)new_int32(module, array, name, INTEGERS, 0);
     Py_XDECREF(array);
@@ -224,7 +216,7 @@ static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t 
     const char *name = NULL;
     PyObject *object;
     PyArrayObject *array = NULL;
-    const am_param params[] = {{"array", am_to_object, &object}, {"name", to_text, &name}};
+    const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
     bool fits = am_parse("check_mask", args, nargs, params, 2) == 0 &&
                 am_to_array(object, name, &array) == 0 && am_check_mask(module, array, name) == 0;
     Py_XDECREF(array);
