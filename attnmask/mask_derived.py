@@ -58,18 +58,19 @@ def bias(state: State, dtype: DTypeLike, out: NDArray[Any] | None) -> NDArray[An
 
 def segment_ids(state: State, per_head: bool = False) -> tuple[Ids, Ids]:
     """Segment ids that are held, or where they are not, those of rows and columns of the mask that are alike."""
-
-    def alike() -> tuple[Ids, Ids]:
-        q_ids, kv_ids = masks.mask_to_segment_ids(mask_array(state), per_head)
-        return frozen(q_ids), frozen(kv_ids)
-
     q_ids, kv_ids = state.labels.get()
     if q_ids is None or kv_ids is None:
         state.shape("tell segment ids")
-        found = state.once("per-head segment ids" if per_head else "segment ids", alike)
+        name = "per-head segment ids" if per_head else "segment ids"
+        found = state.once(name, lambda: _alike(state, per_head))
         q_ids = found[0] if q_ids is None else q_ids
         kv_ids = found[1] if kv_ids is None else kv_ids
     return q_ids, kv_ids
+
+
+def _alike(state: State, per_head: bool) -> tuple[Ids, Ids]:
+    q_ids, kv_ids = masks.mask_to_segment_ids(mask_array(state), per_head)
+    return frozen(q_ids), frozen(kv_ids)
 
 
 def side_ids(state: State, side: int) -> Ids:

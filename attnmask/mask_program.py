@@ -32,7 +32,7 @@ def extents(program: Program) -> Iterable[tuple[str, Extent]]:
     for node in program:
         for field, operand in operands(node):
             if field is not None and isinstance(operand, np.ndarray):
-                yield field.words, field.extent(operand.shape)
+                yield field.words, field.extent(operand)
 
 
 def arrays(program: Program) -> list[NDArray[Any]]:

@@ -31,7 +31,7 @@ from attnmask.mask_state import (
     padding_of,
     segments,
 )
-from attnmask.mask_terms import dense
+from attnmask.mask_terms import dense, ids_of_sequences, sequences
 
 _DRAWN = 2**20  # random numbers at a time
 
@@ -49,14 +49,13 @@ def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bo
 
 
 def of_segments(q_segment_ids: ArrayLike, kv_segment_ids: ArrayLike | None, is_attn_mask: bool) -> State:
-    def ids_of(value: ArrayLike, name: str, layouts: tuple[str, ...]) -> Ids:
-        if are_masks:
-            return _padding_ids(value, name, layouts)
-        return integers(value, name, layouts, "; a padding mask goes with is_attn_mask=True")
-
-    are_masks = flag(is_attn_mask, "is_attn_mask")
+    ids_of = _padding_ids if flag(is_attn_mask, "is_attn_mask") else _segment_ids
     q_ids = ids_of(q_segment_ids, "q_segment_ids", QUERIES)
     return _of_ids(q_ids, q_ids if kv_segment_ids is None else ids_of(kv_segment_ids, "kv_segment_ids", KEYS))
+
+
+def _segment_ids(ids: ArrayLike, name: str, layouts: tuple[str, ...]) -> Ids:
+    return integers(ids, name, layouts, "; a padding mask goes with is_attn_mask=True")
 
 
 def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
@@ -71,29 +70,47 @@ def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
     return State(base=base, terms=terms, dtype=dtype, extent=mask.shape, labels=labels)
 
 
-def _row_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
-    """Pairs of start and end, and ids of 0 from one to the other and -1 elsewhere, a row each."""
-    tokens = integer(length, length_name, 0)
+def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:
+    """Where each row's tokens begin and end, and how many places a row has."""
+    places = integer(length, length_name, 0)
     pairs = integers(cu_seqlens, name, ("[2 B]",))
     if len(pairs) % 2:
         raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}")
-    return pairs, ids_of_tokens(masks.cu_seqlens_to_mask(pairs, tokens))
+    return pairs, places
 
 
-def _packed_ids(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, Ids]:
-    """The starts of sequences, and the number of its sequence for each token of one row."""
+def _row_ids(pairs: Ids, places: int, _: str) -> Ids:
+    return ids_of_tokens(masks.cu_seqlens_to_mask(pairs, places))
+
+
+def _starts(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:
+    """Where the sequences of the one row begin and end, and how many places it has."""
     starts = integers(cu_seqlens, name, ("[sequences + 1]",))
-    _core.checked_starts(starts, name)
-    numbers = packed.prepare_sequence_ids(starts)
-    tokens = len(numbers) if length is None else integer(length, length_name, 0)
-    if tokens < len(numbers):
+    tokens = int(_core.checked_starts(starts, name)[-1])
+    places = tokens if length is None else integer(length, length_name, 0)
+    if places < tokens:
         raise ValueError(
-            f"{length_name} must be at least {len(numbers)}, as many tokens as there are, got {tokens}"
+            f"{length_name} must be at least {tokens}, as many tokens as there are, got {places}"
         )
-    ids = allocate((1, tokens), np.int32, length_name)
+    return starts, places
+
+
+def _padded_ids(starts: Ids, places: int, length_name: str) -> Ids:
+    """The number of its sequence for each token, and -1 for the padding behind them."""
+    numbers = packed.prepare_sequence_ids(starts)
+    ids = allocate((1, places), np.int32, length_name)
     ids[0, : len(numbers)] = numbers
     ids[0, len(numbers) :] = -1
-    return starts, frozen(ids)
+    return frozen(ids)
+
+
+def _of_starts(q_cu: Ids, kv_cu: Ids) -> State:
+    """Sequences without padding, whose starts say what an id for each token would; ids are there once somebody asks."""
+    q_starts = frozen(q_cu.astype(np.int64))
+    k_starts = q_starts if kv_cu is q_cu else frozen(kv_cu.astype(np.int64))
+    shapes: list[tuple[int, ...] | None] = [(1, int(starts[-1])) for starts in (q_starts, k_starts)]
+    labels = Labels.later(shapes, lambda: ids_of_sequences(q_starts, k_starts))
+    return fitted(State(base=sequences(q_starts, k_starts), segment_based=True, labels=labels))
 
 
 def of_cu_seqlens(
@@ -105,22 +122,28 @@ def of_cu_seqlens(
 ) -> State:
     if max_q_len is None and not flag(packed, "packed"):
         raise TypeError("max_q_len must be given unless packed=True, got None")
-    ids_of = _packed_ids if flag(packed, "packed") else _row_ids
-    q_cu, q_ids = ids_of(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
+    read = _starts if flag(packed, "packed") else _pairs
+    q_cu, q_len = read(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
     if max_kv_len is not None:
         max_kv_len = integer(max_kv_len, "max_kv_len", 0)
     if max_kv_len in (None, max_q_len) and cu_seqlens_kv is None:
-        kv_cu, kv_ids = q_cu, q_ids
+        kv_cu, kv_len = q_cu, q_len
     else:
         given = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
         if max_kv_len is None and not packed:
             max_kv_len = max_q_len
-        kv_cu, kv_ids = ids_of(given, "cu_seqlens_kv", max_kv_len, "max_kv_len")
+        kv_cu, kv_len = read(given, "cu_seqlens_kv", max_kv_len, "max_kv_len")
     if len(q_cu) != len(kv_cu):
         raise ValueError(
             f"cu_seqlens_kv must have {len(q_cu)} entries as cu_seqlens_q, got {describe(kv_cu)}"
         )
-    return replace(_of_ids(q_ids, kv_ids), cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
+    if packed and (q_len, kv_len) == (q_cu[-1], kv_cu[-1]):
+        state = _of_starts(q_cu, kv_cu)
+    else:
+        ids_of = _padded_ids if packed else _row_ids
+        q_ids = ids_of(q_cu, q_len, "max_q_len")
+        state = _of_ids(q_ids, q_ids if kv_cu is q_cu else ids_of(kv_cu, kv_len, "max_kv_len"))
+    return replace(state, cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
 
 
 def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: Any) -> State:

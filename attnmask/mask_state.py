@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from attnmask import _core
 from attnmask.arguments import AxisName, axis_name, describe, flag, frozen, integers, mask_array
 from attnmask.mask_program import Program, Shape, Terms, agree, arrays, extents, words
-from attnmask.mask_terms import Extent, Node, dense, equal, tokens_extent
+from attnmask.mask_terms import Extent, Node, dense, equal, ids_of_sequences, tokens_extent
 
 _T = TypeVar("_T")
 Ids: TypeAlias = NDArray[np.int32]
@@ -104,10 +104,14 @@ def padding_of(shape: Shape, program: Program) -> Labels:
     return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
 
 
+def _shape_of(array: NDArray[Any] | None) -> tuple[int, ...] | None:
+    return None if array is None else array.shape
+
+
 _NO_TERMS, _NO_LABELS = Terms(), Labels()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # to freeze it would double the time of a term
 class State:
     """It does not change; what was derived from it is kept in `cache`."""
 
@@ -123,7 +127,7 @@ class State:
     kv_positions: MaybeIds = None
     baked: tuple[bool, ...] = (False, False, False, False)  # in the order of FLAGS
     axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
-    cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    cache: dict[str, Any] = field(default_factory=dict, init=False)
 
     def once(self, key: str, compute: Callable[[], _T]) -> _T:
         """What `compute` gives, and gave before: of two threads that both compute it, one's is kept."""
@@ -157,18 +161,14 @@ class State:
     @property
     def held(self) -> dict[str, tuple[int, ...] | None]:
         """The shapes of the arrays that came in or were given by an operation, or None; ids need not be there yet."""
-
-        def shape(array: NDArray[Any] | None) -> tuple[int, ...] | None:
-            return None if array is None else array.shape
-
         return {
-            "attention_mask": shape(self.base_array),
+            "attention_mask": _shape_of(self.base_array),
             "q_segment_ids": self.labels.shapes[0],
             "kv_segment_ids": self.labels.shapes[1],
-            "cu_seqlens_q": shape(self.cu_seqlens_q),
-            "cu_seqlens_kv": shape(self.cu_seqlens_kv),
-            "q_positions": shape(self.q_positions),
-            "kv_positions": shape(self.kv_positions),
+            "cu_seqlens_q": _shape_of(self.cu_seqlens_q),
+            "cu_seqlens_kv": _shape_of(self.cu_seqlens_kv),
+            "q_positions": _shape_of(self.q_positions),
+            "kv_positions": _shape_of(self.kv_positions),
         }
 
     @property
@@ -266,7 +266,7 @@ def changed(state: State, given: Mapping[str, Any]) -> State:
         fixed.append(("attention_mask", tuple(None if size == 1 else size for size in mask.shape)))  # type: ignore[arg-type]
         changes |= {"base": dense(mask), "terms": Terms(), "segment_based": False, "dtype": mask.dtype}
     elif relabelled and (state.segment_based or state.base is None):
-        old = held if state.base is None else state.base[1:3]
+        old = held if state.base is None else _base_ids(state.base)
         q_ids, kv_ids = (_first(*pair) for pair in zip(new, old, strict=True))
         if kv_ids is not None and q_ids is not None:
             changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
@@ -280,6 +280,13 @@ def changed(state: State, given: Mapping[str, Any]) -> State:
         if given.get(name) is not None:
             changes[name] = integers(given[name], name, ("[entries]",))
     return fitted(replace(state, **changes), *fixed)
+
+
+def _base_ids(base: Node) -> tuple[Ids, Ids]:
+    """Those that a base of segments is made of."""
+    assert isinstance(base, tuple)
+    kind, q_side, kv_side, *_ = base
+    return ids_of_sequences(q_side, kv_side) if kind == "sequences" else (q_side, kv_side)
 
 
 def _first(new: MaybeIds, old: Any) -> MaybeIds:

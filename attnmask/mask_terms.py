@@ -9,14 +9,11 @@ A term is a tuple of its kind and its operands; it speaks of query `q` and key `
     ("equal", q_ids, k_ids, exclude_zero)  the ids [B, Q] or [B, H, Q] and those of the keys are the same, and not
                                            negative, and not zero if that is excluded
     ("dense", array, q_shift, k_shift)     array[b, h, q + q_shift[b], k + k_shift[b]] is not zero
-
-One more term is known to attention only, for packed rows::
-
     ("sequences", q_starts, k_starts, low, high)   q and k lie in the same sequence s, and counted from its starts
                                                    low[s] <= k - q <= high[s]
 
 Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
-rows; limits are such arrays too, or None for no limit.
+rows; limits are such arrays too, or None for no limit. Only attention has such limits.
 
 What has an index ``[b]`` is an int for all rows or an int64 array of one each. Axes of ids and arrays that all batch
 rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
@@ -30,9 +27,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask.arguments import frozen, mask_array, per_row, shared_integers
+from attnmask import _core
+from attnmask.arguments import as_array, frozen, mask_array, per_row, shared_integers
 
-Operands: TypeAlias = tuple[Any, ...]
 Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
 PerRow: TypeAlias = int | NDArray[np.int64]
 Extent: TypeAlias = tuple[
@@ -64,10 +61,22 @@ def dense(array: NDArray[Any]) -> Node:
 def sequences(
     q_starts: NDArray[np.int64],
     k_starts: NDArray[np.int64],
-    low: NDArray[np.int64] | None,
-    high: NDArray[np.int64] | None,
+    low: NDArray[np.int64] | None = None,
+    high: NDArray[np.int64] | None = None,
 ) -> Node:
     return ("sequences", q_starts, k_starts, low, high)
+
+
+def ids_of_sequences(
+    q_starts: NDArray[np.int64], k_starts: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The segment ids of queries and keys that say the same: the numbers of their sequences."""
+    q_ids = _sequence_ids(q_starts)
+    return q_ids, q_ids if k_starts is q_starts else _sequence_ids(k_starts)
+
+
+def _sequence_ids(starts: NDArray[np.int64]) -> NDArray[np.int32]:
+    return frozen(_core.prepare_sequence_ids(_core.int32_copy(starts, "cu_seqlens"))[None])
 
 
 # Fields
@@ -77,7 +86,7 @@ class Field(NamedTuple):
     """An operand that may be an array."""
 
     words: str  # for the array, in errors
-    extent: Callable[[tuple[int, ...]], Extent]  # what its shape says of the mask's
+    extent: Callable[[NDArray[Any]], Extent]  # what it says of the mask's shape
     check: Callable[[Any], Any]  # it comes out of a tree, where it may have become anything
 
 
@@ -88,9 +97,9 @@ def tokens_extent(shape: tuple[int, ...], side: int) -> Extent:
     return (rows, planes, length, None) if side == 2 else (rows, planes, None, length)
 
 
-def _dense_extent(shape: tuple[int, ...]) -> Extent:
+def _dense_extent(array: NDArray[Any]) -> Extent:
     """The array may be larger than what is used of it."""
-    batch, heads = (None if size == 1 else size for size in shape[:2])
+    batch, heads = (None if size == 1 else size for size in array.shape[:2])
     return batch, heads, None, None
 
 
@@ -106,10 +115,16 @@ def _checked_mask(value: Any) -> NDArray[Any]:
     return mask_array(value, "attention_mask", ("[B, H, Q, K]",))
 
 
-ROWS = Field("an array of one value a batch row", lambda shape: (shape[0], None, None, None), _checked_rows)
-QUERY_IDS = Field("the query ids", lambda shape: tokens_extent(shape, 2), _checked_ids)
-KEY_IDS = Field("the key ids", lambda shape: tokens_extent(shape, 3), _checked_ids)
+def _checked_starts(value: Any) -> NDArray[np.int64]:
+    return frozen(_core.checked_starts(as_array(value, "cu_seqlens"), "cu_seqlens"))
+
+
+ROWS = Field("an array of one value a batch row", lambda array: (len(array), None, None, None), _checked_rows)
+QUERY_IDS = Field("the query ids", lambda array: tokens_extent(array.shape, 2), _checked_ids)
+KEY_IDS = Field("the key ids", lambda array: tokens_extent(array.shape, 3), _checked_ids)
 PAIRS = Field("the attention mask", _dense_extent, _checked_mask)
+QUERY_STARTS = Field("the query starts", lambda array: (None, None, int(array[-1]), None), _checked_starts)
+KEY_STARTS = Field("the key starts", lambda array: (None, None, None, int(array[-1])), _checked_starts)
 
 
 # A rectangle of a mask
@@ -137,7 +152,7 @@ class Crop:
 
     def node(self, node: Node) -> Node:
         """The same inside the rectangle: terms look further, ids are taken along."""
-        return node if isinstance(node, str) else (node[0], *KINDS[node[0]].crop(self, *node[1:]))
+        return node if isinstance(node, str) else KINDS[node[0]].crop(self, *node[1:])
 
 
 def _tokens(array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
@@ -157,29 +172,38 @@ def _difference(a: PerRow, b: PerRow) -> PerRow:
     return a - b if isinstance(a, int) and isinstance(b, int) else frozen(np.subtract(a, b))
 
 
-def _crop_band(crop: Crop, low: int | None, high: int | None, offset: PerRow) -> Operands:
-    return low, high, _difference(_sum(offset, crop.q_start), crop.k_start)
+def _crop_band(crop: Crop, low: int | None, high: int | None, offset: PerRow) -> Node:
+    return band(low, high, _difference(_sum(offset, crop.q_start), crop.k_start))
 
 
-def _crop_chunk(crop: Crop, size: int, q_shift: PerRow, k_shift: PerRow) -> Operands:
-    return size, _sum(q_shift, crop.q_start), _sum(k_shift, crop.k_start)
+def _crop_chunk(crop: Crop, size: int, q_shift: PerRow, k_shift: PerRow) -> Node:
+    return ("chunk", size, _sum(q_shift, crop.q_start), _sum(k_shift, crop.k_start))
 
 
-def _crop_keys(crop: Crop, begin: PerRow, end: PerRow) -> Operands:
-    return _difference(begin, crop.k_start), _difference(end, crop.k_start)
+def _crop_keys(crop: Crop, begin: PerRow, end: PerRow) -> Node:
+    return ("keys", _difference(begin, crop.k_start), _difference(end, crop.k_start))
 
 
-def _crop_equal(crop: Crop, q_ids: NDArray[Any], k_ids: NDArray[Any], exclude_zero: bool) -> Operands:
-    return crop.queries(q_ids), crop.keys(k_ids), exclude_zero
+def _crop_equal(crop: Crop, q_ids: NDArray[Any], k_ids: NDArray[Any], exclude_zero: bool) -> Node:
+    return equal(crop.queries(q_ids), crop.keys(k_ids), exclude_zero)
 
 
-def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRow) -> Operands:
+def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRow) -> Node:
     """An axis that all queries or keys share stays where it is."""
-    return (
-        array,
-        q_shift if array.shape[2] == 1 else _sum(q_shift, crop.q_start),
-        k_shift if array.shape[3] == 1 else _sum(k_shift, crop.k_start),
-    )
+    q_shift = q_shift if array.shape[2] == 1 else _sum(q_shift, crop.q_start)
+    return ("dense", array, q_shift, k_shift if array.shape[3] == 1 else _sum(k_shift, crop.k_start))
+
+
+def _crop_sequences(crop: Crop, q_starts: NDArray[Any], k_starts: NDArray[Any], *_: None) -> Node:
+    """Rows may begin in different sequences, and so there are ids of tokens from here on."""
+    q_ids = _ids_within(q_starts, crop.q_start, crop.q_len)
+    return equal(q_ids, _ids_within(k_starts, crop.k_start, crop.kv_len))
+
+
+def _ids_within(starts: NDArray[np.int64], start: PerRow, length: int) -> NDArray[np.int32]:
+    if isinstance(start, int):  # no other tokens need be looked at
+        return _sequence_ids(np.minimum(np.maximum(starts, start), start + length) - start)
+    return _tokens(_sequence_ids(starts), start, length)
 
 
 # Words
@@ -203,11 +227,11 @@ def _dense_words(array: NDArray[Any], *_: PerRow) -> str:
 class Kind(NamedTuple):
     fields: dict[str, Field | None]  # of the operands, in order; None for one that is no array
     words: Callable[..., str]  # of the operands
-    crop: Callable[..., Operands]  # takes a `Crop` and the operands
+    crop: Callable[..., Node]  # of a `Crop` and the operands
 
 
 KINDS = {
-    "all": Kind({}, lambda: "everything", lambda crop: ()),
+    "all": Kind({}, lambda: "everything", lambda crop: ("all",)),
     "band": Kind({"low": None, "high": None, "offset": ROWS}, _band_words, _crop_band),
     "chunk": Kind(
         {"size": None, "q_shift": ROWS, "k_shift": ROWS}, lambda size, *_: f"chunks({size})", _crop_chunk
@@ -217,6 +241,11 @@ KINDS = {
         {"q_ids": QUERY_IDS, "k_ids": KEY_IDS, "exclude_zero": None}, lambda *_: "equal ids", _crop_equal
     ),
     "dense": Kind({"array": PAIRS, "q_shift": ROWS, "k_shift": ROWS}, _dense_words, _crop_dense),
+    "sequences": Kind(
+        {"q_starts": QUERY_STARTS, "k_starts": KEY_STARTS, "low": None, "high": None},
+        lambda *_: "sequences",
+        _crop_sequences,
+    ),
 }
 
 

@@ -551,6 +551,49 @@ def test_from_packed_cu_seqlens():
     assert MaskInfo.from_cu_seqlens([0, 2], packed=True, max_q_len=2, max_kv_len=3).shape == (1, 2, 3)
 
 
+@pytest.mark.parametrize(("q_lens", "kv_lens"), [((3, 0, 70, 1), (3, 0, 70, 1)), ((0, 4, 2), (5, 0, 90))])
+def test_packed_sequences_are_as_their_ids(q_lens, kv_lens):
+    """They are held as starts, which say the same."""
+    q_cu, kv_cu = (np.cumsum([0, *lens]) for lens in (q_lens, kv_lens))
+    q_ids, kv_ids = (np.repeat(np.arange(len(lens)), lens)[None] for lens in (q_lens, kv_lens))
+    info, twin = (
+        MaskInfo.from_cu_seqlens(q_cu, cu_seqlens_kv=kv_cu, packed=True),
+        MaskInfo.from_segments(q_ids, kv_ids),
+    )
+    assert "equal" not in repr(info._state.program)
+    rows = MaskInfo(np.ones((2, *twin.shape[1:]), bool))
+    other_ids = np.zeros_like(q_ids)
+    for change in (
+        lambda mask: mask,
+        lambda mask: pickle.loads(pickle.dumps(mask)),
+        lambda mask: ~mask.apply_causal(1),
+        lambda mask: mask.apply_chunked(3, within_segments=True),
+        lambda mask: mask.replace(q_segment_ids=other_ids),
+        lambda mask: mask.apply_sliding_window((4, 0), mode="prefill"),
+        lambda mask: (rows & mask).apply_kv_lengths([4, 60], q_len=3, sliding_window=50),
+        lambda mask: (mask | rows).apply_sliding_window(2, mode="decode", index=[1, 5]),
+        lambda mask: mask.materialize_segment_ids(),
+    ):
+        made, expected = change(info), change(twin)
+        assert made == expected
+        assert_equal(made.attention_mask, expected.attention_mask, "mask")
+        assert_equal(made.get_or_compute_segment_ids(), expected.get_or_compute_segment_ids(), "ids")
+        assert_equal((made.q_lens, made.kv_lens), (expected.q_lens, expected.kv_lens), "lens")
+        assert made.density() == expected.density()
+        assert made.visualize(2, return_str=True) == expected.visualize(2, return_str=True)
+
+
+def test_packed_sequences_take_no_memory_for_tokens():
+    tokens = 2**31 - 1
+    tracemalloc.start()
+    info = MaskInfo.from_cu_seqlens([0, 5, tokens], packed=True).apply_causal().apply_sliding_window((63, 0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert info.shape == (1, tokens, tokens)
+    assert "q_segment_ids" in repr(info)
+    assert peak < 2**20
+
+
 @pytest.mark.parametrize("sparsity", [0, 0.25, 0.9, 1])
 def test_from_random(sparsity):
     info = MaskInfo.from_random(3, 200, 700, sparsity, seed=5)
