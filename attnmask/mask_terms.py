@@ -32,9 +32,8 @@ from attnmask.arguments import as_array, frozen, mask_array, per_row, shared_int
 
 Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
 PerRow: TypeAlias = int | NDArray[np.int64]
-Extent: TypeAlias = tuple[
-    int | None, int | None, int | None, int | None
-]  # of a mask; None: not known, or whatever others say
+# Of a mask; None where it is not known, or is whatever others say.
+Extent: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
 
 def band(low: int | None, high: int | None, offset: PerRow) -> Node:
