@@ -33,17 +33,14 @@ from attnmask.mask_program import Program, Shape, arrays
 from attnmask.mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
 
 _PRECISIONS = ("default", "high", "highest")
-_READ = (  # arguments that may be arrays
-    "query",
-    "key",
-    "value",
+LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # arguments that there are gradients of
+ARRAYS = (  # arguments that may be arrays
+    *LEARNED,
     "attention_mask",
-    "bias",
     "q_segment_ids",
     "kv_segment_ids",
     "cum_seqlens_q",
     "cum_seqlens_k",
-    "softmax_aux",
     "causal_offset",
 )
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
@@ -446,7 +443,7 @@ def check_apart(out: Any, given: Mapping[str, Any]) -> None:
     if not isinstance(out, np.ndarray):
         return  # which the core refuses
     out = np.asarray(out)  # a subclass might answer for itself
-    for name in _READ:
+    for name in ARRAYS:
         value = given[name]
         if value is not None and any(_share_memory(out, array) for array in _arrays(value, name)):
             raise ValueError(f"out must share no memory with {name}")

@@ -40,6 +40,7 @@ except ImportError as _missing:
 
 from attnmask import flash
 from attnmask.arguments import as_array, describe, flag
+from attnmask.flash_arguments import ARRAYS, LEARNED
 from attnmask.flash_backward import flash_attention_bwd
 from attnmask.mask_info import MaskInfo
 
@@ -47,17 +48,7 @@ __all__ = ["flash_attention"]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
-_LEARNED = ("query", "key", "value", "bias", "softmax_aux")
-_TRACED = (
-    *_LEARNED,
-    "attention_mask",
-    "q_segment_ids",
-    "kv_segment_ids",
-    "cum_seqlens_q",
-    "cum_seqlens_k",
-    "causal_offset",
-    "dropout_seed",
-)
+_TRACED = (*ARRAYS, "dropout_seed")
 _NAMES = frozenset(signature(flash.flash_attention).parameters) - {"out"}
 
 
@@ -77,7 +68,7 @@ def _like(arrays: Iterable[Any]) -> tuple[Any, ...]:
 
 def _check(traced: dict[str, Any], static: dict[str, Any]) -> None:
     """What would not be understood where it comes out of a compiled function."""
-    for name in _LEARNED[:3]:
+    for name in LEARNED[:3]:
         if name in static:
             raise TypeError(f"{name} must be an array, got {describe(static[name])}")
         if traced[name].ndim not in (3, 4):
@@ -149,8 +140,8 @@ def flash_attention(
     }
     static = {name: x for name, x in given.items() if name not in traced}
     _check(traced, static)
-    learned = {name: traced.pop(name) for name in _LEARNED if name in traced}
-    query, key, value = (learned[name] for name in _LEARNED[:3])
+    learned = {name: traced.pop(name) for name in LEARNED if name in traced}
+    query, key, value = (learned[name] for name in LEARNED[:3])
     rows = (*query.shape[:-3], query.shape[-2], query.shape[-3])
     wide = np.float64 if query.dtype == np.float64 else np.float32
     results = (
@@ -165,7 +156,7 @@ def flash_attention(
         wanted: Any, learned: Any, others: Any, out: Any, lse: Any, dout: Any, dlse: Any
     ) -> Any:
         out, lse, dout = (as_array(x, name) for x, name in ((out, "out"), (lse, "lse"), (dout, "dout")))
-        extras = {f"grad_{name}": name in wanted for name in _LEARNED[3:]}
+        extras = {f"grad_{name}": name in wanted for name in LEARNED[3:]}
         arguments = _on_host(learned | others) | static | extras
         grads = flash_attention_bwd(
             dout, out=out, lse=lse, dlse=None if dlse is None else as_array(dlse, "dlse"), **arguments

@@ -16,11 +16,11 @@ except ImportError as _missing:
 
 from attnmask import flash
 from attnmask.arguments import describe, flag
+from attnmask.flash_arguments import LEARNED
 from attnmask.flash_backward import flash_attention_bwd
 
 __all__ = ["flash_attention"]
 
-_LEARNED = ("query", "key", "value", "bias", "softmax_aux")
 _EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
 
 
@@ -77,7 +77,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
     def forward(
         ctx: Any, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, more: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        arguments = dict(zip(_LEARNED, (query, key, value, bias, softmax_aux), strict=True)) | more
+        arguments = dict(zip(LEARNED, (query, key, value, bias, softmax_aux), strict=True)) | more
         out, lse = map(
             _to_tensor, flash.flash_attention_fwd(**{name: _detached(x) for name, x in arguments.items()})
         )
@@ -172,7 +172,7 @@ def flash_attention(
     with_lse = flag(return_lse, "return_lse")
     more = {"attention_mask": attention_mask} | {name: _detached(x) for name, x in more.items()}
     inputs = query, key, value, bias, softmax_aux
-    _check_recorded(_LEARNED, inputs)
+    _check_recorded(LEARNED, inputs)
     if torch.is_autocast_enabled("cpu"):
         inputs = *map(_autocast, (query, key, value)), bias, softmax_aux
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
