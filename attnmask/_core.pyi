@@ -59,6 +59,21 @@ def flash_backward(
     want_sinks: bool,
     /,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[np.float64] | None]: ...
+def attention_schedule(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    nodes: tuple[Any, ...],
+    bias: ArrayLike | None,
+    scale: float,
+    cap: float,
+    sinks: NDArray[np.float64] | None,
+    normalize: bool,
+    dropout: float,
+    seed: int,
+    threads: int,
+    /,
+) -> dict[str, Any]: ...
 def flash_forward(
     query: ArrayLike,
     key: ArrayLike,
@@ -78,6 +93,7 @@ def flash_forward(
 def get_num_threads() -> int: ...
 def int32_copy(array: ArrayLike, name: str, /) -> NDArray[Any]: ...
 def check_mask(array: ArrayLike, name: str, /) -> None: ...
+def kernel_table(name: str, /) -> tuple[int, int]: ...
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool, strict: bool, /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...

@@ -4,6 +4,7 @@ Arrays are ``[B, T, H, D]``: batch rows, tokens, heads, channels; or ``[T, H, D]
 may have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
 """
 
+from inspect import signature
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -246,6 +247,25 @@ def flash_attention_fwd(
     given = locals()
     problem, batched = read_problem(given)
     return _forward(problem, batched, True, given)  # type: ignore[return-value]
+
+
+def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
+    """How a call of `flash_attention` with these arguments is divided among so many threads, as plain data:
+
+    groups
+        What is computed by itself, a sequence or a batch row: a dict of its ``row``, ``queries`` and ``keys`` (begin
+        and end), ``tiles`` of keys, ``strategy``, the most ``block_rows``, ``items`` of each of its ``splits``, and
+        ``task_items``.
+    tasks
+        For each the index of its group, and the rows and tiles of its items.
+    waves
+        For each parallel loop the number of its tasks, and how many of them one thread begins with.
+    scratch
+        Bytes of memory beside the results.
+    """
+    bound = signature(flash_attention).bind(**arguments)
+    bound.apply_defaults()
+    return _core.attention_schedule(*read_problem(bound.arguments)[0], threads)
 
 
 def dropout_keep_mask(

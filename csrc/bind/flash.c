@@ -1,5 +1,5 @@
 /* flash.c – bindings of attention. */
-#include "core/flash_backward.h"
+#include "core/attn_schedule.h"
 
 #include <math.h>
 
@@ -118,10 +118,10 @@ static ptrdiff_t bias_step(PyArrayObject *bias, int axis)
 }
 
 /* What is asked for, without where results go. */
-static am_flash flash_of(arguments *a)
+static am_attn flash_of(arguments *a)
 {
     const am_mask *mask = &a->mask.mask;
-    am_flash flash = {
+    am_attn flash = {
         .batch = mask->batch,
         .heads = mask->heads,
         .kv_heads = PyArray_DIM(a->key, 2),
@@ -165,13 +165,13 @@ static PyObject *compute(PyObject *module, arguments *a)
         lse = am_new_array_of(3, rows, PyArray_TYPE(a->query) == NPY_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
-    am_flash flash = flash_of(a);
+    am_attn flash = flash_of(a);
     flash.out = tokens(out);
     flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.run, &a->mask.mask);
-    if (status == AM_OK) status = am_flash_forward(&call.run, &flash);
+    if (status == AM_OK) status = am_attn_forward(&call.run, &flash);
     am_leave(&call);
     if (status == AM_OK)
         result =
@@ -232,6 +232,121 @@ static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize
     release(&a);
     return result;
 }
+
+/* --- The schedule as data --- */
+
+static const char *const strategy_names[AM_STRATEGIES] = {
+    [AM_UNPACKED] = "unpacked", [AM_TRANSPOSED] = "transposed",       [AM_PRIVATE_PACKING] = "private",
+    [AM_LOCKSTEP] = "lockstep", [AM_LOCAL_PACKING] = "local packing", [AM_SHARED_PACKING] = "shared packing",
+};
+
+static PyObject *group_data(const am_scheduled *g)
+{
+    return Py_BuildValue("{s:n,s:(nn),s:(nn),s:n,s:s,s:n,s:n,s:n,s:n}", "row", g->group.b, "queries",
+                         g->group.queries.begin, g->group.queries.end, "keys", g->group.keys.begin,
+                         g->group.keys.end, "tiles", am_length(g->group.tiles), "strategy",
+                         strategy_names[g->shape.strategy], "block_rows", g->shape.rows, "items", g->items,
+                         "splits", g->shape.splits, "task_items", g->task_items);
+}
+
+/* The rows and the number of tiles of each item of a task. */
+static PyObject *task_data(const am_attn_base *base, const am_attn_groups *groups, const am_schedule *s,
+                           ptrdiff_t task)
+{
+    const am_scheduled *g = am_scheduled_of(s, task);
+    const am_task_items some = am_items_of(g, task);
+    PyObject *items = PyList_New(0);
+    for (ptrdiff_t i = some.first; items && i < some.first + some.count; i++) {
+        const am_attn_place at = am_item_place(base, groups, g, i);
+        ptrdiff_t tiles = 0;
+        for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
+            if (!s->splits_apart || split == some.split)
+                tiles += am_max(0, am_length(am_split_tiles(base, groups, g, &at, split)));
+        }
+        PyObject *item = Py_BuildValue("(nn)", at.rows, tiles);
+        if (!item || PyList_Append(items, item) < 0) Py_CLEAR(items);
+        Py_XDECREF(item);
+    }
+    return items ? Py_BuildValue("(nN)", (Py_ssize_t)(g - s->groups), items) : NULL;
+}
+
+/* A list of what `make` makes of 0 … count - 1. */
+typedef struct {
+    const am_attn_base *base;
+    const am_attn_groups *groups;
+    const am_schedule *schedule;
+} schedule_view;
+
+static PyObject *group_at(const schedule_view *view, ptrdiff_t i)
+{
+    return group_data(&view->schedule->groups[i]);
+}
+static PyObject *task_at(const schedule_view *view, ptrdiff_t i)
+{
+    return task_data(view->base, view->groups, view->schedule, am_task_at(view->schedule, i));
+}
+
+static PyObject *list_of(const schedule_view *view, ptrdiff_t count,
+                         PyObject *(*make)(const schedule_view *, ptrdiff_t))
+{
+    PyObject *list = PyList_New(0);
+    for (ptrdiff_t i = 0; list && i < count; i++) {
+        PyObject *item = make(view, i);
+        if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* The tasks of each parallel loop, and how many of them follow each other in one thread if they can. */
+static PyObject *wave_list(const schedule_view *view)
+{
+    PyObject *list = PyList_New(0);
+    for (ptrdiff_t task = 0; list && task < view->schedule->tasks;) {
+        const am_wave wave = am_next_wave(view->schedule, view->base, task);
+        PyObject *item = Py_BuildValue("(nn)", wave.tasks, wave.row_tasks);
+        if (!item || PyList_Append(list, item) < 0) Py_CLEAR(list);
+        Py_XDECREF(item);
+        task += wave.tasks;
+    }
+    return list;
+}
+
+static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    am_attn_groups groups = {0};
+    am_schedule schedule = {0};
+    PyObject *threads = NULL, *result = NULL;
+    const am_param params[] = {PROBLEM(a), {"threads", am_to_object, &threads}};
+    if (am_parse("attention_schedule", args, nargs, params, PROBLEM_PARAMS + 1) < 0) goto fail;
+    const long count = PyLong_AsLong(threads);
+    if (count == -1 && PyErr_Occurred()) goto fail;
+    if (check_problem(&a) < 0) goto fail;
+    const am_attn attn = flash_of(&a);
+    am_call call;
+    am_enter(&call, module, 0);
+    const am_attn_base base = am_attn_base_of(&call.run, &attn);
+    am_status status = am_mask_prepare(&call.run, &a.mask.mask);
+    if (status == AM_OK) status = am_attn_groups_make(&groups, attn.mask, true);
+    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &groups, (int)am_max(1, count));
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        goto fail;
+    }
+    const schedule_view view = {&base, &groups, &schedule};
+    result = Py_BuildValue("{s:N,s:N,s:N,s:n}", "groups", list_of(&view, schedule.count, group_at), "tasks",
+                           list_of(&view, schedule.tasks, task_at), "waves", wave_list(&view), "scratch",
+                           am_attn_scratch(&base, &schedule, (int)am_max(1, count)));
+fail:
+    am_schedule_free(&schedule);
+    am_attn_groups_free(&groups);
+    release(&a);
+    return result;
+}
+
+/* --- Backward --- */
 
 typedef struct {
     arguments a;
@@ -302,7 +417,7 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
     for (int i = 0; i < 5; i++) {
         if (like[i] && !(made[i] = new_like(like[i]))) goto fail;
     }
-    am_backward_problem problem = {
+    am_attn_gradients problem = {
         .forward = flash_of(a),
         .lse = row_stats(g->lse),
         .d_lse = row_stats(g->d_lse),
@@ -320,7 +435,7 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.run, &a->mask.mask);
-    if (status == AM_OK) status = am_flash_backward(&call.run, &problem);
+    if (status == AM_OK) status = am_attn_backward(&call.run, &problem);
     am_leave(&call);
     if (status == AM_OK)
         result = Py_BuildValue("(OOOOO)", made[0], made[1], made[2], made[3] ? (PyObject *)made[3] : Py_None,
@@ -401,6 +516,13 @@ PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
      "return_lse, out, /)\n--\n\n"},
+    {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
+     "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
+     "seed, threads, /)\n--\n\nHow attention forward would be divided among so many threads:\n\n"
+     "groups   what is computed by itself, and its strategy: a dict each\n"
+     "tasks    (index of the group, [(rows, tiles) of each item])\n"
+     "waves    (tasks, tasks of a head) of each parallel loop\n"
+     "scratch  bytes of memory beside the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
      "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
      "dout, out, lse, dlse, want_bias, want_sinks, /)\n--\n\n"},

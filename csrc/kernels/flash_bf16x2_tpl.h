@@ -126,8 +126,8 @@ static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdi
     vf nothing[] = {vf_set1(0), vf_set1(0)};
     prefetch_lines none = prefetch_nothing(from);
     for (ptrdiff_t i = 0; i < depth; i += PANEL_f32, dst += AM_FLASH_TILE / 2 * PANEL_f32)
-        pack_panel_bf16x2(dst, AM_FLASH_TILE / 2, (const uint16_t *)from + i, step, rows, depth - i, nothing,
-                          &none);
+        pack_panel_bf16x2(dst, whole_panels_f32(rows) / 2, (const uint16_t *)from + i, step, rows, depth - i,
+                          nothing, &none);
     return vf_total(vf_add(nothing[0], nothing[1])) == 0;
 }
 

@@ -22,7 +22,7 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
 {
     const bool scaled = factor != 1;
     const V scale = VOP(set1)((T)factor);
-    for (ptrdiff_t row = 0; row < AM_FLASH_TILE; row += LANES) {
+    for (ptrdiff_t row = 0; row < FN(whole_panels)(rows); row += LANES) {
         const S *src = (const S *)from + row * step;
         T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * depth + row % FN(PANEL);
         for (ptrdiff_t i = 0; i < depth; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
@@ -77,7 +77,8 @@ static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdif
             nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i, nothing);
     }
     for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
-        memset(dst + i * AM_FLASH_TILE, 0, (size_t)((AM_FLASH_TILE - rows) * FN(PANEL)) * sizeof *dst);
+        memset(dst + i * AM_FLASH_TILE, 0,
+               (size_t)((FN(whole_panels)(rows) - rows) * FN(PANEL)) * sizeof *dst);
     return VOP(total)(nothing) == 0;
 }
 

@@ -9,6 +9,12 @@ enum {
     FN(IN_FLIGHT) = 4, /* vectors whose sums do not wait for one another */
 };
 
+/* Rounds rows up to whole panels. */
+static inline ptrdiff_t FN(whole_panels)(ptrdiff_t rows)
+{
+    return (rows + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
+}
+
 /* Up to half a strip, and up to a whole one. */
 #if STRIP > 6
 #    define EACH_FEW_ROWS(ROWS) ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)

@@ -259,6 +259,10 @@ static inline vd tanh_tail_f64(vd z)
 #    define KV_FORMAT_KERNELS(type)                                                                          \
         {pack_keys_##type, pack_values_##type, step_unpacked_##type, read_bias_##type, write_##type}
 
+/* Keys and values are bf16x2; bias and result may be of any type. */
+#    define BF16X2_KERNELS(type)                                                                             \
+        {pack_keys_f32, pack_values_bf16x2, step_unpacked_bf16x2, read_bias_##type, write_##type}
+
 #    define JOIN_(a, b) a##b
 #    define JOIN(a, b) JOIN_(a, b)
 #    define STRING_(a) #a
@@ -308,6 +312,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
         {
             .panel = PANEL_f32,
             .step = flash_step_f32,
+            .merge = merge_f32,
             .scale = scale_f32,
             .kv_formats = {KV_FORMAT_KERNELS(f32), KV_FORMAT_KERNELS(f16), KV_FORMAT_KERNELS(bf16)},
             .backward = backward_f32,
@@ -315,16 +320,12 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .load_rows = load_rows_f32,
             .add_rows = add_rows_f32,
             .dot_rows = dot_rows_f32,
-#    ifdef V_BF16X2
-            .bf16x2 = {flash_step_bf16x2, false, backward_bf16x2, find_row_max_bf16x2},
-            .pack_values_bf16x2 = pack_values_bf16x2,
-            .step_unpacked_bf16x2 = step_unpacked_bf16x2,
-#    endif
         },
     .flash_f64 =
         {
             .panel = PANEL_f64,
             .step = flash_step_f64,
+            .merge = merge_f64,
             .scale = scale_f64,
             .kv_formats = {KV_FORMAT_KERNELS(f64)},
             .backward = backward_f64,
@@ -333,5 +334,20 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .add_rows = add_rows_f64,
             .dot_rows = dot_rows_f64,
         },
+#    ifdef V_BF16X2
+    .flash_bf16x2 =
+        {
+            .panel = PANEL_f32,
+            .step = flash_step_bf16x2,
+            .merge = merge_f32,
+            .scale = scale_f32,
+            .kv_formats = {BF16X2_KERNELS(f32), BF16X2_KERNELS(f16), BF16X2_KERNELS(bf16)},
+            .backward = backward_bf16x2,
+            .find_row_max = find_row_max_bf16x2,
+            .load_rows = load_rows_f32,
+            .add_rows = add_rows_f32,
+            .dot_rows = dot_rows_f32,
+        },
+#    endif
 };
 #endif

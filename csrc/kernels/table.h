@@ -138,9 +138,11 @@ typedef struct {
     const void *q_packed;             /* packed like keys, for transposed tiles */
     void *out;                        /* [rows][out_depth] */
     void *ref_max, *sum, *row_max;    /* [rows]; row_max may be NULL */
-    void *logits;                     /* [rows][AM_FLASH_TILE], scratch of the kernel */
+    void *logits;                     /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed
+                                       * [AM_FLASH_TILE][AM_FLASH_ROWS] */
     double cap;                       /* 0: none */
-    double factor;                    /* logits are q kᵀ times it, but for bias and cap */
+    double factor;                    /* logits are q kᵀ times it, but for bias and cap; 1 unless a lane of q
+                                       * and k holds two numbers */
     double unit;                      /* of logits: e^logit is 2^(unit logit); 1, or log2 e */
 } am_flash_rows;
 
@@ -173,11 +175,12 @@ typedef struct {
     const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
     bool finite;          /* no packed value is NaN or Inf */
     bool transposed;      /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
-                           * are live, and products are logits but for a factor of more than 0 */
+                           * are live, products are logits but for a factor of more than 0, and keys lie on
+                           * multiples of a lane */
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
-     * packed, if all pairs are live and their depth is `out_depth`, and whole panels where a lane holds two
-     * numbers; else v_step is 0. */
+     * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
+     * where a lane holds two numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
@@ -185,9 +188,13 @@ typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile
 /* For few rows, and unpacked keys and values: of several heads, which may lie side by side. */
 typedef void am_flash_step_unpacked(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
 
+/* Adds the accumulators of the same rows over other keys to those of `whole`. */
+typedef void am_flash_merge(const am_flash_rows *whole, const am_flash_rows *split);
+
 /* Packs up to AM_FLASH_TILE keys or values, rows `step` elements apart, into panels: keys [panel of
- * rows][depth][row], times a factor, values [panel of columns][AM_FLASH_TILE][column]; missing rows
- * and columns are zero. Returns whether all values are finite. */
+ * rows][depth][row], times a factor, which is 1 where a lane holds two numbers, values [panel of
+ * columns][AM_FLASH_TILE][column]. Missing columns are zero, and so are missing rows up to whole panels;
+ * those behind are not written. Returns whether all values are finite. */
 typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
                                 double factor);
 typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
@@ -262,19 +269,13 @@ typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff
 typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
                          ptrdiff_t rows, ptrdiff_t depth);
 
-/* For bfloat16, if the processor multiplies it, else NULL. A lane of float32 holds two (bf16x2): neighbours
- * in depth of what pack_keys of AM_KV_FORMAT_OWN packs and of the rows that are multiplied with it (`depth`
- * of am_flash_rows counts lanes), neighbouring rows of what pack_values_bf16x2 packs. */
+/* Attention in one arithmetic. */
 typedef struct {
+    ptrdiff_t
+        panel; /* rows or columns of one; divides AM_FLASH_TILE; 0 if the processor has no such arithmetic */
+    bool amx;  /* the step multiplies by AMX tiles, and takes no unpacked values */
     am_flash_step *step;
-    bool amx; /* the step multiplies by AMX tiles, and takes no unpacked values */
-    am_flash_backward_step *backward;
-    am_flash_find_row_max *find_row_max;
-} am_bf16x2_kernels;
-
-typedef struct {
-    ptrdiff_t panel; /* rows or columns of one; divides AM_FLASH_TILE */
-    am_flash_step *step;
+    am_flash_merge *merge;
     am_flash_scale *scale;
     am_kv_format_kernels kv_formats[AM_KV_FORMATS];
     am_flash_backward_step *backward;
@@ -282,9 +283,6 @@ typedef struct {
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
-    am_bf16x2_kernels bf16x2;
-    am_flash_pack_values *pack_values_bf16x2;
-    am_flash_step_unpacked *step_unpacked_bf16x2; /* of neighbours in depth, also in values */
 } am_flash_kernels;
 
 typedef struct {
@@ -314,6 +312,10 @@ typedef struct {
     am_unlike_bits *unlike_bits;
     am_keep_bits *keep_bits;
     am_flash_kernels flash_f32, flash_f64;
+    /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
+     * depth of what pack_keys packs and of the rows that are multiplied with it (`depth` of am_flash_rows
+     * counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values packs. */
+    am_flash_kernels flash_bf16x2;
 } am_kernels;
 
 extern const am_kernels am_kernels_baseline;
@@ -327,7 +329,10 @@ extern const am_kernels am_kernels_avx512;
 extern const am_kernels am_kernels_avx512bf16;
 #endif
 #ifdef AM_HAVE_AMX
-extern const am_bf16x2_kernels am_kernels_amx; /* the rest of this level is that of the one below */
+/* What this level does by AMX tiles; the rest is that of the level below. */
+extern am_flash_step am_flash_step_amx;
+extern am_flash_backward_step am_flash_backward_amx;
+extern am_flash_find_row_max am_flash_find_row_max_amx;
 #endif
 
 #endif

@@ -1,14 +1,14 @@
-/* flash_base.h – what attention forward and backward share: how numbers are read, which pairs of a tile are
- * live, where memory comes from. */
-#ifndef AM_FLASH_BASE_H
-#define AM_FLASH_BASE_H
+/* attn_base.h – what all of attention stands on: the arithmetic, how rows of numbers are read, and where
+ * memory comes from. */
+#ifndef AM_ATTN_BASE_H
+#define AM_ATTN_BASE_H
 
 #include <math.h>
 #include <stdatomic.h>
 
 #include "core/arithmetic.h"
-#include "core/flash.h"
-#include "core/flash_ranges.h"
+#include "core/attn.h"
+#include "core/attn_groups.h"
 
 enum { AM_LINE = 64 }; /* bytes */
 
@@ -17,47 +17,75 @@ static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453
 /* More channels than this are refused as AM_NO_MEMORY. No memory holds as many, but up to here the lengths of
  * a workspace do not overflow. */
 static const ptrdiff_t AM_MOST_DEPTH = PTRDIFF_MAX >> 23;
-static inline bool am_is_too_deep(const am_flash *f)
+static inline bool am_is_too_deep(const am_attn *f)
 {
     return am_max(f->depth, f->value_depth) > AM_MOST_DEPTH;
 }
 
 typedef struct {
-    const am_flash *flash;
+    const am_attn *attn;
     const am_kernels *all_kernels;
-    const am_flash_kernels *kernels;
-    am_dtype type;      /* of the arithmetic */
-    ptrdiff_t size;     /* of its elements */
-    ptrdiff_t group;    /* query heads that share keys */
-    double unit;        /* of logits: e^logit is 2^(unit logit) */
-    uint32_t threshold; /* of dropout, 0 for none */
-    bool by_head;       /* heads may see different keys */
-} am_flash_base;
+    const am_flash_kernels *kernels; /* of the arithmetic */
+    am_dtype type;                   /* of sums */
+    ptrdiff_t size;                  /* of their elements */
+    bool bf16x2;                     /* a lane of queries, keys and values holds two bfloat16 */
+    ptrdiff_t group;                 /* query heads that share keys */
+    double unit;                     /* of logits: e^logit is 2^(unit logit) */
+    uint32_t threshold;              /* of dropout, 0 for none */
+    bool by_head;                    /* heads may see different keys */
+} am_attn_base;
 
-am_flash_base am_flash_base_of(const am_run *run, const am_flash *flash);
+/* The greatest number of 32 bits for which am_keep_bits drops a weight. */
+uint32_t am_threshold_of(double probability);
+
+am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn);
 
 /* Rows of a block: row r is query q + r % queries of head head + r / queries. */
 typedef struct {
+    const am_attn_group *group;
     ptrdiff_t b, kv_head, head, heads, q, queries, rows;
     ptrdiff_t block; /* the index of its range of queries */
-    ptrdiff_t row;   /* the index of its row in the plan */
-} am_flash_place;
+} am_attn_place;
 
-static inline ptrdiff_t am_head_of(const am_flash_place *at, ptrdiff_t row)
+/* A block of so many heads from `head` on, which share a key head. */
+static inline am_attn_place am_place_of(const am_attn_base *base, const am_attn_groups *groups,
+                                        const am_attn_group *group, ptrdiff_t block, ptrdiff_t head,
+                                        ptrdiff_t heads)
+{
+    const am_range queries = am_range_at(&groups->blocks, block);
+    const ptrdiff_t count = queries.end - queries.begin;
+    return (am_attn_place){.group = group,
+                           .b = group->b,
+                           .kv_head = head / base->group,
+                           .head = head,
+                           .heads = heads,
+                           .q = queries.begin,
+                           .queries = count,
+                           .rows = heads * count,
+                           .block = block};
+}
+
+static inline ptrdiff_t am_head_of(const am_attn_place *at, ptrdiff_t row)
 {
     return at->head + row / at->queries;
 }
-static inline ptrdiff_t am_query_of(const am_flash_place *at, ptrdiff_t row)
+static inline ptrdiff_t am_query_of(const am_attn_place *at, ptrdiff_t row)
 {
     return at->q + row % at->queries;
 }
 
+/* The lanes that hold so many numbers of a query or key. */
+static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t depth)
+{
+    return base->bf16x2 ? am_ceil_div(depth, 2) : depth;
+}
+
 /* Read and write numbers of the arithmetic type. */
-static inline double am_number(const am_flash_base *base, const void *array, ptrdiff_t i)
+static inline double am_number(const am_attn_base *base, const void *array, ptrdiff_t i)
 {
     return base->type == AM_FLOAT64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
 }
-static inline void am_set_number(const am_flash_base *base, void *array, ptrdiff_t i, double x)
+static inline void am_set_number(const am_attn_base *base, void *array, ptrdiff_t i, double x)
 {
     if (base->type == AM_FLOAT64)
         ((double *)array)[i] = x;
@@ -67,7 +95,7 @@ static inline void am_set_number(const am_flash_base *base, void *array, ptrdiff
 
 /* Returns rows of `count` numbers of the arithmetic type, `step` elements apart: where they lie, or copied to
  * `scratch` of am_row_scratch bytes. */
-const char *am_read_rows(const am_flash_base *base, char *scratch, const char *src, ptrdiff_t row_step,
+const char *am_read_rows(const am_attn_base *base, char *scratch, const char *src, ptrdiff_t row_step,
                          ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
                          ptrdiff_t *step);
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
@@ -88,7 +116,7 @@ bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count);
  * to `scratch`. */
 void am_copy_bf16x2(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                     ptrdiff_t count);
-const char *am_read_bf16x2(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows,
+const char *am_read_bf16x2(const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
                            ptrdiff_t count, char *scratch, ptrdiff_t *step);
 
 /* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
@@ -96,28 +124,14 @@ const char *am_read_bf16x2(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrd
 am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
                                     ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count);
 
-/* The bias of the rows of one head and some keys, to prefetch if it lies side by side. */
-am_prefetch_rows am_prefetch_bias(const am_flash_base *base, const am_flash_place *at, am_range keys);
-
 /* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
 static inline double am_power(double unit, double logit, double from)
 {
     return logit == from ? 1 : exp2((logit - from) * unit);
 }
 
-/* A sink in units of 1, rounded as logits are. */
-double am_sink_logit(const am_flash_base *base, ptrdiff_t head, ptrdiff_t i);
-
-/* The greatest of a head's sinks, Σ e^(sink - highest), and the number of sinks that are as great. */
-typedef struct {
-    double highest, sum, count;
-} am_sink_sum;
-
-/* Makes one for each head, which the caller frees; NULL if there are no sinks. */
-am_status am_sum_sinks(const am_run *run, const am_flash_base *base, am_sink_sum **sums);
-
 /* The kernels for keys, values or bias of a type, NULL if they have to be converted first. */
-static inline const am_kv_format_kernels *am_kv_format_of(const am_flash_base *base, am_dtype type)
+static inline const am_kv_format_kernels *am_kv_format_of(const am_attn_base *base, am_dtype type)
 {
     am_kv_format format = type == AM_FLOAT16    ? AM_KV_FORMAT_F16
                           : type == AM_BFLOAT16 ? AM_KV_FORMAT_BF16
@@ -125,25 +139,6 @@ static inline const am_kv_format_kernels *am_kv_format_of(const am_flash_base *b
     bool known = format == AM_KV_FORMAT_OWN ? type == base->type : base->type == AM_FLOAT32;
     return known ? &base->kernels->kv_formats[format] : NULL;
 }
-
-/* Returns whether a tile is dead, mixed or full, and unless it is dead fills in a word for each row. */
-am_tile am_find_live(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
-                     uint64_t *live);
-
-/* The range of tiles from the first to the last that any row of the block may see. */
-am_range am_tiles_of(const am_flash_base *base, const am_ranges *tiles, const am_flash_place *at);
-
-/* An estimate from a few blocks of the most tiles that a block of query rows sees. */
-ptrdiff_t am_most_tiles(const am_flash_base *base, const am_ranges *blocks, const am_ranges *tiles);
-
-/* Reads the bias of a tile to [rows][AM_FLASH_TILE]; pairs where it is -INFINITY become dead. `scratch` is
- * for one row. */
-am_tile am_read_bias(const am_flash_base *base, const am_flash_place *at, ptrdiff_t k, ptrdiff_t columns,
-                     char *scratch, char *bias, uint64_t *live, am_tile tile);
-
-/* The key of one row for am_keep_bits. */
-uint64_t am_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
-uint32_t am_threshold_of(double probability);
 
 /* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
 void *am_alloc_aligned(ptrdiff_t bytes);

@@ -1,6 +1,6 @@
-/* flash.h – exact attention that never holds more logits than one tile. */
-#ifndef AM_FLASH_H
-#define AM_FLASH_H
+/* attn.h – exact attention that never holds more logits than one tile, and its gradients. */
+#ifndef AM_ATTN_H
+#define AM_ATTN_H
 
 #include <stdint.h>
 
@@ -35,9 +35,26 @@ typedef struct {
     double dropout; /* the probability, below 1 */
     uint64_t seed;
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
-} am_flash;
+} am_attn;
 
-am_status am_flash_forward(const am_run *run, const am_flash *flash);
+am_status am_attn_forward(const am_run *run, const am_attn *attn);
+
+/* One number for each row, of the arithmetic type; steps in bytes. */
+typedef struct {
+    const char *data;
+    ptrdiff_t batch, head, token;
+} am_row_stats;
+
+typedef struct {
+    am_attn forward;         /* `out` is its result; its lse is not read */
+    am_row_stats lse, d_lse; /* d_lse.data: NULL if it is 0 */
+    am_tokens d_out, d_q, d_k, d_v;
+    char *d_bias;            /* C-contiguous, of bias_type; NULL: not computed */
+    ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */
+    double *d_sinks;         /* [heads][sink_count]; NULL: not computed */
+} am_attn_gradients;
+
+am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem);
 
 /* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]; strides in bytes. */
 am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],

@@ -1,0 +1,391 @@
+/* attn_forward.c – attention forward: takes each block of query rows over its keys.
+ *
+ * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
+ * keys. It steps over tiles of up to 64 keys. The schedule tells how tiles are read, and which blocks a task
+ * takes; where blocks are few, it splits the keys of each, and the accumulators of the splits are merged. */
+#include <stdlib.h>
+
+#include "core/attn_epilogue.h"
+#include "core/attn_kv.h"
+
+enum { TILE = AM_FLASH_TILE };
+
+typedef struct {
+    am_attn_base base;
+    am_attn_groups groups;
+    am_schedule schedule;
+    am_kv kv;
+    am_sink_sum *sinks; /* one for each head; NULL without sinks */
+    char *partials;     /* accumulators of splits that are items of their own */
+    am_workspaces workspaces;
+} forward;
+
+/* The memory of a thread. */
+typedef struct {
+    char *q, *q_packed, *logits, *accumulators;
+    am_logit_scratch terms;
+    am_kv_workspace kv;
+} workspace;
+
+/* An item of a task: a block, and its part of the memory. */
+typedef struct {
+    am_attn_place at;
+    char *q, *q_packed;
+    am_logit_scratch terms;
+    am_flash_rows rows, split; /* its accumulators, and those of a later split */
+} item;
+
+/* Where a task is: at one split of the blocks from `at` on. */
+typedef struct {
+    const am_scheduled *group;
+    am_attn_place at;
+    ptrdiff_t split;
+} position;
+
+/* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
+static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
+{
+    const am_schedule *s = &f->schedule;
+    const ptrdiff_t size = f->base.size, word = sizeof(uint64_t), tile = AM_FLASH_ROWS * TILE * size;
+    const am_attn *attn = f->base.attn;
+    ptrdiff_t used = 0;
+    w->q = am_take(memory, &used, s->item_rows * attn->depth * size);
+    w->q_packed = am_take(memory, &used, s->packed_queries * s->k_bytes);
+    w->logits = am_take(memory, &used, tile);
+    am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
+    w->accumulators = am_take(memory, &used, s->item_bytes);
+    w->terms.row = w->kv.row;
+    w->terms.bias = am_take(memory, &used, attn->bias ? tile : 0);
+    w->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    w->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    w->terms.row_keys = (uint64_t *)am_take(memory, &used, s->item_rows * word);
+    return used;
+}
+
+/* The accumulators of a block lie side by side. */
+static am_flash_rows accumulators(const forward *f, const am_scheduled *g, char *memory, ptrdiff_t rows)
+{
+    const ptrdiff_t out_depth = f->schedule.out_depth, stat_bytes = g->shape.rows * f->base.size;
+    char *stats = memory + out_depth * stat_bytes;
+    return (am_flash_rows){
+        .rows = rows,
+        .depth = f->schedule.lanes,
+        .out_depth = out_depth,
+        .out = memory,
+        .ref_max = stats,
+        .sum = stats + stat_bytes,
+        .row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes,
+        .cap = f->base.attn->cap,
+        .factor = f->base.bf16x2 ? f->schedule.factor : 1,
+        .unit = f->base.unit,
+    };
+}
+
+/* The accumulators of one split of an item; those of its splits lie side by side. */
+static char *partial_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
+{
+    const ptrdiff_t bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows);
+    return f->partials + g->first_partial + (index * g->shape.splits + split) * bytes;
+}
+
+static bool is_apart(const forward *f, const am_scheduled *g)
+{
+    return f->schedule.splits_apart && g->shape.splits > 1;
+}
+
+/* --- Items --- */
+
+/* Makes the i-th item in lockstep. If unpacked, all items take one step, and have at most as many rows as one
+ * full block; else they step one after the other, each with the whole memory for a tile. */
+static item item_of(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
+                    ptrdiff_t i)
+{
+    const ptrdiff_t size = f->base.size, row = i * g->shape.rows, index = task.first + i,
+                    bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows),
+                    tile_row = g->shape.strategy == AM_UNPACKED ? row : 0;
+    item it = {.at = am_item_place(&f->base, &f->groups, g, index),
+               .q = w->q + row * f->schedule.lanes * size,
+               .q_packed = g->shape.strategy == AM_TRANSPOSED ? w->q_packed + i * f->schedule.k_bytes : NULL,
+               .terms = w->terms};
+    if (it.terms.bias) it.terms.bias += tile_row * TILE * size;
+    it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
+    char *own = is_apart(f, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
+    it.rows = accumulators(f, g, own, it.at.rows);
+    it.rows.q = it.q, it.rows.q_step = f->schedule.lanes;
+    if (g->shape.queries_direct) {
+        it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
+        it.rows.q_step = f->base.attn->q.token / size;
+    }
+    it.rows.q_packed = it.q_packed;
+    it.rows.logits = w->logits + tile_row * TILE * size;
+    it.split = it.rows;
+    if (g->shape.splits > 1 && !is_apart(f, g)) {
+        it.split = accumulators(f, g, own + am_lockstep(g) * bytes, it.at.rows);
+        it.split.q = it.rows.q, it.split.q_step = it.rows.q_step, it.split.q_packed = it.rows.q_packed;
+        it.split.logits = it.rows.logits;
+    }
+    return it;
+}
+
+/* Copies the queries of a block, scaled and packed as its strategy wants them. */
+static void load_queries(const forward *f, const am_scheduled *g, const item *it, char *scratch)
+{
+    const am_attn_base *base = &f->base;
+    const am_tokens *q = &base->attn->q;
+    const ptrdiff_t depth = base->attn->depth, row_bytes = f->schedule.lanes * base->size;
+    const double factor = g->shape.scales_keys ? 1 : f->schedule.factor;
+    char *to = it->q;
+    for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
+        const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
+        if (base->bf16x2) {
+            am_copy_bf16x2(to, src, q->token, q->element, it->at.queries, depth);
+            to += it->at.queries * row_bytes;
+            continue;
+        }
+        ptrdiff_t step;
+        src = am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, depth, &step);
+        for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
+            base->kernels->scale(to, src, factor, depth, false);
+    }
+    if (it->q_packed)
+        base->kernels->kv_formats[AM_KV_FORMAT_OWN].pack_keys(it->q_packed, it->rows.q, it->rows.q_step,
+                                                              it->at.rows, f->schedule.lanes, 1);
+}
+
+/* --- Tiles --- */
+
+/* What the step over a tile prefetches: the next tile of the same blocks, or after the last one what is next
+ * for this thread. `count` blocks take the tile in `parts`, one after the other; each prefetches its part,
+ * and the bias of its first block, `one`. */
+static void choose_prefetch(const forward *f, const position *here, const position *next, const item *one,
+                            am_range tiles, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts,
+                            const am_kv_workspace *kv, am_flash_tile *tile)
+{
+    const am_attn_base *base = &f->base;
+    const am_attn *attn = base->attn;
+    const am_attn_place *at = &here->at, *then = &next->at;
+    const am_shape *h = &here->group->shape;
+    const ptrdiff_t kv_heads = h->head_blocks > 1 ? 1 : count,
+                    heads = am_min(count * h->block_heads, kv_heads * base->group);
+    const bool last = tiles.begin + 1 >= tiles.end;
+    const position *where = last ? next : here;
+    const am_range left = last ? am_split_tiles(&f->base, &f->groups, next->group, then, next->split)
+                               : (am_range){tiles.begin + 1, tiles.end};
+    am_range keys = {0, 0};
+    if (left.begin < left.end) {
+        keys = am_range_at(&f->groups.tiles, left.begin);
+        am_kv_prefetch(&f->kv, where->group, &where->at, left.begin, kv_heads, part, parts, kv, tile);
+    }
+    tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
+    if (!last || is_apart(f, here->group) || (next->at.block == at->block && next->at.head == at->head))
+        return;
+    const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
+                    begin = at->queries * part / parts, end = at->queries * (part + 1) / parts;
+    tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&attn->q, then->b, then->head, heads,
+                                                       then->q + q_begin, q_end - q_begin, attn->depth);
+    tile->prefetch[AM_PREFETCH_OUT] =
+        am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_depth);
+}
+
+/* Takes items in lockstep over the keys of a split. */
+static am_status advance_items(const forward *f, item *items, ptrdiff_t count, const position *here,
+                               const position *next, am_kv_workspace *kv, am_team *team)
+{
+    const am_attn_base *base = &f->base;
+    const ptrdiff_t per_step = here->group->shape.strategy == AM_UNPACKED ? count : 1,
+                    parts = count / per_step;
+    for (am_range tiles = am_split_tiles(base, &f->groups, here->group, &here->at, here->split);
+         tiles.begin < tiles.end; tiles.begin++) {
+        const am_range keys = am_range_at(&f->groups.tiles, tiles.begin);
+        for (ptrdiff_t part = 0; part < parts; part++) {
+            item *first = items + part * per_step;
+            am_flash_rows rows[AM_MOST_ITEMS];
+            am_flash_tile some[AM_MOST_ITEMS];
+            am_flash_step_unpacked *step_unpacked = NULL;
+            ptrdiff_t live = 0;
+            for (item *it = first; it < first + per_step; it++) {
+                am_logit_terms terms;
+                if (!am_find_logit_terms(base, &it->at, keys, &it->terms, &terms)) continue;
+                some[live] = (am_flash_tile){.live = terms.live, .kept = terms.kept, .bias = terms.bias};
+                step_unpacked =
+                    am_kv_tile(&f->kv, here->group, &it->at, tiles.begin, !terms.live, kv, &some[live]);
+                if (live == 0) /* for all */
+                    choose_prefetch(f, here, next, it, tiles, count, part, parts, kv, some);
+                rows[live++] = here->split > 0 && !is_apart(f, here->group) ? it->split : it->rows;
+            }
+            if (live == 0) continue;
+            if (step_unpacked)
+                step_unpacked(rows, some, live);
+            else
+                base->kernels->step(rows, some);
+            const am_status status = am_checkpoint(team);
+            if (status != AM_OK) return status;
+        }
+    }
+    return AM_OK;
+}
+
+/* Takes items in lockstep over their keys, and writes their results. `next`: what this thread may begin after
+ * them. */
+static am_status run_items(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
+                           const position *next, am_kv_workspace *kv, am_team *team)
+{
+    const bool apart = is_apart(f, g);
+    item items[AM_MOST_ITEMS];
+    for (ptrdiff_t i = 0; i < task.count; i++) {
+        items[i] = item_of(f, g, w, task, i);
+        load_queries(f, g, &items[i], kv->row);
+        am_begin_logits(&f->base, &items[i].at, &items[i].terms);
+    }
+    const am_attn_place at = am_item_place(&f->base, &f->groups, g, task.first);
+    const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at),
+                    end = apart ? am_min(task.split + 1, splits) : splits;
+    for (ptrdiff_t split = apart ? task.split : 0; split < end; split++) {
+        const position here = {g, at, split}, then = {g, at, split + 1};
+        const bool in_split = !apart && split > 0;
+        for (item *it = items; it < items + task.count; it++)
+            am_clear_rows(&f->base, in_split ? &it->split : &it->rows);
+        am_status status =
+            advance_items(f, items, task.count, &here, split + 1 < end ? &then : next, kv, team);
+        if (status != AM_OK) return status;
+        for (item *it = items; in_split && it < items + task.count; it++)
+            f->base.kernels->merge(&it->rows, &it->split);
+    }
+    for (item *it = items; !apart && it < items + task.count; it++)
+        am_write_rows(&f->base, f->sinks, &it->at, &it->rows, kv->row);
+    return AM_OK;
+}
+
+/* --- Tasks --- */
+
+typedef struct {
+    const forward *forward;
+    am_wave wave;
+} wave_job;
+
+static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
+{
+    return (position){g, am_item_place(&f->base, &f->groups, g, index), is_apart(f, g) ? split : 0};
+}
+
+/* The first block of a task. */
+static position task_begin(const forward *f, ptrdiff_t task)
+{
+    const am_scheduled *g = am_scheduled_of(&f->schedule, task);
+    const am_task_items items = am_items_of(g, task);
+    return position_of(f, g, items.first, items.split);
+}
+
+static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const wave_job *job = arg;
+    const forward *f = job->forward;
+    index += job->wave.first_task;
+    const ptrdiff_t task = am_task_at(&f->schedule, index);
+    const am_scheduled *g = am_scheduled_of(&f->schedule, task);
+    am_task_items some = am_items_of(g, task);
+    const ptrdiff_t end = some.first + some.count, lockstep = am_lockstep(g);
+    char *memory = am_workspace_acquire(&f->workspaces);
+    workspace w;
+    lay_out(f, memory, &w);
+    am_kv_workspace kv = w.kv;
+    am_status status = AM_OK;
+    for (; status == AM_OK && some.first < end; some.first += lockstep) {
+        some.count = am_min(lockstep, end - some.first);
+        const ptrdiff_t then = some.first + some.count;
+        const position next =
+            then < end ? position_of(f, g, then, some.split)
+                       : task_begin(f, am_task_at(&f->schedule, am_min(index + 1, f->schedule.tasks - 1)));
+        status = run_items(f, g, &w, some, &next, &kv, team);
+    }
+    am_workspace_release(&f->workspaces, memory);
+    return status;
+}
+
+/* Merges the splits of the items of a task into the first one, and writes their results. */
+static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
+{
+    const forward *f = arg;
+    const am_scheduled *g = am_scheduled_of(&f->schedule, task);
+    const am_task_items some = am_items_of(g, task);
+    if (!is_apart(f, g) || some.split > 0) return AM_OK;
+    char *scratch = am_workspace_acquire(&f->workspaces);
+    for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
+        const am_attn_place at = am_item_place(&f->base, &f->groups, g, index);
+        const am_flash_rows whole = accumulators(f, g, partial_of(f, g, index, 0), at.rows);
+        const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at);
+        for (ptrdiff_t split = 1; split < splits; split++) {
+            const am_flash_rows other = accumulators(f, g, partial_of(f, g, index, split), at.rows);
+            f->base.kernels->merge(&whole, &other);
+        }
+        am_write_rows(&f->base, f->sinks, &at, &whole, scratch);
+    }
+    am_workspace_release(&f->workspaces, scratch);
+    return am_checkpoint(team);
+}
+
+static am_status run_waves(const am_run *run, forward *f)
+{
+    am_status status = AM_OK;
+    wave_job job = {.forward = f};
+    for (ptrdiff_t task = 0; status == AM_OK && task < f->schedule.tasks; task += job.wave.tasks) {
+        job.wave = am_next_wave(&f->schedule, &f->base, task);
+        am_shared_tiles_begin(&f->kv.shared, &job.wave);
+        /* Threads take different heads, so that two seldom need the same shared tile first. */
+        const ptrdiff_t row_tasks = job.wave.row_tasks;
+        status = am_parallel_rows(run, job.wave.tasks / row_tasks, row_tasks, blocks_task, &job);
+    }
+    if (status == AM_OK && f->partials) status = am_parallel(run, f->schedule.tasks, 1, merge_task, f);
+    return status;
+}
+
+/* The most shared tiles of a wave. */
+static ptrdiff_t most_shared(const forward *f)
+{
+    ptrdiff_t most = 0, task = 0;
+    while (f->schedule.shared_tiles > 0 && task < f->schedule.tasks) {
+        const am_wave wave = am_next_wave(&f->schedule, &f->base, task);
+        most = am_max(most, wave.shared);
+        task += wave.tasks;
+    }
+    return most;
+}
+
+ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule, int threads)
+{
+    const forward f = {.base = *base, .schedule = *schedule};
+    workspace unused;
+    return threads * lay_out(&f, NULL, &unused) + schedule->partial_bytes +
+           most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
+}
+
+am_status am_attn_forward(const am_run *run, const am_attn *attn)
+{
+    if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
+    if (attn->value_depth == 0 && !attn->lse) return AM_OK;
+    if (am_is_too_deep(attn)) return AM_NO_MEMORY;
+    forward f = {.base = am_attn_base_of(run, attn)};
+    workspace unused;
+    ptrdiff_t shared = 0;
+    am_status status = am_attn_groups_make(&f.groups, attn->mask, true);
+    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.groups, run->threads);
+    if (status == AM_OK) status = am_sum_sinks(run, &f.base, &f.sinks);
+    if (status == AM_OK) status = am_workspaces_make(&f.workspaces, run->threads, lay_out(&f, NULL, &unused));
+    if (status == AM_OK) {
+        f.kv = (am_kv){.base = &f.base, .groups = &f.groups, .schedule = &f.schedule};
+        shared = most_shared(&f);
+        status = am_shared_tiles_make(&f.kv.shared, &f.schedule, shared);
+    }
+    if (status == AM_OK && f.schedule.partial_bytes > 0) {
+        f.partials = am_alloc_aligned(f.schedule.partial_bytes);
+        if (!f.partials) status = AM_NO_MEMORY;
+    }
+    if (status == AM_OK) status = run_waves(run, &f);
+    am_free_aligned(f.partials, f.schedule.partial_bytes);
+    am_shared_tiles_free(&f.kv.shared, &f.schedule, shared);
+    am_workspaces_free(&f.workspaces);
+    free(f.sinks);
+    am_schedule_free(&f.schedule);
+    am_attn_groups_free(&f.groups);
+    return status;
+}

@@ -1,0 +1,233 @@
+/* attn_groups.c – divides the queries and keys of a call into groups, blocks and tiles. */
+#include "core/attn_groups.h"
+
+#include <stdlib.h>
+
+enum {
+    MOST = AM_MOST_RANGE,
+    MANY = 1 << 24, /* tokens, whose boundaries would take seconds to find */
+};
+
+/* One side of one batch row. */
+typedef struct {
+    const am_mask *mask;
+    am_side side;
+    ptrdiff_t b, tokens;
+} row_side;
+
+/* The first boundary of the mask behind token `begin`, or `limit` if that comes first. */
+static ptrdiff_t next_boundary(const row_side *s, ptrdiff_t begin, ptrdiff_t limit)
+{
+    for (; begin < limit; begin += MOST) {
+        const uint64_t boundaries = am_mask_boundaries(s->mask, s->b, s->side, begin);
+        if (boundaries) return am_min(begin + 1 + __builtin_ctzll(boundaries), limit);
+    }
+    return limit;
+}
+
+static bool grow(void **list, ptrdiff_t count, ptrdiff_t *capacity, size_t size)
+{
+    if (count < *capacity) return true;
+    const ptrdiff_t wanted = am_max(2 * *capacity, MOST);
+    void *longer = realloc(*list, (size_t)wanted * size);
+    if (!longer) return false;
+    *list = longer, *capacity = wanted;
+    return true;
+}
+
+static am_status add_range(am_ranges *ranges, am_range range)
+{
+    void *list = ranges->list;
+    if (!grow(&list, ranges->count, &ranges->capacity, sizeof range)) return AM_NO_MEMORY;
+    ranges->list = list;
+    ranges->list[ranges->count++] = range;
+    return AM_OK;
+}
+
+/* --- Groups --- */
+
+/* The keys that some queries see, of any head. */
+static am_range keys_seen(const am_mask *mask, bool by_head, ptrdiff_t b, am_range queries)
+{
+    am_range all = {PTRDIFF_MAX, 0};
+    for (ptrdiff_t h = 0; h < (by_head ? mask->heads : am_min(1, mask->heads)); h++) {
+        const am_range keys = am_mask_keys(mask, b, h, queries.begin, am_length(queries));
+        if (keys.begin < keys.end) all = (am_range){am_min(all.begin, keys.begin), am_max(all.end, keys.end)};
+    }
+    return all.end > 0 ? all : (am_range){0, 0};
+}
+
+static bool sees_keys(const am_attn_group *group) { return group->keys.begin < group->keys.end; }
+
+/* Joins the group behind another one with it. */
+static void join(am_attn_group *group, const am_attn_group *next)
+{
+    group->queries.end = next->queries.end;
+    if (!sees_keys(group))
+        group->keys = next->keys;
+    else if (sees_keys(next))
+        group->keys =
+            (am_range){am_min(group->keys.begin, next->keys.begin), am_max(group->keys.end, next->keys.end)};
+}
+
+static bool share_keys(const am_attn_group *group, const am_attn_group *next)
+{
+    return sees_keys(group) && sees_keys(next) && next->keys.begin < group->keys.end;
+}
+
+/* Joins the last group with those before it whose keys it sees. Groups that see no keys are joined, too, so
+ * that at most one lies between two others. */
+static void join_last(am_attn_groups *groups, ptrdiff_t first)
+{
+    for (am_attn_group *list = groups->list;;) {
+        const ptrdiff_t last = groups->count - 1;
+        ptrdiff_t before = last - 1;
+        if (before > first && sees_keys(&list[last]) && !sees_keys(&list[before])) before--;
+        if (before < first) return;
+        const bool see_none = !sees_keys(&list[before]) && !sees_keys(&list[last]);
+        if (!see_none && !share_keys(&list[before], &list[last])) return;
+        for (ptrdiff_t i = before + 1; i <= last; i++) join(&list[before], &list[i]);
+        groups->count = before + 1;
+    }
+}
+
+/* Lists the groups of a batch row, without their blocks and tiles. */
+static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdiff_t b, bool by_mask)
+{
+    const row_side side = {mask, AM_QUERIES, b, mask->queries};
+    const bool by_head = am_mask_is_by_head(mask);
+    const ptrdiff_t first = groups->count;
+    for (ptrdiff_t begin = 0, end; begin < mask->queries; begin = end) {
+        end = by_mask ? next_boundary(&side, begin, mask->queries) : mask->queries;
+        void *list = groups->list;
+        if (!grow(&list, groups->count, &groups->capacity, sizeof *groups->list)) return AM_NO_MEMORY;
+        groups->list = list;
+        const am_range queries = {begin, end};
+        groups->list[groups->count++] =
+            (am_attn_group){.b = b, .queries = queries, .keys = keys_seen(mask, by_head, b, queries)};
+        join_last(groups, first);
+    }
+    return AM_OK;
+}
+
+/* --- Blocks and tiles --- */
+
+/* Where the range of a group ends that begins there: it is a large part between two boundaries, or as many
+ * small ones as fit, or a piece of a long one. */
+static ptrdiff_t range_end(const row_side *s, ptrdiff_t begin, ptrdiff_t limit)
+{
+    const ptrdiff_t last = am_min(begin + MOST, limit);
+    ptrdiff_t end = begin;
+    while (end < last) {
+        const ptrdiff_t next = next_boundary(s, end, am_min(last + 1, limit));
+        if (next > last || next - end > MOST / 2) return end == begin ? am_min(next, last) : end;
+        end = next;
+    }
+    return end;
+}
+
+/* Where the part begins between two boundaries in which `key` lies, not before `begin`. */
+static ptrdiff_t part_begin(const row_side *s, ptrdiff_t begin, ptrdiff_t key)
+{
+    for (ptrdiff_t next; (next = next_boundary(s, begin, key + 1)) <= key;) begin = next;
+    return begin;
+}
+
+static am_status list_ranges(am_attn_groups *groups, const am_mask *mask)
+{
+    row_side q = {mask, AM_QUERIES, -1, mask->queries}, k = {mask, AM_KEYS, -1, mask->keys};
+    ptrdiff_t key = 0; /* no key before it belongs to this group or those behind it */
+    am_status status = AM_OK;
+    for (am_attn_group *group = groups->list; group < groups->list + groups->count; group++) {
+        if (group->b != q.b) key = 0;
+        q.b = k.b = group->b;
+        group->blocks.begin = groups->blocks.count;
+        for (ptrdiff_t begin = group->queries.begin, end; status == AM_OK && begin < group->queries.end;
+             begin = end) {
+            end = range_end(&q, begin, group->queries.end);
+            status = add_range(&groups->blocks, (am_range){begin, end});
+        }
+        group->blocks.end = groups->blocks.count;
+        group->tiles = (am_range){groups->tiles.count, groups->tiles.count};
+        if (!sees_keys(group)) continue;
+        for (ptrdiff_t begin = part_begin(&k, key, group->keys.begin), end;
+             status == AM_OK && begin < group->keys.end; begin = end) {
+            end = range_end(&k, begin, group->keys.end);
+            if (end > group->keys.begin) status = add_range(&groups->tiles, (am_range){begin, end});
+        }
+        group->tiles.end = groups->tiles.count;
+        key = group->keys.end;
+    }
+    return status;
+}
+
+/* Numbers ranges of 64 tokens. */
+static void number_ranges(am_attn_groups *groups)
+{
+    for (am_attn_group *group = groups->list; group < groups->list + groups->count; group++) {
+        const ptrdiff_t block = group->b * groups->blocks.row, tile = group->b * groups->tiles.row;
+        group->blocks = (am_range){block, block + groups->blocks.row};
+        group->tiles = (am_range){tile + group->keys.begin / MOST, tile + am_ceil_div(group->keys.end, MOST)};
+        if (!sees_keys(group)) group->tiles.end = group->tiles.begin;
+    }
+}
+
+am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask)
+{
+    const ptrdiff_t most = MANY / am_max(mask->batch, 1);
+    by_mask = by_mask && am_mask_has_boundaries(mask) && mask->queries <= most && mask->keys <= most;
+    *groups = (am_attn_groups){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
+    am_status status = AM_OK;
+    for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++)
+        status = list_groups(groups, mask, b, by_mask);
+    if (status == AM_OK && by_mask) return list_ranges(groups, mask);
+    groups->blocks.row = am_ceil_div(mask->queries, MOST), groups->tiles.row = am_ceil_div(mask->keys, MOST);
+    groups->blocks.count = mask->batch * groups->blocks.row;
+    groups->tiles.count = mask->batch * groups->tiles.row;
+    if (status == AM_OK) number_ranges(groups);
+    return status;
+}
+
+void am_attn_groups_free(am_attn_groups *groups)
+{
+    free(groups->list);
+    free(groups->blocks.list);
+    free(groups->tiles.list);
+}
+
+ptrdiff_t am_tile_index(const am_attn_groups *groups, const am_attn_group *group, ptrdiff_t key)
+{
+    const am_ranges *tiles = &groups->tiles;
+    if (!tiles->list) return group->b * tiles->row + key / MOST;
+    ptrdiff_t first = group->tiles.begin, last = group->tiles.end - 1;
+    while (first < last) {
+        const ptrdiff_t middle = last - (last - first) / 2;
+        if (tiles->list[middle].begin <= key)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return first;
+}
+
+ptrdiff_t am_most_queries(const am_attn_groups *groups, const am_attn_group *group)
+{
+    if (!groups->blocks.list) return am_min(groups->blocks.tokens, MOST);
+    ptrdiff_t most = 0;
+    for (ptrdiff_t i = group->blocks.begin; i < group->blocks.end; i++)
+        most = am_max(most, am_length(groups->blocks.list[i]));
+    return most;
+}
+
+const am_attn_group *am_group_of(const am_attn_groups *groups, ptrdiff_t block)
+{
+    ptrdiff_t first = 0, last = groups->count - 1;
+    while (first < last) {
+        const ptrdiff_t middle = last - (last - first) / 2;
+        if (groups->list[middle].blocks.begin <= block)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return &groups->list[first];
+}

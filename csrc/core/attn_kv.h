@@ -1,0 +1,64 @@
+/* attn_kv.h – where keys and values lie, and how a tile of them comes to the kernels: packed or not. */
+#ifndef AM_ATTN_KV_H
+#define AM_ATTN_KV_H
+
+#include "core/attn_schedule.h"
+
+/* Keys or values of some tokens of one key head; steps in bytes. The only function that knows where they
+ * lie. */
+typedef struct {
+    const char *data;
+    ptrdiff_t step, element; /* from token to token, and from number to number */
+    am_dtype type;
+    ptrdiff_t count, depth;
+} am_kv_rows;
+am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t depth);
+
+/* Packs a tile of keys times a factor, or of values, for the kernels; `scratch` of am_row_scratch bytes.
+ * Returns whether values are finite. */
+void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor);
+bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to);
+
+/* The tiles of a wave that all tasks share. */
+typedef struct {
+    char *packed;         /* k and v of each; NULL if none are shared */
+    atomic_uchar *states; /* a tile_state for each */
+    ptrdiff_t first, count;
+} am_shared_tiles;
+am_status am_shared_tiles_make(am_shared_tiles *tiles, const am_schedule *schedule, ptrdiff_t count);
+void am_shared_tiles_free(am_shared_tiles *tiles, const am_schedule *schedule, ptrdiff_t count);
+
+/* Before a wave. */
+void am_shared_tiles_begin(am_shared_tiles *tiles, const am_wave *wave);
+
+/* The memory of a task for tiles: those that it has packed, and which they are. */
+typedef struct {
+    char *k, *v, *row; /* row: scratch of am_row_scratch bytes */
+    struct {
+        ptrdiff_t tile; /* the index among all heads; -1: none */
+        bool finite;
+    } local[AM_MOST_LOCAL_TILES];
+} am_kv_workspace;
+void am_kv_workspace_take(const am_schedule *schedule, const am_attn_base *base, char *memory,
+                          ptrdiff_t *used, am_kv_workspace *workspace);
+
+typedef struct {
+    const am_attn_base *base;
+    const am_attn_groups *groups;
+    const am_schedule *schedule;
+    am_shared_tiles shared;
+} am_kv;
+
+/* Fills in the keys and values of a tile, by the strategy of the group. `full`: all its pairs are live.
+ * Returns the step for it if it is unpacked, else NULL. */
+am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *group, const am_attn_place *at,
+                                   ptrdiff_t index, bool full, am_kv_workspace *workspace,
+                                   am_flash_tile *tile);
+
+/* The keys and values of a tile to prefetch, unless it is packed already: of `heads` key heads, the `part`-th
+ * of `parts`. */
+void am_kv_prefetch(const am_kv *kv, const am_scheduled *group, const am_attn_place *at, ptrdiff_t index,
+                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *workspace,
+                    am_flash_tile *tile);
+
+#endif
