@@ -1,0 +1,130 @@
+"""A sequence's result, lse and gradients are the same bits whatever it is computed with.
+
+pytest runs configurations in which any two levels of any two factors meet. `python tests/test_batch_invariance.py
+--seconds 600 --seed 1` draws them at random, and counts what differs from the same sequence alone.
+"""
+
+import argparse
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from batch_cases import DEPTHS, HEADS, KINDS, MASKS, MORE, Config, comparisons
+from conftest import ISA_LEVELS, SANITIZED
+from flash_cases import BF16, FLOATS, all_pairs
+
+import attnmask
+
+AVAILABLE = attnmask.show_config(mode="dict")["isa_available"]
+LEVELS = [
+    (isa, dtype)
+    for isa in ISA_LEVELS
+    if isa in AVAILABLE
+    for dtype in FLOATS
+    if isa != "amx" or dtype == BF16
+]
+LENGTHS = (0, 1, 12, 16, 20, 64, 65, 300, 1000, 5000)
+DECODED = (40, 700, 1000, 1500, 2000, 3000)
+
+
+def of_self(*lengths: int) -> tuple[tuple[int, int], ...]:
+    return tuple((length, length) for length in lengths)
+
+
+GROUPS = (  # queries and keys of the sequences of a configuration
+    of_self(0, 1, 12, 16, 20, 64, 65, 300),
+    of_self(16, 12, 16, 20, 64),
+    of_self(1000, 64, 12, 1),
+    of_self(5000, 16, 300),
+    of_self(1500, 1000),
+    of_self(300, 20, 0, 300, 65),
+    ((17, 40), (16, 700), (64, 2000), (8, 3000)),
+    ((1, 40), (3, 700), (4, 1000), (31, 1500), (1, 2000)),
+    ((1, 3000), (1, 40), (1, 700), (1, 1500)),
+    ((31, 1500), (5, 1500)),
+    ((20, 1000), (12, 1500), (28, 2000), (300, 300)),
+    ((0, 40), (5, 0), (16, 16), (300, 65)),
+)
+
+
+def drawn(rng: np.random.Generator, seed: int) -> Config:
+    """Any levels of all factors."""
+
+    def one(levels):
+        return levels[rng.integers(len(levels))]
+
+    count, kind = int(rng.integers(1, 8)), int(rng.integers(3))
+    lengths = one(GROUPS)
+    if kind == 1:
+        lengths = of_self(*rng.choice(LENGTHS, count).tolist())
+    elif kind == 2:
+        lengths = tuple((int(rng.integers(1, 65)), one(DECODED)) for _ in range(count))
+    more = {name: value for options in MORE if rng.random() < 0.2 for name, value in options.items()}
+    isa, dtype = one(LEVELS)
+    return Config(lengths, isa, dtype, one(HEADS), one(DEPTHS), one(tuple(MASKS)), tuple(more.items()), seed)
+
+
+def always_run() -> list[Config]:
+    """Any two levels of any two factors meet; and what else is drawn."""
+    factors = {
+        "level": tuple(LEVELS), "lengths": GROUPS, "heads": HEADS, "depths": DEPTHS, "mask": tuple(MASKS), "more": MORE,
+    }  # fmt: skip
+    configs = []
+    for seed, row in enumerate(all_pairs(factors, 0)):
+        (isa, dtype), more = row.pop("level"), row.pop("more")
+        configs.append(Config(isa=isa, dtype=dtype, more=tuple(more.items()), seed=seed, **row))
+    rng = np.random.default_rng(0)
+    configs += [drawn(rng, len(configs) + number) for number in range(100)]
+    return [config.within(5e8) for config in configs[:: 8 if SANITIZED else 1]]
+
+
+@pytest.mark.parametrize("config", always_run(), ids=str)
+def test_a_sequence_gets_the_bits_that_it_gets_alone(config):
+    kinds = np.random.default_rng(config.seed).choice(len(KINDS), 6, replace=False)
+    found = [c.message for kind in sorted(kinds) for c in comparisons(config, KINDS[kind]) if c.unlike]
+    assert not found, "\n".join([f"{len(found)} differ of {config}", *found])
+
+
+def bounded(length: int) -> str:
+    return f"≤{next(most for most in (16, 64, 512, 5000) if length <= most)}"
+
+
+def sweep(seconds: float, seed: int, shown: int) -> None:
+    """Prints how many comparisons differ, in groups, and the first few of each kind that do."""
+    total, unlike, printed = Counter(), Counter(), Counter()
+    end, rng, number = time.monotonic() + seconds, np.random.default_rng(seed), 0
+    while time.monotonic() < end:
+        config = drawn(rng, seed * 10**6 + number).within(10 ** rng.uniform(7, 10))
+        number += 1
+        for kind in KINDS:
+            for c in comparisons(config, kind):
+                length, dtype = "×".join(map(bounded, c.lengths)), str(config.dtype)
+                groups = [
+                    ("all",),
+                    (config.isa,),
+                    (c.quantity,),
+                    (dtype,),
+                    (c.kind,),
+                    (length,),
+                    (config.mask,),
+                ]
+                for group in (*groups, (c.quantity, dtype, c.kind, length)):
+                    total[group] += 1
+                    unlike[group] += c.unlike > 0
+                printed[c.kind] += c.unlike > 0
+                if c.unlike and printed[c.kind] <= shown:
+                    print(f"{c.message}\n    {config}", flush=True)
+    print(f"{number} configurations. Of so many comparisons so many differ:")
+    for group, count in sorted(total.items(), key=lambda item: (len(item[0]), -unlike[item[0]])):
+        if unlike[group] or len(group) == 1:
+            print(f"{count:9} {unlike[group]:9}  {', '.join(group)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shown", type=int, default=1, help="differences of each kind to print")
+    options = parser.parse_args()
+    sweep(options.seconds, options.seed, options.shown)
