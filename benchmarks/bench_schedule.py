@@ -1,0 +1,166 @@
+"""How well the tasks of attention forward keep many threads busy: a simulation.
+
+The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt to them as the library's loops deal
+them: each thread begins with a part of its own, and helps the others when it is through. What a tile and what an item
+costs is measured here, on one thread, for the same shape with all of its keys and with half of them.
+
+The table shows the makespan of the best deal, total / threads, as a share of the simulated one.
+"""
+
+import argparse
+import heapq
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import attnmask
+from attnmask.flash import _schedule
+
+THREADS = (1, 2, 8, 32, 64, 128)
+ROUNDS = 20
+
+
+@dataclass
+class Shape:
+    """One call: B rows of queries over keys, or packed sequences of these lengths."""
+
+    name: str
+    queries: int | list[int]
+    keys: int | list[int]
+    heads: tuple[int, int]
+    depth: int = 64
+    batch: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, part: float = 1.0) -> dict[str, Any]:
+        """With this part of the keys."""
+        options = dict(self.options)
+        if isinstance(self.queries, list):
+            keys = [max(1, int(n * part)) for n in self.keys]  # type: ignore[union-attr]
+            options["cum_seqlens_q"] = np.cumsum([0, *self.queries])
+            options["cum_seqlens_k"] = np.cumsum([0, *keys])
+            q_tokens, k_tokens = sum(self.queries), sum(keys)
+        else:
+            q_tokens, k_tokens = self.queries, max(1, int(self.keys * part))  # type: ignore[operator]
+        q = np.zeros((self.batch, q_tokens, self.heads[0], self.depth), np.float32)
+        k = np.zeros((self.batch, k_tokens, self.heads[1], self.depth), np.float32)
+        return {"query": q, "key": k, "value": k, **options}
+
+
+CAUSAL = {"causal": True}
+DOCUMENTS = [64, 4096, 128, 1000, 2048, 300, 77]
+SHAPES = [
+    Shape("1 × 512, 8 heads", 512, 512, (8, 8)),
+    Shape("1 × 1,024, 1 head", 1024, 1024, (1, 1)),
+    Shape("1 × 1,024, 4 heads, causal", 1024, 1024, (4, 4), options=CAUSAL),
+    Shape("1 × 2,048, 16 heads", 2048, 2048, (16, 16)),
+    Shape("1 × 2,048, 16 heads, causal", 2048, 2048, (16, 16), options=CAUSAL),
+    Shape("1 × 2,048, 1 head, causal", 2048, 2048, (1, 1), options=CAUSAL),
+    Shape("1 × 4,096, 32/8 heads, causal", 4096, 4096, (32, 8), 128, options=CAUSAL),
+    Shape("1 × 8,192, 16 heads, window 256", 8192, 8192, (16, 16), options=CAUSAL | {"sliding_window": (255, 0)}),
+    Shape("1 × 8,192, 1 head, window 256", 8192, 8192, (1, 1), options=CAUSAL | {"sliding_window": (255, 0)}),
+    Shape("16 documents of 512, 16 heads", [512] * 16, [512] * 16, (16, 16), options=CAUSAL),
+    Shape("documents of 64 to 4,096, 8 heads", DOCUMENTS, DOCUMENTS, (8, 8), options=CAUSAL),
+    Shape("300 sequences of 20, 8 heads", [20] * 300, [20] * 300, (8, 8), options=CAUSAL),
+    Shape("64 × 64, 8 heads", 64, 64, (8, 8), batch=64),
+    Shape("8 × 1,000, 2 heads", 1000, 1000, (2, 2), batch=8),
+    Shape("1 query, 8,192 keys, 32/8 heads", 1, 8192, (32, 8), 128),
+    Shape("1 query, 32,768 keys, 32/8 heads", 1, 32768, (32, 8), 128),
+    Shape("1 query, 32,768 keys, 32 heads", 1, 32768, (32, 32), 128),
+    Shape("16 queries, 4,096 keys, 8 heads", 16, 4096, (8, 8), 128),
+    Shape("31 queries, 1,500 keys, 4 heads × 5", 31, 1500, (4, 4), batch=5),
+    Shape("64 queries of 1 to 32,768 keys", [1] * 64, [1 + 520 * i for i in range(64)], (32, 8), 128),
+]  # fmt: skip
+
+
+def seconds(arguments: dict[str, Any]) -> float:
+    """The least of a few calls on one thread."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        begin = perf_counter()
+        attnmask.flash_attention(**arguments)
+        times.append(perf_counter() - begin)
+    return min(times)
+
+
+def work_of(schedule: dict[str, Any]) -> tuple[int, int]:
+    """All items, and all rows times tiles."""
+    items = [item for _, some in schedule["tasks"] for item in some]
+    return len(items), sum(rows * tiles for rows, tiles in items)
+
+
+def costs(shape: Shape) -> tuple[float, float]:
+    """What an item costs beside its tiles, and a row of a tile."""
+    attnmask.set_num_threads(1)
+    whole, half = shape.arguments(), shape.arguments(0.5)
+    items, work = work_of(_schedule(1, **whole))
+    _, half_work = work_of(_schedule(1, **half))
+    time, half_time = seconds(whole), seconds(half)
+    tile = max(0.0, (time - half_time) / max(1, work - half_work)) or time / work
+    item = max(0.0, (time - tile * work) / items)
+    return item, (time - item * items) / work
+
+
+def makespan(times: list[float], row: int, threads: int) -> float:
+    """One parallel loop: parts of whole rows, one for each thread, which then helps the others."""
+    rows = -(-len(times) // row)
+    parts = min(threads, rows, 64)
+    begins = [i * (rows // parts) + min(i, rows % parts) for i in range(parts + 1)]
+    left = [list(range(b * row, min(e * row, len(times))))[::-1] for b, e in pairwise(begins)]
+    free = [(0.0, i) for i in range(threads)]
+    end = 0.0
+    while any(left):
+        now, thread = heapq.heappop(free)
+        part = next(p for p in (left[(thread + i) % parts] for i in range(parts)) if p)
+        now += times[part.pop()]
+        end = max(end, now)
+        heapq.heappush(free, (now, thread))
+    return end
+
+
+def balance(shape: Shape, threads: int, item: float, tile: float) -> float:
+    schedule = _schedule(threads, **shape.arguments())
+    times = [sum(item + tile * rows * tiles for rows, tiles in some) for _, some in schedule["tasks"]]
+    total, begin, span = sum(times), 0, 0.0
+    for tasks, row in schedule["waves"]:
+        span += makespan(times[begin : begin + tasks], row, threads)
+        begin += tasks
+    return total / threads / span
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name has it")
+    only = parser.parse_args().only
+    print(
+        "| shape | strategy | tiles | items | splits | scratch, MB |", *(f" {n} |" for n in THREADS), sep=""
+    )
+    print("| --- |" + " --- |" * (5 + len(THREADS)))
+    for shape in SHAPES:
+        if only not in shape.name:
+            continue
+        schedule = _schedule(64, **shape.arguments())
+        groups = schedule["groups"]
+        strategies = ", ".join(sorted({g["strategy"] for g in groups}))
+        items = [i for _, some in schedule["tasks"] for i in some]
+        tiles = sum(t for _, t in items)
+        item, tile = costs(shape)
+        shares = [f"{balance(shape, n, item, tile):.0%}" for n in THREADS]
+        splits = max(g["splits"] for g in groups)
+        cells = [
+            shape.name,
+            strategies,
+            tiles,
+            len(items),
+            splits,
+            f"{schedule['scratch'] / 1e6:.1f}",
+            *shares,
+        ]
+        print("|", " | ".join(map(str, cells)), "|")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""How attention forward is divided: which strategy a shape gets, and what may depend on what."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from attnmask import _core
+from attnmask.flash import _schedule
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def schedule(
+    queries, keys, heads=(4, 4), depth=64, *, batch=1, dtype=np.float32, threads=2, **options: Any
+) -> dict[str, Any]:
+    """Of so many queries and keys; or of sequences of these lengths, packed."""
+    if isinstance(queries, list):
+        options["cum_seqlens_q"], options["cum_seqlens_k"] = np.cumsum([0, *queries]), np.cumsum([0, *keys])
+        queries, keys = sum(queries), sum(keys)
+    q = np.zeros((batch, queries, heads[0], depth), dtype)
+    k = np.zeros((batch, keys, heads[1], depth), dtype)
+    return _schedule(threads, query=q, key=k, value=k, **options)
+
+
+def strategies(found: dict[str, Any]) -> set[str]:
+    return {group["strategy"] for group in found["groups"]}
+
+
+# Queries, keys, heads: on both sides of each border between two strategies.
+TABLE = [
+    # A few rows in all are unpacked, also of several heads that share keys.
+    ((1, 1000, (4, 4)), "unpacked"),
+    ((16, 1000, (4, 4)), "unpacked"),
+    ((17, 1000, (4, 4)), "private"),
+    ((1, 1000, (16, 1)), "unpacked"),
+    ((4, 1000, (16, 4)), "unpacked"),
+    ((5, 1000, (16, 4)), "private"),
+    ((17, 64, (4, 4)), "private"),
+    ((64, 1000, (4, 4)), "private"),
+    ((32, 1000, (8, 4)), "private"),
+    # More rows of one group of heads than a block has.
+    ((33, 1000, (8, 4)), "lockstep"),
+    ((64, 1000, (8, 1)), "lockstep"),
+    # More queries than a block has.
+    ((65, 1000, (4, 4)), "shared packing"),
+    ((1000, 1000, (8, 4)), "shared packing"),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy"), TABLE, ids=str)
+def test_strategies(isa, shape, strategy):
+    """A soft cap rules transposed tiles out."""
+    assert strategies(schedule(*shape, logits_soft_cap=9.0)) == {strategy}
+
+
+LONG_VECTORS = [
+    # Blocks whose rows fill vectors of 16 lanes, or two of them.
+    ((32, 1000, (4, 4)), np.float32, "transposed"),
+    ((28, 1000, (4, 4)), np.float32, "transposed"),
+    ((27, 1000, (4, 4)), np.float32, "private"),
+    ((16, 1000, (4, 4)), np.float32, "transposed"),
+    ((14, 1000, (4, 4)), np.float32, "transposed"),
+    ((13, 1000, (4, 4)), np.float32, "unpacked"),
+    ((56, 1000, (4, 4)), np.float32, "transposed"),
+    ((55, 1000, (4, 4)), np.float32, "private"),
+    # More than two tiles.
+    ((32, 129, (4, 4)), np.float32, "transposed"),
+    ((32, 128, (4, 4)), np.float32, "private"),
+    # Keys of sixteen bits are widened for every few rows.
+    ((12, 1000, (4, 4)), np.float16, "unpacked"),
+    ((13, 1000, (4, 4)), np.float16, "private"),
+    ((28, 1000, (4, 4)), np.float16, "transposed"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "strategy"), LONG_VECTORS, ids=str)
+def test_strategies_with_long_vectors(isa, shape, dtype, strategy):
+    if isa in ("baseline", "avx2"):
+        pytest.skip("has short vectors")
+    assert strategies(schedule(*shape, dtype=dtype)) == {strategy}
+    assert strategies(schedule(*shape, dtype=dtype, logits_soft_cap=9.0)) != {"transposed"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "heads", "strategy"),
+    [
+        (8192, 255, (16, 16), "local packing"),
+        (8192, 447, (16, 16), "local packing"),
+        (8192, 575, (16, 16), "shared packing"),  # sees more tiles than a task keeps
+        (8192, 255, (16, 4), "shared packing"),  # heads share keys
+        (1024, 255, (1, 1), "shared packing"),  # has few blocks
+    ],
+)
+def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
+    assert strategies(schedule(tokens, tokens, heads, causal=True, sliding_window=(window, 0))) == {strategy}
+
+
+def test_documents_have_a_strategy_each():
+    """The longest that share tiles come first, then the others, the longest first."""
+    lengths = [20, 1000, 1, 64, 300, 2000]
+    found = schedule(lengths, lengths)["groups"]
+    assert [g["queries"][1] - g["queries"][0] for g in found] == [2000, 1000, 300, 64, 20, 1]
+    assert [g["strategy"] for g in found[3:]] == ["private", "private", "unpacked"]
+    assert {g["strategy"] for g in found[:3]} == {"shared packing"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        # So many that 64 threads have an item each, of 8 tiles at least.
+        ((64, 64 * 64, (1, 1)), 8),
+        ((64, 64 * 8, (1, 1)), 1),
+        ((64, 64 * 9, (1, 1)), 2),
+        # 256 tiles are worth items of 4.
+        ((64, 64 * 63, (4, 4)), 8),
+        ((64, 64 * 64, (4, 4)), 16),
+        ((64, 64 * 64, (16, 16)), 4),
+        ((64, 64 * 64, (64, 64)), 1),
+        ((128, 64 * 64, (4, 4)), 8),
+        # Unpacked ones may have 4 tiles.
+        ((1, 64 * 4, (1, 1)), 1),
+        ((1, 64 * 5, (1, 1)), 2),
+        ((1, 64 * 512, (1, 1)), 64),
+        ((1, 64 * 512, (8, 8)), 8),
+        ((1, 64 * 512, (65, 65)), 1),
+    ],
+)
+def test_splits(shape, splits):
+    (group,) = schedule(*shape, logits_soft_cap=9.0)["groups"]
+    assert group["splits"] == splits
+
+
+NEIGHBOURS = [0, 1, 12, 16, 20, 64, 65, 300, 1000, 5000]
+FOLLOWS = ("tiles", "strategy", "block_rows", "items", "splits")  # from the group alone
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.float64], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (1, 1)], ids=str)
+def test_a_group_is_computed_as_if_it_were_alone(isa, dtype, heads):
+    """A strategy is local or shared by how many blocks there are; that alters no sum."""
+    found = schedule(NEIGHBOURS, NEIGHBOURS, heads, dtype=dtype, causal=True)["groups"]
+    assert len(found) == len(NEIGHBOURS) - 1  # the empty one has no queries
+    for group in found:
+        begin, end = group["queries"]
+        (alone,) = schedule(end - begin, end - begin, heads, dtype=dtype, causal=True)["groups"]
+        for one in (group, alone):
+            one["strategy"] = one["strategy"].replace("local", "shared")
+        assert {name: group[name] for name in FOLLOWS} == {name: alone[name] for name in FOLLOWS}
+
+
+SHAPES = [
+    ((1, 5000, (8, 2)), {}),
+    ((31, 1500, (4, 4)), {}),
+    ((70, 1500, (4, 2)), {"causal": True, "causal_offset": "bottom-right"}),
+    ((2048, 2048, (16, 16)), {"causal": True}),
+    ((NEIGHBOURS, NEIGHBOURS, (4, 4)), {"causal": True}),
+    ((8192, 8192, (16, 16)), {"causal": True, "sliding_window": (255, 0)}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)
+def test_every_tile_is_in_one_item(shape, options):
+    """Whatever the number of threads; waves hold all tasks."""
+    work = set()
+    for threads in (1, 2, 7, 64):
+        found = schedule(*shape, threads=threads, **options)
+        groups = found["groups"]
+        rows = [0] * len(groups)
+        tiles = 0
+        for index, items in found["tasks"]:
+            for item_rows, item_tiles in items:
+                rows[index] += item_rows
+                tiles += item_rows * item_tiles
+        apart = [1 if sum(rows) == total_rows(groups, shape) else g["splits"] for g in groups]
+        for group, count, parts in zip(groups, rows, apart, strict=True):
+            assert count == (group["queries"][1] - group["queries"][0]) * shape[2][0] * parts
+        assert sum(tasks for tasks, _ in found["waves"]) == len(found["tasks"])
+        assert found["scratch"] > 0
+        work.add(tiles)
+    assert len(work) == 1
+
+
+def total_rows(groups, shape):
+    return sum(g["queries"][1] - g["queries"][0] for g in groups) * shape[2][0]
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)
+def test_many_threads_are_kept_busy(shape, options):
+    """Where there are 256 tiles, there are tasks enough for 64 threads, none much longer than the others' share."""
+    tasks = schedule(*shape, threads=64, **options)["tasks"]
+    work = [sum(rows * tiles for rows, tiles in items) for _, items in tasks]
+    if sum(tiles for _, items in tasks for _, tiles in items) < 256:
+        pytest.skip("there is not work enough")
+    assert len(tasks) >= 56
+    assert max(work) <= max(1.25 * sum(work) / 64, 64 * 64)
+
+
+@pytest.mark.parametrize("threads", ["2", 2.0, None])
+def test_threads_are_an_integer(threads):
+    q = np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(TypeError):
+        _core.attention_schedule(q, q, q, (), None, 1.0, 0.0, None, True, 0.0, 0, threads)
