@@ -10,7 +10,9 @@ import attnmask
 from attnmask import _core
 
 # What these assert is shown in full, as in the tests themselves.
-pytest.register_assert_rewrite("flash_expected", "flash_backward_expected")
+pytest.register_assert_rewrite(
+    "flash_expected", "flash_backward_expected", "kernel_checks", "reference_kernels"
+)
 
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 
@@ -52,7 +54,8 @@ def is_told(item) -> bool:
     """Whether a test may tell its level from the one below: amx multiplies the bfloat16 of attention, and no more."""
     params = parameters(item)
     dtype = params.get("dtype", getattr(params.get("case"), "dtype", None))
-    return params.get("isa") != "amx" or ("flash" in item.path.name and str(dtype) in ("None", "bfloat16"))
+    of_attention = "flash" in params.get("slot", item.path.name)
+    return params.get("isa") != "amx" or (of_attention and str(dtype) in ("None", "bfloat16"))
 
 
 def pytest_collection_modifyitems(config, items) -> None:

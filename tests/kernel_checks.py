@@ -1,0 +1,445 @@
+"""Each kernel that is not attention's beside plain NumPy: sums, conversions, tokens, rows of masks.
+
+A check draws its cases from `rng_of(kernel)`, the same at every level, and so compares levels, too. Sizes are those at
+which vectors, blocks and words end, and one off.
+"""
+
+import ml_dtypes
+import numpy as np
+from kernel_table import CONSTANTS, Kernel, Memory, structure
+from reference_kernels import WIDE, Bounded
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = {"f16": np.dtype(np.float16), "bf16": BF16, "f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}
+COUNTS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 511, 512, 513, 700]
+WORD = 64
+
+
+def rng_of(kernel: Kernel) -> np.random.Generator:
+    return np.random.default_rng([*kernel.slot.encode()])
+
+
+def pick(rng, values):
+    return values[rng.integers(len(values))]
+
+
+def numbers(rng, shape, dtype, scale: float = 1) -> np.ndarray:
+    return (scale * rng.standard_normal(shape)).astype(dtype)
+
+
+def suffix(kernel: Kernel) -> str:
+    return kernel.slot.rpartition("_")[2]
+
+
+def integer(kernel: Kernel) -> np.dtype:
+    return np.dtype(f"int{suffix(kernel)}")
+
+
+def same(got: np.ndarray, expected: np.ndarray, case) -> None:
+    """To the bit, but for those of NaN."""
+    bits = f"u{got.itemsize}"
+    is_nan = (got != got) & (expected != expected)
+    differ = (np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(expected).view(bits)) & ~is_nan
+    assert got.dtype == expected.dtype
+    assert not differ.any(), (f"{differ.sum()} differ", np.argwhere(differ)[:3], got, expected, case)
+
+
+# Running sums
+
+SUM_ROUNDINGS = 11  # table.h promises 10; and the scale is rounded
+
+
+def running_sums(values, carry, period: int, reverse: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The sums, and behind the last of them; `values` are of a wide type."""
+    steps = len(values)
+    order = slice(None, None, -1 if reverse else 1)
+    sums, begins = np.empty_like(values), range(0, steps, period or steps)[order]
+    for begin in begins:
+        segment = slice(begin, begin + (period or steps))
+        start = carry if period == 0 else np.zeros_like(carry)
+        run = np.concatenate([start[None], values[segment][order]]).cumsum(0)
+        sums[segment] = run[1:][order]
+    return sums, run[-1]
+
+
+def check_cumsum(kernel: Kernel, rng) -> None:
+    dtype, scan = FLOATS[suffix(kernel)], "scan" in kernel.slot
+    size, pad = max(dtype.itemsize, 4), CONSTANTS["AM_CUMSUM_PAD"]
+    for _ in range(120):
+        steps, lanes = pick(rng, [n for n in COUNTS if 0 < n < 300]), 1 if scan else pick(rng, COUNTS[1:])
+        period, scale = pick(rng, [0, 0, 1, 3, 8, 64, steps, steps + 5]), pick(rng, [1.0, 0.5, -0.3])
+        reverse, stream, exact = (bool(rng.random() < 0.5) for _ in range(3))
+        case = {
+            "steps": steps,
+            "lanes": lanes,
+            "period": period,
+            "scale": scale,
+            "reverse": reverse,
+            "stream": stream,
+        }
+        values = (
+            rng.integers(-3, 4, (steps, lanes)).astype(dtype)
+            if exact
+            else numbers(rng, (steps, lanes), dtype)
+        )
+        if rng.random() < 0.2:
+            values[rng.integers(steps), rng.integers(lanes)] = pick(rng, [np.nan, np.inf, -np.inf])
+        start = rng.integers(-9, 9, lanes).astype(np.float64)  # to be forgotten if there is a period
+        line = 64 // dtype.itemsize
+        step = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
+        memory = Memory()
+        src = memory.read(values, 1 if scan else lanes + pick(rng, [0, 5]), shift=pick(rng, [0, 1]))
+        dst = memory.written(np.zeros_like(values), 1 if scan else step, shift=0 if stream else 1)
+        carry = memory.written(np.concatenate([start, np.zeros(pad)]))
+        tile = structure(
+            "am_cumsum_tile",
+            steps=steps,
+            period=period,
+            lanes=lanes,
+            dst_step=dst.strides[0] // dtype.itemsize,
+            src_step=src.strides[0] // dtype.itemsize,
+            reverse=reverse,
+            stream=stream,
+        )
+        kernel(dst, src, tile, carry, scale)
+        memory.check(case)
+        assert (carry[lanes:] == 0).all(), case
+        check_sums(
+            values, start, period, reverse, scale, size, exact and scale != -0.3, dst, carry[:lanes], case
+        )
+
+
+def check_sums(values, start, period, reverse, scale, size, exact, dst, carry, case) -> None:
+    wide = values.astype(WIDE[size])
+    sums, last = running_sums(wide, start.astype(wide.dtype), period, reverse)
+    sizes, last_size = running_sums(abs(wide), abs(start).astype(wide.dtype), period, reverse)
+    if exact:  # whole numbers, or halves: no rounding but the one to the result's type
+        same(dst, (scale * sums).astype(dst.dtype), case)
+        same(carry, last.astype(np.float64), case)
+        return
+    rounding = Bounded(last, np.zeros_like(last), size).unit
+    carries = (len(values) // 8 + 5) * 2.0**-53  # a rounding of `carry` a block, and of what is left
+    narrowed = 0.0 if dst.itemsize >= 4 else float(ml_dtypes.finfo(dst.dtype).eps) / 2
+    error = (SUM_ROUNDINGS * rounding + carries) * abs(scale) * sizes
+    error += narrowed * (abs(scale * sums) + error) + (2.0**-25 if dst.dtype == np.float16 else 0)
+    Bounded(scale * sums, error, size).check(dst, case)
+    Bounded(last, (SUM_ROUNDINGS * rounding + carries) * last_size, size).check(carry, case)
+
+
+# Conversions
+
+
+def check_transpose(kernel: Kernel, rng) -> None:
+    dtype = np.dtype(f"uint{suffix(kernel)}")
+    for rows in (0, 1, 3, 7, 8, 9, 16, 17, 33):
+        for columns in (0, 1, 2, 4, 5, 8, 15, 16, 31, 64):
+            case, memory = (rows, columns), Memory()
+            src = memory.read(
+                rng.integers(1 << 32, size=(rows, columns), dtype=dtype), columns + pick(rng, [0, 3, 90])
+            )
+            dst = memory.written(np.zeros((columns, rows), dtype), rows + pick(rng, [0, 3, 90]), shift=1)
+            kernel(
+                dst, dst.strides[0] // dtype.itemsize, src, src.strides[0] // dtype.itemsize, rows, columns
+            )
+            memory.check(case)
+            same(dst, src.T, case)
+
+
+def check_widen(kernel: Kernel, rng) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(FLOATS[suffix(kernel)])
+    for values in [every, *(rng.choice(every, count) for count in COUNTS)]:
+        memory = Memory()
+        src, dst = memory.read(values, shift=1), memory.written(np.zeros(values.size, np.float32), shift=1)
+        kernel(dst, src, values.size)
+        memory.check(values.size)
+        same(dst, values.astype(np.float32), values.size)
+
+
+def check_narrow(kernel: Kernel, rng) -> None:
+    dtype = FLOATS[suffix(kernel)]
+    near = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
+    ties = (near + np.roll(near, 1)) / 2  # halfway between neighbours, and next to that
+    every = np.concatenate([near, ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)])
+    every = np.concatenate(
+        [every, numbers(rng, 1000, np.float32, 1e30), np.float32([1e38, -1e38, 1e-45, 65520, 65519])]
+    )
+    for values in [every, *(rng.choice(every, count) for count in COUNTS)]:
+        memory = Memory()
+        src, dst = memory.read(values, shift=1), memory.written(np.zeros(values.size, dtype), shift=1)
+        kernel(dst, src, values.size)
+        memory.check(values.size)
+        same(dst, values.astype(dtype), values.size)
+
+
+# Packed sequences
+
+
+def starts_of(rng, sequences: int, dtype) -> np.ndarray:
+    """Short and long sequences, and empty ones."""
+    lens = rng.integers(0, 40, sequences) * (rng.random(sequences) < 0.8)
+    lens[rng.random(sequences) < 0.1] *= 9
+    return np.concatenate([[0], lens.cumsum()]).astype(dtype)
+
+
+def check_fill_tokens(kernel: Kernel, rng) -> None:
+    dtype = integer(kernel)
+    for _ in range(60):
+        starts = starts_of(rng, int(rng.integers(1, 30)), np.intp)
+        begin, end = sorted(rng.integers(0, starts[-1] + 1, 2).tolist())
+        case, memory, tokens = (starts, begin, end), Memory(), np.arange(begin, end)
+        owner = np.searchsorted(starts, tokens, side="right") - 1
+        position = tokens - starts[owner]
+        expected = {
+            "positions": position,
+            "sequences": owner,
+            "pairs": np.stack([owner, position], 1).ravel(),
+        }
+        expected = expected[kernel.slot.split("_")[1]].astype(dtype)
+        sequence = int(np.searchsorted(starts, begin, side="right")) - 1
+        src, dst = memory.read(starts), memory.written(np.zeros_like(expected), shift=1)
+        kernel(dst, src, sequence, begin, end)
+        memory.check(case)
+        same(dst, expected, case)
+
+
+def check_lens(kernel: Kernel, rng) -> None:
+    dtype = integer(kernel)
+    for count in COUNTS:
+        for falls in (False, True):
+            memory, starts = Memory(), starts_of(rng, count, dtype)
+            if falls and count:
+                starts[rng.integers(1, count + 1)] = pick(rng, [-1, np.iinfo(dtype).min])
+            src, dst = memory.read(starts, shift=1), memory.written(np.zeros(count, dtype), shift=1)
+            rise = kernel(dst, src, count)
+            memory.check((count, starts))
+            assert rise == (not falls or count == 0), (count, starts)
+            if rise:
+                same(dst, np.diff(starts), (count, starts))
+
+
+def check_chunk_offsets(kernel: Kernel, rng) -> None:
+    dtype = integer(kernel)
+    for count in COUNTS:
+        for chunk in (1, 2, 3, 7, 64, 100, 2**31 - 1, 2**31, 2**40 + 1, 2**62):
+            for falls in (False, False, True):
+                case, memory, starts = (count, chunk, falls), Memory(), starts_of(rng, count, dtype)
+                if falls and count:
+                    starts[rng.integers(1, count + 1)] = -1
+                elif count:
+                    starts[-1] = pick(rng, [starts[-1], np.iinfo(dtype).max])
+                src, dst = memory.read(starts, shift=1), memory.written(np.zeros(count + 1, dtype), shift=1)
+                rise = kernel(dst, src, count, chunk)
+                memory.check(case)
+                assert rise == (not falls or count == 0), (case, starts)
+                if rise:
+                    chunks = np.concatenate([[0], cdiv(np.diff(starts), chunk)]).cumsum().astype(dtype)
+                    same(dst, chunks, (case, starts))
+
+
+def cdiv(a: np.ndarray, b: int) -> np.ndarray:
+    """Python's integers do not overflow."""
+    return np.array([-(-int(x) // b) for x in a], np.int64)
+
+
+def check_divide(kernel: Kernel, rng) -> None:
+    dtype = integer(kernel)
+    least, top = np.iinfo(dtype).min, np.iinfo(dtype).max
+    edges = [x for x in (-1, 0, 1, 2**31 - 1, 2**31, -(2**31), 2**32, least, top) if least <= x <= top]
+    for b in (
+        1,
+        2,
+        3,
+        5,
+        7,
+        64,
+        100,
+        641,
+        2**16 + 1,
+        2**31 - 1,
+        2**31,
+        2**32 - 1,
+        2**32 + 3,
+        2**62 + 1,
+        2**63 - 1,
+    ):
+        for count in COUNTS[::3]:
+            memory, values = Memory(), rng.integers(-top, top, count).astype(dtype)
+            values >>= pick(rng, [0, 16, 30, 31, 32] if dtype.itemsize == 8 else [0, 8, 16])
+            values[rng.random(count) < 0.05] = pick(rng, edges)  # a faster way is taken where all are small
+            src, dst = memory.read(values, shift=1), memory.written(np.zeros(count, dtype), shift=1)
+            kernel(dst, src, count, b)
+            memory.check((b, count))
+            same(dst, cdiv(values, b).astype(dtype), (b, count))
+
+
+# Rows of masks
+
+LANES = ("u1", "u2", "u4", "u8", "f2", "f4", "f8")  # am_lane; of bfloat16 the bits tell the same
+MANY = 33_000  # more than counters of eight bits hold
+
+
+def draw_mask(rng, count: int, dtype: np.dtype) -> np.ndarray:
+    """Mostly zeros or mostly not, of elements of which only one bit is set, and of either zero."""
+    bit = np.uint64(1) << rng.integers(0, 8 * dtype.itemsize - (dtype.kind == "f"), count).astype(np.uint64)
+    values = np.where(rng.random(count) < pick(rng, [0, 0.003, 0.5, 0.99, 1]), bit, 0)
+    values = values.astype(f"u{dtype.itemsize}").view(dtype)
+    if dtype.kind == "f":
+        values[(values == 0) & (rng.random(count) < 0.5)] = -0.0
+        values[rng.random(count) < 0.001] = np.nan
+    return values
+
+
+def masks_of(kernel: Kernel, rng, counts):
+    """Masks of each count; where the kernel reads them, and whether it writes."""
+    dtype = np.dtype(LANES[kernel.index])
+    for count in counts:
+        for _ in range(4):
+            values = draw_mask(rng, count, dtype)
+            yield count, values, values != 0
+
+
+def check_nonzero(kernel: Kernel, rng) -> None:
+    for count, values, live in masks_of(kernel, rng, [*COUNTS, MANY]):
+        memory = Memory()
+        assert kernel(memory.read(values, shift=1), count) == live.sum(), count
+
+
+def check_nonzero_bits(kernel: Kernel, rng) -> None:
+    for count, values, live in masks_of(kernel, rng, range(WORD + 1)):
+        memory = Memory()
+        assert kernel(memory.read(values, shift=1), count) == word_of(live), count
+
+
+def word_of(live: np.ndarray) -> int:
+    return sum(1 << int(i) for i in np.flatnonzero(live))
+
+
+def check_pack_bits(kernel: Kernel, rng) -> None:
+    for count, values, live in masks_of(kernel, rng, COUNTS):
+        memory, expected = Memory(), np.packbits(live, bitorder="little")
+        dst = memory.written(np.zeros(-(-count // WORD), np.uint64))
+        kernel(dst, memory.read(values, shift=1), count)
+        memory.check(count)
+        np.testing.assert_array_equal(dst.view(np.uint8)[: expected.size], expected, err_msg=repr(count))
+        assert not dst.view(np.uint8)[expected.size :].any(), count
+
+
+def check_find_nonzero(kernel: Kernel, rng) -> None:
+    at = 0 if kernel.slot.startswith("first") else -1
+    for count, values, live in masks_of(kernel, rng, [*COUNTS, 5000]):
+        memory, places = Memory(), np.flatnonzero(live)
+        assert kernel(memory.read(values, shift=1), count) == (places[at] if places.size else -1), count
+
+
+def check_collect(kernel: Kernel, rng) -> None:
+    for count, values, live in masks_of(kernel, rng, COUNTS):
+        memory = Memory()
+        before = draw_mask(rng, count, values.dtype)
+        seen = memory.written(before, shift=1)
+        assert kernel(seen, memory.read(values, shift=1), count) == live.any(), count
+        memory.check(count)
+        np.testing.assert_array_equal(seen != 0, live | (before != 0), err_msg=repr(count))
+
+
+def check_equal_bits(kernel: Kernel, rng) -> None:
+    for count in range(WORD + 1):
+        for wanted in (0, -1, 7):
+            memory, ids = Memory(), rng.choice(np.int32([0, -1, 7, 7 + (1 << 16)]), count)
+            assert kernel(memory.read(ids, shift=1), wanted, count) == word_of(ids == wanted), (count, wanted)
+
+
+def check_expand_bits(kernel: Kernel, rng) -> None:
+    size = np.dtype(LANES[kernel.index]).itemsize
+    for count in range(WORD + 1):
+        bits, live, dead = (int(x) for x in rng.integers(1 << 64, size=3, dtype=np.uint64))
+        memory = Memory()
+        dst = memory.written(np.zeros(count, f"u{size}"), shift=1)
+        kernel(dst, bits, count, live, dead)
+        memory.check(count)
+        is_live = np.array([bits >> i & 1 for i in range(count)], bool)
+        same(dst, np.where(is_live, np.uint64(live), np.uint64(dead)).astype(dst.dtype), count)
+
+
+def check_fill_bytes(kernel: Kernel, rng) -> None:
+    for size in (1, 2, 4, 8):
+        for count in COUNTS:
+            for stream in (False, True):
+                memory, element = Memory(), rng.integers(1, 1 << 8 * size, dtype=np.uint64).astype(f"u{size}")
+                pattern = int(np.full(8 // size, element).view(np.uint64)[0])
+                dst = memory.written(np.zeros(count, element.dtype), shift=pick(rng, [0, 1, 3]))
+                kernel(dst, pattern, count * size, stream)
+                memory.check((size, count))
+                same(dst, np.full(count, element), (size, count))
+
+
+def check_transpose_bits(kernel: Kernel, rng) -> None:
+    tiles = CONSTANTS["AM_TRANSPOSE_TILES"]
+    for step in (tiles, tiles + 1, 3 * tiles):
+        memory = Memory()
+        src = memory.read(rng.integers(1 << 64, size=(WORD, tiles), dtype=np.uint64), step, shift=1)
+        dst = memory.written(np.zeros((WORD, tiles), np.uint64), shift=1)
+        kernel(dst, src, step)
+        memory.check(step)
+        for t in range(tiles):
+            columns = bits_of(dst[:, t])
+            np.testing.assert_array_equal(columns, bits_of(src[:, t]).T, err_msg=repr((step, t)))
+
+
+def bits_of(words: np.ndarray) -> np.ndarray:
+    """[word][bit]"""
+    return np.unpackbits(words.copy().view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+
+
+def check_unlike_bits(kernel: Kernel, rng) -> None:
+    for count in range(WORD + 1):
+        memory, begin, lines = Memory(), int(rng.integers(70)), 200
+        words = memory.read(rng.integers(0, 3, lines).astype(np.uint64) << np.uint64(63), shift=1)
+        twin = memory.read(rng.integers(0, lines, lines, np.int32), shift=1)
+        unlike = (words != words[twin])[begin : begin + count]
+        assert kernel(words, twin, begin, count) == word_of(unlike), (begin, count)
+
+
+def check_keep_bits(kernel: Kernel, rng) -> None:
+    for threshold in (0, 1, 1 << 31, 0xE0000000, (1 << 32) - 1):
+        for first in (0, 1, 64, 1 << 31, (1 << 32) - 40):  # counters may pass their end
+            key = int(rng.integers(1 << 64, dtype=np.uint64))
+            kept = kept_of(key, first) >= threshold
+            assert kernel(key, first, threshold) == word_of(kept), (key, first, threshold)
+
+
+def kept_of(key: int, first: int) -> np.ndarray:
+    x = (np.arange(first, first + WORD, dtype=np.uint64) + np.uint64(key & 0xFFFFFFFF)).astype(np.uint32)
+    x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
+    x = (x ^ x >> 15) * np.uint32(0x846CA68B)
+    x = (x ^ x >> 16) + np.uint32(key >> 32)
+    x = (x ^ x >> 17) * np.uint32(0xED5AD4BB)
+    x = (x ^ x >> 11) * np.uint32(0xAC4C1B51)
+    return x ^ x >> 15
+
+
+CHECKS = {
+    "am_chunk_offsets_32": check_chunk_offsets,
+    "am_chunk_offsets_64": check_chunk_offsets,
+    "am_collect_nonzero": check_collect,
+    "am_count_nonzero": check_nonzero,
+    "am_cumsum_rows": check_cumsum,
+    "am_cumsum_scan": check_cumsum,
+    "am_divide_32": check_divide,
+    "am_divide_64": check_divide,
+    "am_equal_bits": check_equal_bits,
+    "am_expand_bits": check_expand_bits,
+    "am_fill_bytes": check_fill_bytes,
+    "am_fill_tokens_32": check_fill_tokens,
+    "am_fill_tokens_64": check_fill_tokens,
+    "am_find_nonzero": check_find_nonzero,
+    "am_keep_bits": check_keep_bits,
+    "am_lens_32": check_lens,
+    "am_lens_64": check_lens,
+    "am_narrow_16": check_narrow,
+    "am_nonzero_bits": check_nonzero_bits,
+    "am_pack_bits": check_pack_bits,
+    "am_transpose": check_transpose,
+    "am_transpose_bits": check_transpose_bits,
+    "am_unlike_bits": check_unlike_bits,
+    "am_widen_16": check_widen,
+}

@@ -1,0 +1,205 @@
+"""Attention's steps backward over a tile of keys, beside plain NumPy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from kernel_checks import numbers, pick
+from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of
+from kernel_checks_step import (
+    ROW_COUNTS,
+    STEPS,
+    Problem,
+    draw,
+    draw_columns,
+    is_finite,
+    padded_columns,
+    prefetch_of,
+    whole_rows,
+    wide,
+    words_in,
+)
+from kernel_table import Kernel, Memory, structure
+from reference_kernels import Bounded, Terms, backward, lanes_of, packed_keys, packed_values
+
+
+@dataclass
+class Backward:
+    """What a step back takes beside its problem."""
+
+    d_out: np.ndarray
+    stats: list  # base, rest, add, share; share may be None
+    old: list  # d_q, d_k, d_v
+    scale: float
+    kept_factor: float
+    wants_bias: bool
+
+
+def draw_backward(rng, arithmetic: Arithmetic) -> tuple[Problem, Backward]:
+    rows, columns = pick(rng, ROW_COUNTS), draw_columns(rng, arithmetic)
+    depth, value_depth, t = pick(rng, DEPTHS), pick(rng, DEPTHS), arithmetic.dtype
+    p = draw(rng, arithmetic, (rows, depth, value_depth, columns), [1.0, 0.4, -0.7])
+    exact = rng.random() < 0.3
+    if exact:  # small whole numbers, so that logits may equal `base`
+        p.q, p.k = (rng.integers(-2, 3, x.shape).astype(arithmetic.factors) for x in (p.q, p.k))
+        p.strange, p.terms = "nothing", Terms(0.5, 1.0, live=p.terms.live, kept=p.terms.kept)
+    if p.terms.kept is None and rng.random() < 0.3:
+        p.terms.kept = rng.random((rows, TILE)) < 0.7
+    s = p.terms.logits(*(Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k))))
+    live = True if p.terms.live is None else p.terms.live
+    base = np.fmax.reduce(np.where(live, s.value, -np.inf), axis=1)  # logits exceed it by nothing or little
+    stats = [np.where(base > -np.inf, base, 0), *numbers(rng, (2, rows), t, 0.5), None]
+    if exact:
+        stats[3] = numbers(rng, rows, t)
+    d_out = numbers(rng, (rows, value_depth), arithmetic.factors)
+    if p.strange == "a query" and rng.random() < 0.5:
+        d_out[rng.integers(rows), : value_depth // 2] = np.inf
+    old = [numbers(rng, shape, t) for shape in ((rows, depth), (TILE, depth), (TILE, value_depth))]
+    stats = [None if x is None else x.astype(t) for x in stats]
+    return p, Backward(d_out, stats, old, pick(rng, [1.0, 0.3, -0.6]), 1 / 0.7, bool(rng.random() < 0.4))
+
+
+def rows_in(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, step: int) -> dict:
+    """Queries or d_out as the step reads them: its rows, then those that it multiplies by P or dS."""
+    panel = arithmetic.panel
+    if arithmetic.width == 2:
+        return {
+            "rows": memory.read(lanes_of(values, 2)),
+            "packed": memory.read(packed_values(values, panel, 2)),
+        }
+    columns = -(-values.shape[1] // panel) * panel
+    rows = memory.read(padded_columns(values, columns), step)
+    return {"rows": rows, "packed": rows}
+
+
+def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem, b: Backward, stats: list):
+    """The block, the tile, and the accumulators in memory: d_q, d_k, d_v and d_bias."""
+    panel, width = arithmetic.panel, arithmetic.width
+    (rows, depth), value_depth = p.q.shape, p.v.shape[1]
+    columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
+    step, value_step = (c + pick(rng, [0, 64 // arithmetic.size]) for c in (columns, value_columns))
+    q = rows_in(memory, arithmetic, p.q, step)
+    d_out = rows_in(memory, arithmetic, b.d_out, value_step)
+    scratch = [memory.written(np.full((rows, TILE), np.nan, arithmetic.dtype)) for _ in range(2)]
+    sums = [
+        memory.written(padded_columns(values, width_of), width_step)
+        for values, width_of, width_step in zip(
+            b.old, (columns, columns, value_columns), (step, step, value_step), strict=True
+        )
+    ]
+    d_bias = memory.written(np.ones((rows, TILE), arithmetic.dtype)) if b.wants_bias else None
+    block = structure(
+        "am_backward_rows",
+        rows=rows,
+        depth=depth,
+        value_depth=value_depth,
+        step=step,
+        value_step=value_step,
+        q=q["rows"],
+        d_out=d_out["rows"],
+        q_rows=q["packed"],
+        d_out_rows=d_out["packed"],
+        q_finite=is_finite(p.q),
+        d_out_finite=is_finite(b.d_out),
+        base=stats[0],
+        rest=stats[1],
+        add=stats[2],
+        share=stats[3],
+        d_q=sums[0],
+        p=scratch[0],
+        ds=scratch[1],
+        scale=b.scale,
+        factor=p.terms.factor,
+        cap=p.terms.cap,
+        unit=p.terms.unit,
+        kept_factor=b.kept_factor,
+    )
+    tile = structure(
+        "am_backward_tile",
+        k_columns=memory.read(packed_keys(p.k, panel, width)),
+        v_columns=memory.read(packed_keys(p.v, panel, width)),
+        k=memory.read(packed_values(p.k, panel, width)),
+        k_finite=is_finite(p.k),
+        d_k=sums[1],
+        d_v=sums[2],
+        bias=None if p.terms.bias is None else memory.read(p.terms.bias),
+        d_bias=d_bias,
+        columns=p.columns,
+        prefetch=prefetch_of(rng, memory),
+        **words_in(memory, p.terms),
+    )
+    return block, tile, sums, d_bias
+
+
+def run_backward(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, b: Backward) -> list:
+    memory = Memory()
+    stats = [None if x is None else memory.read(x) for x in b.stats]
+    block, tile, sums, d_bias = backward_structures(memory, rng, arithmetic, p, b, stats)
+    kernel(block, tile)
+    memory.check(p)
+    for values, before in zip(sums, b.old, strict=True):
+        assert not (abs(values[:, before.shape[1] :]) > 0).any(), ("beyond the depth", p)
+    d_q, d_k, d_v = (values[:, : before.shape[1]] for values, before in zip(sums, b.old, strict=True))
+    return [d_bias, d_q, d_k, d_v]
+
+
+def check_backward(kernel: Kernel, rng) -> None:
+    arithmetic = arithmetic_of(kernel)
+    for _ in range(STEPS):
+        p, b = draw_backward(rng, arithmetic)
+        d_bias, *gradients = run_backward(kernel, rng, arithmetic, p, b)
+        q, k, v, d_out = (
+            Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k), whole_rows(p.v), b.d_out)
+        )
+        expected = backward(
+            q, k, v, d_out, p.terms, b.stats, b.old, b.scale, b.kept_factor, arithmetic.width == 2
+        )
+        if d_bias is not None:
+            expected.d_bias.check(d_bias, ("d_bias", p))
+        for name, got in zip(("d_q", "d_k", "d_v"), gradients, strict=True):
+            getattr(expected, name).check(got, (name, p))
+        for name, got, before in zip(("d_k", "d_v"), gradients[1:], b.old[1:], strict=True):
+            np.testing.assert_array_equal(got[p.columns :], before[p.columns :], err_msg=f"{name} {p}")
+
+
+def check_find_row_max(kernel: Kernel, rng) -> None:
+    arithmetic = arithmetic_of(kernel)
+    for _ in range(STEPS):
+        p, b = draw_backward(rng, arithmetic)
+        rows, t, memory = len(p.q), arithmetic.dtype, Memory()
+        begun = rng.random(rows) < pick(rng, [0, 0.7])
+        old = [np.where(begun, x, y).astype(t) for x, y in zip(b.stats[:3], (-np.inf, 0, 0), strict=True)]
+        old[0][begun] += rng.integers(-3, 4, begun.sum())
+        old[1], old[2] = abs(old[1]), np.where(begun, rng.integers(1, 5, rows), 0).astype(t)
+        base, rest, share = (memory.written(x) for x in old)
+        block, tile, *_ = backward_structures(memory, rng, arithmetic, p, b, [base, rest, None, share])
+        tile.kept = tile.d_bias = None
+        kernel(block, tile)
+        memory.check(p)
+        check_row_max(arithmetic, p, old, (base, rest, share))
+
+
+def check_row_max(arithmetic: Arithmetic, p: Problem, old: list, new: tuple) -> None:
+    """NaN only of rows that have one: nothing else is asked of these."""
+    size = arithmetic.size
+    s = p.terms.logits(*(Bounded.exact(wide(x), size) for x in (p.q, whole_rows(p.k))))
+    live = np.ones(s.value.shape, bool) if p.terms.live is None else p.terms.live
+    s = Bounded(np.where(live, s.value, -np.inf), np.where(live, s.error, 0), size)
+    sound = ~np.isnan(s.value).any(1) & (s.value < np.inf).all(1)
+    assert np.isnan(new[0])[~sound].all(), p
+    base, rest, share = (x[sound] for x in new)
+    before, s, live = [x[sound] for x in old], s[sound], live[sound]
+    highest = np.maximum(s.value.max(1, initial=-np.inf), before[0])
+    Bounded(highest, s.error.max(1, initial=0), size).check(base, ("base", p))
+    start = Bounded.exact(np.where(base > -np.inf, base, 0), size)
+    unit = s.constant(p.terms.unit)
+    powers = ((s - start[:, None]) * unit).exp2().where(live)
+    kept = (base == before[0]) | (before[0] == -np.inf)
+    factor = ((Bounded.exact(np.where(kept, 0, before[0]), size) - start) * unit).exp2()
+    factor = Bounded(np.where(kept, 1, factor.value), np.where(kept, 0, factor.error), size)
+    (Bounded.exact(before[1], size) * factor + powers.sum()).check(rest, ("rest", p))
+    # Logits that are certainly as great as the maximum, and those that may be.
+    near = live & (abs(s.value - base[:, None]) <= s.error)
+    exact = live & (s.value == base[:, None]) & (s.error == 0) & (base > -np.inf)[:, None]
+    earlier = np.where(base == before[0], before[2], 0)
+    assert (share >= earlier + exact.sum(1)).all(), ("share", p)
+    assert (share <= earlier + near.sum(1)).all(), ("share", p)

@@ -1,0 +1,265 @@
+"""The kernels of attention that read, write or pack rows, beside plain NumPy."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+from kernel_checks import BF16, numbers, pick, same
+from kernel_table import CONSTANTS, Kernel, Memory, structure
+from reference_kernels import Bounded, packed_keys, packed_values, unwritten
+
+TILE = CONSTANTS["AM_FLASH_TILE"]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The kernels of one type of numbers, and how they hold these: `width` to a lane of `dtype`."""
+
+    kernels: ctypes.Structure
+    dtype: np.dtype
+    width: int
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def panel(self) -> int:
+        return self.kernels.panel
+
+    @property
+    def factors(self) -> np.dtype:
+        """Of what is multiplied."""
+        return BF16 if self.width == 2 else self.dtype
+
+    @property
+    def amx(self) -> bool:
+        return self.kernels.amx
+
+    @property
+    def can_transpose(self) -> bool:
+        """Levels with long vectors do."""
+        return self.panel * self.size >= 128 and not self.amx
+
+
+def arithmetic_of(kernel: Kernel) -> Arithmetic:
+    family = kernel.slot.partition(".")[0]
+    dtype = np.dtype(np.float64 if family == "flash_f64" else np.float32)
+    return Arithmetic(getattr(kernel.table, family), dtype, 2 if family == "flash_bf16x2" else 1)
+
+
+def format_of(kernel: Kernel) -> np.dtype:
+    """The element type of bias and result in memory."""
+    return [arithmetic_of(kernel).dtype, np.dtype(np.float16), BF16][kernel.index]
+
+
+def kv_format_of(kernel: Kernel) -> np.dtype:
+    """That of keys and values."""
+    return BF16 if arithmetic_of(kernel).width == 2 else format_of(kernel)
+
+
+# Rows one by one
+
+COUNTS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100]
+SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0]
+
+
+def some_special(rng, shape, dtype) -> np.ndarray:
+    values = numbers(rng, shape, dtype)
+    values[rng.random(shape) < 0.1] = rng.choice(SPECIAL)
+    return values
+
+
+def check_scale(kernel: Kernel, rng) -> None:
+    dtype = arithmetic_of(kernel).dtype
+    for count in COUNTS:
+        for add in (False, True):
+            memory, factor = Memory(), rng.standard_normal()
+            src = memory.read(some_special(rng, count, dtype), shift=count % 3)
+            dst = memory.written(some_special(rng, count, dtype), shift=count % 2)
+            expected = src * dtype.type(factor) + (dst if add else -dtype.type(0))
+            kernel(dst, src, factor, count, add)
+            memory.check((count, add))
+            same(dst, expected, (count, add))
+
+
+def check_merge(kernel: Kernel, rng) -> None:
+    """Sums relative to their references, of rows that may have no keys in one of the two."""
+    arithmetic = arithmetic_of(kernel)
+    dtype, half = arithmetic.dtype, arithmetic.panel // 2
+    eps = float(np.finfo(dtype).eps)
+    for rows in (1, half - 1, half, half + 1, 63, 64):
+        for depth, unit, has_max in ((half, 1.0, False), (3 * half, float(np.log2(np.e)), True)):
+            memory, parts, given = Memory(), [], []
+            for _ in range(2):
+                ref_max = rng.uniform(-15, 15, rows)
+                ref_max[rng.random(rows) < 0.2] = -np.inf
+                seen = np.isfinite(ref_max)
+                out, total = rng.standard_normal((rows, depth)) * seen[:, None], rng.random(rows) * seen
+                some = [x.astype(dtype) for x in (out, ref_max, total, ref_max + 0.5)]
+                given.append([x.astype(np.float64) for x in some])
+                parts.append([memory.written(x) for x in some])
+            blocks = [
+                structure(
+                    "am_flash_rows",
+                    rows=rows,
+                    out_depth=depth,
+                    out=out,
+                    ref_max=ref_max,
+                    sum=total,
+                    row_max=row_max if has_max else None,
+                    unit=unit,
+                )
+                for out, ref_max, total, row_max in parts
+            ]
+            kernel(blocks[0], blocks[1])
+            memory.check((rows, depth))
+            (a_out, a_ref, a_sum, a_max), (b_out, b_ref, b_sum, b_max) = given
+            both = np.maximum(a_ref, b_ref)
+            distance = np.where(np.isfinite(a_ref) & np.isfinite(b_ref), np.abs(a_ref - b_ref), 0) * unit
+            a, b = (np.exp2((x - np.maximum(both, -1e30)) * unit) for x in (a_ref, b_ref))
+            bound = (distance + 8) * eps  # the exponent is rounded, and a few steps after it
+            got_out, got_ref, got_sum, got_max = parts[0]
+            assert (got_ref == both).all()
+            assert (np.abs(got_sum - (a * a_sum + b * b_sum)) <= bound * (a * a_sum + b * b_sum)).all()
+            size = a[:, None] * np.abs(a_out) + b[:, None] * np.abs(b_out)
+            expected = a[:, None] * a_out + b[:, None] * b_out
+            assert (np.abs(got_out - expected) <= bound[:, None] * size).all(), (rows, depth)
+            assert (got_max == (np.maximum(a_max, b_max) if has_max else a_max)).all()
+
+
+def check_write(kernel: Kernel, rng) -> None:
+    dtype, to = arithmetic_of(kernel).dtype, format_of(kernel)
+    for count in COUNTS:
+        for factor in (1.0, 0.37, 1e6, 1e-6):
+            memory = Memory()
+            src = memory.read(some_special(rng, count, dtype), shift=count % 3)
+            dst = memory.written(np.zeros(count, to), shift=count % 2)
+            kernel(dst, src, factor, count)
+            memory.check((count, factor))
+            same(dst, (src * dtype.type(factor)).astype(to), (count, factor))
+
+
+def check_read_bias(kernel: Kernel, rng) -> None:
+    dtype = arithmetic_of(kernel).dtype
+    for columns in [*COUNTS[:-2], 64]:
+        for special in (0.0, -np.inf, np.nan, np.inf):
+            memory, values = Memory(), numbers(rng, columns, format_of(kernel))
+            values[rng.random(columns) < 0.2] = special
+            src = memory.read(values, shift=columns % 3)
+            dst = memory.written(np.ones(TILE, dtype))
+            bits = kernel(dst, src, columns)
+            memory.check((columns, special))
+            same(dst[:columns], values.astype(dtype), (columns, special))
+            same(dst[columns:], np.zeros(TILE - columns, dtype), (columns, special))
+            assert bits == sum(1 << i for i in range(columns) if values[i] == -np.inf), (columns, special)
+
+
+DEPTHS = [0, 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128]
+
+
+def check_load_rows(kernel: Kernel, rng) -> None:
+    arithmetic = arithmetic_of(kernel)
+    for depth in DEPTHS:
+        for rows in (1, 2, 64):
+            whole = -(-depth // arithmetic.panel) * arithmetic.panel
+            for special in (0.0, np.nan, np.inf):
+                case = (depth, rows, special)
+                memory, values = Memory(), numbers(rng, (rows, depth), arithmetic.dtype)
+                if depth:
+                    values[-1, rng.integers(depth)] = special
+                src = memory.read(values, pick(rng, [depth, depth + 3, -depth - 1]), shift=1)
+                step = whole + pick(rng, [0, 8])
+                dst = memory.written(np.ones((rows, step), arithmetic.dtype))
+                finite = kernel(dst, step, src, src.strides[0] // src.itemsize, rows, depth)
+                memory.check(case)
+                same(dst[:, :depth], src, case)
+                assert (dst[:, depth:whole] == 0).all(), case
+                assert finite == np.isfinite(values).all(), case
+
+
+def check_add_rows(kernel: Kernel, rng) -> None:
+    dtype = arithmetic_of(kernel).dtype
+    for depth in DEPTHS:
+        for rows in (0, 1, 5):
+            memory = Memory()
+            src = memory.read(some_special(rng, (rows, depth), dtype), depth + 2, shift=1)
+            dst = memory.written(numbers(rng, (rows, depth), dtype), depth + 1)
+            expected = dst + src
+            kernel(dst, depth + 1, src, depth + 2, rows, depth)
+            memory.check((depth, rows))
+            same(dst, expected, (depth, rows))
+
+
+def check_dot_rows(kernel: Kernel, rng) -> None:
+    arithmetic = arithmetic_of(kernel)
+    for depth in DEPTHS:
+        memory, a, b = Memory(), *numbers(rng, (2, 7, depth), arithmetic.dtype)
+        b[1] = 0
+        a[1, depth // 2 :], a[2, depth // 2 :], b[3, :1] = np.nan, np.inf, np.nan
+        left, right = memory.read(a, depth + 1), memory.read(b, depth + 3, shift=1)
+        dst = memory.written(np.ones(7, arithmetic.dtype))
+        kernel(dst, left, depth + 1, right, depth + 3, 7, depth)
+        memory.check(depth)
+        x, y = (Bounded.exact(array, arithmetic.size) for array in (a, b))
+        (x * y).sum().where((b != 0).any(1)).check(dst, depth)
+
+
+# Packing
+
+
+def strided(memory: Memory, values: np.ndarray, rng, width: int = 1, plain: bool = False):
+    """Rows in memory, and their step in elements. Plain ones are on multiples of lanes, and one behind the other; else
+    rows of bf16x2 begin at any of their numbers."""
+    columns = values.shape[1]
+    steps = [columns, columns + width, columns + 6 * width, -columns - 2 * width]
+    step = pick(rng, steps[:3] if plain else steps)
+    return memory.read(values, step, shift=pick(rng, [0, 2] if plain else [0, 1, 2])), step
+
+
+def check_pack_keys(kernel: Kernel, rng) -> None:
+    """Of lanes of two numbers, whose factor is 1, `depth` counts the lanes."""
+    arithmetic, source = arithmetic_of(kernel), kv_format_of(kernel)
+    panel, width, factors = arithmetic.panel, arithmetic.width, arithmetic.factors
+    for depth in DEPTHS:
+        for rows in {1, 2, panel - 1, panel, panel + 1, 63, 64}:
+            for factor in (1.0, -0.3)[: 3 - width]:
+                case, memory = (depth, rows, factor), Memory()
+                values = some_special(rng, (rows, depth * width), source)
+                src, step = strided(memory, values, rng, width)
+                dst = memory.written(unwritten(TILE * depth, arithmetic.dtype))
+                kernel(dst, src, step // width, rows, depth, factor)
+                memory.check(case)
+                expected = packed_keys(values.astype(factors), panel, width).view(factors)
+                same(dst.view(factors), expected * factors.type(factor), case)
+
+
+def check_pack_values(kernel: Kernel, rng) -> None:
+    arithmetic, source = arithmetic_of(kernel), kv_format_of(kernel)
+    panel, width, factors = arithmetic.panel, arithmetic.width, arithmetic.factors
+    for depth in DEPTHS:
+        for rows in {1, 2, panel - 1, panel, panel + 1, 63, 64}:
+            for special in (0.0, np.nan, np.inf):
+                case, memory, values = (depth, rows, special), Memory(), numbers(rng, (rows, depth), source)
+                if depth:
+                    values[rng.integers(rows), rng.integers(depth)] = special
+                src, step = strided(memory, values, rng)
+                expected = packed_values(values.astype(factors), panel, width)
+                dst = memory.written(unwritten(expected.shape, expected.dtype))
+                finite = kernel(dst, src, step, rows, depth)
+                memory.check(case)
+                same(dst.view(factors), expected.view(factors), case)
+                assert finite == np.isfinite(values).all(), case
+
+
+CHECKS = {
+    "am_add_rows": check_add_rows,
+    "am_dot_rows": check_dot_rows,
+    "am_flash_pack_keys": check_pack_keys,
+    "am_flash_pack_values": check_pack_values,
+    "am_flash_read_bias": check_read_bias,
+    "am_flash_merge": check_merge,
+    "am_flash_scale": check_scale,
+    "am_flash_write": check_write,
+    "am_load_rows": check_load_rows,
+}

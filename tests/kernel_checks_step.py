@@ -1,0 +1,335 @@
+"""Attention's steps over a tile of keys, beside plain NumPy, on random tiles of all corner sizes."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from kernel_checks import numbers, pick
+from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of, kv_format_of, strided
+from kernel_table import CONSTANTS, TYPES, Kernel, Memory, structure
+from reference_kernels import (
+    Bounded,
+    State,
+    Terms,
+    check_maxima,
+    forward,
+    lanes_of,
+    packed_keys,
+    packed_values,
+)
+
+LOG2_E = float(np.log2(np.e))
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    """NumPy's own functions do not all know bfloat16."""
+    return values.astype(np.float64)
+
+
+def is_finite(values: np.ndarray) -> bool:
+    return bool(np.isfinite(wide(values)).all())
+
+
+@dataclass
+class Problem:
+    """A block of rows and a tile of keys: numbers as they are, not as kernels hold them."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    terms: Terms
+    strange: str  # what is NaN or Inf
+
+    @property
+    def columns(self) -> int:
+        return len(self.k)
+
+    def __repr__(self) -> str:
+        t = self.terms
+        have = [name for name in ("bias", "live", "kept") if getattr(t, name) is not None]
+        shapes = (
+            f"rows={len(self.q)} keys={self.columns} depth={self.k.shape[1]} value_depth={self.v.shape[1]}"
+        )
+        return f"{shapes} factor={t.factor} unit={t.unit} cap={t.cap} {have} strange={self.strange}"
+
+    def clean(self) -> "Problem":
+        k, v = (np.where(np.isfinite(wide(x)), x, np.zeros_like(x)) for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
+
+    def untouched_rows(self) -> np.ndarray:
+        """Rows to none of whose keys anything strange belongs."""
+        strange = ~np.isfinite(wide(self.k)).all(1) | ~np.isfinite(wide(self.v)).all(1)
+        live = np.ones((len(self.q), TILE), bool) if self.terms.live is None else self.terms.live
+        return ~(live[:, : self.columns] & strange).any(1)
+
+
+def draw_live(rng, rows: int, columns: int) -> np.ndarray | None:
+    """Pairs of a tile of `columns` keys, NULL if all of a whole tile are live."""
+    kind = pick(rng, ["all", "random", "causal", "rows", "one", "few"])
+    if kind == "all" and columns == TILE:
+        return None
+    r, c = np.arange(rows)[:, None], np.arange(TILE)[None]
+    kinds = {
+        "all": np.ones((rows, TILE), bool),
+        "random": rng.random((rows, TILE)) < 0.5,
+        "causal": c <= r + rng.integers(-1, TILE),
+        "rows": np.broadcast_to(rng.random((rows, 1)) < 0.5, (rows, TILE)),
+        "one": (c == rng.integers(columns)) & (r == rng.integers(rows)),
+        "few": np.broadcast_to(abs(c - rng.integers(columns)) < 3, (rows, TILE)),
+    }
+    live = kinds[kind] & (c < columns)
+    if not live.any():
+        live[0, columns - 1] = True
+    return live
+
+
+def draw_terms(rng, rows: int, columns: int, arithmetic: Arithmetic, factors) -> Terms:
+    """Logits that are products but for a factor, or with any of what may be in them."""
+    terms = Terms(pick(rng, factors), 1.0, live=draw_live(rng, rows, columns))
+    if rng.random() < 0.4:
+        terms.factor = abs(terms.factor)
+        return terms
+    terms.unit = pick(rng, [1.0, LOG2_E])
+    terms.cap = pick(rng, [0.0, 0.0, 2.5, 50.0])
+    if rng.random() < 0.5:
+        terms.bias = numbers(rng, (rows, TILE), arithmetic.dtype)
+    if rng.random() < 0.5:
+        terms.kept = rng.random((rows, TILE)) < 0.7
+    return terms
+
+
+def factors_of(arithmetic: Arithmetic) -> list[float]:
+    """By which the forward steps multiply: numbers are scaled before, where a lane holds one."""
+    return [1.0, 0.4, -0.7] if arithmetic.width == 2 else [1.0]
+
+
+def draw(rng, arithmetic: Arithmetic, shape: tuple[int, int, int, int], factors, source=None) -> Problem:
+    (rows, depth, value_depth, columns), source = shape, source or arithmetic.factors
+    q = numbers(rng, (rows, depth), arithmetic.factors, 3 / max(depth, 1) ** 0.5)
+    k, v = numbers(rng, (columns, depth), source), numbers(rng, (columns, value_depth), source)
+    if rng.random() < 0.2:  # logits are not rounded, so that powers are seen to the last digit
+        q, k = (np.rint(8 * x.astype(np.float32)).astype(x.dtype) / x.dtype.type(8) for x in (q, k))
+    terms = draw_terms(rng, rows, columns, arithmetic, factors)
+    strange = pick(rng, ["nothing", "nothing", "dead keys", "dead pairs", "a query", "a key", "a value"])
+    c, special = rng.integers(columns), pick(rng, [np.nan, np.inf, -np.inf])
+    if "dead" in strange and terms.live is not None and columns > 1:
+        terms.live[rng.random(rows) < (2 if strange == "dead keys" else 0.5), c] = False
+        terms.live[0, (c + 1) % columns] = True
+        k[c, : None if strange == "dead keys" else 0] = special
+        v[c, rng.random(value_depth) < 0.5] = np.nan
+    elif strange == "a query":
+        q[rng.integers(rows), : depth // 2] = np.nan
+    elif strange == "a key":
+        k[c, : depth // 2] = special
+    elif strange == "a value":
+        v[c, value_depth // 2 :] = special
+    return Problem(q, k, v, terms, strange)
+
+
+def prefetch_of(rng, memory: Memory):
+    """Nothing, or rows of memory for some purposes."""
+    rows = TYPES["am_prefetch_rows"] * CONSTANTS["AM_PREFETCH_KINDS"]
+    if rng.random() < 0.5:
+        return rows()
+    lines = memory.read(np.zeros((64, 256), np.float32))
+    address = lines.ctypes.data
+    return rows(
+        *[
+            (address + int(rng.integers(64)), pick(rng, [1024, 1000, 24]), int(rng.integers(1, 600)), count)
+            for count in rng.choice([0, 1, 7, 64], CONSTANTS["AM_PREFETCH_KINDS"]).tolist()
+        ]
+    )
+
+
+def draw_state(rng, arithmetic: Arithmetic, rows: int, out_depth: int) -> State:
+    """At the beginning, or later: of some rows all keys were dead."""
+    t = arithmetic.dtype
+    state = State(np.zeros((rows, out_depth), t), np.full(rows, -np.inf, t), np.zeros(rows, t), None)
+    begun = rng.random(rows) < pick(rng, [0, 0.8])
+    state.out[begun] = numbers(rng, (begun.sum(), out_depth), t)
+    state.ref_max[begun] = numbers(rng, begun.sum(), t, 12)
+    state.sum[begun] = 1 + rng.random(begun.sum())
+    if rng.random() < 0.5:
+        state.row_max = np.where(begun, state.ref_max + rng.integers(0, 8), -np.inf).astype(t)
+    return state
+
+
+def block_of(
+    memory: Memory, arithmetic: Arithmetic, p: Problem, state: State, q_step: int, q_packed, scratch: int
+):
+    """The structure of a block, and its accumulators in memory."""
+    q, rows = lanes_of(p.q, arithmetic.width), len(p.q)
+    mine = State(*(None if x is None else memory.written(x) for x in vars(state).values()))
+    block = structure(
+        "am_flash_rows",
+        rows=rows,
+        depth=q.shape[1],
+        out_depth=state.out.shape[1],
+        q=memory.read(q, q_step),
+        q_step=q_step,
+        q_packed=q_packed,
+        logits=memory.written(np.full((scratch, TILE), np.nan, arithmetic.dtype)),
+        cap=p.terms.cap,
+        factor=p.terms.factor,
+        unit=p.terms.unit,
+        **vars(mine),
+    )
+    return block, mine
+
+
+def words_of(pairs: np.ndarray) -> np.ndarray:
+    return np.packbits(pairs, axis=1, bitorder="little").view(np.uint64).ravel()
+
+
+def words_in(memory: Memory, terms: Terms) -> dict:
+    """The bits of a tile's pairs."""
+    return {
+        name: None if pairs is None else memory.read(words_of(pairs))
+        for name, pairs in (("live", terms.live), ("kept", terms.kept))
+    }
+
+
+def whole_rows(values: np.ndarray) -> np.ndarray:
+    """Of a tile: missing rows are zero."""
+    return np.pad(values, ((0, TILE - len(values)), (0, 0)))
+
+
+def padded_columns(values: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(values, ((0, 0), (0, count - values.shape[1])))
+
+
+def check_state(arithmetic: Arithmetic, p: Problem, old: State, new: State) -> None:
+    v = padded_columns(whole_rows(p.v), old.out.shape[1])
+    q, k, v = (Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k), v))
+    s = p.terms.logits(q, k)
+    check_maxima(old, new, s, p.terms, p)
+    expected = forward(old, new.ref_max, s, v, p.terms, arithmetic.width == 2)
+    expected.sum.check(new.sum, ("sum", p))
+    expected.out.check(new.out, ("out", p))
+
+
+def draw_columns(rng, arithmetic: Arithmetic) -> int:
+    panel = arithmetic.panel
+    return pick(rng, [1, 2, panel - 1, panel, panel + 1, 63, 64, 64, 64, 64])
+
+
+# Of rows, about the strips into which they are divided.
+ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 48, 63, 64]
+STEPS = 60  # random tiles
+
+
+def run_step(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State, kind: str) -> State:
+    """One step. `kind`: of packed keys and values, of unpacked values, or transposed with either."""
+    memory, width, panel = Memory(), arithmetic.width, arithmetic.panel
+    transposed, unpacked = kind.startswith("transposed"), kind.endswith("unpacked")
+    k, v_step = packed_keys(p.k, panel, width), 0
+    q_packed = None
+    if transposed:
+        k, k_step = strided(memory, p.k, rng, width, plain=True)
+        q_packed = memory.read(packed_keys(p.q, panel, width))
+    if unpacked:
+        v, v_step = strided(memory, p.v, rng, width, plain=True)
+    else:
+        v = memory.read(packed_values(p.v, panel, width))
+    depth = -(-p.q.shape[1] // width)
+    scratch = CONSTANTS["AM_FLASH_ROWS"] if transposed else len(p.q)
+    block, mine = block_of(memory, arithmetic, p, old, depth + pick(rng, [0, 3]), q_packed, scratch)
+    tile = structure(
+        "am_flash_tile",
+        k=k if transposed else memory.read(k),
+        v=v,
+        bias=None if p.terms.bias is None else memory.read(p.terms.bias),
+        finite=is_finite(p.v) and not unpacked,
+        transposed=transposed,
+        prefetch=prefetch_of(rng, memory),
+        k_step=k_step // width if transposed else 0,
+        v_step=v_step // width,
+        **words_in(memory, p.terms),
+    )
+    kernel(block, tile)
+    memory.check(p)
+    return mine
+
+
+def draw_step(rng, arithmetic: Arithmetic) -> tuple[str, Problem, int]:
+    """How the step multiplies, its problem, and the depth of its result."""
+    width, panel = arithmetic.width, arithmetic.panel
+    kinds = ["packed", "packed"] + ([] if arithmetic.amx else ["unpacked"])
+    kind = pick(rng, kinds + (["transposed", "transposed unpacked"] if arithmetic.can_transpose else []))
+    out_depth = panel // 2 * int(rng.integers(6))
+    value_depth = max(out_depth - int(rng.integers(panel // 2)), 0)
+    if kind.endswith("unpacked"):
+        value_depth = out_depth = out_depth // panel * panel if width == 2 else out_depth
+    rows, depth, columns = pick(rng, ROW_COUNTS), pick(rng, DEPTHS), draw_columns(rng, arithmetic)
+    if kind != "packed":
+        columns = TILE
+    if kind.startswith("transposed"):
+        depth = max(-(-depth // width), 1) * width
+    p = draw(rng, arithmetic, (rows, depth, value_depth, columns), factors_of(arithmetic))
+    if kind != "packed":
+        p.terms.live = None
+    if kind.startswith("transposed"):
+        p.terms = Terms(abs(p.terms.factor), 1.0)
+    return kind, p, out_depth
+
+
+def check_step(kernel: Kernel, rng) -> None:
+    arithmetic = arithmetic_of(kernel)
+    for _ in range(STEPS):
+        kind, p, out_depth = draw_step(rng, arithmetic)
+        old = draw_state(rng, arithmetic, len(p.q), out_depth)
+        new = run_step(kernel, rng, arithmetic, p, old, kind)
+        check_state(arithmetic, p, old, new)
+        check_dead_pairs(p, new, run_step(kernel, rng, arithmetic, p.clean(), old, kind))
+
+
+def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
+    """What is strange, and belongs to no live pair of a row, does not change a bit of it."""
+    rows = p.untouched_rows()
+    for name in ("out", "sum", "ref_max"):
+        one, other = getattr(got, name)[rows], getattr(clean, name)[rows]
+        np.testing.assert_array_equal(one, other, err_msg=f"{name} depends on dead pairs: {p}")
+
+
+def run_unpacked(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, states: list) -> list[State]:
+    """A step of several heads."""
+    memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
+    for p, state in zip(problems, states, strict=True):
+        block, accumulators = block_of(
+            memory, arithmetic, p, state, -(-p.q.shape[1] // width), None, len(p.q)
+        )
+        k, k_step = strided(memory, p.k, rng, width)
+        v, v_step = strided(memory, p.v, rng, width)
+        tile = structure(
+            "am_flash_tile",
+            k=k,
+            v=v,
+            bias=None if p.terms.bias is None else memory.read(p.terms.bias),
+            prefetch=prefetch_of(rng, memory),
+            k_step=k_step // width,
+            v_step=v_step // width,
+            value_depth=p.v.shape[1] // width,
+            **words_in(memory, p.terms),
+        )
+        blocks, tiles, mine = [*blocks, block], [*tiles, tile], [*mine, accumulators]
+    heads = len(problems)
+    kernel((TYPES["am_flash_rows"] * heads)(*blocks), (TYPES["am_flash_tile"] * heads)(*tiles), heads)
+    memory.check(problems)
+    return mine
+
+
+def check_step_unpacked(kernel: Kernel, rng) -> None:
+    arithmetic, source = arithmetic_of(kernel), kv_format_of(kernel)
+    half, width = arithmetic.panel // 2, arithmetic.width
+    for _ in range(STEPS):
+        rows, depth, heads = pick(rng, ROW_COUNTS[:11]), pick(rng, DEPTHS), int(rng.integers(1, 4))
+        out_depth = half * int(rng.integers(6))
+        value_depth = max(out_depth - pick(rng, [0, 0, 1, half - 1]), 0)
+        depth, value_depth = depth + depth % width, min(value_depth + value_depth % width, out_depth)
+        shape = (rows, depth, value_depth, draw_columns(rng, arithmetic))
+        problems = [draw(rng, arithmetic, shape, factors_of(arithmetic), source) for _ in range(heads)]
+        old = [draw_state(rng, arithmetic, rows, out_depth) for _ in range(heads)]
+        new = run_unpacked(kernel, rng, arithmetic, problems, old)
+        clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old)
+        for p, before, after, beside in zip(problems, old, new, clean, strict=True):
+            check_state(arithmetic, p, before, after)
+            check_dead_pairs(p, after, beside)

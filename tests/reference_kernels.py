@@ -1,0 +1,289 @@
+"""The kernels of attention in NumPy, each number with a bound on the error of a kernel that computes it.
+
+The arithmetic is wider than the kernels', and `Bounded` follows their roundings: the lines below are the equations, and
+the bound of a result follows from them. Sums may be taken in any order.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+WIDE = {4: np.float64, 8: np.longdouble}  # by the size of the kernels' numbers
+BF16_ROUNDING = 2.0**-8
+
+# Multiples of 1/8 have products that are multiples of 1/64, and sums of these below 2^16 fit float32.
+COARSE, COARSE_SUM = 8, 2**16
+
+# A power of two rounds the last sum and product of its polynomial, a product with another power where that is in a
+# table, and coefficients and what came before, which together count less than once more. tanh divides by a power and
+# subtracts, with more than half a power's error where that is large, and is a polynomial near 0.
+EXP2_ROUNDINGS, TANH_ROUNDINGS = 4, 8
+# The errors of the polynomials themselves, as kernels/level.h has them.
+EXP2_ERROR = {4: 2e-9, 8: 2e-17}
+EXP2_ERROR_BF16X2 = 4e-7
+
+
+@dataclass
+class Bounded:
+    """Numbers, and how far those of a kernel may be from them that rounds each result to `size` bytes."""
+
+    value: np.ndarray
+    error: np.ndarray  # 0 of NaN and Inf, which are themselves
+    size: int
+
+    def __post_init__(self):
+        self.error = np.where(np.isfinite(self.value), self.error, 0)
+
+    @classmethod
+    def exact(cls, values, size: int) -> "Bounded":
+        value = np.asarray(values).astype(WIDE[size])
+        return cls(value, np.zeros_like(value), size)
+
+    @property
+    def unit(self) -> float:
+        """The relative error of one rounding; and below, the absolute one where numbers lose digits or become 0."""
+        return {4: 2.0**-24, 8: 2.0**-53}[self.size]
+
+    @property
+    def tiny(self) -> float:
+        return {4: 2.0**-126, 8: 2.0**-1022}[self.size]
+
+    def of(self, value, error, roundings: float = 1) -> "Bounded":
+        """A result that carries an error already, and is rounded unless it fits."""
+        held = value.astype(np.float32) if self.size == 4 else value.astype(np.float64)
+        rounding = self.unit * (abs(value) + error) + self.tiny
+        return Bounded(
+            value, error + np.where((error == 0) & (held == value), 0, roundings * rounding), self.size
+        )
+
+    def constant(self, number: float) -> "Bounded":
+        """A double that the kernel rounds to its own type."""
+        held = np.float32(number) if self.size == 4 else number
+        return Bounded(WIDE[self.size](number), abs(WIDE[self.size](held) - number), self.size)
+
+    def __add__(self, other: "Bounded") -> "Bounded":
+        return self.of(self.value + other.value, self.error + other.error)
+
+    def __sub__(self, other: "Bounded") -> "Bounded":
+        return self.of(self.value - other.value, self.error + other.error)
+
+    def __mul__(self, other: "Bounded") -> "Bounded":
+        a, b = self, other
+        return self.of(a.value * b.value, abs(a.value) * b.error + abs(b.value) * a.error + a.error * b.error)
+
+    def __getitem__(self, index) -> "Bounded":
+        return Bounded(self.value[index], self.error[index], self.size)
+
+    @property
+    def T(self) -> "Bounded":
+        return Bounded(self.value.T, self.error.T, self.size)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Products of such numbers, and sums of these, are not rounded."""
+        return not self.error.any() and bool((self.value * COARSE == np.rint(self.value * COARSE)).all())
+
+    def where(self, chosen) -> "Bounded":
+        """Zero elsewhere, whatever was there."""
+        return Bounded(np.where(chosen, self.value, 0), np.where(chosen, self.error, 0), self.size)
+
+    def sum(self) -> "Bounded":
+        """Of each row."""
+        size = (abs(self.value) + self.error).sum(-1)
+        rounding = self.value.shape[-1] * (self.unit * size + self.tiny)
+        return Bounded(self.value.sum(-1), self.error.sum(-1) + rounding, self.size)
+
+    def dot(self, other: "Bounded", live=None, onto: "Bounded | None" = None) -> "Bounded":
+        """The product of matrices, added to `onto`; of only the pairs of `live`, if others may be NaN."""
+        a, b, count = self, other, self.value.shape[1]
+        if live is not None and not np.isfinite(b.value).all():
+            terms = (a[:, :, None] * b[None]).where(live[:, :, None])
+            value, error, size = terms.value.sum(1), terms.error.sum(1), abs(terms.value).sum(1)
+        else:
+            value, size = a.value @ b.value, abs(a.value) @ abs(b.value)
+            error = abs(a.value) @ b.error + a.error @ (abs(b.value) + b.error)
+        if a.is_coarse and b.is_coarse and onto is None and size.max(initial=0) < COARSE_SUM:
+            return Bounded(value, np.zeros_like(value), self.size)
+        if onto is not None:
+            value, error, size = value + onto.value, error + onto.error, size + abs(onto.value) + onto.error
+        return Bounded(value, error + (count + 1) * (self.unit * (size + error) + self.tiny), self.size)
+
+    def exp2(self, polynomial: float | None = None) -> "Bounded":
+        value, more = np.exp2(self.value), EXP2_ERROR[self.size] if polynomial is None else polynomial
+        return self.of(value, value * (np.expm1(math.log(2) * self.error) + more), EXP2_ROUNDINGS)
+
+    def tanh(self) -> "Bounded":
+        return self.of(np.tanh(self.value), self.error + EXP2_ERROR[self.size], TANH_ROUNDINGS)
+
+    def to_bf16(self) -> "Bounded":
+        rounding = BF16_ROUNDING * (abs(self.value) + self.error)
+        return Bounded(self.value, self.error + rounding + self.tiny, self.size)
+
+    def check(self, got: np.ndarray, case) -> None:
+        """The bound grows by what the wider arithmetic itself rounds."""
+        assert got.shape == self.value.shape, (got.shape, self.value.shape)
+        exact = got.astype(self.value.dtype)
+        allowed = self.error * (1 + np.finfo(self.value.dtype).eps / self.unit)
+        same = (exact == self.value) | (np.isnan(exact) & np.isnan(self.value))
+        wrong = ~same & ~(abs(exact - self.value) <= allowed)
+        first = tuple(index[0] for index in np.nonzero(wrong)) if wrong.any() else ()
+        assert not wrong.any(), (
+            f"{wrong.sum()} of {wrong.size} numbers differ, the first at {first}: {got[first]!r}, not "
+            f"{self.value[first]!r} ± {self.error[first]!r}: {case}"
+        )
+
+
+# Attention of a block of rows over a tile of keys
+
+
+@dataclass
+class Terms:
+    """What logits are made of, and which pairs count. Arrays are of rows and keys."""
+
+    factor: float
+    unit: float
+    cap: float = 0.0
+    bias: np.ndarray | None = None
+    live: np.ndarray | None = None
+    kept: np.ndarray | None = None
+
+    def logits(self, q: Bounded, k: Bounded) -> Bounded:
+        s = q.dot(k.T) * q.constant(self.factor)
+        if self.bias is not None:
+            s += Bounded.exact(self.bias, s.size)
+        return s.constant(self.cap) * self.bent(s) if self.cap else s
+
+    def bent(self, s: Bounded) -> Bounded:
+        return (s * s.constant(1 / self.cap)).tanh()
+
+
+@dataclass
+class State:
+    """The accumulators of a block; of a kernel, or what they should be."""
+
+    out: np.ndarray | Bounded
+    ref_max: np.ndarray
+    sum: np.ndarray | Bounded
+    row_max: np.ndarray | None
+
+
+SLACK = 8  # how far a logit may exceed ref_max before the row is rescaled
+
+
+def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None:
+    """`ref_max` stays, or becomes the greatest logit if that is far above; `row_max` is the greatest."""
+    chosen = s if terms.live is None else s.where(terms.live)
+    highest = np.where(True if terms.live is None else terms.live, s.value, -np.inf).max(1)
+    for r in np.flatnonzero(~np.isnan(chosen.value).any(1)):
+        error = chosen.error[r].max() + s.unit * (abs(highest[r]) + SLACK)
+        excess = highest[r] - SLACK - old.ref_max[r] if highest[r] > old.ref_max[r] else -SLACK
+        rose = new.ref_max[r] != old.ref_max[r]
+        assert rose or not excess > error, (r, "kept", new.ref_max[r], highest[r], case)
+        assert not rose or not excess < -error, (r, "rose", old.ref_max[r], highest[r], case)
+        near = Bounded(highest[r : r + 1], np.full(1, error), s.size)
+        if rose:
+            near.check(new.ref_max[r : r + 1], (r, case))
+        if new.row_max is not None and highest[r] > old.row_max[r] + error:
+            near.check(new.row_max[r : r + 1], (r, case))
+        elif new.row_max is not None and highest[r] < old.row_max[r] - error:
+            assert new.row_max[r] == old.row_max[r], (r, case)
+
+
+def forward(old: State, ref_max: np.ndarray, s: Bounded, v: Bounded, terms: Terms, bf16x2: bool) -> State:
+    """What the step makes of its accumulators, if it has chosen `ref_max`."""
+    size, unit = s.size, s.constant(terms.unit)
+    exact = Bounded.exact(ref_max, size)
+    base = Bounded.exact(np.maximum(ref_max, np.finfo(ref_max.dtype).min), size)
+    p = ((s - base[:, None]) * unit).exp2(EXP2_ERROR_BF16X2 if bf16x2 else None)
+    if terms.live is not None:
+        p = p.where(terms.live)
+    rose = (ref_max != old.ref_max) & (old.ref_max > -np.inf)
+    factor = ((Bounded.exact(old.ref_max, size) - exact) * unit).exp2()
+    factor = Bounded(np.where(rose, factor.value, 1), np.where(rose, factor.error, 0), size)
+    rescaled = Bounded.exact(old.out, size) * factor[:, None]
+    total = Bounded.exact(old.sum, size) * factor + p.sum()
+    if terms.kept is not None:
+        p = p.where(terms.kept)
+    out = (p.to_bf16() if bf16x2 else p).dot(v, terms.live, rescaled)
+    return State(out, ref_max, total, None)
+
+
+@dataclass
+class Gradients:
+    d_bias: Bounded
+    d_q: Bounded
+    d_k: Bounded
+    d_v: Bounded
+
+
+def backward(
+    q: Bounded, k: Bounded, v: Bounded, d_out: Bounded, terms: Terms, stats, old, scale, kept_factor, bf16x2
+) -> Gradients:
+    """What the step adds to gradients. `stats`: base, rest, add and share of the rows; share may be None."""
+    size, live = q.size, terms.live
+    base, rest, add = (Bounded.exact(array, size)[:, None] for array in stats[:3])
+    s = terms.logits(q, k)
+    p = ((s - base) * q.constant(terms.unit) + rest).exp2()
+    dp, weights = d_out.dot(v.T), p
+    if terms.kept is not None:
+        dp = (dp * q.constant(kept_factor)).where(terms.kept)
+        weights = (p * q.constant(kept_factor)).where(terms.kept)
+    ds = p * (dp + add)
+    if stats[3] is not None:
+        ds -= Bounded.exact(np.where(s.value < base.value, 0, stats[3][:, None]), size)
+    if terms.cap:
+        plain = Terms(terms.factor, terms.unit, bias=terms.bias)
+        bent, one = terms.bent(plain.logits(q, k)), q.constant(1)
+        ds *= (one - bent) * (one + bent)
+    if live is not None:
+        ds, weights = ds.where(live), weights.where(live)
+    scaled = ds * q.constant(scale)
+    if bf16x2:
+        scaled, weights = scaled.to_bf16(), weights.to_bf16()
+    across = None if live is None else live.T
+    d_q, d_k, d_v = (Bounded.exact(array, size) for array in old)
+    return Gradients(
+        ds, scaled.dot(k, live, d_q), scaled.T.dot(q, across, d_k), weights.T.dot(d_out, across, d_v)
+    )
+
+
+# Packing: numbers as lanes, of which kernels may want two bfloat16 to each
+
+
+def lanes_of(numbers: np.ndarray, width: int) -> np.ndarray:
+    """Rows of numbers as rows of lanes: an odd row ends with zero."""
+    if width == 1:
+        return numbers
+    even = np.zeros((len(numbers), -(-numbers.shape[1] // 2) * 2), numbers.dtype)
+    even[:, : numbers.shape[1]] = numbers
+    return even.view(np.float32)
+
+
+def unwritten(shape, dtype) -> np.ndarray:
+    """Where a kernel does not write, or must not care what is there: all bits are set, as in NaN."""
+    made = np.empty(shape, dtype)
+    made.view(np.uint8)[...] = 0xFF
+    return made
+
+
+def padded(rows: np.ndarray, panel: int, columns: int) -> np.ndarray:
+    """A tile. Missing columns are zero, and so are missing rows up to whole panels."""
+    made = unwritten((64, columns), rows.dtype)
+    made[: -(-len(rows) // panel) * panel] = 0
+    made[: len(rows), : rows.shape[1]] = rows
+    return made
+
+
+def packed_keys(keys: np.ndarray, panel: int, width: int = 1) -> np.ndarray:
+    """[panel of rows][depth][row]"""
+    lanes = lanes_of(keys, width)
+    whole = padded(lanes, panel, lanes.shape[1])
+    return whole.reshape(64 // panel, panel, -1).swapaxes(1, 2).ravel()
+
+
+def packed_values(values: np.ndarray, panel: int, width: int = 1) -> np.ndarray:
+    """[panel of columns][row][column], or of neighbouring rows [panel of columns][two rows][column][row of the two]"""
+    whole = padded(values, panel, -(-values.shape[1] // panel) * panel)
+    split = whole.reshape(64 // width, width, -1, panel).transpose(2, 0, 3, 1)
+    return np.ascontiguousarray(split).ravel().view(np.float32 if width == 2 else whole.dtype)

@@ -1,0 +1,43 @@
+"""Each kernel of the table beside plain NumPy, level by level: what `kernel_checks` and the modules beside it try."""
+
+import numpy as np
+import pytest
+from kernel_checks import CHECKS as PLAIN_CHECKS
+from kernel_checks import rng_of
+from kernel_checks_backward import check_backward, check_find_row_max
+from kernel_checks_rows import CHECKS as ROW_CHECKS
+from kernel_checks_step import check_step, check_step_unpacked
+from kernel_table import SLOTS, Kernel, table_of
+
+# By the type of a kernel, so that one that is new has a case, or fails.
+CHECKS = {
+    **PLAIN_CHECKS,
+    **ROW_CHECKS,
+    "am_flash_backward_step": check_backward,
+    "am_flash_find_row_max": check_find_row_max,
+    "am_flash_step": check_step,
+    "am_flash_step_unpacked": check_step_unpacked,
+}
+LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at others
+
+# Float64 is not read from other formats.
+NOWHERE = [slot for slot in SLOTS if slot.startswith(("flash_f64.kv_formats[1]", "flash_f64.kv_formats[2]"))]
+
+
+@pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot not in NOWHERE])
+def test_kernel(isa, slot):
+    kernel = Kernel(slot, table_of(isa))
+    if slot.startswith("flash_bf16x2.") and not kernel.table.flash_bf16x2.panel:
+        assert isa not in LEVELS_WITH_BF16X2
+        assert not kernel.address
+        pytest.skip(f"{isa} does not multiply bfloat16")
+    assert kernel.address, "the level has no such kernel"
+    if isa == "amx" and kernel.address == Kernel(slot, table_of("avx512bf16")).address:
+        pytest.skip("amx takes this kernel from the level below")
+    with np.errstate(all="ignore"):
+        CHECKS[SLOTS[slot]](kernel, rng_of(kernel))
+
+
+def test_float64_has_no_more(isa):
+    for slot in NOWHERE:
+        assert not Kernel(slot, table_of(isa)).address, slot
