@@ -251,7 +251,9 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
         raise ValueError(
             f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}"
         )
-    return program if given[0] == shape[0] else tuple(map(_for_all_rows, program))
+    if given[0] != shape[0]:
+        program = tuple(map(_for_all_rows, program))
+    return (attention_mask._state.prepared(shape, program),)
 
 
 def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:

@@ -128,6 +128,16 @@ class State:
     baked: tuple[bool, ...] = (False, False, False, False)  # in the order of FLAGS
     axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
     cache: dict[str, Any] = field(default_factory=dict, init=False)
+    kept: tuple[Shape, Any] | None = field(default=None, init=False)
+
+    def prepared(self, shape: Shape, program: Program) -> Any:
+        """`program`, which is the mask's own for so many batch rows and heads, as a term that the core has read and
+        looked at. Of the last shape it is kept.
+        """
+        kept = self.kept
+        if kept is None or kept[0] != shape:
+            kept = self.kept = (shape, _core.mask_prepare(shape, program))
+        return kept[1]
 
     def once(self, key: str, compute: Callable[[], _T]) -> _T:
         """What `compute` gives, and gave before: of two threads that both compute it, one's is kept."""

@@ -6,6 +6,7 @@ from flash_cases import F32, FLOATS, NO_PAIR, tensors
 from flash_expected import attend, expected
 
 import attnmask
+from attnmask import _core
 
 # Positions
 
@@ -99,3 +100,47 @@ def test_merging_what_has_no_live_pair(isa):
     )
     np.testing.assert_allclose(far[0], 1)
     np.testing.assert_allclose(far[1], 1e4)
+
+
+PREPARED = {
+    "dense": lambda r: attnmask.MaskInfo.from_attention_mask(r.random((1, 1, 70, 90)) < 0.3),
+    "segments": lambda r: attnmask.MaskInfo.from_segments(
+        r.integers(-1, 3, (1, 70)), r.integers(-1, 3, (1, 90))
+    ),
+    "joined": lambda r: (
+        ~attnmask.MaskInfo.from_segments(r.integers(0, 3, (1, 70)), r.integers(0, 3, (1, 90))).apply_causal()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", PREPARED.values(), ids=list(PREPARED))
+def test_a_mask_is_prepared_once(make, monkeypatch):
+    """For the last shape that it was used for; with other terms beside it, in any number of batch rows and heads."""
+    rng = np.random.default_rng(0)
+    mask, shapes = make(rng), []
+    prepare = _core.mask_prepare
+    monkeypatch.setattr(
+        _core, "mask_prepare", lambda shape, nodes: shapes.append(shape) or prepare(shape, nodes)
+    )
+    live = np.asarray(mask.attention_mask)
+    for batch, heads in ((1, 2), (1, 2), (3, 2), (3, 4), (3, 4)):
+        q = rng.standard_normal((batch, 70, heads, 8), dtype=np.float32)
+        k = rng.standard_normal((batch, 90, heads, 8), dtype=np.float32)
+        for more in ({}, {"sliding_window": (20, 5)}, {"causal": True, "causal_offset": "bottom-right"}):
+            got = attnmask.flash_attention(q, k, k, attention_mask=mask, return_lse=True, **more)
+            wanted = attnmask.flash_attention(q, k, k, attention_mask=live, return_lse=True, **more)
+            for a, b in zip(got, wanted, strict=True):
+                assert np.allclose(a, b, atol=1e-6)
+    assert shapes == [(1, 2, 70, 90), (3, 2, 70, 90), (3, 4, 70, 90)]
+
+
+def test_a_prepared_mask_has_one_shape():
+    prepared = _core.mask_prepare((1, 2, 5, 6), (("all",), ("band", None, 0, 0), "and"))
+    for shape in ((2, 2, 5, 6), (1, 1, 5, 6), (1, 2, 4, 6), (1, 2, 5, 7)):
+        with pytest.raises(ValueError, match="must have the mask's shape"):
+            _core.mask_count(shape, (prepared,))
+    deep = (("all",),) * 15 + (prepared, *("and",) * 15)
+    with pytest.raises(ValueError, match="too many operands"):
+        _core.mask_count((1, 2, 5, 6), deep)
+    assert _core.mask_count((1, 2, 5, 6), (prepared, prepared, "xor")).sum() == 0
+    assert _core.mask_count((1, 2, 5, 6), (prepared, "not")).sum() == 2 * (30 - 15)

@@ -200,10 +200,10 @@ enum { PROBLEM_PARAMS = 11 };
 static int check_problem(arguments *a)
 {
     if (check_inputs(a) < 0) return -1;
-    PyObject *shape = Py_BuildValue("(nnnn)", PyArray_DIM(a->query, 0), PyArray_DIM(a->query, 2),
-                                    PyArray_DIM(a->query, 1), PyArray_DIM(a->key, 1));
-    int bad = shape ? am_read_mask(&a->mask, shape, a->nodes) : -1;
-    Py_XDECREF(shape);
+    am_mask *mask = &a->mask.mask;
+    mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
+    mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
+    const int bad = am_read_nodes(&a->mask, a->nodes);
     return bad < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0 ? -1 : 0;
 }
 

@@ -2,7 +2,9 @@
  *
  *     (batch, heads, queries, keys),
  *     (("equal", q_ids, k_ids, False), ("band", None, 0, 0), "and")
- */
+ *
+ * A term may also be what mask_prepare has made of a mask of the same shape: it is not read again, and what
+ * is noted about it is used again. */
 #include "bind/mask.h"
 
 #include "bind/args.h"
@@ -290,23 +292,75 @@ static int to_shape(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
-int am_read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
+/* --- Prepared masks --- */
+
+static const char PREPARED[] = "attnmask.mask";
+
+/* The nodes of a prepared mask as those of this one; as `read_node`. */
+static int splice(am_mask_arg *arg, am_node *nodes, PyObject *capsule, int depth)
 {
-    if (to_shape(shape, "shape", &arg->mask) < 0) return -1;
+    const am_mask_arg *prepared = PyCapsule_GetPointer(capsule, PREPARED);
+    if (!prepared || !keep(arg, NULL, Py_NewRef(capsule))) return -1;
+    const am_mask *own = &arg->mask, *other = &prepared->mask;
+    if (own->batch != other->batch || own->heads != other->heads || own->queries != other->queries ||
+        own->keys != other->keys)
+        return reject("a prepared mask must have the mask's shape");
+    int deepest = 0, waiting = 0;
+    for (ptrdiff_t i = 0; i < other->node_count; i++) {
+        nodes[i] = other->nodes[i];
+        nodes[i].borrowed = true;
+        waiting += nodes[i].kind < AM_TERM_KINDS ? 1 : nodes[i].kind == AM_NOT ? 0 : -1;
+        deepest = waiting > deepest ? waiting : deepest;
+    }
+    arg->mask.node_count += other->node_count;
+    return depth + deepest > AM_MASK_DEPTH ? reject("too many operands wait at once") : depth + 1;
+}
+
+/* The nodes that an object stands for. */
+static ptrdiff_t nodes_of(PyObject *object)
+{
+    if (!PyCapsule_IsValid(object, PREPARED)) return 1;
+    const am_mask_arg *prepared = PyCapsule_GetPointer(object, PREPARED);
+    return prepared->mask.node_count;
+}
+
+int am_read_nodes(am_mask_arg *arg, PyObject *nodes)
+{
+    const am_mask *mask = &arg->mask;
+    const ptrdiff_t lengths[4] = {mask->batch, mask->heads, mask->queries, mask->keys};
+    for (int i = 0; i < 4; i++) {
+        if (lengths[i] <= AM_LONGEST) continue;
+        PyErr_Format(PyExc_ValueError, "shape must be from 0 to 2**56 along each axis, got %zd", lengths[i]);
+        return -1;
+    }
     if (!PyTuple_Check(nodes)) return am_reject(PyExc_TypeError, "nodes", "a tuple", nodes);
-    Py_ssize_t count = PyTuple_GET_SIZE(nodes);
-    arg->mask.nodes = PyMem_Calloc((size_t)count + 1, sizeof *arg->mask.nodes);
+    const Py_ssize_t count = PyTuple_GET_SIZE(nodes);
+    ptrdiff_t all = 1;
+    for (Py_ssize_t i = 0; i < count; i++) all += nodes_of(PyTuple_GET_ITEM(nodes, i));
+    arg->mask.nodes = PyMem_Calloc((size_t)all, sizeof *arg->mask.nodes);
     if (!arg->mask.nodes) {
         PyErr_NoMemory();
         return -1;
     }
     int depth = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        depth = read_node(arg, &arg->mask.nodes[i], PyTuple_GET_ITEM(nodes, i), depth);
+        PyObject *object = PyTuple_GET_ITEM(nodes, i);
+        am_node *next = &arg->mask.nodes[arg->mask.node_count];
+        if (PyCapsule_IsValid(object, PREPARED)) {
+            depth = splice(arg, next, object, depth);
+            if (depth < 0) return -1;
+            continue;
+        }
+        depth = read_node(arg, next, object, depth);
         if (depth < 0) return -1;
-        arg->mask.node_count = i + 1;
+        arg->mask.node_count++;
     }
     return depth == 1 ? 0 : reject("an expression must come to one mask");
+}
+
+static int read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
+{
+    return to_shape(shape, "shape", &arg->mask) < 0 ? -1 : am_read_nodes(arg, nodes);
 }
 
 /* --- Methods --- */
@@ -324,8 +378,9 @@ static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
 static int check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
 {
     for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
+        if (!kept->object || !PyArray_Check(kept->object)) continue;
         PyArrayObject *input = (PyArrayObject *)kept->object;
-        if (input && am_check_apart(out, "out", input, "the mask's arrays") < 0) return -1;
+        if (am_check_apart(out, "out", input, "the mask's arrays") < 0) return -1;
     }
     return 0;
 }
@@ -349,7 +404,7 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"live", am_to_object, &live},   {"dead", am_to_object, &dead},   {"out", am_to_out, &given},
     };
     if (am_parse("mask_fill", args, nargs, params, 6) < 0) goto fail;
-    if (am_read_mask(&mask, shape, nodes) < 0) goto fail;
+    if (read_mask(&mask, shape, nodes) < 0) goto fail;
     npy_intp const dims[4] = {mask.mask.batch, mask.mask.heads, mask.mask.queries, mask.mask.keys};
     am_mask_target target = {.size = dtype ? PyDataType_ELSIZE(dtype) : 0};
     if (!dtype) {
@@ -385,8 +440,7 @@ static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *shape, *nodes;
     PyArrayObject *counts = NULL;
     const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_count", args, nargs, params, 2) < 0 || am_read_mask(&mask, shape, nodes) < 0)
-        goto fail;
+    if (am_parse("mask_count", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
     npy_intp const dims[2] = {mask.mask.batch, mask.mask.heads};
     counts = am_new_array_of(2, dims, NPY_INT64);
     if (!counts) goto fail;
@@ -409,7 +463,7 @@ static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t na
     PyObject *shape, *nodes, *result = NULL;
     PyArrayObject *queries = NULL, *keys = NULL;
     const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
-    if (am_parse("mask_any", args, nargs, params, 2) < 0 || am_read_mask(&mask, shape, nodes) < 0) goto fail;
+    if (am_parse("mask_any", args, nargs, params, 2) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
     npy_intp const q_dims[3] = {mask.mask.batch, mask.mask.heads, mask.mask.queries};
     npy_intp const k_dims[3] = {mask.mask.batch, mask.mask.heads, mask.mask.keys};
     queries = am_new_array_of(3, q_dims, NPY_BOOL);
@@ -455,7 +509,7 @@ static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes},  {"batch", am_to_object, &batch},
         {"head", am_to_object, &head},   {"q_cell", am_to_count, &q_cell}, {"k_cell", am_to_count, &k_cell},
     };
-    if (am_parse("mask_grid", args, nargs, params, 6) < 0 || am_read_mask(&mask, shape, nodes) < 0) goto fail;
+    if (am_parse("mask_grid", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
     if (to_place(batch, "batch", mask.mask.batch, &b) < 0 || to_place(head, "head", mask.mask.heads, &h) < 0)
         goto fail;
     npy_intp q = mask.mask.queries, k = mask.mask.keys;
@@ -477,7 +531,40 @@ fail:
     return (PyObject *)counts;
 }
 
+static void free_prepared(PyObject *capsule)
+{
+    am_mask_arg *prepared = PyCapsule_GetPointer(capsule, PREPARED);
+    am_free_mask(prepared);
+    PyMem_Free(prepared);
+}
+
+static PyObject *mask_prepare(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *shape, *nodes, *result = NULL;
+    am_mask_arg *mask = PyMem_Calloc(1, sizeof *mask);
+    if (!mask) return PyErr_NoMemory();
+    const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
+    if (am_parse("mask_prepare", args, nargs, params, 2) < 0 || read_mask(mask, shape, nodes) < 0) goto fail;
+    am_call call;
+    am_status status = enter(&call, module, mask);
+    am_leave(&call);
+    if (status == AM_OK)
+        result = PyCapsule_New(mask, PREPARED, free_prepared);
+    else
+        am_raise(status, NULL);
+fail:
+    if (!result) {
+        am_free_mask(mask);
+        PyMem_Free(mask);
+    }
+    return result;
+}
+
 PyMethodDef am_mask_methods[] = {
+    {"mask_prepare", (PyCFunction)(void *)mask_prepare, METH_FASTCALL,
+     "mask_prepare($module, shape, nodes, /)\n--\n\nA mask as a term of others of its shape: its terms are "
+     "read, "
+     "and their arrays looked at, once."},
     {"mask_fill", (PyCFunction)(void *)mask_fill, METH_FASTCALL,
      "mask_fill($module, shape, nodes, dtype, live, dead, out, /)\n--\n\n"},
     {"mask_count", (PyCFunction)(void *)mask_count, METH_FASTCALL,

@@ -20,7 +20,8 @@ typedef struct {
     am_kept *kept;
 } am_mask_arg;
 
-int am_read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes);
+/* Reads the terms of a mask whose shape is set. */
+int am_read_nodes(am_mask_arg *arg, PyObject *nodes);
 void am_free_mask(am_mask_arg *arg);
 
 #endif

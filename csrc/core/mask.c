@@ -8,7 +8,7 @@ am_status am_mask_prepare(const am_run *run, am_mask *mask)
     mask->kernels = run->kernels;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         am_node *node = &mask->nodes[i];
-        if (node->kind >= AM_TERM_KINDS || !am_term_kinds[node->kind].prepare) continue;
+        if (node->borrowed || node->kind >= AM_TERM_KINDS || !am_term_kinds[node->kind].prepare) continue;
         am_status status = am_term_kinds[node->kind].prepare(run, mask, node);
         if (status != AM_OK) return status;
     }
@@ -19,7 +19,7 @@ void am_mask_release(am_mask *mask)
 {
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         am_node *node = &mask->nodes[i];
-        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].release)
+        if (!node->borrowed && node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].release)
             am_term_kinds[node->kind].release(node);
     }
 }

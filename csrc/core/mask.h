@@ -63,6 +63,7 @@ typedef struct {
 
 typedef struct {
     am_node_kind kind;
+    bool borrowed; /* what is noted about it belongs to another mask, which is prepared */
     union {
         struct {
             const ptrdiff_t *low, *high; /* [batch], within ±AM_FAR */
