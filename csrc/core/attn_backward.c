@@ -686,7 +686,7 @@ static am_status list_tasks(plan *p, ptrdiff_t most)
         divide_row(p, groups, most, tasks);
         for (key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
-            if (p->problem->d_bias) task->groups = groups; /* each task takes its turn for each block */
+            if (p->problem->d_bias) task->groups = groups; /* each task passes the tickets of all blocks */
         }
     }
     return AM_OK;
