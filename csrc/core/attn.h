@@ -37,6 +37,9 @@ typedef struct {
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
 } am_attn;
 
+/* Whether a tile has terms that are added to its products, beside the mask: its bias. */
+static inline bool am_adds_to_products(const am_attn *attn) { return attn->bias != NULL; }
+
 am_status am_attn_forward(const am_run *run, const am_attn *attn);
 
 /* One number for each row, of the arithmetic type; steps in bytes. */

@@ -90,7 +90,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     s->d_q = am_take(memory, &used, p->k_bytes);
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
-    s->terms.bias = am_take(memory, &used, f->bias ? tile_bytes : 0);
+    s->terms.bias = am_take(memory, &used, am_adds_to_products(f) ? tile_bytes : 0);
     s->d_bias = am_take(memory, &used, own_bias ? tile_bytes : 0);
     s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
     s->row = s->terms.row =

@@ -35,7 +35,7 @@ am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
         .size = wide ? 8 : 4,
         .bf16x2 = bf16x2,
         .group = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
-        .unit = attn->bias || attn->cap > 0 ? AM_LOG2_E : 1,
+        .unit = am_adds_to_products(attn) || attn->cap > 0 ? AM_LOG2_E : 1,
         .by_head = am_mask_is_by_head(attn->mask),
         .threshold = attn->dropout > 0 ? am_threshold_of(attn->dropout) : 0,
     };

@@ -55,7 +55,7 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
     am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
     w->accumulators = am_take(memory, &used, s->item_bytes);
     w->terms.row = w->kv.row;
-    w->terms.bias = am_take(memory, &used, attn->bias ? tile : 0);
+    w->terms.bias = am_take(memory, &used, am_adds_to_products(attn) ? tile : 0);
     w->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     w->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
     w->terms.row_keys = (uint64_t *)am_take(memory, &used, s->item_rows * word);
@@ -107,7 +107,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
                .q = w->q + row * f->schedule.lanes * size,
                .q_packed = g->shape.strategy == AM_TRANSPOSED ? w->q_packed + i * f->schedule.k_bytes : NULL,
                .terms = w->terms};
-    if (it.terms.bias) it.terms.bias += tile_row * TILE * size;
+    if (am_adds_to_products(f->base.attn)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
     char *own = is_apart(f, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
     it.rows = accumulators(f, g, own, it.at.rows);

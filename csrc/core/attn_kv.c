@@ -145,7 +145,7 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
     /* Tiles that are packed, or rows that kernels cannot read where they lie. */
     w->k = am_take(memory, used, am_max(s->local_tiles * s->k_bytes, am_row_scratch(TILE, f->depth)));
     w->v = am_take(memory, used, am_max(s->local_tiles * s->v_bytes, am_row_scratch(TILE, f->value_depth)));
-    for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1;
+    for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
 }
 
 /* The place of a tile among the local ones. */

@@ -163,16 +163,15 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
                          const am_logit_scratch *scratch, am_logit_terms *terms)
 {
     const ptrdiff_t k = keys.begin, columns = keys.end - k;
-    const bool bias = base->attn->bias != NULL;
     am_tile kind = find_live(base, at, k, columns, scratch->live);
-    if (kind != AM_DEAD && bias)
+    if (kind != AM_DEAD && base->attn->bias)
         kind = read_bias(base, at, k, columns, scratch->row, scratch->bias, scratch->live, kind);
     if (kind == AM_DEAD) return false;
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
         scratch->kept[r] = base->all_kernels->keep_bits(scratch->row_keys[r], (uint32_t)k, base->threshold);
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
-                              .bias = bias ? scratch->bias : NULL};
+                              .bias = am_adds_to_products(base->attn) ? scratch->bias : NULL};
     return true;
 }
 

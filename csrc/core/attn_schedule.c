@@ -45,7 +45,7 @@ static bool can_transpose(const am_schedule *s, const am_attn_base *base, const 
 {
     const am_attn *f = base->attn;
     if (h->head_blocks > 1 || f->depth == 0 || tiles <= FEW_TILES || h->rows <= FEW_ROWS_16) return false;
-    if (f->bias || f->cap > 0 || base->threshold || base->unit != 1) return false;
+    if (base->threshold || base->unit != 1) return false;
     if (base->bf16x2 && (s->factor <= 0 || base->kernels->amx)) return false;
     const ptrdiff_t panel = base->kernels->panel;
     const bool one_vector = f->k.type == base->type && h->rows <= panel / 2;
@@ -278,6 +278,14 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
     return failed ? AM_NO_MEMORY : AM_OK;
 }
 
+/* Whether two groups of one block are of one shape. */
+static bool is_like(const am_attn_groups *groups, const am_attn_group *a, const am_attn_group *b)
+{
+    return am_length(a->blocks) == 1 && am_length(b->blocks) == 1 &&
+           am_length(a->tiles) == am_length(b->tiles) &&
+           am_most_queries(groups, a) == am_most_queries(groups, b);
+}
+
 am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
                            int threads)
 {
@@ -297,8 +305,10 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_at
     s->k_bytes = TILE * s->lanes * base->size;
     ptrdiff_t items = 0, all_splits = 0;
     for (ptrdiff_t i = 0; i < groups->count; i++) {
+        const am_attn_group *group = &groups->list[i];
         am_scheduled *g = &s->groups[i];
-        *g = (am_scheduled){.group = groups->list[i], .shape = shape_of(s, base, groups, &groups->list[i])};
+        const bool same = i > 0 && is_like(groups, group, group - 1);
+        *g = (am_scheduled){.group = *group, .shape = same ? g[-1].shape : shape_of(s, base, groups, group)};
         g->items = f->kv_heads * g->shape.head_blocks * g->shape.q_blocks;
         items += g->items, all_splits += g->items * g->shape.splits;
     }
