@@ -64,10 +64,10 @@ void am_isa_begin(void)
 #ifdef AM_HAVE_AMX
     amx = am_kernels_avx512bf16;
     amx.name = "amx";
-    amx.flash_bf16x2.amx = true;
-    amx.flash_bf16x2.step = am_flash_step_amx;
-    amx.flash_bf16x2.backward = am_flash_backward_amx;
-    amx.flash_bf16x2.find_row_max = am_flash_find_row_max_amx;
+    amx.flash_bf16x2.amx = am_kernels_amx.amx;
+    amx.flash_bf16x2.step = am_kernels_amx.step;
+    amx.flash_bf16x2.backward = am_kernels_amx.backward;
+    amx.flash_bf16x2.find_row_max = am_kernels_amx.find_row_max;
 #endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
     am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;

@@ -329,10 +329,9 @@ extern const am_kernels am_kernels_avx512;
 extern const am_kernels am_kernels_avx512bf16;
 #endif
 #ifdef AM_HAVE_AMX
-/* What this level does by AMX tiles; the rest is that of the level below. */
-extern am_flash_step am_flash_step_amx;
-extern am_flash_backward_step am_flash_backward_amx;
-extern am_flash_find_row_max am_flash_find_row_max_amx;
+/* What is done by AMX tiles: step, backward and find_row_max. The rest of this level is that of the level
+ * below. */
+extern const am_flash_kernels am_kernels_amx;
 #endif
 
 #endif
