@@ -70,19 +70,6 @@ def some_special(rng, shape, dtype) -> np.ndarray:
     return values
 
 
-def check_scale(kernel: Kernel, rng) -> None:
-    dtype = arithmetic_of(kernel).dtype
-    for count in COUNTS:
-        for add in (False, True):
-            memory, factor = Memory(), rng.standard_normal()
-            src = memory.read(some_special(rng, count, dtype), shift=count % 3)
-            dst = memory.written(some_special(rng, count, dtype), shift=count % 2)
-            expected = src * dtype.type(factor) + (dst if add else -dtype.type(0))
-            kernel(dst, src, factor, count, add)
-            memory.check((count, add))
-            same(dst, expected, (count, add))
-
-
 def check_merge(kernel: Kernel, rng) -> None:
     """Sums relative to their references, of rows that may have no keys in one of the two."""
     arithmetic = arithmetic_of(kernel)
@@ -259,7 +246,6 @@ CHECKS = {
     "am_flash_pack_values": check_pack_values,
     "am_flash_read_bias": check_read_bias,
     "am_flash_merge": check_merge,
-    "am_flash_scale": check_scale,
     "am_flash_write": check_write,
     "am_load_rows": check_load_rows,
 }

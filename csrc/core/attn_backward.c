@@ -32,8 +32,7 @@ enum {
 
 /* One block of query rows of one head. */
 typedef struct {
-    ptrdiff_t first,
-        last; /* the sums of tiles, counted through the group, that it sees; none if first > last */
+    ptrdiff_t first, last;    /* the sums of tiles of its group that it sees; none if first > last */
     atomic_ptrdiff_t serving; /* the sum that may be added to d_q now */
 } rows_state;
 
@@ -513,30 +512,40 @@ static ptrdiff_t ordered_head(const plan *p, ptrdiff_t i)
     return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
 }
 
-/* Writes the gradients of the keys of a task, 0 for those that no query sees. */
-static void write_keys(const plan *p, const am_attn_place *at, const key_task *task, const workspace *s)
+/* Writes zeros as the gradients of keys that no query sees. */
+static am_status write_zeros(const plan *p, const am_attn_place *at, am_range keys, am_team *team)
+{
+    enum { PIECE = 1 << 12 }; /* keys between two checkpoints */
+    const am_tokens *const results[] = {&p->problem->d_k, &p->problem->d_v};
+    const ptrdiff_t depths[] = {p->base.attn->depth, p->base.attn->value_depth};
+    am_status status = AM_OK;
+    for (ptrdiff_t k = keys.begin; status == AM_OK && k < keys.end; k++) {
+        for (int i = 0; i < 2; i++)
+            memset((char *)am_token(results[i], at->b, at->kv_head, k), 0,
+                   (size_t)depths[i] * am_size_of(results[i]->type));
+        if (k % PIECE == 0) status = am_checkpoint(team);
+    }
+    return status;
+}
+
+/* Writes the gradients of the keys of a task. */
+static am_status write_keys(const plan *p, const am_attn_place *at, const key_task *task, const workspace *s,
+                            am_team *team)
 {
     const am_attn *f = p->base.attn;
-    const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
-    ptrdiff_t token = task->tokens.begin;
-    for (ptrdiff_t i = 0; i <= am_length(task->tiles); i++) {
-        const bool behind = i == am_length(task->tiles);
-        const am_range keys = behind ? (am_range){task->tokens.end, task->tokens.end}
-                                     : am_range_at(&p->groups.tiles, task->tiles.begin + i);
-        for (; token < keys.begin; token++) {
-            memset((char *)am_token(d_k, at->b, at->kv_head, token), 0,
-                   (size_t)f->depth * am_size_of(d_k->type));
-            memset((char *)am_token(d_v, at->b, at->kv_head, token), 0,
-                   (size_t)f->value_depth * am_size_of(d_v->type));
-        }
-        if (behind) break;
+    ptrdiff_t behind = task->tokens.begin; /* the last tile */
+    am_status status = AM_OK;
+    for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
+        const am_range keys = am_range_at(&p->groups.tiles, task->tiles.begin + i);
+        status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
         if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
-        write_tokens(p, d_k, at, at->kv_head, token, am_length(keys), s->d_k + i * p->k_bytes, p->step,
-                     f->depth);
-        write_tokens(p, d_v, at, at->kv_head, token, am_length(keys), s->d_v + i * p->v_bytes, p->value_step,
-                     f->value_depth);
-        token = keys.end;
+        write_tokens(p, &p->problem->d_k, at, at->kv_head, keys.begin, am_length(keys),
+                     s->d_k + i * p->k_bytes, p->step, f->depth);
+        write_tokens(p, &p->problem->d_v, at, at->kv_head, keys.begin, am_length(keys),
+                     s->d_v + i * p->v_bytes, p->value_step, f->value_depth);
+        behind = keys.end;
     }
+    return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
 }
 
 static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
@@ -566,7 +575,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     if (status == AM_OK)
         status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->groups.tiles, task->tiles,
                                   s.d_bias_scratch, team);
-    if (status == AM_OK) write_keys(p, &at, task, &s);
+    if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
     am_workspace_release(&p->workspaces, memory);
     return status;
 }
@@ -601,8 +610,8 @@ static ptrdiff_t limit_tiles(const plan *p, ptrdiff_t most, ptrdiff_t seen, ptrd
     return most;
 }
 
-/* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task that is no longer sum.
- */
+/* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
+ * more. */
 static ptrdiff_t choose(plan *p)
 {
     const am_attn *f = p->base.attn;

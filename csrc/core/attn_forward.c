@@ -32,7 +32,7 @@ typedef struct {
     am_attn_place at;
     char *q, *q_packed;
     am_logit_scratch terms;
-    am_flash_rows rows, split; /* its accumulators, and those of a later split */
+    am_flash_rows rows, split; /* split: with the accumulators of a later split, if it is the same item's */
 } item;
 
 /* Where a task is: at one split of the blocks from `at` on. */
@@ -62,23 +62,28 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
     return used;
 }
 
-/* The accumulators of a block lie side by side. */
-static am_flash_rows accumulators(const forward *f, const am_scheduled *g, char *memory, ptrdiff_t rows)
+/* Where the accumulators of a block are: side by side. */
+static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_rows *rows, char *memory)
 {
-    const ptrdiff_t out_depth = f->schedule.out_depth, stat_bytes = g->shape.rows * f->base.size;
-    char *stats = memory + out_depth * stat_bytes;
-    return (am_flash_rows){
-        .rows = rows,
+    const ptrdiff_t stat_bytes = g->shape.rows * f->base.size;
+    char *stats = memory + f->schedule.out_depth * stat_bytes;
+    rows->out = memory;
+    rows->ref_max = stats, rows->sum = stats + stat_bytes;
+    rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
+}
+
+static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memory, ptrdiff_t count)
+{
+    am_flash_rows rows = {
+        .rows = count,
         .depth = f->schedule.lanes,
-        .out_depth = out_depth,
-        .out = memory,
-        .ref_max = stats,
-        .sum = stats + stat_bytes,
-        .row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes,
+        .out_depth = f->schedule.out_depth,
         .cap = f->base.attn->cap,
         .factor = f->base.bf16x2 ? f->schedule.factor : 1,
         .unit = f->base.unit,
     };
+    set_accumulators(f, g, &rows, memory);
+    return rows;
 }
 
 /* The accumulators of one split of an item; those of its splits lie side by side. */
@@ -86,11 +91,6 @@ static char *partial_of(const forward *f, const am_scheduled *g, ptrdiff_t index
 {
     const ptrdiff_t bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows);
     return f->partials + g->first_partial + (index * g->shape.splits + split) * bytes;
-}
-
-static bool is_apart(const forward *f, const am_scheduled *g)
-{
-    return f->schedule.splits_apart && g->shape.splits > 1;
 }
 
 /* --- Items --- */
@@ -109,8 +109,9 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
                .terms = w->terms};
     if (am_adds_to_products(f->base.attn)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
-    char *own = is_apart(f, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
-    it.rows = accumulators(f, g, own, it.at.rows);
+    char *own =
+        am_is_apart(&f->schedule, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
+    it.rows = rows_of(f, g, own, it.at.rows);
     it.rows.q = it.q, it.rows.q_step = f->schedule.lanes;
     if (g->shape.queries_direct) {
         it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
@@ -119,11 +120,8 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     it.rows.q_packed = it.q_packed;
     it.rows.logits = w->logits + tile_row * TILE * size;
     it.split = it.rows;
-    if (g->shape.splits > 1 && !is_apart(f, g)) {
-        it.split = accumulators(f, g, own + am_lockstep(g) * bytes, it.at.rows);
-        it.split.q = it.rows.q, it.split.q_step = it.rows.q_step, it.split.q_packed = it.rows.q_packed;
-        it.split.logits = it.rows.logits;
-    }
+    if (g->shape.splits > 1 && !am_is_apart(&f->schedule, g))
+        set_accumulators(f, g, &it.split, own + am_lockstep(g) * bytes);
     return it;
 }
 
@@ -134,6 +132,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     const am_tokens *q = &base->attn->q;
     const ptrdiff_t depth = base->attn->depth, row_bytes = f->schedule.lanes * base->size;
     const double factor = g->shape.scales_keys ? 1 : f->schedule.factor;
+    const am_kv_format_kernels *own = &base->kernels->kv_formats[AM_KV_FORMAT_OWN];
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
         const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
@@ -145,11 +144,10 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         ptrdiff_t step;
         src = am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, depth, &step);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
-            base->kernels->scale(to, src, factor, depth, false);
+            own->write(to, src, factor, depth);
     }
     if (it->q_packed)
-        base->kernels->kv_formats[AM_KV_FORMAT_OWN].pack_keys(it->q_packed, it->rows.q, it->rows.q_step,
-                                                              it->at.rows, f->schedule.lanes, 1);
+        own->pack_keys(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, f->schedule.lanes, 1);
 }
 
 /* --- Tiles --- */
@@ -177,7 +175,8 @@ static void choose_prefetch(const forward *f, const position *here, const positi
         am_kv_prefetch(&f->kv, where->group, &where->at, left.begin, kv_heads, part, parts, kv, tile);
     }
     tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
-    if (!last || is_apart(f, here->group) || (next->at.block == at->block && next->at.head == at->head))
+    if (!last || am_is_apart(&f->schedule, here->group) ||
+        (next->at.block == at->block && next->at.head == at->head))
         return;
     const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
                     begin = at->queries * part / parts, end = at->queries * (part + 1) / parts;
@@ -211,7 +210,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                     am_kv_tile(&f->kv, here->group, &it->at, tiles.begin, !terms.live, kv, &some[live]);
                 if (live == 0) /* for all */
                     choose_prefetch(f, here, next, it, tiles, count, part, parts, kv, some);
-                rows[live++] = here->split > 0 && !is_apart(f, here->group) ? it->split : it->rows;
+                rows[live++] = here->split > 0 ? it->split : it->rows;
             }
             if (live == 0) continue;
             if (step_unpacked)
@@ -230,7 +229,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
 static am_status run_items(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
                            const position *next, am_kv_workspace *kv, am_team *team)
 {
-    const bool apart = is_apart(f, g);
+    const bool apart = am_is_apart(&f->schedule, g);
     item items[AM_MOST_ITEMS];
     for (ptrdiff_t i = 0; i < task.count; i++) {
         items[i] = item_of(f, g, w, task, i);
@@ -242,13 +241,12 @@ static am_status run_items(const forward *f, const am_scheduled *g, const worksp
                     end = apart ? am_min(task.split + 1, splits) : splits;
     for (ptrdiff_t split = apart ? task.split : 0; split < end; split++) {
         const position here = {g, at, split}, then = {g, at, split + 1};
-        const bool in_split = !apart && split > 0;
         for (item *it = items; it < items + task.count; it++)
-            am_clear_rows(&f->base, in_split ? &it->split : &it->rows);
+            am_clear_rows(&f->base, split > 0 ? &it->split : &it->rows);
         am_status status =
             advance_items(f, items, task.count, &here, split + 1 < end ? &then : next, kv, team);
         if (status != AM_OK) return status;
-        for (item *it = items; in_split && it < items + task.count; it++)
+        for (item *it = items; !apart && split > 0 && it < items + task.count; it++)
             f->base.kernels->merge(&it->rows, &it->split);
     }
     for (item *it = items; !apart && it < items + task.count; it++)
@@ -265,7 +263,8 @@ typedef struct {
 
 static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
-    return (position){g, am_item_place(&f->base, &f->groups, g, index), is_apart(f, g) ? split : 0};
+    return (position){g, am_item_place(&f->base, &f->groups, g, index),
+                      am_is_apart(&f->schedule, g) ? split : 0};
 }
 
 /* The first block of a task. */
@@ -308,14 +307,14 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     const forward *f = arg;
     const am_scheduled *g = am_scheduled_of(&f->schedule, task);
     const am_task_items some = am_items_of(g, task);
-    if (!is_apart(f, g) || some.split > 0) return AM_OK;
+    if (!am_is_apart(&f->schedule, g) || some.split > 0) return AM_OK;
     char *scratch = am_workspace_acquire(&f->workspaces);
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
         const am_attn_place at = am_item_place(&f->base, &f->groups, g, index);
-        const am_flash_rows whole = accumulators(f, g, partial_of(f, g, index, 0), at.rows);
+        const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
         const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at);
         for (ptrdiff_t split = 1; split < splits; split++) {
-            const am_flash_rows other = accumulators(f, g, partial_of(f, g, index, split), at.rows);
+            const am_flash_rows other = rows_of(f, g, partial_of(f, g, index, split), at.rows);
             f->base.kernels->merge(&whole, &other);
         }
         am_write_rows(&f->base, f->sinks, &at, &whole, scratch);

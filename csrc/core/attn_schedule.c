@@ -228,7 +228,7 @@ static void number(am_schedule *s, const am_attn_base *base)
         am_scheduled *g = &s->groups[i];
         const am_shape *h = &g->shape;
         const ptrdiff_t bytes = am_accumulator_bytes(s, base, h->rows);
-        const bool apart = s->splits_apart && h->splits > 1;
+        const bool apart = am_is_apart(s, g);
         g->first_task = s->tasks, g->first_shared = s->shared_tiles, g->first_partial = s->partial_bytes;
         s->tasks +=
             am_ceil_div(g->items, am_max(g->item_group, 1)) * g->group_tasks * (apart ? h->splits : 1);

@@ -18,7 +18,8 @@ typedef enum {
     AM_UNPACKED,   /* a few rows in all: keys and values are read where they lie; decode */
     AM_TRANSPOSED, /* one block whose rows fill vectors: queries are packed, and Sᵀ = K Qᵀ in full tiles */
     AM_PRIVATE_PACKING, /* one block: a task packs each tile for it */
-    AM_LOCKSTEP, /* blocks of heads that share keys: a task packs each tile, and its items take it in turn */
+    AM_LOCKSTEP, /* blocks of heads that share keys: a task packs each tile, and its items take it one after
+                    the other */
     AM_LOCAL_PACKING,  /* many blocks that see few tiles: a task keeps the tiles that it has packed */
     AM_SHARED_PACKING, /* many blocks: the first task that needs a tile packs it for all */
     AM_STRATEGIES
@@ -111,6 +112,12 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
 static inline ptrdiff_t am_lockstep(const am_scheduled *group)
 {
     return group->shape.strategy >= AM_LOCAL_PACKING ? 1 : group->task_items;
+}
+
+/* Whether the splits of a group are items of their own. */
+static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *group)
+{
+    return schedule->splits_apart && group->shape.splits > 1;
 }
 
 /* The bytes of the accumulators of a block: out, ref_max, sum, row_max. */

@@ -63,21 +63,6 @@ static void FN(add_unpacked)(ptrdiff_t rows, ptrdiff_t columns, const T *p, cons
 #define EXP2_TERMS FN(exp2_terms)
 #include "kernels/flash_step_tpl.h"
 
-static void FN(scale)(void *dst, const void *src, double factor, ptrdiff_t count, bool add)
-{
-    T *to = dst;
-    const T *from = src;
-    V scale = VOP(set1)((T)factor);
-    ptrdiff_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        V x = VOP(mul)(scale, VOP(load)(from + i));
-        VOP(store)(to + i, add ? VOP(add)(VOP(load)(to + i), x) : x);
-    }
-    if (i == count) return;
-    V x = VOP(mul)(scale, VOP(load_part)(from + i, count - i));
-    VOP(store_part)(to + i, add ? VOP(add)(VOP(load_part)(to + i, count - i), x) : x, count - i);
-}
-
 /* Stores the first of LANES numbers, which may be all. */
 static inline void FN(store_first)(T *to, V v, ptrdiff_t count)
 {

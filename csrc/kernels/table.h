@@ -204,10 +204,7 @@ typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, pt
  * which are -INFINITY. */
 typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t columns);
 
-/* dst[i] = src[i] factor, plus dst[i] with `add`. */
-typedef void am_flash_scale(void *dst, const void *src, double factor, ptrdiff_t count, bool add);
-
-/* The same, to the type of the result. */
+/* dst[i] = src[i] factor, in the type of the result. */
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
 
 /* The element type of keys, values, bias and result in memory: that of the arithmetic, or where that is
@@ -276,7 +273,6 @@ typedef struct {
     bool amx;  /* the step multiplies by AMX tiles, and takes no unpacked values */
     am_flash_step *step;
     am_flash_merge *merge;
-    am_flash_scale *scale;
     am_kv_format_kernels kv_formats[AM_KV_FORMATS];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
