@@ -726,6 +726,8 @@ def long_calls() -> dict:
     few = dict.fromkeys(("query", "key", "value", "dout", "out"), tokens[:, :64, :1]) | {
         "lse": lse[:, :1, :64]
     }
+    unseen = few | dict.fromkeys(("key", "value"), lane[:, : 2**27, None]) | {"sliding_window": (0, 0)}
+    unseen |= dict.fromkeys(("query", "dout", "out"), tokens[:, :64, :1, :1])
     sinks = {"softmax_aux": np.zeros(2**20), "grad_softmax_aux": True}
     numbers = np.arange(1, 14_001)
     one_row = attnmask.MaskInfo.from_attention_mask(np.broadcast_to(np.True_, (1, 1, 1, 2**40)))
@@ -744,6 +746,7 @@ def long_calls() -> dict:
         "attention": lambda out: attnmask.flash_attention(**attention),
         "gradients": lambda out: attnmask.flash_attention_bwd(**gradient),
         "gradients of peaks": lambda out: attnmask.flash_attention_bwd(**gradient, normalize_output=False),
+        "gradients of keys that no query sees": lambda out: attnmask.flash_attention_bwd(**unseen),
         "gradients of sinks": lambda out: attnmask.flash_attention_bwd(**few, **sinks),
         "division": lambda out: attnmask.cdiv(numbers[:, None], numbers[None]),
         "one long row of a mask": lambda out: one_row.density(),
