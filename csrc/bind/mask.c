@@ -178,7 +178,7 @@ static const ptrdiff_t *read_integers(am_mask_arg *arg, PyObject *object, ptrdif
     return fits ? values : NULL;
 }
 
-static int check_cuts(const ptrdiff_t *starts, ptrdiff_t count, ptrdiff_t length)
+static int check_starts(const ptrdiff_t *starts, ptrdiff_t count, ptrdiff_t length)
 {
     bool fits = starts[0] == 0 && starts[count] == length;
     for (ptrdiff_t i = 0; i < count; i++) fits &= starts[i] <= starts[i + 1];
@@ -196,8 +196,8 @@ static int read_sequences(am_mask_arg *arg, am_node *node, PyObject *term)
     if (!node->sequences.q_starts) return -1;
     node->sequences.k_starts = read_integers(arg, PyTuple_GET_ITEM(term, 2), entries, 0);
     if (!node->sequences.k_starts) return -1;
-    if (check_cuts(node->sequences.q_starts, count, arg->mask.queries) < 0) return -1;
-    if (check_cuts(node->sequences.k_starts, count, arg->mask.keys) < 0) return -1;
+    if (check_starts(node->sequences.q_starts, count, arg->mask.queries) < 0) return -1;
+    if (check_starts(node->sequences.k_starts, count, arg->mask.keys) < 0) return -1;
     node->sequences.low = read_integers(arg, PyTuple_GET_ITEM(term, 3), count, -AM_FAR);
     if (!node->sequences.low) return -1;
     node->sequences.high = read_integers(arg, PyTuple_GET_ITEM(term, 4), count, AM_FAR);

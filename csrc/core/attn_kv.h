@@ -4,8 +4,8 @@
 
 #include "core/attn_schedule.h"
 
-/* Keys or values of some tokens of one key head; steps in bytes. The only function that knows where they
- * lie. */
+/* Keys or values of some tokens of one key head; steps in bytes. All that reads them asks here where they
+ * lie; only prefetching looks at the array itself. */
 typedef struct {
     const char *data;
     ptrdiff_t step, element; /* from token to token, and from number to number */
