@@ -1,7 +1,6 @@
 """Attention masks, packed sequences, chunked cumulative sums and exact flash attention for NumPy."""
 
-from attnmask._loading import _core as _core
-from attnmask.cumsum import (
+from attnmask._cumsum import (
     chunk_global_cumsum,
     chunk_global_cumsum_scalar,
     chunk_global_cumsum_vector,
@@ -11,8 +10,8 @@ from attnmask.cumsum import (
     chunk_local_cumsum_vector,
     chunk_local_cumsum_vjp,
 )
-from attnmask.debug import get_debug_mode, set_debug_mode
-from attnmask.flash import (
+from attnmask._debug import get_debug_mode, set_debug_mode
+from attnmask._flash import (
     BwdParams,
     FwdParams,
     dropout_keep_mask,
@@ -21,10 +20,11 @@ from attnmask.flash import (
     merge_attention_states,
     merge_attention_states_vjp,
 )
-from attnmask.flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
-from attnmask.mask_info import MaskInfo
-from attnmask.mask_sharding import MaskSharding
-from attnmask.masks import (
+from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
+from attnmask._loading import _core as _core
+from attnmask._mask_info import MaskInfo
+from attnmask._mask_sharding import MaskSharding
+from attnmask._masks import (
     attention_mask_to_padding_segment_ids,
     attention_mask_to_qkv_cu_seqlens,
     cu_seqlens_to_mask,
@@ -39,7 +39,7 @@ from attnmask.masks import (
     segment_ids_to_mask,
     segment_ids_to_qkv_masks,
 )
-from attnmask.packed import (
+from attnmask._packed import (
     cdiv,
     identity_dtype_convert,
     prepare_chunk_indices,
@@ -51,7 +51,7 @@ from attnmask.packed import (
     prepare_sequence_ids,
     prepare_token_indices,
 )
-from attnmask.runtime import __version__, get_num_threads, set_num_threads, show_config
+from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
 
 __all__ = [
     "BwdParams",
@@ -104,3 +104,8 @@ __all__ = [
     "set_num_threads",
     "show_config",
 ]
+
+for _name in __all__:  # so that messages, pictures of types and pickles name what users import
+    if hasattr(globals()[_name], "__module__"):
+        globals()[_name].__module__ = "attnmask"
+del _name

@@ -38,11 +38,11 @@ try:
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
 
-from attnmask import flash
-from attnmask.arguments import as_array, describe, flag
-from attnmask.flash_arguments import ARRAYS, LEARNED
-from attnmask.flash_backward import flash_attention_bwd
-from attnmask.mask_info import MaskInfo
+from attnmask import _flash as flash
+from attnmask._arguments import as_array, describe, flag
+from attnmask._flash_arguments import ARRAYS, LEARNED
+from attnmask._flash_backward import flash_attention_bwd
+from attnmask._mask_info import MaskInfo
 
 __all__ = ["flash_attention"]
 

@@ -14,10 +14,10 @@ try:
 except ImportError as _missing:
     raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from _missing
 
-from attnmask import flash
-from attnmask.arguments import describe, flag
-from attnmask.flash_arguments import LEARNED
-from attnmask.flash_backward import flash_attention_bwd
+from attnmask import _flash as flash
+from attnmask._arguments import describe, flag
+from attnmask._flash_arguments import LEARNED
+from attnmask._flash_backward import flash_attention_bwd
 
 __all__ = ["flash_attention"]
 

@@ -390,7 +390,7 @@ LONG_CALLS = {  # and what we allow ourselves
 LONG_MEMORY = """
 import sys, tracemalloc
 import numpy as np
-from attnmask import MaskInfo, render
+from attnmask import MaskInfo, _render as render
 
 def peak():
     with open("/proc/self/status") as status:

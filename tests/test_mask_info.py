@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmask
-from attnmask import mask_program, mask_terms
-from attnmask.mask_info import MaskInfo
-from attnmask.mask_sharding import MaskSharding
+from attnmask import _mask_program as mask_program
+from attnmask import _mask_terms as mask_terms
+from attnmask._mask_info import MaskInfo
+from attnmask._mask_sharding import MaskSharding
 
 FLOATS = ("float16", "float32", "float64", ml_dtypes.bfloat16)
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", *FLOATS)

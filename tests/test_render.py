@@ -13,7 +13,8 @@ from conftest import SANITIZED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmask import MaskInfo, render
+from attnmask import MaskInfo
+from attnmask import _render as render
 
 SVG = "{http://www.w3.org/2000/svg}"
 GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}

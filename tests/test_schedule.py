@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attnmask import _core
-from attnmask.flash import _schedule
+from attnmask._flash import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

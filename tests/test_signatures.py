@@ -1,6 +1,8 @@
 """Arguments that several functions take: the same names, defaults and kinds, in the same order."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +50,18 @@ def test_constructors_take_the_same_details(name):
             expected[key].default,
             expected[key].annotation,
         )
+
+
+def test_completion_shows_public_names_only():
+    """A fresh interpreter: other tests import more of the package."""
+    code = "import attnmask; print(*(name for name in dir(attnmask) if not name.startswith('_')))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert shown == sorted(name for name in attnmask.__all__ if not name.startswith("_"))
+
+
+def test_public_names_are_known_by_where_they_are_imported_from():
+    things = [getattr(attnmask, name) for name in attnmask.__all__ if name != "__version__"]
+    assert {thing.__module__ for thing in things} == {"attnmask"}
+    assert repr(MaskInfo) == "<class 'attnmask.MaskInfo'>"

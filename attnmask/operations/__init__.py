@@ -20,9 +20,9 @@ array([[1.  , 0.  , 0.  ],
        [0.33, 0.33, 0.33]], dtype=float32)
 """
 
-from attnmask.operations.attention import FlashAttention, VanillaAttention
-from attnmask.operations.base import OperationImpl, OperationMetadata, OperationOutput
-from attnmask.operations.registry import OperationRegistry
+from attnmask.operations._attention import FlashAttention, VanillaAttention
+from attnmask.operations._base import OperationImpl, OperationMetadata, OperationOutput
+from attnmask.operations._registry import OperationRegistry
 
 __all__ = [
     "FlashAttention",

@@ -128,10 +128,10 @@ static PyArrayObject *plain_view(PyArrayObject *array)
     return (PyArrayObject *)PyArray_View(array, NULL, &PyArray_Type);
 }
 
-/* A function of attnmask/arguments.py. */
+/* A function of attnmask/_arguments.py. */
 static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
 {
-    PyObject *arguments = PyImport_ImportModule("attnmask.arguments");
+    PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
     if (!arguments) return NULL;
     PyObject *array = PyObject_CallMethod(arguments, function, "Os", object, name);
     Py_DECREF(arguments);

@@ -11,7 +11,7 @@
  *
  * The first two may err on one side: keys may name too many, and a tile may be called mixed that is not. The
  * third is exact. A new kind of mask is a new term: a value of am_node_kind, its functions in mask_terms.c,
- * reading it in bind/mask.c, and its row in attnmask/mask_terms.py.
+ * reading it in bind/mask.c, and its row in attnmask/_mask_terms.py.
  */
 #ifndef AM_MASK_H
 #define AM_MASK_H

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array
+from attnmask._arguments import as_array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Vjp = Callable[[ArrayLike], NDArray[Any]]

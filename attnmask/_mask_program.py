@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
-from attnmask.arguments import frozen
-from attnmask.mask_terms import KINDS, Crop, Extent, Node, dense, operands
+from attnmask._arguments import frozen
+from attnmask._mask_terms import KINDS, Crop, Extent, Node, dense, operands
 
 Program: TypeAlias = tuple[Node, ...]
 Shape: TypeAlias = tuple[int, int, int, int]

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
-from attnmask.arguments import AxisName, axis_name, describe, flag, frozen, integers, mask_array
-from attnmask.mask_program import Program, Shape, Terms, agree, arrays, extents, words
-from attnmask.mask_terms import Extent, Node, dense, equal, ids_of_sequences, tokens_extent
+from attnmask._arguments import AxisName, axis_name, describe, flag, frozen, integers, mask_array
+from attnmask._mask_program import Program, Shape, Terms, agree, arrays, extents, words
+from attnmask._mask_terms import Extent, Node, dense, equal, ids_of_sequences, tokens_extent
 
 _T = TypeVar("_T")
 Ids: TypeAlias = NDArray[np.int32]

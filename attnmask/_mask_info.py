@@ -20,14 +20,14 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask import mask_derived as derived
-from attnmask import mask_sources as sources
-from attnmask import mask_transforms as transforms
-from attnmask import mask_tree as tree
-from attnmask.arguments import AxisName, describe, flag, frozen
-from attnmask.debug import traced
-from attnmask.mask_sharding import MaskSharding, shardings
-from attnmask.mask_state import DETAILS, FLAGS, State, changed, with_details
+from attnmask import _mask_derived as derived
+from attnmask import _mask_sources as sources
+from attnmask import _mask_transforms as transforms
+from attnmask import _mask_tree as tree
+from attnmask._arguments import AxisName, describe, flag, frozen
+from attnmask._debug import traced
+from attnmask._mask_sharding import MaskSharding, shardings
+from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
 
 
 class MaskInfo:
@@ -1492,7 +1492,7 @@ class MaskInfo:
         >>> "||##..    ||" in drawing
         True
         """
-        from attnmask import render
+        from attnmask import _render as render
 
         flag(return_str, "return_str")
         drawing = render.visualize(
@@ -1531,13 +1531,13 @@ class MaskInfo:
         >>> info.plot(Figure().add_subplot()).get_xlabel()
         'key'
         """
-        from attnmask import render
+        from attnmask import _render as render
 
         return render.plot(self._drawable(), ax)
 
     def _repr_html_(self) -> str | None:
         """A picture for notebooks; None, which leaves them with the words, where there is nothing to draw."""
-        from attnmask import render
+        from attnmask import _render as render
 
         state = self._state
         if state.base is None or 0 in state.extent:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from attnmask.arguments import AxisName, describe, flag, integer
-from attnmask.mask_state import AXES, State
+from attnmask._arguments import AxisName, describe, flag, integer
+from attnmask._mask_state import AXES, State
 
 
 class MaskSharding(NamedTuple):

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array, frozen, mask_array, per_row, shared_integers
+from attnmask._arguments import as_array, frozen, mask_array, per_row, shared_integers
 
 Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
 PerRow: TypeAlias = int | NDArray[np.int64]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask.arguments import describe, flag, integer, one_of, place
+from attnmask._arguments import describe, flag, integer, one_of, place
 
 Counts = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -161,7 +161,7 @@ def visualize(
 
     Examples
     --------
-    >>> from attnmask import MaskInfo, render
+    >>> from attnmask import MaskInfo, _render as render
     >>> info = MaskInfo.from_segments([[0, 0, 0, 0, 1, 1, -1, -1]]).apply_causal()
     >>> print(render.visualize(info, block_size=2, charset="ascii"))  # doctest: +NORMALIZE_WHITESPACE
     mask [1, 1, 8, 8], batch 0, head 0; 20.3 % live; a cell is 2 x 2 pairs
@@ -452,7 +452,7 @@ def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
 
     Examples
     --------
-    >>> from attnmask import MaskInfo, render
+    >>> from attnmask import MaskInfo, _render as render
     >>> picture = render.svg(MaskInfo.from_segments([[0, 0, 1, 1]]))
     >>> picture[:5], picture[-6:]
     ('<svg ', '</svg>')

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array, describe
+from attnmask._arguments import as_array, describe
 
 _T = TypeVar("_T")
 

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.debug import traced
+from attnmask._debug import traced
 
 _Ids: TypeAlias = NDArray[np.int32]
 _Integers: TypeAlias = NDArray[np.integer[Any]]

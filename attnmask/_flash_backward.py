@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import as_array, describe, flag, is_floating
-from attnmask.flash_arguments import BwdParams, FwdParams, Problem, read_problem
-from attnmask.mask_info import MaskInfo
+from attnmask._arguments import as_array, describe, flag, is_floating
+from attnmask._flash_arguments import BwdParams, FwdParams, Problem, read_problem
+from attnmask._mask_info import MaskInfo
 
 __all__ = ["FlashAttentionGrads", "flash_attention_bwd", "flash_attention_vjp"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import (
+from attnmask._arguments import (
     allocate,
     as_array,
     check_mask_type,
@@ -28,9 +28,9 @@ from attnmask.arguments import (
     real,
     window,
 )
-from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import Program, Shape, arrays
-from attnmask.mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
+from attnmask._mask_info import MaskInfo
+from attnmask._mask_program import Program, Shape, arrays
+from attnmask._mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
 
 _PRECISIONS = ("default", "high", "highest")
 LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # arguments that there are gradients of

@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnmask import _core, masks, packed
-from attnmask.arguments import frozen, integer, is_floating, number_dtype, place
-from attnmask.mask_program import Shape, fill, join, same
-from attnmask.mask_state import Ids, Labels, MaybeIds, State, fitted
-from attnmask.mask_terms import equal
-from attnmask.mask_tree import flatten
+from attnmask import _core
+from attnmask import _masks as masks
+from attnmask import _packed as packed
+from attnmask._arguments import frozen, integer, is_floating, number_dtype, place
+from attnmask._mask_program import Shape, fill, join, same
+from attnmask._mask_state import Ids, Labels, MaybeIds, State, fitted
+from attnmask._mask_terms import equal
+from attnmask._mask_tree import flatten
 
 _NO_KEY = int(np.iinfo(np.int32).max)  # the position of padding among keys: later than every query
 _LOWEST_BFLOAT16 = float.fromhex("-0x1.fep+127")

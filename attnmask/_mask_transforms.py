@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask import masks
-from attnmask.arguments import (
+from attnmask import _masks as masks
+from attnmask._arguments import (
     FARTHEST,
     describe,
     flag,
@@ -25,10 +25,10 @@ from attnmask.arguments import (
     per_row,
     window,
 )
-from attnmask.mask_derived import mask_of_dtype, segment_ids
-from attnmask.mask_program import LONGEST, Terms, agree, cropped, extents, fill, join, same
-from attnmask.mask_state import BOOL, FLAGS, Ids, Labels, State, padding_of
-from attnmask.mask_terms import Crop, Extent, Node, PerRow, band, chunk, dense, equal, first_keys
+from attnmask._mask_derived import mask_of_dtype, segment_ids
+from attnmask._mask_program import LONGEST, Terms, agree, cropped, extents, fill, join, same
+from attnmask._mask_state import BOOL, FLAGS, Ids, Labels, State, padding_of
+from attnmask._mask_terms import Crop, Extent, Node, PerRow, band, chunk, dense, equal, first_keys
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import (
+from attnmask._arguments import (
     AxisName,
     allocate,
     as_array,
@@ -23,11 +23,11 @@ from attnmask.arguments import (
     mask_array,
     real,
 )
-from attnmask.flash_arguments import dropout_of
-from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import fill
-from attnmask.mask_sharding import check_axes, mesh_sizes, partition, spec_of
-from attnmask.mask_terms import band, dense
+from attnmask._flash_arguments import dropout_of
+from attnmask._mask_info import MaskInfo
+from attnmask._mask_program import fill
+from attnmask._mask_sharding import check_axes, mesh_sizes, partition, spec_of
+from attnmask._mask_terms import band, dense
 
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
 

@@ -3,8 +3,8 @@
 import inspect
 from typing import Any, TypeVar
 
-from attnmask.arguments import describe
-from attnmask.operations.base import OperationImpl, OperationMetadata
+from attnmask._arguments import describe
+from attnmask.operations._base import OperationImpl, OperationMetadata
 
 _Class = TypeVar("_Class", bound=type[OperationImpl])
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask.arguments import allocate, as_array, is_floating
-from attnmask.flash import dropout_keep_mask, flash_attention_fwd
-from attnmask.flash_arguments import Problem, read_problem
-from attnmask.mask_info import MaskInfo
-from attnmask.mask_program import fill
-from attnmask.operations.base import OperationImpl, OperationOutput
-from attnmask.operations.registry import OperationRegistry
+from attnmask._arguments import allocate, as_array, is_floating
+from attnmask._flash import dropout_keep_mask, flash_attention_fwd
+from attnmask._flash_arguments import Problem, read_problem
+from attnmask._mask_info import MaskInfo
+from attnmask._mask_program import fill
+from attnmask.operations._base import OperationImpl, OperationOutput
+from attnmask.operations._registry import OperationRegistry
 
 _DEFAULTS = {
     name: parameter.default

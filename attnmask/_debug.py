@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from attnmask.arguments import describe, flag
+from attnmask._arguments import describe, flag
 
 _Member = TypeVar(
     "_Member", bound="Callable[..., Any] | property | classmethod[Any, Any, Any] | staticmethod[Any, Any]"

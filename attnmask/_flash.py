@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask.arguments import FARTHEST, as_array, describe, flag, integer
-from attnmask.flash_arguments import BwdParams, FwdParams, Problem, check_apart, dropout_of, read_problem
-from attnmask.mask_info import MaskInfo
+from attnmask._arguments import FARTHEST, as_array, describe, flag, integer
+from attnmask._flash_arguments import BwdParams, FwdParams, Problem, check_apart, dropout_of, read_problem
+from attnmask._mask_info import MaskInfo
 
 __all__ = [
     "BwdParams",

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from attnmask.arguments import describe, frozen, read_only, shared_integers
-from attnmask.mask_program import Terms, hollow, refill
-from attnmask.mask_state import AXES, FLAGS, POSITIONS, Labels, State, fitted
+from attnmask._arguments import describe, frozen, read_only, shared_integers
+from attnmask._mask_program import Terms, hollow, refill
+from attnmask._mask_state import AXES, FLAGS, POSITIONS, Labels, State, fitted
 
 _HELD = {  # leaves that are there in any tree, after the mask that came in
     "q_segment_ids": ("[B, T]", "[B, H, T]"),

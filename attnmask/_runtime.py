@@ -3,7 +3,7 @@
 from typing import Any
 
 from attnmask import _core
-from attnmask.arguments import one_of
+from attnmask._arguments import one_of
 
 __version__: str = _core.config()["version"]
 

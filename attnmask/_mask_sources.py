@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attnmask import _core, masks, packed
-from attnmask.arguments import (
+from attnmask import _core
+from attnmask import _masks as masks
+from attnmask import _packed as packed
+from attnmask._arguments import (
     allocate,
     as_array,
     describe,
@@ -17,8 +19,8 @@ from attnmask.arguments import (
     integers,
     mask_array,
 )
-from attnmask.mask_program import Terms, fill
-from attnmask.mask_state import (
+from attnmask._mask_program import Terms, fill
+from attnmask._mask_state import (
     BOOL,
     KEYS,
     QUERIES,
@@ -31,7 +33,7 @@ from attnmask.mask_state import (
     padding_of,
     segments,
 )
-from attnmask.mask_terms import dense, ids_of_sequences, sequences
+from attnmask._mask_terms import dense, ids_of_sequences, sequences
 
 _DRAWN = 2**20  # random numbers at a time
 
