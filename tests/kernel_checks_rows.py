@@ -48,14 +48,20 @@ def arithmetic_of(kernel: Kernel) -> Arithmetic:
     return Arithmetic(getattr(kernel.table, family), dtype, 2 if family == "flash_bf16x2" else 1)
 
 
+FORMATS = {
+    CONSTANTS[name]: np.dtype(dtype)
+    for name, dtype in {
+        "AM_FLOAT16": np.float16,
+        "AM_BFLOAT16": BF16,
+        "AM_FLOAT32": np.float32,
+        "AM_FLOAT64": np.float64,
+    }.items()
+}
+
+
 def format_of(kernel: Kernel) -> np.dtype:
-    """The element type of bias and result in memory."""
-    return [arithmetic_of(kernel).dtype, np.dtype(np.float16), BF16][kernel.index]
-
-
-def kv_format_of(kernel: Kernel) -> np.dtype:
-    """That of keys and values."""
-    return BF16 if arithmetic_of(kernel).width == 2 else format_of(kernel)
+    """The element type in memory."""
+    return FORMATS[kernel.index]
 
 
 # Rows one by one
@@ -206,7 +212,7 @@ def strided(memory: Memory, values: np.ndarray, rng, width: int = 1, plain: bool
 
 def check_pack_keys(kernel: Kernel, rng) -> None:
     """Of lanes of two numbers, whose factor is 1, `depth` counts the lanes."""
-    arithmetic, source = arithmetic_of(kernel), kv_format_of(kernel)
+    arithmetic, source = arithmetic_of(kernel), format_of(kernel)
     panel, width, factors = arithmetic.panel, arithmetic.width, arithmetic.factors
     for depth in DEPTHS:
         for rows in {1, 2, panel - 1, panel, panel + 1, 63, 64}:
@@ -222,7 +228,7 @@ def check_pack_keys(kernel: Kernel, rng) -> None:
 
 
 def check_pack_values(kernel: Kernel, rng) -> None:
-    arithmetic, source = arithmetic_of(kernel), kv_format_of(kernel)
+    arithmetic, source = arithmetic_of(kernel), format_of(kernel)
     panel, width, factors = arithmetic.panel, arithmetic.width, arithmetic.factors
     for depth in DEPTHS:
         for rows in {1, 2, panel - 1, panel, panel + 1, 63, 64}:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from kernel_checks import numbers, pick
-from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of, kv_format_of, strided
+from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of, format_of, strided
 from kernel_table import CONSTANTS, TYPES, Kernel, Memory, structure
 from reference_kernels import (
     Bounded,
@@ -318,7 +318,7 @@ def run_unpacked(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, st
 
 
 def check_step_unpacked(kernel: Kernel, rng) -> None:
-    arithmetic, source = arithmetic_of(kernel), kv_format_of(kernel)
+    arithmetic, source = arithmetic_of(kernel), format_of(kernel)
     half, width = arithmetic.panel // 2, arithmetic.width
     for _ in range(STEPS):
         rows, depth, heads = pick(rng, ROW_COUNTS[:11]), pick(rng, DEPTHS), int(rng.integers(1, 4))

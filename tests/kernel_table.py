@@ -84,8 +84,8 @@ def read_types(header: str) -> tuple[dict, dict[str, int]]:
     return types, constants
 
 
-HEADER = Path(__file__).parents[1] / "csrc/kernels/table.h"
-TYPES, CONSTANTS = read_types(HEADER.read_text())
+KERNELS = Path(__file__).parents[1] / "csrc/kernels"
+TYPES, CONSTANTS = read_types("".join((KERNELS / name).read_text() for name in ("dtype.h", "table.h")))
 
 
 def slots_of(kind: type, path: str = "") -> dict[str, str]:

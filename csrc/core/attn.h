@@ -23,7 +23,7 @@ typedef struct {
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
 typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
-    am_tokens q, k, v, out; /* of one floating type */
+    am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
     am_mask *mask;          /* batch × heads × queries × keys */
     const char *bias;       /* NULL: none */
     am_dtype bias_type;

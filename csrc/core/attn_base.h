@@ -130,14 +130,10 @@ static inline double am_power(double unit, double logit, double from)
     return logit == from ? 1 : exp2((logit - from) * unit);
 }
 
-/* The kernels for keys, values or bias of a type, NULL if they have to be converted first. */
-static inline const am_kv_format_kernels *am_kv_format_of(const am_attn_base *base, am_dtype type)
+/* The kernels for keys that lie in memory as the arithmetic takes them. */
+static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
 {
-    am_kv_format format = type == AM_FLOAT16    ? AM_KV_FORMAT_F16
-                          : type == AM_BFLOAT16 ? AM_KV_FORMAT_BF16
-                                                : AM_KV_FORMAT_OWN;
-    bool known = format == AM_KV_FORMAT_OWN ? type == base->type : base->type == AM_FLOAT32;
-    return known ? &base->kernels->kv_formats[format] : NULL;
+    return &base->kernels->kv[base->bf16x2 ? AM_BFLOAT16 : base->type];
 }
 
 /* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */

@@ -48,7 +48,7 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
     const am_tokens *out = &f->out;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(out->type);
     const bool direct = out->element == size;
-    am_flash_write *write = am_kv_format_of(base, out->type)->write;
+    am_flash_write *write = base->kernels->numbers[out->type].write;
     const char *row = block->out;
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         const ptrdiff_t head = at->head + h;

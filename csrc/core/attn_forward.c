@@ -132,7 +132,6 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     const am_tokens *q = &base->attn->q;
     const ptrdiff_t depth = base->attn->depth, row_bytes = f->schedule.lanes * base->size;
     const double factor = g->shape.scales_keys ? 1 : f->schedule.factor;
-    const am_kv_format_kernels *own = &base->kernels->kv_formats[AM_KV_FORMAT_OWN];
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
         const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
@@ -144,10 +143,11 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         ptrdiff_t step;
         src = am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, depth, &step);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
-            own->write(to, src, factor, depth);
+            base->kernels->numbers[base->type].write(to, src, factor, depth);
     }
     if (it->q_packed)
-        own->pack_keys(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, f->schedule.lanes, 1);
+        am_kv_own(base)->pack_keys(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, f->schedule.lanes,
+                                   1);
 }
 
 /* --- Tiles --- */

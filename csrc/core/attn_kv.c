@@ -23,41 +23,34 @@ am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range k
                         .depth = depth};
 }
 
-static bool is_plain(const am_kv_rows *rows)
+/* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
+ * to row, in elements, or in lanes of bf16x2. */
+static const char *read_rows(const am_attn_base *base, const am_kv_rows *rows, char *scratch, ptrdiff_t *step)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
-    return rows->element == size && rows->step % size == 0;
-}
-
-/* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
- * to row, in lanes of the format whose kernels are for them. */
-static const char *read_rows(const am_attn_base *base, const am_kv_rows *rows, bool plain, char *scratch,
-                             ptrdiff_t *step, const am_kv_format_kernels **format)
-{
-    *format = am_kv_format_of(base, plain ? rows->type : base->type);
     if (base->bf16x2)
         return am_read_bf16x2(rows->data, rows->step, rows->element, rows->count, rows->depth, scratch, step);
-    if (!plain)
-        return am_read_rows(base, scratch, rows->data, rows->step, rows->element, rows->type, rows->count,
-                            rows->depth, step);
-    *step = rows->step / (ptrdiff_t)am_size_of(rows->type);
-    return rows->data;
+    const bool plain = rows->element == size && rows->step % size == 0;
+    *step = plain ? rows->step / size : rows->depth;
+    if (plain) return rows->data;
+    am_copy_2d(scratch, rows->depth * size, size, rows->data, rows->step, rows->element, rows->count,
+               rows->depth, (size_t)size);
+    return scratch;
 }
 
 void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor)
 {
     ptrdiff_t step;
-    const am_kv_format_kernels *format;
-    const char *src = read_rows(base, &rows, is_plain(&rows), scratch, &step, &format);
-    format->pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor);
+    const char *src = read_rows(base, &rows, scratch, &step);
+    base->kernels->kv[rows.type].pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor);
 }
 
 bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to)
 {
     ptrdiff_t step;
-    const am_kv_format_kernels *format;
-    const char *src = read_rows(base, &rows, is_plain(&rows), scratch, &step, &format);
-    return format->pack_values(to, src, base->bf16x2 ? 2 * step : step, rows.count, rows.depth);
+    const char *src = read_rows(base, &rows, scratch, &step);
+    return base->kernels->kv[rows.type].pack_values(to, src, base->bf16x2 ? 2 * step : step, rows.count,
+                                                    rows.depth);
 }
 
 /* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
@@ -163,12 +156,10 @@ static ptrdiff_t index_among_all(const am_kv *kv, const am_attn_place *at, ptrdi
 static am_flash_step_unpacked *unpacked_tile(const am_attn_base *base, const tile_rows *rows,
                                              am_kv_workspace *w, am_flash_tile *tile)
 {
-    const am_kv_format_kernels *format;
-    const bool plain = is_plain(&rows->k) && is_plain(&rows->v);
-    tile->k = read_rows(base, &rows->k, plain, w->k, &tile->k_step, &format);
-    tile->v = read_rows(base, &rows->v, plain, w->v, &tile->v_step, &format);
+    tile->k = read_rows(base, &rows->k, w->k, &tile->k_step);
+    tile->v = read_rows(base, &rows->v, w->v, &tile->v_step);
     tile->value_depth = am_lanes(base, rows->v.depth);
-    return format->step_unpacked;
+    return base->kernels->kv[rows->k.type].step_unpacked;
 }
 
 am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,

@@ -128,9 +128,9 @@ static am_tile read_bias(const am_attn_base *base, const am_attn_place *at, ptrd
                          char *scratch, char *bias, uint64_t *live, am_tile tile)
 {
     const am_attn *f = base->attn;
-    const am_kv_format_kernels *own = am_kv_format_of(base, base->type),
-                               *direct = am_kv_format_of(base, f->bias_type);
-    if (f->bias_column != (ptrdiff_t)am_size_of(f->bias_type)) direct = NULL;
+    const bool plain = f->bias_column == (ptrdiff_t)am_size_of(f->bias_type);
+    am_flash_read_bias *own = base->kernels->numbers[base->type].read_bias,
+                       *direct = plain ? base->kernels->numbers[f->bias_type].read_bias : NULL;
     uint64_t any = 0;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         const char *src = f->bias + at->b * f->bias_batch + am_head_of(at, r) * f->bias_head +
@@ -138,11 +138,11 @@ static am_tile read_bias(const am_attn_base *base, const am_attn_place *at, ptrd
         char *to = bias + r * AM_FLASH_TILE * base->size;
         uint64_t infinite;
         if (direct) {
-            infinite = direct->read_bias(to, src, columns);
+            infinite = direct(to, src, columns);
         } else if (f->bias_column) {
             ptrdiff_t step;
             src = am_read_rows(base, scratch, src, 0, f->bias_column, f->bias_type, 1, columns, &step);
-            infinite = own->read_bias(to, src, columns);
+            infinite = own(to, src, columns);
         } else { /* one number for all keys */
             ptrdiff_t step, size = (ptrdiff_t)am_size_of(f->bias_type);
             src = am_read_rows(base, scratch, src, 0, size, f->bias_type, 1, 1, &step);

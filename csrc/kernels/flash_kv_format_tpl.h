@@ -1,6 +1,5 @@
 /* flash_kv_format_tpl.h – the kernels for keys and values whose elements in memory are S. LOAD and LOAD_PART
- * load lanes of them; they are packed for many rows, or read unpacked for few. STORE and STORE_PART write
- * results of type S. */
+ * load lanes of them. Keys and values are packed for many rows, and read unpacked for few. */
 
 /* Loads a square of lanes and transposes it; missing rows and columns are zero. */
 static inline __attribute__((always_inline)) void
@@ -82,23 +81,6 @@ static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdif
     return VOP(total)(nothing) == 0;
 }
 
-static uint64_t FROM(read_bias)(void *dst, const void *src, ptrdiff_t columns)
-{
-    T *to = dst;
-    const S *from = src;
-    V zero = VOP(set1)(0), least = zero; /* negated */
-    for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-        V x = i + LANES <= columns ? LOAD(from + i) : i < columns ? LOAD_PART(from + i, columns - i) : zero;
-        VOP(store)(to + i, x);
-        least = VOP(max)(VOP(sub)(zero, x), least);
-    }
-    uint64_t bits = 0;
-    if (VOP(highest)(least) == (T)INFINITY) {
-        for (int i = 0; i < AM_FLASH_TILE; i++) bits |= (uint64_t)(to[i] == -(T)INFINITY) << i;
-    }
-    return bits;
-}
-
 /* O + P V of an unpacked tile. Prefetches as many lines as it reads of values. */
 static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
@@ -152,18 +134,6 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     }
 }
 
-static void FROM(write)(void *dst, const void *src, double factor, ptrdiff_t count)
-{
-    S *to = dst;
-    const T *from = src;
-    const V scale = VOP(set1)((T)factor);
-    ptrdiff_t i = 0;
-    for (; i + LANES <= count; i += LANES) STORE(to + i, VOP(mul)(scale, VOP(load)(from + i)));
-    if (i < count) STORE_PART(to + i, VOP(mul)(scale, VOP(load_part)(from + i, count - i)), count - i);
-}
-
-#undef STORE
-#undef STORE_PART
 #define FMA VOP(fma)
 #define STEP(name) FN(name)
 #include "kernels/flash_unpacked_tpl.h"

@@ -108,6 +108,7 @@ static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 #define STORE VOP(store)
 #define STORE_PART VOP(store_part)
 #define FROM(name) FN(name)
+#include "kernels/flash_numbers_tpl.h"
 #include "kernels/flash_kv_format_tpl.h"
 #ifdef HALVES
 #    define S uint16_t
@@ -123,6 +124,7 @@ static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 #    define STORE vf_store_f16
 #    define STORE_PART vf_store_part_f16
 #    define FROM(name) name##_f16
+#    include "kernels/flash_numbers_tpl.h"
 #    include "kernels/flash_kv_format_tpl.h"
 #    define S uint16_t
 #    define LOADS(b, b_row, vectors, left, right)                                                            \
@@ -137,6 +139,7 @@ static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 #    define STORE vf_store_bf16
 #    define STORE_PART vf_store_part_bf16
 #    define FROM(name) name##_bf16
+#    include "kernels/flash_numbers_tpl.h"
 #    include "kernels/flash_kv_format_tpl.h"
 #    ifdef V_BF16X2
 #        include "kernels/flash_bf16x2_tpl.h"

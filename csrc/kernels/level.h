@@ -256,12 +256,12 @@ static inline vd tanh_tail_f64(vd z)
 #ifdef LEVEL
 #    define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
 
-#    define KV_FORMAT_KERNELS(type)                                                                          \
-        {pack_keys_##type, pack_values_##type, step_unpacked_##type, read_bias_##type, write_##type}
-
-/* Keys and values are bf16x2; bias and result may be of any type. */
-#    define BF16X2_KERNELS(type)                                                                             \
-        {pack_keys_f32, pack_values_bf16x2, step_unpacked_bf16x2, read_bias_##type, write_##type}
+#    define KV_KERNELS(type) {pack_keys_##type, pack_values_##type, step_unpacked_##type}
+#    define NUMBER_KERNELS(type) {read_bias_##type, write_##type}
+#    define NUMBERS_F32                                                                                      \
+        {[AM_FLOAT32] = NUMBER_KERNELS(f32),                                                                 \
+         [AM_FLOAT16] = NUMBER_KERNELS(f16),                                                                 \
+         [AM_BFLOAT16] = NUMBER_KERNELS(bf16)}
 
 #    define JOIN_(a, b) a##b
 #    define JOIN(a, b) JOIN_(a, b)
@@ -313,7 +313,10 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .panel = PANEL_f32,
             .step = flash_step_f32,
             .merge = merge_f32,
-            .kv_formats = {KV_FORMAT_KERNELS(f32), KV_FORMAT_KERNELS(f16), KV_FORMAT_KERNELS(bf16)},
+            .kv = {[AM_FLOAT32] = KV_KERNELS(f32),
+                   [AM_FLOAT16] = KV_KERNELS(f16),
+                   [AM_BFLOAT16] = KV_KERNELS(bf16)},
+            .numbers = NUMBERS_F32,
             .backward = backward_f32,
             .find_row_max = find_row_max_f32,
             .load_rows = load_rows_f32,
@@ -325,7 +328,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .panel = PANEL_f64,
             .step = flash_step_f64,
             .merge = merge_f64,
-            .kv_formats = {KV_FORMAT_KERNELS(f64)},
+            .kv = {[AM_FLOAT64] = KV_KERNELS(f64)},
+            .numbers = {[AM_FLOAT64] = NUMBER_KERNELS(f64)},
             .backward = backward_f64,
             .find_row_max = find_row_max_f64,
             .load_rows = load_rows_f64,
@@ -338,7 +342,8 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .panel = PANEL_f32,
             .step = flash_step_bf16x2,
             .merge = merge_f32,
-            .kv_formats = {BF16X2_KERNELS(f32), BF16X2_KERNELS(f16), BF16X2_KERNELS(bf16)},
+            .kv = {[AM_BFLOAT16] = {pack_keys_f32, pack_values_bf16x2, step_unpacked_bf16x2}},
+            .numbers = NUMBERS_F32,
             .backward = backward_bf16x2,
             .find_row_max = find_row_max_bf16x2,
             .load_rows = load_rows_f32,

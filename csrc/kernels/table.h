@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/dtype.h"
+
 /* A region of running sums; steps of memory in elements. Time is cut into segments of `period` steps from its
  * start, each summed from zero; or with a period of 0 the region is a piece of one segment that goes on from
  * `carry`. With `reverse` sums run from the end of each segment, and pieces of one are given from its end. */
@@ -207,16 +209,18 @@ typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t column
 /* dst[i] = src[i] factor, in the type of the result. */
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
 
-/* The element type of keys, values, bias and result in memory: that of the arithmetic, or where that is
- * float32 also float16 or bfloat16. */
-typedef enum { AM_KV_FORMAT_OWN, AM_KV_FORMAT_F16, AM_KV_FORMAT_BF16, AM_KV_FORMATS } am_kv_format;
+/* Reads keys and values of one element type in memory. */
 typedef struct {
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
     am_flash_step_unpacked *step_unpacked;
+} am_kv_kernels;
+
+/* Reads a bias, and writes a result, of one element type in memory. */
+typedef struct {
     am_flash_read_bias *read_bias;
     am_flash_write *write;
-} am_kv_format_kernels;
+} am_number_kernels;
 
 /* Attention backward: a block of query rows takes a tile of keys. With P = e^(logit - base) 2^rest and dP =
  * d_out vᵀ
@@ -273,7 +277,8 @@ typedef struct {
     bool amx;  /* the step multiplies by AMX tiles, and takes no unpacked values */
     am_flash_step *step;
     am_flash_merge *merge;
-    am_kv_format_kernels kv_formats[AM_KV_FORMATS];
+    am_kv_kernels kv[AM_OTHER]; /* by am_dtype; NULL: the arithmetic does not read this type */
+    am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
     am_load_rows *load_rows;
