@@ -121,6 +121,31 @@ def sweep(seconds: float, seed: int, shown: int) -> None:
             print(f"{count:9} {unlike[group]:9}  {', '.join(group)}")
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 1, 1, 1), (1, 1, 1, 1), (1, 4, 1, 1), (1, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 65, 20), (130, 130, 130), (128, 256), (385,)], ids=str)
+def test_the_gradient_of_a_bias_alters_no_other(dtype, shape, lengths):
+    """Batch rows of other lengths, that end with padding, share the bias or not; 0 stands for all queries."""
+    rng = np.random.default_rng(1)
+    tokens = sum(lengths) + 15
+    ids = np.full((3, tokens), -1, np.int32)
+    for row, order in enumerate((lengths, lengths[::-1], lengths[:1])):
+        ids[row, : sum(order)] = np.repeat(np.arange(len(order)), order)
+    q, k, v, dout = (rng.standard_normal((3, tokens, heads, 24)).astype(dtype) for heads in (4, 2, 2, 4))
+    bias = rng.standard_normal([*shape[:2], tokens if shape[2] == 0 else 1, tokens]).astype(dtype)
+
+    def gradients(**more):
+        _, vjp = attnmask.flash_attention_vjp(
+            q, k, v, bias=bias, causal=True, q_segment_ids=ids, kv_segment_ids=ids, **more
+        )
+        return vjp(dout)
+
+    plain, more = gradients(), gradients(grad_bias=True)
+    assert more.bias.shape == bias.shape
+    for name in ("query", "key", "value"):
+        assert getattr(plain, name).tobytes() == getattr(more, name).tobytes(), name
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)

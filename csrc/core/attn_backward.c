@@ -720,26 +720,20 @@ static am_status compute(const am_run *run, plan *p)
 }
 
 /* Divides the work. */
-static am_status make_plan(plan *p)
+static am_status make_plan(plan *p, bool by_mask)
 {
-    const am_attn_gradients *problem = p->problem;
-    const am_attn *f = p->base.attn;
-    /* Batch rows that share a bias need the same blocks and tiles to add to its gradient. */
-    const bool by_mask = !problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1;
-    am_status status = am_attn_groups_make(&p->groups, f->mask, by_mask);
+    am_status status = am_attn_groups_make(&p->groups, p->base.attn->mask, by_mask);
     p->sum_tiles = malloc((size_t)am_product(am_max(p->groups.count, 1), sizeof *p->sum_tiles, 1));
     if (status == AM_OK && !p->sum_tiles) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
 }
 
-am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem)
+static am_status compute_gradients(const am_run *run, const am_attn_gradients *problem, bool by_mask)
 {
     const am_attn *f = &problem->forward;
-    if (am_is_too_deep(f)) return AM_NO_MEMORY;
-    if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks) return AM_OK;
     plan p = {
         .base = am_attn_base_of(run, f), .problem = problem, .threads = run->threads, .d_q = problem->d_q};
-    am_status status = make_plan(&p);
+    am_status status = make_plan(&p, by_mask);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->depth, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, ROW_STATS);
@@ -775,4 +769,42 @@ am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem)
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
     return status;
+}
+
+/* Whether blocks and tiles by the mask are those of whole batch rows. */
+static am_status find_whole_rows(const am_mask *mask, bool *whole)
+{
+    am_attn_groups groups;
+    const am_status status = am_attn_groups_make(&groups, mask, true);
+    *whole = true;
+    for (ptrdiff_t g = 0; status == AM_OK && g < groups.count; g++) {
+        const am_attn_group *group = &groups.list[g];
+        if (am_length(group->tiles) == 0) continue;
+        *whole &= group->queries.begin == 0;
+        for (ptrdiff_t i = group->blocks.begin; i < group->blocks.end; i++)
+            *whole &= am_range_at(&groups.blocks, i).begin % TILE == 0;
+        for (ptrdiff_t i = group->tiles.begin; i < group->tiles.end; i++)
+            *whole &= am_range_at(&groups.tiles, i).begin % TILE == 0;
+    }
+    am_attn_groups_free(&groups);
+    return status;
+}
+
+am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem)
+{
+    const am_attn *f = &problem->forward;
+    if (am_is_too_deep(f)) return AM_NO_MEMORY;
+    if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks) return AM_OK;
+    if (!problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1)
+        return compute_gradients(run, problem, true);
+    /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
+     * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that
+     * they have without that of the bias. */
+    bool whole;
+    am_status status = find_whole_rows(f->mask, &whole);
+    if (status == AM_OK) status = compute_gradients(run, problem, false);
+    if (status != AM_OK || whole) return status;
+    am_attn_gradients others = *problem;
+    others.d_bias = NULL, others.d_sinks = NULL;
+    return compute_gradients(run, &others, true);
 }
