@@ -82,6 +82,11 @@ def chunk_local_cumsum(
     ndarray
         Of the shape of `g`.
 
+    See Also
+    --------
+    chunk_global_cumsum : over whole sequences.
+    chunk_local_cumsum_vjp : with gradients.
+
     Examples
     --------
     >>> import numpy as np, attnmask
@@ -121,6 +126,11 @@ def chunk_global_cumsum(
     -------
     ndarray
         Of the shape of `s`.
+
+    See Also
+    --------
+    chunk_local_cumsum : in chunks.
+    chunk_global_cumsum_vjp : with gradients.
 
     Examples
     --------

@@ -25,6 +25,10 @@ def set_debug_mode(enabled: bool) -> None:
     ----------
     enabled : bool
 
+    See Also
+    --------
+    get_debug_mode : whether it is on.
+
     Examples
     --------
     >>> import logging, sys, attnmask

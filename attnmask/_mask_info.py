@@ -60,6 +60,11 @@ class MaskInfo:
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name : str, tuple of str or None
         Mesh axes, for `get_shardings`.
 
+    See Also
+    --------
+    flash_attention : takes it as `attention_mask`.
+    mask_to_segment_ids : segment ids of any array.
+
     Examples
     --------
     >>> import attnmask
@@ -132,6 +137,10 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
+
+        See Also
+        --------
+        segment_ids_to_mask : the same mask as an array.
 
         Examples
         --------
@@ -234,6 +243,11 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
+
+        See Also
+        --------
+        prepare_cu_seqlens_from_mask : ``cu_seqlens`` of a padded batch.
+        cu_seqlens_to_pairs : from one form to the other.
 
         Examples
         --------
@@ -415,7 +429,8 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).materialize_attention_mask("int8").attention_mask.dtype
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]])
+        >>> info.materialize_attention_mask("int8").attention_mask.dtype
         dtype('int8')
         """
         return self._made(transforms.materialized(self._state, dtype))
@@ -466,6 +481,10 @@ class MaskInfo:
         Returns
         -------
         ndarray, shape [B, H, Q, K]
+
+        See Also
+        --------
+        MaskInfo.bias : the same in float32, kept.
 
         Examples
         --------
@@ -736,8 +755,9 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).get_or_compute_positions()
-        (array([[ 0,  1,  0, -1]], dtype=int32), array([[         0,          1,          0, 2147483647]], dtype=int32))
+        >>> positions = attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).get_or_compute_positions()
+        >>> [side.tolist() for side in positions]
+        [[[0, 1, 0, -1]], [[0, 1, 0, 2147483647]]]
         """
         return derived.positions(self._state)
 
@@ -957,6 +977,10 @@ class MaskInfo:
         -------
         ndarray of int64, shape [ceil(Q / q_cell), ceil(K / k_cell)]
 
+        See Also
+        --------
+        MaskInfo.density : the share of the whole mask.
+
         Examples
         --------
         >>> import attnmask
@@ -1034,8 +1058,8 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> pair = attnmask.MaskInfo.from_segments([[0, 0, -1]]) | attnmask.MaskInfo.from_segments([[-1, 0, 0]])
-        >>> pair.density() == 7 / 9
+        >>> first, last = (attnmask.MaskInfo.from_segments([ids]) for ids in ([0, 0, -1], [-1, 0, 0]))
+        >>> (first | last).density() == 7 / 9
         True
         """
         return self._joined(other, "or", lambda mine, others: mine and others)
@@ -1167,6 +1191,10 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
+
+        See Also
+        --------
+        MaskInfo.create_chunked_attention_mask : the same as an array.
 
         Examples
         --------

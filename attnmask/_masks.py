@@ -151,6 +151,11 @@ def segment_ids_to_mask(
         Or with `return_separate_masks` the tuple ``(q_mask, kv_mask, mask)``, where the first two have the shapes of
         the ids.
 
+    See Also
+    --------
+    mask_to_segment_ids : the way back.
+    MaskInfo.from_segments : the same mask, not written out.
+
     Examples
     --------
     >>> import attnmask
@@ -210,6 +215,10 @@ def segment_ids_to_qkv_masks(
     attention_mask : ndarray, shape [B, 1, Q, K] or [B, H, Q, K]
         As of `segment_ids_to_mask`.
 
+    See Also
+    --------
+    MaskInfo.get_qkv_masks : the same of a mask that is a description.
+
     Examples
     --------
     >>> import attnmask
@@ -251,6 +260,10 @@ def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_I
     kv_segment_ids : ndarray of int32, shape [B, K]
         The same for keys.
 
+    See Also
+    --------
+    mask_to_segment_ids : tells segments from each other, too.
+
     Examples
     --------
     >>> import attnmask
@@ -280,6 +293,12 @@ def qkv_masks_to_cu_seqlens(
     cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
         ``[start0, end0, start1, end1, …]``: the first token of a row, and one more than its last; 0 and 0 for a row
         without tokens. What is masked between them counts as part of the row.
+
+    See Also
+    --------
+    qkv_cu_seqlens_to_qkv_masks : the way back.
+    pairs_to_cu_seqlens : lengths summed up, of the result.
+    prepare_cu_seqlens_from_mask : these at once.
 
     Examples
     --------
@@ -320,6 +339,10 @@ def attention_mask_to_qkv_cu_seqlens(
     cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
         ``[start0, end0, start1, end1, …]``, 0 and 0 for a row of the batch without a live pair.
 
+    See Also
+    --------
+    qkv_cu_seqlens_to_attention_mask : the way back.
+
     Examples
     --------
     >>> import numpy as np, attnmask
@@ -355,6 +378,10 @@ def cu_seqlens_to_mask(
     Returns
     -------
     ndarray, shape [B, max_len]
+
+    See Also
+    --------
+    qkv_masks_to_cu_seqlens : the way back.
 
     Examples
     --------
@@ -394,6 +421,10 @@ def qkv_cu_seqlens_to_qkv_masks(
     -------
     q_mask : ndarray, shape [B, max_q_len]
     kv_mask : ndarray, shape [B, max_kv_len]
+
+    See Also
+    --------
+    qkv_masks_to_cu_seqlens : the way back.
 
     Examples
     --------
@@ -436,6 +467,11 @@ def qkv_cu_seqlens_to_attention_mask(
     -------
     ndarray, shape [B, 1, max_q_len, max_kv_len]
 
+    See Also
+    --------
+    attention_mask_to_qkv_cu_seqlens : the way back.
+    MaskInfo.from_cu_seqlens : the same mask, not written out.
+
     Examples
     --------
     >>> import attnmask
@@ -475,6 +511,10 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
     ndarray, shape [B + 1]
         Of the type of `pairs`. OverflowError if the total does not fit it, or a number does not fit int64.
 
+    See Also
+    --------
+    cu_seqlens_to_pairs : from ordinary ``cu_seqlens``.
+
     Examples
     --------
     >>> import attnmask
@@ -497,6 +537,10 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
     -------
     ndarray, shape [2 sequences]
         Of the type of `cu_seqlens`.
+
+    See Also
+    --------
+    pairs_to_cu_seqlens : to ordinary ``cu_seqlens``.
 
     Examples
     --------
@@ -533,6 +577,10 @@ def segment_ids_to_cu_seqlens(
     -------
     ndarray, shape [max_segments + 1]
 
+    See Also
+    --------
+    prepare_sequence_ids : the way back, of sequences end to end.
+
     Examples
     --------
     >>> import attnmask
@@ -556,6 +604,10 @@ def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsInd
     Returns
     -------
     ndarray of int32, shape of `segment_ids`
+
+    See Also
+    --------
+    prepare_position_ids : the same by ``cu_seqlens``.
 
     Examples
     --------

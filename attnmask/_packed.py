@@ -101,6 +101,10 @@ def prepare_lens_from_mask(mask: ArrayLike) -> NDArray[np.int32]:
     -------
     ndarray of int32, shape [batch]
 
+    See Also
+    --------
+    prepare_cu_seqlens_from_mask : these lengths summed up.
+
     Examples
     --------
     >>> import attnmask
@@ -124,6 +128,10 @@ def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = np.int3
     -------
     ndarray, shape [batch + 1]
 
+    See Also
+    --------
+    MaskInfo.from_attention_mask : attention in the padded batch itself.
+
     Examples
     --------
     >>> import attnmask
@@ -144,6 +152,10 @@ def prepare_position_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     Returns
     -------
     ndarray, shape [tokens]
+
+    See Also
+    --------
+    positions_from_segment_ids : the same by segment ids.
 
     Examples
     --------
@@ -167,6 +179,11 @@ def prepare_sequence_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     -------
     ndarray, shape [tokens]
 
+    See Also
+    --------
+    segment_ids_to_cu_seqlens : the way back.
+    MaskInfo.from_cu_seqlens : the mask of the sequences.
+
     Examples
     --------
     >>> import attnmask
@@ -188,6 +205,10 @@ def prepare_token_indices(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     -------
     ndarray, shape [tokens, 2]
         Columns as of `prepare_sequence_ids` and `prepare_position_ids`.
+
+    See Also
+    --------
+    prepare_chunk_indices : the same of chunks.
 
     Examples
     --------
@@ -214,6 +235,10 @@ def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
     -------
     ndarray, shape [chunks, 2]
 
+    See Also
+    --------
+    prepare_chunk_offsets : where the chunks of each sequence begin.
+
     Examples
     --------
     >>> import attnmask
@@ -237,6 +262,10 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
     -------
     ndarray, shape [sequences + 1]
         The ``cu_seqlens`` of the chunks.
+
+    See Also
+    --------
+    prepare_chunk_indices : the number of its sequence for each chunk.
 
     Examples
     --------

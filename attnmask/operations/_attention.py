@@ -170,7 +170,8 @@ class VanillaAttention(_Attention):
     >>> import numpy as np
     >>> from attnmask.operations import OperationRegistry
     >>> x = np.random.default_rng(0).standard_normal((2, 5, 4, 8))
-    >>> flash, vanilla = (OperationRegistry.create(name)(x, x, x, causal=True) for name in ("flash", "vanilla"))
+    >>> ops = [OperationRegistry.create(name) for name in ("flash", "vanilla")]
+    >>> flash, vanilla = (op(x, x, x, causal=True) for op in ops)
     >>> bool(np.allclose(flash.attention_outputs, vanilla.attention_outputs))
     True
     >>> vanilla.attention_weights.shape

@@ -113,7 +113,8 @@ class OperationRegistry:
         Examples
         --------
         >>> from attnmask.operations import OperationMetadata, OperationRegistry
-        >>> OperationRegistry.create("flash", OperationMetadata(softmax_scale=0.5)).metadata.softmax_scale
+        >>> op = OperationRegistry.create("flash", OperationMetadata(softmax_scale=0.5))
+        >>> op.metadata.softmax_scale
         0.5
         """
         return cls.get(impl_name)(metadata)
