@@ -27,7 +27,7 @@ html_theme = "furo"
 html_title = f"attnmask {version}"
 html_static_path = ["_static"]
 html_css_files = ["attnmask.css"]
-html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = False
 
 
 class Mask(Directive):
