@@ -1,4 +1,4 @@
-"""Arguments of attention that are refused, by name: good ones to put them among, and what they raise."""
+"""Arguments of attention that must be refused by name, valid ones to combine them with, and the errors they raise."""
 
 import math
 
@@ -155,7 +155,8 @@ BAD: dict[str, tuple[dict, dict[type, list]]] = {
 }  # fmt: skip
 
 FLAT = PACKED | {name: PACKED[name][0] for name in ("query", "key", "value")}
-# Arguments, one that is wrong, and what is said: what was expected and what was given, not what became of it.
+# Arguments of which one is wrong, and the message: what was expected, and what was given rather than what it was
+# converted to.
 MESSAGES = [
     (GOOD, "key", zeros(B, TK, HKV, 7), r"key must have D = 8 as query, got float32 array of shape \(2, 7, 2, 7\)"),
     (GOOD, "key", zeros(B, TK, 3, D), r"key must have a number of heads that divides query's 4, got .*\(2, 7, 3, 8\)"),
