@@ -69,9 +69,7 @@ def test_a_scale_that_is_nothing(isa, dtype, scale, more):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", [1, 70])
 def test_a_key_that_outweighs_all_others_gives_its_value(isa, dtype, queries):
-    """The result is exact wherever that key is, although weights are rounded and relative to the maximum of earlier
-    keys.
-    """
+    """The result is exact wherever that key is, although weights are rounded and relative to earlier keys."""
     rng = np.random.default_rng(0)
     value = rng.standard_normal((1, 300, 2, 40)).astype(dtype)
     for place in (0, 31, 150, 299):

@@ -70,9 +70,7 @@ def assert_same_outside(got, clean, live, rows, case) -> None:
 @pytest.mark.parametrize("kind", LIMITS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_pairs_have_no_influence(isa, dtype, kind):
-    """NaN and Inf in keys, values, queries and dout reach only the rows with a live pair to them, and the keys of these
-    rows.
-    """
+    """NaN and Inf in keys, values, queries and dout reach only rows with a live pair to them, and the keys of these."""
     for place, (queries, keys) in enumerate(SIZES, LIMITS.index(kind)):
         poison = POISON[place % len(POISON)]
         shape = (2, 4, queries, keys)

@@ -70,9 +70,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
 @pytest.mark.parametrize("poison", [0, math.nan], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
-    """Tasks take 16 tiles if a narrow mask has many heads, and one tile for a single head; some rows see all keys, or
-    none.
-    """
+    """Tasks take 16 tiles if a narrow mask has many heads, but one for a single head; rows may see all keys or none."""
     rng = np.random.default_rng(0)
     tokens, heads = 1280, 64
     query, key, value, dout = (rng.standard_normal((1, tokens, heads, 4)).astype(dtype) for _ in range(4))

@@ -59,9 +59,7 @@ def test_all_pairs_of_arguments(case, name):
 
 @pytest.mark.parametrize("case", CASES[:: 20 if SANITIZED else 5], ids=lambda case: str(case.seed))
 def test_weights(case):
-    """Weights of dead pairs are zero, rows add up to one (with sinks, without dropout), and the output follows from
-    them.
-    """
+    """Weights of dead pairs are zero; without sinks and dropout rows sum to one; the output is the weighted sum."""
     arguments = case.arguments()
     out, weights, lse = attend("vanilla", arguments)
     assert attend("flash", arguments).attention_weights is None
