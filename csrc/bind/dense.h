@@ -1,4 +1,4 @@
-/* dense.h – masks that are arrays, as arguments and as results. */
+/* dense.h – dense masks as arguments and as results of bindings. */
 #ifndef AM_BIND_DENSE_H
 #define AM_BIND_DENSE_H
 

@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-/* Computes lengths, or if `chunk` is not 0, offsets of chunks of so many tokens. `type` is AM_INT32 or
+/* Computes lengths; or if `chunk` is not 0, the offsets of chunks of `chunk` tokens. `type` is AM_INT32 or
  * AM_INT64. Returns false if starts do not begin with 0 or decrease. */
 static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
                   npy_intp chunk)

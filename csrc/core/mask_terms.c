@@ -436,7 +436,7 @@ static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *
     node->dense.q_blocks = am_ceil_div(job.queries, BLOCK);
     node->dense.k_blocks = am_ceil_div(job.keys, BLOCK);
     ptrdiff_t rows = distinct_rows(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
-    /* An empty mask is never asked about, and its arrays may have no elements. */
+    /* No question is asked about an empty mask, whose arrays may have no elements. */
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
     node->dense.tiles = malloc((size_t)am_max(rows * node->dense.k_blocks, 1));
     return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;

@@ -59,7 +59,7 @@ static bool is_older_than_this(uintptr_t runtime)
 static bool is_older_than_this(uintptr_t runtime) { return (void)runtime, false; }
 #    endif
 
-/* LLVM's runtime tells how long its threads spin; GNU's has read that from the environment. */
+/* LLVM's runtime reports how long its threads spin; GNU's has read that from the environment. */
 static void describe_spin(void *runtime)
 {
     int (*blocktime)(void) = NULL;

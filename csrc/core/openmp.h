@@ -10,7 +10,7 @@ enum { AM_MAX_THREADS = 1024 }; /* a larger number is a mistake */
 typedef struct {
     const char *name; /* and the version of OpenMP that the compiler knows */
     const char *library;
-    const char *spin; /* how long a thread of a team looks for work before it sleeps */
+    const char *spin; /* how long a thread of a team spins before it sleeps */
 } am_openmp;
 
 /* NULL where the compiler has no OpenMP. */
@@ -20,7 +20,7 @@ const am_openmp *am_openmp_info(void);
  * the threads of the parent. GNU's runtime does so; LLVM's starts afresh in a child. */
 bool am_openmp_keeps_teams_after_fork(void);
 
-/* Whether another library had loaded the runtime before, and may have used it already. */
+/* Whether another library loaded the runtime before this one, and may have used it already. */
 bool am_openmp_loaded_before(void);
 
 /* The number of threads that a loop of the calling thread may use. `requested` is the number that the user

@@ -47,7 +47,7 @@ am_status am_checkpoint(am_team *team);
 /* Waits until `number` has this value, which an earlier task of the same row sets. */
 am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
 
-/* The size of the last-level cache, or a guess if the system does not tell it. */
+/* The size of the last-level cache, or a guess if the system does not report it. */
 ptrdiff_t am_cache_bytes(void);
 
 /* Call it once per process, before the first am_parallel. */

@@ -22,7 +22,7 @@ static ptrdiff_t FN(nonzero)(const void *src, ptrdiff_t count)
     }
     for (; i + 64 <= count; i += 64) total += __builtin_popcountll(BITS(p + i, 64, MASK));
     if (i == count) return total;
-    /* The rest is read as the end of the last 64 elements, if there are so many. */
+    /* The rest is read as the end of the last 64 elements, if there are 64. */
     uint64_t rest =
         count < 64 ? BITS(p + i, count - i, MASK) : BITS(p + count - 64, 64, MASK) >> (64 - (count - i));
     return total + __builtin_popcountll(rest);
