@@ -12,6 +12,8 @@ With ``T = 8``, ``chunk_size = 4`` and two packed sequences, ``cu_seqlens = [0, 
 Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]`` or ``[B, H, T, S]``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +24,6 @@ from attnmask import _core
 from attnmask._arguments import as_array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Vjp = Callable[[ArrayLike], NDArray[Any]]
 
 _PARAMETERS = """
     reverse : bool
@@ -246,7 +247,9 @@ def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
     return array
 
 
-def _pullback(sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str) -> _Vjp:
+def _pullback(
+    sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str
+) -> Callable[[ArrayLike], NDArray[Any]]:
     """The gradient of running sums: `sum_back`, running the other way, of the gradient that comes in."""
     shape, dtype = primal.shape, primal.dtype.newbyteorder("=")
 
@@ -269,7 +272,7 @@ def chunk_local_cumsum_vjp(
     output_dtype: DTypeLike | None = None,
     *,
     out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], _Vjp]:
+) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
     """`chunk_local_cumsum` and its gradient.
 
     Parameters
@@ -313,7 +316,7 @@ def chunk_global_cumsum_vjp(
     output_dtype: DTypeLike | None = None,
     *,
     out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], _Vjp]:
+) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
     """`chunk_global_cumsum` and its gradient.
 
     Parameters

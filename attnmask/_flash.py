@@ -4,6 +4,8 @@ Arrays are ``[B, T, H, D]``: batch rows, tokens, heads, channels; or ``[T, H, D]
 may have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
 """
 
+from __future__ import annotations
+
 from inspect import signature
 from typing import Any, Protocol, SupportsIndex
 
@@ -86,33 +88,44 @@ def flash_attention(
 
     ::
 
-        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + bias[q, k])      soft_cap(x) = c · tanh(x / c)
-        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]                              over the live pairs (q, k)
+        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + bias[q, k])
+        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]      over live pairs
+        soft_cap(x) = c · tanh(x / c)
 
-    A pair is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same packed
-    sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window. For 3
-    queries and 5 keys, and for 5 queries and 3 keys::
+    A pair (q, k) is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same
+    packed sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window.
+    For 3 queries and 5 keys, then for 5 queries and 3 keys:
 
-        causal            causal,           window 1          window (1, 0),        causal        causal,
-                          bottom-right                        bottom-right                        bottom-right
+    ::
 
-            k 0 1 2 3 4       k 0 1 2 3 4       k 0 1 2 3 4       k 0 1 2 3 4           k 0 1 2       k 0 1 2
-          q 0 # . . . .     q 0 # # # . .     q 0 # # . . .     q 0 . # # . .         q 0 # . .     q 0 . . .
-            1 # # . . .       1 # # # # .       1 # # # . .       1 . . # # .           1 # # .       1 . . .
-            2 # # # . .       2 # # # # #       2 . # # # .       2 . . . # #           2 # # #       2 # . .
-                                                                                        3 # # #       3 # # .
-                                                                                        4 # # #       4 # # #
+        causal          causal,         window 1        window (1, 0),
+                        bottom-right                    bottom-right
 
-    Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts::
+          k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4
+        q 0 # . . . .   q 0 # # # . .   q 0 # # . . .   q 0 . # # . .
+          1 # # . . .     1 # # # # .     1 # # # . .     1 . . # # .
+          2 # # # . .     2 # # # # #     2 . # # # .     2 . . . # #
 
-                              causal            causal, bottom-right      causal_offset=[0, -1]
+          k 0 1 2         k 0 1 2
+        q 0 # . .       q 0 . . .
+          1 # # .         1 . . .
+          2 # # #         2 # . .
+          3 # # #         3 # # .
+          4 # # #         4 # # #
 
-            k 0 1 2 3 4           k 0 1 2 3 4       k 0 1 2 3 4               k 0 1 2 3 4
-          q 0 # # # . .         q 0 # . . . .     q 0 # # . . .             q 0 # . . . .
-            1 # # # . .           1 # # . . .       1 # # # . .               1 # # . . .
-            2 . . . # #           2 . . . # .       2 . . . . .               2 . . . . .
-            3 . . . # #           3 . . . # #       3 . . . # .               3 . . . # .
-            4 . . . # #           4 . . . # #       4 . . . # #               4 . . . # #
+    Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts:
+
+    ::
+
+        not causal      causal          causal,         causal_offset
+                                        bottom-right    = [0, -1]
+
+          k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4
+        q 0 # # # . .   q 0 # . . . .   q 0 # # . . .   q 0 # . . . .
+          1 # # # . .     1 # # . . .     1 # # # . .     1 # # . . .
+          2 . . . # #     2 . . . # .     2 . . . . .     2 . . . . .
+          3 . . . # #     3 . . . # #     3 . . . # .     3 . . . # .
+          4 . . . # #     4 . . . # #     4 . . . # #     4 . . . # #
 
     A dead pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future reaches
     nothing. A logit of -inf is a dead pair, too. A query without a live pair gets zeros.

@@ -121,6 +121,34 @@ class BwdParams(_Blocks):
     __slots__ = ()
 
 
+class FlashAttentionGrads(NamedTuple):
+    """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
+
+    Parameters
+    ----------
+    query, key, value : ndarray
+    bias : ndarray or None
+        None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
+    softmax_aux : ndarray or None
+        None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.zeros((1, 2, 1, 8), np.float32)
+    >>> out, vjp = attnmask.flash_attention_vjp(x, x, x)
+    >>> grads = vjp(out)
+    >>> grads.query.shape, grads.bias
+    ((1, 2, 1, 8), None)
+    """
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    value: NDArray[Any]
+    bias: NDArray[Any] | None = None
+    softmax_aux: NDArray[Any] | None = None
+
+
 _HINTS = (("fwd_params", FwdParams), ("bwd_params", BwdParams))
 
 

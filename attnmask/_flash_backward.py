@@ -1,5 +1,7 @@
 """Gradients of attention: from its result and the logsumexp of each row, tile by tile like the result itself."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -7,38 +9,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask._arguments import as_array, describe, flag, is_floating
-from attnmask._flash_arguments import BwdParams, FwdParams, Problem, read_problem
+from attnmask._flash_arguments import BwdParams, FlashAttentionGrads, FwdParams, Problem, read_problem
 from attnmask._mask_info import MaskInfo
 
 __all__ = ["FlashAttentionGrads", "flash_attention_bwd", "flash_attention_vjp"]
-
-
-class FlashAttentionGrads(NamedTuple):
-    """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
-
-    Parameters
-    ----------
-    query, key, value : ndarray
-    bias : ndarray or None
-        None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
-    softmax_aux : ndarray or None
-        None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
-
-    Examples
-    --------
-    >>> import numpy as np, attnmask
-    >>> x = np.zeros((1, 2, 1, 8), np.float32)
-    >>> out, vjp = attnmask.flash_attention_vjp(x, x, x)
-    >>> grads = vjp(out)
-    >>> grads.query.shape, grads.bias
-    ((1, 2, 1, 8), None)
-    """
-
-    query: NDArray[Any]
-    key: NDArray[Any]
-    value: NDArray[Any]
-    bias: NDArray[Any] | None = None
-    softmax_aux: NDArray[Any] | None = None
 
 
 class _Vjp(Protocol):

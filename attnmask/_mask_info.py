@@ -14,8 +14,10 @@ it. It begins with a base (segments, or an array) and goes on with terms, each o
       5  . . . . . .              5  . . . . . .          5  . . . . . .          5  . . . . # #
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -80,10 +82,7 @@ class MaskInfo:
 
     __slots__ = ("__weakref__", "_held", "_leaves")
 
-    _held: State | None  # None until somebody looks at what a tree was made of
-    _leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None
-
-    __hash__: ClassVar[None]  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None  # NumPy leaves operators to this class
 
     def __init__(
@@ -104,7 +103,8 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        self._held, self._leaves = changed(State(), locals()), None
+        self._held: State | None = changed(State(), locals())  # None until a tree's leaves are looked at
+        self._leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
     # Constructors. `locals()` holds arguments by their names: the signature lists them, and nothing else has to.
 
@@ -307,11 +307,11 @@ class MaskInfo:
     def dynamic_init(
         cls,
         *,
-        mask_info: "MaskInfo | None" = None,
+        mask_info: MaskInfo | None = None,
         input_ids: ArrayLike | None = None,
         inputs_embeds: ArrayLike | None = None,
         attention_mask: ArrayLike | None = None,
-    ) -> "MaskInfo":
+    ) -> MaskInfo:
         """A mask by whatever a model was given: the first of these that is there.
 
         Parameters
@@ -1033,7 +1033,7 @@ class MaskInfo:
             return NotImplemented  # type: ignore[no-any-return]
         return self._of(transforms.joined(self._state, other._state, operator, baked))
 
-    def __and__(self, other: "MaskInfo") -> Self:
+    def __and__(self, other: MaskInfo) -> Self:
         """Pairs that are live in both; batch rows and heads broadcast.
 
         Segment ids, positions and mesh axes are those of the left one, where it has them. What either has baked in
@@ -1050,7 +1050,7 @@ class MaskInfo:
         """
         return self._joined(other, "and", lambda mine, others: mine or others)
 
-    def __or__(self, other: "MaskInfo") -> Self:
+    def __or__(self, other: MaskInfo) -> Self:
         """Pairs that are live in one or the other, or in both; what goes along is as of ``&``.
 
         It has baked in what both have.

@@ -27,7 +27,9 @@ Packing drops the padding, so the first of these forgets where rows began, and t
 packed row.
 """
 
-from typing import Any, Literal, SupportsIndex, TypeAlias, overload
+from __future__ import annotations
+
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -35,12 +37,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from attnmask import _core
 from attnmask._debug import traced
 
-_Ids: TypeAlias = NDArray[np.int32]
-_Integers: TypeAlias = NDArray[np.integer[Any]]
-
 
 @traced
-def mask_to_segment_ids(mask: ArrayLike, per_head: bool = False, strict: bool = False) -> tuple[_Ids, _Ids]:
+def mask_to_segment_ids(
+    mask: ArrayLike, per_head: bool = False, strict: bool = False
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Number the queries, and the keys, by what they attend to.
 
     Queries whose rows of the mask are equal get the same id, and so do keys whose columns are. Each side counts from
@@ -89,7 +90,11 @@ def mask_to_segment_ids(mask: ArrayLike, per_head: bool = False, strict: bool = 
 
 
 def _equal_pairs(
-    q_ids: _Ids, kv_ids: _Ids, names: tuple[str, str], dtype: DTypeLike, out: NDArray[Any] | None
+    q_ids: NDArray[np.int32],
+    kv_ids: NDArray[np.int32],
+    names: tuple[str, str],
+    dtype: DTypeLike,
+    out: NDArray[Any] | None,
 ) -> NDArray[Any]:
     """The mask of ids that were checked one by one."""
     batch, other_batch = len(q_ids), len(kv_ids)
@@ -237,7 +242,9 @@ def segment_ids_to_qkv_masks(
 
 
 @traced
-def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_Ids, _Ids]:
+def attention_mask_to_padding_segment_ids(
+    attention_mask: ArrayLike,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Tell the tokens that take part in a mask from padding.
 
     A query takes part if it attends to any key, and a key if any query attends to it, in any head. ::
@@ -276,7 +283,7 @@ def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_I
 @traced
 def qkv_masks_to_cu_seqlens(
     q_mask: ArrayLike, kv_mask: ArrayLike | None = None, *, out_dtype: DTypeLike = np.int32
-) -> tuple[_Integers, _Integers]:
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Where the tokens of each row begin and end, in pair form.
 
     Parameters
@@ -316,7 +323,7 @@ def attention_mask_to_qkv_cu_seqlens(
     *,
     reduce_heads: Literal["any", "all", "first"] = "any",
     out_dtype: DTypeLike = np.int32,
-) -> tuple[_Integers, _Integers]:
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Where the queries and keys that take part in a mask begin and end, in pair form.
 
     For a mask that is a rectangle in each row of the batch, as padding makes it, this tells it all. ::
@@ -497,7 +504,7 @@ def _keys_like_queries(
 
 
 @traced
-def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
+def pairs_to_cu_seqlens(pairs: ArrayLike) -> NDArray[np.integer]:
     """From the pair form to ordinary ``cu_seqlens``: where the rows begin once their tokens are packed.
 
     Parameters
@@ -525,7 +532,7 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
 
 
 @traced
-def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
+def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     """From ordinary ``cu_seqlens`` to the pair form: start and end of each sequence in the packed row.
 
     Parameters
@@ -554,7 +561,7 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
 @traced
 def segment_ids_to_cu_seqlens(
     segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: SupportsIndex | None = 128
-) -> _Integers:
+) -> NDArray[np.integer]:
     """How many tokens each segment has, summed up from zero.
 
     An id is an index: it has its place even if ids below it are not used. ::
@@ -591,7 +598,7 @@ def segment_ids_to_cu_seqlens(
 
 
 @traced
-def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> _Ids:
+def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> NDArray[np.int32]:
     """The place of every token in its run of equal segment ids.
 
     Parameters

@@ -12,6 +12,8 @@ Where they begin and end is told by ``cu_seqlens``, the lengths summed up from z
 A sequence may be empty; it keeps its number. Results have the integer type of ``cu_seqlens``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 

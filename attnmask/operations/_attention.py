@@ -1,5 +1,7 @@
 """Softmax attention twice: by the kernels of this package, and in NumPy, to be read and to be compared with."""
 
+from __future__ import annotations
+
 import inspect
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What every operator has: its settings, the form of its result, and tools for masks, heads and sharding."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """Operators by name."""
 
+from __future__ import annotations
+
 import inspect
 from typing import Any, TypeVar
 
