@@ -47,16 +47,16 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-def integer(value: Any, name: str, minimum: int | None = None) -> int:
+def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -> int:
     """Any kind of integer but a bool, as Python's own."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {describe(value)}") from None
+        raise TypeError(f"{name} must be an integer, got {describe(value)}{hint}") from None
     if minimum is not None and number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {describe(number)}")
+        raise ValueError(f"{name} must be at least {minimum}, got {describe(number)}{hint}")
     return number
 
 
@@ -89,9 +89,9 @@ def place(value: Any, name: str, count: int) -> int:
     return number
 
 
-def flag(value: Any, name: str) -> bool:
+def flag(value: Any, name: str, hint: str = "") -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+        raise TypeError(f"{name} must be True or False, got {describe(value)}{hint}")
     return bool(value)
 
 
@@ -214,6 +214,9 @@ def is_pair(sliding_window: Any) -> bool:
     )
 
 
+_NO_LIMIT = "; write None for no limit"
+
+
 def window(sliding_window: Any) -> tuple[int | None, int | None]:
     """How far a window reaches to the left and to the right; None for no end."""
     if is_pair(sliding_window):
@@ -222,11 +225,11 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
                 f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
             )
         left, right = (
-            None if side is None else integer(side, f"sliding_window[{i}]", 0)
+            None if side is None else integer(side, f"sliding_window[{i}]", 0, _NO_LIMIT)
             for i, side in enumerate(sliding_window)
         )
     else:
-        left = right = integer(sliding_window, "sliding_window", 0)
+        left = right = integer(sliding_window, "sliding_window", 0, _NO_LIMIT)
     return (
         None if left is None or left > FARTHEST else left,
         None if right is None or right > FARTHEST else right,

@@ -31,8 +31,6 @@ __all__ = [
 def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     """`out` of packed sequences, with the axis for the batch that it lacks."""
     shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out must be a NumPy array or None, got {describe(out)}")
     target: NDArray[Any] = np.asarray(out)
     if target.shape != shape or target.dtype.newbyteorder("=") != dtype:
         raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(target)}")
@@ -94,9 +92,7 @@ def flash_attention(
 
     A pair (q, k) is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same
     packed sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window.
-    For 3 queries and 5 keys, then for 5 queries and 3 keys:
-
-    ::
+    For 3 queries and 5 keys, then for 5 queries and 3 keys::
 
         causal          causal,         window 1        window (1, 0),
                         bottom-right                    bottom-right
@@ -113,9 +109,7 @@ def flash_attention(
           3 # # #         3 # # .
           4 # # #         4 # # #
 
-    Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts:
-
-    ::
+    Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts::
 
         not causal      causal          causal,         causal_offset
                                         bottom-right    = [0, -1]

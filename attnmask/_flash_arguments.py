@@ -4,8 +4,9 @@ Nothing here looks at tokens one by one. What was given is compared and describe
 axis for the batch; what `out` has to be is for the core to say.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple
 
@@ -193,7 +194,8 @@ def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int
     """The chance that a pair is dropped, and the seed as 64 bits."""
     chance = real(prob, names[0])
     if not 0 <= chance < 1:
-        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}")
+        hint = "; write 0.1 to drop one weight of ten"
+        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}{hint}")
     return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
 
 
@@ -224,7 +226,13 @@ def _sinks(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArra
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] != heads):
-        raise ValueError(f"softmax_aux must be [S] or [H, S] with H = {heads}, got {describe(array)}")
+        hint = ""
+        if array.size == heads:
+            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink a head"
+        elif array.ndim == 2 and array.shape[1] == heads:
+            hint = "; write np.transpose(softmax_aux) for [S, H]"
+        expected = f"[S] or [H, S] with H = {heads}"
+        raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
     if array.shape[-1] == 0:
         return None
     sinks = allocate((heads, array.shape[-1]), np.float64, "softmax_aux")
@@ -232,15 +240,27 @@ def _sinks(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArra
     return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
 
 
+def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
+
+
+def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
+    """How to put the axes of a mask or a bias, which do not broadcast as they are."""
+    batch, _, queries, keys = shape
+    added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
+    index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
+    if index:
+        return f"; write {name}{index}"
+    for order in permutations(range(array.ndim)) if array.ndim <= 4 else ():
+        if _broadcasts([array.shape[axis] for axis in order], shape):
+            return f"; write np.transpose({name}, {order})"
+    return ""
+
+
 def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
     """A view of what broadcasts to [B, H, Tq, Tk], with the axes that it lacks."""
-    sizes = zip(array.shape[::-1], shape[::-1], strict=False)
-    if array.ndim > 4 or not all(size in (1, wanted) for size, wanted in sizes):
-        hint = ""
-        if array.shape == (shape[0], *shape[2:]):
-            hint = f"; {name}[:, None] has an axis for heads"
-        elif array.shape == (shape[0], shape[3]):
-            hint = f"; {name}[:, None, None] has axes for heads and queries"
+    if array.ndim > 4 or not _broadcasts(array.shape, shape):
+        hint = _axes_hint(array, name, shape)
         raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
     return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
 
@@ -250,7 +270,9 @@ def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
         return None
     array = as_array(bias, "bias")
     if not is_floating(array.dtype):
-        hint = "" if array.dtype.kind not in "biu" else "; attention_mask takes bool and integers"
+        hint = ""
+        if array.dtype.kind in "biu" or isinstance(bias, MaskInfo):
+            hint = "; write attention_mask= for what says which pairs are live, or bias.astype(np.float32)"
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(array)}{hint}")
     return _four_axes(array, "bias", shape)
 
@@ -277,7 +299,8 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
         raise ValueError(
-            f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}"
+            f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}; make it "
+            f"for {shape[2]} queries and {shape[3]} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)"
         )
     if given[0] != shape[0]:
         program = tuple(map(_for_all_rows, program))
@@ -286,7 +309,7 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
 
 def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
     """Segment ids as int32, in place if they are."""
-    array = integer_array(value, name)
+    array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
     expected = shape[1:] if packed and array.ndim == 1 else shape
     if array.shape != expected:
         raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
@@ -314,7 +337,10 @@ def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     """Where sequences start, and where the last one ends, which is the number of tokens."""
     starts = _core.checked_starts(as_array(value, name), name)
     if starts[-1] != tokens:
-        raise ValueError(f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}")
+        hint = f"; write np.append({name}, {tokens}) if the rest is padding" if starts[-1] < tokens else ""
+        raise ValueError(
+            f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}{hint}"
+        )
     return starts
 
 
@@ -324,7 +350,8 @@ def _both_starts(
     batch, _, queries, keys = shape
     if batch != 1:
         name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
-        raise ValueError(f"query must have batch size 1 with {name}, got {batch}")
+        hint = "; pack the rows into one, as query[mask] does with a padding mask [B, Tq]"
+        raise ValueError(f"query must have batch size 1 with {name}, got {batch}{hint}")
     if (cum_seqlens_q is None or cum_seqlens_k is None) and queries != keys:
         missing = "cum_seqlens_k" if cum_seqlens_k is None else "cum_seqlens_q"
         raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
@@ -344,15 +371,21 @@ def _both_starts(
 
 def _is_bottom_right(causal_offset: Any) -> bool:
     if isinstance(causal_offset, str) and causal_offset != "bottom-right":
-        raise ValueError(f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}")
+        hint = "; write 0 for top-left"
+        raise ValueError(
+            f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}{hint}"
+        )
     return isinstance(causal_offset, str)
+
+
+_DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
 
 
 def _places(
     given: Mapping[str, Any], starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape
 ) -> Node | None:
     """What sequences, the diagonal and the window allow; None if that is everything."""
-    causal, sliding_window = flag(given["causal"], "causal"), given["sliding_window"]
+    causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
     causal_offset = given["causal_offset"]
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     low, high = None if left is None else -left, 0 if causal else right
@@ -385,22 +418,40 @@ def _program(given: Mapping[str, Any], shape: Shape, packed: bool) -> Program:
     return tuple(nodes) or (("all",),)
 
 
+def _layout_hint(array: NDArray[Any]) -> str:
+    axes, swap = (
+        ("tokens, heads, depth", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, depth", (1, 2))
+    )
+    return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
+
+
 def _check_fit(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> None:
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
-            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}")
+            hint = f"; write {name}.astype(query.dtype)"
+            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}{hint}")
         if array.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{name} must have batch size {query.shape[0]} as query, got {describe(array)}")
-    (heads, channels), kv_heads = query.shape[-2:], key.shape[-2]
+    (heads, channels), (tokens, kv_heads) = query.shape[-2:], key.shape[-3:-1]
     if key.shape[-1] != channels:
         raise ValueError(f"key must have D = {channels} as query, got {describe(key)}")
     if heads % kv_heads if kv_heads else heads:
-        raise ValueError(f"key must have a number of heads that divides query's {heads}, got {describe(key)}")
+        expected = f"a number of heads that divides query's {heads}"
+        raise ValueError(f"key must have {expected}, got {describe(key)}{_layout_hint(key)}")
     if value.shape[:-1] != key.shape[:-1]:
-        tokens = key.shape[-3]
-        raise ValueError(
-            f"value must have {tokens} tokens and {kv_heads} heads as key, got {describe(value)}"
-        )
+        hint = _layout_hint(value) if value.shape[-3:-1] == (kv_heads, tokens) else ""
+        expected = f"{tokens} tokens and {kv_heads} heads as key"
+        raise ValueError(f"value must have {expected}, got {describe(value)}{hint}")
+
+
+def _rank_hint(array: NDArray[Any], name: str) -> str:
+    """How to add the axes that a query, a key or a value lacks."""
+    tokens = "Tq" if name == "query" else "Tk"
+    return {
+        2: f"; write {name}[None, :, None] for [{tokens}, D]",
+        3: f"; write {name}[None] for [{tokens}, H, D], {name}[:, :, None] for [B, {tokens}, D], "
+        "or cum_seqlens_q= for packed sequences",
+    }.get(array.ndim, "")
 
 
 def _batched(
@@ -412,11 +463,11 @@ def _batched(
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
-            raise TypeError(f"{name} must be {expected}, got {describe(array)}")
+            hint = f"; write {name}.astype(np.float32)" if array.dtype.kind in "biuf" else ""
+            raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
         if array.ndim != rank:
-            hint = "; without B it takes cum_seqlens_q" if array.ndim == 3 and not packed else ""
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
-            raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
+            raise ValueError(f"{name} must be {layout}, got {describe(array)}{_rank_hint(array, name)}")
     _check_fit(*arrays)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
@@ -471,7 +522,8 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
 def check_apart(out: Any, given: Mapping[str, Any]) -> None:
     """What is written to may be none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
-        return  # which the core refuses
+        hint = "; it takes the result alone, and the logsumexp is returned as a new array"
+        raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
     out = np.asarray(out)  # a subclass might answer for itself
     for name in ARRAYS:
         value = given[name]

@@ -77,7 +77,8 @@ def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: st
     places = integer(length, length_name, 0)
     pairs = integers(cu_seqlens, name, ("[2 B]",))
     if len(pairs) % 2:
-        raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}")
+        hint = "; write packed=True for cu_seqlens that start at 0"
+        raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}{hint}")
     return pairs, places
 
 

@@ -167,7 +167,7 @@ MESSAGES = [
     (GOOD, "query", None, "query must be of float16, .*, got None"),
     (GOOD, "bias", INFO(np.zeros((B, TQ), int)), "bias must .*, got an object of type MaskInfo"),
     (GOOD, "attention_mask", "causal", "attention_mask must be .*, got 'causal'"),
-    (GOOD, "attention_mask", np.ones((B, TK)), r"attention_mask must .*; attention_mask\[:, None, None\] has axes"),
+    (GOOD, "attention_mask", np.ones((B, TK)), r"attention_mask must .*; write attention_mask\[:, None, None, :\]$"),
     (GOOD, "sliding_window", (-1, 2), r"sliding_window\[0\] must be at least 0, got -1"),
     (GOOD, "sliding_window", (1, 2.0), r"sliding_window\[1\] must be an integer, got 2.0"),
     (GOOD, "sliding_window", -(10**5000), "sliding_window must be at least 0, got an integer of 16610 bits"),

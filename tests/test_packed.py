@@ -104,7 +104,9 @@ def test_one_bad_start_of_many(isa, name, dtype):
     for at, value in ((0, 1), (0, -1), (600, 598), (600, -1), (600, np.iinfo(dtype).min), (1000, 0)):
         cu_seqlens = np.arange(1001, dtype=dtype)
         cu_seqlens[at] = value
-        with pytest.raises(ValueError, match=rf"cu_seqlens must .* got {value} .*at index {at}$"):
+        with pytest.raises(
+            ValueError, match=rf"cu_seqlens must .* got {value} .*at index {at}(; write .*)?$"
+        ):
             prepare(attnmask, name, cu_seqlens)
 
 

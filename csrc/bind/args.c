@@ -347,12 +347,17 @@ npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to)
     return beyond;
 }
 
+static const char other_forms[] = "; write np.cumsum([0, *lengths]) for lengths, "
+                                  "or pairs_to_cu_seqlens(pairs) for pairs of start and end";
+
 /* The message shows the number as the caller passed it: it may exceed any C type. */
-static int reject_start(PyArrayObject *array, const char *name, const char *expected, npy_intp index)
+static int reject_start(PyArrayObject *array, const char *name, const char *expected, npy_intp index,
+                        const char *hint)
 {
     PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
     if (start)
-        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd", name, expected, start, index);
+        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index,
+                     hint);
     Py_XDECREF(start);
     return -1;
 }
@@ -362,8 +367,8 @@ static int reject_decrease(PyArrayObject *array, const char *name, npy_intp inde
     PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
     PyObject *before = start ? PyArray_GETITEM(array, PyArray_GETPTR1(array, index - 1)) : NULL;
     if (before)
-        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd", name, start,
-                     before, index);
+        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
+                     before, index, other_forms);
     Py_XDECREF(before);
     Py_XDECREF(start);
     return -1;
@@ -379,13 +384,13 @@ int am_check_starts(am_starts *s, const char *name)
         return -1;
     }
     npy_intp beyond = am_widen_entries(s->array, s->starts);
-    if (s->starts[0] != 0) return reject_start(s->array, name, "start at 0", 0);
+    if (s->starts[0] != 0) return reject_start(s->array, name, "start at 0", 0, other_forms);
     bool decreases = false; /* the compiler vectorizes a loop that has no exit */
     for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];
     for (npy_intp i = 1; decreases; i++) {
         if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s->array, name, i);
     }
-    return beyond < 0 ? 0 : reject_start(s->array, name, "hold values below 2**63", beyond);
+    return beyond < 0 ? 0 : reject_start(s->array, name, "hold values below 2**63", beyond, "");
 }
 
 int am_to_starts(PyObject *object, const char *name, void *dst)
