@@ -53,8 +53,10 @@ from attnmask._packed import (
     prepare_token_indices,
 )
 from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
+from attnmask._warnings import AttnmaskWarning
 
 __all__ = [
+    "AttnmaskWarning",
     "BwdParams",
     "FlashAttentionGrads",
     "FwdParams",

@@ -7,14 +7,23 @@ may have fewer heads than queries, which then share them: query head ``h`` reads
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Never, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask._arguments import FARTHEST, as_array, describe, flag, integer
-from attnmask._flash_arguments import BwdParams, FwdParams, Problem, check_apart, dropout_of, read_problem
+from attnmask._flash_arguments import (
+    BwdParams,
+    FwdParams,
+    Problem,
+    attention_function,
+    check_apart,
+    dropout_of,
+    read_problem,
+)
+from attnmask._keywords import reject_unknown
 from attnmask._mask_info import MaskInfo
 
 __all__ = [
@@ -52,9 +61,11 @@ def _forward(
     return result[0] if out is None else out, None if lse is None else lse[0]
 
 
-# The arguments are listed in the signatures, which are alike, and go on by their names as `locals()`.
+# Each signature lists all arguments, in the same order, and `locals()` passes them on by name. Only in wrong calls is
+# there anything in `unknown`.
 
 
+@attention_function
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -81,6 +92,7 @@ def flash_attention(
     causal_offset: ArrayLike = 0,
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
+    **unknown: Never,
 ) -> Any:
     """Softmax attention of queries over the keys that they may attend to.
 
@@ -153,8 +165,9 @@ def flash_attention(
         Hints.
     logits_soft_cap : float, optional
         ``c`` above; none if it is 0 or infinite.
-    softmax_aux : array_like, shape [S] or [H, S], optional
-        Sinks: logits that take part in each softmax, as they are, and have no value.
+    softmax_aux : array_like, shape [S], [1, S] or [H, S], optional
+        Sinks: logits that take part in each softmax, as they are, and have no value. All heads share those of [S] and
+        [1, S]; one sink a head is [H, 1].
     normalize_output : bool
         If not, weights are ``exp(logit - the row's largest logit or sink)``.
     precision : {None, "default", "high", "highest"}, int from 0 to 2 or jax.lax.Precision
@@ -199,12 +212,15 @@ def flash_attention(
     (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
     """
     given = locals()
+    if unknown:
+        reject_unknown(flash_attention, unknown)
     problem, batched = read_problem(given)
     with_lse = flag(return_lse, "return_lse")
     result, lse = _forward(problem, batched, with_lse, given)
     return (result, lse) if with_lse else result
 
 
+@attention_function
 def flash_attention_fwd(
     query: ArrayLike,
     key: ArrayLike,
@@ -230,6 +246,7 @@ def flash_attention_fwd(
     kv_segment_ids: ArrayLike | None = None,
     causal_offset: ArrayLike = 0,
     out: NDArray[Any] | None = None,
+    **unknown: Never,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """`flash_attention` with what its gradient and `merge_attention_states` need: the logsumexp of each row.
 
@@ -252,6 +269,8 @@ def flash_attention_fwd(
     array([[[1., 2., 3., 4.]]], dtype=float32)
     """
     given = locals()
+    if unknown:
+        reject_unknown(flash_attention_fwd, unknown)
     problem, batched = read_problem(given)
     return _forward(problem, batched, True, given)  # type: ignore[return-value]
 

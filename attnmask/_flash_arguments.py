@@ -4,11 +4,12 @@ Nothing here looks at tokens one by one. What was given is compared and describe
 axis for the batch; what `out` has to be is for the core to say.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import permutations
 from math import e, inf, log2, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -32,6 +33,9 @@ from attnmask._arguments import (
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program, Shape, arrays
 from attnmask._mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
+from attnmask._warnings import warn_once
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PRECISIONS = ("default", "high", "highest")
 LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # arguments that there are gradients of
@@ -150,19 +154,21 @@ class FlashAttentionGrads(NamedTuple):
     softmax_aux: NDArray[Any] | None = None
 
 
-_HINTS = (("fwd_params", FwdParams), ("bwd_params", BwdParams))
-
-
 def _check_hints(given: Mapping[str, Any]) -> None:
-    """What is accepted and changes no result; but nonsense is not accepted."""
-    for name, kind in _HINTS:
-        hint = given[name]
-        if not (hint is None or isinstance(hint, kind)):
-            raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
+    """Refuse nonsense in arguments that change no result."""
+    if given["fwd_params"] is not None:
+        _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
+    if given["bwd_params"] is not None:
+        _check_blocks(given["bwd_params"], "bwd_params", BwdParams)
     if given["precision"] is not None:
         _check_precision(given["precision"])
     if given["logits_dtype"] is not None:
         _check_logits_dtype(given["logits_dtype"])
+
+
+def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
+    if not isinstance(hint, kind):
+        raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
 
 
 def _check_precision(precision: Any) -> None:
@@ -225,16 +231,18 @@ def _sinks(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArra
     array = as_array(softmax_aux, "softmax_aux")
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
-    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] != heads):
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] not in (1, heads)):
         hint = ""
         if array.size == heads:
             hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink a head"
         elif array.ndim == 2 and array.shape[1] == heads:
             hint = "; write np.transpose(softmax_aux) for [S, H]"
-        expected = f"[S] or [H, S] with H = {heads}"
+        expected = f"[S], [1, S] or [H, S] with H = {heads}"
         raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
     if array.shape[-1] == 0:
         return None
+    if array.shape == (heads,) and heads > 1:
+        warn_once("sinks")
     sinks = allocate((heads, array.shape[-1]), np.float64, "softmax_aux")
     sinks[...] = array
     return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
@@ -370,15 +378,23 @@ def _both_starts(
 
 
 def _is_bottom_right(causal_offset: Any) -> bool:
-    if isinstance(causal_offset, str) and causal_offset != "bottom-right":
-        hint = "; write 0 for top-left"
-        raise ValueError(
-            f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}{hint}"
-        )
-    return isinstance(causal_offset, str)
+    if not isinstance(causal_offset, str):
+        return False
+    if causal_offset != "bottom-right":
+        expected = f"must be an integer or 'bottom-right', got {causal_offset!r:.200}"
+        raise ValueError(f"causal_offset {expected}; write 0 for top-left")
+    return True
 
 
 _DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
+
+
+def _is_one_query(starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape) -> bool:
+    """Whether there is one query for several keys, as with a cache; or one in each packed sequence."""
+    queries, keys = shape[2:]
+    if starts is None:
+        return queries == 1 < keys
+    return queries == len(starts[0]) - 1 < keys and bool((np.diff(starts[0]) == 1).all())
 
 
 def _places(
@@ -386,21 +402,24 @@ def _places(
 ) -> Node | None:
     """What sequences, the diagonal and the window allow; None if that is everything."""
     causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
-    causal_offset = given["causal_offset"]
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     low, high = None if left is None else -left, 0 if causal else right
     offset: PerRow
-    if starts is None:
-        bottom_right = _is_bottom_right(causal_offset)
-        offset = shape[3] - shape[2] if bottom_right else per_row(causal_offset, "causal_offset", shape[0])
-        return None if low is None and high is None else band(low, high, offset)
-    q_starts, k_starts = starts
-    if _is_bottom_right(causal_offset):
-        offset = np.diff(k_starts) - np.diff(q_starts)
+    causal_offset = given["causal_offset"]
+    if causal_offset is TOP_LEFT:
+        offset = 0
+        if causal and _is_one_query(starts, shape):
+            warn_once("one query")
+    elif _is_bottom_right(causal_offset):
+        offset = shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
+    elif starts is None:
+        offset = per_row(causal_offset, "causal_offset", shape[0])
     else:
-        offset = per_row(causal_offset, "causal_offset", len(q_starts) - 1, row="sequence")
-    limits = (None if end is None else np.full(len(q_starts) - 1, end + offset) for end in (low, high))
-    return sequences(q_starts, k_starts, *limits)
+        offset = per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
+    if starts is None:
+        return None if low is None and high is None else band(low, high, offset)
+    limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))
+    return sequences(*starts, *limits)
 
 
 def _program(given: Mapping[str, Any], shape: Shape, packed: bool) -> Program:
@@ -470,6 +489,26 @@ def _batched(
             raise ValueError(f"{name} must be {layout}, got {describe(array)}{_rank_hint(array, name)}")
     _check_fit(*arrays)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
+
+
+class _NotGiven(int):
+    """The default of an argument, which can be told from the same number in a call."""
+
+
+TOP_LEFT = _NotGiven(0)
+
+
+def attention_function(function: _Function) -> _Function:
+    """Prepare a function that takes the arguments of attention.
+
+    `read_problem` can tell whether `causal_offset` was given. The signature that `help` shows has no ``**unknown``: a
+    function takes it only to say what to write instead, and a wrapper that did so would cost every call more.
+    """
+    function.__kwdefaults__["causal_offset"] = TOP_LEFT  # type: ignore[index]
+    whole = signature(function)
+    shown = [parameter for name, parameter in whole.parameters.items() if name != "unknown"]
+    function.__signature__ = whole.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:

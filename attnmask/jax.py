@@ -42,6 +42,7 @@ from attnmask import _flash as flash
 from attnmask._arguments import as_array, describe, flag
 from attnmask._flash_arguments import ARRAYS, LEARNED
 from attnmask._flash_backward import flash_attention_bwd
+from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 
 __all__ = ["flash_attention"]
@@ -75,7 +76,10 @@ def _check(traced: dict[str, Any], static: dict[str, Any]) -> None:
             raise ValueError(f"{name} must have three or four axes, got shape {traced[name].shape}")
     for name, x in static.items():
         if name not in _NAMES:
-            raise TypeError(f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}")
+            hint = advice(name, _NAMES)
+            raise TypeError(
+                f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}{hint}"
+            )
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
             raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
 

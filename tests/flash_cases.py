@@ -264,7 +264,7 @@ class Case:
         per_row = self.offset == "per row"
         arguments["causal_offset"] = rng.integers(-9, 30, sequences) if per_row else self.offset
         if self.sinks is not None:
-            shape = (heads, 2) if self.sinks.startswith("[H") else (3,)
+            shape = (heads, 2) if self.sinks.startswith("[H") else (1, 3) if heads == 3 else (3,)
             sinks = rng.standard_normal(shape) * 2
             if "-inf" in self.sinks:
                 sinks[..., 1:] = -np.inf
@@ -338,7 +338,7 @@ def limits(kind: str, shape: tuple[int, int, int, int]) -> dict:
     q_ids, kv_ids = (np.sort(rng.integers(-1, 4, (batch, length))) for length in (queries, keys))
     live = padding(rng, batch, queries, keys, heads)
     return {
-        "causal": {"causal": True},
+        "causal": {"causal": True, "causal_offset": 0},
         "causal, bottom-right": {"causal": True, "causal_offset": "bottom-right"},
         "window": {"sliding_window": (6, 3), "causal_offset": keys - queries},
         "segments": {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids},
@@ -350,10 +350,10 @@ def limits(kind: str, shape: tuple[int, int, int, int]) -> dict:
         "dense info": {"attention_mask": MaskInfo.from_attention_mask(live)},
         "bias": {"bias": np.where(live, 0.5, -np.inf).astype(F32)},
         "bias, soft cap": {"bias": np.where(live, 0.5, -np.inf).astype(F32), "logits_soft_cap": 4.0},
-        "causal, soft cap": {"causal": True, "logits_soft_cap": 4.0},
-        "causal, unnormalized": {"causal": True, "normalize_output": False},
+        "causal, soft cap": {"causal": True, "causal_offset": 0, "logits_soft_cap": 4.0},
+        "causal, unnormalized": {"causal": True, "causal_offset": 0, "normalize_output": False},
         "bias of the keys": {"bias": np.where(np.arange(keys) < keys // 3, 0, -np.inf).astype(F32)},
-        "causal, dropout": {"causal": True, "dropout_prob": 0.4, "dropout_seed": 3},
+        "causal, dropout": {"causal": True, "causal_offset": 0, "dropout_prob": 0.4, "dropout_seed": 3},
     }[kind]
 
 

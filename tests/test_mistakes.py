@@ -1,13 +1,23 @@
-"""Mistakes that beginners make: the error says what to write instead, and that works."""
+"""Mistakes that beginners make: the error says what to write instead, and that works; or a warning does, once."""
 
 import functools
+import inspect
+import sys
+import threading
+import warnings
 
 import numpy as np
 import pytest
 from flash_bad_input import DV, GOOD, HKV, PACKED, TK, TQ, B, D, H, zeros
 
 import attnmask
-from attnmask import MaskInfo, flash_attention
+from attnmask import MaskInfo, _keywords, _warnings, flash_attention
+from attnmask.operations import OperationRegistry
+
+FUNCTIONS = ("flash_attention", "flash_attention_fwd", "flash_attention_bwd", "flash_attention_vjp")
+OPERATORS = ("flash", "vanilla")
+
+# Errors
 
 query, key, value = GOOD.values()
 attend = functools.partial(flash_attention, query, key, value)
@@ -274,3 +284,220 @@ def test_pairs_end_to_end_mean_the_same():
     x = np.random.default_rng(0).standard_normal((5, H, D))
     one, other = (flash_attention(x, x, x, cum_seqlens_q=starts) for starts in ([0, 3, 3, 5], [0, 3, 5]))
     np.testing.assert_array_equal(one, other)
+
+
+# Keywords of other libraries
+
+
+def arguments(function: str) -> dict:
+    if function != "flash_attention_bwd":
+        return GOOD
+    out, lse = attnmask.flash_attention_fwd(**GOOD)
+    return GOOD | {"dout": out, "out": out, "lse": lse}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_keywords_of_other_libraries(function):
+    """Each is refused as Python does it, with what to write, which the function takes."""
+    call, right = getattr(attnmask, function), arguments(function)
+    taken = inspect.signature(call).parameters
+    for name in {*_keywords._WRITE, *_keywords._LEAVE_OUT} - taken.keys():
+        with pytest.raises(
+            TypeError, match=rf"^{function}\(\) got an unexpected keyword argument '{name}'"
+        ) as raised:
+            call(**right, **{name: None})
+        instead = str(raised.value).partition("; write ")[2].partition("=")[0]
+        assert not instead or instead in taken
+
+
+def test_keywords_lead_to_arguments():
+    """Of `flash_attention`; it takes none of those that lead there."""
+    taken = inspect.signature(flash_attention).parameters
+    for name, instead in (_keywords._WRITE | _keywords._LEAVE_OUT).items():
+        if name == "attention_mask":  # which an operator has by another name
+            continue
+        assert name not in taken
+        assert name in _keywords._LEAVE_OUT or instead.partition("=")[0] in taken, name
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("is_causal", "write causal="),
+        ("attn_mask", "write attention_mask= for what says which pairs are live, or bias= for what is added"),
+        ("scale", "write softmax_scale="),
+        ("dropout_p", "write dropout_prob="),
+        ("window_size", "write sliding_window=, with None instead of -1"),
+        ("cu_seqlens_q", "write cum_seqlens_q="),
+        ("enable_gqa", "leave it out, as key and value may have fewer heads than query"),
+        ("attention_maks", "write attention_mask="),
+        ("nothing_like_it", None),
+    ],
+)
+def test_what_to_write_instead_of_a_keyword(name, advice):
+    with pytest.raises(TypeError) as raised:
+        attend(**{name: 1})
+    hint = "" if advice is None else f"; {advice}"
+    assert str(raised.value).startswith(
+        f"flash_attention() got an unexpected keyword argument '{name}'{hint}"
+    )
+    assert advice or str(raised.value).endswith(f"'{name}'")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_keywords_of_an_operator(name):
+    op = OperationRegistry.create(name)
+    for wrong, advice in (("attention_mask", "mask="), ("is_causal", "causal="), ("scale", "softmax_scale=")):
+        with pytest.raises(TypeError, match=f"got '{wrong}'; write {advice}$"):
+            op(query, key, value, **{wrong: None})
+
+
+def test_the_signature_has_no_place_for_them():
+    for function in FUNCTIONS:
+        kinds = {
+            parameter.kind for parameter in inspect.signature(getattr(attnmask, function)).parameters.values()
+        }
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+# Warnings
+
+one, cache = zeros(B, 1, H, D), zeros(B, TK, HKV, D)
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch):
+    """As in a new process: no warning was given yet."""
+    monkeypatch.setattr(_warnings, "_untold", _warnings._MESSAGES.copy())
+
+
+def told(call) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return caught
+
+
+def warned_here(caught, *fragments: str) -> None:
+    """One warning, which shows a line of this file."""
+    (warning,) = caught
+    assert warning.category is attnmask.AttnmaskWarning
+    assert warning.filename == __file__
+    for fragment in fragments:
+        assert fragment in str(warning.message)
+
+
+def backward(**more):
+    out = attnmask.flash_attention(one, cache, cache, **more | {"causal": False, "softmax_aux": None})
+    lse = zeros(B, H, 1)
+    return attnmask.flash_attention_bwd(out, one, cache, cache, out, lse, **more)
+
+
+CALLS = {
+    "flash_attention": lambda **more: flash_attention(one, cache, cache, **more),
+    "flash_attention_fwd": lambda **more: attnmask.flash_attention_fwd(one, cache, cache, **more),
+    "flash_attention_bwd": backward,
+    "flash_attention_vjp": lambda **more: attnmask.flash_attention_vjp(one, cache, cache, **more),
+    "flash": lambda **more: OperationRegistry.create("flash")(one, cache, cache, **more),
+    "vanilla": lambda **more: OperationRegistry.create("vanilla")(one, cache, cache, **more),
+    "packed": lambda **more: flash_attention(
+        one[:, 0],
+        zeros(TK, HKV, D),
+        zeros(TK, HKV, D),
+        cum_seqlens_q=[0, 1, 2],
+        cum_seqlens_k=[0, 4, TK],
+        **more,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_single_query_that_sees_the_first_key_alone(name):
+    call = CALLS[name]
+    warned_here(told(lambda: call(causal=True)), 'causal_offset="bottom-right"', "causal_offset=0")
+    assert not told(lambda: call(causal=True)), "it was told before"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sinks_that_look_like_one_a_head(name):
+    call, sinks = CALLS[name], zeros(H)
+    warned_here(told(lambda: call(softmax_aux=sinks)), "softmax_aux[:, None]", "softmax_aux[None, :]")
+    assert not told(lambda: call(softmax_aux=sinks)), "it was told before"
+
+
+def test_the_line_that_is_shown():
+    def call():
+        return attnmask.flash_attention_vjp(one, cache, cache, causal=True)
+
+    (warning,) = told(call)
+    assert warning.lineno == call.__code__.co_firstlineno + 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_say_what_they_mean(name):
+    """Nor is anything told where there is nothing to mistake. Warnings are errors here."""
+    for more in (
+        {},
+        {"causal": True, "causal_offset": 0},
+        {"causal": True, "causal_offset": "bottom-right"},
+        {"causal": True, "causal_offset": [0, 0]},
+        {"softmax_aux": zeros(H)[:, None]},
+        {"softmax_aux": zeros(H)[None, :]},
+        {"softmax_aux": zeros(H + 1)},
+    ):
+        CALLS[name](**more)
+
+
+def test_shapes_that_leave_no_doubt():
+    flash_attention(query, key, value, causal=True)
+    flash_attention(one, cache[:, :1], cache[:, :1], causal=True)
+    one_head = zeros(B, TQ, 1, D)
+    flash_attention(one_head, one_head, one_head, softmax_aux=zeros(1))
+    packed = zeros(TQ, H, D)
+    flash_attention(packed, packed, packed, cum_seqlens_q=[0, 1, TQ], causal=True)
+    flash_attention(
+        zeros(2, H, D), packed, packed, cum_seqlens_q=[0, 2, 2], cum_seqlens_k=[0, 3, TQ], causal=True
+    )
+
+
+def test_as_errors_they_are_raised_each_time():
+    for _ in range(2):
+        with pytest.raises(attnmask.AttnmaskWarning):
+            flash_attention(one, cache, cache, causal=True)
+
+
+def test_many_threads_are_told_once():
+    barrier = threading.Barrier(8)
+
+    def call():
+        barrier.wait()
+        flash_attention(one, cache, cache, causal=True)
+
+    def start():
+        threads = [threading.Thread(target=call) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert len(told(start)) == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_shared_sinks_of_two_axes():
+    """Those of ``[1, S]`` are those of ``[S]``, and so is their gradient but for its shape."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(x.shape).astype(x.dtype) for x in (query, key, value)]
+    sinks = rng.standard_normal(3)
+    results = []
+    for given in (sinks, sinks[None, :]):
+        out, vjp = attnmask.flash_attention_vjp(*arrays, softmax_aux=given, grad_softmax_aux=True)
+        results.append((out, vjp(np.ones_like(out)).softmax_aux))
+        assert results[-1][1].shape == given.shape
+    (out, dsinks), (same, dsame) = results
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(dsinks, dsame[0])

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from attnmask._arguments import allocate, as_array, is_floating
 from attnmask._flash import dropout_keep_mask, flash_attention_fwd
 from attnmask._flash_arguments import Problem, read_problem
+from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import fill
 from attnmask.operations._base import OperationImpl, OperationOutput
@@ -41,8 +42,8 @@ class _Attention(OperationImpl):
         """All arguments of `flash_attention_fwd`, but `out`."""
         for name in more:
             if name not in _MORE:
-                known = ", ".join(sorted(_MORE))
-                raise TypeError(f"more must be of {known}, got {name!r}")
+                known, hint = ", ".join(sorted(_MORE)), advice(name, _MORE | {"mask", "bias", "causal"})
+                raise TypeError(f"more must be of {known}, got {name!r}{hint}")
         arrays = {
             name: self._converted(as_array(array, name))
             for name, array in (("query", query), ("key", key), ("value", value))
