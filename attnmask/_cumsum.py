@@ -44,14 +44,14 @@ _PARAMETERS = """
 
 def _with_parameters(function: _Function) -> _Function:
     """Describe the shared parameters in one place."""
-    if function.__doc__:  # python -OO leaves none
+    if function.__doc__:  # python -OO removes docstrings
         function.__doc__ = function.__doc__.replace("    <parameters>", _PARAMETERS.strip("\n"))
     return function
 
 
 def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
     ndim = np.ndim(array)
-    if ndim != rank and ndim in (3, 4):  # what is neither, the core refuses
+    if ndim != rank and ndim in (3, 4):  # the core refuses all other ranks
         layout = ("[B, H, T" if head_first else "[B, T, H") + (", S]" if rank == 4 else "]")
         raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
 

@@ -72,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def _log(what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    import logging  # takes milliseconds, and most programs do without
+    import logging  # the import takes milliseconds, and most programs do not need it
 
     logger = logging.getLogger("attnmask")
     if not logger.isEnabledFor(logging.DEBUG):

@@ -38,8 +38,8 @@ from attnmask._warnings import warn_once
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PRECISIONS = ("default", "high", "highest")
-LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # arguments that there are gradients of
-ARRAYS = (  # arguments that may be arrays
+LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # these arguments have gradients
+ARRAYS = (  # these arguments may be arrays
     *LEARNED,
     "attention_mask",
     "q_segment_ids",
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
     nodes: Program
     bias: NDArray[Any] | None
     scale: float
-    cap: float  # 0 for none
+    cap: float  # 0 means that there is none
     sinks: NDArray[np.float64] | None
     normalize: bool
     dropout: float
@@ -186,7 +186,7 @@ def _check_precision(precision: Any) -> None:
 
 def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
     if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
-        return  # which NumPy knows only where ml_dtypes is installed
+        return  # NumPy knows the name only if ml_dtypes is installed
     expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
     try:
         dtype = np.dtype(logits_dtype)
@@ -207,11 +207,11 @@ def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int
 
 def _scale(softmax_scale: Any, channels: int, numbers: _Range) -> float:
     if softmax_scale is None:
-        return 1 / sqrt(channels) if channels else 1.0  # without channels all products are 0
+        return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels
     scale = real(softmax_scale, "softmax_scale")
     if scale in (inf, -inf):
         raise ValueError(f"softmax_scale must be finite, got {scale}")
-    most = numbers.greatest / log2(e)  # logits count in powers of 2
+    most = numbers.greatest / log2(e)  # the core multiplies it by log2(e), because it takes powers of 2
     if abs(scale) > most:
         raise ValueError(f"softmax_scale must be from {-most:.1e} to {most:.1e}, got {scale}")
     return scale
@@ -300,9 +300,7 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
-        array = _four_axes(
-            array, "attention_mask", shape
-        )  # before its numbers are looked at: there may be many
+        array = _four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
         return (dense(mask_array(array, "attention_mask")),)
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
@@ -544,7 +542,7 @@ def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
         return False
     try:
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
-    except RuntimeError:  # too hard to tell
+    except RuntimeError:  # NumPy gave up, so they may
         return True
 
 
@@ -552,7 +550,7 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
     if isinstance(value, MaskInfo):
         yield from arrays(value._state.program)
     elif not isinstance(value, str):
-        if isinstance(value, np.ndarray):  # and no copy of it
+        if isinstance(value, np.ndarray):  # as_array might copy it
             yield value if type(value) is np.ndarray else np.asarray(value)
         else:
             yield as_array(value, name)
@@ -563,7 +561,7 @@ def check_apart(out: Any, given: Mapping[str, Any]) -> None:
     if not isinstance(out, np.ndarray):
         hint = "; it takes the result alone, and the logsumexp is returned as a new array"
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
-    out = np.asarray(out)  # a subclass might answer for itself
+    out = np.asarray(out)  # a subclass might override what NumPy asks below
     for name in ARRAYS:
         value = given[name]
         if value is not None and any(_share_memory(out, array) for array in _arrays(value, name)):

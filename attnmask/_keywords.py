@@ -25,7 +25,7 @@ _WRITE = {
     "scaling": "softmax_scale=",
     "sm_scale": "softmax_scale=",
     "mask": "attention_mask=",
-    "attention_mask": "mask=",  # of an operator
+    "attention_mask": "mask=",  # an operator calls it so
     "attn_mask": "attention_mask= for what says which pairs are live, or bias= for what is added to logits",
     "attn_bias": "bias=",
     "attention_bias": "bias=",
@@ -65,7 +65,7 @@ def advice(name: str, parameters: Collection[str]) -> str:
         return f"; leave it out, as {_LEAVE_OUT[name]}"
     instead = _WRITE.get(name, "")
     if instead.partition("=")[0] not in parameters:
-        from difflib import get_close_matches  # takes a millisecond, and most programs do without
+        from difflib import get_close_matches  # takes a millisecond, which most programs do not need
 
         instead = "".join(f"{close}=" for close in get_close_matches(name, parameters, 1))
     return f"; write {instead}" if instead else ""

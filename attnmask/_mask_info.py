@@ -103,10 +103,10 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        self._held: State | None = changed(State(), locals())  # None until a tree's leaves are looked at
+        self._held: State | None = changed(State(), locals())  # None until the leaves of a tree are read
         self._leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
-    # Constructors. `locals()` holds arguments by their names: the signature lists them, and nothing else has to.
+    # Constructors. `locals()` passes arguments on by name, so that only the signature lists them.
 
     @classmethod
     def from_segments(
@@ -1014,7 +1014,7 @@ class MaskInfo:
     def __repr__(self) -> str:
         try:
             return f"{type(self).__name__}({self._state})"
-        except Exception:  # leaves that are no arrays, or not yet: they are JAX's business
+        except Exception:  # JAX may put other objects than arrays into the leaves
             return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
 
     # Masks made of masks
@@ -1064,7 +1064,7 @@ class MaskInfo:
         """
         return self._joined(other, "or", lambda mine, others: mine and others)
 
-    __rand__, __ror__ = __and__, __or__  # of arrays, to refuse them
+    __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
 
     def __invert__(self) -> Self:
         """The pairs that are dead, padding among them. It holds no segment ids, and has nothing baked in.

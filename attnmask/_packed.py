@@ -55,10 +55,10 @@ def cdiv(a: Any, b: Any) -> Any:
             raise ValueError(f"b must be positive, got {b}")
         if type(a) is int:
             return -(-a // b)
-        b = min(b, 2**64 - 1)  # no array holds numbers that a larger divisor would tell apart
-    if type(a) is int and not -(2**63) <= a < 2**64:  # no machine type holds it
+        b = min(b, 2**64 - 1)  # for the numbers of an array a larger divisor gives the same
+    if type(a) is int and not -(2**63) <= a < 2**64:  # no integer type of NumPy holds it
         divisors = as_array(b, "b")
-        _core.cdiv(0, divisors)  # refuses what is not positive integers
+        _core.cdiv(0, divisors)  # raises if they are not positive integers
         quotients = [-(-a // int(divisor)) for divisor in divisors.flat]
         limits = np.iinfo(divisors.dtype)
         for index, quotient in enumerate(quotients):
@@ -318,7 +318,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> _IdentityDtypeConvert[Any]:
     (dtype('float16'), dtype('float32'))
     """
     try:
-        if dtype is not None:  # which NumPy reads as float64
+        if dtype is not None:  # np.dtype(None) is float64
             return _IdentityDtypeConvert(np.dtype(dtype))
     except (TypeError, ValueError, SyntaxError):
         pass

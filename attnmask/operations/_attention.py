@@ -22,7 +22,7 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(flash_attention_fwd).parameters.items()
     if name != "out"
 }
-_PAIRS = 2**22  # that are computed at once in NumPy, which sees no signals meanwhile
+_PAIRS = 2**22  # NumPy computes so many at once, and answers no signal meanwhile
 _MORE = _DEFAULTS.keys() - {"query", "key", "value", "attention_mask", "bias", "causal"}
 
 
