@@ -212,7 +212,8 @@ static bool find_terms(const plan *p, const am_attn_place *at, am_range keys, co
     am_logit_terms terms;
     if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &terms)) return false;
     tile->columns = am_length(keys);
-    tile->live = terms.live, tile->kept = terms.kept, tile->bias = terms.bias;
+    tile->live = terms.live, tile->kept = terms.kept;
+    tile->bias = terms.bias, tile->bias_step = terms.bias_step;
     return true;
 }
 

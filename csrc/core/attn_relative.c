@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TILE = AM_FLASH_TILE };
+enum { TILE = AM_FLASH_TILE, WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE };
 
 /* Rows of a block for which one window serves: queries of one head and one sequence. */
 typedef struct {
@@ -50,48 +50,60 @@ static ptrdiff_t table_index(const am_relative *x, ptrdiff_t distance)
     return am_max(0, am_min(distance - x->low, x->length - 1));
 }
 
+static void add_table(const am_relative *x, const double *table, ptrdiff_t distance, ptrdiff_t count,
+                      double *terms)
+{
+    const double *last = &table[x->length - 1];
+    const ptrdiff_t begin = am_max(0, am_min(x->low - distance, count)),
+                    end = am_max(begin, am_min(x->low + x->length - distance, count));
+    for (ptrdiff_t i = 0; i < begin; i++) terms[i] += *table;
+    for (ptrdiff_t i = begin; i < end; i++) terms[i] += table[distance - x->low + i];
+    for (ptrdiff_t i = end; i < count; i++) terms[i] += *last;
+}
+
 /* Fills in the terms of `count` distances; returns whether any is -INFINITY. */
 static bool fill_window(const am_attn_base *base, const row_run *run, ptrdiff_t distance, ptrdiff_t count,
-                        char *window)
+                        void *window)
 {
     const am_relative *x = &base->attn->relative;
-    const double *table = x->table ? x->table + run->head * x->length : NULL;
-    double terms[AM_WINDOW];
-    for (ptrdiff_t i = 0; i < count; i++) terms[i] = -run->slope * fabs((double)(distance + i));
-    bool any = false;
-    for (ptrdiff_t i = 0; table && i < count; i++) {
-        terms[i] += table[table_index(x, distance + i)];
-        any |= terms[i] == -INFINITY;
-    }
+    const double first = (double)distance;
+    double terms[WINDOW], least = 0;
+    for (int i = 0; i < count; i++) terms[i] = -run->slope * fabs(first + i);
+    if (x->table) add_table(x, x->table + run->head * x->length, distance, count, terms);
     if (base->type == AM_FLOAT64)
         memcpy(window, terms, (size_t)count * sizeof *terms);
     else
-        for (ptrdiff_t i = 0; i < count; i++) ((float *)window)[i] = (float)terms[i];
-    return any;
+        for (int i = 0; i < count; i++) ((float *)window)[i] = (float)terms[i];
+    for (int i = 0; i < count; i++) least = terms[i] < least ? terms[i] : least;
+    return least == -INFINITY;
 }
 
-bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k, bool add, char *window,
-                       char *bias, uint64_t *live)
+bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k,
+                       const am_logit_scratch *scratch, const void **bias, ptrdiff_t *bias_step)
 {
     bool any = false;
-    row_run run;
+    row_run run = run_from(base, at, 0);
+    const bool direct = !*bias && run.rows == at->rows; /* rows are read from the window */
+    char *window = direct ? scratch->bias : scratch->row, *first = window;
     for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
-        run = run_from(base, at, r);
+        if (r > 0) run = run_from(base, at, r);
         const bool infinite = fill_window(base, &run, run.distance + k, run.rows - 1 + TILE, window);
-        char *to = bias + r * TILE * base->size;
-        const char *first = window + (run.rows - 1) * base->size;
-        if (add)
+        char *to = scratch->bias + r * TILE * base->size;
+        first = window + (run.rows - 1) * base->size;
+        if (*bias)
             base->kernels->add_rows(to, TILE, first, -1, run.rows, TILE);
-        else
+        else if (!direct)
             base->kernels->load_rows(to, TILE, first, -1, run.rows, TILE);
         for (ptrdiff_t i = 0; infinite && i < run.rows; i++) {
             for (ptrdiff_t c = 0; c < TILE; c++) {
                 if (am_number(base, window, run.rows - 1 - i + c) == -INFINITY)
-                    live[r + i] &= ~((uint64_t)1 << c);
+                    scratch->live[r + i] &= ~((uint64_t)1 << c);
             }
         }
         any |= infinite;
     }
+    *bias = direct ? first : scratch->bias;
+    *bias_step = direct ? -1 : TILE;
     return any;
 }
 

@@ -6,14 +6,12 @@
 #ifndef AM_ATTN_RELATIVE_H
 #define AM_ATTN_RELATIVE_H
 
-#include "core/attn_base.h"
+#include "core/attn_logits.h"
 
-/* Writes the terms of a block and the keys from `k` on to `bias`, [rows][AM_FLASH_TILE], or with `add` adds
- * them to what is there. Pairs whose term is -INFINITY become dead in `live`; returns whether there are any.
- * `scratch` has AM_WINDOW_BYTES. */
-bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k, bool add,
-                       char *scratch, char *bias, uint64_t *live);
-enum { AM_WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE, AM_WINDOW_BYTES = AM_WINDOW * 8 };
+/* Adds the terms of a block and the keys from `k` on to its `bias` in the scratch, or makes one if that is
+ * NULL. Pairs whose term is -INFINITY become dead; returns whether there are any. */
+bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k,
+                       const am_logit_scratch *scratch, const void **bias, ptrdiff_t *bias_step);
 
 /* --- The gradient of the table --- */
 
