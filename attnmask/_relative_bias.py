@@ -26,7 +26,8 @@ def _bucket(distances: NDArray[Any], count: int, bidirectional: bool, max_distan
     exact = count // 2  # buckets of one distance each
     ratio = np.log(np.maximum(far, 1).astype(np.float32) / exact) / np.float32(np.log(max_distance / exact))
     shared = exact + (ratio * (count - exact)).astype(np.intp)
-    return first + np.where(far < exact, far, np.minimum(shared, count - 1))
+    buckets: NDArray[np.intp] = first + np.where(far < exact, far, np.minimum(shared, count - 1))
+    return buckets
 
 
 def _buckets_and_low(
@@ -51,8 +52,8 @@ def t5_relative_bias(
 ) -> tuple[NDArray[Any], int]:
     """The bias of T5 as `relative_bias` and `relative_low` of `flash_attention`.
 
-    T5 learns a number for each head and bucket. A bucket is one distance between query and key, or several: the farther,
-    the more. The bias of a pair is that of its distance's bucket, so it takes memory as the distances and not as the pairs.
+    T5 learns a number for each head and bucket. A bucket is one distance between query and key, or several: the
+    farther, the more. The bias of a pair is that of its distance's bucket.
 
     Parameters
     ----------

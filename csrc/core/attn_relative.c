@@ -67,15 +67,16 @@ static bool fill_window(const am_attn_base *base, const row_run *run, ptrdiff_t 
 {
     const am_relative *x = &base->attn->relative;
     const double first = (double)distance;
-    double terms[WINDOW], least = 0;
+    double terms[WINDOW];
     for (int i = 0; i < count; i++) terms[i] = -run->slope * fabs(first + i);
     if (x->table) add_table(x, x->table + run->head * x->length, distance, count, terms);
     if (base->type == AM_FLOAT64)
         memcpy(window, terms, (size_t)count * sizeof *terms);
     else
         for (int i = 0; i < count; i++) ((float *)window)[i] = (float)terms[i];
+    double least = 0;
     for (int i = 0; i < count; i++) least = terms[i] < least ? terms[i] : least;
-    return least == -INFINITY;
+    return (base->type == AM_FLOAT64 ? least : (double)(float)least) == -INFINITY;
 }
 
 bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k,
