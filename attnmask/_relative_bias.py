@@ -1,5 +1,7 @@
 """Relative biases from the tables of T5, whose rows are buckets of distances."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
