@@ -1,4 +1,4 @@
-"""Draws the tables of results/curves.md as results/curves.svg: python benchmarks/chart.py"""
+"""Draws the tables of results/curves*.md as SVG beside them: python benchmarks/chart.py"""
 
 import math
 import re
@@ -16,9 +16,9 @@ LINES = {  # colours and widths
     "attnmask, documents": (PALETTE[2], 2.5),
     "torch": (PALETTE[3], 1.5),
     "flex": (PALETTE[4], 1.5),
-    "ONNX Runtime": ("currentColor", 1.5),
     "OpenVINO": (PALETTE[1], 1.5),
 }
+OTHER = ("currentColor", 1.5)
 WIDTH, HEIGHT = 820, 392
 LEFT, TOP, WIDE, HIGH, APART = 52, 52, 320, 240, 400  # of a panel, and from one to the next
 
@@ -84,10 +84,9 @@ def panel(left: float, title: str, axis: str, series: Series, low: float, high: 
         name = f"{place:,.0f}" if places[-1] > 1 else f"{place:.0%}"
         drawn += f'<text x="{x.at(place):.1f}" y="{TOP + HIGH + 16}" text-anchor="middle">{name}</text>\n'
     drawn += f'<text x="{left + WIDE / 2}" y="{TOP + HIGH + 34}" text-anchor="middle">{axis}</text>\n'
-    for name, points in sorted(
-        series.items(), key=lambda item: LINES[item[0]][1]
-    ):  # attnmask above its peers
-        colour, width = LINES[name]
+    for name in sorted(series, key=lambda name: name.startswith("attnmask")):  # on top of its peers
+        points = series[name]
+        colour, width = LINES.get(name, OTHER)
         data = "L".join(f"{x.at(place):.1f} {y.at(ms):.1f}" for place, ms in points)
         drawn += f'<path fill="none" stroke="{colour}" stroke-width="{width}" d="M{data}"/>\n'
         for place, ms in points:
@@ -99,16 +98,15 @@ def panel(left: float, title: str, axis: str, series: Series, low: float, high: 
 
 
 def legend(names: list[str]) -> str:
-    """attnmask in the first line, its peers in the second."""
+    """Lines and their names: attnmask's, and below them the others."""
     drawn = ""
-    for line, ours in enumerate((True, False)):
-        x, y = LEFT, TOP + HIGH + 60 + 20 * line
-        for name in names:
-            if name.startswith("attnmask") == ours:
-                colour, width = LINES[name]
-                drawn += f'<path stroke="{colour}" stroke-width="{width}" d="M{x} {y}h18"/>\n'
-                drawn += f'<text x="{x + 24}" y="{y + 4}">{escape(name)}</text>\n'
-                x += 48 + 7 * len(name)
+    for row, ours in enumerate((True, False)):
+        x, y = LEFT, TOP + HIGH + 60 + 20 * row
+        for name in (name for name in names if name.startswith("attnmask") == ours):
+            colour, width = LINES.get(name, OTHER)
+            drawn += f'<path stroke="{colour}" stroke-width="{width}" d="M{x} {y}h18"/>\n'
+            drawn += f'<text x="{x + 24}" y="{y + 4}">{escape(name)}</text>\n'
+            x += 48 + 7 * len(name)
     return drawn
 
 
@@ -121,16 +119,14 @@ def draw(text: str) -> str:
         panel(LEFT + number * APART, f"{title}, milliseconds", axis, series, low, high)
         for number, (title, (axis, series)) in enumerate(panels.items())
     )
-    names = [
-        name for name in LINES if name != "attnmask" and any(name in each for _, each in panels.values())
-    ]
+    names = dict.fromkeys(name for _, series in panels.values() for name in series if name != "attnmask")
     font = 'fill="currentColor" font-family="system-ui, sans-serif" font-size="12"'
-    return card(WIDTH, HEIGHT, f"<g {font}>\n{body}{legend(names)}</g>\n")
+    return card(WIDTH, HEIGHT, f"<g {font}>\n{body}{legend(list(names))}</g>\n")
 
 
 def main() -> None:
-    text = (RESULTS / "curves.md").read_text(encoding="utf-8")
-    (RESULTS / "curves.svg").write_text(draw(text), encoding="utf-8")
+    for path in RESULTS.glob("curves*.md"):
+        path.with_suffix(".svg").write_text(draw(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
