@@ -175,6 +175,10 @@ def segments_of(
     return segments if segments.differ and (segments.long or not counts[low > high].any()) else None
 
 
+def cell_colours(counts: Counts, segments: Segments | None) -> NDArray[np.intp]:
+    return np.full(counts.shape, UNTOLD) if segments is None else segments.plane()
+
+
 def shown(info: Drawable, batch: int, head: int, share: float) -> str:
     """Which plane it is, where there are several, and how much of it is live."""
     batches, queries, keys = info.shape
@@ -312,9 +316,8 @@ def visualize(
     lines.append(edge)
     texts = ["".join(row) for row in rows]
     if coloured:
-        segments = segments_of(info, batch, head, counts, q_cell, k_cell)
-        colours = np.full(counts.shape, UNTOLD) if segments is None else segments.plane()
-        colours = np.where(counts > 0, colours, BLANK)
+        segments = segments_of(info, batch, head, counts, q_cell, k_cell) if show_segments else None
+        colours = np.where(counts > 0, cell_colours(counts, segments), BLANK)
         texts = [_painted_cells(*row) for row in zip(rows.tolist(), colours.tolist(), strict=True)]
     lines += [f"{margin}||{text}||" for margin, text in zip(margins, texts, strict=True)]
     lines.append(edge)
@@ -366,7 +369,7 @@ def plot(info: Drawable, ax: Any = None, batch: int = 0, head: int = 0) -> Any:
     if counts.size:
         palette = colors.to_rgba_array(COLOURS)
         live = shares(counts, queries, keys, q_cell, k_cell)
-        image = palette[np.full(counts.shape, UNTOLD) if segments is None else segments.plane()]
+        image = palette[cell_colours(counts, segments)]
         image[..., 3] = np.where(live == 1, 1, FAINTEST + (STRONGEST - FAINTEST) * live)
         image[live == 0] = colors.to_rgba("gray", 2 * DEAD_OPACITY)  # on a ground of any colour
         ax.imshow(

@@ -153,11 +153,10 @@ class _Plane:
         shares = render.shares(counts, queries, keys, q.cell, k.cell)
         self.density = render.density(counts, queries, keys)
         self.levels = np.where(shares == 1, _LEVELS + 1, np.ceil(shares * _LEVELS)).astype(np.intp)
-        self.colours = np.full(counts.shape, UNTOLD)
-        self.q_strip = self.k_strip = ""
         self.segments = segments = render.segments_of(info, batch, head, counts, q.cell, k.cell)
+        self.colours = render.cell_colours(counts, segments)
+        self.q_strip = self.k_strip = ""
         if segments is not None:
-            self.colours = segments.plane()
             self.q_strip = _strip(segments, segments.queries, q, "queries")
             self.k_strip = _strip(segments, segments.keys, k, "keys")
         self.ground = "".join(
