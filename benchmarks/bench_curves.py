@@ -9,6 +9,7 @@ from dataclasses import replace
 import chart
 from bench_flash import SHRINK, Bench
 from flash_cases import Case
+from workers import CLOCK
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -63,10 +64,14 @@ def shares(bench: Bench) -> None:
 
 def main() -> None:
     bench = Bench(__doc__, "curves", "Flash attention by tokens and by the live share of a mask")
+    unit = "Milliseconds"
+    if CLOCK == "process_time":
+        unit += " of processor time, on a machine that did other work meanwhile"
     bench.report.text(
-        "Milliseconds, median over the rounds, in which all take turns; `~` marks rounds that differ widely or that "
-        "other processes disturbed. Every library runs in a process of its own and in the layout that suits it."
+        f"{unit}; median over the rounds, in which all take turns; `~` marks rounds that differ widely or that other "
+        "processes disturbed. Every library runs in a process of its own and in the layout that suits it."
     )
+    bench.report.text("![The tables below as a chart.](curves.svg)")
     try:
         lengths(bench)
         shares(bench)

@@ -85,21 +85,21 @@ def percent(share: float) -> str:
 class Bench:
     def __init__(self, description: str, name: str, title: str) -> None:
         self.options = harness.arguments(description)
+        self.report = harness.Report(name, title, self.options, ("onnxruntime", "openvino"))
         threads = str(self.options.threads)
         self.mine = Worker(WORKER, "attnmask", threads)
-        self.peers = {name: Worker(WORKER, name, threads) for name in PEERS}
+        asked = [peer for peer in PEERS if peer not in self.options.without.split(",")]
+        self.peers = {peer: Worker(WORKER, peer, threads) for peer in asked}
         if self.options.quick and not self.options.only:
-            del self.peers["flex"]  # its compiler takes about ten seconds a case
-        for name, worker in list(self.peers.items()):
+            self.peers.pop("flex", None)  # its compiler takes about ten seconds a case
+        for peer, worker in list(self.peers.items()):
             try:
                 worker.ask("start")
             except WorkerError as error:
-                print(f"without {name}: {error}", file=sys.stderr)
+                print(f"without {peer}: {error}", file=sys.stderr)
                 worker.close()
-                del self.peers[name]
+                del self.peers[peer]
         self.mistakes: list[str] = []
-        packages = ("onnxruntime", "openvino")
-        self.report = harness.Report(name, title, self.options, packages)
 
     def table(
         self,
