@@ -41,17 +41,20 @@ wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build and test a wheel and a source
 	$(WHEEL)/venv/bin/python -P -c 'import attnmask; assert "$(WHEEL)" in attnmask.__file__, attnmask.__file__'
 	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/pytest $(PYTEST_ARGS) # also what the tests start takes the wheel
 
-lint: $(VENV)/lint.txt ## check style and format
+lint: $(VENV)/lint.txt ## check style, format, and the files for GitHub and for citations
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
+	$(BIN)/shellcheck .ci/run
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: $(VENV)/lint.txt ## put C and Python in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(SOURCES)
 
-stubs: $(VENV)/installed $(VENV)/lint.txt ## check types, and that the stub describes the C module
+stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and that the stub describes the C module
 	$(BIN)/mypy
 	printf 'attnmask.jax\nattnmask.torch\n' | $(BIN)/python -m mypy.stubtest --allowlist /dev/stdin --ignore-unused-allowlist attnmask # they need theirs
 

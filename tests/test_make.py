@@ -1,10 +1,11 @@
-"""What `make` says where a machine lacks something."""
+"""What `make` says where a machine lacks something, and what the files at the root say of the package."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,20 @@ def test_make_without_a_sanitizer(target, said, venv, no_compiler):
     assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
     script(Path(no_compiler) / "gcc", "echo libasan.so")  # which it is called where it is not installed
     assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
+
+
+def test_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_one_list_of_pythons():
+    """Those that the classifiers name are tested, and get wheels."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    named = [name.rpartition(" :: ")[2] for name in settings["project"]["classifiers"]]
+    named = [name for name in named if re.fullmatch(r"3\.\d+", name)]
+    tested = re.search(r"python: \[(.*)\]", workflow)[1].replace('"', "").split(", ")
+    assert [python for python in tested if not python.endswith("t")] == named
+    built = settings["tool"]["cibuildwheel"]["build"].split()
+    assert built == [f"cp{python.replace('.', '')}-*" for python in tested]
