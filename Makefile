@@ -41,13 +41,14 @@ wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build and test a wheel and a source
 	$(WHEEL)/venv/bin/python -P -c 'import attnmask; assert "$(WHEEL)" in attnmask.__file__, attnmask.__file__'
 	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/pytest $(PYTEST_ARGS) # also what the tests start takes the wheel
 
-lint: $(VENV)/lint.txt ## check style, format, and the files for GitHub and for citations
+lint: $(VENV)/lint.txt ## check style and format, and the files that other services read
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
 	$(BIN)/shellcheck .ci/run
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.readthedocs .readthedocs.yaml
 
 format: $(VENV)/lint.txt ## put C and Python in order
 	$(BIN)/ruff check --fix .
