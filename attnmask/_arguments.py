@@ -28,7 +28,14 @@ def describe(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int, float, str, np.generic)):
         return f"{value!r:.200}"
+    if _is_tensor(value):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"an object of type {type(value).__name__}"
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
@@ -118,8 +125,7 @@ def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
 
 def _of_a_library(value: Any, name: str) -> NDArray[Any]:
     """The memory of an array or tensor, as NumPy's own."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return _of_torch(value, name)
     return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
 

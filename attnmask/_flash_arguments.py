@@ -172,7 +172,7 @@ class FlashAttentionGrads(NamedTuple):
     relative_bias: NDArray[Any] | None = None
 
 
-def _check_hints(given: Mapping[str, Any]) -> None:
+def check_hints(given: Mapping[str, Any]) -> None:
     """Refuse nonsense in arguments that change no result."""
     if given["fwd_params"] is not None:
         _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
@@ -498,7 +498,7 @@ def _layout_hint(array: NDArray[Any]) -> str:
     return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
 
 
-def _check_fit(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> None:
+def _check_fit(query: Any, key: Any, value: Any) -> None:
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             hint = f"; write {name}.astype(query.dtype)"
@@ -527,21 +527,27 @@ def _rank_hint(array: NDArray[Any], name: str) -> str:
     }.get(array.ndim, "")
 
 
-def _batched(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
-) -> tuple[list[NDArray[Any]], bool]:
-    """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
-    arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
+def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any], bool]) -> int:
+    """The number of axes that query, key and value have: arrays of NumPy, or of others, which have their own types."""
     rank = 3 if packed and arrays[0].ndim == 3 else 4
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
-            hint = f"; write {name}.astype(np.float32)" if array.dtype.kind in "biuf" else ""
+            hint = f"; write {name}.astype(np.float32)" if getattr(array.dtype, "kind", "") in ("b", "i", "u", "f") else ""
             raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
         if array.ndim != rank:
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
             raise ValueError(f"{name} must be {layout}, got {describe(array)}{_rank_hint(array, name)}")
     _check_fit(*arrays)
+    return rank
+
+
+def _batched(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
+) -> tuple[list[NDArray[Any]], bool]:
+    """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
+    arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
+    rank = check_layout(arrays, packed, is_floating)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 
@@ -569,7 +575,7 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     """What the core takes, of the arguments of `attnmask.flash_attention` by their names; and whether there is an axis
     for the batch.
     """
-    _check_hints(given)
+    check_hints(given)
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]

@@ -1,86 +1,46 @@
 """`flash_attention` for PyTorch: tensors in and out, and gradients by the package's own backward pass."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
-try:
-    import torch  # type: ignore[import-not-found, unused-ignore]
-    from torch._guards import active_fake_mode  # type: ignore[import-not-found, unused-ignore]
-    from torch.autograd import forward_ad  # type: ignore[import-not-found, unused-ignore]
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # type: ignore[import-not-found, unused-ignore]
-except ImportError as _missing:
-    raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from _missing
 
 from attnmask import _flash as flash
-from attnmask._arguments import describe, flag
-from attnmask._flash_arguments import LEARNED
-from attnmask._flash_backward import flash_attention_bwd
+from attnmask import _torch_operators as operators
+from attnmask._arguments import flag, integer, real, window
+from attnmask._flash_arguments import ARRAYS, LEARNED, check_hints
+from attnmask._mask_info import MaskInfo
+from attnmask._torch_import import torch
+from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
+from attnmask._torch_operators import check_no_tangents, check_tensor, detached
 
-__all__ = ["flash_attention"]
+__all__ = ["MaskTensors", "flash_attention", "mask_tensors"]
 
 _EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
-def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """The same memory."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
-
-
-def _is_traced() -> bool:
-    """Whether PyTorch makes a graph of the operators that it sees, or has tensors without numbers."""
-    if torch._C._is_tracing():
-        return True
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_EARLY)
-    return bool(modes) and (get_proxy_mode() is not None or active_fake_mode() is not None)
-
-
-def _check_recorded(names: Iterable[str], tensors: Iterable[Any]) -> None:
-    """PyTorch sees nothing of what happens in the core: where it has to, results would be wrong without an error."""
-    if _is_traced():
-        raise RuntimeError(
-            "attnmask.torch.flash_attention cannot be traced (by make_fx, torch.jit.trace or torch.export, say): "
-            "the graph would hold its result as a constant"
-        )
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "attnmask.torch.flash_attention cannot be transformed (by grad, jvp, vmap or functionalize of torch.func)"
-        )
-    # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
-    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        for name, x in zip(names, tensors, strict=True):
-            if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call, unused-ignore]
-                raise RuntimeError(
-                    f"attnmask.torch.flash_attention has no forward-mode derivative: {name} must have no tangent"
-                )
-
-
-def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """In the type that PyTorch casts to for its own attention."""
-    if tensor.is_floating_point() and tensor.dtype != torch.float64:
-        return tensor.to(torch.get_autocast_dtype("cpu"))
-    return tensor
+def _needs_operator(arguments: "tuple[Any, ...]") -> bool:
+    """Whether PyTorch has to see a call: it makes a graph, transforms a function, or has tensors of another kind."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(_EARLY)
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in arguments)
+    )
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """Arguments of which there are gradients, and all others."""
+    """The operator without PyTorch's dispatcher, which takes longer than a short call. It takes the arguments of which
+    there are gradients, and all others.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, more: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arguments = dict(zip(LEARNED, (query, key, value, bias, softmax_aux), strict=True)) | more
-        out, lse = map(
-            _to_tensor, flash.flash_attention_fwd(**{name: _detached(x) for name, x in arguments.items()})
-        )
+        out, lse = operators.attend({name: detached(x) for name, x in arguments.items()})
         tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
         ctx.names = tuple(tensors)
         ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
@@ -92,24 +52,97 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
     def backward(ctx: Any, dout: "torch.Tensor | None", dlse: "torch.Tensor | None") -> tuple[Any, ...]:
         if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
             return torch.compiler.disable(_FlashAttention.backward)(ctx, dout, dlse)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "attnmask.torch.flash_attention has no second derivative: create_graph must be False"
+        *tensors, out, lse = ctx.saved_tensors
+        given = ctx.others | dict(zip(ctx.names, tensors, strict=True))
+        wanted = ctx.needs_input_grad[:5]
+        if _needs_operator((dout, dlse, *tensors)):
+            grads = torch.ops.attnmask.flash_attention_backward(
+                dout, dlse, out, lse, *_operands(**given), wanted
             )
-        _check_recorded(("dout", "dlse"), (dout, dlse))
-        *tensors, out, lse = map(_detached, ctx.saved_tensors)
-        grads: tuple[Any, ...] = flash_attention_bwd(
-            torch.zeros_like(out) if dout is None else _detached(dout),
-            out=out,
-            lse=lse,
-            dlse=_detached(dlse),
-            grad_bias=ctx.needs_input_grad[3],
-            grad_softmax_aux=ctx.needs_input_grad[4],
-            **dict(zip(ctx.names, tensors, strict=True)),
-            **ctx.others,
-        )
-        wanted = zip(grads, ctx.needs_input_grad, strict=False)
-        return *(_to_tensor(grad) if needed else None for grad, needed in wanted), None
+            return *operators.spread(grads, wanted), None
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{operators.NO_SECOND}: create_graph must be False")
+        given = {name: detached(x) for name, x in given.items()}
+        grads = operators.gradients(dout, dlse, out, lse, given, wanted)
+        pairs: Any = zip(grads, wanted, strict=True)
+        return *(to_tensor(grad) if needed else None for grad, needed in pairs), None
+
+
+def _operand(x: Any) -> "torch.Tensor | None":
+    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
+
+
+def _seed(dropout_seed: Any) -> "int | None":
+    """The same 64 bits, with a sign."""
+    if dropout_seed is None:
+        return None
+    seed = integer(dropout_seed, "dropout_seed")
+    return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
+
+
+def _operands(
+    *,
+    attention_mask: Any,
+    softmax_scale: Any = None,
+    dropout_prob: Any = 0.0,
+    causal: Any = False,
+    dropout_seed: Any = None,
+    sliding_window: Any = None,
+    fwd_params: Any = None,
+    bwd_params: Any = None,
+    logits_soft_cap: Any = None,
+    normalize_output: Any = True,
+    precision: Any = None,
+    logits_dtype: Any = None,
+    causal_offset: Any = 0,
+    **arrays: Any,
+) -> tuple[Any, ...]:
+    """The operands of the operator that stand for arguments of `attnmask.flash_attention`."""
+    for name in arrays:
+        if name not in ARRAYS:
+            raise TypeError(f"flash_attention() of tensors got an unexpected keyword argument {name!r}")
+    check_hints(
+        {
+            "fwd_params": fwd_params,
+            "bwd_params": bwd_params,
+            "precision": precision,
+            "logits_dtype": logits_dtype,
+        }
+    )
+    mask = mask_tensors(attention_mask) if isinstance(attention_mask, MaskInfo) else attention_mask
+    specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
+    starts = [arrays.get(name) for name in ("cum_seqlens_q", "cum_seqlens_k")]
+    if isinstance(causal_offset, str):
+        if causal_offset != "bottom-right":
+            raise ValueError(
+                f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}"
+            )
+        if starts == [None, None]:
+            causal_offset = arrays["key"].shape[1] - arrays["query"].shape[1]
+        else:
+            q_lengths, k_lengths = (
+                torch.diff(_operand(x if x is not None else y)) for x, y in (starts, starts[::-1])
+            )
+            causal_offset = k_lengths - q_lengths
+    is_number = isinstance(causal_offset, (int, torch.SymInt, np.integer))
+    left, right = (None, None) if sliding_window is None else window(sliding_window)
+    return (
+        *(_operand(arrays.get(name)) for name in LEARNED),
+        None if isinstance(mask, MaskTensors) else _operand(mask),
+        *(_operand(arrays.get(name)) for name in ARRAYS[len(LEARNED) + 1 : -1]),
+        None if is_number else _operand(causal_offset),
+        list(tensors),
+        specification,
+        causal_offset if is_number else 0,
+        left,
+        right,
+        flag(causal, "causal"),
+        None if softmax_scale is None else real(softmax_scale, "softmax_scale"),
+        None if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap"),
+        flag(normalize_output, "normalize_output"),
+        real(dropout_prob, "dropout_prob"),
+        _seed(dropout_seed),
+    )
 
 
 def flash_attention(
@@ -157,29 +190,36 @@ def flash_attention(
     >>> [round(x, 3) for x in value.grad.flatten().tolist()]
     [1.833, 0.833, 0.333]
     """
-    if torch.compiler.is_dynamo_compiling():  # which cannot look into the core, and is imported by now
-        return torch.compiler.disable(flash_attention)(  # type: ignore[no-untyped-call, unused-ignore]
-            *(query, key, value, attention_mask, bias),
-            softmax_aux=softmax_aux,
-            return_lse=return_lse,
-            **more,
-        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {describe(tensor)}")
+        check_tensor(tensor, name)
+    with_lse = flag(return_lse, "return_lse")
+    inputs = query, key, value, bias, softmax_aux
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling and (isinstance(attention_mask, MaskInfo) or torch._C._are_functorch_transforms_active()):
+        # Neither goes into a graph: a MaskInfo is no tensor, and operators have no gradients for torch.func.
+        return torch.compiler.disable(flash_attention)(  # type: ignore[no-untyped-call, unused-ignore]
+            query, key, value, attention_mask, bias, softmax_aux=softmax_aux, return_lse=return_lse, **more
+        )
+    if not compiling:
+        check_no_tangents((*LEARNED, "attention_mask", *more), (*inputs, attention_mask, *more.values()))
+    if compiling or _needs_operator((*inputs, attention_mask, *more.values())):
+        arguments = dict(zip(LEARNED, inputs, strict=True)) | {"attention_mask": attention_mask} | more
+        operator = (
+            operators.Transformed.apply
+            if operators.is_differentiated()
+            else torch.ops.attnmask.flash_attention
+        )
+        both = operator(*_operands(**arguments))
+        return both if with_lse else both[0]
     if "out" in more:
         raise TypeError("flash_attention() of tensors got an unexpected keyword argument 'out'")
-    with_lse = flag(return_lse, "return_lse")
-    more = {"attention_mask": attention_mask} | {name: _detached(x) for name, x in more.items()}
-    inputs = query, key, value, bias, softmax_aux
-    _check_recorded(LEARNED, inputs)
+    mask = restored(*attention_mask) if isinstance(attention_mask, MaskTensors) else detached(attention_mask)
+    more = {"attention_mask": mask} | {name: detached(x) for name, x in more.items()}
     if torch.is_autocast_enabled("cpu"):
-        inputs = *map(_autocast, (query, key, value)), bias, softmax_aux
+        inputs = *map(operators.autocast, inputs[:3]), *inputs[3:]
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         out, lse = _FlashAttention.apply(*inputs, more)  # type: ignore[no-untyped-call, unused-ignore]
         return (out, lse) if with_lse else out
-    query, key, value, bias, softmax_aux = map(_detached, inputs)
-    result = flash.flash_attention(
-        query, key, value, bias=bias, softmax_aux=softmax_aux, return_lse=with_lse, **more
-    )
-    return tuple(map(_to_tensor, result)) if with_lse else _to_tensor(result)
+    given = dict(zip(LEARNED, map(detached, inputs), strict=True)) | more
+    result = flash.flash_attention(**given, return_lse=with_lse)
+    return tuple(map(to_tensor, result)) if with_lse else to_tensor(result)

@@ -1,0 +1,12 @@
+"""PyTorch, of a version whose ways with operators are known."""
+
+try:
+    import torch  # type: ignore[import-not-found, unused-ignore]
+except ImportError as _missing:
+    raise ImportError("attnmask.torch needs PyTorch, which is not installed: pip install torch") from _missing
+
+_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+if not (2, 13) <= _version < (3, 0):
+    raise ImportError(f"attnmask.torch needs PyTorch from 2.13 to below 3, got {torch.__version__}")
+
+__all__ = ["torch"]

@@ -1,0 +1,106 @@
+"""A `MaskInfo` as tensors and a specification, which is how it goes through the graphs of PyTorch."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._arguments import as_array, describe, read_only
+from attnmask._mask_info import MaskInfo
+from attnmask._mask_program import Leaf, Program, Shape, Terms, hollow, refill
+from attnmask._mask_state import State, fitted
+from attnmask._torch_import import torch
+
+
+class MaskTensors(NamedTuple):
+    """What `mask_tensors` makes of a `MaskInfo`.
+
+    Parameters
+    ----------
+    specification : str
+        The mask without its arrays. A compiled function is compiled once for each.
+    tensors : tuple of Tensor
+        The arrays.
+    """
+
+    specification: str
+    tensors: tuple[torch.Tensor, ...]
+
+
+def to_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """The same memory."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _of_mask(array: NDArray[Any]) -> torch.Tensor:
+    """A copy, as PyTorch has no tensors that cannot be written to."""
+    return to_tensor(array.copy())
+
+
+def mask_tensors(mask: MaskInfo) -> MaskTensors:
+    """A mask as an argument of compiled and exported functions: `attnmask.torch.flash_attention` takes it as one.
+
+    ``torch.compile`` and ``torch.export`` know tensors and strings, and no `MaskInfo`. Masks that differ in the
+    contents of their arrays only have the same specification, and no function is compiled anew for them.
+
+    Parameters
+    ----------
+    mask : MaskInfo
+
+    Returns
+    -------
+    MaskTensors
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]]).apply_causal()
+    >>> mask = attnmask.torch.mask_tensors(info)
+    >>> mask.tensors
+    (tensor([[0, 0, 1]], dtype=torch.int32),)
+    >>> query, value = torch.zeros(1, 3, 1, 8), torch.arange(3.0).reshape(1, 3, 1, 1)
+    >>> attnmask.torch.flash_attention(query, query, value, mask).flatten().tolist()
+    [0.0, 0.5, 2.0]
+    """
+    if not isinstance(mask, MaskInfo):
+        raise TypeError(f"mask must be a MaskInfo, got {describe(mask)}")
+    shape, program = mask._state.described("take it apart")
+    leaves: list[NDArray[Any]] = []
+    nodes = [
+        node if isinstance(node, str) else [[part.place] if isinstance(part, Leaf) else part for part in node]
+        for node in hollow(program, leaves)
+    ]
+    return MaskTensors(json.dumps([shape, nodes]), tuple(map(_of_mask, leaves)))
+
+
+@lru_cache(maxsize=256)
+def _read(specification: str) -> tuple[Shape, Program]:
+    shape, nodes = json.loads(specification)
+    program = tuple(
+        node
+        if isinstance(node, str)
+        else tuple(Leaf(*part) if isinstance(part, list) else part for part in node)
+        for node in nodes
+    )
+    return tuple(shape), program
+
+
+def restored(specification: str, tensors: Sequence[torch.Tensor]) -> MaskInfo:
+    """The mask that `mask_tensors` took apart, of tensors that may be others by now; they are checked."""
+    shape, program = _read(specification)
+    leaves = tuple(read_only(as_array(tensor.detach(), "mask_tensors")) for tensor in tensors)
+    base, *terms = refill(program, leaves, {})
+    batch, heads, queries, keys = (None if size == 1 else size for size in shape)
+    state = State(base=base, terms=Terms(*terms))
+    return MaskInfo._of(fitted(state, ("the mask", (batch, heads, queries, keys))))
+
+
+def batch_rows(specification: str) -> int:
+    """Of the mask; 1 if all rows share it."""
+    return _read(specification)[0][0] if specification else 1

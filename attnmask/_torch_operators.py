@@ -1,0 +1,355 @@
+"""The operators ``attnmask::flash_attention`` and ``attnmask::flash_attention_backward``, and their rules.
+
+They take what `attnmask.flash_attention` takes, as far as PyTorch has types for it: a `MaskInfo` is a specification and
+a list of tensors, a window two integers, and a causal offset a tensor or, where that is None, an integer. Both results
+are always there::
+
+    out, lse = torch.ops.attnmask.flash_attention(query, key, value, ...)
+    gradients = torch.ops.attnmask.flash_attention_backward(dout, dlse, out, lse, query, key, value, ..., wanted)
+
+`wanted` says of query, key, value, bias and softmax_aux whether their gradients are to be returned.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attnmask import _flash as flash
+from attnmask._arguments import as_array, describe
+from attnmask._flash_arguments import ARRAYS, LEARNED, check_layout
+from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd
+from attnmask._torch_import import torch
+from attnmask._torch_masks import batch_rows, restored, to_tensor
+
+_PARAMETERS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? attention_mask, "
+    "Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? cum_seqlens_q, Tensor? cum_seqlens_k, "
+    "Tensor? causal_offset, Tensor[] mask_tensors, str mask_specification, SymInt offset, "
+    "SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, float? logits_soft_cap, "
+    "bool normalize_output, float dropout_prob, SymInt? dropout_seed"
+)
+NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
+BACKWARD_NAMES = ("dout", "dlse", "out", "lse", *NAMES, "wanted")
+TENSORS = len(ARRAYS)  # the first of them
+_forward_ad = torch.autograd.forward_ad
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NO_FORWARD = "attnmask.torch.flash_attention has no forward-mode derivative"
+NO_SECOND = "attnmask.torch.flash_attention has no second derivative"
+
+_library = torch.library.Library("attnmask", "DEF")
+
+
+def detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def check_no_tangents(names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """The core knows nothing of them: results would have none, without an error."""
+    # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
+    if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    for name, x in zip(names, tensors, strict=False):
+        if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call, unused-ignore]
+            raise RuntimeError(f"{_NO_FORWARD}: {name} must have no tangent")
+
+
+def check_tensor(x: Any, name: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {describe(x)}")
+    if x.device.type != "cpu":
+        raise TypeError(f"{name} must be on the CPU, got a tensor on {x.device}")
+
+
+# On the CPU
+
+
+def _given(arguments: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of `attnmask.flash_attention` that those of an operator stand for."""
+    check_no_tangents(NAMES, arguments)
+    given = dict(zip(NAMES, map(detached, arguments), strict=True))
+    tensors, specification, offset = (
+        given.pop(name) for name in ("mask_tensors", "mask_specification", "offset")
+    )
+    window = given.pop("window_left"), given.pop("window_right")
+    if specification:
+        given["attention_mask"] = restored(specification, tensors)
+    if given["causal_offset"] is None:
+        given["causal_offset"] = offset
+    return given if window == (None, None) else given | {"sliding_window": window}
+
+
+def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = flash.flash_attention_fwd(**given)
+    return to_tensor(out), to_tensor(lse)
+
+
+def _on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(_given(arguments))
+
+
+def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+        raise RuntimeError("attnmask::flash_attention.out has no gradient: no argument may require one")
+    _fake_into(*arguments, out=out, lse=lse)
+    _, computed = flash.flash_attention_fwd(**_given(arguments), out=as_array(out, "out"))
+    lse.copy_(to_tensor(computed))
+
+
+def gradients(
+    dout: "torch.Tensor | None",
+    dlse: "torch.Tensor | None",
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    given: dict[str, Any],
+    wanted: Sequence[bool],
+) -> FlashAttentionGrads:
+    check_no_tangents(("dout", "dlse"), (dout, dlse))
+    return flash_attention_bwd(
+        torch.zeros_like(out) if dout is None else detached(dout),
+        out=detached(out),
+        lse=detached(lse),
+        dlse=detached(dlse),
+        grad_bias=wanted[3],
+        grad_softmax_aux=wanted[4],
+        **given,
+    )
+
+
+def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[torch.Tensor]:
+    *arguments, wanted = more
+    grads = gradients(dout, dlse, out, lse, _given(arguments), wanted)
+    return [to_tensor(grad) for grad in itertools.compress(grads, wanted)]  # type: ignore[arg-type]
+
+
+# Of tensors without numbers
+
+
+def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Shape and type of the two results."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    *batch, tokens, heads, _ = query.shape
+    return ((*batch, tokens, heads, value.shape[-1]), query.dtype), ((*batch, heads, tokens), wide)
+
+
+def _fake(*arguments: Any) -> tuple[Any, ...]:
+    check_no_tangents(NAMES, arguments)
+    given = dict(zip(NAMES, arguments, strict=True))
+    query, key, value = (given[name] for name in LEARNED[:3])
+    packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
+    check_layout((query, key, value), packed, _TYPES.__contains__)
+    return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value))
+
+
+def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    query, value = arguments[0], arguments[2]
+    for name, x, (shape, dtype) in zip(("out", "lse"), (out, lse), _likes(query, value), strict=True):
+        if x.shape != shape or x.dtype != dtype:
+            expected = describe(x.new_empty(shape, dtype=dtype, device="meta"))
+            raise ValueError(f"{name} must be a {expected}, got {describe(x)}")
+
+
+def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[Any]:
+    *arguments, wanted = more
+    return [
+        x.new_empty(x.shape) for x, needed in zip(arguments[: len(LEARNED)], wanted, strict=True) if needed
+    ]
+
+
+# Gradients
+
+
+def spread(grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """Gradients of those that are wanted, and None for the others."""
+    rest = iter(grads)
+    return [next(rest) if needed else None for needed in wanted]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*output, *inputs[:TENSORS], *inputs[TENSORS])
+    ctx.mask_tensors, ctx.more = len(inputs[TENSORS]), inputs[TENSORS + 1 :]
+    ctx.set_materialize_grads(False)
+
+
+def _by(operator: Any, ctx: Any, dout: Any, dlse: Any) -> list[Any]:
+    out, lse, *tensors = ctx.saved_tensors
+    wanted = [bool(needed) for needed in ctx.needs_input_grad[: len(LEARNED)]]
+    grads = operator(dout, dlse, out, lse, *tensors[:TENSORS], tensors[TENSORS:], *ctx.more, wanted)
+    return spread(grads, wanted) + [None] * (len(NAMES) - len(LEARNED))
+
+
+def _backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    grads = _by(torch.ops.attnmask.flash_attention_backward, ctx, dout, dlse)
+    grads[TENSORS] = [None] * ctx.mask_tensors
+    return tuple(grads)
+
+
+def _no_second(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(NO_SECOND)
+
+
+# Under torch.vmap
+
+_AXES = {
+    **dict.fromkeys(("query", "key", "value", "bias", "attention_mask", "dout", "out"), 4),
+    **dict.fromkeys(("lse", "dlse"), 3),
+    **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), 2),
+    "causal_offset": 1,
+}
+_SHARED = ("bias", "attention_mask", "causal_offset")  # one row of which may stand for all batch rows
+
+
+def _folded(x: torch.Tensor, dim: "int | None", name: str, count: int, rows: int) -> torch.Tensor:
+    """What `count` calls of so many batch rows have, as of one call of all rows."""
+    x = x[None] if dim is None else x.movedim(dim, 0)
+    missing = _AXES[name] + 1 - x.ndim
+    x = x.reshape(x.shape[0], *[1] * missing, *x.shape[1:])
+    if dim is None and name in _SHARED and x.shape[1] == 1:
+        return x[0]
+    return x.expand(count, rows, *x.shape[2:]).reshape(count * rows, *x.shape[2:])
+
+
+def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
+    """Whether no batch row differs from one that is called for by itself."""
+    return (
+        given["query"].ndim - (dims["query"] is not None) == 4
+        and given["cum_seqlens_q"] is None
+        and given["cum_seqlens_k"] is None
+        and given["dropout_prob"] == 0  # which counts rows
+        and dims["softmax_aux"] is None
+        and all(dim is None for dim in dims["mask_tensors"])
+        and batch_rows(given["mask_specification"]) == 1
+        and not any(given.get("wanted", ())[3:])  # those are summed over the rows
+    )
+
+
+def _chosen(x: Any, dim: Any, index: int) -> Any:
+    if isinstance(dim, (list, tuple)):
+        return [_chosen(*pair, index) for pair in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, index)
+
+
+def _mapped(operator: Any, names: Sequence[str], tuples: bool = True) -> Callable[..., Any]:
+    """The rule of an operator: one call of all batch rows where that is the same, and else one after the other."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+        given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
+        count = info.batch_size
+        if _can_be_folded(given, dims):
+            query, dim = given["query"], dims["query"]
+            rows = query.shape[0] if dim is None else query.movedim(dim, 0).shape[1]
+            results = operator(
+                *(
+                    _folded(x, dims[name], name, count, rows) if name in _AXES and x is not None else x
+                    for name, x in given.items()
+                )
+            )
+            results = [x.reshape(count, rows, *x.shape[1:]) for x in results]
+        else:
+            calls = [operator(*map(_chosen, arguments, in_dims, [i] * len(names))) for i in range(count)]
+            results = [torch.stack(parts) for parts in zip(*calls, strict=True)]
+        kind = tuple if tuples else list
+        return kind(results), kind([0] * len(results))
+
+    return rule
+
+
+class Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The operator where functions are transformed by `torch.func`, which the gradients of operators do not know."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.attnmask.flash_attention(*arguments)
+
+    setup_context = staticmethod(_keep)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        return tuple(_by(_TransformedBackward.apply, ctx, dout, dlse))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(f"{_NO_FORWARD}: no argument may have a tangent")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _mapped(Transformed.apply, NAMES)(info, in_dims, *arguments)
+
+
+class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.attnmask.flash_attention_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(_no_second)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(NO_SECOND)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _mapped(_TransformedBackward.apply, BACKWARD_NAMES)(info, in_dims, *arguments)
+
+
+def is_differentiated() -> bool:
+    """Whether `torch.func` transforms a function, and the gradient may be one of its."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
+
+
+# Under torch.autocast
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """In the type that PyTorch casts to for its own attention."""
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _cast(query: Any, key: Any, value: Any, *more: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return torch.ops.attnmask.flash_attention(*map(autocast, (query, key, value)), *more)
+
+
+# Registration
+
+
+def _register() -> None:
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # tensors are read as they lie
+    forward, backward = "flash_attention", "flash_attention_backward"
+    results = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
+    _library.define(f"{forward}({_PARAMETERS}) -> (Tensor out, Tensor lse)", tags=tags)
+    # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
+    _library.define(f"{forward}.out({_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()", tags=tags)
+    _library.define(f"{backward}({results}, {_PARAMETERS}, bool[] wanted) -> Tensor[]", tags=tags)
+    for name, on_cpu, fake in (
+        (forward, _on_cpu, _fake),
+        (f"{forward}.out", _into, _fake_into),
+        (backward, _backward_on_cpu, _backward_fake),
+    ):
+        _library.impl(name, on_cpu, "CPU")
+        torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
+    for name, rule, setup in (
+        (forward, _backward, _keep),
+        (backward, _no_second, lambda *args, **kwargs: None),
+    ):
+        torch.library.register_autograd(f"attnmask::{name}", rule, setup_context=setup, lib=_library)
+    _library.impl(forward, _cast, "AutocastCPU")
+    for name, parameters in ((forward, NAMES), (backward, BACKWARD_NAMES)):
+        operator = getattr(torch.ops.attnmask, name).default
+        torch.library.register_vmap(
+            f"attnmask::{name}", _mapped(operator, parameters, name == forward), lib=_library
+        )
+
+
+_register()

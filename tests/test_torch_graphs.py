@@ -1,0 +1,622 @@
+"""The operators of attnmask.torch: in graphs, under transforms of functions, compiled and exported."""
+
+import io
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+
+import attnmask
+from attnmask import MaskInfo
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute",  # of a tensor on the way; torch hides it, too late
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:`isinstance.treespec, LeafSpec:FutureWarning",
+)
+
+
+@pytest.fixture
+def torch():
+    torch = pytest.importorskip("torch")
+    import attnmask.torch  # noqa: F401
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return torch
+
+
+@pytest.fixture
+def query(torch):
+    return torch.randn(1, 4, 1, 8)
+
+
+def attend(query, **more):
+    return attnmask.torch.flash_attention(query, query, query, causal=True, **more)
+
+
+def tensors(torch, *shapes, wanting=True):
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=wanting) for shape in shapes]
+
+
+def everything(torch, dtype=None):
+    """Arguments of all kinds."""
+    query, key, value, bias, sinks = tensors(
+        torch, (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4), (2, 1, 5, 6), (2, 1)
+    )
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "softmax_aux": sinks,
+        "attention_mask": torch.rand(2, 1, 5, 6) < 0.8,
+        "q_segment_ids": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]),
+        "kv_segment_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1]]),
+        "causal_offset": torch.tensor([1, 2]),
+        "causal": True,
+        "sliding_window": (4, None),
+        "logits_soft_cap": 3.0,
+        "softmax_scale": 0.5,
+    }
+
+
+def masked(torch):
+    query, key, value = tensors(torch, (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4))
+    mask = MaskInfo.from_segments(
+        np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, -1]]), np.array([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1]])
+    )
+    mask = mask.apply_causal(1) | MaskInfo.from_random(2, 5, 6, 0.5, 0)
+    return {"query": query, "key": key, "value": value, "attention_mask": mask}
+
+
+def packed(torch):
+    query, key, value = tensors(torch, (5, 2, 3), (6, 1, 3), (6, 1, 4))
+    starts = {"cum_seqlens_q": torch.tensor([0, 2, 5]), "cum_seqlens_k": torch.tensor([0, 4, 6])}
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "causal": True,
+        "causal_offset": "bottom-right",
+        **starts,
+    }
+
+
+def dropped(torch):
+    query, key, value = tensors(torch, (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4))
+    more = {"dropout_prob": 0.4, "dropout_seed": 2**64 - 3, "normalize_output": False, "bias": [0.5] * 6}
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "causal_offset": "bottom-right",
+        "causal": True,
+        **more,
+    }
+
+
+CASES = {"everything": everything, "masked": masked, "packed": packed, "dropped": dropped}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def arguments(torch, request):
+    return request.param(torch)
+
+
+def learned(torch, arguments):
+    return {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+
+
+def results(torch, function, arguments):
+    """What `function` gives, and gradients through both results."""
+    out, lse = function(**arguments, return_lse=True)
+    douts = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape), torch.ones_like(lse)
+    return out, lse, *torch.autograd.grad((out, lse), learned(torch, arguments).values(), douts)
+
+
+def assert_same(torch, got, right):
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# The operators by themselves
+
+
+def operands(torch, arguments, wanting):
+    operands = attnmask.torch._operands(**{"attention_mask": None} | arguments)
+    if wanting:
+        return operands
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in operands]
+
+
+def test_operators(torch, arguments):
+    """opcheck calls them with shapes that may change, too."""
+    operators = torch.ops.attnmask
+    torch.library.opcheck(operators.flash_attention.default, operands(torch, arguments, True))
+    inputs = operands(torch, arguments, False)
+    out, lse = operators.flash_attention(*inputs)
+    wanted = [x is not None and x.dtype.is_floating_point for x in inputs[:5]]
+    torch.library.opcheck(
+        operators.flash_attention_backward.default,
+        (torch.ones_like(out), torch.ones_like(lse), out, lse, *inputs, wanted),
+    )
+    into = {"out": torch.full_like(out, 7), "lse": torch.full_like(lse, 7)}
+    torch.library.opcheck(operators.flash_attention.out, inputs, into)
+    operators.flash_attention.out(*inputs, **into)
+    assert_same(torch, into.values(), (out, lse))
+    right = attnmask.torch.flash_attention(**arguments, return_lse=True)
+    assert_same(torch, (out, lse), right)
+
+
+def test_out_must_fit(torch, query):
+    inputs = operands(torch, {"query": query, "key": query, "value": query}, False)
+    out, lse = torch.ops.attnmask.flash_attention(*inputs)
+    into = torch.ops.attnmask.flash_attention.out
+    with pytest.raises(
+        ValueError, match=r"lse must be a float32 tensor of shape \(1, 1, 4\), got float64 tensor"
+    ):
+        into(*inputs, out=out, lse=lse.double())
+    with pytest.raises(ValueError, match=r"out must be a float32 tensor of shape \(1, 4, 1, 8\), got"):
+        into(*inputs, out=out[:, :2], lse=lse)
+    with pytest.raises(ValueError, match="out must share no memory with query"):
+        into(*inputs, out=query, lse=lse)
+    inputs[0] = query.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"flash_attention\.out has no gradient"):
+        into(*inputs, out=out, lse=lse)
+
+
+def test_operators_on_other_devices(torch, query):
+    inputs = operands(torch, {"query": query, "key": query, "value": query}, False)
+    out, lse = torch.ops.attnmask.flash_attention(
+        *(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
+    )
+    assert out.is_meta
+    assert (out.shape, lse.shape) == ((1, 4, 1, 8), (1, 1, 4))
+
+
+# Graphs
+
+
+def make_fx(torch, function, query, **more):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, **more)(query)
+
+
+def exported(torch, function, query, **more):
+    class Module(torch.nn.Module):
+        def forward(self, query):
+            return function(query)
+
+    return torch.export.export(Module(), (query,), **more).module()
+
+
+TRACES = {
+    "make_fx": make_fx,
+    "make_fx of fakes": lambda *args: make_fx(*args, tracing_mode="symbolic"),
+    "make_fx before dispatch": lambda *args: make_fx(*args, pre_dispatch=True),
+    "jit": lambda torch, function, query: torch.jit.trace(function, query),
+    "export": exported,
+    "strict export": lambda *args: exported(*args, strict=True),
+    "compile": lambda torch, function, query: torch.compile(function, backend="eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+def test_no_constant_in_a_graph(torch, query, trace):
+    """A graph of one query gives the right result for another one."""
+    graph = trace(torch, attend, query)
+    for other in (query, 2 * query):
+        assert torch.equal(graph(other), attend(other))
+
+
+def test_graph_of_a_gradient(torch, query):
+    """Also of the short way that calls outside of graphs take."""
+    query.requires_grad_()
+    out = attend(query)
+
+    def gradient(dout):
+        return torch.autograd.grad(out, query, dout, retain_graph=True)[0]
+
+    graph = make_fx(torch, gradient, torch.ones_like(out))
+    dout = torch.randn_like(out)
+    assert torch.equal(graph(dout), gradient(dout))
+
+
+def test_fakes(torch, arguments):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    right = attnmask.torch.flash_attention(**arguments, return_lse=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = attnmask.torch.flash_attention(**arguments, return_lse=True)
+    for fake, real in zip(fakes, right, strict=True):
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_wrong_shapes_are_told_when_tracing(torch, query):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(query)
+        for key, error, words in (
+            (
+                fake[..., :4],
+                ValueError,
+                r"key must have D = 8 as query, got float32 tensor of shape \(1, 4, 1, 4\)",
+            ),
+            (fake.double(), TypeError, "key must be .*float32 as query, got float64 tensor"),
+            (fake[0], ValueError, "key must be"),
+        ):
+            with pytest.raises(error, match=words):
+                attnmask.torch.flash_attention(fake, key, fake)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'causality'"):
+            attnmask.torch.flash_attention(fake, fake, fake, causality=True)
+        with pytest.raises(TypeError, match="fwd_params must be"):
+            attnmask.torch.flash_attention(fake, fake, fake, fwd_params=3)
+
+
+# torch.func
+
+
+@pytest.mark.parametrize("randomness", ["error", "same"])
+def test_func_grad(torch, arguments, randomness):
+    names = learned(torch, arguments)
+    values = [x.detach() for x in names.values()]
+
+    def loss(*values):
+        out, lse = attnmask.torch.flash_attention(
+            **arguments | dict(zip(names, values, strict=True)), return_lse=True
+        )
+        return (
+            out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+        ).sum() + lse.sum()
+
+    got = torch.func.grad(loss, argnums=tuple(range(len(values))))(*values)
+    _, _, *right = results(torch, attnmask.torch.flash_attention, arguments)
+    assert_same(torch, got, right)
+    _, pullback = torch.func.vjp(loss, *values)
+    assert_same(torch, pullback(torch.tensor(1.0, dtype=torch.float64)), right)
+
+
+@pytest.mark.parametrize("dim", [0, -1, None])
+def test_vmap(torch, arguments, dim):
+    """All tensors are mapped at once, or all but key and bias. Results and gradients are those of single calls."""
+    count = 3
+    names = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) and "cum" not in name]
+    kept = [] if dim is None else ["key", "bias"]
+    mapped = {}
+    for name in names:
+        x = arguments[name].detach()
+        if x.dtype.is_floating_point:
+            rows = [x + i * torch.rand_like(x) for i in range(count)]
+        else:
+            rows = [x.roll(i, -1) for i in range(count)]
+        mapped[name] = rows[:1] * count if name in kept else rows
+
+    def loss(values):
+        out, lse = attnmask.torch.flash_attention(**arguments | values, return_lse=True)
+        return (out.sin().sum() + lse.nan_to_num(0, 0, 0).sum()), out
+
+    places = {name: None if name in kept else (dim or 0) for name in names}
+    stacked = {
+        name: rows[0] if name in kept else torch.stack(rows, places[name]) for name, rows in mapped.items()
+    }
+    singles = [{name: rows[i] for name, rows in mapped.items()} for i in range(count)]
+    value, out = torch.func.vmap(loss, in_dims=(places,))(stacked)
+    for i, single in enumerate(singles):
+        assert_same(torch, (value[i], out[i]), loss(single))
+
+    def gradient(query, value, others):
+        return torch.func.grad(lambda q, v: loss(others | {"query": q, "value": v})[0], argnums=(0, 1))(
+            query, value
+        )
+
+    def split(values):
+        others = {name: x for name, x in values.items() if name not in ("query", "value")}
+        return values["query"], values["value"], others
+
+    got = torch.func.vmap(gradient, in_dims=split(places))(*split(stacked))
+    for i, single in enumerate(singles):
+        assert_same(torch, [x[i] for x in got], gradient(*split(single)))
+
+
+def test_vmap_folds(torch, query):
+    """Where rows do not know of each other, all are computed by one call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(function.name())
+            return function(*args, **kwargs or {})
+
+    many = torch.randn(5, *query.shape)
+    with Watch():
+        got = torch.func.vmap(attend)(many)
+    assert calls.count("attnmask::flash_attention") == 1
+    assert torch.equal(got, torch.stack([attend(x) for x in many]))
+
+
+def test_functionalize(torch, query):
+    assert torch.equal(torch.func.functionalize(attend)(query), attend(query))
+
+
+def test_no_second_derivatives(torch, query):
+    def slope(x):
+        return torch.func.grad(lambda x: attend(x).sum())(x).sum()
+
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.func.grad(slope)(query)
+    with pytest.raises(RuntimeError, match=r"has no (second|forward-mode) derivative"):
+        torch.func.hessian(lambda x: attend(x).sum())(query)
+    operators = torch.ops.attnmask
+    inputs = operands(torch, {"query": query.requires_grad_(), "key": query, "value": query}, True)
+    out, _ = operators.flash_attention(*inputs)
+    (slope,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        slope.sum().backward()
+
+
+def jvp_compiled(torch, function, x):
+    return torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager")(x)
+
+
+TANGENTS = {
+    "jvp": lambda torch, function, x: torch.func.jvp(function, (x,), (x,)),
+    "jacfwd": lambda torch, function, x: torch.func.jacfwd(function)(x),
+    "linearize": lambda torch, function, x: torch.func.linearize(function, x),
+    "compiled": jvp_compiled,
+}
+
+
+@pytest.mark.parametrize("name", ["query", "bias"])
+@pytest.mark.parametrize("transform", TANGENTS.values(), ids=TANGENTS)
+def test_no_tangents(torch, query, transform, name):
+    arguments = {"query": query, "key": query, "value": query}
+    x = query if name == "query" else torch.zeros(1, 1, 4, 4)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        transform(torch, lambda x: attnmask.torch.flash_attention(**arguments | {name: x}), x)
+
+
+def test_no_tangents_for_the_operator(torch, query):
+    from torch.autograd import forward_ad
+
+    inputs = operands(torch, {"query": query, "key": query, "value": query}, False)
+    with forward_ad.dual_level():
+        inputs[2] = forward_ad.make_dual(query, query)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative: value must have no tangent"):
+            torch.ops.attnmask.flash_attention(*inputs)
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(torch, arguments, backend):
+    """One graph, forward and backward; a MaskInfo goes as `mask_tensors`."""
+    right = results(torch, attnmask.torch.flash_attention, arguments)
+    if isinstance(arguments.get("attention_mask"), MaskInfo):
+        arguments["attention_mask"] = attnmask.torch.mask_tensors(arguments["attention_mask"])
+    compiled = torch.compile(attnmask.torch.flash_attention, backend=backend, fullgraph=True)
+    assert_same(torch, results(torch, compiled, arguments), right)
+
+
+def test_masks_with_one_specification(torch):
+    """They share a compiled function."""
+    compilations = itertools.count()
+
+    def backend(graph, examples):
+        next(compilations)
+        return graph
+
+    query = torch.randn(1, 4, 1, 8)
+    compiled = torch.compile(
+        lambda query, mask: attnmask.torch.flash_attention(query, query, query, mask),
+        backend=backend,
+        fullgraph=True,
+    )
+    for ids in ([[0, 0, 1, 1]], [[0, 1, 1, 1]], [[0, 1, 2, -1]]):
+        info = MaskInfo.from_segments(ids).apply_causal()
+        mask = attnmask.torch.mask_tensors(info)
+        right = attnmask.torch.flash_attention(query, query, query, info)
+        assert torch.equal(compiled(query, mask), right)
+        assert torch.equal(attnmask.torch.flash_attention(query, query, query, mask), right)
+    assert next(compilations) == 1
+
+
+def test_mask_tensors(torch):
+    """Any mask comes back as it was."""
+    from attnmask._torch_masks import restored
+
+    segments = MaskInfo.from_segments(np.array([[0, 0, 1, -1]] * 2))
+    for mask in (
+        segments,
+        segments.apply_causal(np.array([0, 1])),
+        ~segments.apply_sliding_window((1, 0)) | MaskInfo.from_random(2, 4, 4, 0.5, 0),
+        MaskInfo.from_attention_mask(np.ones((1, 1, 4, 4), np.float32)).apply_chunked(2),
+        MaskInfo.from_cu_seqlens([0, 2, 4], packed=True),
+        segments.apply_kv_lengths([2, 3], q_len=1),
+    ):
+        assert restored(*attnmask.torch.mask_tensors(mask)) == mask
+    with pytest.raises(TypeError, match="mask must be a MaskInfo, got None"):
+        attnmask.torch.mask_tensors(None)
+    with pytest.raises(ValueError, match="the MaskInfo must have an attention_mask"):
+        attnmask.torch.mask_tensors(MaskInfo())
+
+
+def test_compiled_around_a_mask(torch):
+    """A MaskInfo itself stays outside of the graphs."""
+    arguments = masked(torch)
+    right = results(torch, attnmask.torch.flash_attention, arguments)
+
+    def function(**arguments):
+        return attnmask.torch.flash_attention(**arguments)
+
+    compiled = torch.compile(function, backend="aot_eager")
+    for _ in range(2):
+        assert_same(torch, results(torch, compiled, arguments), right)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="eager", fullgraph=True)(**arguments)
+
+
+def test_compiled_autocast(torch):
+    """It casts as outside of graphs: query, key and value."""
+    arguments = {name: x.detach().float() for name, x in learned(torch, everything(torch)).items()}
+    arguments["query"] = arguments["query"].bfloat16()
+    for x in arguments.values():
+        x.requires_grad_()
+
+    def function(**arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attnmask.torch.flash_attention(**arguments)
+
+    right = results(torch, function, arguments)
+    assert right[0].dtype == torch.bfloat16
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        got = results(torch, torch.compile(function, backend=backend, fullgraph=True), arguments)
+        assert_same(torch, got, right)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = torch.ops.attnmask.flash_attention(*operands(torch, arguments, True))
+    assert torch.equal(out, right[0])
+
+
+def test_compiled_gradients(torch):
+    arguments = masked(torch)
+    inputs = learned(torch, arguments)
+
+    def loss():
+        return attnmask.torch.flash_attention(**arguments).sin().sum()
+
+    right = torch.autograd.grad(loss(), inputs.values())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loss().backward(), backend="eager")()
+    assert_same(torch, [x.grad for x in inputs.values()], right)
+
+
+# A transformer of packed documents
+
+
+def transformer(torch, layers=2, width=16, heads=2, words=11):
+    linear = torch.nn.Linear
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(width)
+            self.project, self.out = linear(width, 3 * width), linear(width, width)
+            self.more = torch.nn.Sequential(
+                linear(width, 2 * width), torch.nn.GELU(), linear(2 * width, width)
+            )
+
+        def forward(self, x, starts):
+            query, key, value = self.project(self.norm(x)).unflatten(-1, (3, heads, -1)).unbind(-3)
+            attended = attnmask.torch.flash_attention(query, key, value, cum_seqlens_q=starts, causal=True)
+            x = x + self.out(attended.flatten(-2))
+            return x + self.more(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(words, width), linear(width, words)
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+
+        def forward(self, tokens, starts):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x, starts)
+            return self.head(x)
+
+    return Model()
+
+
+def batch(torch, *lengths):
+    tokens = torch.randint(11, (sum(lengths),))
+    return tokens, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def training_step(torch, model, tokens, starts):
+    """The loss, and the gradients of all parameters."""
+    loss = torch.nn.functional.cross_entropy(model(tokens, starts), tokens.roll(-1))
+    return loss, *torch.autograd.grad(loss, model.parameters())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_transformer(torch, backend):
+    """Forward and training step, of any number of tokens and documents."""
+    if backend == "inductor" and not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("needs a C++ compiler")
+    model = transformer(torch)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for lengths in ((7, 5, 8), (12, 9, 2, 4)):
+        data = batch(torch, *lengths)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*data), model(*data))
+        for one, other in zip(
+            training_step(torch, compiled, *data), training_step(torch, model, *data), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_transformer(torch, strict):
+    model = transformer(torch)
+    data = batch(torch, 7, 5, 8)
+    count = torch.export.Dim("count", min=2), torch.export.Dim("documents", min=2)
+    program = torch.export.export(model, data, dynamic_shapes=tuple({0: dim} for dim in count), strict=strict)
+    program = program.run_decompositions()
+    names = [str(node.target) for node in program.graph.nodes]
+    assert names.count("attnmask.flash_attention.default") == 2
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    other = batch(torch, 3, 9, 1, 8)
+    for exported in (program, torch.export.load(file)):
+        for one in (data, other):
+            torch.testing.assert_close(exported.module()(*one), model(*one))
+
+
+def test_exported_training_step(torch):
+    """The exported graph of the forward pass can be trained."""
+    model = transformer(torch)
+    data = batch(torch, 7, 5, 8)
+    right = training_step(torch, model, *data)
+    exported = torch.export.export(model, data).module()
+    for one, other in zip(training_step(torch, exported, *data), right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_shapes_unknown_at_export(torch):
+    """The number of heads must be known; that of tokens need not be, even if it comes from data."""
+
+    class Module(torch.nn.Module):
+        def forward(self, query, keep):
+            query = query[keep]
+            starts = torch.tensor([0, 0], dtype=torch.int64) + torch.tensor([0, query.shape[0]])
+            return attnmask.torch.flash_attention(query, query, query, cum_seqlens_q=starts)
+
+    query, keep = torch.randn(6, 2, 8), torch.tensor([True, False, True, True, False, True])
+    exported = torch.export.export(Module(), (query, keep)).module()
+    for kept in (keep, ~keep):
+        torch.testing.assert_close(exported(query, kept), Module()(query, kept))
+
+
+def test_checkpoints_in_a_graph(torch):
+    from torch.utils.checkpoint import checkpoint
+
+    arguments = everything(torch)
+    names = list(learned(torch, arguments))
+
+    def function(*values):
+        return attnmask.torch.flash_attention(**arguments | dict(zip(names, values, strict=True))).sin()
+
+    def loss(*values):
+        return checkpoint(function, *values, use_reentrant=False).sum()
+
+    values = [arguments[name] for name in names]
+    right = torch.autograd.grad(loss(*values), values)
+    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*values), values)
+    assert_same(torch, got, right)
