@@ -131,16 +131,18 @@ def _of_a_library(value: Any, name: str) -> NDArray[Any]:
 
 
 def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise TypeError(f"{name} must be on the CPU, got a tensor on {tensor.device}")
     if tensor.requires_grad:
         raise TypeError(
             f"{name} must be a tensor that needs no gradient, got one that does: detach() it, or use attnmask.torch"
         )
+    torch = sys.modules["torch"]
     try:
-        if str(tensor.dtype) != "torch.bfloat16":
-            return np.asarray(tensor)
-        return np.asarray(tensor.view(sys.modules["torch"].int16)).view(bfloat16(name))
+        if tensor.dtype is not torch.bfloat16:
+            array: NDArray[Any] = tensor.numpy()
+            return array
+        return tensor.view(torch.int16).numpy().view(bfloat16(name))  # type: ignore[no-any-return]
     except (RuntimeError, TypeError) as error:  # the tensor is sparse, or its class wraps other tensors
         raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}") from error
 

@@ -9,4 +9,9 @@ _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not (2, 13) <= _version < (3, 0):
     raise ImportError(f"attnmask.torch needs PyTorch from 2.13 to below 3, got {torch.__version__}")
 
-__all__ = ["torch"]
+from torch._library.autograd import (  # type: ignore[import-not-found, unused-ignore] # noqa: E402
+    Info,
+    make_autograd_impl,
+)
+
+__all__ = ["Info", "make_autograd_impl", "torch"]

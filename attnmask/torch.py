@@ -11,23 +11,9 @@ from attnmask._flash_arguments import ARRAYS, LEARNED, check_hints
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
 from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
-from attnmask._torch_operators import check_no_tangents, check_tensor, detached
+from attnmask._torch_operators import check_no_tangents, check_tensor, detached, needs_operator
 
 __all__ = ["MaskTensors", "flash_attention", "mask_tensors"]
-
-_EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-
-
-def _needs_operator(arguments: "tuple[Any, ...]") -> bool:
-    """Whether PyTorch has to see a call: it makes a graph, transforms a function, or has tensors of another kind."""
-    return (
-        torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._dispatch_tls_is_dispatch_key_included(_EARLY)
-        or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in arguments)
-    )
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
@@ -55,7 +41,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         *tensors, out, lse = ctx.saved_tensors
         given = ctx.others | dict(zip(ctx.names, tensors, strict=True))
         wanted = ctx.needs_input_grad[:5]
-        if _needs_operator((dout, dlse, *tensors)):
+        if needs_operator((dout, dlse, *tensors)):
             grads = torch.ops.attnmask.flash_attention_backward(
                 dout, dlse, out, lse, *_operands(**given), wanted
             )
@@ -202,7 +188,7 @@ def flash_attention(
         )
     if not compiling:
         check_no_tangents((*LEARNED, "attention_mask", *more), (*inputs, attention_mask, *more.values()))
-    if compiling or _needs_operator((*inputs, attention_mask, *more.values())):
+    if compiling or needs_operator((*inputs, attention_mask, *more.values())):
         arguments = dict(zip(LEARNED, inputs, strict=True)) | {"attention_mask": attention_mask} | more
         operator = (
             operators.Transformed.apply
