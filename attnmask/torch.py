@@ -10,10 +10,11 @@ from attnmask._arguments import flag, integer, real, window
 from attnmask._flash_arguments import ARRAYS, LEARNED, check_hints
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
+from attnmask._torch_install import install, uninstall
 from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
 from attnmask._torch_operators import check_no_tangents, check_tensor, detached, needs_operator
 
-__all__ = ["MaskTensors", "flash_attention", "mask_tensors"]
+__all__ = ["MaskTensors", "flash_attention", "install", "mask_tensors", "uninstall"]
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]

@@ -13,7 +13,9 @@ import pytest
 import attnmask
 from attnmask import MaskInfo
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by forward mode, of PyTorch itself
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning"
+)  # by forward mode, of PyTorch itself
 
 
 def test_without_torch(monkeypatch):

@@ -1,0 +1,225 @@
+"""attnmask under PyTorch's own attention on the CPU.
+
+``torch.nn.attention.varlen`` stands on ``aten::_flash_attention_forward`` and its likes, which PyTorch has for other
+devices only. ``scaled_dot_product_attention`` on the CPU stands, wherever that applies, on
+``aten::_scaled_dot_product_flash_attention_for_cpu``. `install` puts kernels under both, in the place that PyTorch has
+for implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` is then ``"attnmask"``.
+"""
+
+import warnings
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
+
+from attnmask import _flash as flash
+from attnmask._arguments import as_array
+from attnmask._flash_backward import flash_attention_bwd
+from attnmask._torch_import import torch
+from attnmask._torch_masks import to_tensor
+
+_NAME = "attnmask"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _swapped(x: Any) -> Any:
+    """From [B, H, T, D], which is PyTorch's order, to [B, T, H, D], and back."""
+    return x.transpose(1, 2)
+
+
+# scaled_dot_product_attention
+
+
+def _applies(tensors: tuple[Any, ...], dropout: float) -> bool:
+    """Whether the core can read these as they lie; a mask among them is a bias."""
+    return dropout == 0 and all(
+        x is None or (x.dtype in _TYPES and x.layout is torch.strided and not x.is_neg()) for x in tensors
+    )
+
+
+def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """`kernel`, and where it does not apply PyTorch's own one. The first `inputs` arguments are tensors."""
+    own = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def choose(keyset: Any, *arguments: Any, attn_mask: Any = None, scale: "float | None" = None) -> Any:
+        tensors, (dropout, causal) = arguments[:inputs], (*arguments[inputs:], 0.0, False)[:2]
+        if not _applies((*tensors, attn_mask), dropout):
+            return own.call_boxed(keyset, *tensors, dropout, causal, attn_mask=attn_mask, scale=scale)
+        shared = {
+            "bias": None if attn_mask is None else attn_mask.detach(),
+            "causal": causal,
+            "softmax_scale": scale,
+        }
+        return kernel(*(x.detach() for x in tensors), **shared)
+
+    return choose
+
+
+def _sdpa(query: Any, key: Any, value: Any, **more: Any) -> tuple[Any, Any]:
+    out = torch.empty_like(query)
+    _, lse = flash.flash_attention_fwd(
+        *map(_swapped, (query, key, value)), **more, out=as_array(_swapped(out), "out")
+    )
+    return out, _swapped(_swapped(to_tensor(lse)).contiguous())  # in memory as PyTorch has it
+
+
+def _sdpa_backward(
+    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, **more: Any
+) -> tuple[Any, ...]:
+    query, key, value, out = map(_swapped, (query, key, value, out))
+    grads = flash_attention_bwd(_swapped(dout), query, key, value, out, lse, **more)
+    return tuple(_swapped(to_tensor(grad)) for grad in grads[:3])
+
+
+# torch.nn.attention.varlen
+
+
+def _places(
+    is_causal: bool, left: "int | None", right: "int | None", starts: tuple[Any, Any], scale: "float | None"
+) -> dict[str, Any]:
+    """What FlashAttention's arguments are here: it counts from the bottom right, and -1 is no limit."""
+    ends = tuple(None if end is None or end < 0 else end for end in (left, right))
+    return {
+        "cum_seqlens_q": starts[0],
+        "cum_seqlens_k": starts[1],
+        "causal": is_causal,
+        "causal_offset": "bottom-right",
+        "sliding_window": None if ends == (None, None) else ends,
+        "softmax_scale": scale,
+    }
+
+
+def _used(key: Any, value: Any, starts: Any, lengths: Any, pages: Any) -> tuple[Any, Any, Any]:
+    """The first keys of each sequence, so many as are used, one sequence after the other; and where they start."""
+    if lengths is None:
+        if pages is not None:
+            raise ValueError("seqused_k must be given with block_table, got None")
+        return key, value, starts
+    size = key.shape[1] if pages is not None else 0
+    rows = []
+    for sequence, length in enumerate(lengths.tolist()):
+        places = torch.arange(length)
+        if pages is not None:
+            rows.append(pages[sequence].long()[places // size] * size + places % size)
+        else:
+            rows.append(int(starts[sequence]) + places)
+    index = torch.cat(rows) if rows else torch.arange(0)
+    if pages is not None:
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    return key[index], value[index], torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+
+
+def _check(dropout: float, slopes: Any) -> None:
+    if dropout:
+        raise NotImplementedError(f"dropout_p must be 0 where attnmask is installed, got {dropout}")
+    if slopes is not None:
+        raise NotImplementedError("alibi_slopes must be None where attnmask is installed, got a tensor")
+
+
+def _varlen_into(
+    out: Any, query: Any, key: Any, value: Any, q_starts: Any, k_starts: Any, max_q: int, max_k: int,
+    dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: "float | None" = None,
+    window_size_left: "int | None" = None, window_size_right: "int | None" = None, seqused_k: Any = None,
+    alibi_slopes: Any = None, block_table: Any = None, num_splits: "int | None" = None,
+) -> Any:  # fmt: skip
+    """The logsumexp; and the result in `out`. `num_splits` changes nothing: no sequence's bits depend on others."""
+    _check(dropout, alibi_slopes)
+    query, key, value = query.detach(), key.detach(), value.detach()
+    key, value, k_starts = _used(key, value, k_starts, seqused_k, block_table)
+    places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
+    _, lse = flash.flash_attention_fwd(query, key, value, **places, out=as_array(out.detach(), "out"))
+    return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
+
+
+def _varlen(query: Any, *more: Any, **options: Any) -> tuple[Any, ...]:
+    out = torch.empty_like(query)
+    lse = _varlen_into(out, query, *more, **options)
+    state = torch.zeros(2, dtype=torch.uint64)  # of the random numbers, of which there are none
+    return out, lse, state, torch.empty(0), torch.empty(0)
+
+
+def _varlen_backward(
+    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, q_starts: Any, k_starts: Any,
+    max_q: int, max_k: int, dropout: float, is_causal: bool, rng_state: Any, unused: Any, *,
+    scale: "float | None" = None, window_size_left: "int | None" = None, window_size_right: "int | None" = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _check(dropout, None)
+    places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
+    tensors = (x.detach() for x in (dout, query, key, value, out, lse.masked_fill(lse == inf, -inf)))
+    return tuple(map(to_tensor, flash_attention_bwd(*tensors, **places)[:3]))
+
+
+# Registration
+
+
+class _Handle:
+    """What PyTorch calls when another implementation takes the place of this one."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def remove(self) -> None:
+        self._library._destroy()
+
+
+def _register() -> _Handle:
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    sdpa = "_scaled_dot_product_flash_attention_for_cpu"
+    own = (
+        (sdpa, _or_own(sdpa, _sdpa, 3)),
+        (f"{sdpa}_backward", _or_own(f"{sdpa}_backward", _sdpa_backward, 6)),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel in own:
+            library.impl(name, kernel, with_keyset=True)
+        library.impl("_flash_attention_forward", _varlen)
+        library.impl("_flash_attention_forward_no_dropout_inplace", _varlen_into)
+        library.impl("_flash_attention_backward", _varlen_backward)
+    return _Handle(library)
+
+
+def install() -> None:
+    """Put attnmask under PyTorch's own attention on the CPU, until `uninstall`.
+
+    ``torch.nn.attention.varlen.varlen_attn``, which PyTorch has for GPUs only, runs on the CPU from then on.
+    ``torch.nn.functional.scaled_dot_product_attention`` of tensors on the CPU is computed by attnmask wherever PyTorch
+    would have taken its own flash attention; with dropout, or a mask that wants a gradient, PyTorch computes it as
+    before. Both keep the semantics that PyTorch gives them. Other devices do not notice.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> from torch.nn.attention.varlen import varlen_attn
+    >>> query, value = torch.zeros(3, 1, 8), torch.arange(3.0).reshape(3, 1, 1).expand(3, 1, 8)
+    >>> starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    >>> attnmask.torch.install()
+    >>> varlen_attn(query, query, value, starts, starts, 2, 2, window_size=(-1, 0))[:, 0, 0].tolist()
+    [0.0, 0.5, 2.0]
+    >>> attnmask.torch.uninstall()
+    """
+    current = attention.current_flash_attention_impl()
+    if current == _NAME:
+        raise RuntimeError("attnmask is installed already")
+    if current is not None:
+        raise RuntimeError(
+            f"{current} is active: torch.nn.attention.restore_flash_attention_impl() must be called before"
+        )
+    attention.register_flash_attention_impl(_NAME, register_fn=_register)
+    attention.activate_flash_attention_impl(_NAME)
+
+
+def uninstall() -> None:
+    """Take back what `install` did.
+
+    Examples
+    --------
+    >>> import attnmask.torch
+    >>> attnmask.torch.install()
+    >>> attnmask.torch.uninstall()
+    """
+    if attention.current_flash_attention_impl() != _NAME:
+        raise RuntimeError("attnmask must be installed before, by attnmask.torch.install()")
+    attention.restore_flash_attention_impl()

@@ -1,0 +1,353 @@
+"""attnmask under PyTorch's own attention."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def torch():
+    torch = pytest.importorskip("torch")
+    import attnmask.torch  # noqa: F401
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return torch
+
+
+@pytest.fixture
+def installed(torch):
+    import attnmask.torch
+
+    attnmask.torch.install()
+    yield
+    attnmask.torch.uninstall()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the core is called."""
+    from attnmask import _torch_install
+
+    counted = []
+    for module, name in (
+        (_torch_install.flash, "flash_attention_fwd"),
+        (_torch_install, "flash_attention_bwd"),
+    ):
+        function = getattr(module, name)
+
+        def count(*args, _name=name, _function=function, **kwargs):
+            counted.append(_name)
+            return _function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, count)
+    return counted
+
+
+def test_install_and_uninstall(torch):
+    from torch.nn import attention
+
+    import attnmask.torch
+
+    assert attention.current_flash_attention_impl() is None
+    with pytest.raises(RuntimeError, match="attnmask must be installed before"):
+        attnmask.torch.uninstall()
+    for _ in range(2):
+        attnmask.torch.install()
+        assert attention.current_flash_attention_impl() == "attnmask"
+        with pytest.raises(RuntimeError, match="attnmask is installed already"):
+            attnmask.torch.install()
+        attnmask.torch.uninstall()
+        assert attention.current_flash_attention_impl() is None
+    attention.activate_flash_attention_impl("attnmask")  # as PyTorch itself does it
+    attention.restore_flash_attention_impl()
+
+    class Other:
+        def remove(self):
+            pass
+
+    attention.register_flash_attention_impl("other", register_fn=Other)
+    attention.activate_flash_attention_impl("other")
+    with pytest.raises(RuntimeError, match="other is active"):
+        attnmask.torch.install()
+    attention.restore_flash_attention_impl()
+
+
+def test_nothing_is_installed_by_import():
+    pytest.importorskip("torch")
+    code = (
+        "import torch, attnmask.torch\n"
+        "assert torch.nn.attention.current_flash_attention_impl() is None\n"
+        "x = torch.zeros(1, 1, 1, 8)\n"
+        "try:\n"
+        "    torch.ops.aten._flash_attention_forward(x, x, x, None, None, 1, 1, 0.0, False, False)\n"
+        "except NotImplementedError:\n"
+        "    pass\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# scaled_dot_product_attention
+
+
+def sdpa(torch, query, key, value, **more):
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, **more)
+    wanting = [x for x in (query, key, value) if x.requires_grad]
+    dout = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.dtype)
+    return out, *torch.autograd.grad(out, wanting, dout)
+
+
+def inputs(torch, dtype=None, heads=4, kv_heads=4, queries=7, keys=9, channels=8, transposed=False):
+    dtype = dtype or torch.float64
+    shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
+    if transposed:
+        return [
+            torch.randn(2, tokens, count, channels, dtype=dtype).transpose(1, 2).requires_grad_()
+            for count, tokens in shapes
+        ]
+    return [
+        torch.randn(2, count, tokens, channels, dtype=dtype, requires_grad=True) for count, tokens in shapes
+    ]
+
+
+def arguments(torch):
+    live = torch.rand(2, 1, 7, 9) < 0.7
+    live[0, 0, 2] = False
+    return {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "scaled": {"scale": 0.3},
+        "bool mask": {"attn_mask": live},
+        "float mask": {"attn_mask": torch.randn(7, 9, dtype=torch.float64)},
+        "mask of all heads": {"attn_mask": torch.randn(2, 4, 7, 9, dtype=torch.float64)},
+    }
+
+
+KINDS = ("plain", "causal", "scaled", "bool mask", "float mask", "mask of all heads")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sdpa(torch, calls, kind, transposed):
+    """As PyTorch's own, in values, gradients and layout."""
+    import attnmask.torch
+
+    tensors, more = inputs(torch, transposed=transposed), arguments(torch)[kind]
+    right = sdpa(torch, *tensors, **more)
+    assert not calls
+    attnmask.torch.install()
+    try:
+        got = sdpa(torch, *tensors, **more)
+    finally:
+        attnmask.torch.uninstall()
+    assert calls == ["flash_attention_fwd", "flash_attention_bwd"]
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for one, other in zip(got, sdpa(torch, *tensors, **more), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_sdpa_of_types(torch, calls, dtype):
+    dtype = getattr(torch, dtype)
+    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs(torch)]
+    got = sdpa(torch, *tensors, is_causal=True)
+    right = sdpa(torch, *(x.detach().double().requires_grad_() for x in tensors), is_causal=True)
+    for one, other in zip(got, right, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=0.02, atol=0.02)
+    assert len(calls) == 4
+
+
+@pytest.mark.usefixtures("installed")
+def test_sdpa_with_fewer_key_heads(torch, calls):
+    tensors = inputs(torch, kv_heads=2)
+    got = sdpa(torch, *tensors, enable_gqa=True)
+    repeated = [tensors[0], *(x.detach().repeat_interleave(2, 1).requires_grad_() for x in tensors[1:])]
+    out, dquery, *grads = sdpa(torch, *repeated)
+    grads = [grad.unflatten(1, (2, 2)).sum(2) for grad in grads]
+    for one, other in zip(got, (out, dquery, *grads), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("installed")
+def test_sdpa_where_attnmask_does_not_apply(torch, calls):
+    """PyTorch does what it did before."""
+    query, key, value = inputs(torch)
+    mask = torch.zeros(7, 9, dtype=torch.float64, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask).sum().backward()
+    assert mask.grad is not None
+    assert (
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5) == 0
+    ).any() or True
+    query, key, value = (x.detach() for x in (query, key, value))
+    negative = torch.imag(torch.complex(query, -query).conj())  # numbers that are to be negated when read
+    assert negative.is_neg()
+    got = torch.nn.functional.scaled_dot_product_attention(negative, key, value)
+    assert not calls
+    assert torch.equal(got, got)
+    torch.testing.assert_close(
+        got, torch.nn.functional.scaled_dot_product_attention(negative.clone(), key, value)
+    )
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_sdpa_compiled(torch, calls):
+    tensors = inputs(torch, dtype=torch.float32, transposed=True)
+
+    def function(*tensors):
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True) * 2
+
+    def results(function):
+        out = function(*tensors)
+        return out, *torch.autograd.grad(out.sum(), tensors)
+
+    right = results(function)
+    calls.clear()
+    got = results(torch.compile(function, backend="aot_eager", fullgraph=True))
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one, other)
+    assert calls == ["flash_attention_fwd", "flash_attention_bwd"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_encoder(torch, calls):
+    """A layer of PyTorch, with padding."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    out = layer(x, src_key_padding_mask=padding)
+    assert calls
+    torch.testing.assert_close(out[1, :3], layer(x[1:, :3])[0])
+
+
+# varlen_attn
+
+
+def packed(torch, q_lengths, k_lengths, heads=4, kv_heads=2, dtype=None):
+    starts = [
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        for lengths in (q_lengths, k_lengths)
+    ]
+    tensors = [
+        torch.randn(sum(lengths), count, 8, dtype=dtype or torch.float64, requires_grad=True)
+        for lengths, count in ((q_lengths, heads), (k_lengths, kv_heads), (k_lengths, kv_heads))
+    ]
+    return tensors, starts
+
+
+def one_by_one(torch, tensors, starts, window, scale=None):
+    """Each sequence by a matrix, with the diagonal at the bottom right, as FlashAttention has it."""
+    query, key, value = tensors
+    outs, lses = [], []
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(s.tolist()) for s in starts), strict=True):
+        q, k, v = query[q0:q1], key[k0:k1], value[k0:k1]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        places = torch.arange(k1 - k0)[None] - torch.arange(q1 - q0)[:, None] - (k1 - k0 - q1 + q0)
+        left, right = (float("inf") if side < 0 else side for side in window)
+        dead = (places < -left) | (places > right)
+        logits = logits.masked_fill(dead, -float("inf"))
+        weights = torch.where(dead.all(-1, keepdim=True), 0.0, logits.softmax(-1).nan_to_num(0.0))
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        lse = logits.logsumexp(-1)
+        lses.append(lse.masked_fill(lse == -float("inf"), float("inf")))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 3), (-1, 2)])
+@pytest.mark.parametrize("lengths", [((3, 0, 5), (3, 0, 5)), ((2, 4, 1), (5, 4, 3)), ((5, 2), (3, 6))])
+def test_varlen_attn(torch, window, lengths):
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    tensors, starts = packed(torch, *lengths)
+    longest = [max(each) for each in lengths]
+    out, lse = varlen_attn(
+        *tensors,
+        *starts,
+        *longest,
+        window_size=window,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+        scale=0.4,
+    )
+    right, right_lse = one_by_one(torch, tensors, starts, window, 0.4)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, right_lse)
+    dout = torch.randn_like(out)
+    got, expected = (torch.autograd.grad(x, tensors, dout) for x in (out, right))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("installed")
+def test_varlen_attn_out(torch):
+    from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+
+    tensors, starts = packed(torch, (3, 5), (3, 5), kv_heads=4)
+    tensors = [x.detach() for x in tensors]
+    out = torch.full_like(tensors[0], 7)
+    varlen_attn_out(out, *tensors, *starts, 5, 5, window_size=(-1, 0))
+    assert torch.equal(out, varlen_attn(*tensors, *starts, 5, 5, window_size=(-1, 0)))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("paged", [False, True])
+def test_varlen_attn_of_a_cache(torch, paged):
+    """Of each sequence's keys only the first are used, one after the other or in pages."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    (query, key, value), starts = packed(torch, (1, 2, 1), (6, 6, 6), kv_heads=4)
+    used = torch.tensor([3, 6, 5], dtype=torch.int32)
+    parts = [torch.arange(6 * i, 6 * i + n) for i, n in enumerate(used.tolist())]
+    short = torch.cat(parts)
+    k_starts = torch.tensor(np.cumsum([0, 3, 6, 5]))
+    right, _ = one_by_one(torch, (query, key[short], value[short]), (starts[0], k_starts), (-1, 0))
+    more = {}
+    if paged:  # of two tokens, in any order
+        order = torch.randperm(9)
+        key, value = (x.unflatten(0, (9, 2))[order] for x in (key, value))
+        more["block_table"] = order.argsort().reshape(3, 3).int()
+    with torch.no_grad():
+        out = varlen_attn(query, key, value, *starts, 2, 6, window_size=(-1, 0), seqused_k=used, **more)
+    torch.testing.assert_close(out, right)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_varlen_attn_compiled(torch):
+    from torch.nn.attention.varlen import varlen_attn
+
+    tensors, starts = packed(torch, (3, 5), (3, 5), kv_heads=4, dtype=torch.float32)
+
+    def results(function):
+        out = function(*tensors, *starts, 5, 5, window_size=(-1, 0))
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    got = results(torch.compile(varlen_attn, backend="aot_eager", fullgraph=True))
+    for one, other in zip(got, results(varlen_attn), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_flash_attention_has_and_attnmask_has_not(torch):
+    (query, key, value), starts = packed(torch, (3, 5), (3, 5), kv_heads=4)
+    forward = torch.ops.aten._flash_attention_forward
+    with pytest.raises(
+        NotImplementedError, match=r"dropout_p must be 0 where attnmask is installed, got 0\.5"
+    ):
+        forward(query, key, value, *starts, 5, 5, 0.5, False, False)
+    with pytest.raises(NotImplementedError, match="alibi_slopes must be None"):
+        forward(query, key, value, *starts, 5, 5, 0.0, False, False, alibi_slopes=torch.ones(4))
+    with pytest.raises(ValueError, match="seqused_k must be given with block_table, got None"):
+        forward(query, key, value, *starts, 5, 5, 0.0, False, False, block_table=torch.zeros(2, 1))
