@@ -12,16 +12,23 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs wheel lint format stubs sanitize tsan werror clean
+.PHONY: help demo test test-frameworks frameworks bench docs wheel lint format stubs sanitize tsan werror clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(VENV)/installed ## install and show what the library does
 	$(BIN)/python -m attnmask
 
 test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_ARGS='-k cumsum')
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# PyTorch for the CPU alone: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'.
+test-frameworks: ## run the tests that need PyTorch or JAX, in an environment with both
+	$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks
+
+frameworks: $(VENV)/installed $(VENV)/test.txt $(VENV)/frameworks.txt
+	$(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
@@ -57,7 +64,7 @@ format: $(VENV)/lint.txt ## put C and Python in order
 
 stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and that the stub describes the C module
 	$(BIN)/mypy
-	printf 'attnmask.jax\nattnmask.torch\n' | $(BIN)/python -m mypy.stubtest --allowlist /dev/stdin --ignore-unused-allowlist attnmask # they need theirs
+	printf 'attnmask.jax\nattnmask[.]_?torch.*\n' | $(BIN)/python -m mypy.stubtest --allowlist /dev/stdin --ignore-unused-allowlist attnmask # they need theirs
 
 # Builds other than the installed one live in build/NAME.
 BUILD_AS = $(BIN)/python setup.py --quiet build --build-temp build/$(1)/temp --build-lib build/$(1)/lib
@@ -104,7 +111,7 @@ tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threa
 	$(TSAN) $(BIN)/pytest --capture=sys $(TSAN_TESTS) $(PYTEST_ARGS) # which leaves the report to be seen
 
 clean: ## remove all that was made
-	rm -rf $(VENV) build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-frameworks build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created: # with what pyproject.toml asks for to build, so that a rebuild needs no new environment

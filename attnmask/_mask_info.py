@@ -1383,6 +1383,59 @@ class MaskInfo:
                 raise TypeError(f"a MaskInfo has no {name!r} to replace")
         return self._of(changed(self._state, locals() | others))
 
+    # FlexAttention
+
+    def to_block_mask(self, block_size: int | tuple[int, int] = 128) -> Any:
+        """The mask as FlexAttention of PyTorch takes it, which must be there.
+
+        Parameters
+        ----------
+        block_size : int or tuple of two int
+            Queries and keys of a block.
+
+        Returns
+        -------
+        torch.nn.attention.flex_attention.BlockMask
+            On the CPU. Its ``mask_mod`` is made of the terms: nothing is as large as the mask.
+
+        Examples
+        --------
+        >>> import torch
+        >>> info = attnmask.MaskInfo.from_segments([[0] * 128 + [1] * 128]).apply_causal()
+        >>> block_mask = info.to_block_mask()
+        >>> block_mask.shape, block_mask.sparsity()
+        ((1, 1, 256, 256), 50.0)
+        """
+        from attnmask._torch_blocks import to_block_mask
+
+        return to_block_mask(self, block_size)
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any) -> "MaskInfo":
+        """A mask of a BlockMask of FlexAttention, on the CPU.
+
+        Its ``mask_mod`` is asked for every pair, once: the mask is an array from here on.
+
+        Parameters
+        ----------
+        block_mask : torch.nn.attention.flex_attention.BlockMask
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 200, 200, device="cpu")
+        >>> int(attnmask.MaskInfo.from_block_mask(block_mask).attention_mask.sum())
+        20100
+        """
+        from attnmask._torch_blocks import from_block_mask
+
+        return from_block_mask(block_mask)
+
     # Trees
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -24,6 +24,13 @@ class MaskTensors(NamedTuple):
         The mask without its arrays. A compiled function is compiled once for each.
     tensors : tuple of Tensor
         The arrays.
+
+    Examples
+    --------
+    >>> import attnmask.torch
+    >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]])
+    >>> attnmask.torch.mask_tensors(info).specification
+    '[[1, 1, 3, 3], [["equal", [0], [0], false]]]'
     """
 
     specification: str

@@ -21,6 +21,8 @@ autodoc_typehints = "none"  # the sections on parameters say more
 autodoc_preserve_defaults = True  # np.int32, as it is written
 autodoc_member_order = "bysource"
 autodoc_mock_imports = [name for name in ("jax", "torch") if not importlib.util.find_spec(name)]
+if "torch" in autodoc_mock_imports:
+    autodoc_mock_imports.append("attnmask._torch_import")
 numpydoc_show_class_members = False
 
 html_theme = "furo"

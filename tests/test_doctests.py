@@ -18,16 +18,22 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").glob("*.rst"))
 
-NOT_HERE = {"attnmask.__main__"} | {
-    f"attnmask.{name}" for name in ("jax", "torch") if not importlib.util.find_spec(name)
-}
+NOT_HERE = (
+    "attnmask.__main__",
+    *(
+        f"attnmask.{mark}{name}"
+        for name in ("jax", "torch")
+        if not importlib.util.find_spec(name)
+        for mark in ("", "_")
+    ),
+)
 OFFERED = {"attnmask.jax", "attnmask.operations", "attnmask.torch"}  # beside what `attnmask` itself does
 MEMBERS = FunctionType, classmethod, staticmethod, property
 
 
 def modules():
     names = [info.name for info in pkgutil.walk_packages(attnmask.__path__, "attnmask.")]
-    return [attnmask, *(importlib.import_module(name) for name in names if name not in NOT_HERE)]
+    return [attnmask, *(importlib.import_module(name) for name in names if not name.startswith(NOT_HERE))]
 
 
 def public():
@@ -53,8 +59,9 @@ def examples():
 
 @pytest.mark.parametrize("test", list(examples()))
 def test_docstring(test, set_threads):  # which undoes what an example sets
-    if "matplotlib" in test.docstring:
-        pytest.importorskip("matplotlib")
+    for name in ("matplotlib", "import torch"):
+        if name in test.docstring:
+            pytest.importorskip(name.removeprefix("import "))
     report = io.StringIO()
     result = doctest.DocTestRunner().run(test, out=report.write)
     assert not result.failed, report.getvalue()
@@ -78,7 +85,8 @@ def test_the_reference_has_everything_public():
                 module = line.split()[2]
             elif re.match(r"\.\. auto(function|class|method|property):: (?!.*__)", line):
                 named.append(f"{module}.{line.split()[2]}")
-    frameworks = {f"attnmask.{name}.flash_attention" for name in ("jax", "torch")}
+    torch = "flash_attention", "mask_tensors", "MaskTensors", "install", "uninstall"
+    frameworks = {"attnmask.jax.flash_attention", *(f"attnmask.torch.{name}" for name in torch)}
     expected = frameworks | {
         f"{module.__name__}.{name}"
         for module, name, _ in public()

@@ -1,0 +1,91 @@
+"""MaskInfo and the BlockMask of FlexAttention."""
+
+import numpy as np
+import pytest
+
+import attnmask
+from attnmask import MaskInfo
+
+
+@pytest.fixture
+def torch():
+    torch = pytest.importorskip("torch")
+    import attnmask.torch  # noqa: F401
+
+    torch.manual_seed(0)
+    return torch
+
+
+def segments(batch=2):
+    return MaskInfo.from_segments(np.array([[0] * 9 + [1] * 20 + [2] * 4 + [-1] * 4, [3] * 37])[:batch])
+
+
+MASKS = {
+    "segments": segments,
+    "causal": lambda: segments().apply_causal(),
+    "one offset a row": lambda: segments().apply_causal(np.array([1, -2])),
+    "window": lambda: segments(1).apply_sliding_window((5, 2)),
+    "chunks": lambda: segments().apply_chunked(8, within_segments=False),
+    "key lengths": lambda: segments().apply_kv_lengths([20, 37], q_len=5),
+    "token types": lambda: (
+        segments().apply_causal().apply_token_type_ids(np.arange(74).reshape(2, 37) // 6 % 3)
+    ),
+    "sequences": lambda: MaskInfo.from_cu_seqlens([0, 9, 9, 37], packed=True).apply_causal(),
+    "dense": lambda: MaskInfo.from_random(2, 37, 21, 0.3, 0),
+    "heads": lambda: MaskInfo.from_attention_mask(np.tri(37, 37)[None, None] > np.zeros((2, 3, 1, 1))),
+    "joined": lambda: ~segments().apply_causal() | MaskInfo.from_random(2, 37, 37, 0.5, 0),
+    "everything": lambda: MaskInfo.dynamic_init(input_ids=np.zeros((1, 32))),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("size", [4, (16, 8), 128])
+def test_there_and_back(torch, mask, size):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = mask()
+    block_mask = mask.to_block_mask(size)
+    assert MaskInfo.from_block_mask(block_mask) == mask
+    batch, heads, queries, keys = mask.attention_mask.shape
+    theirs = create_block_mask(
+        block_mask.mask_mod, batch, heads, queries, keys, device="cpu", BLOCK_SIZE=block_mask.BLOCK_SIZE
+    )
+    assert MaskInfo.from_block_mask(theirs) == mask
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(block_mask, name), getattr(theirs, name))
+    assert torch.equal(block_mask.to_dense(), theirs.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention(torch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = segments().apply_causal()
+    query, key, value = (torch.randn(2, 3, 37, 8, dtype=torch.float64) for _ in range(3))
+    flex = flex_attention(query, key, value, block_mask=mask.to_block_mask(16))
+    out = attnmask.torch.flash_attention(*(x.transpose(1, 2) for x in (query, key, value)), mask)
+    torch.testing.assert_close(flex, out.transpose(1, 2))
+
+
+def test_a_mask_mod_of_ones_own(torch):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (h != 1), 1, 2, 50, 70, device="cpu", BLOCK_SIZE=16
+    )
+    expected = np.tri(50, 70, dtype=bool)[None, None] & np.array([True, False])[None, :, None, None]
+    np.testing.assert_array_equal(MaskInfo.from_block_mask(block_mask).attention_mask, expected)
+
+
+def test_bad_input(torch):
+    for size, error, words in (
+        (0, ValueError, "block_size must be at least 1, got 0"),
+        ((1, 2, 3), ValueError, "block_size must be an integer or a pair, got 3 entries"),
+        ("a", TypeError, "block_size must be an integer"),
+    ):
+        with pytest.raises(error, match=words):
+            segments().to_block_mask(size)
+    with pytest.raises(ValueError, match="the MaskInfo must have an attention_mask"):
+        MaskInfo().to_block_mask()
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask, got None"):
+        MaskInfo.from_block_mask(None)
