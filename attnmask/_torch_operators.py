@@ -11,7 +11,7 @@ are always there::
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from attnmask import _flash as flash
@@ -45,7 +45,7 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
-def needs_operator(arguments: Sequence[Any]) -> bool:
+def needs_operator(arguments: Iterable[Any]) -> bool:
     """Whether PyTorch has to see a call: it makes a graph, transforms a function, or has tensors of another kind."""
     return (
         torch._C._is_tracing()
@@ -56,7 +56,7 @@ def needs_operator(arguments: Sequence[Any]) -> bool:
     )
 
 
-def check_no_tangents(names: Sequence[str], tensors: Sequence[Any]) -> None:
+def check_no_tangents(names: Iterable[str], tensors: Iterable[Any]) -> None:
     """The core knows nothing of them: results would have none, without an error."""
     # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
     if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():

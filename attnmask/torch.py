@@ -146,15 +146,15 @@ def flash_attention(
     """`attnmask.flash_attention` of tensors on the CPU, which share their memory with the package.
 
     There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, and with `return_lse` through the logsumexp,
-    too; gradients of gradients there are not. Under ``torch.autocast`` `query`, `key` and `value` are cast as by
-    ``scaled_dot_product_attention``, and nothing else is. ``torch.compile`` leaves the call out of its graphs; tracers,
-    forward-mode differentiation and ``torch.func`` are refused.
+    too; gradients of gradients and forward-mode derivatives there are not. Under ``torch.autocast`` `query`, `key` and
+    `value` are cast as by ``scaled_dot_product_attention``, and nothing else is. ``torch.compile``, ``torch.export``
+    and other makers of graphs see one operator, and ``torch.func`` may transform it.
 
     Parameters
     ----------
     query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
         Or without B, with `cum_seqlens_q` or `cum_seqlens_k`.
-    attention_mask : Tensor, array_like or MaskInfo, optional
+    attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
     bias, softmax_aux : Tensor or array_like, optional
     return_lse : bool
     **more
@@ -177,36 +177,47 @@ def flash_attention(
     >>> [round(x, 3) for x in value.grad.flatten().tolist()]
     [1.833, 0.833, 0.333]
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(tensor, name)
+    check_tensor(query, "query")
+    check_tensor(key, "key")
+    check_tensor(value, "value")
     with_lse = flag(return_lse, "return_lse")
-    inputs = query, key, value, bias, softmax_aux
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "softmax_aux": softmax_aux,
+        "attention_mask": attention_mask,
+        **more,
+    }
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling and (isinstance(attention_mask, MaskInfo) or torch._C._are_functorch_transforms_active()):
         # Neither goes into a graph: a MaskInfo is no tensor, and operators have no gradients for torch.func.
-        return torch.compiler.disable(flash_attention)(  # type: ignore[no-untyped-call, unused-ignore]
-            query, key, value, attention_mask, bias, softmax_aux=softmax_aux, return_lse=return_lse, **more
-        )
+        return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
     if not compiling:
-        check_no_tangents((*LEARNED, "attention_mask", *more), (*inputs, attention_mask, *more.values()))
-    if compiling or needs_operator((*inputs, attention_mask, *more.values())):
-        arguments = dict(zip(LEARNED, inputs, strict=True)) | {"attention_mask": attention_mask} | more
+        check_no_tangents(given, given.values())
+    if compiling or needs_operator(given.values()):
         operator = (
             operators.Transformed.apply
             if operators.is_differentiated()
             else torch.ops.attnmask.flash_attention
         )
-        both = operator(*_operands(**arguments))
+        both = operator(*_operands(**given))
         return both if with_lse else both[0]
     if "out" in more:
         raise TypeError("flash_attention() of tensors got an unexpected keyword argument 'out'")
-    mask = restored(*attention_mask) if isinstance(attention_mask, MaskTensors) else detached(attention_mask)
-    more = {"attention_mask": mask} | {name: detached(x) for name, x in more.items()}
+    if isinstance(attention_mask, MaskTensors):
+        given["attention_mask"] = restored(*attention_mask)
     if torch.is_autocast_enabled("cpu"):
-        inputs = *map(operators.autocast, inputs[:3]), *inputs[3:]
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-        out, lse = _FlashAttention.apply(*inputs, more)  # type: ignore[no-untyped-call, unused-ignore]
-        return (out, lse) if with_lse else out
-    given = dict(zip(LEARNED, map(detached, inputs), strict=True)) | more
+        given |= {name: operators.autocast(given[name]) for name in LEARNED[:3]}
+    wanting = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+    learning = torch.is_grad_enabled() and any(name in LEARNED for name in wanting)
+    for name in wanting:
+        if not (learning and name in LEARNED):
+            given[name] = given[name].detach()
+    if learning:
+        inputs = [given.pop(name) for name in LEARNED]
+        both = _FlashAttention.apply(*inputs, given)  # type: ignore[no-untyped-call, unused-ignore]
+        return both if with_lse else both[0]
     result = flash.flash_attention(**given, return_lse=with_lse)
     return tuple(map(to_tensor, result)) if with_lse else to_tensor(result)
