@@ -39,7 +39,7 @@ from attnmask._warnings import warn_once
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PRECISIONS = ("default", "high", "highest")
-LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # these arguments have gradients
+LEARNED = ("query", "key", "value", "bias", "softmax_aux", "relative_bias")  # these arguments have gradients
 ARRAYS = (  # these arguments may be arrays
     *LEARNED,
     "attention_mask",
@@ -47,9 +47,8 @@ ARRAYS = (  # these arguments may be arrays
     "kv_segment_ids",
     "cum_seqlens_q",
     "cum_seqlens_k",
-    "causal_offset",
     "alibi_slopes",
-    "relative_bias",
+    "causal_offset",
 )
 Starts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]  # of the queries and keys of packed sequences
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
@@ -533,7 +532,8 @@ def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
-            hint = f"; write {name}.astype(np.float32)" if getattr(array.dtype, "kind", "") in ("b", "i", "u", "f") else ""
+            numeric = getattr(array.dtype, "kind", "") in ("b", "i", "u", "f")
+            hint = f"; write {name}.astype(np.float32)" if numeric else ""
             raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
         if array.ndim != rank:
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"

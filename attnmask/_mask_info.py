@@ -1411,7 +1411,7 @@ class MaskInfo:
         return to_block_mask(self, block_size)
 
     @classmethod
-    def from_block_mask(cls, block_mask: Any) -> "MaskInfo":
+    def from_block_mask(cls, block_mask: Any) -> MaskInfo:
         """A mask of a BlockMask of FlexAttention, on the CPU.
 
         Its ``mask_mod`` is asked for every pair, once: the mask is an array from here on.

@@ -22,11 +22,11 @@ from attnmask._torch_import import Info, make_autograd_impl, torch
 from attnmask._torch_masks import batch_rows, restored, to_tensor
 
 _PARAMETERS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? attention_mask, "
-    "Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? cum_seqlens_q, Tensor? cum_seqlens_k, "
-    "Tensor? causal_offset, Tensor[] mask_tensors, str mask_specification, SymInt offset, "
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? relative_bias, "
+    "Tensor? attention_mask, Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? cum_seqlens_q, "
+    "Tensor? cum_seqlens_k, Tensor? alibi_slopes, Tensor? causal_offset, Tensor[] mask_tensors, str mask_specification, SymInt offset, "
     "SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, float? logits_soft_cap, "
-    "bool normalize_output, float dropout_prob, SymInt? dropout_seed"
+    "bool normalize_output, float dropout_prob, SymInt? dropout_seed, SymInt relative_low"
 )
 NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
 BACKWARD_NAMES = ("dout", "dlse", "out", "lse", *NAMES, "wanted")
@@ -126,6 +126,7 @@ def gradients(
         dlse=detached(dlse),
         grad_bias=wanted[3],
         grad_softmax_aux=wanted[4],
+        grad_relative_bias=wanted[5],
         **given,
     )
 
@@ -242,7 +243,8 @@ def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
         and given["cum_seqlens_q"] is None
         and given["cum_seqlens_k"] is None
         and given["dropout_prob"] == 0  # which counts rows
-        and dims["softmax_aux"] is None
+        and all(dims[name] is None for name in ("softmax_aux", "relative_bias", "alibi_slopes"))
+        and (given["alibi_slopes"] is None or given["alibi_slopes"].ndim == 1)
         and all(dim is None for dim in dims["mask_tensors"])
         and batch_rows(given["mask_specification"]) == 1
         and not any(given.get("wanted", ())[3:])  # those are summed over the rows

@@ -23,10 +23,9 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, more: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        arguments = dict(zip(LEARNED, (query, key, value, bias, softmax_aux), strict=True)) | more
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *learned, more = inputs
+        arguments = dict(zip(LEARNED, learned, strict=True)) | more
         out, lse = operators.attend({name: detached(x) for name, x in arguments.items()})
         tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
         ctx.names = tuple(tensors)
@@ -41,7 +40,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
             return torch.compiler.disable(_FlashAttention.backward)(ctx, dout, dlse)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
         *tensors, out, lse = ctx.saved_tensors
         given = ctx.others | dict(zip(ctx.names, tensors, strict=True))
-        wanted = ctx.needs_input_grad[:5]
+        wanted = ctx.needs_input_grad[: len(LEARNED)]
         if needs_operator((dout, dlse, *tensors)):
             grads = torch.ops.attnmask.flash_attention_backward(
                 dout, dlse, out, lse, *_operands(**given), wanted
@@ -82,6 +81,7 @@ def _operands(
     precision: Any = None,
     logits_dtype: Any = None,
     causal_offset: Any = 0,
+    relative_low: Any = 0,
     **arrays: Any,
 ) -> tuple[Any, ...]:
     """The operands of the operator that stand for arguments of `attnmask.flash_attention`."""
@@ -129,6 +129,7 @@ def _operands(
         flag(normalize_output, "normalize_output"),
         real(dropout_prob, "dropout_prob"),
         _seed(dropout_seed),
+        integer(relative_low, "relative_low"),
     )
 
 
@@ -140,12 +141,13 @@ def flash_attention(
     bias: Any = None,
     *,
     softmax_aux: Any = None,
+    relative_bias: Any = None,
     return_lse: bool = False,
     **more: Any,
 ) -> Any:
     """`attnmask.flash_attention` of tensors on the CPU, which share their memory with the package.
 
-    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, and with `return_lse` through the logsumexp,
+    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, `relative_bias`, and with `return_lse` through the logsumexp,
     too; gradients of gradients and forward-mode derivatives there are not. Under ``torch.autocast`` `query`, `key` and
     `value` are cast as by ``scaled_dot_product_attention``, and nothing else is. ``torch.compile``, ``torch.export``
     and other makers of graphs see one operator, and ``torch.func`` may transform it.
@@ -155,7 +157,7 @@ def flash_attention(
     query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
         Or without B, with `cum_seqlens_q` or `cum_seqlens_k`.
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
-    bias, softmax_aux : Tensor or array_like, optional
+    bias, softmax_aux, relative_bias : Tensor or array_like, optional
     return_lse : bool
     **more
         The other arguments of `attnmask.flash_attention` but `out`, by their names.
@@ -187,6 +189,7 @@ def flash_attention(
         "value": value,
         "bias": bias,
         "softmax_aux": softmax_aux,
+        "relative_bias": relative_bias,
         "attention_mask": attention_mask,
         **more,
     }

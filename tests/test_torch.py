@@ -125,8 +125,8 @@ def test_only_what_is_wanted(torch, inputs):
 
 def test_a_list_of_sinks(torch, inputs):
     query, key, value, *_ = inputs
-    out = attnmask.torch.flash_attention(query, key, value, softmax_aux=[0.5, 1.0])
-    same = attnmask.flash_attention(*(x.detach() for x in (query, key, value)), softmax_aux=[0.5, 1.0])
+    out = attnmask.torch.flash_attention(query, key, value, softmax_aux=[[0.5, 1.0]])
+    same = attnmask.flash_attention(*(x.detach() for x in (query, key, value)), softmax_aux=[[0.5, 1.0]])
     np.testing.assert_array_equal(out.detach().numpy(), same)
 
 
@@ -252,6 +252,8 @@ def kept(torch, inputs):
         "q_segment_ids": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], dtype=torch.int32),
         "kv_segment_ids": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1]], dtype=torch.int32),
         "causal_offset": torch.tensor([1, 2]),
+        "alibi_slopes": torch.rand(2, dtype=torch.float64),
+        "relative_bias": torch.randn(2, 3, dtype=torch.float64, requires_grad=True),
     }
 
 
@@ -261,7 +263,7 @@ def learned(arguments):
 
 KEPT = (
     *("query", "key", "value", "bias", "softmax_aux", "attention_mask", "q_segment_ids", "kv_segment_ids"),
-    *("causal_offset", "out", "lse"),
+    *("causal_offset", "alibi_slopes", "relative_bias", "out", "lse"),
 )
 
 
@@ -292,7 +294,13 @@ def test_saved_tensors_hooks(torch, kept, changed):
     got = torch.autograd.grad((out, lse), learned(kept), (dout, dlse))
     arguments = right if changed is None else right | {changed: other(right[changed])}
     expected = attnmask.flash_attention_bwd(
-        dout, **arguments, causal=True, grad_bias=True, grad_softmax_aux=True, dlse=dlse
+        dout,
+        **arguments,
+        causal=True,
+        grad_bias=True,
+        grad_softmax_aux=True,
+        grad_relative_bias=True,
+        dlse=dlse,
     )
     for one, another in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one.numpy(), another)
@@ -394,3 +402,36 @@ def test_the_compiler_is_not_imported():
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_terms_by_distance(torch):
+    """ALiBi and a relative bias, whose gradient PyTorch learns; the same in a graph and under vmap."""
+    rng = np.random.default_rng(0)
+    query, key, value = (torch.tensor(x, requires_grad=True) for x in rng.standard_normal((3, 2, 9, 4, 8)))
+    table = torch.tensor(rng.standard_normal((4, 7)), requires_grad=True)
+    slopes = torch.tensor(rng.random(4))
+
+    def attend(query, table, slopes):
+        return attnmask.torch.flash_attention(
+            query, key, value, causal=True, alibi_slopes=slopes, relative_bias=table, relative_low=-6
+        )
+
+    out = attend(query, table, slopes)
+    expected, vjp = attnmask.flash_attention_vjp(
+        *(x.detach() for x in (query, key, value)),
+        causal=True,
+        alibi_slopes=slopes,
+        relative_bias=table.detach(),
+        relative_low=-6,
+        grad_relative_bias=True,
+    )
+    assert (out.detach().numpy() == expected).all()
+    got = torch.autograd.grad(out.sum(), (query, table))
+    grads = vjp(np.ones_like(expected))
+    assert (got[0].numpy() == grads.query).all()
+    assert (got[1].numpy() == grads.relative_bias).all()
+    by_operator = torch.func.grad(lambda table: attend(query, table, slopes).sum())(table)
+    assert torch.equal(by_operator, got[1])
+    many = torch.stack([slopes, 2 * slopes])
+    mapped = torch.func.vmap(lambda one: attend(query, table, one))(many)
+    assert torch.equal(mapped[1], attend(query, table, 2 * slopes))
