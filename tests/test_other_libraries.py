@@ -100,6 +100,7 @@ CALLS = {
     ),
 }
 NOT_OF_ARRAYS = {
+    "AttnmaskWarning",
     "BwdParams",
     "FlashAttentionGrads",
     "FwdParams",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import attnmask
-from attnmask import MaskInfo
+from attnmask import MaskInfo, _warnings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit:DeprecationWarning"
@@ -125,9 +125,18 @@ def test_only_what_is_wanted(torch, inputs):
 
 def test_a_list_of_sinks(torch, inputs):
     query, key, value, *_ = inputs
-    out = attnmask.torch.flash_attention(query, key, value, softmax_aux=[[0.5, 1.0]])
-    same = attnmask.flash_attention(*(x.detach() for x in (query, key, value)), softmax_aux=[[0.5, 1.0]])
+    out = attnmask.torch.flash_attention(query, key, value, softmax_aux=[0.5, 1.0, 0.0])
+    same = attnmask.flash_attention(*(x.detach() for x in (query, key, value)), softmax_aux=[0.5, 1.0, 0.0])
     np.testing.assert_array_equal(out.detach().numpy(), same)
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_a_warning_shows_the_line_of_the_user(torch, inputs, wants_gradient, monkeypatch):
+    monkeypatch.setattr(_warnings, "_untold", _warnings._MESSAGES.copy())
+    query, key, value = (x.detach().requires_grad_(wants_gradient) for x in inputs[:3])
+    with pytest.warns(attnmask.AttnmaskWarning, match="bottom-right") as caught:
+        attnmask.torch.flash_attention(query[:, :1], key, value, causal=True)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_refusals(torch, inputs):
