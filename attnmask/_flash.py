@@ -7,7 +7,7 @@ may have fewer heads than queries, which then share them: query head ``h`` reads
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Never, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -23,7 +23,7 @@ from attnmask._flash_arguments import (
     dropout_of,
     read_problem,
 )
-from attnmask._keywords import reject_unknown
+from attnmask._keywords import NoKeywords, reject_unknown
 from attnmask._mask_info import MaskInfo
 
 __all__ = [
@@ -95,7 +95,7 @@ def flash_attention(
     relative_low: int = 0,
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
-    **unknown: Never,
+    **unknown: Unpack[NoKeywords],
 ) -> Any:
     """Softmax attention of queries over the keys that they may attend to.
 
@@ -260,7 +260,7 @@ def flash_attention_fwd(
     relative_bias: ArrayLike | None = None,
     relative_low: int = 0,
     out: NDArray[Any] | None = None,
-    **unknown: Never,
+    **unknown: Unpack[NoKeywords],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """`flash_attention` with what its gradient and `merge_attention_states` need: the logsumexp of each row.
 

@@ -554,6 +554,8 @@ def _batched(
 class _NotGiven(int):
     """The default of an argument, which can be told from the same number in a call."""
 
+    __slots__ = ()
+
 
 TOP_LEFT = _NotGiven(0)
 

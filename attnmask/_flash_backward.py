@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Never, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -17,7 +17,7 @@ from attnmask._flash_arguments import (
     attention_function,
     read_problem,
 )
-from attnmask._keywords import reject_unknown
+from attnmask._keywords import NoKeywords, reject_unknown
 from attnmask._mask_info import MaskInfo
 
 __all__ = ["FlashAttentionGrads", "flash_attention_bwd", "flash_attention_vjp"]
@@ -144,7 +144,7 @@ def flash_attention_bwd(
     grad_softmax_aux: bool = False,
     grad_relative_bias: bool = False,
     dlse: ArrayLike | None = None,
-    **unknown: Never,
+    **unknown: Unpack[NoKeywords],
 ) -> FlashAttentionGrads:
     """The gradients of `flash_attention`, from what `flash_attention_fwd` gave; `flash_attention_vjp` is both in one.
 
@@ -226,7 +226,7 @@ def flash_attention_vjp(
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
     grad_relative_bias: bool = False,
-    **unknown: Never,
+    **unknown: Unpack[NoKeywords],
 ) -> tuple[Any, _Vjp]:
     """`flash_attention` and its gradients.
 

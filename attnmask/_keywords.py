@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 _LEAVE_OUT = {
     "enable_gqa": "key and value may have fewer heads than query",
@@ -56,6 +56,10 @@ _WRITE = {
     "return_residual": "return_lse=",
     "return_aux": "return_lse=",
 }
+
+
+class NoKeywords(TypedDict):
+    """The type of ``**unknown``: type checkers refuse a call with any of them, as without it."""
 
 
 def advice(name: str, parameters: Collection[str]) -> str:
