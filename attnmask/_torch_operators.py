@@ -24,7 +24,8 @@ from attnmask._torch_masks import batch_rows, restored, to_tensor
 _PARAMETERS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? relative_bias, "
     "Tensor? attention_mask, Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? cum_seqlens_q, "
-    "Tensor? cum_seqlens_k, Tensor? alibi_slopes, Tensor? causal_offset, Tensor[] mask_tensors, str mask_specification, SymInt offset, "
+    "Tensor? cum_seqlens_k, Tensor? alibi_slopes, Tensor? causal_offset, Tensor[] mask_tensors, "
+    "str mask_specification, SymInt offset, "
     "SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, float? logits_soft_cap, "
     "bool normalize_output, float dropout_prob, SymInt? dropout_seed, SymInt relative_low"
 )

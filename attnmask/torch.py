@@ -147,10 +147,10 @@ def flash_attention(
 ) -> Any:
     """`attnmask.flash_attention` of tensors on the CPU, which share their memory with the package.
 
-    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux`, `relative_bias`, and with `return_lse` through the logsumexp,
-    too; gradients of gradients and forward-mode derivatives there are not. Under ``torch.autocast`` `query`, `key` and
-    `value` are cast as by ``scaled_dot_product_attention``, and nothing else is. ``torch.compile``, ``torch.export``
-    and other makers of graphs see one operator, and ``torch.func`` may transform it.
+    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias`, and with `return_lse`
+    through the logsumexp, too; gradients of gradients and forward-mode derivatives there are not. Under
+    ``torch.autocast`` `query`, `key` and `value` are cast as by ``scaled_dot_product_attention``, and nothing else is.
+    ``torch.compile``, ``torch.export`` and others that make graphs see one operator; ``torch.func`` may transform it.
 
     Parameters
     ----------
