@@ -320,14 +320,19 @@ def _is_bottom_right(causal_offset: Any) -> bool:
     return isinstance(causal_offset, str)
 
 
+def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """How far a key may be from the diagonal, to the left and to the right."""
+    causal, sliding_window = flag(given["causal"], "causal"), given["sliding_window"]
+    left, right = (None, None) if sliding_window is None else window(sliding_window)
+    return None if left is None else -left, 0 if causal else right
+
+
 def _places(
     given: Mapping[str, Any], starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape
 ) -> Node | None:
     """What sequences, the diagonal and the window allow; None if that is everything."""
-    causal, sliding_window = flag(given["causal"], "causal"), given["sliding_window"]
+    low, high = distances(given)
     causal_offset = given["causal_offset"]
-    left, right = (None, None) if sliding_window is None else window(sliding_window)
-    low, high = None if left is None else -left, 0 if causal else right
     offset: PerRow
     if starts is None:
         bottom_right = _is_bottom_right(causal_offset)
