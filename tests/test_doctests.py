@@ -18,16 +18,15 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").glob("*.rst"))
 
-NOT_HERE = {"attnmask.__main__"} | {
-    f"attnmask.{name}" for name in ("jax", "torch") if not importlib.util.find_spec(name)
-}
+MISSING = [name for name in ("jax", "torch") if not importlib.util.find_spec(name)]
+NOT_HERE = ("attnmask.__main__", *(f"attnmask.{prefix}{name}" for name in MISSING for prefix in ("", "_")))
 OFFERED = {"attnmask.jax", "attnmask.operations", "attnmask.torch"}  # beside what `attnmask` itself does
 MEMBERS = FunctionType, classmethod, staticmethod, property
 
 
 def modules():
     names = [info.name for info in pkgutil.walk_packages(attnmask.__path__, "attnmask.")]
-    return [attnmask, *(importlib.import_module(name) for name in names if name not in NOT_HERE)]
+    return [attnmask, *(importlib.import_module(name) for name in names if not name.startswith(NOT_HERE))]
 
 
 def public():
