@@ -19,7 +19,7 @@ __all__ = ["backward", "forward", "registered"]
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
 # Terms and operators by the number that the core has for them.
 _KINDS = ("all", "band", "chunk", "keys", "equal", "sequences", "dense", "not", "and", "or", "xor")
-_NOTHING, _INTEGER, _ARRAY, _WIDE_ARRAY = range(4)
+_NOTHING, _INTEGER, _NARROW, _WIDE = range(4)
 
 _lock = threading.Lock()
 _accepted: bool | None = None
@@ -50,7 +50,7 @@ def _operand(value: Any) -> tuple[int, int]:
     if value is None:
         return _NOTHING, 0
     if isinstance(value, (Leaf, Wide)):
-        return (_ARRAY if isinstance(value, Leaf) else _WIDE_ARRAY), value.place
+        return (_NARROW if isinstance(value, Leaf) else _WIDE), value.place
     return _INTEGER, int(value)
 
 
@@ -99,8 +99,18 @@ def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
 def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, ...]:
     arrays = alike([jax.numpy.asarray(array) for array in arrays])
     results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
-    call = jax.ffi.ffi_call(name, results, vmap_method="expand_dims")
-    return tuple(call(*arrays, words=_words(spec, flags)))
+    words = _words(spec, flags)
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator, unused-ignore]
+    def call(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(jax.ffi.ffi_call(name, results, vmap_method="expand_dims")(*arrays, words=words))
+
+    @call.defjvp  # type: ignore[untyped-decorator, unused-ignore]
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("attnmask.jax.flash_attention has gradients, but no gradients of these")
+
+    found: tuple[Any, ...] = call(*arrays)
+    return found
 
 
 def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:
@@ -135,13 +145,6 @@ def backward(
     names = [*LEARNED[:3], *(name for name in LEARNED[3:] if name in wanted)]
     shapes = [(learned[name].shape, learned[name].dtype) for name in names]
 
-    @jax.custom_jvp  # type: ignore[untyped-decorator, unused-ignore]
-    def gradients(*arrays: Any) -> tuple[Any, ...]:
-        return _call("attnmask_flash_backward", spec, flags, arrays, shapes)
-
-    @gradients.defjvp  # type: ignore[untyped-decorator, unused-ignore]
-    def refuse(*_: Any) -> Any:
-        raise NotImplementedError("attnmask.jax.flash_attention has gradients, but no gradients of these")
-
-    found = dict(zip(names, gradients(*arrays, *others, *of_result), strict=True))
+    gradients = _call("attnmask_flash_backward", spec, flags, [*arrays, *others, *of_result], shapes)
+    found = dict(zip(names, gradients, strict=True))
     return tuple(found[name] for name in wanted)
