@@ -14,8 +14,10 @@ from attnmask._flash_arguments import LEARNED
 from attnmask._jax_arguments import Spec, Wide
 from attnmask._mask_program import Leaf
 
-__all__ = ["backward", "forward", "registered"]
+__all__ = ["TARGETS", "alike", "backward", "forward", "registered", "struct_like"]
 
+TARGETS = ("attnmask_flash_forward", "attnmask_flash_backward")  # names of the handlers
+_VERSION = 1  # of the words
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
 # Terms and operators by the number that the core has for them.
 _KINDS = ("all", "band", "chunk", "keys", "equal", "sequences", "dense", "not", "and", "or", "xor")
@@ -33,7 +35,7 @@ def registered() -> bool:
             # Before it has started JAX would keep them, and give the whole backend up if one is refused.
             jax.local_devices(backend="cpu")
             try:
-                for name, handler in _core.xla_handlers().items():
+                for name, handler in zip(TARGETS, _core.xla_handlers(), strict=True):
                     jax.ffi.register_ffi_target(name, handler, platform="cpu")
                 _accepted = True
             except Exception as error:
@@ -56,7 +58,7 @@ def _operand(value: Any) -> tuple[int, int]:
 
 def _words(spec: Spec, flags: int) -> Any:
     doubles = struct.unpack("3q", struct.pack("3d", spec.scale, spec.cap, spec.dropout))
-    words = [flags | _NORMALIZE * spec.normalize, *doubles, *_operand(spec.seed)]
+    words = [_VERSION, flags | _NORMALIZE * spec.normalize, *doubles, *_operand(spec.seed)]
     for node in spec.nodes:
         kind, *values = (node,) if isinstance(node, str) else node
         words.append(_KINDS.index(kind))
@@ -89,11 +91,12 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
 def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
     """A result that differs along the axes along which `array` does."""
     aval = jax.typeof(array)
-    kept = {name: getattr(aval, name) for name in ("manual_axis_type", "vma") if hasattr(aval, name)}
-    name = next(iter(kept), None)
-    return jax.ShapeDtypeStruct(
-        shape, dtype, **({} if name is None or not _varying(array) else {name: kept[name]})
-    )
+    if not _varying(array):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    if not hasattr(aval, "manual_axis_type"):
+        return jax.ShapeDtypeStruct(shape, dtype, vma=aval.vma)
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
 def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, ...]:
@@ -126,7 +129,7 @@ def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], with_lse
     shapes: list[Any] = [((batch, queries, heads, value.shape[3]), query.dtype)]
     if with_lse:
         shapes.append(((batch, heads, queries), np.float64 if query.dtype == np.float64 else np.float32))
-    return _call("attnmask_flash_forward", spec, flags, [*arrays, *others], shapes)
+    return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes)
 
 
 def backward(
@@ -145,6 +148,6 @@ def backward(
     names = [*LEARNED[:3], *(name for name in LEARNED[3:] if name in wanted)]
     shapes = [(learned[name].shape, learned[name].dtype) for name in names]
 
-    gradients = _call("attnmask_flash_backward", spec, flags, [*arrays, *others, *of_result], shapes)
+    gradients = _call(TARGETS[1], spec, flags, [*arrays, *others, *of_result], shapes)
     found = dict(zip(names, gradients, strict=True))
     return tuple(found[name] for name in wanted)

@@ -45,7 +45,7 @@ from attnmask._flash_arguments import LEARNED
 from attnmask._jax_arguments import TRACED, check, is_traced, specify
 from attnmask._mask_info import MaskInfo
 
-__all__ = ["flash_attention"]
+__all__ = ["flash_attention", "register"]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
@@ -166,6 +166,31 @@ def flash_attention(
     results = _attention(engine, spec, with_lse)(*jax.tree.unflatten(structure, call.alike(leaves)))
     results = results if batched else tuple(x[0] for x in results)
     return results if with_lse else results[0]
+
+
+def register() -> tuple[str, ...]:
+    """Give JAX the functions in C that compiled programs call, and tell their names.
+
+    `flash_attention` does so by itself when it is first traced. Two cases are left: a program of `jax.export` that is
+    loaded where nothing was traced; and `jax.export` itself, which wants to be told that a program may call them.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> x = jnp.ones((1, 3, 1, 8))
+    >>> checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
+    >>> attend = jax.jit(attnmask.jax.flash_attention)
+    >>> jax.export.export(attend, disabled_checks=checks)(x, x, x).call(x, x, x).shape
+    (1, 3, 1, 8)
+    """
+    if not call.registered():
+        raise RuntimeError("JAX refuses the functions of this build of attnmask")
+    return call.TARGETS
 
 
 def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:

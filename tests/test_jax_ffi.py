@@ -4,8 +4,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -148,13 +146,13 @@ class CallFrame(ctypes.Structure):
     ]
 
 
-@pytest.mark.parametrize("name", ["attnmask_flash_forward", "attnmask_flash_backward"])
-def test_metadata(name):
+@pytest.mark.parametrize("index", [0, 1])
+def test_metadata(index):
     """The version is one that every jaxlib takes; what is not ours is left alone, as older ones have no such field."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
-        get_pointer(_core.xla_handlers()[name], None)
+        get_pointer(_core.xla_handlers()[index], None)
     )
     metadata = Metadata(state_type_id=77, traits=5, version=Version(major=9, minor=9))
     extension = MetadataExtension(
@@ -164,38 +162,6 @@ def test_metadata(name):
     assert handler(ctypes.addressof(frame)) is None
     assert (metadata.version.major, metadata.version.minor, metadata.traits) == (0, 1, 0)
     assert metadata.state_type_id == 77
-
-
-def run(code: str, **environment: str) -> str:
-    """The output of a process of its own."""
-    import os
-
-    variables = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=variables,
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout
-
-
-def test_jax_takes_the_handlers_once_it_has_started():
-    """To import the module starts nothing; a call in the first traced function does."""
-    pytest.importorskip("jax")
-    out = run(
-        """
-        import jax, jax.numpy as jnp, attnmask.jax
-        from jax._src import xla_bridge
-        print(xla_bridge.backends_are_initialized())
-        x = jnp.ones((1, 4, 1, 8))
-        print(jax.jit(attnmask.jax.flash_attention)(x, x, x).sum())
-        """
-    )
-    assert out.split() == ["False", "32.0"]
 
 
 def test_a_runtime_that_refuses(monkeypatch):

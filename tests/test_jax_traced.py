@@ -296,3 +296,35 @@ def test_second_derivatives_are_refused():
     once = jax.grad(lambda x: attnmask.jax.flash_attention(x, key, value).sum())
     with pytest.raises(NotImplementedError, match="has gradients, but no gradients of these"):
         jax.grad(lambda x: once(x).sum())(query)
+
+
+def test_donation():
+    """Memory that is given away is read before anything is written to it."""
+    query, key, _ = (jax.numpy.asarray(array) for array in tensors())
+    attend = jax.jit(lambda query, key: attnmask.jax.flash_attention(query, key, key), donate_argnums=0)
+    right = attnmask.flash_attention(query, key, key)
+    np.testing.assert_array_equal(attend(query, key), right)
+    assert query.is_deleted()
+
+
+def test_a_program_of_another_version():
+    """Words that this version has not made are refused; so is what they do not describe."""
+    attnmask.jax.register()
+    x = jax.numpy.ones((1, 4, 1, 8))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    good = [1, 1, 0, 0, 0, 0, 0]
+    cases = [
+        [],
+        [2],
+        [*good, 9],
+        [*good, 7],
+        [*good, 0, 0],
+        [*good, 3, 2, 0, 2, 0],
+        [*good, 4, 2, 9, 2, 0, 1, 0],
+        [1, 3],
+    ]
+    for words in cases:
+        call = jax.ffi.ffi_call("attnmask_flash_forward", shape, vmap_method="expand_dims")
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+            call(x, x, x, words=np.array(words, np.int64))
+    np.testing.assert_array_equal(call(x, x, x, words=np.array([*good, 0], np.int64)), x)

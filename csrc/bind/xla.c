@@ -5,8 +5,9 @@
  * its am_mask. Here it is made of buffers and of one attribute, the int64 array `words`
  * (attnmask/_jax_call.py):
  *
- *     flags, the bits of the doubles scale, cap and dropout, the operand seed, and the mask in postfix order:
- *     for each term or operator its am_node_kind, and the operands of a term in the order of its reader below
+ *     VERSION, flags, the bits of the doubles scale, cap and dropout, the operand seed, and the mask in
+ * postfix order: for each term or operator its am_node_kind, and the operands of a term in the order of its
+ * reader
  *
  * An operand is two words: AM_XLA_NOTHING, 0; or AM_XLA_INTEGER and its value; or AM_XLA_NARROW or
  * AM_XLA_WIDE and the index of an array among those of the mask. Wide arrays are int64 as pairs of int32
@@ -30,6 +31,7 @@
 #include "core/blocks.h"
 #include "core/convert.h"
 
+enum { VERSION = 1 }; /* of the words: programs are exported and kept */
 enum { NORMALIZE = 1, BIAS = 2, SINKS = 4, GRAD_BIAS = 8, GRAD_SINKS = 16, GRAD_LSE = 32 }; /* flags */
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
@@ -150,7 +152,9 @@ static bool read_attention(am_xla_call *c, int own)
     am_attn *attn = &c->attn;
     am_xla_operand seed;
     *attn = (am_attn){.mask = &c->mask};
-    if (!am_xla_next_word(c, &c->flags)) return false;
+    int64_t version;
+    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
+    if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
     if (!next_double(c, &attn->scale) || !next_double(c, &attn->cap) || !next_double(c, &attn->dropout))
         return false;
     if (isnan(attn->scale) || !(attn->cap >= 0) || !(attn->dropout >= 0 && attn->dropout < 1))
@@ -394,13 +398,12 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
             return NULL;
         }
     }
-    return Py_BuildValue("{s:N,s:N}", "attnmask_flash_forward", capsules[0], "attnmask_flash_backward",
-                         capsules[1]);
+    return Py_BuildValue("NN", capsules[0], capsules[1]);
 }
 
 PyMethodDef am_xla_methods[] = {
     {"xla_handlers", xla_handlers, METH_NOARGS,
-     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface by their names, as "
-     "capsules."},
+     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, forward and "
+     "backward, as capsules."},
     {.ml_name = NULL},
 };
