@@ -72,10 +72,7 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
 
 def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
     """What is learned as the core takes it; gradients find their way back by themselves."""
-    query = learned["query"] if learned["query"].ndim == 4 else learned["query"][None]
-    key = learned["key"] if learned["key"].ndim == 4 else learned["key"][None]
-    value = learned["value"] if learned["value"].ndim == 4 else learned["value"][None]
-    arranged = {"query": query, "key": key, "value": value}
+    arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
     if "bias" in learned:
         bias = learned["bias"]
         arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
@@ -84,6 +81,11 @@ def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
         wide = is_floating(sinks.dtype) and sinks.dtype.itemsize >= 4
         arranged["softmax_aux"] = sinks if wide else sinks.astype(np.float32)
     return arranged
+
+
+def _to_jax(result: Any) -> Any:
+    """A result that nobody else has: in place where it is long, and so lies as JAX wants it; small ones are copied."""
+    return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
 
 
 def flash_attention(
@@ -148,9 +150,8 @@ def flash_attention(
     static = {name: x for name, x in given.items() if name not in arrays}
     _check_kinds(arrays, static)
     if not any(map(is_traced, arrays.values())):  # nothing to compile
-        both = flash.flash_attention_fwd(**in_python.on_host(arrays), **static)
-        both = jax.tree.map(jax.numpy.asarray, both)
-        return both if with_lse else both[0]
+        results = flash.flash_attention(**in_python.on_host(arrays), **static, return_lse=with_lse)
+        return jax.tree.map(_to_jax, results)
 
     learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
     known = _DEFAULTS | static | learned | arrays
