@@ -36,6 +36,10 @@ try:
     from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
+if not hasattr(jax, "typeof"):
+    raise ImportError(
+        f"attnmask.jax needs JAX 0.6 or a later one, got {jax.__version__}: pip install --upgrade jax"
+    )
 
 from attnmask import _flash as flash
 from attnmask import _jax_call as call
@@ -103,7 +107,8 @@ def flash_attention(
     """`attnmask.flash_attention` as a function of JAX: it may be compiled, differentiated and mapped.
 
     There are gradients of `query`, `key`, `value`, `bias` and `softmax_aux`, and with `return_lse` through the
-    logsumexp, too; gradients of gradients there are not. It runs on the CPU, in a callback.
+    logsumexp, too; gradients of gradients there are not. It runs on the CPU, where compiled functions call C: types and
+    shapes are checked when they are traced.
 
     Parameters
     ----------
@@ -112,6 +117,9 @@ def flash_attention(
     attention_mask : array or MaskInfo, optional
     bias, softmax_aux : array, optional
     return_lse : bool
+    callback : bool
+        Have a compiled function call back into Python, for a runtime that calls no other code. This is slow, and with
+        more devices than threads it may hang.
     **more
         The other arguments of `attnmask.flash_attention` but `out`, by their names. Segment ids, `cum_seqlens_q`,
         `cum_seqlens_k`, `causal_offset` and `dropout_seed` may be traced; the others are fixed when a function is

@@ -4,6 +4,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -200,3 +201,12 @@ def test_the_callback_where_asked_for():
         np.testing.assert_array_equal(attend(x), attnmask.flash_attention(x, x, x))
     with pytest.raises(TypeError, match="callback must be True or False"):
         jax.jit(lambda x: attnmask.jax.flash_attention(x, x, x, callback=1))(x)
+
+
+def test_a_jax_that_is_too_old(monkeypatch):
+    jax = pytest.importorskip("jax")
+    monkeypatch.delitem(sys.modules, "attnmask.jax", raising=False)
+    monkeypatch.delattr(jax, "typeof")
+    with pytest.raises(ImportError, match=r"attnmask\.jax needs JAX 0\.6 or a later one, got \d"):
+        import attnmask.jax  # noqa: F401
+    assert "attnmask.jax" not in sys.modules
