@@ -199,6 +199,23 @@ def test_the_callback_where_asked_for():
         assert ("callback" in text) == callback
         assert ("attnmask_flash_forward" in text) != callback
         np.testing.assert_array_equal(attend(x), attnmask.flash_attention(x, x, x))
+    ids = np.array([[0, 0, 1, 1]], np.int32)
+    info = attnmask.MaskInfo.from_segments(ids).apply_causal()
+
+    def loss(x, bias, info, seed, callback):
+        more = {"dropout_prob": 0.3, "dropout_seed": seed, "callback": callback}
+        out, lse = attnmask.jax.flash_attention(
+            x, x, x, info, bias, softmax_aux=bias[0], return_lse=True, **more
+        )
+        return (out**2).sum() + lse.sum()
+
+    bias = x[0, :, 0, :4]
+    found = []
+    for callback in (False, True):
+        grad = jax.grad(lambda *given, callback=callback: loss(*given, callback), argnums=(0, 1))
+        mapped = jax.vmap(grad, in_axes=(0, None, None, None))
+        found.append((jax.jit(grad)(x, bias, info, 5), jax.jit(mapped)(np.stack([x, 2 * x]), bias, info, 5)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
     with pytest.raises(TypeError, match="callback must be True or False"):
         jax.jit(lambda x: attnmask.jax.flash_attention(x, x, x, callback=1))(x)
 
