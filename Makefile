@@ -26,7 +26,7 @@ test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_AR
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
-docs: $(VENV)/installed $(VENV)/docs.txt ## make the reference from the docstrings, in build/docs
+docs: $(VENV)/installed $(VENV)/docs.txt ## make the documentation, in build/docs
 	$(BIN)/sphinx-build -W --keep-going --quiet -d build/doctrees -b html docs build/docs
 
 # The wheel is made from the source distribution, and tested where there are no sources and no compiler.

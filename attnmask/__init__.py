@@ -1,5 +1,7 @@
 """Attention masks, packed sequences, chunked cumulative sums and exact flash attention for NumPy."""
 
+from attnmask._loading import _core as _core  # isort: skip  # before all that needs the core
+
 from attnmask._cumsum import (
     chunk_global_cumsum,
     chunk_global_cumsum_scalar,
@@ -21,7 +23,6 @@ from attnmask._flash import (
     merge_attention_states_vjp,
 )
 from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
-from attnmask._loading import _core as _core
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_sharding import MaskSharding
 from attnmask._masks import (
@@ -52,8 +53,10 @@ from attnmask._packed import (
     prepare_token_indices,
 )
 from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
+from attnmask._warnings import AttnmaskWarning
 
 __all__ = [
+    "AttnmaskWarning",
     "BwdParams",
     "FlashAttentionGrads",
     "FwdParams",

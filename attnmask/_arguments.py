@@ -11,17 +11,17 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 
-AxisName: TypeAlias = str | tuple[str, ...] | None  # of a mesh
+AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
 
-# Offsets are added to positions in 64 bits. Nothing that fits in memory is as far away as this.
+# Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.
 FARTHEST = 2**59
-LONG = 256  # bits of an integer, which is not spelled out then
+LONG = 256  # messages show an integer of more bits by their number
 
 
 def describe(value: Any) -> str:
     """A few words to end an error message with."""
     if isinstance(value, np.ndarray):
-        if value.ndim == 0 and value.dtype.kind in "OU":  # what NumPy made of something else
+        if value.ndim == 0 and value.dtype.kind in "OU":  # np.asarray has wrapped an object or a text
             return describe(value.item())
         return f"{value.dtype} array of shape {value.shape}"
     if isinstance(value, int) and value.bit_length() > LONG:
@@ -47,16 +47,16 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-def integer(value: Any, name: str, minimum: int | None = None) -> int:
+def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -> int:
     """Any kind of integer but a bool, as Python's own."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {describe(value)}") from None
+        raise TypeError(f"{name} must be an integer, got {describe(value)}{hint}") from None
     if minimum is not None and number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {describe(number)}")
+        raise ValueError(f"{name} must be at least {minimum}, got {describe(number)}{hint}")
     return number
 
 
@@ -89,9 +89,9 @@ def place(value: Any, name: str, count: int) -> int:
     return number
 
 
-def flag(value: Any, name: str) -> bool:
+def flag(value: Any, name: str, hint: str = "") -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+        raise TypeError(f"{name} must be True or False, got {describe(value)}{hint}")
     return bool(value)
 
 
@@ -106,10 +106,10 @@ def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
         if type(value) is np.ndarray:
             array = value
         elif isinstance(value, np.ndarray):
-            array = np.asarray(value)  # a subclass may answer as it likes; a view of the base class does not
+            array = np.asarray(value)  # a subclass may override any method; the view is of the base class
         else:
             array = _of_a_library(value, name) if hasattr(value, "__dlpack__") else np.asarray(value)
-    except ValueError as error:  # a list of lists of uneven lengths, say
+    except ValueError as error:  # for example, the lists in a list differ in length
         raise ValueError(f"{name} must be array_like: {error}") from error
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -135,7 +135,7 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
         if str(tensor.dtype) != "torch.bfloat16":
             return np.asarray(tensor)
         return np.asarray(tensor.view(sys.modules["torch"].int16)).view(bfloat16(name))
-    except (RuntimeError, TypeError) as error:  # of a sparse one, or of a subclass that only wraps others
+    except (RuntimeError, TypeError) as error:  # the tensor is sparse, or its class wraps other tensors
         raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}") from error
 
 
@@ -163,7 +163,7 @@ def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
         return array
     if array.size or isinstance(value, np.ndarray):
         raise TypeError(f"{name} must be integers, got {describe(array)}{hint}")
-    return array.astype(np.int32)  # an empty list, which NumPy takes for floats
+    return array.astype(np.int32)  # NumPy makes an array of floats from an empty list
 
 
 def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
@@ -187,7 +187,7 @@ def per_row(
 ) -> int | NDArray[np.int64]:
     """One integer for all rows, or an array of one each."""
     if type(value) is int and minimum <= value <= FARTHEST:
-        return value  # as nearly always; an array of it takes a microsecond
+        return value  # the usual case, where making an array would take a microsecond
     array = as_array(value, name)
     large = array.dtype.kind == "O" and array.ndim == 0 and hasattr(array.item(), "__index__")
     if array.ndim == 0 and (array.dtype.kind in "iu" or large):
@@ -214,6 +214,9 @@ def is_pair(sliding_window: Any) -> bool:
     )
 
 
+_NO_LIMIT = "; write None for no limit"
+
+
 def window(sliding_window: Any) -> tuple[int | None, int | None]:
     """How far a window reaches to the left and to the right; None for no end."""
     if is_pair(sliding_window):
@@ -222,11 +225,11 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
                 f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
             )
         left, right = (
-            None if side is None else integer(side, f"sliding_window[{i}]", 0)
+            None if side is None else integer(side, f"sliding_window[{i}]", 0, _NO_LIMIT)
             for i, side in enumerate(sliding_window)
         )
     else:
-        left = right = integer(sliding_window, "sliding_window", 0)
+        left = right = integer(sliding_window, "sliding_window", 0, _NO_LIMIT)
     return (
         None if left is None or left > FARTHEST else left,
         None if right is None or right > FARTHEST else right,
@@ -248,7 +251,7 @@ def is_number(dtype: np.dtype[Any]) -> bool:
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """A floating-point type that the core knows."""
-    return dtype.char in "efd" or dtype.type.__name__ == "bfloat16"  # `name` takes a microsecond
+    return dtype.char in "efd" or dtype.type.__name__ == "bfloat16"  # `dtype.name` takes a microsecond
 
 
 def check_mask_type(array: NDArray[Any], name: str) -> None:
@@ -262,7 +265,7 @@ def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None
     check_mask_type(array, name)
     if layouts is not None:
         _check_rank(array, name, layouts)
-    if not is_number(array.dtype):  # long double, or eight bits
+    if not is_number(array.dtype):  # the core knows neither long double nor floats of eight bits
         limits = np.finfo(np.float64)
         with np.errstate(all="ignore"):
             wide = array.astype(np.float64)
@@ -278,8 +281,8 @@ def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None
 def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
     """A type that a mask can have."""
     try:
-        dtype = None if value is None else np.dtype(value)  # which NumPy reads as float64
-    except (TypeError, ValueError):  # text that is no UTF-8 among the latter
+        dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
+    except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
         dtype = None
     if dtype is None or not is_number(dtype):
         raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r:.200}")
@@ -292,5 +295,5 @@ def allocate(
     """A new array, not filled yet or made by `np.zeros`, of sizes that come from the arguments `names`."""
     try:
         return make(shape, dtype)
-    except (MemoryError, ValueError, OverflowError):  # the last two are of sizes beyond all numbers
+    except (MemoryError, ValueError, OverflowError):  # the last two say that a size does not fit 64 bits
         raise MemoryError(f"an array of shape {shape} does not fit in memory: {names}") from None

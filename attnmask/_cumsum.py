@@ -12,6 +12,8 @@ With ``T = 8``, ``chunk_size = 4`` and two packed sequences, ``cu_seqlens = [0, 
 Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]`` or ``[B, H, T, S]``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +24,6 @@ from attnmask import _core
 from attnmask._arguments import as_array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Vjp = Callable[[ArrayLike], NDArray[Any]]
 
 _PARAMETERS = """
     reverse : bool
@@ -43,14 +44,14 @@ _PARAMETERS = """
 
 def _with_parameters(function: _Function) -> _Function:
     """Describe the shared parameters in one place."""
-    if function.__doc__:  # python -OO leaves none
+    if function.__doc__:  # python -OO removes docstrings
         function.__doc__ = function.__doc__.replace("    <parameters>", _PARAMETERS.strip("\n"))
     return function
 
 
 def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
     ndim = np.ndim(array)
-    if ndim != rank and ndim in (3, 4):  # what is neither, the core refuses
+    if ndim != rank and ndim in (3, 4):  # the core refuses all other ranks
         layout = ("[B, H, T" if head_first else "[B, T, H") + (", S]" if rank == 4 else "]")
         raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
 
@@ -81,6 +82,11 @@ def chunk_local_cumsum(
     -------
     ndarray
         Of the shape of `g`.
+
+    See Also
+    --------
+    chunk_global_cumsum : over whole sequences.
+    chunk_local_cumsum_vjp : with gradients.
 
     Examples
     --------
@@ -121,6 +127,11 @@ def chunk_global_cumsum(
     -------
     ndarray
         Of the shape of `s`.
+
+    See Also
+    --------
+    chunk_local_cumsum : in chunks.
+    chunk_global_cumsum_vjp : with gradients.
 
     Examples
     --------
@@ -236,7 +247,9 @@ def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
     return array
 
 
-def _pullback(sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str) -> _Vjp:
+def _pullback(
+    sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str
+) -> Callable[[ArrayLike], NDArray[Any]]:
     """The gradient of running sums: `sum_back`, running the other way, of the gradient that comes in."""
     shape, dtype = primal.shape, primal.dtype.newbyteorder("=")
 
@@ -259,7 +272,7 @@ def chunk_local_cumsum_vjp(
     output_dtype: DTypeLike | None = None,
     *,
     out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], _Vjp]:
+) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
     """`chunk_local_cumsum` and its gradient.
 
     Parameters
@@ -303,7 +316,7 @@ def chunk_global_cumsum_vjp(
     output_dtype: DTypeLike | None = None,
     *,
     out: NDArray[Any] | None = None,
-) -> tuple[NDArray[Any], _Vjp]:
+) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
     """`chunk_global_cumsum` and its gradient.
 
     Parameters

@@ -25,6 +25,10 @@ def set_debug_mode(enabled: bool) -> None:
     ----------
     enabled : bool
 
+    See Also
+    --------
+    get_debug_mode : whether it is on.
+
     Examples
     --------
     >>> import logging, sys, attnmask
@@ -68,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def _log(what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    import logging  # takes milliseconds, and most programs do without
+    import logging  # the import takes milliseconds, and most programs do not need it
 
     logger = logging.getLogger("attnmask")
     if not logger.isEnabledFor(logging.DEBUG):

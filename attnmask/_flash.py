@@ -4,15 +4,26 @@ Arrays are ``[B, T, H, D]``: batch rows, tokens, heads, channels; or ``[T, H, D]
 may have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
 """
 
+from __future__ import annotations
+
 from inspect import signature
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Never, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask._arguments import FARTHEST, as_array, describe, flag, integer
-from attnmask._flash_arguments import BwdParams, FwdParams, Problem, check_apart, dropout_of, read_problem
+from attnmask._flash_arguments import (
+    BwdParams,
+    FwdParams,
+    Problem,
+    attention_function,
+    check_apart,
+    dropout_of,
+    read_problem,
+)
+from attnmask._keywords import reject_unknown
 from attnmask._mask_info import MaskInfo
 
 __all__ = [
@@ -29,8 +40,6 @@ __all__ = [
 def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     """`out` of packed sequences, with the axis for the batch that it lacks."""
     shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out must be a NumPy array or None, got {describe(out)}")
     target: NDArray[Any] = np.asarray(out)
     if target.shape != shape or target.dtype.newbyteorder("=") != dtype:
         raise ValueError(f"out must be an array of {dtype} of shape {shape}, got {describe(target)}")
@@ -52,9 +61,11 @@ def _forward(
     return result[0] if out is None else out, None if lse is None else lse[0]
 
 
-# The arguments are listed in the signatures, which are alike, and go on by their names as `locals()`.
+# Each signature lists all arguments, in the same order, and `locals()` passes them on by name. Only in wrong calls is
+# there anything in `unknown`.
 
 
+@attention_function
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -81,38 +92,46 @@ def flash_attention(
     causal_offset: ArrayLike = 0,
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
+    **unknown: Never,
 ) -> Any:
     """Softmax attention of queries over the keys that they may attend to.
 
     ::
 
-        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + bias[q, k])      soft_cap(x) = c · tanh(x / c)
-        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]                              over the live pairs (q, k)
+        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + bias[q, k])
+        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]      over live pairs
+        soft_cap(x) = c · tanh(x / c)
 
-    A pair is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same packed
-    sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window. For 3
-    queries and 5 keys, and for 5 queries and 3 keys::
+    A pair (q, k) is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same
+    packed sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window.
+    For 3 queries and 5 keys, then for 5 queries and 3 keys::
 
-        causal            causal,           window 1          window (1, 0),        causal        causal,
-                          bottom-right                        bottom-right                        bottom-right
+        causal          causal,         window 1        window (1, 0),
+                        bottom-right                    bottom-right
 
-            k 0 1 2 3 4       k 0 1 2 3 4       k 0 1 2 3 4       k 0 1 2 3 4           k 0 1 2       k 0 1 2
-          q 0 # . . . .     q 0 # # # . .     q 0 # # . . .     q 0 . # # . .         q 0 # . .     q 0 . . .
-            1 # # . . .       1 # # # # .       1 # # # . .       1 . . # # .           1 # # .       1 . . .
-            2 # # # . .       2 # # # # #       2 . # # # .       2 . . . # #           2 # # #       2 # . .
-                                                                                        3 # # #       3 # # .
-                                                                                        4 # # #       4 # # #
+          k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4
+        q 0 # . . . .   q 0 # # # . .   q 0 # # . . .   q 0 . # # . .
+          1 # # . . .     1 # # # # .     1 # # # . .     1 . . # # .
+          2 # # # . .     2 # # # # #     2 . # # # .     2 . . . # #
+
+          k 0 1 2         k 0 1 2
+        q 0 # . .       q 0 . . .
+          1 # # .         1 . . .
+          2 # # #         2 # . .
+          3 # # #         3 # # .
+          4 # # #         4 # # #
 
     Packed sequences, ``cum_seqlens_q = [0, 2, 5]`` and ``cum_seqlens_k = [0, 3, 5]``, count from their own starts::
 
-                              causal            causal, bottom-right      causal_offset=[0, -1]
+        not causal      causal          causal,         causal_offset
+                                        bottom-right    = [0, -1]
 
-            k 0 1 2 3 4           k 0 1 2 3 4       k 0 1 2 3 4               k 0 1 2 3 4
-          q 0 # # # . .         q 0 # . . . .     q 0 # # . . .             q 0 # . . . .
-            1 # # # . .           1 # # . . .       1 # # # . .               1 # # . . .
-            2 . . . # #           2 . . . # .       2 . . . . .               2 . . . . .
-            3 . . . # #           3 . . . # #       3 . . . # .               3 . . . # .
-            4 . . . # #           4 . . . # #       4 . . . # #               4 . . . # #
+          k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4     k 0 1 2 3 4
+        q 0 # # # . .   q 0 # . . . .   q 0 # # . . .   q 0 # . . . .
+          1 # # # . .     1 # # . . .     1 # # # . .     1 # # . . .
+          2 . . . # #     2 . . . # .     2 . . . . .     2 . . . . .
+          3 . . . # #     3 . . . # #     3 . . . # .     3 . . . # .
+          4 . . . # #     4 . . . # #     4 . . . # #     4 . . . # #
 
     A dead pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future reaches
     nothing. A logit of -inf is a dead pair, too. A query without a live pair gets zeros.
@@ -146,8 +165,9 @@ def flash_attention(
         Hints.
     logits_soft_cap : float, optional
         ``c`` above; none if it is 0 or infinite.
-    softmax_aux : array_like, shape [S] or [H, S], optional
-        Sinks: logits that take part in each softmax, as they are, and have no value.
+    softmax_aux : array_like, shape [S], [1, S] or [H, S], optional
+        Sinks: logits that take part in each softmax, as they are, and have no value. All heads share those of [S] and
+        [1, S]; one sink a head is [H, 1].
     normalize_output : bool
         If not, weights are ``exp(logit - the row's largest logit or sink)``.
     precision : {None, "default", "high", "highest"}, int from 0 to 2 or jax.lax.Precision
@@ -192,12 +212,15 @@ def flash_attention(
     (array([1. , 3.5, 3.5]), array([[3., 2., 2.]]))
     """
     given = locals()
+    if unknown:
+        reject_unknown(flash_attention, unknown)
     problem, batched = read_problem(given)
     with_lse = flag(return_lse, "return_lse")
     result, lse = _forward(problem, batched, with_lse, given)
     return (result, lse) if with_lse else result
 
 
+@attention_function
 def flash_attention_fwd(
     query: ArrayLike,
     key: ArrayLike,
@@ -223,6 +246,7 @@ def flash_attention_fwd(
     kv_segment_ids: ArrayLike | None = None,
     causal_offset: ArrayLike = 0,
     out: NDArray[Any] | None = None,
+    **unknown: Never,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """`flash_attention` with what its gradient and `merge_attention_states` need: the logsumexp of each row.
 
@@ -245,6 +269,8 @@ def flash_attention_fwd(
     array([[[1., 2., 3., 4.]]], dtype=float32)
     """
     given = locals()
+    if unknown:
+        reject_unknown(flash_attention_fwd, unknown)
     problem, batched = read_problem(given)
     return _forward(problem, batched, True, given)  # type: ignore[return-value]
 

@@ -4,10 +4,12 @@ Nothing here looks at tokens one by one. What was given is compared and describe
 axis for the batch; what `out` has to be is for the core to say.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from itertools import permutations
 from math import e, inf, log2, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -31,10 +33,13 @@ from attnmask._arguments import (
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program, Shape, arrays
 from attnmask._mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
+from attnmask._warnings import warn_once
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PRECISIONS = ("default", "high", "highest")
-LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # arguments that there are gradients of
-ARRAYS = (  # arguments that may be arrays
+LEARNED = ("query", "key", "value", "bias", "softmax_aux")  # these arguments have gradients
+ARRAYS = (  # these arguments may be arrays
     *LEARNED,
     "attention_mask",
     "q_segment_ids",
@@ -67,7 +72,7 @@ class Problem(NamedTuple):
     nodes: Program
     bias: NDArray[Any] | None
     scale: float
-    cap: float  # 0 for none
+    cap: float  # 0 means that there is none
     sinks: NDArray[np.float64] | None
     normalize: bool
     dropout: float
@@ -121,19 +126,49 @@ class BwdParams(_Blocks):
     __slots__ = ()
 
 
-_HINTS = (("fwd_params", FwdParams), ("bwd_params", BwdParams))
+class FlashAttentionGrads(NamedTuple):
+    """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
+
+    Parameters
+    ----------
+    query, key, value : ndarray
+    bias : ndarray or None
+        None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
+    softmax_aux : ndarray or None
+        None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.zeros((1, 2, 1, 8), np.float32)
+    >>> out, vjp = attnmask.flash_attention_vjp(x, x, x)
+    >>> grads = vjp(out)
+    >>> grads.query.shape, grads.bias
+    ((1, 2, 1, 8), None)
+    """
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    value: NDArray[Any]
+    bias: NDArray[Any] | None = None
+    softmax_aux: NDArray[Any] | None = None
 
 
 def _check_hints(given: Mapping[str, Any]) -> None:
-    """What is accepted and changes no result; but nonsense is not accepted."""
-    for name, kind in _HINTS:
-        hint = given[name]
-        if not (hint is None or isinstance(hint, kind)):
-            raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
+    """Refuse nonsense in arguments that change no result."""
+    if given["fwd_params"] is not None:
+        _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
+    if given["bwd_params"] is not None:
+        _check_blocks(given["bwd_params"], "bwd_params", BwdParams)
     if given["precision"] is not None:
         _check_precision(given["precision"])
     if given["logits_dtype"] is not None:
         _check_logits_dtype(given["logits_dtype"])
+
+
+def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
+    if not isinstance(hint, kind):
+        raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
 
 
 def _check_precision(precision: Any) -> None:
@@ -151,7 +186,7 @@ def _check_precision(precision: Any) -> None:
 
 def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
     if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
-        return  # which NumPy knows only where ml_dtypes is installed
+        return  # NumPy knows the name only if ml_dtypes is installed
     expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
     try:
         dtype = np.dtype(logits_dtype)
@@ -165,17 +200,18 @@ def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int
     """The chance that a pair is dropped, and the seed as 64 bits."""
     chance = real(prob, names[0])
     if not 0 <= chance < 1:
-        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}")
+        hint = "; write 0.1 to drop one weight of ten"
+        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}{hint}")
     return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
 
 
 def _scale(softmax_scale: Any, channels: int, numbers: _Range) -> float:
     if softmax_scale is None:
-        return 1 / sqrt(channels) if channels else 1.0  # without channels all products are 0
+        return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels
     scale = real(softmax_scale, "softmax_scale")
     if scale in (inf, -inf):
         raise ValueError(f"softmax_scale must be finite, got {scale}")
-    most = numbers.greatest / log2(e)  # logits count in powers of 2
+    most = numbers.greatest / log2(e)  # the core multiplies it by log2(e), because it takes powers of 2
     if abs(scale) > most:
         raise ValueError(f"softmax_scale must be from {-most:.1e} to {most:.1e}, got {scale}")
     return scale
@@ -195,24 +231,44 @@ def _sinks(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArra
     array = as_array(softmax_aux, "softmax_aux")
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
-    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] != heads):
-        raise ValueError(f"softmax_aux must be [S] or [H, S] with H = {heads}, got {describe(array)}")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] not in (1, heads)):
+        hint = ""
+        if array.size == heads:
+            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink a head"
+        elif array.ndim == 2 and array.shape[1] == heads:
+            hint = "; write np.transpose(softmax_aux) for [S, H]"
+        expected = f"[S], [1, S] or [H, S] with H = {heads}"
+        raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
     if array.shape[-1] == 0:
         return None
+    if array.shape == (heads,) and heads > 1:
+        warn_once("sinks")
     sinks = allocate((heads, array.shape[-1]), np.float64, "softmax_aux")
     sinks[...] = array
     return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
 
 
+def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
+
+
+def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
+    """How to put the axes of a mask or a bias, which do not broadcast as they are."""
+    batch, _, queries, keys = shape
+    added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
+    index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
+    if index:
+        return f"; write {name}{index}"
+    for order in permutations(range(array.ndim)) if array.ndim <= 4 else ():
+        if _broadcasts([array.shape[axis] for axis in order], shape):
+            return f"; write np.transpose({name}, {order})"
+    return ""
+
+
 def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
     """A view of what broadcasts to [B, H, Tq, Tk], with the axes that it lacks."""
-    sizes = zip(array.shape[::-1], shape[::-1], strict=False)
-    if array.ndim > 4 or not all(size in (1, wanted) for size, wanted in sizes):
-        hint = ""
-        if array.shape == (shape[0], *shape[2:]):
-            hint = f"; {name}[:, None] has an axis for heads"
-        elif array.shape == (shape[0], shape[3]):
-            hint = f"; {name}[:, None, None] has axes for heads and queries"
+    if array.ndim > 4 or not _broadcasts(array.shape, shape):
+        hint = _axes_hint(array, name, shape)
         raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
     return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
 
@@ -222,7 +278,9 @@ def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
         return None
     array = as_array(bias, "bias")
     if not is_floating(array.dtype):
-        hint = "" if array.dtype.kind not in "biu" else "; attention_mask takes bool and integers"
+        hint = ""
+        if array.dtype.kind in "biu" or isinstance(bias, MaskInfo):
+            hint = "; write attention_mask= for what says which pairs are live, or bias.astype(np.float32)"
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(array)}{hint}")
     return _four_axes(array, "bias", shape)
 
@@ -242,14 +300,13 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
-        array = _four_axes(
-            array, "attention_mask", shape
-        )  # before its numbers are looked at: there may be many
+        array = _four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
         return (dense(mask_array(array, "attention_mask")),)
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
         raise ValueError(
-            f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}"
+            f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}; make it "
+            f"for {shape[2]} queries and {shape[3]} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)"
         )
     if given[0] != shape[0]:
         program = tuple(map(_for_all_rows, program))
@@ -258,7 +315,7 @@ def _mask(attention_mask: Any, shape: Shape) -> Program:
 
 def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
     """Segment ids as int32, in place if they are."""
-    array = integer_array(value, name)
+    array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
     expected = shape[1:] if packed and array.ndim == 1 else shape
     if array.shape != expected:
         raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
@@ -286,7 +343,10 @@ def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     """Where sequences start, and where the last one ends, which is the number of tokens."""
     starts = _core.checked_starts(as_array(value, name), name)
     if starts[-1] != tokens:
-        raise ValueError(f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}")
+        hint = f"; write np.append({name}, {tokens}) if the rest is padding" if starts[-1] < tokens else ""
+        raise ValueError(
+            f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}{hint}"
+        )
     return starts
 
 
@@ -296,7 +356,8 @@ def _both_starts(
     batch, _, queries, keys = shape
     if batch != 1:
         name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
-        raise ValueError(f"query must have batch size 1 with {name}, got {batch}")
+        hint = "; pack the rows into one, as query[mask] does with a padding mask [B, Tq]"
+        raise ValueError(f"query must have batch size 1 with {name}, got {batch}{hint}")
     if (cum_seqlens_q is None or cum_seqlens_k is None) and queries != keys:
         missing = "cum_seqlens_k" if cum_seqlens_k is None else "cum_seqlens_q"
         raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
@@ -315,14 +376,28 @@ def _both_starts(
 
 
 def _is_bottom_right(causal_offset: Any) -> bool:
-    if isinstance(causal_offset, str) and causal_offset != "bottom-right":
-        raise ValueError(f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}")
-    return isinstance(causal_offset, str)
+    if not isinstance(causal_offset, str):
+        return False
+    if causal_offset != "bottom-right":
+        expected = f"must be an integer or 'bottom-right', got {causal_offset!r:.200}"
+        raise ValueError(f"causal_offset {expected}; write 0 for top-left")
+    return True
+
+
+_DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
+
+
+def _is_one_query(starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape) -> bool:
+    """Whether there is one query for several keys, as with a cache; or one in each packed sequence."""
+    queries, keys = shape[2:]
+    if starts is None:
+        return queries == 1 < keys
+    return queries == len(starts[0]) - 1 < keys and bool((np.diff(starts[0]) == 1).all())
 
 
 def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """How far a key may be from the diagonal, to the left and to the right."""
-    causal, sliding_window = flag(given["causal"], "causal"), given["sliding_window"]
+    causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     return None if left is None else -left, 0 if causal else right
 
@@ -332,19 +407,22 @@ def _places(
 ) -> Node | None:
     """What sequences, the diagonal and the window allow; None if that is everything."""
     low, high = distances(given)
-    causal_offset = given["causal_offset"]
     offset: PerRow
-    if starts is None:
-        bottom_right = _is_bottom_right(causal_offset)
-        offset = shape[3] - shape[2] if bottom_right else per_row(causal_offset, "causal_offset", shape[0])
-        return None if low is None and high is None else band(low, high, offset)
-    q_starts, k_starts = starts
-    if _is_bottom_right(causal_offset):
-        offset = np.diff(k_starts) - np.diff(q_starts)
+    causal_offset = given["causal_offset"]
+    if causal_offset is TOP_LEFT:
+        offset = 0
+        if given["causal"] and _is_one_query(starts, shape):
+            warn_once("one query")
+    elif _is_bottom_right(causal_offset):
+        offset = shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
+    elif starts is None:
+        offset = per_row(causal_offset, "causal_offset", shape[0])
     else:
-        offset = per_row(causal_offset, "causal_offset", len(q_starts) - 1, row="sequence")
-    limits = (None if end is None else np.full(len(q_starts) - 1, end + offset) for end in (low, high))
-    return sequences(q_starts, k_starts, *limits)
+        offset = per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
+    if starts is None:
+        return None if low is None and high is None else band(low, high, offset)
+    limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))
+    return sequences(*starts, *limits)
 
 
 def _program(given: Mapping[str, Any], shape: Shape, packed: bool) -> Program:
@@ -362,22 +440,40 @@ def _program(given: Mapping[str, Any], shape: Shape, packed: bool) -> Program:
     return tuple(nodes) or (("all",),)
 
 
+def _layout_hint(array: NDArray[Any]) -> str:
+    axes, swap = (
+        ("tokens, heads, depth", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, depth", (1, 2))
+    )
+    return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
+
+
 def _check_fit(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> None:
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
-            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}")
+            hint = f"; write {name}.astype(query.dtype)"
+            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}{hint}")
         if array.shape[:-3] != query.shape[:-3]:
             raise ValueError(f"{name} must have batch size {query.shape[0]} as query, got {describe(array)}")
-    (heads, channels), kv_heads = query.shape[-2:], key.shape[-2]
+    (heads, channels), (tokens, kv_heads) = query.shape[-2:], key.shape[-3:-1]
     if key.shape[-1] != channels:
         raise ValueError(f"key must have D = {channels} as query, got {describe(key)}")
     if heads % kv_heads if kv_heads else heads:
-        raise ValueError(f"key must have a number of heads that divides query's {heads}, got {describe(key)}")
+        expected = f"a number of heads that divides query's {heads}"
+        raise ValueError(f"key must have {expected}, got {describe(key)}{_layout_hint(key)}")
     if value.shape[:-1] != key.shape[:-1]:
-        tokens = key.shape[-3]
-        raise ValueError(
-            f"value must have {tokens} tokens and {kv_heads} heads as key, got {describe(value)}"
-        )
+        hint = _layout_hint(value) if value.shape[-3:-1] == (kv_heads, tokens) else ""
+        expected = f"{tokens} tokens and {kv_heads} heads as key"
+        raise ValueError(f"value must have {expected}, got {describe(value)}{hint}")
+
+
+def _rank_hint(array: NDArray[Any], name: str) -> str:
+    """How to add the axes that a query, a key or a value lacks."""
+    tokens = "Tq" if name == "query" else "Tk"
+    return {
+        2: f"; write {name}[None, :, None] for [{tokens}, D]",
+        3: f"; write {name}[None] for [{tokens}, H, D], {name}[:, :, None] for [B, {tokens}, D], "
+        "or cum_seqlens_q= for packed sequences",
+    }.get(array.ndim, "")
 
 
 def _batched(
@@ -389,13 +485,33 @@ def _batched(
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
             expected = "of float16, bfloat16, float32 or float64"
-            raise TypeError(f"{name} must be {expected}, got {describe(array)}")
+            hint = f"; write {name}.astype(np.float32)" if array.dtype.kind in "biuf" else ""
+            raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
         if array.ndim != rank:
-            hint = "; without B it takes cum_seqlens_q" if array.ndim == 3 and not packed else ""
             layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
-            raise ValueError(f"{name} must be {layout}, got {describe(array)}{hint}")
+            raise ValueError(f"{name} must be {layout}, got {describe(array)}{_rank_hint(array, name)}")
     _check_fit(*arrays)
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
+
+
+class _NotGiven(int):
+    """The default of an argument, which can be told from the same number in a call."""
+
+
+TOP_LEFT = _NotGiven(0)
+
+
+def attention_function(function: _Function) -> _Function:
+    """Prepare a function that takes the arguments of attention.
+
+    `read_problem` can tell whether `causal_offset` was given. The signature that `help` shows has no ``**unknown``: a
+    function takes it only to say what to write instead, and a wrapper that did so would cost every call more.
+    """
+    function.__kwdefaults__["causal_offset"] = TOP_LEFT  # type: ignore[index]
+    whole = signature(function)
+    shown = [parameter for name, parameter in whole.parameters.items() if name != "unknown"]
+    function.__signature__ = whole.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
 
 
 def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
@@ -431,7 +547,7 @@ def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
         return False
     try:
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
-    except RuntimeError:  # too hard to tell
+    except RuntimeError:  # NumPy gave up, so they may
         return True
 
 
@@ -439,7 +555,7 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
     if isinstance(value, MaskInfo):
         yield from arrays(value._state.program)
     elif not isinstance(value, str):
-        if isinstance(value, np.ndarray):  # and no copy of it
+        if isinstance(value, np.ndarray):  # as_array might copy it
             yield value if type(value) is np.ndarray else np.asarray(value)
         else:
             yield as_array(value, name)
@@ -448,8 +564,9 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
 def check_apart(out: Any, given: Mapping[str, Any]) -> None:
     """What is written to may be none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
-        return  # which the core refuses
-    out = np.asarray(out)  # a subclass might answer for itself
+        hint = "; it takes the result alone, and the logsumexp is returned as a new array"
+        raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
+    out = np.asarray(out)  # a subclass might override what NumPy asks below
     for name in ARRAYS:
         value = given[name]
         if value is not None and any(_share_memory(out, array) for array in _arrays(value, name)):

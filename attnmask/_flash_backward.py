@@ -1,44 +1,26 @@
 """Gradients of attention: from its result and the logsumexp of each row, tile by tile like the result itself."""
 
-from typing import Any, NamedTuple, Protocol
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Never, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask._arguments import as_array, describe, flag, is_floating
-from attnmask._flash_arguments import BwdParams, FwdParams, Problem, read_problem
+from attnmask._flash_arguments import (
+    BwdParams,
+    FlashAttentionGrads,
+    FwdParams,
+    Problem,
+    attention_function,
+    read_problem,
+)
+from attnmask._keywords import reject_unknown
 from attnmask._mask_info import MaskInfo
 
 __all__ = ["FlashAttentionGrads", "flash_attention_bwd", "flash_attention_vjp"]
-
-
-class FlashAttentionGrads(NamedTuple):
-    """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
-
-    Parameters
-    ----------
-    query, key, value : ndarray
-    bias : ndarray or None
-        None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
-    softmax_aux : ndarray or None
-        None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
-
-    Examples
-    --------
-    >>> import numpy as np, attnmask
-    >>> x = np.zeros((1, 2, 1, 8), np.float32)
-    >>> out, vjp = attnmask.flash_attention_vjp(x, x, x)
-    >>> grads = vjp(out)
-    >>> grads.query.shape, grads.bias
-    ((1, 2, 1, 8), None)
-    """
-
-    query: NDArray[Any]
-    key: NDArray[Any]
-    value: NDArray[Any]
-    bias: NDArray[Any] | None = None
-    softmax_aux: NDArray[Any] | None = None
 
 
 class _Vjp(Protocol):
@@ -107,14 +89,16 @@ def _backward(
 
 
 def _like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -> NDArray[Any]:
-    """From one of each head; there is none of no sinks."""
+    """The gradient of `softmax_aux`, from the sums of each head; None says that there are no sinks."""
     dtype = softmax_aux.dtype if is_floating(softmax_aux.dtype) else np.dtype(np.float64)
     if dsinks is None:
         return np.zeros(softmax_aux.shape, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        return (dsinks.sum(axis=0) if softmax_aux.ndim == 1 else dsinks).astype(dtype)
+        shared = softmax_aux.shape != dsinks.shape
+        return (dsinks.sum(axis=0).reshape(softmax_aux.shape) if shared else dsinks).astype(dtype)
 
 
+@attention_function
 def flash_attention_bwd(
     dout: ArrayLike,
     query: ArrayLike,
@@ -145,6 +129,7 @@ def flash_attention_bwd(
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
     dlse: ArrayLike | None = None,
+    **unknown: Never,
 ) -> FlashAttentionGrads:
     """The gradients of `flash_attention`, from what `flash_attention_fwd` gave; `flash_attention_vjp` is both in one.
 
@@ -183,11 +168,14 @@ def flash_attention_bwd(
     array([1.833, 0.833, 0.333, 0.   , 0.   ])
     """
     given = locals()
+    if unknown:
+        reject_unknown(flash_attention_bwd, unknown)
     extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
     problem, batched = read_problem(given)
     return _backward(problem, batched, dout, out, lse, dlse, extras)
 
 
+@attention_function
 def flash_attention_vjp(
     query: ArrayLike,
     key: ArrayLike,
@@ -215,6 +203,7 @@ def flash_attention_vjp(
     return_lse: bool = False,
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
+    **unknown: Never,
 ) -> tuple[Any, _Vjp]:
     """`flash_attention` and its gradients.
 
@@ -258,6 +247,8 @@ def flash_attention_vjp(
     array([0.6, 0.6, 0.6, 0.6, 0.6])
     """
     given = locals()
+    if unknown:
+        reject_unknown(flash_attention_vjp, unknown)
     extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
     with_lse = flag(return_lse, "return_lse")
     problem, batched = read_problem(given)

@@ -7,8 +7,8 @@ last thread of the region is waiting for. How long is read from the environment,
 
 import os
 
-# 2,000 looks take about as long as waking a thread: filling a mask of 16 MB, some regions one after the other, takes
-# 0.171 ms, as with more, and 0.19 ms with 1,000. What the user has set holds, for every library.
+# To look 2,000 times for work takes about as long as to wake a thread: filling a mask of 16 MB, which is a few parallel
+# regions one after the other, takes 0.171 ms, as with more looks, and 0.19 ms with 1,000. A setting of the user stays.
 _SPIN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
 _ours = [] if "OMP_WAIT_POLICY" in os.environ else [name for name in _SPIN if name not in os.environ]
 

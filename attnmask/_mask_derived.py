@@ -14,10 +14,10 @@ from attnmask._mask_state import Ids, Labels, MaybeIds, State, fitted
 from attnmask._mask_terms import equal
 from attnmask._mask_tree import flatten
 
-_NO_KEY = int(np.iinfo(np.int32).max)  # the position of padding among keys: later than every query
+_NO_KEY = int(np.iinfo(np.int32).max)  # padding among keys has this position, later than every query
 _LOWEST_BFLOAT16 = float.fromhex("-0x1.fep+127")
-_SEGMENTS = 128  # that cu_seqlens have room for, or more
-_LABELLED_PAIRS = 2**24  # of a plane that is looked through for rows that are alike, for a picture
+_SEGMENTS = 128  # cu_seqlens have room for at least so many
+_LABELLED_PAIRS = 2**24  # a picture shows no ids for an array with more: finding them takes a pass over it
 
 
 # The mask as an array
@@ -100,7 +100,7 @@ def lens(state: State, side: int) -> NDArray[np.int32] | None:
     of_segments = _core.segment_lens(ids)
     if len(of_segments) > 1:
         return frozen(of_segments)
-    padding = packed.prepare_lens_from_mask(ids)  # ids are 0 or negative
+    padding = packed.prepare_lens_from_mask(ids)  # all ids are 0 or negative
     return frozen(ids.shape[-1] - padding)
 
 

@@ -14,8 +14,10 @@ it. It begins with a base (segments, or an array) and goes on with terms, each o
       5  . . . . . .              5  . . . . . .          5  . . . . . .          5  . . . . # #
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -60,6 +62,11 @@ class MaskInfo:
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name : str, tuple of str or None
         Mesh axes, for `get_shardings`.
 
+    See Also
+    --------
+    flash_attention : takes it as `attention_mask`.
+    mask_to_segment_ids : segment ids of any array.
+
     Examples
     --------
     >>> import attnmask
@@ -75,10 +82,7 @@ class MaskInfo:
 
     __slots__ = ("__weakref__", "_held", "_leaves")
 
-    _held: State | None  # None until somebody looks at what a tree was made of
-    _leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None
-
-    __hash__: ClassVar[None]  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None  # NumPy leaves operators to this class
 
     def __init__(
@@ -99,9 +103,10 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> None:
-        self._held, self._leaves = changed(State(), locals()), None
+        self._held: State | None = changed(State(), locals())  # None until the leaves of a tree are read
+        self._leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
-    # Constructors. `locals()` holds arguments by their names: the signature lists them, and nothing else has to.
+    # Constructors. `locals()` passes arguments on by name, so that only the signature lists them.
 
     @classmethod
     def from_segments(
@@ -132,6 +137,10 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
+
+        See Also
+        --------
+        segment_ids_to_mask : the same mask as an array.
 
         Examples
         --------
@@ -235,6 +244,11 @@ class MaskInfo:
         -------
         MaskInfo
 
+        See Also
+        --------
+        prepare_cu_seqlens_from_mask : ``cu_seqlens`` of a padded batch.
+        cu_seqlens_to_pairs : from one form to the other.
+
         Examples
         --------
         >>> import attnmask
@@ -293,11 +307,11 @@ class MaskInfo:
     def dynamic_init(
         cls,
         *,
-        mask_info: "MaskInfo | None" = None,
+        mask_info: MaskInfo | None = None,
         input_ids: ArrayLike | None = None,
         inputs_embeds: ArrayLike | None = None,
         attention_mask: ArrayLike | None = None,
-    ) -> "MaskInfo":
+    ) -> MaskInfo:
         """A mask by whatever a model was given: the first of these that is there.
 
         Parameters
@@ -415,7 +429,8 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1]]).materialize_attention_mask("int8").attention_mask.dtype
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]])
+        >>> info.materialize_attention_mask("int8").attention_mask.dtype
         dtype('int8')
         """
         return self._made(transforms.materialized(self._state, dtype))
@@ -466,6 +481,10 @@ class MaskInfo:
         Returns
         -------
         ndarray, shape [B, H, Q, K]
+
+        See Also
+        --------
+        MaskInfo.bias : the same in float32, kept.
 
         Examples
         --------
@@ -736,8 +755,9 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).get_or_compute_positions()
-        (array([[ 0,  1,  0, -1]], dtype=int32), array([[         0,          1,          0, 2147483647]], dtype=int32))
+        >>> positions = attnmask.MaskInfo.from_segments([[0, 0, 1, -1]]).get_or_compute_positions()
+        >>> [side.tolist() for side in positions]
+        [[[0, 1, 0, -1]], [[0, 1, 0, 2147483647]]]
         """
         return derived.positions(self._state)
 
@@ -957,6 +977,10 @@ class MaskInfo:
         -------
         ndarray of int64, shape [ceil(Q / q_cell), ceil(K / k_cell)]
 
+        See Also
+        --------
+        MaskInfo.density : the share of the whole mask.
+
         Examples
         --------
         >>> import attnmask
@@ -990,7 +1014,7 @@ class MaskInfo:
     def __repr__(self) -> str:
         try:
             return f"{type(self).__name__}({self._state})"
-        except Exception:  # leaves that are no arrays, or not yet: they are JAX's business
+        except Exception:  # JAX may put other objects than arrays into the leaves
             return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
 
     # Masks made of masks
@@ -1009,7 +1033,7 @@ class MaskInfo:
             return NotImplemented  # type: ignore[no-any-return]
         return self._of(transforms.joined(self._state, other._state, operator, baked))
 
-    def __and__(self, other: "MaskInfo") -> Self:
+    def __and__(self, other: MaskInfo) -> Self:
         """Pairs that are live in both; batch rows and heads broadcast.
 
         Segment ids, positions and mesh axes are those of the left one, where it has them. What either has baked in
@@ -1026,7 +1050,7 @@ class MaskInfo:
         """
         return self._joined(other, "and", lambda mine, others: mine or others)
 
-    def __or__(self, other: "MaskInfo") -> Self:
+    def __or__(self, other: MaskInfo) -> Self:
         """Pairs that are live in one or the other, or in both; what goes along is as of ``&``.
 
         It has baked in what both have.
@@ -1034,13 +1058,13 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> pair = attnmask.MaskInfo.from_segments([[0, 0, -1]]) | attnmask.MaskInfo.from_segments([[-1, 0, 0]])
-        >>> pair.density() == 7 / 9
+        >>> first, last = (attnmask.MaskInfo.from_segments([ids]) for ids in ([0, 0, -1], [-1, 0, 0]))
+        >>> (first | last).density() == 7 / 9
         True
         """
         return self._joined(other, "or", lambda mine, others: mine and others)
 
-    __rand__, __ror__ = __and__, __or__  # of arrays, to refuse them
+    __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
 
     def __invert__(self) -> Self:
         """The pairs that are dead, padding among them. It holds no segment ids, and has nothing baked in.
@@ -1167,6 +1191,10 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
+
+        See Also
+        --------
+        MaskInfo.create_chunked_attention_mask : the same as an array.
 
         Examples
         --------

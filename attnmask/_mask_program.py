@@ -20,8 +20,8 @@ from attnmask._mask_terms import KINDS, Crop, Extent, Node, dense, operands
 Program: TypeAlias = tuple[Node, ...]
 Shape: TypeAlias = tuple[int, int, int, int]
 
-MAX_DEPTH = 16  # operands that the core lets wait
-LONGEST = 2**56  # axis of a mask that the core takes
+MAX_DEPTH = 16  # the core's stack has room for so many operands
+LONGEST = 2**56  # the core takes no longer axis of a mask
 AXES = ("batch rows", "heads", "queries", "keys")
 _SYMBOLS = {"and": "&", "or": "|", "xor": "^"}
 _REPR_TERMS = 12

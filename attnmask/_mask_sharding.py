@@ -89,7 +89,7 @@ def shardings(state: State, sequence_parallel: bool, mesh: Any) -> MaskSharding:
     def spec(name: str, shape: tuple[int, ...] | None) -> Any:
         if shape is None or name.startswith("cu_seqlens"):
             return None
-        if name == "attention_mask":  # the array may broadcast
+        if name == "attention_mask":  # the array may broadcast to this shape
             shape = state.shape("divide it")
         return partition(shape, dict((batch, tokens) if len(shape) == 2 else (batch, heads, tokens)), sizes)
 

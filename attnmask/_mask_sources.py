@@ -35,7 +35,7 @@ from attnmask._mask_state import (
 )
 from attnmask._mask_terms import dense, ids_of_sequences, sequences
 
-_DRAWN = 2**20  # random numbers at a time
+_DRAWN = 2**20  # so many random numbers are drawn at a time
 
 
 def _of_ids(q_ids: Ids, kv_ids: Ids) -> State:
@@ -45,7 +45,7 @@ def _of_ids(q_ids: Ids, kv_ids: Ids) -> State:
 def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bool = True) -> Ids:
     """0 for tokens and -1 for padding, by a mask that is not zero, or zero, for the tokens."""
     tokens = mask_array(mask, name, layouts)
-    pairs = (tokens[:, None] if tokens.ndim == 2 else tokens)[:, :, None]  # with one query
+    pairs = (tokens[:, None] if tokens.ndim == 2 else tokens)[:, :, None]  # a mask of one query
     ids = fill(pairs.shape, (dense(pairs),), np.dtype(np.int32), *((0, -1) if valid else (-1, 0)))
     return frozen(ids.reshape(tokens.shape))
 
@@ -77,7 +77,8 @@ def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: st
     places = integer(length, length_name, 0)
     pairs = integers(cu_seqlens, name, ("[2 B]",))
     if len(pairs) % 2:
-        raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}")
+        hint = "; write packed=True for cu_seqlens that start at 0"
+        raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}{hint}")
     return pairs, places
 
 
@@ -155,7 +156,7 @@ def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, 
         raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")
-    try:  # a subclass of arrays may be none of what NumPy's generator reckons with
+    try:  # NumPy's generator does not expect a subclass of arrays
         rng = np.random.default_rng(np.asarray(seed) if isinstance(seed, np.ndarray) else seed)
     except (TypeError, ValueError) as error:
         raise type(error)(

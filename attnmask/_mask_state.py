@@ -19,7 +19,7 @@ MaybeIds: TypeAlias = Ids | None
 BOOL = np.dtype(bool)
 QUERIES = ("[B, Q]", "[B, H, Q]")
 KEYS = ("[B, K]", "[B, H, K]")
-FLAGS = {  # names of terms, and of the arguments that say that one was applied
+FLAGS = {  # each term that can be baked in, and the argument that says so
     "causal": "causal_mask_baked_in",
     "sliding_window": "sliding_window_baked_in",
     "chunked": "chunked_mask_baked_in",
@@ -57,7 +57,7 @@ class Labels:
         if self._ids is None:
             assert compute is not None
             self._ids = compute()
-            self._compute = None  # with all that it holds
+            self._compute = None  # this frees the arrays that it refers to
         return self._ids
 
     def map(
@@ -111,14 +111,14 @@ def _shape_of(array: NDArray[Any] | None) -> tuple[int, ...] | None:
 _NO_TERMS, _NO_LABELS = Terms(), Labels()
 
 
-@dataclass(slots=True, eq=False)  # to freeze it would double the time of a term
+@dataclass(slots=True, eq=False)  # frozen=True would double the time to add a term
 class State:
     """It does not change; what was derived from it is kept in `cache`."""
 
     base: Node | None = None
     terms: Terms = _NO_TERMS
-    extent: Extent = (None, None, None, None)  # without a None if there is a base
-    segment_based: bool = False  # the base is made of segment ids
+    extent: Extent = (None, None, None, None)  # has no None if there is a base
+    segment_based: bool = False  # whether the base is made of segment ids
     dtype: np.dtype[Any] = BOOL  # of the mask as an array
     labels: Labels = _NO_LABELS
     cu_seqlens_q: NDArray[Any] | None = None

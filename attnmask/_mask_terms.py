@@ -32,7 +32,7 @@ from attnmask._arguments import as_array, frozen, mask_array, per_row, shared_in
 
 Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
 PerRow: TypeAlias = int | NDArray[np.int64]
-# Of a mask; None where it is not known, or is whatever others say.
+# The shape of a mask. None is a length that is not known, or that broadcasts to those of others.
 Extent: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
 
@@ -41,7 +41,7 @@ def band(low: int | None, high: int | None, offset: PerRow) -> Node:
 
 
 def chunk(size: int) -> Node:
-    return ("chunk", min(size, 2**62), 0, 0)  # one chunk holds everything from there on
+    return ("chunk", min(size, 2**62), 0, 0)  # a larger chunk would hold the same tokens
 
 
 def first_keys(end: PerRow) -> Node:
@@ -84,9 +84,9 @@ def _sequence_ids(starts: NDArray[np.int64]) -> NDArray[np.int32]:
 class Field(NamedTuple):
     """An operand that may be an array."""
 
-    words: str  # for the array, in errors
-    extent: Callable[[NDArray[Any]], Extent]  # what it says of the mask's shape
-    check: Callable[[Any], Any]  # it comes out of a tree, where it may have become anything
+    words: str  # name the array in errors
+    extent: Callable[[NDArray[Any]], Extent]  # gives the lengths of the mask that follow from the array
+    check: Callable[[Any], Any]  # checks what comes out of a tree, which may be any object
 
 
 def tokens_extent(shape: tuple[int, ...], side: int) -> Extent:
@@ -134,7 +134,7 @@ class Crop:
 
     def __init__(self, q_start: PerRow, q_len: int, k_start: PerRow, kv_len: int) -> None:
         self.q_start, self.q_len, self.k_start, self.kv_len = q_start, q_len, k_start, kv_len
-        # Arrays that are shared stay so. Each is held beside what was taken of it: an id is its own only so long.
+        # An array that several terms share is cropped once. It is kept, because its id() is unique only while it lives.
         self._taken: dict[tuple[str, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
     def queries(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -200,7 +200,7 @@ def _crop_sequences(crop: Crop, q_starts: NDArray[Any], k_starts: NDArray[Any], 
 
 
 def _ids_within(starts: NDArray[np.int64], start: PerRow, length: int) -> NDArray[np.int32]:
-    if isinstance(start, int):  # no other tokens need be looked at
+    if isinstance(start, int):  # then starts are enough, and ids are made for the crop alone
         return _sequence_ids(np.minimum(np.maximum(starts, start), start + length) - start)
     return _tokens(_sequence_ids(starts), start, length)
 
@@ -224,9 +224,9 @@ def _dense_words(array: NDArray[Any], *_: PerRow) -> str:
 
 
 class Kind(NamedTuple):
-    fields: dict[str, Field | None]  # of the operands, in order; None for one that is no array
-    words: Callable[..., str]  # of the operands
-    crop: Callable[..., Node]  # of a `Crop` and the operands
+    fields: dict[str, Field | None]  # the operands in their order; None for one that is not an array
+    words: Callable[..., str]  # describes a term, from its operands
+    crop: Callable[..., Node]  # makes the term of a `Crop` of the mask, from that and the operands
 
 
 KINDS = {

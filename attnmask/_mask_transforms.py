@@ -218,13 +218,13 @@ def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
     chunks = np.zeros(len(segments), np.int64)
     np.maximum.at(chunks, segment, -(-longest // size))
     before = np.cumsum(chunks) - chunks
-    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts for itself
+    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts from 0
     firsts = np.split(before[segment] + 1, [len(valid[0])])
     results = []
     for ids, runs, live, first in zip(sides, lengths, valid, firsts, strict=False):
         number = np.zeros(len(runs), np.int32)
         number[live] = first
-        # The place of padding is -1, and so is its chunk.
+        # Padding has position -1, so its chunk is -1 as well.
         numbers = masks.positions_from_segment_ids(ids) // np.int32(size)
         numbers += np.repeat(number, runs).reshape(ids.shape)
         results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))

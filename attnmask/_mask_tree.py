@@ -8,7 +8,7 @@ from attnmask._arguments import describe, frozen, read_only, shared_integers
 from attnmask._mask_program import Terms, hollow, refill
 from attnmask._mask_state import AXES, FLAGS, POSITIONS, Labels, State, fitted
 
-_HELD = {  # leaves that are there in any tree, after the mask that came in
+_HELD = {  # every tree has these leaves, after the dense mask
     "q_segment_ids": ("[B, T]", "[B, H, T]"),
     "kv_segment_ids": ("[B, T]", "[B, H, T]"),
     "cu_seqlens_q": ("[entries]",),
@@ -16,7 +16,7 @@ _HELD = {  # leaves that are there in any tree, after the mask that came in
     **POSITIONS,
 }
 _LEAVES = 1 + len(_HELD)
-_AUX = len(AXES) + len(FLAGS) + 5  # of what `flatten` returns second
+_AUX = len(AXES) + len(FLAGS) + 5  # entries of the second result of `flatten`
 
 
 def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -47,7 +47,7 @@ def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...
 def _kept(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
         return leaf
-    return read_only(leaf) if leaf.ndim == 4 else frozen(leaf.copy())  # masks are large, and not copied
+    return read_only(leaf) if leaf.ndim == 4 else frozen(leaf.copy())  # dense masks are large: no copy
 
 
 def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:

@@ -27,7 +27,9 @@ Packing drops the padding, so the first of these forgets where rows began, and t
 packed row.
 """
 
-from typing import Any, Literal, SupportsIndex, TypeAlias, overload
+from __future__ import annotations
+
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -35,12 +37,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from attnmask import _core
 from attnmask._debug import traced
 
-_Ids: TypeAlias = NDArray[np.int32]
-_Integers: TypeAlias = NDArray[np.integer[Any]]
-
 
 @traced
-def mask_to_segment_ids(mask: ArrayLike, per_head: bool = False, strict: bool = False) -> tuple[_Ids, _Ids]:
+def mask_to_segment_ids(
+    mask: ArrayLike, per_head: bool = False, strict: bool = False
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Number the queries, and the keys, by what they attend to.
 
     Queries whose rows of the mask are equal get the same id, and so do keys whose columns are. Each side counts from
@@ -89,7 +90,11 @@ def mask_to_segment_ids(mask: ArrayLike, per_head: bool = False, strict: bool = 
 
 
 def _equal_pairs(
-    q_ids: _Ids, kv_ids: _Ids, names: tuple[str, str], dtype: DTypeLike, out: NDArray[Any] | None
+    q_ids: NDArray[np.int32],
+    kv_ids: NDArray[np.int32],
+    names: tuple[str, str],
+    dtype: DTypeLike,
+    out: NDArray[Any] | None,
 ) -> NDArray[Any]:
     """The mask of ids that were checked one by one."""
     batch, other_batch = len(q_ids), len(kv_ids)
@@ -151,6 +156,11 @@ def segment_ids_to_mask(
         Or with `return_separate_masks` the tuple ``(q_mask, kv_mask, mask)``, where the first two have the shapes of
         the ids.
 
+    See Also
+    --------
+    mask_to_segment_ids : the way back.
+    MaskInfo.from_segments : the same mask, not written out.
+
     Examples
     --------
     >>> import attnmask
@@ -210,6 +220,10 @@ def segment_ids_to_qkv_masks(
     attention_mask : ndarray, shape [B, 1, Q, K] or [B, H, Q, K]
         As of `segment_ids_to_mask`.
 
+    See Also
+    --------
+    MaskInfo.get_qkv_masks : the same of a mask that is a description.
+
     Examples
     --------
     >>> import attnmask
@@ -228,7 +242,9 @@ def segment_ids_to_qkv_masks(
 
 
 @traced
-def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_Ids, _Ids]:
+def attention_mask_to_padding_segment_ids(
+    attention_mask: ArrayLike,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Tell the tokens that take part in a mask from padding.
 
     A query takes part if it attends to any key, and a key if any query attends to it, in any head. ::
@@ -251,6 +267,10 @@ def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_I
     kv_segment_ids : ndarray of int32, shape [B, K]
         The same for keys.
 
+    See Also
+    --------
+    mask_to_segment_ids : tells segments from each other, too.
+
     Examples
     --------
     >>> import attnmask
@@ -263,7 +283,7 @@ def attention_mask_to_padding_segment_ids(attention_mask: ArrayLike) -> tuple[_I
 @traced
 def qkv_masks_to_cu_seqlens(
     q_mask: ArrayLike, kv_mask: ArrayLike | None = None, *, out_dtype: DTypeLike = np.int32
-) -> tuple[_Integers, _Integers]:
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Where the tokens of each row begin and end, in pair form.
 
     Parameters
@@ -281,6 +301,12 @@ def qkv_masks_to_cu_seqlens(
         ``[start0, end0, start1, end1, …]``: the first token of a row, and one more than its last; 0 and 0 for a row
         without tokens. What is masked between them counts as part of the row.
 
+    See Also
+    --------
+    qkv_cu_seqlens_to_qkv_masks : the way back.
+    pairs_to_cu_seqlens : lengths summed up, of the result.
+    prepare_cu_seqlens_from_mask : these at once.
+
     Examples
     --------
     >>> import attnmask
@@ -297,7 +323,7 @@ def attention_mask_to_qkv_cu_seqlens(
     *,
     reduce_heads: Literal["any", "all", "first"] = "any",
     out_dtype: DTypeLike = np.int32,
-) -> tuple[_Integers, _Integers]:
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Where the queries and keys that take part in a mask begin and end, in pair form.
 
     For a mask that is a rectangle in each row of the batch, as padding makes it, this tells it all. ::
@@ -319,6 +345,10 @@ def attention_mask_to_qkv_cu_seqlens(
     -------
     cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
         ``[start0, end0, start1, end1, …]``, 0 and 0 for a row of the batch without a live pair.
+
+    See Also
+    --------
+    qkv_cu_seqlens_to_attention_mask : the way back.
 
     Examples
     --------
@@ -355,6 +385,10 @@ def cu_seqlens_to_mask(
     Returns
     -------
     ndarray, shape [B, max_len]
+
+    See Also
+    --------
+    qkv_masks_to_cu_seqlens : the way back.
 
     Examples
     --------
@@ -394,6 +428,10 @@ def qkv_cu_seqlens_to_qkv_masks(
     -------
     q_mask : ndarray, shape [B, max_q_len]
     kv_mask : ndarray, shape [B, max_kv_len]
+
+    See Also
+    --------
+    qkv_masks_to_cu_seqlens : the way back.
 
     Examples
     --------
@@ -436,6 +474,11 @@ def qkv_cu_seqlens_to_attention_mask(
     -------
     ndarray, shape [B, 1, max_q_len, max_kv_len]
 
+    See Also
+    --------
+    attention_mask_to_qkv_cu_seqlens : the way back.
+    MaskInfo.from_cu_seqlens : the same mask, not written out.
+
     Examples
     --------
     >>> import attnmask
@@ -461,7 +504,7 @@ def _keys_like_queries(
 
 
 @traced
-def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
+def pairs_to_cu_seqlens(pairs: ArrayLike) -> NDArray[np.integer]:
     """From the pair form to ordinary ``cu_seqlens``: where the rows begin once their tokens are packed.
 
     Parameters
@@ -475,6 +518,10 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
     ndarray, shape [B + 1]
         Of the type of `pairs`. OverflowError if the total does not fit it, or a number does not fit int64.
 
+    See Also
+    --------
+    cu_seqlens_to_pairs : from ordinary ``cu_seqlens``.
+
     Examples
     --------
     >>> import attnmask
@@ -485,7 +532,7 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> _Integers:
 
 
 @traced
-def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
+def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     """From ordinary ``cu_seqlens`` to the pair form: start and end of each sequence in the packed row.
 
     Parameters
@@ -497,6 +544,10 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
     -------
     ndarray, shape [2 sequences]
         Of the type of `cu_seqlens`.
+
+    See Also
+    --------
+    pairs_to_cu_seqlens : to ordinary ``cu_seqlens``.
 
     Examples
     --------
@@ -510,7 +561,7 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> _Integers:
 @traced
 def segment_ids_to_cu_seqlens(
     segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: SupportsIndex | None = 128
-) -> _Integers:
+) -> NDArray[np.integer]:
     """How many tokens each segment has, summed up from zero.
 
     An id is an index: it has its place even if ids below it are not used. ::
@@ -533,6 +584,10 @@ def segment_ids_to_cu_seqlens(
     -------
     ndarray, shape [max_segments + 1]
 
+    See Also
+    --------
+    prepare_sequence_ids : the way back, of sequences end to end.
+
     Examples
     --------
     >>> import attnmask
@@ -543,7 +598,7 @@ def segment_ids_to_cu_seqlens(
 
 
 @traced
-def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> _Ids:
+def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> NDArray[np.int32]:
     """The place of every token in its run of equal segment ids.
 
     Parameters
@@ -556,6 +611,10 @@ def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsInd
     Returns
     -------
     ndarray of int32, shape of `segment_ids`
+
+    See Also
+    --------
+    prepare_position_ids : the same by ``cu_seqlens``.
 
     Examples
     --------

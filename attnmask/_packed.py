@@ -12,6 +12,8 @@ Where they begin and end is told by ``cu_seqlens``, the lengths summed up from z
 A sequence may be empty; it keeps its number. Results have the integer type of ``cu_seqlens``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -53,10 +55,10 @@ def cdiv(a: Any, b: Any) -> Any:
             raise ValueError(f"b must be positive, got {b}")
         if type(a) is int:
             return -(-a // b)
-        b = min(b, 2**64 - 1)  # no array holds numbers that a larger divisor would tell apart
-    if type(a) is int and not -(2**63) <= a < 2**64:  # no machine type holds it
+        b = min(b, 2**64 - 1)  # for the numbers of an array a larger divisor gives the same
+    if type(a) is int and not -(2**63) <= a < 2**64:  # no integer type of NumPy holds it
         divisors = as_array(b, "b")
-        _core.cdiv(0, divisors)  # refuses what is not positive integers
+        _core.cdiv(0, divisors)  # raises if they are not positive integers
         quotients = [-(-a // int(divisor)) for divisor in divisors.flat]
         limits = np.iinfo(divisors.dtype)
         for index, quotient in enumerate(quotients):
@@ -101,6 +103,10 @@ def prepare_lens_from_mask(mask: ArrayLike) -> NDArray[np.int32]:
     -------
     ndarray of int32, shape [batch]
 
+    See Also
+    --------
+    prepare_cu_seqlens_from_mask : these lengths summed up.
+
     Examples
     --------
     >>> import attnmask
@@ -124,6 +130,10 @@ def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = np.int3
     -------
     ndarray, shape [batch + 1]
 
+    See Also
+    --------
+    MaskInfo.from_attention_mask : attention in the padded batch itself.
+
     Examples
     --------
     >>> import attnmask
@@ -144,6 +154,10 @@ def prepare_position_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     Returns
     -------
     ndarray, shape [tokens]
+
+    See Also
+    --------
+    positions_from_segment_ids : the same by segment ids.
 
     Examples
     --------
@@ -167,6 +181,11 @@ def prepare_sequence_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     -------
     ndarray, shape [tokens]
 
+    See Also
+    --------
+    segment_ids_to_cu_seqlens : the way back.
+    MaskInfo.from_cu_seqlens : the mask of the sequences.
+
     Examples
     --------
     >>> import attnmask
@@ -188,6 +207,10 @@ def prepare_token_indices(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     -------
     ndarray, shape [tokens, 2]
         Columns as of `prepare_sequence_ids` and `prepare_position_ids`.
+
+    See Also
+    --------
+    prepare_chunk_indices : the same of chunks.
 
     Examples
     --------
@@ -214,6 +237,10 @@ def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
     -------
     ndarray, shape [chunks, 2]
 
+    See Also
+    --------
+    prepare_chunk_offsets : where the chunks of each sequence begin.
+
     Examples
     --------
     >>> import attnmask
@@ -237,6 +264,10 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
     -------
     ndarray, shape [sequences + 1]
         The ``cu_seqlens`` of the chunks.
+
+    See Also
+    --------
+    prepare_chunk_indices : the number of its sequence for each chunk.
 
     Examples
     --------
@@ -287,7 +318,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> _IdentityDtypeConvert[Any]:
     (dtype('float16'), dtype('float32'))
     """
     try:
-        if dtype is not None:  # which NumPy reads as float64
+        if dtype is not None:  # np.dtype(None) is float64
             return _IdentityDtypeConvert(np.dtype(dtype))
     except (TypeError, ValueError, SyntaxError):
         pass

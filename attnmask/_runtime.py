@@ -18,6 +18,10 @@ def get_num_threads() -> int:
         (``OMP_NUM_THREADS``, or the processors that this process may run on); no more than ``OMP_THREAD_LIMIT`` or
         ``threadpoolctl.threadpool_limits`` allow, and 1 inside of a parallel region of another library.
 
+    See Also
+    --------
+    set_num_threads : allow more or fewer.
+
     Examples
     --------
     >>> import attnmask
@@ -37,6 +41,10 @@ def set_num_threads(n: int) -> None:
     ----------
     n : int
         At least 1. More than 1,024 count as 1,024.
+
+    See Also
+    --------
+    get_num_threads : how many there are now.
 
     Examples
     --------

@@ -47,6 +47,7 @@ from attnmask import _jax_callback as in_python
 from attnmask._arguments import describe, flag, is_floating
 from attnmask._flash_arguments import LEARNED
 from attnmask._jax_arguments import TRACED, check, is_traced, specify
+from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 
 __all__ = ["flash_attention", "register"]
@@ -69,7 +70,10 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
             raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
     for name, x in static.items():
         if name not in _DEFAULTS:
-            raise TypeError(f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}")
+            hint = advice(name, _DEFAULTS)
+            raise TypeError(
+                f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}{hint}"
+            )
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
             raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
 

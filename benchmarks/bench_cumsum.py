@@ -1,4 +1,4 @@
-"""Chunked cumulative sums beside NumPy, torch and ejKernel, and beside a copy of the same bytes.
+"""Compares chunked cumulative sums with NumPy, torch and ejKernel, and with a copy of the same bytes.
 
 python benchmarks/bench_cumsum.py [--quick] [--only TEXT] [--threads N]
 """
@@ -15,21 +15,21 @@ import attnmask
 
 CHUNK = 64
 SEQUENCES = 16
-PEERS_MAY_ERR = (0.05, 0.05)  # of the sum, and of what single steps are
+PEERS_MAY_ERR = (0.05, 0.05)  # relative to the sum, and to the sizes of steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. `shape` is [B, T, H] or [B, T, H, S], whatever the layout."""
+    """A row of the table. `shape` is [B, T, H] or [B, T, H, S] for both layouts."""
 
     shape: tuple[int, ...]
-    chunk: int | None = CHUNK  # None: global
+    chunk: int | None = CHUNK  # None for global sums
     reverse: bool = False
     packed: bool = False
     head_first: bool = False
     dtype: str = "float32"
-    strided: bool = False  # in the memory of the other layout
-    threads: int | None = None  # the report's
+    strided: bool = False  # memory has the other layout
+    threads: int | None = None  # None for that of the report
 
     def __str__(self) -> str:
         words = [f"local {self.chunk}" if self.chunk else "global"]
@@ -65,14 +65,14 @@ class Case:
         return np.concatenate([[0], np.sort(cuts), [self.steps]])
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """What one sum runs over."""
+        """The range of each sum."""
         cu_seqlens = self.cu_seqlens()
         for begin, end in pairwise([0, self.steps] if cu_seqlens is None else cu_seqlens.tolist()):
             for start in range(begin, end, self.chunk or end - begin):
                 yield start, min(end, start + (self.chunk or end - begin))
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """The same, with equal neighbours taken together: from, to, and the length of each."""
+        """The same ranges, where equal neighbours are one block: its begin, its end, and the length of each."""
         cu_seqlens = self.cu_seqlens()
         for begin, end in pairwise([0, self.steps] if cu_seqlens is None else cu_seqlens.tolist()):
             chunk = self.chunk or end - begin
@@ -89,7 +89,7 @@ class Case:
         return values.astype(self.numpy_dtype, copy=False)
 
     def expected(self, g: np.ndarray) -> np.ndarray:
-        """In float64, segment by segment."""
+        """The sums in float64, segment by segment."""
         result = np.empty(g.shape)
         time_first, sums = np.moveaxis(g, self.axis, 0), np.moveaxis(result, self.axis, 0)
         step = -1 if self.reverse else 1
@@ -104,12 +104,15 @@ def along(case: Case, begin: int, end: int) -> tuple[slice, ...]:
 
 
 def split(case: Case, shape: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The shape with time cut into chunks of `length`."""
+    """The shape with time divided into chunks of `length`."""
     return (*shape[: case.axis], -1, length, *shape[case.axis + 1 :])
 
 
 def numpy_call(case: Case, g: np.ndarray) -> tuple[Call, np.ndarray]:
-    """One accumulate a block, into a warm array; backwards by negative strides. 16 bits are summed in 32, as ours."""
+    """One accumulate per block, into warm memory; in reverse by negative strides.
+
+    Numbers of 16 bits are summed in 32 bits, as attnmask does.
+    """
     wide = np.float32 if g.dtype.itemsize == 2 else g.dtype
     out = np.zeros(g.shape, wide)
     parts = []
@@ -129,7 +132,7 @@ def numpy_call(case: Case, g: np.ndarray) -> tuple[Call, np.ndarray]:
 
 
 def torch_call(case: Case, g: np.ndarray) -> Call:
-    bfloat16 = case.dtype == "bfloat16"  # which torch does not take from NumPy
+    bfloat16 = case.dtype == "bfloat16"  # torch does not take it from NumPy
     x = torch.from_numpy(g.view(np.int16)).view(torch.bfloat16) if bfloat16 else torch.from_numpy(g)
     out, axis = torch.zeros(g.shape, dtype=x.dtype), case.axis + 1
     parts = []
@@ -178,7 +181,7 @@ def close(result: object, expected: np.ndarray, relative: float, absolute: float
 
 
 def contenders(case: Case, threads: int) -> dict[str, Call | str]:
-    """What to call; or, for a peer that cannot or is wrong, a word."""
+    """The call of each contender; or a word why there is none."""
     g, out = case.data(), np.zeros(case.arranged, case.numpy_dtype)
     expected = case.expected(g)
     rounding = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 1e-6, "float64": 1e-14}[case.dtype]

@@ -1,4 +1,4 @@
-"""Flash attention beside torch, flex attention, ONNX Runtime, OpenVINO, JAX and ejKernel.
+"""Compares flash attention with torch, flex attention, ONNX Runtime, OpenVINO, JAX and ejKernel.
 
 python benchmarks/bench_flash.py [--quick] [--only TEXT] [--threads N]
 """
@@ -18,7 +18,7 @@ import attnmask
 
 WORKER = Path(__file__).parent / "flash_peers.py"
 PEERS = ("torch", "flex", "ONNX Runtime", "OpenVINO", "JAX", "ejKernel")
-TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # of the largest number
+TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # relative to the largest
 SHRINK = 8  # times fewer tokens with --quick
 GRADIENTS = hasattr(attnmask, "flash_attention_vjp")
 
@@ -32,12 +32,12 @@ MEMORY = {"tokens": 32768, "heads": 4, "causal": True}
 
 @dataclass
 class Outcome:
-    """Of one race: attnmask's times by `new` and `out=`, the peers' by their names, and others."""
+    """The outcome of one race: times of attnmask under `new` and `out=`, of peers under their names, and of others."""
 
     case: Case
     times: dict[str, Times]
-    forms: dict[str, str]  # in which a peer was fastest
-    wrong: set[str]  # peers who give something else, and so are not timed
+    forms: dict[str, str]  # the fastest form of each peer
+    wrong: set[str]  # peers whose results differ, and which are not timed
     peak: float  # operations of the yardstick
 
     @property
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def of_peak(self) -> str:
-        """As a share of what the yardstick did in its best round: some are not the peak of anything."""
+        """The share of the yardstick's rate in its best round: in some rounds the yardstick is disturbed."""
         return percent(self.case.flops / self.peak * self.times["peak"].best / self.mine.median)
 
     @property
@@ -65,13 +65,13 @@ class Outcome:
 
     @property
     def ahead(self) -> str | None:
-        """How many times faster than the fastest peer."""
+        """How many times faster attnmask is than the fastest peer."""
         there = [self.times[name] for name in PEERS if name in self.times]
         return digits(min(there, key=lambda t: t.median).ratio_to(self.mine)) if there else None
 
     @property
     def cells(self) -> tuple[object, ...]:
-        """Of the columns that most tables share."""
+        """The cells of the columns that most tables share."""
         return self.mine, self.times.get("out="), self.rate, self.of_peak, *self.peers, self.ahead
 
 
@@ -89,7 +89,7 @@ class Bench:
         self.mine = Worker(WORKER, "attnmask", threads)
         self.peers = {name: Worker(WORKER, name, threads) for name in PEERS}
         if self.options.quick and not self.options.only:
-            del self.peers["flex"]  # whose compiler takes some ten seconds a case
+            del self.peers["flex"]  # its compiler takes about ten seconds a case
         for name, worker in list(self.peers.items()):
             try:
                 worker.ask("start")
@@ -109,7 +109,7 @@ class Bench:
         cases: list[Case],
         row: Callable[[Case], tuple[object, ...]],
     ) -> None:
-        """A row for each case that was asked for."""
+        """A table with a row for each case that is selected."""
         asked = [case for case in cases if self.options.only in case.name]
         if asked:
             self.report.heading(title)
@@ -123,7 +123,7 @@ class Bench:
         return case.shrunk(SHRINK) if self.options.quick else replace(case)
 
     def prepare(self, case: Case, worker: Worker) -> dict[str, Call]:
-        names = worker.ask("prepare", replace(case))  # without what it has worked out
+        names = worker.ask("prepare", replace(case))  # without its cached arrays
         return {name: Remote(worker, case.name, name) for name in names}
 
     def measure(
@@ -135,7 +135,7 @@ class Bench:
         kind: str | None = None,
         share: float = 1.0,
     ) -> Outcome:
-        """A case by all, and cases `beside` it by attnmask; where `mine` is another worker, by that one only."""
+        """Races a case against all peers, and with the cases `beside` it; on the worker `mine` alone, if given."""
         case, worker = self.sized(case), mine or self.mine
         peers = {} if mine else self.peers
         for each in (worker, *peers.values()):
@@ -170,7 +170,7 @@ class Bench:
 
 
 def difference(got: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> float:
-    """The largest, as a share of the largest number; NaN if there is one."""
+    """The largest difference, relative to the largest number; NaN if there is a NaN."""
     errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, wanted, strict=True)]
     return float(np.max(errors))
 
@@ -204,7 +204,7 @@ def shapes(bench: Bench) -> None:
 
 
 def measure_beside_causal(bench: Bench, case: Case) -> tuple[Outcome, str]:
-    """And the rate as a share of the rate without window and documents."""
+    """The times, and the rate relative to that without window and documents."""
     causal = replace(case, name=f"{case.name}, causal only", window=None, documents=0)
     outcome = bench.measure(case, {"causal": causal})
     faster = outcome.times["causal"].ratio_to(outcome.mine)
@@ -372,16 +372,16 @@ def threads(bench: Bench) -> None:
 
 # Plots
 
-Series = dict[str, list[tuple[float, float]]]  # by name: places and milliseconds
+Series = dict[str, list[tuple[float, float]]]  # by name: (position, milliseconds)
 
 
 def plot(bench: Bench, name: str, title: str, axis: str, series: Series) -> None:
-    """As SVG and PNG, where matplotlib is installed."""
+    """Writes SVG and PNG, if matplotlib is installed."""
     matplotlib = harness.optional("matplotlib")
     if not (bench.report.keep and matplotlib):
         return
     matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = name  # the same file for the same numbers
+    matplotlib.rcParams["svg.hashsalt"] = name  # equal numbers give equal files
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
@@ -406,7 +406,7 @@ def plot(bench: Bench, name: str, title: str, axis: str, series: Series) -> None
 def curve(
     bench: Bench, axis: str, places: dict[float, Case], beside: Callable[[Case], dict[str, Case]], label: str
 ) -> Series:
-    """One race at each place, as a table and for a plot."""
+    """One race at each position, as a table and for a plot."""
     names = [label, *beside(next(iter(places.values())))]
     series: Series = {name: [] for name in (*names, *PEERS)}
     bench.report.table(axis, *series)

@@ -1,4 +1,4 @@
-"""Masks beside NumPy, torch, ejKernel and the block masks of flex attention.
+"""Compares masks with NumPy, torch, ejKernel and the block masks of flex attention.
 
 python benchmarks/bench_masks.py [--quick] [--only TEXT] [--threads N]
 """
@@ -22,19 +22,19 @@ BATCH, TOKENS, WINDOW = 4, 4096, 1024
 SHAPE = (BATCH, 1, TOKENS, TOKENS)
 LOWEST = float(np.finfo(np.float32).min)
 LONG, LONG_WINDOW = 131_072, 4096
-BLOCK = 128  # pairs of a side of flex attention's blocks
+BLOCK = 128  # length of a side of flex attention's blocks
 
 ejkernel_masks = import_module("ejkernel.types.mask") if ejkernel else None
 PeerInfo = ejkernel_masks.MaskInfo if ejkernel else None
 if isinstance(
     sys.modules.get("triton"), MagicMock
-):  # which was for ejKernel; torch would take it for the real one
+):  # a stand-in for ejKernel, which torch would take for the real one
     del sys.modules["triton"], sys.modules["triton.language"]
 flex = harness.optional("torch.nn.attention.flex_attention") if torch else None
 
 
 def packed_ids(batch: int, tokens: int, mean: float) -> np.ndarray:
-    """Segment ids of documents of very different lengths, with some padding at the end of every row."""
+    """Segment ids of documents of very different lengths, with some padding at the end of each row."""
     rng = np.random.default_rng(batch * tokens)
     ids = np.full((batch, tokens), -1, np.int32)
     for row in ids:
@@ -50,7 +50,7 @@ def synchronized(call: Call) -> Call:
 
 
 def best_of(times: dict[str, Times], name: str) -> Times | None:
-    """The fastest of the forms of one peer, called `name` and something more."""
+    """The fastest of the forms of one peer, whose names begin with `name`."""
     forms = [t for form, t in times.items() if form.split(":")[0] == name]
     return min(forms, key=lambda t: t.median) if forms else None
 
@@ -60,7 +60,7 @@ def peers_of(times: dict[str, Times]) -> list[Times | None]:
 
 
 def check_same(title: str, calls: dict[str, Call], yardstick: str) -> None:
-    """Every contender but the yardstick gives the same."""
+    """Checks that all contenders except the yardstick return the same."""
     results = {name: call() for name, call in calls.items() if name != yardstick}
     expected = as_arrays(results.pop("attnmask"))
     for name, result in results.items():
@@ -76,7 +76,7 @@ def as_arrays(result: object) -> list[np.ndarray]:
 
 
 def band_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Causal and a window; of NumPy's or of torch's arrays."""
+    """Causal with a window, for arrays of NumPy or torch."""
     return (keys <= queries) & (keys > queries - WINDOW)
 
 
@@ -91,7 +91,7 @@ def numpy_masks(ids: np.ndarray, banded: bool, out: np.ndarray | None) -> Call:
 
 
 def numpy_small_masks(ids: np.ndarray, banded: bool, out: np.ndarray | None) -> Call:
-    """Compares two bytes an id, which is faster, if there are not too many."""
+    """Compares ids of two bytes, which is faster, if there are few enough."""
 
     def call() -> np.ndarray:
         assert ids.max() < 2**15
@@ -143,7 +143,7 @@ def jitted(make: Callable[[object], object], ids: np.ndarray) -> Call:
 
 
 def written_cases(ids: np.ndarray, warm: bool) -> dict[str, dict[str, Call]]:
-    """What writes the mask or the bias, into arrays that are there or into new ones."""
+    """The calls that write the mask or the bias, to existing arrays or to new ones."""
 
     def allocate(dtype: type) -> np.ndarray | None:
         return np.zeros(SHAPE, dtype) if warm else None
@@ -159,7 +159,7 @@ def written_cases(ids: np.ndarray, warm: bool) -> dict[str, dict[str, Call]]:
         if banded:
             info = info.apply_causal().apply_sliding_window((WINDOW - 1, 0))
         calls = filled(bool, True)
-        # A MaskInfo keeps what it wrote out, so a new one is made for each call.
+        # A MaskInfo keeps the array that it has computed, so each call uses a new one.
         calls["attnmask"] = (
             (lambda: info.get_or_compute_attention_mask(out=ours))
             if warm
@@ -226,7 +226,7 @@ def writing(report: harness.Report, options: object) -> None:
 
 
 def ahead(mine: Times, peers: list[Times | None]) -> str | None:
-    """How many times faster than the fastest peer."""
+    """How many times faster attnmask is than the fastest peer."""
     there = [peer for peer in peers if peer is not None]
     return digits(min(there, key=lambda t: t.median).ratio_to(mine)) if there else None
 
@@ -241,7 +241,7 @@ def square_masks() -> dict[str, np.ndarray]:
     near = np.broadcast_to(rng.random(TOKENS) < 0.5, (TOKENS, TOKENS)).copy()
     near[:, -12:] = (
         place[:, None] // 2 >> np.arange(12) & 1
-    )  # rows are equal in pairs, and else but for the end
+    )  # pairs of rows are equal; others differ only at the end
     return {
         "block-diagonal": (ids[:, None] == ids) & (ids >= 0),
         "causal": place <= place[:, None],
@@ -251,7 +251,7 @@ def square_masks() -> dict[str, np.ndarray]:
 
 
 def rows_by_dict(mask: np.ndarray) -> np.ndarray:
-    """Ids of equal rows, by first occurrence; of packed bits, whose bytes a dict compares for us."""
+    """Ids of equal rows in order of first appearance: a dict compares the bytes of packed bits."""
     packed = np.ascontiguousarray(np.packbits(mask, axis=1))
     seen = {bytes(packed.shape[1]): -1}
     return np.array([seen.setdefault(row.tobytes(), len(seen) - 1) for row in packed], np.int32)
@@ -283,7 +283,7 @@ def grouping(report: harness.Report, options: object) -> None:
             "NumPy: dict": lambda mask=mask: (rows_by_dict(mask), rows_by_dict(mask.T)),
             "NumPy: unique": lambda mask=mask: (rows_by_unique(mask), rows_by_unique(mask.T)),
         }
-        if ejkernel and not options.quick and name == "block-diagonal":  # half a minute a call
+        if ejkernel and not options.quick and name == "block-diagonal":  # a call takes half a minute
             placed = jax.numpy.asarray(mask)
             calls["ejKernel"] = synchronized(lambda placed=placed: ejkernel_masks.mask_to_segment_ids(placed))
         check_same(name, calls, "count")
@@ -308,7 +308,7 @@ def whole_masks() -> dict[str, np.ndarray]:
 
 
 def ends_of(tokens: np.ndarray) -> np.ndarray:
-    """Pairs of first and last tokens, by row; 0 and 0 where there are none."""
+    """The first and the last token of each row, as a range; 0 and 0 where there are none."""
     some = tokens.any(-1)
     return (
         np.stack(
@@ -328,7 +328,7 @@ def numpy_live(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numpy_live_words(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight keys at a time."""
+    """Reads eight keys at a time."""
     words = mask.view(np.uint64)
     return words.any((1, 3)), np.bitwise_or.reduce(words, axis=(1, 2)).view(bool)
 
@@ -380,7 +380,7 @@ def reducing(report: harness.Report, options: object) -> None:
 # Long packed rows
 
 LONG_INFO = f"info.apply_causal().apply_sliding_window({LONG_WINDOW})"
-LONG_CALLS = {  # and what we allow ourselves
+LONG_CALLS = {  # the limits that attnmask sets itself
     "MaskInfo.from_segments(ids)": None,
     LONG_INFO: "1 ms, 8 MB",
     f"{LONG_INFO}.density()": "20 ms",
@@ -411,7 +411,7 @@ print(tracemalloc.get_traced_memory()[1] / 1e6, process)
 
 
 def expected_density(ids: np.ndarray) -> float:
-    """Counted document by document: a token attends to itself and to `LONG_WINDOW` tokens before it."""
+    """Counted by document: a token attends to itself and to `LONG_WINDOW` tokens before it."""
     _, lens = np.unique(ids[ids >= 0], return_counts=True)
     width = LONG_WINDOW + 1
     live = sum(n * (n + 1) // 2 - max(0, n - width) * (n - width + 1) // 2 for n in lens.tolist())
@@ -419,7 +419,7 @@ def expected_density(ids: np.ndarray) -> float:
 
 
 def peak_memory(call: str, ids: np.ndarray) -> list[str | None]:
-    """Megabytes that a call takes, in a process of its own: its arrays, and all that there is."""
+    """The megabytes that a call takes in a process of its own: for arrays, and in all."""
     if sys.platform != "linux":
         return [None, None]
     with tempfile.TemporaryDirectory() as folder:
@@ -462,7 +462,7 @@ def flex_blocks(ids: np.ndarray, compiled: bool) -> Call:
 
 
 def kinds_of_blocks(result: object) -> np.ndarray:
-    """2 for a full block, 1 for a mixed one, 0 for a dead one; by attnmask's counts or flex attention's lists."""
+    """2 for a full block, 1 for a mixed one, 0 for a dead one; from attnmask's counts or flex attention's lists."""
     if isinstance(result, np.ndarray):
         return np.where(result == BLOCK * BLOCK, 2, np.minimum(result, 1))
     blocks = result.kv_indices.shape[-1]
@@ -489,7 +489,7 @@ def block_masks(report: harness.Report, options: object) -> None:
         ids = packed_ids(1, tokens, 400)
         info = MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((WINDOW - 1, 0))
         calls: dict[str, Call] = {"attnmask": lambda info=info: info.grid(0, 0, BLOCK, BLOCK)}
-        if flex and tokens < LONG:  # where it would take tens of gigabytes
+        if flex and tokens < LONG:  # otherwise it would take tens of gigabytes
             calls["flex"] = flex_blocks(ids[0], False)
             if not options.quick:
                 calls["flex, compiled"] = flex_blocks(ids[0], True)

@@ -1,4 +1,4 @@
-"""Packed sequences beside NumPy, torch and ejKernel, and the cost of a call as such.
+"""Compares packed sequences with NumPy, torch and ejKernel, and measures the fixed cost of a call.
 
 python benchmarks/bench_packed.py [--quick] [--only TEXT] [--threads N]
 """
@@ -21,14 +21,14 @@ OF_CU_SEQLENS = ("prepare_position_ids", "prepare_sequence_ids", "prepare_token_
 
 
 def data(dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """cu_seqlens, and a padding mask of as many tokens."""
+    """cu_seqlens, and a padding mask with about as many tokens."""
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.choice(np.arange(1, TOKENS), SEQUENCES - 1, replace=False))
     lens = rng.integers(0, 1001, 1000)
     return np.concatenate([[0], cuts, [TOKENS]]).astype(dtype), np.arange(1000) < lens[:, None]
 
 
-# The best that we could write; where several are in question, all run and the fastest counts.
+# The fastest NumPy code that was found; of several candidates the fastest counts.
 
 
 def numpy_position_ids(cu: np.ndarray) -> dict[str, Call]:
@@ -66,7 +66,7 @@ def numpy_token_indices(cu: np.ndarray) -> dict[str, Call]:
         np.subtract(np.arange(cu[-1], dtype=cu.dtype), np.repeat(cu[:-1], lens), out=pairs[:, 1])
         return pairs
 
-    def by_rows() -> np.ndarray:  # repeats (sequence, -start) whole, then counts
+    def by_rows() -> np.ndarray:  # repeats rows (sequence, -start), then adds positions
         lens = np.diff(cu)
         pairs = np.repeat(np.stack([np.arange(len(lens), dtype=cu.dtype), -cu[:-1]], 1), lens, axis=0)
         pairs[:, 1] += np.arange(cu[-1], dtype=cu.dtype)

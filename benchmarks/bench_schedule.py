@@ -1,10 +1,10 @@
-"""How well the tasks of attention forward keep many threads busy: a simulation.
+"""Simulates how well the tasks of attention forward keep many threads busy.
 
-The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt to them as the library's loops deal
-them: each thread begins with a part of its own, and helps the others when it is through. What a tile and what an item
-costs is measured here, on one thread, for the same shape with all of its keys and with half of them.
+The schedule of each shape is made for 1 to 128 threads, and its tasks are dealt out as in the loops of the library:
+each thread begins with a part of its own, and then takes tasks of other threads. The costs of a tile and of an item are
+measured here, on one thread, for the same shape with all of its keys and with half of them.
 
-The table shows the makespan of the best deal, total / threads, as a share of the simulated one.
+The table shows the shortest possible makespan, total / threads, relative to the simulated one.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROUNDS = 20
 
 @dataclass
 class Shape:
-    """One call: B rows of queries over keys, or packed sequences of these lengths."""
+    """One call: B rows of queries and keys, or packed sequences of these lengths."""
 
     name: str
     queries: int | list[int]
@@ -36,7 +36,7 @@ class Shape:
     options: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, part: float = 1.0) -> dict[str, Any]:
-        """With this part of the keys."""
+        """The arguments of the call, with only this part of the keys."""
         options = dict(self.options)
         if isinstance(self.queries, list):
             keys = [max(1, int(n * part)) for n in self.keys]  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ SHAPES = [
 
 
 def seconds(arguments: dict[str, Any]) -> float:
-    """The least of a few calls on one thread."""
+    """The shortest of a few calls on one thread."""
     times = []
     for _ in range(ROUNDS + 1):
         begin = perf_counter()
@@ -87,13 +87,13 @@ def seconds(arguments: dict[str, Any]) -> float:
 
 
 def work_of(schedule: dict[str, Any]) -> tuple[int, int]:
-    """All items, and all rows times tiles."""
+    """The number of items, and the sum of rows × tiles."""
     items = [item for _, some in schedule["tasks"] for item in some]
     return len(items), sum(rows * tiles for rows, tiles in items)
 
 
 def costs(shape: Shape) -> tuple[float, float]:
-    """What an item costs beside its tiles, and a row of a tile."""
+    """The cost of an item without its tiles, and that of a row of a tile."""
     attnmask.set_num_threads(1)
     whole, half = shape.arguments(), shape.arguments(0.5)
     items, work = work_of(_schedule(1, **whole))
@@ -105,7 +105,7 @@ def costs(shape: Shape) -> tuple[float, float]:
 
 
 def makespan(times: list[float], row: int, threads: int) -> float:
-    """One parallel loop: parts of whole rows, one for each thread, which then helps the others."""
+    """One parallel loop: each thread begins with a part of whole rows, and then takes tasks of other threads."""
     rows = -(-len(times) // row)
     parts = min(threads, rows, 64)
     begins = [i * (rows // parts) + min(i, rows % parts) for i in range(parts + 1)]

@@ -1,4 +1,4 @@
-"""What bench_flash.py measures: cases, and the ways to put them to a library that does not know all of it."""
+"""The cases of bench_flash.py, and ways to express them for a library that does not support all of their features."""
 
 import itertools
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-BLOCK = 128  # pairs of a side of a block of the dense mask
-SHORT = 64  # queries, for which heads of a group may as well be queries
+BLOCK = 128  # length of a side of a block of the dense mask
+SHORT = 64  # with so few queries, heads of a group may become queries of one head
 
 Parts = list[np.ndarray]
 Grads = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -26,17 +26,17 @@ def dtype_of(name: str) -> np.dtype:
 class Case:
     name: str
     dtype: str = "float32"
-    tokens: int = 2048  # keys, and queries too unless there are fewer
+    tokens: int = 2048  # keys; and queries, unless `queries` is given
     queries: int | None = None
     batch: int = 1
     heads: int = 16
     kv_heads: int | None = None
     channels: int = 64
     causal: bool = False  # bottom-right
-    window: int | None = None  # keys that a query sees, itself the last
+    window: int | None = None  # keys that a query sees, including its own
     documents: int = 0
-    by_mask_info: bool = False  # how attnmask is told of the documents: or by cum_seqlens
-    density: float | None = None  # live blocks of the dense mask
+    by_mask_info: bool = False  # documents come as MaskInfo instead of cum_seqlens
+    density: float | None = None  # share of live blocks in the dense mask
     bias: bool = False
     backward: bool = False
 
@@ -65,7 +65,7 @@ class Case:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where documents start, and the last one ends."""
+        """Where documents start, and where the last one ends."""
         cuts = np.random.default_rng(1).choice(np.arange(1, self.tokens), self.documents - 1, replace=False)
         return np.concatenate([[0], np.sort(cuts), [self.tokens]]).astype(np.int32)
 
@@ -75,7 +75,7 @@ class Case:
 
     @cached_property
     def query_starts(self) -> np.ndarray:
-        """Where their queries start: all have as many, unless every token is one."""
+        """Where the queries of documents start: all have the same number, unless every token is a query."""
         if self.rows == self.tokens:
             return self.starts
         return np.arange(0, self.rows + 1, self.rows // self.documents, dtype=np.int32)
@@ -86,7 +86,7 @@ class Case:
 
     @cached_property
     def blocks(self) -> np.ndarray:
-        """Live blocks of the dense mask, the diagonal among them, so that no query is without a key."""
+        """The live blocks of the dense mask, with the diagonal, so that every query has a key."""
         n = -(-self.tokens // BLOCK)
         live = np.eye(n, dtype=bool)
         dead = np.flatnonzero(~live)
@@ -96,7 +96,7 @@ class Case:
 
     @cached_property
     def live(self) -> np.ndarray:
-        """Which pairs are, [queries, keys]."""
+        """Which pairs are live, [queries, keys]."""
         q = np.arange(self.tokens - self.rows, self.tokens, dtype=np.int32)[:, None]
         k = np.arange(self.tokens, dtype=np.int32)
         live = np.ones((self.rows, self.tokens), bool)
@@ -112,13 +112,13 @@ class Case:
 
     @cached_property
     def dense(self) -> np.ndarray:
-        """The dense mask itself."""
+        """The dense mask."""
         whole = self.blocks.repeat(BLOCK, 0).repeat(BLOCK, 1)
         return np.ascontiguousarray(whole[: self.tokens, : self.tokens])
 
     @cached_property
     def flops(self) -> int:
-        """Of the products over live pairs: two forward, five backward."""
+        """Operations of the products of live pairs: two products forward, five backward."""
         live = np.count_nonzero(self.live) if self.is_masked else self.rows * self.tokens
         return (10 if self.backward else 4) * int(live) * self.channels * self.batch * self.heads
 
@@ -128,7 +128,7 @@ class Case:
 
     @property
     def key_bytes(self) -> int:
-        """Of keys and values."""
+        """The bytes of keys and values."""
         return 2 * self.batch * self.tokens * self.heads // self.group * self.channels * self.itemsize
 
     @property
@@ -138,12 +138,12 @@ class Case:
 
 @dataclass
 class Problem:
-    """Attention by what most libraries know: arrays [B, T, H, D], causal over as many keys, or a mask."""
+    """Attention by features that most libraries have: arrays [B, T, H, D], causal, or a mask."""
 
     arrays: Parts
-    causal: bool = False  # as many queries as keys
+    causal: bool = False  # needs as many queries as keys
     mask: np.ndarray | None = None  # bool, broadcasts to [B, H, Tq, Tk]
-    case: Case | None = None  # where it is the whole of one
+    case: Case | None = None  # if the problem is a whole case
 
     def bias(self, dtype: np.dtype) -> np.ndarray | None:
         return None if self.mask is None else np.where(self.mask, 0, -np.inf).astype(dtype)
@@ -151,7 +151,7 @@ class Problem:
 
 @dataclass
 class Form:
-    """A way to put a case: as problems, whose results make up the case's."""
+    """A way to express a case: as problems, whose results are joined to that of the case."""
 
     name: str
     problems: list[Problem]
@@ -168,7 +168,7 @@ def whole(case: Case) -> Form:
 
 
 def repeated(case: Case) -> Form:
-    """Every query head with keys of its own, copied beforehand."""
+    """Every query head has keys of its own, copied beforehand."""
     form, group = whole(case), case.group
     q, k, v, *dout = case.arrays
     form.problems[0].arrays = [q, k.repeat(group, 2), v.repeat(group, 2), *dout]
@@ -180,7 +180,7 @@ def repeated(case: Case) -> Form:
 
 
 def folded(case: Case) -> Form:
-    """The heads of a group as queries of one head."""
+    """The heads of a group become queries of one head."""
     q, k, v = case.arrays
     heads = case.heads // case.group
     fold = q.reshape(case.batch, case.rows, heads, case.group, case.channels).transpose(0, 3, 1, 2, 4)
@@ -195,7 +195,7 @@ def folded(case: Case) -> Form:
 
 
 def by_blocks(case: Case) -> Form:
-    """A window: blocks of queries as rows of the batch, each with the keys of its block and of the one before."""
+    """A window: blocks of queries become batch rows, each with the keys of its block and of the block before."""
     assert case.batch == 1
     assert case.tokens % case.window == 0
     size, n = case.window, case.tokens // case.window
@@ -227,7 +227,7 @@ def by_blocks(case: Case) -> Form:
 
 
 def by_documents(case: Case) -> Form:
-    """One after the other."""
+    """Documents one after the other."""
     q, k, v, *dout = case.arrays
     of_queries, of_keys = (
         [slice(*ends) for ends in itertools.pairwise(starts)] for starts in (case.query_starts, case.starts)
@@ -245,7 +245,7 @@ def by_documents(case: Case) -> Form:
 
 
 def forms_of(case: Case, groups: bool = True, windows: bool = False, documents: bool = False) -> list[Form]:
-    """For a library that knows groups of heads, windows and documents by itself, or does not."""
+    """The forms for a library that supports groups of heads, windows and documents, or not."""
     forms = []
     if case.documents:
         forms.append(by_documents(case))

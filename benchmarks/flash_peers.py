@@ -1,6 +1,6 @@
-"""Attention by one library, in a process of its own: flash_peers.py LIBRARY THREADS, for bench_flash.py to talk to.
+"""Attention by one library, in a process of its own: flash_peers.py LIBRARY THREADS, which bench_flash.py controls.
 
-A library is asked in every form and by every operator that it has for a case; the fastest is what counts.
+Every form and every operator of the library is tried for a case; the fastest counts.
 """
 
 import gc
@@ -17,23 +17,23 @@ from workers import Call, load_ejkernel, repeats_for, serve, settle, turn
 
 LIBRARY, THREADS = sys.argv[1], int(sys.argv[2])
 TRIES = 3
-SLOW = 2.0  # seconds: tried once
-MOST_LOGITS = 1 << 28  # of which JAX keeps several copies for the gradient
+SLOW = 2.0  # seconds: a slower call is tried once
+MOST_LOGITS = 1 << 28  # JAX keeps several copies for the gradient
 
 Result = np.ndarray | Grads
 
 
 class Ready(NamedTuple):
     call: Call
-    read: Callable[[], Result]  # calls, and gives the result as NumPy's
+    read: Callable[[], Result]  # calls, and returns the result as NumPy arrays
 
 
 class Unknown(Exception):
-    """What the library does not have."""
+    """The library does not support this."""
 
 
 def exact(array: np.ndarray) -> np.ndarray:
-    """Such that it can be compared with others."""
+    """Converts to a type in which results are compared."""
     return array if array.dtype == np.float64 else array.astype(np.float32)
 
 
@@ -47,7 +47,7 @@ def flat(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(array).reshape(*array.shape[:2], -1) for name, array in arrays.items()}
 
 
-# Libraries. `variants` are its operators or settings; `attend` makes one ready for a problem.
+# Libraries. `variants` are the operators or settings of a library; `attend` prepares one of them for a problem.
 
 
 class Torch:
@@ -180,7 +180,7 @@ class OnnxRuntime:
         return self.session("MultiHeadAttention", "q k v - - bias", inputs, q.shape, settings)
 
     def group_query(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> Ready:
-        """Always causal. Where there are fewer queries than keys, most keys are in a cache."""
+        """Always causal. If there are fewer queries than keys, the other keys are in a cache."""
         case, (batch, rows), tokens = problem.case, q.shape[:2], k.shape[1]
         causal = case and case.causal and not case.documents and case.density is None
         if not (problem.causal or causal):
@@ -214,10 +214,10 @@ class OnnxRuntime:
         shape: tuple[int, ...],
         settings: dict[str, int],
     ) -> Ready:
-        """One operator, its arrays bound beforehand; `-` is an operand that is not given."""
+        """A session with one operator, whose arrays are bound beforehand; `-` is an operand that is left out."""
         helper, standard = self.onnx.helper, operator == "Attention"
         outputs = {"out": np.zeros(inputs["q"].shape, inputs["q"].dtype)}
-        # A cache is updated in place.
+        # The operator updates its cache in place.
         outputs |= {f"new_{name}": array for name, array in inputs.items() if name.startswith("past")}
         names = [name.replace("-", "") for name in operands.split()]
         domain = "" if standard else "com.microsoft"
@@ -245,7 +245,7 @@ class OnnxRuntime:
 
         def call() -> object:
             session.run_with_iobinding(binding)
-            return values  # which have to live as long
+            return values  # keeps them alive
 
         def read() -> np.ndarray:
             call()
@@ -270,12 +270,12 @@ class OpenVino:
         return forms_of(case, groups=False)
 
     def variants(self, case: Case) -> list[str]:
-        """What it is told to compute in: the type of the arrays or another."""
+        """The type in which it computes: that of the arrays, or another."""
         return [""] if case.dtype == "float32" else ["", "f32"]
 
     def tensor(self, array: np.ndarray) -> object:
         openvino = self.openvino
-        if array.dtype.name == "bfloat16":  # which it takes from NumPy as numbers of 16 bits
+        if array.dtype.name == "bfloat16":  # it takes bfloat16 as numbers of 16 bits
             return openvino.Tensor(array.view(np.uint16), openvino.Shape(array.shape), openvino.Type.bf16)
         return openvino.Tensor(array, shared_memory=True)
 
@@ -307,7 +307,7 @@ class OpenVino:
 
         def call() -> object:
             request.infer()
-            return arrays, out  # whose memory the tensors are
+            return arrays, out  # keeps alive the memory of the tensors
 
         def read() -> np.ndarray:
             call()
@@ -318,7 +318,7 @@ class OpenVino:
 
 class Jax:
     def __init__(self) -> None:
-        if hasattr(os, "sched_setaffinity"):  # it has a thread for each processor that it may use
+        if hasattr(os, "sched_setaffinity"):  # it starts a thread for each processor of the affinity mask
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
         import jax
 
@@ -380,7 +380,7 @@ class EjKernel(Jax):
         return [form for form in forms_of(case, windows=True, documents=True) if form.name != "repeated"]
 
     def variants(self, case: Case) -> list[str]:
-        """Sizes of blocks: its own, and larger ones."""
+        """Sizes of blocks: the default, and larger ones."""
         return ["", "512"]
 
     def attend(self, variant: str, problem: Problem) -> Ready:
@@ -414,7 +414,7 @@ class Attnmask:
         settings = self.settings(case)
         if case.backward:
             return self.backward(case, settings)
-        out = np.full_like(q, 0)  # pages that are there
+        out = np.full_like(q, 0)  # its pages are mapped
         calls = {
             "new": lambda: attnmask.flash_attention(q, k, v, **settings),
             "out=": lambda: attnmask.flash_attention(q, k, v, **settings, out=out),
@@ -467,7 +467,7 @@ PEERS = {
 }
 
 
-# What the worker is asked
+# The functions of the worker
 
 ready: dict[tuple[str, str], Ready] = {}
 
@@ -478,12 +478,12 @@ def library() -> object:
 
 
 def start() -> None:
-    """Fails where the library is not there."""
+    """Fails if the library is not installed."""
     library()
 
 
 def seconds(call: Call) -> float:
-    """The least of a few turns, which are as in the race."""
+    """The shortest of a few turns, which are like those of a race."""
     first = turn(call, 1, warm=False)
     if first > SLOW:
         return first
@@ -496,7 +496,7 @@ def seconds(call: Call) -> float:
 
 
 def fastest(case: Case) -> tuple[str, Ready]:
-    """Of all ways to put the case to the library()."""
+    """The fastest way to express the case for the library."""
     found: list[tuple[float, str, Ready]] = []
     troubles = []
     for form in library().forms(case):
@@ -532,7 +532,7 @@ def joined(form: Form, parts: list[Ready]) -> Ready:
 
 
 def prepare(case: Case) -> list[str]:
-    """Names of the calls that are ready for a case."""
+    """Prepares a case, and returns the names of its calls."""
     calls = library().ready(case) if LIBRARY == "attnmask" else dict([fastest(case)])
     ready.update({(case.name, name): call for name, call in calls.items()})
     gc.collect()
@@ -554,8 +554,8 @@ def take_turn(case: str, name: str, repeats: int, warm: bool) -> float:
 
 
 def memory(case: str, name: str) -> float:
-    """Bytes that one call has taken at its peak, of a process that has not called before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far
+    """The bytes that one call takes at its peak, in a process that has not called before."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 
     def status(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,9 +1,10 @@
 """What the benchmarks share: peers, yardsticks, the race, and the tables.
 
-Rules of the race: results are compared before anything is timed; contenders take turns, in another order each round
-(whom one comes after is worth up to 12%), each after a pause (in which the threads of the one before go to sleep) and a
-call that warms its caches; rounds during which other processes used the processor are run again; what is reported is
-the median over the rounds, and ratios are medians of the ratios within a round. So what disturbs, disturbs all alike.
+Rules of the race: Results are compared before anything is timed. Contenders take turns, in a new order each round (the
+predecessor makes a difference of up to 12%), each after a pause (in which the threads of the predecessor go to sleep)
+and after a call that warms its caches. Rounds during which other processes used the processor are run again. Tables
+show the median over the rounds, and ratios are medians of the ratios within a round. So disturbances affect all
+contenders alike.
 """
 
 import argparse
@@ -40,17 +41,17 @@ import attnmask
 
 HERE = Path(__file__).parent
 
-PAUSE = 0.005  # seconds between turns, about: threads of the one before go to sleep
-SLOW = 20  # times slower than the fastest: one call a turn, without a warming one
+PAUSE = 0.005  # seconds, about, between turns: threads of the predecessor go to sleep
+SLOW = 20  # times slower than the fastest: such a contender has one call a turn, and no warming call
 BLOCK = 0.3  # seconds of rounds that are kept or dropped together
-DISTURBED = 0.05  # processors that others may have used meanwhile
-PATIENCE = 8  # times as long as planned, after which disturbed rounds count too
-LONGEST = 60.0  # seconds more than planned, too
+DISTURBED = 0.05  # processors that other processes may have used meanwhile
+PATIENCE = 8  # times the planned duration: after that, disturbed rounds count, too
+LONGEST = 60.0  # seconds after the planned duration, likewise
 HOPELESS = 0.2  # seconds: a contender that takes longer needs no warming call
-BEHIND = 3  # times slower than the fastest: a hopeless one runs three times in all
-ENDLESS = 2.0  # seconds: or just once
-FMA_STEPS = 1_000_000  # some milliseconds
-NOISY = 0.25  # half the distance between the quartiles, as a share of the median: marked in the table
+BEHIND = 3  # times slower than the fastest: if it is hopeless, too, it runs only three times
+ENDLESS = 2.0  # seconds: a slower one runs only once
+FMA_STEPS = 1_000_000  # a few milliseconds
+NOISY = 0.25  # half the distance of the quartiles, relative to the median: marked in tables
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -81,7 +82,7 @@ if jax:
 
 
 def use_threads(threads: int) -> None:
-    """For attnmask and torch. NumPy has one, JAX one for each core."""
+    """Sets the threads of attnmask and torch. NumPy has one, JAX one for each core."""
     attnmask.set_num_threads(threads)
     if torch:
         torch.set_num_threads(threads)
@@ -115,9 +116,9 @@ native = compile_native()
 
 
 def memcpy(out: np.ndarray, source: np.ndarray, threads: int) -> Call:
-    """Copies bytes of `source`, all or as many as `out` takes, to contiguous `out`."""
+    """Copies bytes of `source`, all or as many as `out` can hold, to contiguous `out`."""
     to, start, nbytes = out.ctypes.data, source.ctypes.data, min(out.nbytes, source.nbytes)
-    keep = (out, source)  # alive, for as long as the call
+    keep = (out, source)  # keeps both alive
 
     def call() -> object:
         native.copy(to, start, nbytes, threads)
@@ -137,9 +138,9 @@ def read(source: np.ndarray, threads: int) -> Call:
 
 
 def multiply(kind: str, threads: int) -> tuple[Call, float]:
-    """Products and sums at the processor's peak, and how many operations they are.
+    """Products and sums at the processor's peak, and their number of operations.
 
-    `kind` is float32, float64, bfloat16 (of float32 where there is no instruction for it), or avx2 for float32 in
+    `kind` is float32, float64, bfloat16 (float32 where the processor has no instruction for it), or avx2 for float32 in
     vectors of 32 bytes.
     """
     function = getattr(native, f"fma_{kind}")
@@ -152,7 +153,7 @@ def multiply(kind: str, threads: int) -> tuple[Call, float]:
 
 
 class Times:
-    """Seconds a call, round by round."""
+    """Seconds per call, round by round."""
 
     def __init__(self, samples: list[float], disturbed: bool = False) -> None:
         self.samples = np.array(samples)
@@ -171,12 +172,12 @@ class Times:
         return float(np.median(self.samples / other.samples))
 
     def __format__(self, spec: str) -> str:
-        """Milliseconds, with ~ where the rounds differ widely or others used the processor."""
+        """Milliseconds, with ~ if the rounds differ widely or others used the processor."""
         return ("~" if self.noisy else "") + digits(1e3 * self.median)
 
 
 def digits(value: float) -> str:
-    """Three significant digits at least."""
+    """At least three significant digits."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
@@ -186,7 +187,7 @@ def take_turn(call: Call, repeats: int, warm: bool) -> float:
 
 
 def other_work() -> float:
-    """Seconds of processor time that neither we nor our workers have used; 0 where the system does not tell."""
+    """Seconds of processor time that other processes than this and its workers have used; 0 if that is not known."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
@@ -200,10 +201,10 @@ def shuffled(names: Collection[str]) -> list[str]:
 
 
 def race(contenders: dict[str, Call], seconds: float, yardsticks: Collection[str] = ()) -> dict[str, Times]:
-    """Time all of them, taking turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all.
+    """Times all contenders, in turns, for about `seconds`; at least 5 rounds, or 2 when there is no time at all.
 
-    Those who are slow and far behind run three times or once before the rounds, and not in them.
-    How fast the `yardsticks` among them are makes nobody else slow.
+    A contender that is slow and much slower than the fastest runs three times or once before the rounds, and not in
+    them. The `yardsticks` among them do not count as the fastest.
     """
     tries: dict[str, list[float]] = {}
     for name, call in contenders.items():
@@ -255,7 +256,7 @@ def processor() -> str:
 
 
 def cache() -> str:
-    """The size of the largest cache, as Linux tells it."""
+    """The size of the largest cache, as Linux reports it."""
     sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     return f", {sizes[-1].read_text().strip()[:-1]} KiB of cache" if sizes else ""
 
@@ -268,7 +269,7 @@ def installed(name: str) -> str | None:
 
 
 class Report:
-    """Tables in markdown: printed as they come, written to results/NAME.md at the end."""
+    """Tables in markdown, printed as they are made, and written to results/NAME.md at the end."""
 
     def __init__(
         self, name: str, title: str, options: argparse.Namespace, packages: tuple[str, ...] = ()

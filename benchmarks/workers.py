@@ -1,4 +1,4 @@
-"""Libraries in processes of their own: threads that spin after a call would take time from the next contender's.
+"""Libraries in processes of their own: threads that spin after a call would take time from the next contender.
 
 A worker answers when its threads have gone to sleep.
 """
@@ -18,19 +18,19 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
-BATCH = 0.003  # seconds that one turn takes at least, if need be by calling again
-SPINNING = 0.5  # seconds that threads may run on after a call
+BATCH = 0.003  # seconds that a turn takes at least: short calls are repeated
+SPINNING = 0.5  # seconds that threads may spin after a call
 PATIENCE = 300.0  # seconds for an answer
 
 Call = Callable[[], object]
 
 
 class WorkerError(Exception):
-    """What went wrong in a worker, in its words."""
+    """An error in a worker, with its message."""
 
 
 class Worker:
-    """Runs `script`, which calls `serve`; starts it anew where it has died."""
+    """Runs `script`, which calls `serve`, and starts it again if it has died."""
 
     def __init__(self, script: Path, *arguments: str, **environment: str) -> None:
         self.command = [sys.executable, str(script), *arguments]
@@ -74,7 +74,7 @@ running: list[Worker] = []
 
 
 class Remote:
-    """A call in a worker, which times it itself."""
+    """A call in a worker, which measures its time."""
 
     def __init__(self, worker: Worker, *name: str) -> None:
         self.worker, self.name = worker, name
@@ -87,7 +87,7 @@ class Remote:
 
 
 def repeats_for(seconds: float) -> int:
-    """Of a call that takes so long, to make a turn."""
+    """The number of calls of this duration in a turn."""
     return max(1, min(10_000, math.ceil(BATCH / seconds)))
 
 
@@ -96,7 +96,7 @@ def used_by_workers() -> float:
 
 
 def turn(call: Call, repeats: int, warm: bool) -> float:
-    """Seconds a call."""
+    """Seconds per call."""
     if warm:
         call()
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def others_run() -> bool:
     for task in tasks.iterdir():
         try:
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if task.name != own and state == "R":
             return True
@@ -123,7 +123,7 @@ def others_run() -> bool:
 
 
 def settle() -> None:
-    """Wait until the other threads of this process sleep: GNU OpenMP's spin for some 10 ms after a call."""
+    """Waits until the other threads of this process sleep: those of GNU OpenMP spin for some 10 ms after a call."""
     deadline = time.perf_counter() + SPINNING
     while others_run() and time.perf_counter() < deadline:
         time.sleep(0.001)
@@ -133,7 +133,7 @@ def settle() -> None:
 
 
 def serve(**functions: Callable[..., object]) -> None:
-    """Answer questions by the functions of their names, until nobody asks."""
+    """Answers questions by calling the functions of these names, until the connection is closed."""
     connection = Connection(int(sys.argv[-1]))
     while True:
         try:
@@ -149,11 +149,11 @@ def serve(**functions: Callable[..., object]) -> None:
         connection.send((error, answer, time.process_time()))
 
 
-# Libraries that may be there
+# Libraries that may be installed
 
 
 def optional(name: str) -> ModuleType | None:
-    """The module, or None where it is not installed or does not start."""
+    """The module, or None if it is not installed or cannot be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -164,7 +164,7 @@ def optional(name: str) -> ModuleType | None:
 
 
 def load_ejkernel(name: str = "ejkernel.xla_utils") -> ModuleType | None:
-    """Its functions for the CPU. It asks for triton, which it uses on GPUs only: an empty one will do."""
+    """Loads its functions for the CPU. It imports triton, which it uses on GPUs only, so an empty module suffices."""
     if importlib.util.find_spec("triton") is None:
         for module in ("triton", "triton.language"):
             sys.modules[module] = MagicMock(__spec__=None)

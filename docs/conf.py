@@ -1,6 +1,10 @@
-"""The reference, made from the docstrings: make docs."""
+"""The documentation: guides, and a reference made from the docstrings. `make docs` builds it."""
 
 import importlib.util
+
+import numpy as np
+from docutils import nodes
+from docutils.parsers.rst import Directive
 
 import attnmask
 
@@ -9,14 +13,51 @@ version = release = attnmask.__version__
 project_copyright = "the authors of attnmask, Apache-2.0"
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc"]
+rst_prolog = ".. currentmodule:: attnmask"
 default_role = "py:obj"  # `name` is a link where there is such a name, and else stands out
+highlight_language = "none"  # drawings of masks are no Python; examples are, with >>>
 autosummary_generate = False
 autodoc_typehints = "none"  # the sections on parameters say more
+autodoc_preserve_defaults = True  # np.int32, as it is written
 autodoc_member_order = "bysource"
 autodoc_mock_imports = [name for name in ("jax", "torch") if not importlib.util.find_spec(name)]
 numpydoc_show_class_members = False
-maximum_signature_line_length = 100
 
-html_theme = "alabaster"
-html_theme_options = {"description": "Who may attend to whom, for NumPy", "page_width": "72rem"}
-html_show_sourcelink = False
+html_theme = "furo"
+html_title = f"attnmask {version}"
+html_static_path = ["_static"]
+html_css_files = ["attnmask.css"]
+html_copy_source = html_show_sourcelink = False
+
+
+class Mask(Directive):
+    """``.. mask:: EXPRESSION`` draws a `MaskInfo` as a notebook does. The content, if any, is the caption."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+
+    def run(self):
+        expression = " ".join(self.arguments[0].split())
+        mask = eval(expression, {"np": np, "MaskInfo": attnmask.MaskInfo})
+        caption = nodes.caption()
+        caption += self.state.inline_text(" ".join(self.content) or f"``{expression}``", self.lineno)[0]
+        return [nodes.figure("", nodes.raw("", mask._repr_html_(), format="html"), caption, classes=["mask"])]
+
+
+def find_name(app, env, node, text):
+    """Links `name` also in summaries and in docstrings of modules, which are of no class or of an internal module."""
+    prefixes = ["attnmask."] + ["attnmask.MaskInfo."] * (node["refdoc"] == "mask_info")
+    found = (
+        env.domains["py"].resolve_xref(
+            env, node["refdoc"], app.builder, "obj", prefix + node["reftarget"], node, text
+        )
+        for prefix in prefixes
+        if node["refdomain"] == "py"
+    )
+    return next(filter(None, found), None)
+
+
+def setup(app):
+    app.add_directive("mask", Mask)
+    app.connect("missing-reference", find_name)

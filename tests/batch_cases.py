@@ -1,7 +1,7 @@
-"""Sequences alone, and with others: as batch rows, with padding behind them, packed in any order.
+"""Configurations of sequences that are computed alone and together with others: as batch rows, padded, or packed.
 
-A configuration is some sequences and what attention is asked for. `comparisons` computes each of them alone, and some
-of them together as a kind says, and tells how many bits of what they get are unlike.
+A configuration is some sequences and the arguments of attention. `comparisons` computes each sequence alone, and some
+of them together in the way that a kind names, and counts the elements of the results whose bits differ.
 """
 
 import functools
@@ -30,13 +30,13 @@ MORE: tuple[dict[str, Any], ...] = (
     {},
     {"normalize_output": False},
     {"logits_soft_cap": 5.0},
-    {"softmax_aux": 2},  # sinks of each head
+    {"softmax_aux": 2},  # the number of sinks per head
     {"softmax_scale": 0.3},
     {"softmax_scale": -0.05, "dlse": True},
     {"bias": "of pairs"},
     {"bias": "of keys", "dlse": True},
 )
-# How some sequences are placed, and by what they are told from each other and from padding.
+# How sequences are put together, and which argument separates them from each other and from padding.
 KINDS = (
     ("alone, laid out otherwise", None),
     ("a batch row of many", None),
@@ -57,7 +57,7 @@ Shape = tuple[int, int, int]  # batch rows, queries, keys
 
 @dataclass(frozen=True, repr=False)
 class Config:
-    """The queries and keys of each sequence, and what all of them are computed with."""
+    """The numbers of queries and keys of each sequence, and the arguments that all of them share."""
 
     lengths: tuple[tuple[int, int], ...]
     isa: str = "baseline"
@@ -73,14 +73,14 @@ class Config:
 
     @property
     def cost(self) -> float:
-        """Products, those for the gradients too, in units of fast ones."""
+        """The number of products, including those for the gradients, weighted by how slow the kernels are."""
         slow = {"baseline": 4, "avx2": 1.5}.get(self.isa, 1) * (2 if self.dtype == F64 else 1)
         reach = 300 if "window" in self.mask else 10**6
         live = sum(q * min(k, reach) + 16 * k for q, k in self.lengths)
         return 5 * slow * live * self.heads[0] * sum(self.depths)
 
     def within(self, cost: float) -> "Config":
-        """With fewer heads and channels if it costs more, and no array of all pairs of many tokens."""
+        """The same with fewer heads and channels if it costs more, and without arrays of all pairs of many tokens."""
         config = self
         for heads in (self.heads, (8, 8), (4, 2), (2, 2), (1, 1)):
             for depths in (self.depths, (24, 33), (16, 16)):
@@ -101,7 +101,7 @@ class Config:
 
 
 class Place(NamedTuple):
-    """Where sequence `i` lies: its batch row, its first query and its first key."""
+    """The position of sequence `i`: its batch row, its first query and its first key."""
 
     i: int
     row: int = 0
@@ -109,20 +109,20 @@ class Place(NamedTuple):
     k: int = 0
 
 
-# Which axes behind that of the batch are queries or keys, in what attention takes and gives.
+# Which axes after the batch axis are queries (q) or keys (k), in the arguments and results of attention.
 AXES = {"query": "q", "key": "k", "value": "k", "dout": "q", "dlse": "hq", "attention_mask": "hqk"}
 BIAS_AXES = {"of pairs": "hqk", "of keys": "h1k"}
 RESULTS = {"out": "q", "lse": "hq", "dq": "q", "dk": "k", "dv": "k"}
 
 
 def part_of(array: np.ndarray, axes: str, place: Place, lengths: tuple[int, int]) -> np.ndarray:
-    """What belongs to a sequence: a view."""
+    """The part of an array that belongs to a sequence, as a view."""
     tokens = {"q": slice(place.q, place.q + lengths[0]), "k": slice(place.k, place.k + lengths[1])}
     return array[place.row : place.row + 1, *(tokens.get(axis, slice(None)) for axis in axes)]
 
 
 def tensors(config: Config, shape: Shape, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random numbers for all that belongs to tokens or pairs of them."""
+    """Random arrays for all arguments that have an axis of tokens."""
     (batch, queries, keys), (heads, kv_heads), (depth, value_depth) = shape, config.heads, config.depths
     more = dict(config.more)
     shapes = {
@@ -150,7 +150,7 @@ def sequence(config: Config, i: int) -> dict[str, np.ndarray]:
 def together(
     config: Config, places: list[Place], shape: Shape, nan: bool, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """The sequences at their places, beside NaN or other numbers, and in memory in any way."""
+    """The sequences at their places in larger arrays of any layout; the rest of these is NaN or random numbers."""
     arrays = tensors(config, shape, rng)
     axes = AXES | {"bias": BIAS_AXES.get(dict(config.more).get("bias", ""), "")}
     for name, array in arrays.items():
@@ -164,7 +164,7 @@ def together(
 
 
 def placed(config: Config, kind: Kind, rng: np.random.Generator) -> tuple[list[Place], Shape]:
-    """Some of the sequences, in any order."""
+    """Places for some of the sequences, in random order, and the shape that holds them."""
     how, tell = kind
     some = rng.permutation(len(config.lengths)).tolist()
     if how != "packed" or rng.random() < 0.2:
@@ -174,7 +174,7 @@ def placed(config: Config, kind: Kind, rng: np.random.Generator) -> tuple[list[P
         batch = 1 if how.startswith("alone") else int(rng.choice([2, 3, 5, 17]))
         return [Place(some[0], int(rng.integers(batch)))], (batch, *lengths)
     padding = int(rng.choice([0, 1, 30, 64, 100]))
-    if tell == "MaskInfo of kv lengths":  # which pads keys only
+    if tell == "MaskInfo of kv lengths":  # only keys can be padded
         some = [i for i in some if config.lengths[i][0] == lengths[0]]
         keys = max(config.lengths[i][1] for i in some) + padding
         return [Place(i, row) for row, i in enumerate(some)], (len(some), lengths[0], keys)
@@ -192,7 +192,7 @@ def placed(config: Config, kind: Kind, rng: np.random.Generator) -> tuple[list[P
 def limits(
     config: Config, kind: Kind, places: list[Place], shape: Shape, rng: np.random.Generator
 ) -> dict | None:
-    """Arguments by which each sequence sees itself as it does alone; None if they cannot say so."""
+    """Arguments under which each sequence attends as it does alone, or None if no arguments can express that."""
     (how, tell), (batch, queries, keys) = kind, shape
     arguments = dict(MASKS[config.mask])
     offsets = [config.offset(p.i) for p in places]
@@ -205,7 +205,7 @@ def limits(
     for p, (q_end, k_end), number in zip(places, ends, rng.permutation(len(places)), strict=True):
         q_ids[p.row, p.q : q_end] = k_ids[p.row, p.k : k_end] = number
     if np.array_equal(q_ids, k_ids) and rng.random() < 0.5:
-        k_ids = k_cu = None  # one will do for both
+        k_ids = k_cu = None  # one array serves for both
     if tell == "cu_seqlens":
         offset = "bottom-right" if "bottom-right" in config.mask and rng.random() < 0.5 else offsets
         return arguments | {"cum_seqlens_q": q_cu, "cum_seqlens_k": k_cu, "causal_offset": offset}
@@ -215,7 +215,7 @@ def limits(
         if 0 not in config.lengths[p.i]:
             by_row[p.row].add(p.k - p.q + offset)
     if arguments and max(map(len, by_row)) > 1:
-        return None  # there is one diagonal to a row
+        return None  # a batch row has only one diagonal
     row_offsets = np.array([min(row, default=0) for row in by_row])
     if tell == "ids":
         return arguments | {"q_segment_ids": q_ids, "kv_segment_ids": k_ids, "causal_offset": row_offsets}
@@ -266,12 +266,12 @@ class Comparison(NamedTuple):
     quantity: str
     kind: str
     lengths: tuple[int, int]
-    unlike: int  # elements
+    unlike: int  # the number of elements that differ
     message: str
 
 
 def difference(got: np.ndarray, wanted: np.ndarray) -> tuple[int, str]:
-    """How many elements have other bits, and in words."""
+    """The number of elements whose bits differ, and a description of them."""
     bits = np.dtype(f"u{got.itemsize}")
     unlike = np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(wanted).view(bits)
     if not unlike.any():
@@ -288,7 +288,7 @@ def difference(got: np.ndarray, wanted: np.ndarray) -> tuple[int, str]:
 
 
 def comparisons(config: Config, kind: Kind) -> Iterator[Comparison]:
-    """Each of the sequences that a kind puts together beside the same one alone."""
+    """Compares each of the sequences that a kind puts together with the same sequence alone."""
     rng = np.random.default_rng((config.seed, KINDS.index(kind)))
     places, shape = placed(config, kind, rng)
     arguments = limits(config, kind, places, shape, rng)

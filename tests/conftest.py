@@ -1,4 +1,4 @@
-"""What the tests share: instruction-set levels, memory layouts, the hypothesis profiles."""
+"""What the tests share: levels of instruction sets, memory layouts, and the profiles of hypothesis."""
 
 import os
 
@@ -9,17 +9,17 @@ from hypothesis import HealthCheck, settings
 import attnmask
 from attnmask import _core
 
-# What these assert is shown in full, as in the tests themselves.
+# Failures of asserts in these modules are shown in full, as in the tests themselves.
 pytest.register_assert_rewrite(
     "flash_expected", "flash_backward_expected", "kernel_checks", "reference_kernels"
 )
 
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 
-# Under a sanitizer nothing can be said about time and memory.
+# Sanitizers change times and the use of memory, so neither is tested under them.
 SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
 
-# `pytest --hypothesis-profile=deep` looks for new cases; the default one is the same in every run.
+# `pytest --hypothesis-profile=deep` searches for new cases; the default profile runs the same cases every time.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile(
     "quick",
@@ -51,7 +51,7 @@ def parameters(item) -> dict:
 
 
 def is_told(item) -> bool:
-    """Whether a test may tell its level from the one below: amx multiplies the bfloat16 of attention, and no more."""
+    """Whether the level of a test may differ from the one below it: amx only alters attention of bfloat16."""
     params = parameters(item)
     dtype = params.get("dtype", getattr(params.get("case"), "dtype", None))
     of_attention = "flash" in params.get("slot", item.path.name)
@@ -59,7 +59,7 @@ def is_told(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """The levels of one case follow each other: what they are compared with is computed once."""
+    """Puts the levels of one case next to each other, so that their expected result is computed only once."""
     config.hook.pytest_deselected(items=[item for item in items if not is_told(item)])
     items[:] = filter(is_told, items)
     places = {}
@@ -100,7 +100,7 @@ def arrange(values, layout: str) -> np.ndarray:
         view = np.empty(values.nbytes + 1, np.uint8)[1:].view(values.dtype).reshape(values.shape)
         view[...] = values
         return view
-    if layout == "swapped" and values.dtype.kind != "V":  # NumPy knows no foreign byte order of bfloat16
+    if layout == "swapped" and values.dtype.kind != "V":  # NumPy has no byte-swapped bfloat16
         return values.astype(values.dtype.newbyteorder("S"))
     if layout == "constant along 1":
         return np.broadcast_to(values[:, :1], values.shape)
@@ -110,7 +110,7 @@ def arrange(values, layout: str) -> np.ndarray:
 
 
 def assert_same(got, expected, case) -> None:
-    """Equal in kind, dtype, shape and every value; and a new C-contiguous array, as all results are."""
+    """Equal in type, dtype, shape and every value; and a new C-contiguous array, as all results are."""
     assert type(got) is np.ndarray, case
     assert got.dtype == expected.dtype, (got.dtype, expected.dtype, case)
     assert got.shape == expected.shape, (got.shape, expected.shape, case)
@@ -120,7 +120,7 @@ def assert_same(got, expected, case) -> None:
 
 
 def outcome(function, *args, **kwargs):
-    """What a call gives: its result, or the type of the arithmetic error it raised."""
+    """The result of a call, or the type of the arithmetic error that it raised."""
     try:
         return function(*args, **kwargs)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""This module computes what the gradients of attention should be, how far off they may be, and calls for them."""
+"""The expected gradients of attention, the errors that they may have, and a function that calls for them."""
 
 import functools
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NAMES = FlashAttentionGrads._fields
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call should give, and the errors that it may have as shares of the sizes."""
+    """The expected gradients of a call, and the errors that they may have, relative to the sizes of what was summed."""
 
     exact: ref.Gradients
     sizes: ref.Gradients
@@ -33,7 +33,7 @@ class Expected:
                 continue
             exact, size = (np.asarray(getattr(each, name)) for each in (self.exact, self.sizes))
             assert gradient.shape == exact.shape, (name, gradient.shape, self.case)
-            # What is too large for its type is infinite, or as large as can be.
+            # A gradient that exceeds the range of its type may be infinite or as large as possible.
             fits = np.isfinite(rounded(exact, gradient.dtype))
             assert np.isfinite(gradient[fits].astype(F64)).all(), (name, self.case)
             error, allowed = (
@@ -55,12 +55,12 @@ def native(dtype) -> np.dtype:
 
 
 def expected(arguments: dict, dout, dlse=None, keep=None, case=None) -> Expected:
-    """At most twice the error of the naive gradients in the same dtype, both beside (at least) float64.
+    """Gradients in at least float64; their error may be twice that of the naive gradients in the same dtype.
 
-    With few pairs the naive version is sometimes right by luck, so that as in the forward's test a few roundings are
-    allowed in any case, those of logits and sinks as the exponential turns them into relative errors. Where the result
-    is rounded to 16 bits it is so twice: as the output, from which a part of the gradient is computed, and as the
-    gradient.
+    With few pairs the naive gradients are sometimes exact by luck. So, as in the test of the forward pass, the error of
+    a few roundings is always allowed; that of logits and sinks counts as the relative error that the exponential makes
+    of it. Results of 16 bits are rounded twice: as the output, from which a part of the gradient is computed, and as
+    the gradient.
     """
     dtype = native(arguments["query"].dtype)
     wide = accumulator(dtype)
@@ -100,7 +100,7 @@ def kind_of(name: str, arguments: dict) -> np.dtype:
 class GradientCase(Case):
     dout_layout: str = "contiguous"
     with_dlse: bool = False
-    wanted: tuple[bool, bool] = (True, True)  # the bias, the sinks
+    wanted: tuple[bool, bool] = (True, True)  # whether gradients of the bias, and of the sinks, are requested
     bwd_blocks: tuple[int, int] | None = None
 
     def cotangents(self):
@@ -138,7 +138,7 @@ def check_form(got: FlashAttentionGrads, arguments: dict, flags: dict, case) -> 
 
 
 def run(case: GradientCase, arguments: dict) -> FlashAttentionGrads:
-    """The package's gradients, after a look at what all of them have in common."""
+    """The package's gradients, after checks of what all gradients have in common."""
     dout, dlse = case.cotangents()
     given = arguments | {"dout": dout, "dlse": dlse}
     before = bits_of(given)
@@ -155,7 +155,7 @@ def expected_of(case: GradientCase) -> Expected:
 
 
 def gradients(arguments: dict, dout=None, dlse=None, **more) -> FlashAttentionGrads:
-    """Of the bias and the sinks too, where there are any."""
+    """Includes gradients of the bias and the sinks, if there are any."""
     arguments = arguments | more
     flags = {f"grad_{name}": arguments.get(name) is not None for name in ("bias", "softmax_aux")}
     _, vjp = attnmask.flash_attention_vjp(**arguments, **flags)

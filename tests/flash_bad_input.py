@@ -1,4 +1,4 @@
-"""Arguments of attention that are refused, by name: good ones to put them among, and what they raise."""
+"""Arguments of attention that must be refused by name, valid ones to combine them with, and the errors they raise."""
 
 import math
 
@@ -155,7 +155,8 @@ BAD: dict[str, tuple[dict, dict[type, list]]] = {
 }  # fmt: skip
 
 FLAT = PACKED | {name: PACKED[name][0] for name in ("query", "key", "value")}
-# Arguments, one that is wrong, and what is said: what was expected and what was given, not what became of it.
+# Arguments of which one is wrong, and the message: what was expected, and what was given rather than what it was
+# converted to.
 MESSAGES = [
     (GOOD, "key", zeros(B, TK, HKV, 7), r"key must have D = 8 as query, got float32 array of shape \(2, 7, 2, 7\)"),
     (GOOD, "key", zeros(B, TK, 3, D), r"key must have a number of heads that divides query's 4, got .*\(2, 7, 3, 8\)"),
@@ -166,7 +167,7 @@ MESSAGES = [
     (GOOD, "query", None, "query must be of float16, .*, got None"),
     (GOOD, "bias", INFO(np.zeros((B, TQ), int)), "bias must .*, got an object of type MaskInfo"),
     (GOOD, "attention_mask", "causal", "attention_mask must be .*, got 'causal'"),
-    (GOOD, "attention_mask", np.ones((B, TK)), r"attention_mask must .*; attention_mask\[:, None, None\] has axes"),
+    (GOOD, "attention_mask", np.ones((B, TK)), r"attention_mask must .*; write attention_mask\[:, None, None, :\]$"),
     (GOOD, "sliding_window", (-1, 2), r"sliding_window\[0\] must be at least 0, got -1"),
     (GOOD, "sliding_window", (1, 2.0), r"sliding_window\[1\] must be an integer, got 2.0"),
     (GOOD, "sliding_window", -(10**5000), "sliding_window must be at least 0, got an integer of 16610 bits"),

@@ -1,4 +1,4 @@
-"""Calls of attention that the tests of its result and of its gradients share: arguments, layouts, dead pairs."""
+"""Cases that the tests of attention and of its gradients share: arguments, layouts, dead pairs."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ DEPTHS = (16, 64, 1, 2, 7, 8, 9, 15, 17, 31, 32, 33, 80, 96, 128, 129, 256, 512)
 
 
 def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
-    """Like `arrange`, and in ways that tokens and heads are found in; what lies between them is NaN."""
+    """As `arrange`, plus layouts that are common for tokens and heads; the memory between elements holds NaN."""
     if layout == "heads first":
         return np.ascontiguousarray(values.swapaxes(-3, -2)).swapaxes(-3, -2)
     if layout == "sliced":
@@ -61,7 +61,7 @@ def tiny(dtype) -> float:
 
 
 def worst(got, exact, size, dtype) -> float:
-    """The largest error, as a share of what was summed up; where nothing was, there must be none."""
+    """The largest error relative to the size of what was summed; where that is 0, the error must be 0 too."""
     got, exact = got.astype(np.float64), exact.astype(np.float64)
     error = np.maximum(np.abs(got - exact) - tiny(dtype), 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -128,7 +128,7 @@ FACTORS: dict[str, tuple] = {
 
 
 def all_pairs(factors: dict[str, tuple], seed: int) -> Iterator[dict]:
-    """Choices of levels such that any two levels of any two factors meet in one of them: greedy, a row at a time."""
+    """Rows of levels in which any two levels of any two factors occur together; built greedily, row by row."""
     rng = np.random.default_rng(seed)
     names = list(factors)
     open_pairs = {
@@ -152,7 +152,7 @@ def all_pairs(factors: dict[str, tuple], seed: int) -> Iterator[dict]:
         row = {a: i, b: j}
         for name in rng.permutation([name for name in names if name not in row]).tolist():
             gains = [covers(name, level, row) for level in range(len(factors[name]))]
-            # What is the plain case comes first in its factor, and is taken where nothing speaks for another.
+            # The first level of a factor is the plain case, and is chosen where no other covers more pairs.
             row[name] = int(np.argmax(gains))
         for a, b in open_pairs:
             open_pairs[a, b].discard((row[a], row[b]))
@@ -161,7 +161,7 @@ def all_pairs(factors: dict[str, tuple], seed: int) -> Iterator[dict]:
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """One call; its repr, which a failure shows, is all that is needed to repeat it."""
+    """One call. Its repr, which a failure shows, is enough to repeat it."""
 
     dtype: np.dtype = F32
     queries: int = 64
@@ -215,7 +215,7 @@ class Case:
         return tuple(sizes[axis] for axis in name[1 : name.index("]")].split(", ") if axis)
 
     def arguments(self) -> dict:
-        """All but the hints, as both the package and the reference take them."""
+        """All arguments except hints, for the package as well as the reference."""
         rng = np.random.default_rng(self.seed)
         rows, (heads, kv_heads), dtype = self.rows, self.heads, self.dtype
 
@@ -264,7 +264,7 @@ class Case:
         per_row = self.offset == "per row"
         arguments["causal_offset"] = rng.integers(-9, 30, sequences) if per_row else self.offset
         if self.sinks is not None:
-            shape = (heads, 2) if self.sinks.startswith("[H") else (3,)
+            shape = (heads, 2) if self.sinks.startswith("[H") else (1, 3) if heads == 3 else (3,)
             sinks = rng.standard_normal(shape) * 2
             if "-inf" in self.sinks:
                 sinks[..., 1:] = -np.inf
@@ -306,7 +306,7 @@ class Case:
 
 
 def thinned(cases: list[Case], step: int) -> list[Case]:
-    """All cases; under a sanitizer some, for time, and all of bfloat16, as what multiplies it is emulated there."""
+    """All cases; under a sanitizer, for time, only some and those of bfloat16, whose products are emulated there."""
     return [case for i, case in enumerate(cases) if not SANITIZED or i % step == 0 or case.dtype == BF16]
 
 
@@ -324,7 +324,7 @@ def bits_of(arguments: dict) -> dict:
 
 
 def padding(rng, batch, queries, keys, heads):
-    """A mask that leaves the last keys and some queries out, whatever else it does."""
+    """A random mask in which the last keys and some queries have no live pair."""
     live = rng.random((batch, heads, queries, keys)) < 0.7
     live[..., keys - keys // 4 :] = False
     live[:, :, queries // 5 : queries // 3] = False
@@ -338,7 +338,7 @@ def limits(kind: str, shape: tuple[int, int, int, int]) -> dict:
     q_ids, kv_ids = (np.sort(rng.integers(-1, 4, (batch, length))) for length in (queries, keys))
     live = padding(rng, batch, queries, keys, heads)
     return {
-        "causal": {"causal": True},
+        "causal": {"causal": True, "causal_offset": 0},
         "causal, bottom-right": {"causal": True, "causal_offset": "bottom-right"},
         "window": {"sliding_window": (6, 3), "causal_offset": keys - queries},
         "segments": {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids},
@@ -350,10 +350,10 @@ def limits(kind: str, shape: tuple[int, int, int, int]) -> dict:
         "dense info": {"attention_mask": MaskInfo.from_attention_mask(live)},
         "bias": {"bias": np.where(live, 0.5, -np.inf).astype(F32)},
         "bias, soft cap": {"bias": np.where(live, 0.5, -np.inf).astype(F32), "logits_soft_cap": 4.0},
-        "causal, soft cap": {"causal": True, "logits_soft_cap": 4.0},
-        "causal, unnormalized": {"causal": True, "normalize_output": False},
+        "causal, soft cap": {"causal": True, "causal_offset": 0, "logits_soft_cap": 4.0},
+        "causal, unnormalized": {"causal": True, "causal_offset": 0, "normalize_output": False},
         "bias of the keys": {"bias": np.where(np.arange(keys) < keys // 3, 0, -np.inf).astype(F32)},
-        "causal, dropout": {"causal": True, "dropout_prob": 0.4, "dropout_seed": 3},
+        "causal, dropout": {"causal": True, "causal_offset": 0, "dropout_prob": 0.4, "dropout_seed": 3},
     }[kind]
 
 
@@ -417,7 +417,7 @@ NO_PAIR = {
 }
 
 
-# Sequences: of queries and of keys, about the lengths of blocks and tiles
+# The numbers of queries and keys of sequences, around the sizes of blocks and tiles.
 
 SEQUENCES = {
     "one query each": ((1,) * 9, (3, 64, 65, 200, 1, 128, 63, 300, 40)),
@@ -430,7 +430,7 @@ SEQUENCES = {
 
 
 def of_lengths(name: str, dtype, heads: tuple[int, int], segments: bool, **more) -> Case:
-    """Packed in one row, or as segments of two, in which they come in another order."""
+    """The sequences packed in one row; or as segments of two rows, in a different order in each."""
     lengths = SEQUENCES[name]
     batch, how = (2, {"segments": True}) if segments else (1, {"packing": "packed"})
     sizes = sum(lengths[0]), sum(lengths[1]), 24, 40, batch
@@ -452,10 +452,10 @@ STEADY = [
     Case(F32, 130, 190, 8, 24, 8, (16, 16), q_layout="heads first"),
     Case(BF16, 330, 330, 8, 8, 4, (16, 16), causal=True, window=(50, 0), dropout=0.3, sinks="[H, S]"),
     Case(F64, 190, 150, 5, 7, 8, (16, 16), mask="[B, H, Tq, Tk] bool", bias="[H, 1, Tk]"),
-    Case(BF16, 64, 64, 64, 64, 8, (8, 8), mask="segments of heads, causal"),  # of heads that lie side by side
+    Case(BF16, 64, 64, 64, 64, 8, (8, 8), mask="segments of heads, causal"),  # heads are contiguous
     Case(F32, 20, 200, 24, 40, 3, (24, 12), dropout=0.2, sinks="[H, S]", bias="[H, 1, Tk]", normalize=False),
     Case(F32, 70, 200, 16, 64, 7, (50, 25), causal=True),  # not all heads are packed at once
-    Case(F32, 640, 640, 8, 8, 1, (6, 6), window=(0, 0)),  # by one thread in few tasks, of split keys
+    Case(F32, 640, 640, 8, 8, 1, (6, 6), window=(0, 0)),  # few tasks on one thread; keys are split
     *(of_lengths(name, F32, (8, 4), segments=True, causal=True) for name in SEQUENCES),
     *(of_lengths(name, BF16, (4, 4), segments=False) for name in SEQUENCES),
 ]

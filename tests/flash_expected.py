@@ -1,4 +1,4 @@
-"""This module computes what attention should give, how far off it may be, and calls it for the tests."""
+"""The expected results of attention, the errors that they may have, and a function that calls it for the tests."""
 
 import functools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import attnmask
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call should give, and the errors that it may have."""
+    """The expected results of a call, and the errors that they may have."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -48,12 +48,12 @@ class Expected:
 
 
 def expected(arguments: dict, keep=None, case=None) -> Expected:
-    """At most twice the error of naive attention in the same dtype, both beside (at least) float64.
+    """Results in at least float64; their error may be twice that of naive attention in the same dtype.
 
-    With few pairs the naive version is sometimes right to the last bit by luck: one weight that is exactly 1, or
-    logits that needed no rounding. So what a few roundings cost is allowed in any case: one of the result at the size
-    of what was summed; in the accumulator a few of the weights and sums, and two of the logits (one when scaled, one
-    on the way to the exponential's base), which the exponential turns from absolute into relative errors.
+    With few pairs the naive result is sometimes exact by luck: a weight is exactly 1, or logits need no rounding. So
+    the error of a few roundings is always allowed: one of the result, relative to the size of what was summed; in the
+    accumulator a few of weights and sums; and two of the logits (one of the scaled logit, one of its conversion to the
+    base of the exponential), which the exponential turns from absolute into relative errors.
     """
     dtype = arguments["query"].dtype.newbyteorder("=") if arguments["query"].dtype != BF16 else BF16
     wide = accumulator(dtype)
@@ -84,7 +84,7 @@ CASES = [Case(**levels, seed=index) for index, levels in enumerate(all_pairs(FAC
 
 
 def run(case: Case, arguments: dict):
-    """The package's out and lse (or None), after a look at what every result has in common."""
+    """The package's out and lse (or None), after checks of what all results have in common."""
     more = {}
     if case.out_layout is not None:
         shape = (*arguments["query"].shape[:-1], case.value_depth)

@@ -1,7 +1,7 @@
-"""Each kernel that is not attention's beside plain NumPy: sums, conversions, tokens, rows of masks.
+"""Compares each kernel other than those of attention with plain NumPy: sums, conversions, tokens, rows of masks.
 
-A check draws its cases from `rng_of(kernel)`, the same at every level, and so compares levels, too. Sizes are those at
-which vectors, blocks and words end, and one off.
+A check draws its cases from `rng_of(kernel)`, which is the same at every level, so levels are compared with each other,
+too. Sizes are those of vectors, blocks and words, and one more or less.
 """
 
 import ml_dtypes
@@ -36,7 +36,7 @@ def integer(kernel: Kernel) -> np.dtype:
 
 
 def same(got: np.ndarray, expected: np.ndarray, case) -> None:
-    """To the bit, but for those of NaN."""
+    """Equal in every bit, except for those of NaN."""
     bits = f"u{got.itemsize}"
     is_nan = (got != got) & (expected != expected)
     differ = (np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(expected).view(bits)) & ~is_nan
@@ -46,11 +46,11 @@ def same(got: np.ndarray, expected: np.ndarray, case) -> None:
 
 # Running sums
 
-SUM_ROUNDINGS = 11  # table.h promises 10; and the scale is rounded
+SUM_ROUNDINGS = 11  # table.h promises 10; the multiplication by scale adds one
 
 
 def running_sums(values, carry, period: int, reverse: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The sums, and behind the last of them; `values` are of a wide type."""
+    """The sums and the last sum of a segment; `values` have a wide type."""
     steps = len(values)
     order = slice(None, None, -1 if reverse else 1)
     sums, begins = np.empty_like(values), range(0, steps, period or steps)[order]
@@ -84,7 +84,7 @@ def check_cumsum(kernel: Kernel, rng) -> None:
         )
         if rng.random() < 0.2:
             values[rng.integers(steps), rng.integers(lanes)] = pick(rng, [np.nan, np.inf, -np.inf])
-        start = rng.integers(-9, 9, lanes).astype(np.float64)  # to be forgotten if there is a period
+        start = rng.integers(-9, 9, lanes).astype(np.float64)  # ignored if there is a period
         line = 64 // dtype.itemsize
         step = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
         memory = Memory()
@@ -113,12 +113,12 @@ def check_sums(values, start, period, reverse, scale, size, exact, dst, carry, c
     wide = values.astype(WIDE[size])
     sums, last = running_sums(wide, start.astype(wide.dtype), period, reverse)
     sizes, last_size = running_sums(abs(wide), abs(start).astype(wide.dtype), period, reverse)
-    if exact:  # whole numbers, or halves: no rounding but the one to the result's type
+    if exact:  # integers or halves: only the conversion to the result's type rounds
         same(dst, (scale * sums).astype(dst.dtype), case)
         same(carry, last.astype(np.float64), case)
         return
     rounding = Bounded(last, np.zeros_like(last), size).unit
-    carries = (len(values) // 8 + 5) * 2.0**-53  # a rounding of `carry` a block, and of what is left
+    carries = (len(values) // 8 + 5) * 2.0**-53  # `carry` rounds per block, and at the end
     narrowed = 0.0 if dst.itemsize >= 4 else float(ml_dtypes.finfo(dst.dtype).eps) / 2
     error = (SUM_ROUNDINGS * rounding + carries) * abs(scale) * sizes
     error += narrowed * (abs(scale * sums) + error) + (2.0**-25 if dst.dtype == np.float16 else 0)
@@ -158,7 +158,7 @@ def check_widen(kernel: Kernel, rng) -> None:
 def check_narrow(kernel: Kernel, rng) -> None:
     dtype = FLOATS[suffix(kernel)]
     near = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
-    ties = (near + np.roll(near, 1)) / 2  # halfway between neighbours, and next to that
+    ties = (near + np.roll(near, 1)) / 2  # halfway between neighbours; their neighbours follow
     every = np.concatenate([near, ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)])
     every = np.concatenate(
         [every, numbers(rng, 1000, np.float32, 1e30), np.float32([1e38, -1e38, 1e-45, 65520, 65519])]
@@ -175,7 +175,7 @@ def check_narrow(kernel: Kernel, rng) -> None:
 
 
 def starts_of(rng, sequences: int, dtype) -> np.ndarray:
-    """Short and long sequences, and empty ones."""
+    """Short, long and empty sequences."""
     lens = rng.integers(0, 40, sequences) * (rng.random(sequences) < 0.8)
     lens[rng.random(sequences) < 0.1] *= 9
     return np.concatenate([[0], lens.cumsum()]).astype(dtype)
@@ -237,7 +237,7 @@ def check_chunk_offsets(kernel: Kernel, rng) -> None:
 
 
 def cdiv(a: np.ndarray, b: int) -> np.ndarray:
-    """Python's integers do not overflow."""
+    """The quotients in Python's integers, which do not overflow."""
     return np.array([-(-int(x) // b) for x in a], np.int64)
 
 
@@ -265,7 +265,7 @@ def check_divide(kernel: Kernel, rng) -> None:
         for count in COUNTS[::3]:
             memory, values = Memory(), rng.integers(-top, top, count).astype(dtype)
             values >>= pick(rng, [0, 16, 30, 31, 32] if dtype.itemsize == 8 else [0, 8, 16])
-            values[rng.random(count) < 0.05] = pick(rng, edges)  # a faster way is taken where all are small
+            values[rng.random(count) < 0.05] = pick(rng, edges)  # blocks of small numbers are faster
             src, dst = memory.read(values, shift=1), memory.written(np.zeros(count, dtype), shift=1)
             kernel(dst, src, count, b)
             memory.check((b, count))
@@ -274,12 +274,12 @@ def check_divide(kernel: Kernel, rng) -> None:
 
 # Rows of masks
 
-LANES = ("u1", "u2", "u4", "u8", "f2", "f4", "f8")  # am_lane; of bfloat16 the bits tell the same
-MANY = 33_000  # more than counters of eight bits hold
+LANES = ("u1", "u2", "u4", "u8", "f2", "f4", "f8")  # am_lane; bfloat16 has the same bits that count
+MANY = 33_000  # more than 8-bit counters can count
 
 
 def draw_mask(rng, count: int, dtype: np.dtype) -> np.ndarray:
-    """Mostly zeros or mostly not, of elements of which only one bit is set, and of either zero."""
+    """A mask of mostly zeros or mostly non-zeros, which have only one bit set; zeros are of either sign."""
     bit = np.uint64(1) << rng.integers(0, 8 * dtype.itemsize - (dtype.kind == "f"), count).astype(np.uint64)
     values = np.where(rng.random(count) < pick(rng, [0, 0.003, 0.5, 0.99, 1]), bit, 0)
     values = values.astype(f"u{dtype.itemsize}").view(dtype)
@@ -290,7 +290,7 @@ def draw_mask(rng, count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def masks_of(kernel: Kernel, rng, counts):
-    """Masks of each count; where the kernel reads them, and whether it writes."""
+    """Masks of each count, where the kernel reads them, and whether it writes."""
     dtype = np.dtype(LANES[kernel.index])
     for count in counts:
         for _ in range(4):
@@ -401,7 +401,7 @@ def check_unlike_bits(kernel: Kernel, rng) -> None:
 
 def check_keep_bits(kernel: Kernel, rng) -> None:
     for threshold in (0, 1, 1 << 31, 0xE0000000, (1 << 32) - 1):
-        for first in (0, 1, 64, 1 << 31, (1 << 32) - 40):  # counters may pass their end
+        for first in (0, 1, 64, 1 << 31, (1 << 32) - 40):  # counters may wrap around
             key = int(rng.integers(1 << 64, dtype=np.uint64))
             kept = kept_of(key, first) >= threshold
             assert kernel(key, first, threshold) == word_of(kept), (key, first, threshold)

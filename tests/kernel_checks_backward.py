@@ -1,4 +1,4 @@
-"""Attention's steps backward over a tile of keys, beside plain NumPy."""
+"""Compares the backward steps of attention over a tile of keys with plain NumPy."""
 
 from dataclasses import dataclass
 
@@ -24,10 +24,10 @@ from reference_kernels import Bounded, Terms, backward, lanes_of, packed_keys, p
 
 @dataclass
 class Backward:
-    """What a step back takes beside its problem."""
+    """The arguments of a backward step that are not in its problem."""
 
     d_out: np.ndarray
-    stats: list  # base, rest, add, share; share may be None
+    stats: list  # base, rest, add, share (which may be None)
     old: list  # d_q, d_k, d_v
     scale: float
     kept_factor: float
@@ -39,14 +39,14 @@ def draw_backward(rng, arithmetic: Arithmetic) -> tuple[Problem, Backward]:
     depth, value_depth, t = pick(rng, DEPTHS), pick(rng, DEPTHS), arithmetic.dtype
     p = draw(rng, arithmetic, (rows, depth, value_depth, columns), [1.0, 0.4, -0.7])
     exact = rng.random() < 0.3
-    if exact:  # small whole numbers, so that logits may equal `base`
+    if exact:  # small integers, so that logits may equal `base`
         p.q, p.k = (rng.integers(-2, 3, x.shape).astype(arithmetic.factors) for x in (p.q, p.k))
         p.strange, p.terms = "nothing", Terms(0.5, 1.0, live=p.terms.live, kept=p.terms.kept)
     if p.terms.kept is None and rng.random() < 0.3:
         p.terms.kept = rng.random((rows, TILE)) < 0.7
     s = p.terms.logits(*(Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k))))
     live = True if p.terms.live is None else p.terms.live
-    base = np.fmax.reduce(np.where(live, s.value, -np.inf), axis=1)  # logits exceed it by nothing or little
+    base = np.fmax.reduce(np.where(live, s.value, -np.inf), axis=1)  # logits hardly exceed it
     stats = [np.where(base > -np.inf, base, 0), *numbers(rng, (2, rows), t, 0.5), None]
     if exact:
         stats[3] = numbers(rng, rows, t)
@@ -59,7 +59,7 @@ def draw_backward(rng, arithmetic: Arithmetic) -> tuple[Problem, Backward]:
 
 
 def rows_in(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, step: int) -> dict:
-    """Queries or d_out as the step reads them: its rows, then those that it multiplies by P or dS."""
+    """Queries or d_out as the step reads them: by rows, and as the factors that it multiplies by P or dS."""
     panel = arithmetic.panel
     if arithmetic.width == 2:
         return {
@@ -72,7 +72,7 @@ def rows_in(memory: Memory, arithmetic: Arithmetic, values: np.ndarray, step: in
 
 
 def backward_structures(memory: Memory, rng, arithmetic: Arithmetic, p: Problem, b: Backward, stats: list):
-    """The block, the tile, and the accumulators in memory: d_q, d_k, d_v and d_bias."""
+    """The structures of the block and the tile, and the accumulators in memory: d_q, d_k, d_v and d_bias."""
     panel, width = arithmetic.panel, arithmetic.width
     (rows, depth), value_depth = p.q.shape, p.v.shape[1]
     columns, value_columns = (-(-d // panel) * panel for d in (depth, value_depth))
@@ -179,7 +179,7 @@ def check_find_row_max(kernel: Kernel, rng) -> None:
 
 
 def check_row_max(arithmetic: Arithmetic, p: Problem, old: list, new: tuple) -> None:
-    """NaN only of rows that have one: nothing else is asked of these."""
+    """Rows that see a NaN or +Inf must get NaN; nothing else is required of them."""
     size = arithmetic.size
     s = p.terms.logits(*(Bounded.exact(wide(x), size) for x in (p.q, whole_rows(p.k))))
     live = np.ones(s.value.shape, bool) if p.terms.live is None else p.terms.live
@@ -197,7 +197,7 @@ def check_row_max(arithmetic: Arithmetic, p: Problem, old: list, new: tuple) -> 
     factor = ((Bounded.exact(np.where(kept, 0, before[0]), size) - start) * unit).exp2()
     factor = Bounded(np.where(kept, 1, factor.value), np.where(kept, 0, factor.error), size)
     (Bounded.exact(before[1], size) * factor + powers.sum()).check(rest, ("rest", p))
-    # Logits that are certainly as great as the maximum, and those that may be.
+    # `exact` are logits that certainly equal the maximum, `near` those that may.
     near = live & (abs(s.value - base[:, None]) <= s.error)
     exact = live & (s.value == base[:, None]) & (s.error == 0) & (base > -np.inf)[:, None]
     earlier = np.where(base == before[0], before[2], 0)

@@ -1,4 +1,4 @@
-"""The kernels of attention that read, write or pack rows, beside plain NumPy."""
+"""Compares the kernels of attention that read, write or pack rows with plain NumPy."""
 
 import ctypes
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TILE = CONSTANTS["AM_FLASH_TILE"]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The kernels of one type of numbers, and how they hold these: `width` to a lane of `dtype`."""
+    """The kernels of one arithmetic. Their arrays consist of lanes of `dtype`, each of which holds `width` numbers."""
 
     kernels: ctypes.Structure
     dtype: np.dtype
@@ -29,7 +29,7 @@ class Arithmetic:
 
     @property
     def factors(self) -> np.dtype:
-        """Of what is multiplied."""
+        """The dtype of the numbers that are multiplied."""
         return BF16 if self.width == 2 else self.dtype
 
     @property
@@ -38,7 +38,7 @@ class Arithmetic:
 
     @property
     def can_transpose(self) -> bool:
-        """Levels with long vectors do."""
+        """Only levels with long vectors have transposed tiles."""
         return self.panel * self.size >= 128 and not self.amx
 
 
@@ -64,7 +64,7 @@ def format_of(kernel: Kernel) -> np.dtype:
     return FORMATS[kernel.index]
 
 
-# Rows one by one
+# Single rows
 
 COUNTS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100]
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0]
@@ -77,7 +77,7 @@ def some_special(rng, shape, dtype) -> np.ndarray:
 
 
 def check_merge(kernel: Kernel, rng) -> None:
-    """Sums relative to their references, of rows that may have no keys in one of the two."""
+    """Merges sums relative to their references; a row may have no keys in one of the two accumulators."""
     arithmetic = arithmetic_of(kernel)
     dtype, half = arithmetic.dtype, arithmetic.panel // 2
     eps = float(np.finfo(dtype).eps)
@@ -111,7 +111,7 @@ def check_merge(kernel: Kernel, rng) -> None:
             both = np.maximum(a_ref, b_ref)
             distance = np.where(np.isfinite(a_ref) & np.isfinite(b_ref), np.abs(a_ref - b_ref), 0) * unit
             a, b = (np.exp2((x - np.maximum(both, -1e30)) * unit) for x in (a_ref, b_ref))
-            bound = (distance + 8) * eps  # the exponent is rounded, and a few steps after it
+            bound = (distance + 8) * eps  # the exponent and a few later steps are rounded
             got_out, got_ref, got_sum, got_max = parts[0]
             assert (got_ref == both).all()
             assert (np.abs(got_sum - (a * a_sum + b * b_sum)) <= bound * (a * a_sum + b * b_sum)).all()
@@ -202,8 +202,10 @@ def check_dot_rows(kernel: Kernel, rng) -> None:
 
 
 def strided(memory: Memory, values: np.ndarray, rng, width: int = 1, plain: bool = False):
-    """Rows in memory, and their step in elements. Plain ones are on multiples of lanes, and one behind the other; else
-    rows of bf16x2 begin at any of their numbers."""
+    """Rows in memory, and the elements from one to the next.
+
+    Plain rows are aligned to lanes and in increasing order. Others may begin at any number of a bf16x2 lane.
+    """
     columns = values.shape[1]
     steps = [columns, columns + width, columns + 6 * width, -columns - 2 * width]
     step = pick(rng, steps[:3] if plain else steps)
@@ -211,7 +213,7 @@ def strided(memory: Memory, values: np.ndarray, rng, width: int = 1, plain: bool
 
 
 def check_pack_keys(kernel: Kernel, rng) -> None:
-    """Of lanes of two numbers, whose factor is 1, `depth` counts the lanes."""
+    """If a lane holds two numbers, the factor is 1 and `depth` counts lanes."""
     arithmetic, source = arithmetic_of(kernel), format_of(kernel)
     panel, width, factors = arithmetic.panel, arithmetic.width, arithmetic.factors
     for depth in DEPTHS:

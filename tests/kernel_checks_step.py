@@ -1,4 +1,4 @@
-"""Attention's steps over a tile of keys, beside plain NumPy, on random tiles of all corner sizes."""
+"""Compares the forward steps of attention over a tile of keys with plain NumPy, on random tiles of critical sizes."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ LOG2_E = float(np.log2(np.e))
 
 
 def wide(values: np.ndarray) -> np.ndarray:
-    """NumPy's own functions do not all know bfloat16."""
+    """Converts to float64, since not all functions of NumPy support bfloat16."""
     return values.astype(np.float64)
 
 
@@ -31,13 +31,13 @@ def is_finite(values: np.ndarray) -> bool:
 
 @dataclass
 class Problem:
-    """A block of rows and a tile of keys: numbers as they are, not as kernels hold them."""
+    """A block of rows and a tile of keys, as plain numbers rather than in the layout of kernels."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
     terms: Terms
-    strange: str  # what is NaN or Inf
+    strange: str  # which numbers are NaN or Inf
 
     @property
     def columns(self) -> int:
@@ -56,14 +56,14 @@ class Problem:
         return replace(self, k=k, v=v)
 
     def untouched_rows(self) -> np.ndarray:
-        """Rows to none of whose keys anything strange belongs."""
+        """Rows that have no live pair with a key whose numbers are NaN or Inf."""
         strange = ~np.isfinite(wide(self.k)).all(1) | ~np.isfinite(wide(self.v)).all(1)
         live = np.ones((len(self.q), TILE), bool) if self.terms.live is None else self.terms.live
         return ~(live[:, : self.columns] & strange).any(1)
 
 
 def draw_live(rng, rows: int, columns: int) -> np.ndarray | None:
-    """Pairs of a tile of `columns` keys, NULL if all of a whole tile are live."""
+    """The live pairs of a tile of `columns` keys, or None if all pairs of a whole tile are live."""
     kind = pick(rng, ["all", "random", "causal", "rows", "one", "few"])
     if kind == "all" and columns == TILE:
         return None
@@ -83,7 +83,7 @@ def draw_live(rng, rows: int, columns: int) -> np.ndarray | None:
 
 
 def draw_terms(rng, rows: int, columns: int, arithmetic: Arithmetic, factors) -> Terms:
-    """Logits that are products but for a factor, or with any of what may be in them."""
+    """Terms under which logits are products times a factor; or with any of bias, soft cap and dropout."""
     terms = Terms(pick(rng, factors), 1.0, live=draw_live(rng, rows, columns))
     if rng.random() < 0.4:
         terms.factor = abs(terms.factor)
@@ -98,7 +98,7 @@ def draw_terms(rng, rows: int, columns: int, arithmetic: Arithmetic, factors) ->
 
 
 def factors_of(arithmetic: Arithmetic) -> list[float]:
-    """By which the forward steps multiply: numbers are scaled before, where a lane holds one."""
+    """The factors of forward steps: where a lane holds one number, queries or keys are scaled beforehand."""
     return [1.0, 0.4, -0.7] if arithmetic.width == 2 else [1.0]
 
 
@@ -106,7 +106,7 @@ def draw(rng, arithmetic: Arithmetic, shape: tuple[int, int, int, int], factors,
     (rows, depth, value_depth, columns), source = shape, source or arithmetic.factors
     q = numbers(rng, (rows, depth), arithmetic.factors, 3 / max(depth, 1) ** 0.5)
     k, v = numbers(rng, (columns, depth), source), numbers(rng, (columns, value_depth), source)
-    if rng.random() < 0.2:  # logits are not rounded, so that powers are seen to the last digit
+    if rng.random() < 0.2:  # logits need no rounding, so that errors of powers are visible to the last digit
         q, k = (np.rint(8 * x.astype(np.float32)).astype(x.dtype) / x.dtype.type(8) for x in (q, k))
     terms = draw_terms(rng, rows, columns, arithmetic, factors)
     strange = pick(rng, ["nothing", "nothing", "dead keys", "dead pairs", "a query", "a key", "a value"])
@@ -126,7 +126,7 @@ def draw(rng, arithmetic: Arithmetic, shape: tuple[int, int, int, int], factors,
 
 
 def prefetch_of(rng, memory: Memory):
-    """Nothing, or rows of memory for some purposes."""
+    """No rows to prefetch, or some rows of memory."""
     rows = TYPES["am_prefetch_rows"] * CONSTANTS["AM_PREFETCH_KINDS"]
     if rng.random() < 0.5:
         return rows()
@@ -141,7 +141,7 @@ def prefetch_of(rng, memory: Memory):
 
 
 def draw_state(rng, arithmetic: Arithmetic, rows: int, out_depth: int) -> State:
-    """At the beginning, or later: of some rows all keys were dead."""
+    """The accumulators of a block at the beginning, or later; rows whose keys were all dead are as at the beginning."""
     t = arithmetic.dtype
     state = State(np.zeros((rows, out_depth), t), np.full(rows, -np.inf, t), np.zeros(rows, t), None)
     begun = rng.random(rows) < pick(rng, [0, 0.8])
@@ -181,7 +181,7 @@ def words_of(pairs: np.ndarray) -> np.ndarray:
 
 
 def words_in(memory: Memory, terms: Terms) -> dict:
-    """The bits of a tile's pairs."""
+    """The words of live pairs and of kept pairs, in memory."""
     return {
         name: None if pairs is None else memory.read(words_of(pairs))
         for name, pairs in (("live", terms.live), ("kept", terms.kept))
@@ -189,7 +189,7 @@ def words_in(memory: Memory, terms: Terms) -> dict:
 
 
 def whole_rows(values: np.ndarray) -> np.ndarray:
-    """Of a tile: missing rows are zero."""
+    """Pads with rows of zeros up to a whole tile."""
     return np.pad(values, ((0, TILE - len(values)), (0, 0)))
 
 
@@ -212,13 +212,13 @@ def draw_columns(rng, arithmetic: Arithmetic) -> int:
     return pick(rng, [1, 2, panel - 1, panel, panel + 1, 63, 64, 64, 64, 64])
 
 
-# Of rows, about the strips into which they are divided.
+# Numbers of rows around those of strips.
 ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 48, 63, 64]
-STEPS = 60  # random tiles
+STEPS = 60  # random tiles per kernel
 
 
 def run_step(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State, kind: str) -> State:
-    """One step. `kind`: of packed keys and values, of unpacked values, or transposed with either."""
+    """Runs one step. `kind` is packed, unpacked (only values are), or transposed with packed or unpacked values."""
     memory, width, panel = Memory(), arithmetic.width, arithmetic.panel
     transposed, unpacked = kind.startswith("transposed"), kind.endswith("unpacked")
     k, v_step = packed_keys(p.k, panel, width), 0
@@ -251,7 +251,7 @@ def run_step(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State
 
 
 def draw_step(rng, arithmetic: Arithmetic) -> tuple[str, Problem, int]:
-    """How the step multiplies, its problem, and the depth of its result."""
+    """A kind for `run_step`, a problem, and the depth of the result."""
     width, panel = arithmetic.width, arithmetic.panel
     kinds = ["packed", "packed"] + ([] if arithmetic.amx else ["unpacked"])
     kind = pick(rng, kinds + (["transposed", "transposed unpacked"] if arithmetic.can_transpose else []))
@@ -283,7 +283,7 @@ def check_step(kernel: Kernel, rng) -> None:
 
 
 def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
-    """What is strange, and belongs to no live pair of a row, does not change a bit of it."""
+    """NaN and Inf that belong to no live pair of a row must not change a bit of the row."""
     rows = p.untouched_rows()
     for name in ("out", "sum", "ref_max"):
         one, other = getattr(got, name)[rows], getattr(clean, name)[rows]
@@ -291,7 +291,7 @@ def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
 
 
 def run_unpacked(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, states: list) -> list[State]:
-    """A step of several heads."""
+    """Runs one step of several heads."""
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
     for p, state in zip(problems, states, strict=True):
         block, accumulators = block_of(

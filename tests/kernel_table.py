@@ -1,7 +1,7 @@
-"""The kernels as functions that Python can call: their signatures are read from the header that declares them.
+"""The kernels as functions that Python can call, with signatures read from the header that declares them.
 
-`_core.kernel_table` tells where the table of a level is, and `csrc/kernels/table.h` how it is laid out. So a kernel
-that is new, or takes other arguments, is seen here as soon as it is declared.
+`_core.kernel_table` returns the address of a level's table, and `csrc/kernels/table.h` describes its layout. So a
+kernel that is new, or whose arguments change, is known here as soon as it is declared.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ DECLARATOR = re.compile(r"(?P<pointer>\*?)(?P<name>\w+)(?:\[(?P<length>.+)\])?")
 
 
 def read_constants(text: str) -> dict[str, int]:
-    """The header's numbers by name: macros and enumerators."""
+    """The values of the header's macros and enumerators, by name."""
     constants = {
         name: int(value) for name, value in re.findall(r"#define (\w+) (\d+) *$", text, re.MULTILINE)
     }
@@ -59,13 +59,13 @@ def read_members(members: str, types: dict, constants: dict[str, int]) -> list[t
 
 
 def named(name: str, signature: type) -> type:
-    """The type of functions with its own name, which ctypes does not give them."""
+    """The type of functions with the name of its typedef, which ctypes does not give it."""
     own = {key: getattr(signature, key) for key in ("_flags_", "_argtypes_", "_restype_")}
     return type(name, (signature,), own)
 
 
 def read_types(header: str) -> tuple[dict, dict[str, int]]:
-    """ctypes by the names of the header's structures and functions; and its constants."""
+    """ctypes of the header's structures and functions, by name; and its constants."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     constants, types = read_constants(text), dict(SCALARS)
     for found in TYPEDEF.finditer(text):
@@ -89,7 +89,7 @@ TYPES, CONSTANTS = read_types("".join((KERNELS / name).read_text() for name in (
 
 
 def slots_of(kind: type, path: str = "") -> dict[str, str]:
-    """The places of kernels in a type, and the names of their own types."""
+    """The slots of kernels in a type, and the names of their typedefs."""
     if issubclass(kind, ctypes._CFuncPtr):
         return {path: kind.__name__}
     members = []
@@ -117,7 +117,7 @@ class Kernel(NamedTuple):
 
     @property
     def function(self):
-        """NULL if the level has no such kernel."""
+        """The kernel as a ctypes function; NULL if the level does not have it."""
         found = self.table
         for part in re.findall(r"\w+", self.slot):
             found = found[int(part)] if part.isdigit() else getattr(found, part)
@@ -129,7 +129,7 @@ class Kernel(NamedTuple):
 
     @property
     def index(self) -> int:
-        """Of an array's element."""
+        """The index of an element in an array."""
         return int(re.search(r"\[(\d+)\]", self.slot)[1])
 
     def __call__(self, *arguments):
@@ -137,7 +137,7 @@ class Kernel(NamedTuple):
 
 
 def address_of(value):
-    """An array's; anything else is itself."""
+    """The address of an array; anything else is returned as it is."""
     return value.ctypes.data if isinstance(value, np.ndarray) else value
 
 
@@ -146,7 +146,7 @@ def passed(argument):
 
 
 def structure(name: str, **members):
-    """One of the header's structures, with the addresses of arrays; the caller keeps these."""
+    """One of the header's structures. It holds addresses of arrays, which the caller keeps alive."""
     return TYPES[name](**{key: address_of(value) for key, value in members.items()})
 
 
@@ -157,9 +157,9 @@ UNTOUCHED = 0xA5
 
 
 class Memory:
-    """Arrays among bytes that kernels must leave as they are, and must not read.
+    """Arrays surrounded by bytes that kernels must not change and must not use.
 
-    Around inputs and between their rows all bits are set, so that floating-point numbers there are NaN, and others are
+    All bits around inputs and between their rows are set, so that floating-point numbers there are NaN, and others are
     not zero.
     """
 
@@ -183,14 +183,14 @@ class Memory:
         return array
 
     def read(self, values, step: int | None = None, shift: int = 0) -> np.ndarray:
-        """An array that a kernel reads: in one dimension, or rows `step` elements apart.
+        """An array that a kernel reads: one-dimensional, or rows `step` elements apart.
 
         It begins `shift` elements after a multiple of 64 bytes.
         """
         return self.place(values, step, shift, 0xFF, False)
 
     def written(self, values, step: int | None = None, shift: int = 0) -> np.ndarray:
-        """The same for one that a kernel writes."""
+        """The same for an array that a kernel writes."""
         return self.place(values, step, shift, UNTOUCHED, True)
 
     def check(self, case) -> None:

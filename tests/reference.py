@@ -1,7 +1,7 @@
-"""What attnmask's functions return, in NumPy: written to be read, not to be fast.
+"""The functions of attnmask in NumPy: written to be read, not to be fast.
 
-Integers are Python's own, so nothing overflows on the way and a result is checked once, when it is put into
-its dtype. Floating-point sums are float64, one addition a step. The tests compare the package with these
+Integers are Python's own, so nothing overflows on the way, and a result is checked once, when it is converted to its
+dtype. Floating-point sums are taken in float64, one addition per step. The tests compare the package with these
 functions, and a reader who wonders what a function means finds the answer here.
 """
 
@@ -39,31 +39,31 @@ def cdiv(a, b):
 
 
 def prepare_lens(cu_seqlens) -> np.ndarray:
-    """How many tokens each sequence has."""
+    """The number of tokens of each sequence."""
     cu_seqlens = np.asarray(cu_seqlens)
     ends = cu_seqlens.tolist()
     return fitted([end - start for start, end in pairwise(ends)], cu_seqlens.dtype)
 
 
 def prepare_position_ids(cu_seqlens) -> np.ndarray:
-    """Each token's place in its own sequence."""
+    """The position of each token in its own sequence."""
     places = [place for length in prepare_lens(cu_seqlens).tolist() for place in range(length)]
     return fitted(places, np.asarray(cu_seqlens).dtype)
 
 
 def prepare_sequence_ids(cu_seqlens) -> np.ndarray:
-    """The sequence that each token is in; sequences of length zero keep their index, and no token has it."""
+    """The sequence of each token. A sequence of length zero keeps its index, which no token has."""
     ids = [index for index, length in enumerate(prepare_lens(cu_seqlens).tolist()) for _ in range(length)]
     return fitted(ids, np.asarray(cu_seqlens).dtype)
 
 
 def prepare_token_indices(cu_seqlens) -> np.ndarray:
-    """One row a token: the sequence it is in, and its place there."""
+    """One row per token: its sequence, and its position there."""
     return np.stack([prepare_sequence_ids(cu_seqlens), prepare_position_ids(cu_seqlens)], axis=1)
 
 
 def prepare_chunk_indices(cu_seqlens, chunk_size: int) -> np.ndarray:
-    """One row a chunk: the sequence it is in, and its place among that sequence's chunks."""
+    """One row per chunk: its sequence, and its position among the chunks of that sequence."""
     rows = [
         (index, chunk)
         for index, length in enumerate(prepare_lens(cu_seqlens).tolist())
@@ -73,7 +73,7 @@ def prepare_chunk_indices(cu_seqlens, chunk_size: int) -> np.ndarray:
 
 
 def prepare_chunk_offsets(cu_seqlens, chunk_size: int) -> np.ndarray:
-    """How many chunks come before each sequence, and at the end how many there are."""
+    """The number of chunks before each sequence, and at the end the number of all chunks."""
     offsets = [0]
     for length in prepare_lens(cu_seqlens).tolist():
         offsets.append(offsets[-1] + cdiv(length, chunk_size))
@@ -81,12 +81,12 @@ def prepare_chunk_offsets(cu_seqlens, chunk_size: int) -> np.ndarray:
 
 
 def prepare_lens_from_mask(mask) -> np.ndarray:
-    """How many entries of each row are not zero (a NaN is not zero)."""
+    """The number of entries of each row that are not zero (NaN is not zero)."""
     return fitted([sum(entry != 0 for entry in row.tolist()) for row in np.asarray(mask)], np.int32)
 
 
 def prepare_cu_seqlens_from_mask(mask, out_dtype=np.int32) -> np.ndarray:
-    """The rows' counts, summed up, with a zero before them."""
+    """The cumulative sums of the rows' counts, beginning with zero."""
     cu_seqlens = [0]
     for length in prepare_lens_from_mask(mask).tolist():
         cu_seqlens.append(cu_seqlens[-1] + length)
@@ -94,7 +94,7 @@ def prepare_cu_seqlens_from_mask(mask, out_dtype=np.int32) -> np.ndarray:
 
 
 def identity_dtype_convert(dtype) -> Callable:
-    """A function that changes nothing; only the gradients that come back through it take `dtype`."""
+    """Returns a function that changes nothing; only gradients that pass back through it are converted to `dtype`."""
 
     def identity(x):
         return x
@@ -109,7 +109,7 @@ def identity_dtype_convert(dtype) -> Callable:
 def chunk_local_cumsum(
     g, chunk_size, reverse=False, softmax_scale=None, cu_seqlens=None, head_first=False, output_dtype=None
 ) -> np.ndarray:
-    """Sums that start anew at every sequence, and every `chunk_size` steps after a sequence's start."""
+    """Sums that restart at every sequence, and every `chunk_size` steps after a sequence's start."""
     steps = np.shape(g)[2 if head_first else 1]
     pieces = [
         (begin, min(begin + chunk_size, end))
@@ -122,7 +122,7 @@ def chunk_local_cumsum(
 def chunk_global_cumsum(
     s, reverse=False, cu_seqlens=None, softmax_scale=None, head_first=False, output_dtype=None
 ) -> np.ndarray:
-    """Sums that start anew at every sequence only."""
+    """Sums that restart at every sequence only."""
     steps = np.shape(s)[2 if head_first else 1]
     return _sums(s, _sequences(steps, cu_seqlens), reverse, softmax_scale, head_first, output_dtype)
 
@@ -130,10 +130,10 @@ def chunk_global_cumsum(
 def chunk_local_cumsum_vjp(
     g, chunk_size, reverse=False, softmax_scale=None, cu_seqlens=None, head_first=False, output_dtype=None
 ) -> tuple[np.ndarray, Callable]:
-    """The sums, and a function from their gradient to that of g.
+    """The sums, and a function that turns their gradient into that of g.
 
-    An entry of g is in every sum from itself on, so its gradient is the sum of theirs: the cumulative sum
-    that runs the other way.
+    An entry of g is in every sum from its own step on, so its gradient is the sum of their gradients: the cumulative
+    sum in the other direction.
     """
     shared = (softmax_scale, cu_seqlens, head_first)
     out = chunk_local_cumsum(g, chunk_size, reverse, *shared, output_dtype)

@@ -1,7 +1,7 @@
-"""Flash attention in NumPy, beside `reference`: written to be read, not to be fast.
+"""Flash attention in NumPy, which complements `reference`: written to be read, not to be fast.
 
-One head at a time, all of its logits at once, in float64 unless a dtype is asked for. In float32 the same lines are
-the naive attention whose error the package is measured by.
+It computes one head at a time, with all of its logits at once, in float64 unless another dtype is given. In float32 the
+same code is the naive attention to which the errors of the package are compared.
 """
 
 from itertools import pairwise, product
@@ -12,16 +12,16 @@ from reference_masks import pairwise as equal_ids
 
 
 class Attention(NamedTuple):
-    """What attention gives, and how large the numbers were on the way: rounding errors are a share of these."""
+    """The results of attention, and the sizes of what was summed, to which rounding errors are proportional."""
 
-    out: np.ndarray  # like the query, but Dv last
+    out: np.ndarray  # like the query, but the last axis is Dv
     lse: np.ndarray  # [B, H, Tq], or [H, total]
-    out_size: np.ndarray  # like out: the same sum, of the values' sizes
+    out_size: np.ndarray  # like out: the same sum over absolute values
     logit_size: np.ndarray  # like lse: the largest Σ|q·k| × |scale| + |bias| of a live pair
 
 
 class Gradients(NamedTuple):
-    """One for each argument, in its shape."""
+    """A gradient for each argument, of the same shape."""
 
     query: np.ndarray
     key: np.ndarray
@@ -31,24 +31,24 @@ class Gradients(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The arguments in one dtype and with all of their axes."""
+    """The arguments in one dtype, with all axes."""
 
     query: np.ndarray  # [B, Tq, H, D]
     key: np.ndarray
     value: np.ndarray
-    live: np.ndarray  # [B, H, Tq, Tk], as the next and `keep`
+    live: np.ndarray  # [B, H, Tq, Tk], like bias and `keep`
     bias: np.ndarray
     sinks: np.ndarray  # [H, S]
     scale: np.floating
     cap: np.floating | None
     normalize: bool
     keep: np.ndarray
-    gain: np.floating  # of what is kept
+    gain: np.floating  # factor of kept weights
     flat: bool
 
     @property
     def heads(self):
-        """Batch row, head, and the head of its keys."""
+        """For each batch row and head: the row, the head, and the head of its keys."""
         batch, _, heads, _ = self.query.shape
         return [(b, h, h * self.key.shape[2] // heads) for b, h in product(range(batch), range(heads))]
 
@@ -80,7 +80,7 @@ def problem_of(
     keep=None,
     dtype=np.float64,
 ) -> Problem:
-    """`keep` is the mask of dropout, [B, H, Tq, Tk]; seeds and hints are of no meaning here."""
+    """`keep` is the mask of dropout, [B, H, Tq, Tk]; seeds and hints have no effect."""
     query, key, value = (np.asarray(array).astype(dtype) for array in (query, key, value))
     flat = query.ndim == 3
     if flat:
@@ -108,14 +108,14 @@ def problem_of(
 
 
 class Softmax(NamedTuple):
-    """Of one head: rows are queries, columns keys."""
+    """The softmax of one head: rows are queries, columns are keys."""
 
     logits: np.ndarray  # -inf where the pair is dead
-    top: np.ndarray  # the largest logit or sink of a row, as a column; 0 where there is none
+    top: np.ndarray  # largest logit or sink of a row, as a column; 0 without any
     powers: np.ndarray  # e^(logit - top)
     sink_powers: np.ndarray
-    total: np.ndarray  # of a row's powers, as a column
-    slope: np.ndarray  # of the soft cap
+    total: np.ndarray  # the sum of a row's powers, as a column
+    slope: np.ndarray  # the derivative of the soft cap
 
     @classmethod
     def of(cls, problem: Problem, b: int, h: int, kv: int) -> "Softmax":
@@ -143,7 +143,7 @@ class Softmax(NamedTuple):
 
 
 def flash_attention(**arguments) -> Attention:
-    """Takes what `problem_of` takes."""
+    """Takes the arguments of `problem_of`."""
     problem = problem_of(**arguments)
     (batch, queries, heads, _), dtype = problem.query.shape, problem.query.dtype.type
     shape = batch, queries, heads, problem.value.shape[3]
@@ -172,15 +172,17 @@ def flash_attention(**arguments) -> Attention:
 def flash_attention_vjp(
     dout, dlse=None, *, least=0.0, least_out=0.0, **arguments
 ) -> tuple[Gradients, Gradients]:
-    """The gradients of Σ dout · out + Σ dlse · lse, and how large the numbers were on the way.
+    """The gradients of Σ dout · out + Σ dlse · lse, and the sizes of the terms that were summed.
 
-    The latter count a weight as `least` at least and an output as `least_out`, whose errors do not shrink below.
+    In the sizes, a weight counts as at least `least`, and an output as at least `least_out`, since their errors do not
+    become smaller than that.
 
     With weights w = shares of the total, or powers where the output is not normalized, a row's output is
 
         out = Σ w_k kept_k v_k      and so      dw_k = kept_k (dout · v_k)
 
-    A logit moves its own weight, and all of the row's by the total or the maximum that they are measured against:
+    A logit changes its own weight, and all weights of the row through the total or the maximum to which they are
+    relative:
 
         dlogit_k = w_k dw_k - moved_k Σ_j w_j dw_j + share_k dlse
 
@@ -230,7 +232,7 @@ def flash_attention_vjp(
             from_row = sink_shares * g_lse - sinks_moved * sums
             dsinks[h] += np.where(problem.sinks[h] == -np.inf, dtype(0), from_row).sum(axis=0)
 
-            # The same with all signs alike.
+            # The same formulas with absolute values.
             least, least_sums = dtype(least), dtype(least_out) * abs(g).sum(axis=1, keepdims=True)
             dweights = np.where(live & keep, (abs(g) @ abs(v).T) * problem.gain, dtype(0))
             sums = (weights * dweights).sum(axis=1, keepdims=True) + least_sums
@@ -254,14 +256,14 @@ def flash_attention_vjp(
 
 
 def summed_to(array, shape) -> np.ndarray:
-    """The gradient of what was broadcast to `array`'s shape from this one."""
+    """The gradient of an array that was broadcast, from the gradient of the broadcast array."""
     axes = tuple(axis for axis, length in enumerate(shape) if length == 1)
     with np.errstate(all="ignore"):
         return array.sum(axis=tuple(range(array.ndim - len(shape)))).sum(axis=axes, keepdims=True)
 
 
 def weighted_sums(weights, values, live) -> np.ndarray:
-    """weights @ values, without the values that a row has no live pair with: 0 × NaN is NaN."""
+    """weights @ values, where values without a live pair in a row are left out, since 0 × NaN is NaN."""
     if np.isfinite(values).all():
         return weights @ values
     rows = [row[pairs] @ values[pairs] for row, pairs in zip(weights, live, strict=True)]
@@ -280,7 +282,7 @@ def live_pairs(
     kv_segment_ids=None,
     causal_offset=0,
 ) -> np.ndarray:
-    """[B, H, Tq, Tk]: the pairs that every condition allows."""
+    """The pairs that all conditions allow, [B, H, Tq, Tk]."""
     batch, _, queries, keys = shape
     live = np.ones(shape, bool)
     if attention_mask is not None:
@@ -302,7 +304,7 @@ def live_pairs(
         ahead = np.arange(lengths[1])[None, :] - np.arange(lengths[0])[:, None]
         allowed = np.ones(ahead.shape, bool)
         if causal:
-            allowed &= ahead <= offset  # a Python integer, which nothing wraps
+            allowed &= ahead <= offset  # a Python integer cannot overflow
         if sliding_window is not None:
             left, right = (sliding_window, sliding_window) if np.ndim(sliding_window) == 0 else sliding_window
             allowed &= (offset - int(left) <= ahead) & (ahead <= offset + int(right))
@@ -318,7 +320,7 @@ def offset_of(causal_offset, index: int, queries: int, keys: int) -> int:
 
 
 def merge_attention_states(outs, lses) -> tuple[np.ndarray, np.ndarray]:
-    """Each part counts by its share of the sum of exponentials: out [B, Tq, H, Dv], lse [B, H, Tq]."""
+    """Merges parts, weighted by their shares of the sum of exponentials: out [B, Tq, H, Dv], lse [B, H, Tq]."""
     outs, lses = np.asarray(outs, np.float64), np.asarray(lses, np.float64)
     top = np.max(lses, axis=0, initial=-np.inf)
     shares = np.exp(lses - np.where(top == -np.inf, 0, top))

@@ -1,7 +1,7 @@
-"""The kernels of attention in NumPy, each number with a bound on the error of a kernel that computes it.
+"""The kernels of attention in NumPy; each number has a bound on the error of a kernel that computes it.
 
-The arithmetic is wider than the kernels', and `Bounded` follows their roundings: the lines below are the equations, and
-the bound of a result follows from them. Sums may be taken in any order.
+The arithmetic is wider than that of the kernels, and `Bounded` follows the roundings of the kernels: the code below
+states the equations, and the bound of a result follows from them. Sums may be taken in any order.
 """
 
 import math
@@ -9,27 +9,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WIDE = {4: np.float64, 8: np.longdouble}  # by the size of the kernels' numbers
+WIDE = {4: np.float64, 8: np.longdouble}  # wide type by the size of the kernels' numbers
 BF16_ROUNDING = 2.0**-8
 
 # Multiples of 1/8 have products that are multiples of 1/64, and sums of these below 2^16 fit float32.
 COARSE, COARSE_SUM = 8, 2**16
 
-# A power of two rounds the last sum and product of its polynomial, a product with another power where that is in a
-# table, and coefficients and what came before, which together count less than once more. tanh divides by a power and
-# subtracts, with more than half a power's error where that is large, and is a polynomial near 0.
+# The errors of functions, in roundings. A power of two rounds the last sum and product of its polynomial, and where the
+# other factor is in a table, one more product; the errors of coefficients and of earlier steps together count less than
+# one more. tanh divides by a power and subtracts, which adds more than half of the power's error where that is large,
+# and is a polynomial near 0.
 EXP2_ROUNDINGS, TANH_ROUNDINGS = 4, 8
-# The errors of the polynomials themselves, as kernels/level.h has them.
+# The errors of the polynomials themselves, as stated in kernels/level.h.
 EXP2_ERROR = {4: 2e-9, 8: 2e-17}
 EXP2_ERROR_BF16X2 = 4e-7
 
 
 @dataclass
 class Bounded:
-    """Numbers, and how far those of a kernel may be from them that rounds each result to `size` bytes."""
+    """Numbers, and how far a kernel that rounds each result to `size` bytes may deviate from them."""
 
     value: np.ndarray
-    error: np.ndarray  # 0 of NaN and Inf, which are themselves
+    error: np.ndarray  # 0 for NaN and Inf, which must be equal
     size: int
 
     def __post_init__(self):
@@ -42,7 +43,7 @@ class Bounded:
 
     @property
     def unit(self) -> float:
-        """The relative error of one rounding; and below, the absolute one where numbers lose digits or become 0."""
+        """The relative error of one rounding; `tiny` is the absolute one where numbers are subnormal or become 0."""
         return {4: 2.0**-24, 8: 2.0**-53}[self.size]
 
     @property
@@ -50,7 +51,7 @@ class Bounded:
         return {4: 2.0**-126, 8: 2.0**-1022}[self.size]
 
     def of(self, value, error, roundings: float = 1) -> "Bounded":
-        """A result that carries an error already, and is rounded unless it fits."""
+        """A result that has an error already, and is rounded unless it is exact."""
         held = value.astype(np.float32) if self.size == 4 else value.astype(np.float64)
         rounding = self.unit * (abs(value) + error) + self.tiny
         return Bounded(
@@ -81,21 +82,21 @@ class Bounded:
 
     @property
     def is_coarse(self) -> bool:
-        """Products of such numbers, and sums of these, are not rounded."""
+        """Products of such numbers, and sums of these, need no rounding."""
         return not self.error.any() and bool((self.value * COARSE == np.rint(self.value * COARSE)).all())
 
     def where(self, chosen) -> "Bounded":
-        """Zero elsewhere, whatever was there."""
+        """Sets all other elements to zero, whatever they were."""
         return Bounded(np.where(chosen, self.value, 0), np.where(chosen, self.error, 0), self.size)
 
     def sum(self) -> "Bounded":
-        """Of each row."""
+        """The sum of each row."""
         size = (abs(self.value) + self.error).sum(-1)
         rounding = self.value.shape[-1] * (self.unit * size + self.tiny)
         return Bounded(self.value.sum(-1), self.error.sum(-1) + rounding, self.size)
 
     def dot(self, other: "Bounded", live=None, onto: "Bounded | None" = None) -> "Bounded":
-        """The product of matrices, added to `onto`; of only the pairs of `live`, if others may be NaN."""
+        """The product of matrices, added to `onto`; restricted to pairs of `live` if others may be NaN."""
         a, b, count = self, other, self.value.shape[1]
         if live is not None and not np.isfinite(b.value).all():
             terms = (a[:, :, None] * b[None]).where(live[:, :, None])
@@ -121,7 +122,7 @@ class Bounded:
         return Bounded(self.value, self.error + rounding + self.tiny, self.size)
 
     def check(self, got: np.ndarray, case) -> None:
-        """The bound grows by what the wider arithmetic itself rounds."""
+        """The bound is extended by the rounding of the wider arithmetic."""
         assert got.shape == self.value.shape, (got.shape, self.value.shape)
         exact = got.astype(self.value.dtype)
         allowed = self.error * (1 + np.finfo(self.value.dtype).eps / self.unit)
@@ -134,12 +135,12 @@ class Bounded:
         )
 
 
-# Attention of a block of rows over a tile of keys
+# Attention of a block of rows to a tile of keys
 
 
 @dataclass
 class Terms:
-    """What logits are made of, and which pairs count. Arrays are of rows and keys."""
+    """The terms of logits, and the pairs that count. Arrays are [rows, keys]."""
 
     factor: float
     unit: float
@@ -160,7 +161,7 @@ class Terms:
 
 @dataclass
 class State:
-    """The accumulators of a block; of a kernel, or what they should be."""
+    """The accumulators of a block: those of a kernel, or the expected ones."""
 
     out: np.ndarray | Bounded
     ref_max: np.ndarray
@@ -172,7 +173,7 @@ SLACK = 8  # how far a logit may exceed ref_max before the row is rescaled
 
 
 def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None:
-    """`ref_max` stays, or becomes the greatest logit if that is far above; `row_max` is the greatest."""
+    """`ref_max` stays, or becomes the greatest logit if that is far above it; `row_max` is the greatest logit."""
     chosen = s if terms.live is None else s.where(terms.live)
     highest = np.where(True if terms.live is None else terms.live, s.value, -np.inf).max(1)
     for r in np.flatnonzero(~np.isnan(chosen.value).any(1)):
@@ -191,7 +192,7 @@ def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None
 
 
 def forward(old: State, ref_max: np.ndarray, s: Bounded, v: Bounded, terms: Terms, bf16x2: bool) -> State:
-    """What the step makes of its accumulators, if it has chosen `ref_max`."""
+    """The expected accumulators after the step, given the `ref_max` that the kernel has chosen."""
     size, unit = s.size, s.constant(terms.unit)
     exact = Bounded.exact(ref_max, size)
     base = Bounded.exact(np.maximum(ref_max, np.finfo(ref_max.dtype).min), size)
@@ -220,7 +221,7 @@ class Gradients:
 def backward(
     q: Bounded, k: Bounded, v: Bounded, d_out: Bounded, terms: Terms, stats, old, scale, kept_factor, bf16x2
 ) -> Gradients:
-    """What the step adds to gradients. `stats`: base, rest, add and share of the rows; share may be None."""
+    """What the step adds to gradients. `stats` are base, rest, add and share of the rows; share may be None."""
     size, live = q.size, terms.live
     base, rest, add = (Bounded.exact(array, size)[:, None] for array in stats[:3])
     s = terms.logits(q, k)
@@ -248,11 +249,11 @@ def backward(
     )
 
 
-# Packing: numbers as lanes, of which kernels may want two bfloat16 to each
+# Packing: a lane holds one number, or two bfloat16
 
 
 def lanes_of(numbers: np.ndarray, width: int) -> np.ndarray:
-    """Rows of numbers as rows of lanes: an odd row ends with zero."""
+    """Rows of numbers as rows of lanes; an odd row is padded with zero."""
     if width == 1:
         return numbers
     even = np.zeros((len(numbers), -(-numbers.shape[1] // 2) * 2), numbers.dtype)
@@ -261,14 +262,14 @@ def lanes_of(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def unwritten(shape, dtype) -> np.ndarray:
-    """Where a kernel does not write, or must not care what is there: all bits are set, as in NaN."""
+    """Memory that a kernel must not write, or whose contents must not matter: all bits are set, as in NaN."""
     made = np.empty(shape, dtype)
     made.view(np.uint8)[...] = 0xFF
     return made
 
 
 def padded(rows: np.ndarray, panel: int, columns: int) -> np.ndarray:
-    """A tile. Missing columns are zero, and so are missing rows up to whole panels."""
+    """A whole tile: missing columns are zero, and so are missing rows up to whole panels."""
     made = unwritten((64, columns), rows.dtype)
     made[: -(-len(rows) // panel) * panel] = 0
     made[: len(rows), : rows.shape[1]] = rows
@@ -283,7 +284,7 @@ def packed_keys(keys: np.ndarray, panel: int, width: int = 1) -> np.ndarray:
 
 
 def packed_values(values: np.ndarray, panel: int, width: int = 1) -> np.ndarray:
-    """[panel of columns][row][column], or of neighbouring rows [panel of columns][two rows][column][row of the two]"""
+    """[panel of columns][row][column]; two rows per lane: [panel of columns][two rows][column][row of the two]"""
     whole = padded(values, panel, -(-values.shape[1] // panel) * panel)
     split = whole.reshape(64 // width, width, -1, panel).transpose(2, 0, 3, 1)
     return np.ascontiguousarray(split).ravel().view(np.float32 if width == 2 else whole.dtype)

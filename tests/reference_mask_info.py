@@ -1,7 +1,7 @@
-"""What MaskInfo means, in NumPy: a mask is all of its pairs, written out, and every operation changes them.
+"""`MaskInfo` in NumPy: a mask is an array of all of its pairs, and every operation computes a new one.
 
-Loops run over batch rows; the tests compare `attnmask.MaskInfo` with this class, and a reader who wonders what
-an operation does finds the answer here.
+Loops run over batch rows. The tests compare `attnmask.MaskInfo` with this class, and a reader who wonders what an
+operation does finds the answer here.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def per_row(value, batch: int) -> np.ndarray:
 
 
 def places(ids: np.ndarray, pad: int) -> np.ndarray:
-    """The place of each token in its run of equal ids."""
+    """The position of each token in its run of equal ids."""
     result = np.full(ids.shape, pad, np.int32)
     for row in np.ndindex(ids.shape[:-1]):
         for t, segment in enumerate(ids[row]):
@@ -28,7 +28,7 @@ def places(ids: np.ndarray, pad: int) -> np.ndarray:
 
 
 def alike(mask: np.ndarray) -> np.ndarray:
-    """Ids of equal rows of a plane, numbered as they come; -1 for rows of nothing."""
+    """Gives equal rows of a plane equal ids, numbered in order of first appearance; rows of zeros get -1."""
     seen: dict[bytes, int] = {}
     return np.array(
         [seen.setdefault(row.tobytes(), len(seen)) if row.any() else -1 for row in mask], np.int32
@@ -36,14 +36,14 @@ def alike(mask: np.ndarray) -> np.ndarray:
 
 
 def equal_ids(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
-    """[B, H, Q, K]: whether two ids are the same, and not padding."""
+    """[B, H, Q, K]: whether the ids of query and key are equal, and not padding."""
     q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
     q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
     return (q_ids == kv_ids) & (q_ids >= 0)
 
 
 class Pairs:
-    """A mask, and the arrays that go along with it."""
+    """A mask, and the arrays that belong to it."""
 
     def __init__(self, live, q_ids=None, kv_ids=None, q_positions=None, kv_positions=None):
         self.live = live

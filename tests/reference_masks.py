@@ -1,6 +1,6 @@
-"""Masks in NumPy, beside `reference`: written to be read, not to be fast.
+"""Masks in NumPy, which complement `reference`: written to be read, not to be fast.
 
-A pair (query, key) is live where the mask is not zero, and an id below 0 is padding.
+A pair (query, key) is live where the mask is not zero. Negative ids are padding.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from reference import fitted
 
 
 def number_rows(rows: np.ndarray) -> np.ndarray:
-    """Rows that are equal share a number, from 0 on as they first occur; -1 for those without a live pair."""
+    """Gives equal rows the same number, in order of first appearance; rows without a live pair get -1."""
     seen: dict[bytes, int] = {}
     return np.array(
         [seen.setdefault(row.tobytes(), len(seen)) if row.any() else -1 for row in rows], np.int32
@@ -33,13 +33,13 @@ def mask_to_segment_ids(mask, per_head: bool = False) -> tuple[np.ndarray, np.nd
 
 
 def pairwise(q_ids, kv_ids) -> np.ndarray:
-    """Which pairs have equal and valid ids: bool, two more axes than the tokens' leading ones."""
+    """Which pairs have equal and valid ids: bool [..., Q, K]."""
     q_ids, kv_ids = np.asarray(q_ids)[..., :, None], np.asarray(kv_ids)[..., None, :]
     return (q_ids == kv_ids) & (q_ids >= 0)
 
 
 def segment_ids_to_mask(q_ids, kv_ids, dtype=bool) -> np.ndarray:
-    """[B, 1, Q, K], or [B, H, Q, K] where an id array has heads."""
+    """[B, 1, Q, K], or [B, H, Q, K] if an id array has heads."""
     q_ids, kv_ids = (
         ids if ids.ndim == 3 else ids[:, None] for ids in (np.asarray(q_ids), np.asarray(kv_ids))
     )
@@ -51,7 +51,7 @@ def token_mask(ids, dtype=bool) -> np.ndarray:
 
 
 def first_ungrouped(mask, per_head: bool = False) -> tuple[int, ...] | None:
-    """Where a mask is not what its own segment ids give back."""
+    """The first position where a mask differs from the one that its segment ids imply."""
     live = np.asarray(mask) != 0
     expected = pairwise(*mask_to_segment_ids(mask, per_head))
     if live.ndim == 4 and not per_head:
@@ -68,11 +68,11 @@ def attention_mask_to_padding_segment_ids(mask) -> tuple[np.ndarray, np.ndarray]
     return live.any(axis=2).astype(np.int32) - np.int32(1), live.any(axis=1).astype(np.int32) - np.int32(1)
 
 
-# Facts about segment ids
+# Properties of segment ids
 
 
 def segment_ids_to_cu_seqlens(ids, out_dtype=np.int32, max_segments: int | None = 128) -> np.ndarray:
-    """Id i is the place of its tokens' number, whether or not the ids below it occur."""
+    """Entry i is the number of tokens with ids below i, whether or not these ids occur."""
     counts = Counter(i for i in np.asarray(ids).ravel().tolist() if i >= 0)
     slots = max(counts, default=-1) + 1 if max_segments is None else max_segments
     sums = [0]
@@ -82,7 +82,7 @@ def segment_ids_to_cu_seqlens(ids, out_dtype=np.int32, max_segments: int | None 
 
 
 def positions_from_segment_ids(ids, pad_value: int = -1) -> np.ndarray:
-    """Counts up as long as the id stays the same."""
+    """Counts up while the id stays the same."""
     ids = np.asarray(ids)
     positions = np.empty(ids.shape, np.int32)
     for *row, token in np.ndindex(ids.shape):
@@ -99,7 +99,7 @@ def positions_from_segment_ids(ids, pad_value: int = -1) -> np.ndarray:
 
 
 def ranges_of(tokens, out_dtype=np.int32) -> np.ndarray:
-    """From the first token of each row to behind its last."""
+    """The range of each row: from its first token to one after its last."""
     ends = []
     for row in np.asarray(tokens) != 0:
         places = np.flatnonzero(row).tolist()

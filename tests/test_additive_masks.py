@@ -1,4 +1,4 @@
-"""A mask of floating-point numbers that looks like a bias is refused wherever it comes in, before anything is read."""
+"""Masks of floating-point numbers that look like a bias are refused by every function, before anything is computed."""
 
 import pickle
 
@@ -22,7 +22,7 @@ def attend(mask):
     return attnmask.flash_attention(q, k, k, mask)
 
 
-PAIRS = {  # what takes a mask of pairs [B, H, Q, K]
+PAIRS = {  # functions that take a mask of pairs [B, H, Q, K]
     "MaskInfo": MaskInfo,
     "from_attention_mask": MaskInfo.from_attention_mask,
     "from_attention_mask, not valid": lambda mask: MaskInfo.from_attention_mask(mask, mask_is_valid=False),
@@ -40,7 +40,7 @@ PAIRS = {  # what takes a mask of pairs [B, H, Q, K]
         np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
     ),
 }
-TOKENS = {  # of tokens [B, T]
+TOKENS = {  # functions that take a mask of tokens [B, T]
     "from_segments": lambda mask: MaskInfo.from_segments(mask, is_attn_mask=True),
     "from_segments, keys": lambda mask: MaskInfo.from_segments(np.ones((2, 3)), mask, is_attn_mask=True),
     "from_attention_mask": MaskInfo.from_attention_mask,
@@ -55,7 +55,7 @@ TOKENS = {  # of tokens [B, T]
 
 
 def good(shape, dtype) -> np.ndarray:
-    """Zeros of either sign, the smallest and the largest number, and some between."""
+    """Zeros of either sign, the smallest and the largest number, and some numbers between them."""
     info = ml_dtypes.finfo(dtype)
     numbers = np.array([0, 0, 1, 0, 2.5], dtype)
     numbers[1] = -numbers[1]
@@ -81,7 +81,7 @@ def test_each_function_refuses_what_looks_like_a_bias(name, dtype):
 
 
 def test_the_masks_that_models_make():
-    """0 for what may be seen and a large negative number for the rest, as sums of such."""
+    """Models use 0 for live pairs and a large negative number for the others, or sums of these."""
     causal = np.where(np.tri(5, 7, dtype=bool), 0, np.finfo(np.float32).min)[None, None].astype(np.float64)
     for mask in (
         causal,
@@ -116,7 +116,7 @@ def test_the_first_one_is_told_wherever_it_is(dtype, layout, set_threads):
 
 
 def test_shared_axes_are_looked_at_once():
-    """And the first of equal places is told."""
+    """The error names the first of the positions that share an element."""
     row = np.ones((1, 1, 1, 2**12), np.float32)
     mask = np.broadcast_to(row, (2**20, 2**10, 2**10, 2**12))
     _core.check_mask(mask, "mask")
@@ -138,7 +138,7 @@ def test_integers_and_bools_may_be_anything():
 
 
 def test_leaves_of_a_tree():
-    """Looked at when the mask is used, as all of them are."""
+    """Leaves are checked when the mask is used, as for all properties of leaves."""
     info = MaskInfo(np.ones(SHAPE, np.float32))
     children, aux_data = info.tree_flatten()
     again = MaskInfo.tree_unflatten(aux_data, (-children[0], *children[1:]))

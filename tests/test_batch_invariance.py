@@ -1,7 +1,8 @@
-"""A sequence's result, lse and gradients are the same bits whatever it is computed with.
+"""The result, lse and gradients of a sequence have the same bits, whatever it is computed together with.
 
-pytest runs configurations in which any two levels of any two factors meet. `python tests/test_batch_invariance.py
---seconds 600 --seed 1` draws them at random, and counts what differs from the same sequence alone.
+pytest runs configurations in which any two levels of any two factors occur together. `python
+tests/test_batch_invariance.py --seconds 600 --seed 1` draws configurations at random, and counts the results that
+differ from those of the same sequence alone.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def of_self(*lengths: int) -> tuple[tuple[int, int], ...]:
     return tuple((length, length) for length in lengths)
 
 
-GROUPS = (  # queries and keys of the sequences of a configuration
+GROUPS = (  # numbers of queries and keys of the sequences of a configuration
     of_self(0, 1, 12, 16, 20, 64, 65, 300),
     of_self(16, 12, 16, 20, 64),
     of_self(1000, 64, 12, 1),
@@ -49,7 +50,7 @@ GROUPS = (  # queries and keys of the sequences of a configuration
 
 
 def drawn(rng: np.random.Generator, seed: int) -> Config:
-    """Any levels of all factors."""
+    """A configuration with a random level of each factor."""
 
     def one(levels):
         return levels[rng.integers(len(levels))]
@@ -66,7 +67,7 @@ def drawn(rng: np.random.Generator, seed: int) -> Config:
 
 
 def always_run() -> list[Config]:
-    """Any two levels of any two factors meet; and what else is drawn."""
+    """Configurations in which any two levels of any two factors occur together, and some random ones."""
     factors = {
         "level": tuple(LEVELS), "lengths": GROUPS, "heads": HEADS, "depths": DEPTHS, "mask": tuple(MASKS), "more": MORE,
     }  # fmt: skip
@@ -91,7 +92,7 @@ def bounded(length: int) -> str:
 
 
 def sweep(seconds: float, seed: int, shown: int) -> None:
-    """Prints how many comparisons differ, in groups, and the first few of each kind that do."""
+    """Prints how many comparisons differ, by group, and the first few differences of each kind."""
     total, unlike, printed = Counter(), Counter(), Counter()
     end, rng, number = time.monotonic() + seconds, np.random.default_rng(seed), 0
     while time.monotonic() < end:

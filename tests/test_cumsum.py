@@ -1,4 +1,4 @@
-"""Cumulative sums: values, accuracy, dtypes, layouts, non-finite data, out=, gradients, sameness of bits."""
+"""Cumulative sums: values, accuracy, dtypes, layouts, non-finite data, out=, gradients, reproducibility of bits."""
 
 import functools
 import math
@@ -25,10 +25,10 @@ STEPS = st.integers(0, 40) | st.integers(0, 700)
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """One call; its repr, which a failure shows, is all that is needed to repeat it."""
+    """One call. Its repr, which a failure shows, is enough to repeat it."""
 
     scope: str  # "local" or "global"
-    shape: tuple[int, ...]  # as passed, that is, [B, H, T] when head_first
+    shape: tuple[int, ...]  # as passed: [B, H, T] if head_first
     dtype: np.dtype
     output_dtype: np.dtype | None = None
     reverse: bool = False
@@ -100,7 +100,7 @@ def cases(draw, dtypes=FLOATS, output_dtypes=FLOATS, steps=STEPS):
 
 
 def run(case: Case, values):
-    """The package's result, after a look at what every result has in common."""
+    """The package's result, after checks of what all results have in common."""
     before = values.tobytes()
     if case.out_layout is None:
         got = case.call(attnmask, values)
@@ -118,11 +118,11 @@ def run(case: Case, values):
 
 
 def assert_close(got, values, case: Case) -> None:
-    """Within the error that the accumulator's dtype allows, as a share of the running sum of |values|.
+    """The error is within what the accumulator's dtype allows, relative to the running sum of |values|.
 
-    The exact result lies between two float64 numbers, and rounding to the result's dtype keeps the order, so
-    the bounds are rounded too: half a unit of the result, its overflow and its underflow need no extra terms.
-    (`ml_dtypes` rounds float64 twice, by way of float32; where that matters, either way is right.)
+    The exact result lies between two float64 numbers, and rounding to the result's dtype keeps the order, so the bounds
+    are rounded too: half a unit of the result, its overflow and its underflow need no extra terms. (`ml_dtypes` rounds
+    float64 twice, by way of float32; where that matters, both results are accepted.)
     """
     wide = case.dtype == np.float64 or (case.dtype == np.float32 and case.result_dtype == np.float64)
     steps = case.shape[2 if case.head_first else 1]
@@ -164,7 +164,7 @@ def test_floats(isa, case):
 
 @given(case=cases(), special_out=st.sampled_from(FLOATS))
 def test_nan_and_inf_stay_in_their_lane(isa, case, special_out):
-    """+inf stays +inf over finite steps and is NaN after -inf; what precedes and other lanes see nothing."""
+    """+inf stays +inf over finite steps, and becomes NaN after -inf; earlier steps and other lanes are not affected."""
     case = replace(case, special=True, output_dtype=special_out)
     values = case.data()
     assert_close(run(case, values), values, case)
@@ -175,7 +175,7 @@ def test_nan_and_inf_stay_in_their_lane(isa, case, special_out):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("special", SPECIAL)
 def test_one_special_value_anywhere(isa, dtype, head_first, reverse, special):
-    """At each step in turn, in one lane of several: exactly the later steps of its segment are special."""
+    """At each of several steps, in one lane of several: exactly the later steps of its segment are special."""
     steps, lanes, hit, chunk_size = 70, 5, 3, 16
     ends = (0, 33, 33, 64, steps)
     base = Case("global", (1, steps, lanes), dtype, reverse=reverse, head_first=head_first, cu_seqlens=ends)
@@ -202,7 +202,7 @@ def test_one_special_value_anywhere(isa, dtype, head_first, reverse, special):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lanes", [1, 16])
 def test_a_finite_sum_that_overflows_is_inf_not_nan(isa, dtype, head_first, reverse, lanes):
-    """A compensated sum that subtracts infinities would give NaN from here on."""
+    """A compensated sum, which subtracts infinities, would give NaN from there on."""
     huge = float(np.finfo(dtype).max) * 0.9
     line = np.array([1.0, huge, huge, huge, *[1.0] * 60], dtype)
     values = np.stack([line[::-1] if reverse else line] * lanes, axis=int(not head_first))[None]
@@ -229,7 +229,7 @@ def test_subnormal_numbers_count(isa, dtype, head_first):
 @pytest.mark.parametrize("head_first", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 def test_float64_is_rounded_to_float16_once(isa, head_first, layout):
-    """By way of float32, what is a little above the middle of two numbers would become the middle."""
+    """If float64 were first rounded to float32, numbers slightly above a midpoint would become the midpoint."""
     middles = 1 + 2.0**-11 * np.arange(1, 400, 2)
     values = np.stack([middles + 2.0**-40, middles - 2.0**-40], axis=1)
     values = arrange(values.T[None] if head_first else values[None], layout)
@@ -244,7 +244,7 @@ MILLION = 1_000_000
 
 @functools.cache
 def hard_lanes() -> np.ndarray:
-    """[5, a million] float32: each lane is built to lose a plain running sum's digits in its own way."""
+    """[5, a million] float32: each lane makes a plain running sum lose digits in a different way."""
     rng = np.random.default_rng(0)
     step = np.arange(MILLION)
     lanes = [
@@ -259,7 +259,7 @@ def hard_lanes() -> np.ndarray:
 
 @functools.cache
 def hard_sums(reverse: bool, ends: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Their sums and the errors allowed, in float64 (whose own error is four thousand times smaller)."""
+    """Their sums and the allowed errors, in float64 (whose own error is four thousand times smaller)."""
     values = hard_lanes().astype(np.float64)[None]
     options = {"reverse": reverse, "cu_seqlens": ends, "head_first": True}
     weight = ref.chunk_global_cumsum(np.abs(values), **options)
@@ -309,7 +309,7 @@ def test_integers_are_exact(isa, case):
     if expected is OverflowError:
         return
     if case.result_dtype in FLOATS:
-        # The sum may be rounded once, from int64, or twice, by way of float64.
+        # The sum may be rounded once, from int64, or twice, if it is converted to float64 first.
         sums = case.call(ref, values, output_dtype=np.float64)
         low, high = (np.nextafter(sums, end).astype(got.dtype) for end in (-1e300, 1e300))
         assert ((low <= got) & (got <= high)).all(), (case, got, expected)
@@ -319,7 +319,7 @@ def test_integers_are_exact(isa, case):
 
 @st.composite
 def wild_integers(draw):
-    """Whole-range values whose running sums come near the ends of int64, and sometimes pass them."""
+    """Values of the whole range, whose running sums come near the limits of int64 and sometimes exceed them."""
     dtype = draw(st.sampled_from(INTEGERS))
     limits = np.iinfo(dtype)
     ends = [limits.min, limits.max, limits.max - 1, limits.max // 2, 0, 1]
@@ -336,7 +336,7 @@ def wild_integers(draw):
     lanes=st.sampled_from([1, 2, 17]),
 )
 def test_integers_at_the_ends_of_their_range(isa, line, output_dtype, scale, reverse, head_first, lanes):
-    """Partial sums that no step shows may overflow; a step that does not fit must be reported."""
+    """Partial sums that are no result may overflow; a result that does not fit must be reported."""
     values = np.stack([line] * lanes, axis=0 if head_first else 1)[None]
     options = {
         "reverse": reverse,
@@ -357,7 +357,7 @@ def test_integers_at_the_ends_of_their_range(isa, line, output_dtype, scale, rev
 @pytest.mark.parametrize("head_first", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 5_000, 99_999])
 def test_an_overflow_far_into_a_large_input(isa, set_threads, head_first, at):
-    """Wherever it happens, and whichever thread meets it."""
+    """An overflow is reported wherever it happens and in whichever thread."""
     shape = (1, 4, 100_000) if head_first else (1, 100_000, 4)
     values = np.zeros(shape, np.int64)
     line = values[0, 2] if head_first else values[0, :, 2]
@@ -382,7 +382,7 @@ def test_scalar_and_vector_forms_are_the_same_function(case):
 
 
 def test_positional_arguments():
-    """Their order differs between the forms, and only `chunk_local_cumsum` has cu_seqlens among them."""
+    """Their order differs between the forms, and only `chunk_local_cumsum` takes cu_seqlens by position."""
     values = np.arange(12.0).reshape(1, 3, 4)
     ends = np.array([0, 1, 4])
     tail = (True, np.float32)
@@ -470,7 +470,7 @@ def test_lists_and_subclasses():
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("shape", [(2, 37, 5), (1, 300, 40), (2, 9, 4, 3)])
 def test_out_that_is_interleaved_with_the_input(isa, dtype, head_first, reverse, shape):
-    """Views of one buffer may lie between each other; nothing outside of `out` is written."""
+    """Input and `out` may be interleaved views of one buffer; nothing outside of `out` is written."""
     rng = np.random.default_rng(1)
     values = rng.integers(0, 5, shape).astype(dtype)
     expected = attnmask.chunk_global_cumsum(values, reverse, head_first=head_first)
@@ -492,7 +492,7 @@ def test_out_that_is_interleaved_with_the_input(isa, dtype, head_first, reverse,
     step=st.sampled_from([1, 2, 3, -1, -2]),
 )
 def test_out_is_refused_just_when_it_shares_an_element(dtype, shape, start, step):
-    """Two windows of one buffer: refused where NumPy finds a common byte, right elsewhere."""
+    """Two windows of one buffer are refused if NumPy finds that they share a byte; otherwise the result is right."""
     size = math.prod(shape)
     buffer = np.arange(200).astype(np.int8).astype(dtype)
     values = buffer[50 : 50 + 2 * size : 2].reshape(shape)
@@ -550,7 +550,7 @@ def test_vjp(isa, case, dout_dtype, dout_layout):
         gradient = vjp(dout)
         assert type(gradient) is np.ndarray, case
         assert gradient.flags.c_contiguous, case
-        # The gradient is itself a cumulative sum, of dout, with g's dtype for its result.
+        # The gradient is itself a cumulative sum: of dout, with a result of g's dtype.
         back = replace(case, dtype=dout_dtype, output_dtype=case.dtype, reverse=not case.reverse)
         assert gradient.dtype == case.dtype, (gradient.dtype, case)
         assert gradient.shape == case.shape, (gradient.shape, case)
@@ -559,7 +559,7 @@ def test_vjp(isa, case, dout_dtype, dout_layout):
 
 @given(case=cases(dtypes=FLOATS[3:], output_dtypes=FLOATS[3:], steps=st.integers(0, 100)))
 def test_vjp_is_the_adjoint(case):
-    """<f(x), y> = <x, vjp(y)> for a linear f: a check that does not know how the gradient is computed."""
+    """<f(x), y> = <x, vjp(y)> for a linear f, independently of how the gradient is computed."""
     case = replace(case, layout="contiguous")
     x, y = case.data(), replace(case, seed=case.seed + 1).data()
     out, vjp = getattr(attnmask, f"chunk_{case.scope}_cumsum_vjp")(x, **case.options)
@@ -569,7 +569,7 @@ def test_vjp_is_the_adjoint(case):
 
 
 def test_vjp_does_not_follow_later_changes():
-    """Whatever happens to the arguments afterwards, the gradient is that of the call that was made."""
+    """The gradient belongs to the call that was made, even if its arguments change afterwards."""
     values = np.ones((1, 8, 2), np.float32)
     dout = np.arange(16, dtype=np.float64).reshape(values.shape)
     ends = np.array([0, 3, 8])
@@ -616,7 +616,7 @@ def test_a_lane_does_not_depend_on_its_neighbours(isa, case, reverse):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lanes", [15, 16, 17, 48, 63, 64, 65, 127, 128, 129, 144, 256, 272, 1024, 1040])
 def test_rows_of_all_widths(isa, dtype, reverse, lanes):
-    """However many lanes are summed side by side, each is what it is beside one other."""
+    """Each lane has the same bits, however many lanes are summed together."""
     base = Case("global", (1, 45, lanes), dtype, reverse=reverse, cu_seqlens=(0, 17, 17, 45))
     for case in (base, replace(base, scope="local", chunk_size=16)):
         values = case.data()
@@ -632,7 +632,7 @@ def test_rows_of_all_widths(isa, dtype, reverse, lanes):
 @pytest.mark.parametrize("lanes", [2, 7, 8, 9, 31, 33, 40])
 @pytest.mark.parametrize("steps", [3, 15, 16, 17, 65, 130])
 def test_input_or_out_in_the_other_order(isa, dtype, head_first, lanes, steps):
-    """Where time lies side by side on one hand and lanes on the other, tiles are transposed."""
+    """Tiles are transposed if time is contiguous in one array and lanes are in the other."""
     values = np.random.default_rng(0).integers(-9, 9, (2, steps, lanes)).astype(dtype)
     values = values.swapaxes(1, 2) if head_first else values
     transposed = np.ascontiguousarray(values.swapaxes(1, 2)).swapaxes(1, 2)
@@ -654,7 +654,7 @@ def test_input_or_out_in_the_other_order(isa, dtype, head_first, lanes, steps):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("head_first", [False, True])
 def test_results_larger_than_the_cache(isa, dtype, reverse, head_first):
-    """They are written around it, in whole lines or, where `out` does not lie on one, otherwise."""
+    """They are written around the cache, in whole lines if `out` is aligned to one."""
     steps, lanes = 2048, (48 << 20) // dtype.itemsize // 2048
     shape = (1, lanes, steps) if head_first else (1, steps, lanes)
     line = np.arange(1, 65).astype(dtype)

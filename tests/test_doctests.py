@@ -68,19 +68,23 @@ def test_everything_public_has_an_example():
 
 @pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
 def test_the_reference_has_everything_public():
-    """And nothing twice."""
+    """And nothing twice. Methods have lines of their own where they are in sections, those of MaskInfo."""
     named = []
     for page in PAGES:
         module = None
         for line in page.read_text(encoding="utf-8").splitlines():
             if line.startswith(".. currentmodule:: "):
                 module = line.split()[2]
-            elif line.startswith((".. autofunction:: ", ".. autoclass:: ")):
+            elif re.match(r"\.\. auto(function|class|method|property):: (?!.*__)", line):
                 named.append(f"{module}.{line.split()[2]}")
     frameworks = {
         f"attnmask.{name}" for name in ("jax.flash_attention", "jax.register", "torch.flash_attention")
     }
-    expected = {f"{module.__name__}.{name}" for module, name, _ in public() if "." not in name} | frameworks
+    expected = frameworks | {
+        f"{module.__name__}.{name}"
+        for module, name, _ in public()
+        if "." not in name or name.startswith("MaskInfo.")
+    }
     assert sorted(named) == sorted(expected)
 
 

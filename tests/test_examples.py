@@ -1,4 +1,4 @@
-"""What is in examples/ runs and does what it says."""
+"""The programs in examples/ run and do what they say."""
 
 import importlib.util
 from pathlib import Path
@@ -20,7 +20,7 @@ def train_tiny():
 
 
 def test_the_model_has_the_right_gradients(train_tiny):
-    """Along random directions, by central differences in float64."""
+    """Compared with central differences in float64, along random directions."""
     rng = np.random.default_rng(0)
     params = {name: array.astype(np.float64) for name, array in train_tiny.parameters(rng).items()}
     batch = train_tiny.packed(rng, 2)

@@ -1,4 +1,4 @@
-"""Inputs without end that take no memory, by strides of zero: an error or a result, soon, and never a crash."""
+"""Huge inputs that take no memory, because strides are zero, soon lead to an error or a result, never to a crash."""
 
 import subprocess
 import sys
@@ -67,7 +67,7 @@ def test_what_fits_no_memory_is_refused(name):
 
 
 def test_what_is_empty_takes_no_time():
-    """Though there are more rows than anybody could look at."""
+    """The inputs have more rows than any loop could visit."""
     ids = np.zeros((2**40, 0), np.int32)
     assert attnmask.positions_from_segment_ids(ids).shape == ids.shape
     assert attnmask.segment_ids_to_cu_seqlens(ids).max() == 0
@@ -100,7 +100,7 @@ def test_uneven_lists_are_told_by_their_name():
 
 
 def test_inputs_of_foreign_byte_order_are_not_written_to():
-    """Only copies of them are read, which share no memory with `out`."""
+    """Only copies of them are read, and the copies share no memory with `out`, but the inputs do."""
     sums, ids, pairs = np.ones((1, 4, 2), ">f4"), np.zeros((1, 4), ">i4"), np.zeros(4, ">i8")
     for name, given, call in (
         ("g", sums, lambda: attnmask.chunk_local_cumsum(sums, 2, out=sums.view("=f4"))),
@@ -143,14 +143,14 @@ print((out == 1).all(), (peak() - before) >> 20)
     sys.platform != "linux" or SANITIZED, reason="asks Linux for the memory of a plain process"
 )
 def test_a_long_sequence_among_many():
-    """Its keys are split, and only it has accumulators of splits."""
+    """Its keys are split, and only this sequence needs accumulators of splits."""
     command = [sys.executable, "-c", LONG_AMONG_MANY]
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == ["True", "0"]  # GB
 
 
 def test_many_short_segments():
-    """None looks through all the others."""
+    """The search for the keys of one segment must not visit all segments."""
     ids = np.repeat(np.arange(20_000, dtype=np.int32), 5)[None]
     tokens = endless(1, ids.size, 1, 1, value=1)
     out = attnmask.flash_attention(tokens, tokens, tokens, q_segment_ids=ids, kv_segment_ids=ids)

@@ -1,4 +1,4 @@
-"""Attention is about as exact as the naive formula in the same type, whatever its arguments and its logits are."""
+"""The error of attention is about that of the naive formula in the same type, for any arguments and logits."""
 
 import itertools
 
@@ -18,7 +18,7 @@ import attnmask
 
 
 def test_all_pairs_meet():
-    """Of the cases as they are; and most of them have live pairs left to look at."""
+    """Any two levels occur together in CASES, and most of these have live pairs."""
     for a, b in itertools.combinations(FACTORS, 2):
         met = {(getattr(case, a), getattr(case, b)) for case in CASES}
         assert met == set(itertools.product(FACTORS[a], FACTORS[b])), (a, b)
@@ -61,7 +61,7 @@ def test_any_arguments(isa, set_threads, case):
     "more", [{}, {"normalize": False}, {"soft_cap": 3.0}][: 1 if SANITIZED else 3], ids=str
 )
 def test_a_scale_that_is_nothing(isa, dtype, scale, more):
-    """Too small for the type of the logits; live pairs weigh the same, and dead ones nothing."""
+    """The scale is too small for the type of the logits: all live pairs have the same weight, dead ones none."""
     case = Case(dtype, 70, 70, 24, 40, 1, (2, 1), causal=True, scale=scale, **more)
     expected_of(case).check(*run(case, case.arguments()))
 
@@ -69,7 +69,7 @@ def test_a_scale_that_is_nothing(isa, dtype, scale, more):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", [1, 70])
 def test_a_key_that_outweighs_all_others_gives_its_value(isa, dtype, queries):
-    """Exactly, wherever it comes, though weights may be rounded and count from others that came before."""
+    """The result is exact wherever that key is, although weights are rounded and relative to earlier keys."""
     rng = np.random.default_rng(0)
     value = rng.standard_normal((1, 300, 2, 40)).astype(dtype)
     for place in (0, 31, 150, 299):
@@ -80,7 +80,7 @@ def test_a_key_that_outweighs_all_others_gives_its_value(isa, dtype, queries):
 
 
 def test_extreme_logits(isa):
-    """Large logits are exact by their differences, and what is far below the maximum counts nothing."""
+    """Differences of large logits are exact, and logits far below the maximum have no weight."""
     arguments = tensors(20, 80)
     arguments["bias"] = np.where(np.arange(80) % 7 == 0, 0, -1e4).astype(F32)
     expected(arguments).check(*attend(arguments))
@@ -97,7 +97,7 @@ def test_extreme_logits(isa):
 @pytest.mark.parametrize("scale", [0.5, -3.0])
 @pytest.mark.parametrize("queries", [1, 40, 100])
 def test_keys_near_the_greatest_number(isa, dtype, queries, scale):
-    """No scale takes them out of range, however small the queries are that they meet."""
+    """Keys times the scale would overflow, but no scale makes products with small queries overflow."""
     arguments = tensors(queries, 100, heads=2, dtype=dtype)
     info = ml_dtypes.finfo(dtype)
     rng = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def test_keys_near_the_greatest_number(isa, dtype, queries, scale):
 @pytest.mark.parametrize("sink", [-1e37, -1e20, -1e10, 1e10, 1e20, 1e37, "lowest", "highest"])
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_sinks_of_any_size(isa, dtype, sink):
-    """One that is far below all logits is none; one far above is all there is."""
+    """A sink far below all logits has no effect; one far above them takes all of the weight."""
     sink = float({"lowest": np.finfo(dtype).min, "highest": np.finfo(dtype).max}.get(sink, sink))
     first_rows_have_no_key = {"causal": True, "causal_offset": -3}
     arguments = tensors(9, 11, dtype=dtype) | first_rows_have_no_key
@@ -137,7 +137,7 @@ def test_sinks_of_any_size(isa, dtype, sink):
     seed=st.integers(0, 2**20),
 )
 def test_parts_merge_into_the_whole(isa, dtype, cuts, causal, sinks, seed):
-    """Of disjoint sets of keys, some of them empty or dead for some rows; sinks go with one of the parts."""
+    """The parts are disjoint sets of keys, some of them empty or dead for some rows; one part has the sinks."""
     arguments = tensors(20, 90, dtype=dtype, seed=seed) | {"causal": causal}
     aux = {"softmax_aux": np.array([0.3, 1.0], dtype)} if sinks else {}
     right = expected(arguments | {"causal_offset": 50} | aux, case=(isa, dtype, cuts, causal, sinks, seed))

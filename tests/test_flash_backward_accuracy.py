@@ -1,4 +1,4 @@
-"""Gradients are about as exact as the naive formula in the same type, whatever the arguments and logits are."""
+"""The error of gradients is about that of the naive formula in the same type, for any arguments and logits."""
 
 import itertools
 
@@ -86,7 +86,7 @@ def test_any_arguments(isa, set_threads, case):
 
 @pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)), ids=str)
 def test_bias_that_is_broadcast(isa, broadcast):
-    """Summed over any set of axes, those of length 1 and those that are not there."""
+    """The gradient is summed over the axes of length 1, and over those that the bias does not have."""
     lengths = (2, 4, 40, 70)
     shape = tuple(1 if one else length for one, length in zip(broadcast, lengths, strict=True))
     rng = np.random.default_rng(1)
@@ -116,7 +116,7 @@ def test_bias_of_another_dtype(isa, dtype, bias_dtype):
 
 
 def test_bias_that_repeats_itself(isa):
-    """A view with steps of zero is as large as it says, and so is its gradient."""
+    """The gradient of a view with strides of zero has the shape of the view."""
     arguments = tensors(9, 11)
     row = np.random.default_rng(0).standard_normal(11).astype(F32)
     whole = gradients(arguments, bias=np.broadcast_to(row, (2, 4, 9, 11))).bias
@@ -165,7 +165,7 @@ def test_sinks_that_are_none_or_nothing(isa):
 
 
 def test_the_largest_logits_share_the_maximum(isa):
-    """Unnormalized: equal logits do so evenly, sinks among them."""
+    """Unnormalized: the gradient of the maximum is shared evenly by equal logits and sinks."""
     arguments = tensors(5, 70) | {"softmax_scale": 0.0, "normalize_output": False}
     for sinks in (None, np.array([2.0, 1.0], F32), np.array([3.0, -1.0], F32), np.array([2.0, 2.0], F32)):
         bias = np.where(np.arange(70) % 23 == 1, 2, np.arange(70) % 2).astype(F32)
@@ -199,7 +199,10 @@ SHIFTED = [
 @pytest.mark.parametrize("more", SHIFTED, ids=str)
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_what_all_logits_of_a_row_share_does_not_count(isa, dtype, more):
-    """As long as it can be added without rounding, as here to integers; though lse has hardly a digit left then."""
+    """A bias that is the same for a whole row has no effect if it is added exactly, as here to integers.
+
+    lse then has hardly a correct digit after the decimal point.
+    """
     arguments = {
         name: np.rint(array) if name != "value" else array
         for name, array in tensors(20, 80, dtype=dtype).items()
@@ -227,7 +230,7 @@ SWALLOWED = [
 @pytest.mark.parametrize("more", SWALLOWED, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_bias_beside_which_products_are_nothing(isa, dtype, more):
-    """Rows with no other logits than, say, the least number of the type: all weigh the same."""
+    """In rows where the bias is, say, the lowest number of the type, all logits are equal and have the same weight."""
     arguments = tensors(40, 80, dtype=dtype) | more
     wide = accumulator(dtype)
     keep = attnmask.dropout_keep_mask(0, 0.3, (2, 4, 40, 80)) if "dropout_prob" in more else None
@@ -258,7 +261,7 @@ def test_a_bias_beside_which_products_are_nothing(isa, dtype, more):
 @pytest.mark.parametrize("packing", [None, "flat"])
 @pytest.mark.parametrize("seed", [None, 1, 2**32 + 1])
 def test_dropout_is_that_of_the_forward(isa, dtype, packing, seed):
-    """With equal weights and the identity for dout, the mask itself comes out as the gradient of the values."""
+    """With equal weights and the identity for dout, the gradient of the values is the mask."""
     prob, (batch, heads, queries, keys) = 0.25, (1 if packing else 2, 2, 33, 64)
     query = np.zeros((batch, queries, heads, 8), dtype)
     key, value = np.zeros((batch, keys, heads, 8), dtype), np.ones((batch, keys, heads, queries), dtype)
@@ -274,7 +277,7 @@ def test_dropout_is_that_of_the_forward(isa, dtype, packing, seed):
     np.testing.assert_array_equal(got != 0, keep & live)
     weights = np.where(keep & live, 1 / live.sum(axis=1, keepdims=True) / (1 - prob), 0)
     eps = float(ml_dtypes.finfo(dtype).eps)
-    logit = np.log(keys)  # weights come from lse: its rounding is theirs
+    logit = np.log(keys)  # weights are computed from lse, and so have its error
     np.testing.assert_allclose(got.astype(F64), weights, rtol=2 * (1 + logit) * eps + 1e-6 * (dtype != F64))
 
 
@@ -284,7 +287,7 @@ def test_dropout_is_that_of_the_forward(isa, dtype, packing, seed):
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_gradient_of_merged_parts_is_that_of_the_whole(isa, dtype, sinks):
-    """Through out and lse of each part, one of them dead for some rows."""
+    """Gradients pass through out and lse of each part, one of which is dead for some rows."""
     arguments = tensors(20, 90, dtype=dtype) | {"causal": True}
     aux = {"softmax_aux": np.array([0.3, 1.0], dtype)} if sinks else {}
     dout = dout_of(arguments)
@@ -312,7 +315,7 @@ def test_the_gradient_of_merged_parts_is_that_of_the_whole(isa, dtype, sinks):
 @pytest.mark.parametrize("shift", [0, 2000, -2000])
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_parts_of_the_keys_with_the_lse_of_all(isa, dtype, shift):
-    """As in ring attention: what all parts give to queries adds up, though no part sums up to lse."""
+    """As in ring attention: gradients of the queries add up if each part gets the out and lse of all keys."""
     arguments = tensors(40, 90, dtype=dtype)
     dout, shift = dout_of(arguments), np.full((1, 1), shift, dtype)
     whole = gradients(arguments, dout)
@@ -321,7 +324,7 @@ def test_parts_of_the_keys_with_the_lse_of_all(isa, dtype, shift):
     for keys in (slice(0, 30), slice(30, 31), slice(31, 90)):
         part = {name: array if name == "query" else array[:, keys] for name, array in arguments.items()}
         parts.append(attnmask.flash_attention_bwd(dout, **part, out=out, lse=lse, bias=shift))
-    rounding = 4 * np.finfo(dtype).eps * max(1, abs(shift).item())  # of lse, and so of all weights
+    rounding = 4 * np.finfo(dtype).eps * max(1, abs(shift).item())  # of lse, and so of weights
     near = {"rtol": rounding + 1e-13, "atol": 50 * rounding}
     np.testing.assert_allclose(sum(part.query for part in parts), whole.query, **near)
     for name in ("key", "value"):

@@ -1,4 +1,4 @@
-"""Gradients come from arguments in any form, by either function, as often as they are asked for."""
+"""Gradients for arguments of any form, from both functions, and from repeated calls."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ FORMS = [
 @pytest.mark.parametrize("more", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bwd_gives_the_same_as_vjp(isa, dtype, more):
-    """From what `flash_attention_fwd` gives, however it lies."""
+    """Given the results of `flash_attention_fwd`, in any layout."""
     for layout, with_dlse in (
         ("contiguous", False),
         ("strided", True),
@@ -43,7 +43,7 @@ def test_bwd_gives_the_same_as_vjp(isa, dtype, more):
 
 
 def test_positional_arguments(isa):
-    """Those of `flash_attention` in its order."""
+    """The arguments of `flash_attention`, in its order."""
     query, key, value = tensors().values()
     rng = np.random.default_rng(0)
     mask, bias = rng.random((2, 1, 40, 50)) < 0.7, rng.standard_normal((1, 4, 40, 50)).astype(F32)
@@ -73,7 +73,7 @@ def test_positional_arguments(isa):
 
 
 def test_vjp_may_be_called_again(isa):
-    """It keeps what it needs, and each call stands for itself."""
+    """It keeps what it needs, and calls do not affect each other."""
     arguments = tensors() | {"bias": np.zeros((40, 50), F32)}
     dout = dout_of(arguments)
     both, vjp = attnmask.flash_attention_vjp(**arguments, grad_bias=True, return_lse=True)

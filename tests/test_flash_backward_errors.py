@@ -1,4 +1,4 @@
-"""Bad input of the gradients raises an error that names the argument."""
+"""Invalid arguments of the gradients raise an error that names the argument."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def raises(error, function, *args, **kwargs) -> str:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("error", BAD_ROWS)
 def test_bad_results(name, error):
-    """Named, with what is expected and what came."""
+    """The error names the argument, what was expected and what came."""
     _, vjp = attnmask.flash_attention_vjp(**GOOD)
     for bad in BAD_ROWS[error][name]:
         rows = ROWS | {name: bad}
@@ -63,7 +63,7 @@ def test_bad_results_without_a_batch():
 
 
 def test_results_of_other_inputs():
-    """Arguments that differ from the forward's in shape."""
+    """The arguments differ in shape or dtype from those that the results belong to."""
     for more in (
         {"query": zeros(B, TQ + 1, H, D)},
         {"query": zeros(B, TQ, 2 * H, D)},
@@ -80,14 +80,14 @@ def test_results_of_other_inputs():
 @pytest.mark.parametrize("name", sorted(set(BAD) - {"out", "return_lse"}))
 @pytest.mark.parametrize("error", [TypeError, ValueError])
 def test_bad_input(name, error):
-    """What the forward refuses."""
+    """The gradients refuse what the forward pass refuses."""
     good, bad = BAD[name]
     rows = ROWS if good["query"].shape[0] == B else {key: array[:1] for key, array in ROWS.items()}
     for value in bad.get(error, []):
         given = good | {name: value}
         message = raises(error, attnmask.flash_attention, **given)
         assert raises(error, attnmask.flash_attention_vjp, **given) == message
-        with pytest.raises(error):  # which may be that the result does not fit the inputs
+        with pytest.raises(error):  # the error may be that the results do not fit the inputs
             attnmask.flash_attention_bwd(**rows, **given)
 
 

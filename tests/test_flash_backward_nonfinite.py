@@ -1,4 +1,4 @@
-"""A number that is not finite reaches the gradients that depend on it and no others; without a live pair they are 0."""
+"""NaN and infinities only reach the gradients that depend on them; gradients without a live pair are zero."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ from attnmask import MaskInfo
 @pytest.mark.parametrize("more", [{}, {"logits_soft_cap": 3.0}, {"normalize_output": False}], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_dead_rows_and_keys_get_zeros(isa, dtype, more, sinks):
-    """Exact ones; and all that a row's sinks are good for then is its lse."""
+    """The zeros are exact; the sinks of a dead row affect nothing but its lse."""
     for queries, keys in SIZES[:2]:
         live = np.ones((2, 4, queries, keys), bool)
         live[:, :, queries // 2] = live[..., keys // 3 : keys // 2] = live[0] = False
@@ -51,13 +51,13 @@ def test_dead_rows_and_keys_get_zeros(isa, dtype, more, sinks):
 
 
 def touched_by(live, rows):
-    """The keys [B, Hkv, Tk] with a live pair in one of the rows [B, H, Tq]; two heads read each."""
+    """The keys [B, Hkv, Tk] that have a live pair in one of the rows [B, H, Tq]; two heads share each key head."""
     keys = (live & rows[..., None]).any(axis=2)
     return keys.reshape(keys.shape[0], -1, 2, keys.shape[2]).any(axis=2)
 
 
 def assert_same_outside(got, clean, live, rows, case) -> None:
-    """The gradients of all rows but these, and of keys that none of these has a live pair with."""
+    """Compares the gradients of all other rows, and of the keys that have no live pair with these rows."""
     keys = touched_by(live, rows)
     for name, gradient, other in zip(NAMES[:3], got, clean, strict=False):
         same = ~rows if name == "query" else ~keys
@@ -70,7 +70,7 @@ def assert_same_outside(got, clean, live, rows, case) -> None:
 @pytest.mark.parametrize("kind", LIMITS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_pairs_have_no_influence(isa, dtype, kind):
-    """Poison in keys, values, queries and dout reaches what it has a live pair with, by one step more than forward."""
+    """NaN and Inf in keys, values, queries and dout reach only rows with a live pair to them, and the keys of these."""
     for place, (queries, keys) in enumerate(SIZES, LIMITS.index(kind)):
         poison = POISON[place % len(POISON)]
         shape = (2, 4, queries, keys)
@@ -104,12 +104,12 @@ def test_dead_pairs_have_no_influence(isa, dtype, kind):
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_dead_pairs_have_no_influence_on_what_is_infinite(isa, dtype):
-    """A slope of infinity times what stands for poison would be NaN."""
+    """An infinite dS times the number that replaces NaN would be NaN."""
     arguments = tensors(50, 50, dtype=dtype) | {"causal": True, "bias": np.zeros((1, 1, 1, 50), dtype)}
-    arguments["bias"][..., 5] = -60  # a weight that keeps what follows out of the results
+    arguments["bias"][..., 5] = -60  # so small a weight keeps these values out of the results
     arguments["value"][:, 5] = 1e10
     dout = dout_of(arguments)
-    dout[:, 20, ::2] = 1e30  # of one of two heads that share keys, whose infinities might cancel out
+    dout[:, 20, ::2] = 1e30  # only in one of two heads that share keys: infinities could cancel
     live = np.tile(np.tri(50, dtype=bool), (2, 4, 1, 1))
     clean = gradients(arguments, dout)
     assert np.isinf(clean.query[:, 20, ::2].astype(F32)).all()
@@ -165,7 +165,7 @@ def test_poison_in_a_dead_bias(isa, dtype):
 @pytest.mark.parametrize("sinks", [None, [1.0]], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_poison_in_the_dlse_of_dead_rows(isa, dtype, sinks):
-    """Whose lse is minus infinity, or depends on nothing but sinks."""
+    """The lse of such rows is -inf, or depends on sinks only."""
     arguments = tensors(40, 30, dtype=dtype) | {"causal": True, "causal_offset": "bottom-right"}
     arguments["softmax_aux"] = None if sinks is None else np.array(sinks, dtype)
     dlse = np.ones((2, 4, 40), lse_dtype(dtype))
@@ -201,7 +201,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, normalize):
             given[name][0, at, 0, 7] = math.nan
             rows = np.zeros(shape[:3], bool)
             if name in ("key", "value"):
-                rows[0, :2] = live[0, :2, :, at]  # two heads read it
+                rows[0, :2] = live[0, :2, :, at]  # two heads share the key head
             else:
                 rows[0, 0, at] = live[0, 0, at].any()
             got = gradients(given, given.pop("dout"))
@@ -213,7 +213,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, normalize):
             if normalize or name in (
                 "key",
                 "query",
-            ):  # else only the largest logit moves the rest, and no sink is it
+            ):  # unnormalized, the sinks are not the maximum
                 assert np.isnan(got.softmax_aux.astype(F64)).all(), case
             reached = touched_by(live, rows)
             if normalize:
@@ -222,7 +222,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, normalize):
                 assert_same_outside(
                     got._replace(key=clean.key, query=clean.query), clean, live, np.zeros_like(rows), case
                 )
-            elif name == "dout":  # its own channel only
+            elif name == "dout":  # only in its channel
                 column = got.value.swapaxes(1, 2)[reached].astype(F64)
                 assert np.isnan(column[:, 7]).all(), case
                 assert np.isfinite(np.delete(column, 7, axis=1)).all(), case

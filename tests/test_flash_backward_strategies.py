@@ -1,4 +1,4 @@
-"""Every way to divide the work gives the right gradients, and the same bits with any number of threads."""
+"""Gradients are right for every division of the work, with the same bits for any number of threads."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ SHARED = (
 SHARED_BIAS = [
     Case(dtype, 300, 350, 16, 16, 2, (4, 2), causal=True, offset=40, bias=shape, seed=1)
     for dtype, shape in zip(itertools.cycle([F32, BF16, F64]), SHARED, strict=False)
-] + [  # some tiles of keys to a task
+] + [  # several tiles of keys per task
     Case(dtype, 70, 2100, 7, 9, 2, (8, 4), causal=True, offset="bottom-right", bias=shape, seed=1)
     for dtype, shape in ((F32, "[H, 1, Tk]"), (BF16, "[H, 1, Tk]"), (BF16, "[1, 1, Tq, Tk]"))
 ]
@@ -70,7 +70,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, steady):
 @pytest.mark.parametrize("poison", [0, math.nan], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
-    """Many heads of narrow masks go by 16 tiles at a time, one head alone by one; some rows see all keys, or none."""
+    """Tasks take 16 tiles if a narrow mask has many heads, but one for a single head; rows may see all keys or none."""
     rng = np.random.default_rng(0)
     tokens, heads = 1280, 64
     query, key, value, dout = (rng.standard_normal((1, tokens, heads, 4)).astype(dtype) for _ in range(4))
@@ -97,7 +97,7 @@ def test_tasks_of_many_tiles(isa, set_threads, dtype, poison):
             if got is None:
                 continue
             one, other = got[:, :, head].astype(F32), alone[:, :, 0].astype(F32)
-            size = np.nanmax(np.abs(other))  # of the sums, whose terms cancel in some places
+            size = np.nanmax(np.abs(other))  # relative to the largest, since terms of some sums cancel
             np.testing.assert_allclose(one, other, rtol=near, atol=near * size, err_msg=f"{name} of {head}")
     seen = mask[:, 77:80].any(axis=1) & np.isnan(poison)
     np.testing.assert_array_equal(np.isnan(whole.query.astype(F32)).any(axis=(0, 2, 3)), seen)

@@ -1,4 +1,4 @@
-"""Dropout drops what its keep mask says, and the keep mask is random."""
+"""Dropout follows its keep mask, and the keep mask is random."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ import attnmask
 @pytest.mark.parametrize("packing", [None, "packed", "flat"])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2**31, 2**32 + 1, 2**62])
 def test_the_keep_mask_is_the_one_used(isa, dtype, packing, seed):
-    """With equal weights and the identity for values, the mask itself comes out."""
+    """With equal weights and the identity for values, the result is the mask."""
     prob, (batch, heads, queries, keys) = 0.25, (1 if packing else 2, 4, 33, 64)
     query = np.zeros((batch, queries, heads, 8), dtype)
     key = np.zeros((batch, keys, 2, 8), dtype)
@@ -42,7 +42,7 @@ def test_the_keep_mask_is_the_one_used(isa, dtype, packing, seed):
 
 
 def test_dropout_that_hardly_ever_drops(isa):
-    """What is kept weighs more, however little, in the result as in its gradient."""
+    """Kept weights grow by a tiny factor, in the result as in its gradient."""
     x = np.ones((1, 2, 1, 4))
     plain, plain_vjp = attnmask.flash_attention_vjp(x, x, x)
     out, vjp = attnmask.flash_attention_vjp(x, x, x, dropout_prob=1e-10)
@@ -51,7 +51,7 @@ def test_dropout_that_hardly_ever_drops(isa):
 
 
 def test_a_nan_whose_weight_is_dropped(isa):
-    """It is live: the row's greatest logit is NaN, and what counts from it."""
+    """The pair is live: the row's greatest logit is NaN, and so are all weights relative to it."""
     query, key, value = np.ones((1, 1, 1, 4)), np.ones((1, 2, 1, 4)), np.ones((1, 2, 1, 4))
     key[0, 1] = np.nan
     kept = [attnmask.dropout_keep_mask(seed, 0.5, (1, 1, 1, 2)).ravel().tolist() for seed in range(20)]
@@ -62,7 +62,7 @@ def test_a_nan_whose_weight_is_dropped(isa):
 
 
 def test_dropout_keeps_the_mean(isa):
-    """Over many seeds the outputs average to those without dropout; lse knows nothing of it."""
+    """The mean of the outputs over many seeds is that without dropout; lse does not change."""
     arguments = tensors(4, 30, batch=1)
     plain, lse = attend(arguments)
     several = [attend(arguments, dropout_prob=0.5, dropout_seed=seed) for seed in range(400)]
@@ -94,9 +94,9 @@ def test_the_keep_mask_of_a_part_is_part_of_the_keep_mask(isa, set_threads):
 
 @pytest.mark.parametrize("prob", [0.05, 0.1, 0.5, 0.9, 0.95])
 def test_the_keep_mask_is_random(prob):
-    """Its mean, and that neighbours along every axis and of other seeds know nothing of each other.
+    """The mean is right, and neighbours along every axis and masks of other seeds are uncorrelated.
 
-    Of n independent pairs the mean and the correlation stay within five standard deviations; the seeds are fixed.
+    Mean and correlation of n independent pairs stay within five standard deviations; the seeds are fixed.
     """
     shape = (4, 4, 64, 256)
     masks = [attnmask.dropout_keep_mask(seed, prob, shape) for seed in (0, 1, 2, 3, 2**32, 2**40)]
@@ -109,12 +109,12 @@ def test_the_keep_mask_is_random(prob):
             ahead = np.moveaxis(mask, axis, 0)
             product = ahead[lag:] * ahead[:-lag]
             assert abs(product.mean()) < 5 / math.sqrt(product.size), (axis, lag)
-        for one, other in ((0, 1), (2, 3)):  # b and h, or q and k, in each other's place
+        for one, other in ((0, 1), (2, 3)):  # b and h exchanged, or q and k
             turned = np.moveaxis(mask, (one, other), (0, 1))[:64, :64]
             below = np.tri(len(turned), k=-1, dtype=bool)
             product = (turned * turned.swapaxes(0, 1))[below]
             assert abs(product.mean()) < 5 / math.sqrt(product.size), (one, other)
-        for axes in itertools.combinations(range(4), 3):  # no line is denser than others
+        for axes in itertools.combinations(range(4), 3):  # along each axis, no index has more than others
             sums = mask.sum(axis=axes) / math.sqrt(count / mask.shape[({0, 1, 2, 3} - set(axes)).pop()])
             assert np.abs(sums).max() < 6, axes
     for one, other in itertools.combinations(scaled, 2):

@@ -1,4 +1,4 @@
-"""A mask decides which pairs count, and a row without a live pair is zero."""
+"""Masks decide which pairs are live, and rows without a live pair are zero."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_positions_far_away_do_not_wrap(isa, offset, window, causal):
 
 
 def test_causal_rows_before_the_first_key(isa):
-    """Bottom-right with more queries than keys: the first ones see nothing."""
+    """Bottom-right with more queries than keys: the first queries see no key."""
     arguments = tensors(100, 30)
     out, lse = attend(arguments, causal=True, causal_offset="bottom-right")
     assert (out[:, :70] == 0).all()
@@ -44,7 +44,7 @@ def test_causal_rows_before_the_first_key(isa):
     ("queries", "heads"), [(20, (8, 8)), (20, (8, 4)), (70, (8, 8)), (1, (8, 8))], ids=str
 )
 def test_a_batch_row_that_sees_nothing(isa, dtype, queries, heads):
-    """Among others, of which each gives what it gives alone, wherever in a line of memory its rows begin."""
+    """Each of the other rows has the same bits as alone, wherever in a cache line it begins."""
     rng = np.random.default_rng(0)
 
     def tensor(tokens, heads):
@@ -68,7 +68,7 @@ def test_a_batch_row_that_sees_nothing(isa, dtype, queries, heads):
 @pytest.mark.parametrize("kind", NO_PAIR)
 @pytest.mark.parametrize("more", [{}, {"logits_soft_cap": 3.0}, {"normalize_output": False}], ids=str)
 def test_a_row_without_a_live_pair(isa, dtype, kind, more):
-    """Exact zeros, and minus infinity or what its sinks sum up to."""
+    """out is exactly zero; lse is minus infinity, or that of the sinks."""
     for queries, row in ((1, 0), (40, 0), (40, 17), (40, 39)):
         arguments = tensors(queries, 70, dtype=dtype) | NO_PAIR[kind](row, (2, 4, queries, 70)) | more
         out, lse = attend(arguments)
@@ -115,7 +115,7 @@ PREPARED = {
 
 @pytest.mark.parametrize("make", PREPARED.values(), ids=list(PREPARED))
 def test_a_mask_is_prepared_once(make, monkeypatch):
-    """For the last shape that it was used for; with other terms beside it, in any number of batch rows and heads."""
+    """It is prepared for the last shape that it was used for, and can be combined with other terms."""
     rng = np.random.default_rng(0)
     mask, shapes = make(rng), []
     prepare = _core.mask_prepare

@@ -1,4 +1,4 @@
-"""A number that is not finite reaches the rows that have a live pair with it, and no others."""
+"""NaN and infinities reach the rows that have a live pair with them, and no others."""
 
 import math
 
@@ -30,7 +30,7 @@ from attnmask import MaskInfo
 
 
 def assert_same_bits(got, clean, rows, case) -> None:
-    """In the rows [B, H, Tq] of out and lse."""
+    """Compares the rows [B, H, Tq] of out and lse."""
     out, lse = got
     clean_out, clean_lse = clean
     assert out.swapaxes(1, 2)[rows].tobytes() == clean_out.swapaxes(1, 2)[rows].tobytes(), case
@@ -40,10 +40,10 @@ def assert_same_bits(got, clean, rows, case) -> None:
 @pytest.mark.parametrize("kind", LIMITS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_pairs_have_no_influence(isa, dtype, kind):
-    """Poison in some keys, values and queries reaches the rows that have a live pair with it and no others."""
+    """NaN and Inf in keys, values and queries reach only the rows that have a live pair with them."""
     for queries, keys in SIZES:
         shape = (2, 4, queries, keys)
-        depth = 40 if queries < 3 else 16  # where keys are used as they lie, values of more than a panel
+        depth = 40 if queries < 3 else 16  # if keys are unpacked: values of more than a panel
         arguments = tensors(queries, keys, depth=depth, dtype=dtype) | limits(kind, shape)
         live = live_of(arguments, shape)
         seen = live.reshape(2, 2, 2, queries, keys).any(axis=(2, 3))  # [B, Hkv, Tk]
@@ -53,7 +53,7 @@ def test_dead_pairs_have_no_influence(isa, dtype, kind):
             rng = np.random.default_rng(queries)
             case = (isa, dtype, kind, shape, poison)
 
-            # Of each KV head some keys, and all that nobody looks at.
+            # Some keys of each KV head, and all keys that no query sees.
             bad = ~seen | (rng.random(seen.shape) < 3 / keys)
             for name, depth in (("key", 3), ("value", 5), ("key", slice(None)), ("value", slice(None))):
                 poisoned = arguments[name].copy()
@@ -71,7 +71,7 @@ def test_dead_pairs_have_no_influence(isa, dtype, kind):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_keys_of_many_heads_have_no_influence(isa, dtype):
-    """Heads that lie side by side take turns in the same memory, and values of live tiles stay where they lie."""
+    """Contiguous heads use the same memory one after the other, and values of full tiles are not packed."""
     rng = np.random.default_rng(0)
     shapes = {"query": (4, 20, 16, 64), "key": (4, 200, 16, 64), "value": (4, 200, 16, 64)}
     arguments = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
@@ -115,7 +115,7 @@ def test_packed_sequences_do_not_reach_each_other(isa, dtype, poison, flat):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_poison_in_a_dead_bias(isa, dtype):
-    """A pair that a mask forbids may have any bias, NaN and infinity too."""
+    """The bias of a pair that a mask forbids may be any number, even NaN and infinity."""
     arguments = tensors(40, 70, dtype=dtype)
     live = padding(np.random.default_rng(3), 2, 40, 70, 4)
     bias = np.random.default_rng(4).standard_normal((2, 4, 40, 70)).astype(dtype)
@@ -135,7 +135,7 @@ def test_poison_in_a_dead_bias(isa, dtype):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
-    """A NaN in a key or a query is one in all of the row; one in a value in its column only; +inf is +inf."""
+    """NaN in a key or a query makes the whole row NaN; NaN in a value only its column; +inf gives +inf."""
     for queries, keys in SIZES:
         shape = (2, 4, queries, keys)
         arguments = tensors(queries, keys, dtype=dtype) | {
@@ -148,7 +148,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
         clean = attend(arguments)
         for at in (0, keys // 2, keys - 1):
             touched = live_of(arguments, shape)[:, :2, :, at]
-            touched[1] = False  # of batch row 0, and the first KV head, which two heads read
+            touched[1] = False  # only batch row 0 and the first KV head, which two heads share
             for poison in (math.nan, math.inf):
                 value = arguments["value"].copy()
                 value[0, at, 0, 7] = poison
@@ -178,7 +178,7 @@ def test_live_nan_comes_through(isa, dtype, soft_cap, sinks, normalize):
 @pytest.mark.parametrize("sinks", [[np.inf], [1.0, np.inf], [np.nan], [np.nan, 1.0]], ids=str)
 @pytest.mark.parametrize("queries", [1, 9, 70])
 def test_sinks_that_are_no_numbers(isa, queries, sinks):
-    """A row without a live pair is zero beside them too; an infinite one takes all that is live."""
+    """A row without a live pair is zero with any sinks; an infinite sink takes all of the weight."""
     first_row_has_no_key = {"causal": True, "causal_offset": -1}
     out, lse = attend(tensors(queries, 80) | first_row_has_no_key, softmax_aux=sinks)
     assert (out[:, 0] == 0).all()
@@ -192,7 +192,7 @@ def test_sinks_that_are_no_numbers(isa, queries, sinks):
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=lambda dtype: np.dtype(dtype).name)
 def test_numbers_that_the_arithmetic_does_not_have(isa, dtype):
-    """Caps and sinks are what they come closest to; of scales all are refused that would be infinite."""
+    """Caps and sinks are rounded to finite numbers; scales that would become infinite are refused."""
     wide, narrow = (1.5e308, 1e-309) if dtype == F64 else (1e39, 1e-39)
     query, key = np.zeros((1, 5, 2, 8), dtype), np.ones((1, 7, 2, 8), dtype)
     value = np.arange(7).reshape(1, 7, 1, 1).repeat(2, 2).astype(dtype)

@@ -1,4 +1,4 @@
-"""Every way to divide the work gives the right result, and the same bits with any number of threads."""
+"""Results are right for every division of the work, with the same bits for any number of threads."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ import attnmask
     ),
 )
 def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layout, more):
-    """Few queries over many keys, which may be split among threads."""
+    """Few queries and many keys, which may be split among threads."""
     case = Case(
         dtype, queries, keys, depth, depth, 2, heads, layout, layout, **more, seed=keys + queries, threads=3
     )
@@ -47,7 +47,7 @@ def test_few_queries(isa, set_threads, dtype, queries, keys, heads, depth, layou
     expected_of(case).check(*run(case, case.arguments()))
 
 
-# Queries of how many heads that share keys: as many rows as fill vectors, or hardly too few.
+# Numbers of queries, and of heads that share keys: their rows fill vectors, or are just too few for that.
 FULL_ROWS = [(8, 4), (27, 1), (13, 1), (14, 1), (28, 1), (47, 1), (64, 1), (4, 4)]
 
 
@@ -55,7 +55,7 @@ FULL_ROWS = [(8, 4), (27, 1), (13, 1), (14, 1), (28, 1), (47, 1), (64, 1), (4, 4
 @pytest.mark.parametrize("rows", FULL_ROWS[:: 3 if SANITIZED else 1], ids=str)
 @pytest.mark.parametrize(("depth", "value_depth"), [(1, 1), (33, 48), (128, 40)])
 def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
-    """Queries are packed for these where all pairs of a tile are live; and each tile raises what rows count from."""
+    """Tiles of these rows are transposed where all pairs are live; each tile raises the reference of the rows."""
     queries, heads = rows
     for layout, normalize in (("contiguous", True), ("reversed", False)):
         more = {"causal": True, "offset": "bottom-right", "normalize": normalize}
@@ -67,7 +67,7 @@ def test_rows_that_fill_vectors(isa, dtype, rows, depth, value_depth):
 
 
 def check_by_two_threads_and_one(case, set_threads):
-    """The same bits."""
+    """Checks the result, and that both have the same bits."""
     set_threads(2)
     got = run(case, case.arguments())
     expected_of(case).check(*got)
@@ -79,7 +79,7 @@ def check_by_two_threads_and_one(case, set_threads):
 @pytest.mark.parametrize("keys", [769, 768, 1500][: 1 if SANITIZED else 3])
 @pytest.mark.parametrize("mask", [None, "[B, H, Tq, Tk] bool"])
 def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
-    """They are tasks enough, so their keys are split into longer parts; each may see other keys."""
+    """The heads are enough tasks, so keys are split into longer parts; heads may see different keys."""
     case = Case(dtype, 2, keys, 8, 8, 1, (40, 20), causal=True, offset="bottom-right", mask=mask)
     check_by_two_threads_and_one(case, set_threads)
 
@@ -90,7 +90,7 @@ def test_many_heads_of_few_queries(isa, set_threads, dtype, keys, mask):
     ("queries", "heads"), [(28, (14, 2)), (64, (17, 1)), (33, (6, 2))][: 1 if SANITIZED else 3], ids=str
 )
 def test_heads_that_share_keys_meet_them_in_turn(isa, set_threads, dtype, packing, queries, heads):
-    """They are too many rows for a block: one task has several, the last of fewer heads, and packs keys for all."""
+    """The rows do not fit one block: one task packs the keys for several blocks, the last of which has fewer heads."""
     some = [
         {"dropout": 0.3, "bias": "[B, H, Tq, Tk]", "return_lse": False},
         {"mask": "segments of heads, causal", "sinks": "[H, S]"},
@@ -108,7 +108,7 @@ MANY = 330 if SANITIZED else 700
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [(5, 5), (20, 20), (8, 4), (21, 3)][: 2 if SANITIZED else 4], ids=str)
-# Keys are used where they lie, or packed; and values are not, if their depth is such, nor queries for few keys.
+# Keys are packed or not; values are packed or not, depending on their depth; queries are not packed for few keys.
 @pytest.mark.parametrize(
     ("queries", "keys", "value_depth"),
     [
@@ -123,7 +123,7 @@ MANY = 330 if SANITIZED else 700
     ],
 )
 def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries, keys, value_depth):
-    """Heads that lie side by side are read together."""
+    """Contiguous heads are read together."""
     window = (keys - 70, 0)
     first = Case(
         dtype, queries, keys, 22, value_depth, 2, heads, causal=True, offset="bottom-right", window=window
@@ -136,14 +136,14 @@ def test_few_queries_give_the_same_bits_in_any_layout(isa, dtype, heads, queries
         assert again[1].tobytes() == lse.tobytes(), (isa, case)
 
 
-# Sequences and rows that see unlike many keys
+# Sequences, and rows that see different numbers of keys
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", list(SEQUENCES)[:: 2 if SANITIZED else 1])
 @pytest.mark.parametrize(("heads", "segments"), [((2, 2), False), ((4, 1), False), ((4, 1), True)], ids=str)
 def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments):
-    """Blocks and tiles begin where sequences do; those of few queries are each a block of their own."""
+    """Blocks and tiles begin where sequences do; sequences of few queries have one block each."""
     offset = {} if segments else {"offset": "bottom-right"}
     some = [
         {"causal": True, **offset},
@@ -160,7 +160,7 @@ def test_sequences_of_any_length(isa, set_threads, dtype, name, heads, segments)
 @pytest.mark.parametrize("heads", [(10, 2), (6, 1), (4, 4)][: 1 if SANITIZED else 3], ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 300), (2, 700), (16, 129), (40, 100), (64, 200)])
 def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, keys):
-    """To the bit: so a packed batch decodes as one that is not."""
+    """A packed batch has the same bits as one of batch rows."""
     case = Case(dtype, queries, keys, 24, 40, 5, heads)
     rows = case.arguments()
     out, lse = run(case, rows)
@@ -175,7 +175,7 @@ def test_sequences_of_few_queries_are_as_batch_rows(isa, dtype, heads, queries, 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", [3, 50, 100])
 def test_batch_rows_that_see_unlike_many_keys(isa, set_threads, dtype, queries):
-    """Their keys are split unlike often; what each sees begins elsewhere."""
+    """Their keys are split into different numbers of parts, and begin at different positions."""
     case = Case(dtype, queries, 3000, 24, 40, 3, (2, 1))
     arguments = case.arguments()
     ids = np.full((3, 3000), 2, np.int32)
@@ -187,7 +187,7 @@ def test_batch_rows_that_see_unlike_many_keys(isa, set_threads, dtype, queries):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_what_comes_next_sees_nothing(isa, dtype):
-    """And what comes before sees keys from somewhere in the middle on."""
+    """The last queries see keys, but the first ones see none; visible keys begin in the middle."""
     case = Case(dtype, 200, 700, 24, 40, 1, (2, 2))
     arguments = case.arguments()
     q_ids, k_ids = np.ones((1, 200), np.int32), np.ones((1, 700), np.int32)
@@ -199,7 +199,7 @@ def test_what_comes_next_sees_nothing(isa, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("beside", [(), (30, 300), (64, 2000)], ids=str)
 def test_decoding_does_not_depend_on_what_is_beside(isa, dtype, beside):
-    """Each sequence of one or two queries gets the bits that it gets alone, as far as tiles are its own."""
+    """Each sequence of one or two queries has the same bits as alone."""
     lengths = [(1, 40), (2, 64), (1, 65), (1, 700), (2, 1500), (1, 333), (1, 257), *[beside] * bool(beside)]
     q_ends, k_ends = np.cumsum(lengths, axis=0).T
     case = Case(dtype, int(q_ends[-1]), int(k_ends[-1]), 24, 40, 1, (4, 1))
@@ -235,7 +235,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, set_threads, case):
 
 @pytest.mark.parametrize("poison", [0, math.nan], ids=str)
 def test_few_blocks_of_many_see_all_keys(isa, poison):
-    """Where most blocks see two tiles, tasks keep two: those that see more, and other heads, take their places."""
+    """Most blocks see two tiles, so tasks keep two tiles. Blocks that see more tiles, and other heads, replace them."""
     rng = np.random.default_rng(0)
     tokens, heads = 1280, 16
     query, key, value = (rng.standard_normal((1, tokens, heads, 4), F32) for _ in range(3))

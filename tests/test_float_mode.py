@@ -1,4 +1,4 @@
-"""The caller's floating-point mode: all threads compute in it, and each has its own back afterwards."""
+"""All threads compute in the caller's floating-point mode, and get their own mode back afterwards."""
 
 import ctypes
 import ctypes.util
@@ -44,7 +44,7 @@ FLUSH, UP, DOWN, TO_ZERO = (0x8040, 0x4000, 0x2000, 0x6000) if INTEL else (1 << 
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
-    """Reads and writes the mode of the calling thread."""
+    """A library that reads and writes the mode of the calling thread."""
     if platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         pytest.skip("knows the modes of x86-64 and arm64")
     folder = tmp_path_factory.mktemp("mode")
@@ -70,7 +70,7 @@ def native(tmp_path_factory):
 
 
 def in_mode(native, bits: int, call):
-    """The result of `call` in a mode with these bits, and whether the mode was still so afterwards."""
+    """The result of `call` in a mode with these bits, and whether the mode was unchanged afterwards."""
     before = native.get()
     native.set(before | bits)
     try:
@@ -98,7 +98,7 @@ def attention() -> list:
 
 
 def test_denormals_are_sums_again_after_a_call_that_flushed_them(native, set_threads):
-    """Whoever was in the team of a flushing caller is in the next one, where nothing is flushed."""
+    """The threads of a caller that flushes denormals work for the next caller, who does not."""
     set_threads(3)
     values = denormals()
     expected = attnmask.chunk_local_cumsum(values, 64)
@@ -132,7 +132,7 @@ def test_the_same_bits_in_any_mode_for_any_number_of_threads(native, set_threads
 
 
 def test_rounding_is_the_callers(native, set_threads):
-    """Sums that are rounded up are nowhere less than those that are rounded down, and somewhere more."""
+    """Sums that are rounded up are never less than those that are rounded down, and sometimes more."""
     set_threads(3)
     values = np.full((4, 20_000, 16), 0.1)
     up, _ = in_mode(native, UP, lambda: attnmask.chunk_global_cumsum(values))
@@ -157,7 +157,7 @@ def test_masks_know_no_mode(native, set_threads, mode):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_flags_are_as_before(native, set_threads, threads):
-    """Of a call whose input is finite, and of one whose input is not; cleared ones and raised ones."""
+    """For finite and non-finite inputs, flags that were clear stay clear, and flags that were raised stay raised."""
     set_threads(threads)
     rng = np.random.default_rng(0)
     small = rng.standard_normal((1, 8, 2, 16)).astype(np.float32)
@@ -176,7 +176,7 @@ def test_flags_are_as_before(native, set_threads, threads):
         assert native.raised() == 0, index
     for index, call in enumerate(
         [*some_calls()[:6], *attention()]
-    ):  # others pass NumPy, which clears the flags
+    ):  # the others call NumPy, which clears the flags
         native.raise_all()
         before = native.raised()
         call()

@@ -1,4 +1,4 @@
-"""Objects that change, or lie about themselves, while a function looks at them; and sizes that no machine has."""
+"""Objects that change, or lie about themselves, while a function reads them; and sizes that no machine can hold."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ F32 = np.float32
 
 
 class Restless(np.ndarray):
-    """Takes another shape, and says so, whenever NumPy asks it or anybody looks at it."""
+    """Changes its shape, and reports the new one, whenever NumPy calls its methods or its attributes are read."""
 
     asked = 0
 
@@ -46,14 +46,14 @@ class Restless(np.ndarray):
 
 
 def restless(array: np.ndarray) -> np.ndarray:
-    """A view of the array by the class above."""
+    """A view of the array as `Restless`."""
     lying = np.ndarray.view(array, Restless)
     Restless.asked = 0
     return lying
 
 
 def between(shape, dtype, offset: int) -> np.ndarray:
-    """Every other element of memory: two of these share none of it, but for NumPy to find that out it has to count."""
+    """Every other element of a buffer. Two such views share no element, but NumPy has to search to find that out."""
     memory = BETWEEN.setdefault((shape, dtype), np.zeros((*shape[:-1], 2 * shape[-1]), dtype))
     return memory[..., offset::2]
 
@@ -64,7 +64,7 @@ PAIRS = (1, 2, 6, 6)
 
 
 def calls() -> dict:
-    """Functions with an input and an `out` that interleave; the first takes both."""
+    """Functions of an input and an `out`, with the shape and dtype of the input, for views that interleave."""
     ids = np.zeros((1, 6), np.int32)
     ids[0] = [0, 0, 0, 1, 1, -1]
     return {
@@ -117,7 +117,7 @@ def calls() -> dict:
 
 @pytest.mark.parametrize("name", calls())
 def test_a_subclass_is_asked_nothing(name):
-    """Geometry is read once, of a view of the base class: what a subclass says of itself, and does, changes nothing."""
+    """Shape and strides are read once, from a view of the base class, so methods of a subclass have no effect."""
     shape, dtype, call = calls()[name]
     source, out = between(shape, dtype, 0), between(shape, dtype, 1)
     source[...] = np.random.default_rng(0).random(shape) > 0.4
@@ -125,7 +125,7 @@ def test_a_subclass_is_asked_nothing(name):
     out[...] = 0
     lying = restless(out)
     returned = call(restless(source), lying)
-    assert Restless.asked <= 1  # the view that the test makes of the second one
+    assert Restless.asked <= 1  # the test's own view of `out` calls it
     assert returned is lying
     np.testing.assert_array_equal(out, expected)
     if "flash" not in name:
@@ -143,7 +143,7 @@ def test_a_subclass_cannot_deny_that_memory_is_shared(name):
 
 
 def test_an_argument_that_changes_another_one():
-    """Whatever an object's `__array__` does to an array that came before it: an error or a result, and no crash."""
+    """An object's `__array__` changes an earlier argument: the call gives an error or a result, and no crash."""
 
     class Meddler:
         def __init__(self, other, shape):
@@ -246,7 +246,7 @@ STACKS = huge("f4", 2**31), huge("f4", 2**31)
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_rows_of_integers_are_narrowed_in_pieces(threads, set_threads):
-    """Whatever the piece, the numbers are right, and the first one that does not fit is told."""
+    """Numbers are right in every piece, and the error names the first one that does not fit."""
     set_threads(threads)
     wide = np.arange(200_000, dtype=np.int64).reshape(2, 100_000)
     for layout in (

@@ -1,4 +1,4 @@
-"""attnmask.jax: MaskInfo as a pytree, and attention as a function of JAX."""
+"""attnmask.jax: `MaskInfo` as a pytree, and attention as a function of JAX."""
 
 import sys
 
@@ -10,7 +10,7 @@ from attnmask import MaskInfo
 
 
 def test_without_jax(monkeypatch):
-    """The error says what is missing, and nothing is left half done."""
+    """The error says what is missing, and no half-imported module remains."""
     monkeypatch.delitem(sys.modules, "attnmask.jax", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "jax"]:
         monkeypatch.delitem(sys.modules, name)
@@ -57,7 +57,7 @@ def test_round_trip(jax, info):
 
 @each_mask
 def test_through_jit(jax, info):
-    """There and back; what comes back answers with NumPy's arrays as before."""
+    """A mask that passes through jit is the same, and its arrays are NumPy's."""
     through = jax.jit(lambda mask: mask)(info)
     assert through == info
     assert repr(through.tree_flatten()[1]) == repr(info.tree_flatten()[1])
@@ -66,7 +66,7 @@ def test_through_jit(jax, info):
 
 
 def test_leaves_may_be_anything(jax):
-    """JAX puts numbers, shapes, None and bare objects where arrays were."""
+    """JAX replaces arrays by numbers, shapes, None and plain objects."""
     info = MASKS["segments"]
     leaves, structure = jax.tree.flatten(info)
     for make in (lambda leaf: object(), np.shape, lambda leaf: None, lambda leaf: 0, lambda leaf: [leaf]):
@@ -79,7 +79,7 @@ def test_leaves_may_be_anything(jax):
 
 
 def test_what_compiles_again(jax):
-    """Other arrays do not, other terms do."""
+    """Masks with other arrays use the same compiled function; masks with other terms need another one."""
     compiled = []
 
     @jax.jit
@@ -96,7 +96,7 @@ def test_what_compiles_again(jax):
 
 
 def test_reading_under_jit(jax):
-    """Tracers cannot be read: JAX's own error, at the line that does. In a callback, or closed over, a mask can."""
+    """Reading a tracer raises JAX's own error at that line. In a callback, or in a closure, a mask can be read."""
     info = MASKS["offsets by row"]
     for read in (lambda mask: mask.attention_mask, lambda mask: mask.shape, lambda mask: mask.apply_causal()):
         with pytest.raises(jax.errors.TracerArrayConversionError):
@@ -109,7 +109,7 @@ def test_reading_under_jit(jax):
 
 
 def test_masks_of_jax_arrays(jax):
-    """They are array_like as any others."""
+    """They are array_like as any other arrays."""
     dense = MaskInfo(jax.numpy.tri(4)[None]).apply_sliding_window(1)
     assert dense == MaskInfo(np.tri(4)[None]).apply_sliding_window(1)
     assert jax.jit(lambda mask: mask)(dense) == dense
@@ -144,7 +144,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("more", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_attention_and_gradients(jax, arrays, more, compiled):
-    """The bits of NumPy's, with all there is as arguments."""
+    """The same bits as with NumPy, with all arguments given."""
 
     def attend(query, key, value, bias, sinks, more):
         both = attnmask.jax.flash_attention(

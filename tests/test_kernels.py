@@ -1,4 +1,4 @@
-"""Each kernel of the table beside plain NumPy, level by level: what `kernel_checks` and the modules beside it try."""
+"""Compares each kernel of the table with plain NumPy, level by level, by the checks of `kernel_checks*`."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_step import check_step, check_step_unpacked
 from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
 
-# By the type of a kernel, so that one that is new has a case, or fails.
+# Checks by the type of a kernel, so that a new kernel has a check, or fails.
 CHECKS = {
     **PLAIN_CHECKS,
     **ROW_CHECKS,
@@ -18,7 +18,7 @@ CHECKS = {
     "am_flash_step": check_step,
     "am_flash_step_unpacked": check_step_unpacked,
 }
-LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at others
+LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at other levels
 
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")

@@ -1,4 +1,4 @@
-"""The mask description: every kind of term at every size and alignment of tiles, and expressions of them."""
+"""Masks in the core: every kind of term at every size and alignment of tiles, and expressions of terms."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def per_batch(value, batch):
 
 
 def term_twin(shape, term):
-    """The pairs of one term, from its definition."""
+    """The pairs of one term, computed from its definition."""
     batch, heads, queries, keys = shape
     q = np.arange(queries)[:, None]
     k = np.arange(keys)[None, :]
@@ -83,7 +83,7 @@ def twin(shape, nodes):
 
 
 def check(shape, nodes):
-    """Everything that is made of a mask agrees with the twin."""
+    """All functions that read a mask agree with the twin."""
     live = twin(shape, nodes)
     queries, keys = _core.mask_any(shape, nodes)
     assert np.array_equal(_core.mask_fill(shape, nodes, bool, True, False, None), live), (shape, nodes)
@@ -131,7 +131,7 @@ def test_keys(isa):
 
 @pytest.mark.parametrize("q_lens", [[5], [0, 5], [5, 0, 0], [1, 63, 64], [64, 1, 0, 65], [0, 0], []], ids=str)
 def test_sequences(isa, q_lens):
-    """Of other lengths among the keys, empty ones and limits beyond both ends included."""
+    """Keys have other lengths than queries; some sequences are empty, and some bounds are beyond both ends."""
     rng = np.random.default_rng(len(q_lens))
     q_starts = np.cumsum([0, *q_lens])
     far = [2**62, -(2**62), 0, -1, 1, 64]
@@ -258,7 +258,7 @@ def test_grids(case, q_cell, k_cell):
 
 
 def test_grid_of_keys_beyond_the_end():
-    """A band that lies wholly to the right of the keys has no cells."""
+    """A band that lies wholly beyond the last key has no live cell."""
     nodes = (("band", 900, 1000, 0),)
     assert not _core.mask_grid((1, 1, 64, 64), nodes, 0, 0, 7, 7).any()
     assert not _core.mask_count((1, 1, 64, 64), nodes).any()

@@ -1,4 +1,4 @@
-"""MaskInfo: everything it says and makes, beside all pairs written out."""
+"""Compares all results of `MaskInfo` with arrays of all pairs."""
 
 import copy
 import logging
@@ -58,14 +58,14 @@ def answer(info: MaskInfo, name: str):
 
 
 def arrays_of(value) -> list[np.ndarray]:
-    """The arrays of an answer."""
+    """The arrays of a result."""
     if isinstance(value, tuple):
         return [array for part in value for array in arrays_of(part)]
     return [value] if isinstance(value, np.ndarray) else []
 
 
 def assert_equal(got, expected, case) -> None:
-    """Arrays equal in dtype, shape and value, and read-only; anything else just equal."""
+    """Arrays must be equal in dtype, shape and values, and read-only; other results must be equal."""
     if isinstance(expected, tuple):
         assert isinstance(got, tuple), case
         for one, other in zip(got, expected, strict=True):
@@ -79,7 +79,7 @@ def assert_equal(got, expected, case) -> None:
         assert got == expected, case
 
 
-# Random masks, in both worlds
+# Random masks, as `MaskInfo` and as arrays of all pairs
 
 LENGTHS = st.one_of(*[st.integers(0, 2)] * 3, *[st.integers(1, 9)] * 4, st.sampled_from([63, 64, 65, 130]))
 
@@ -107,7 +107,7 @@ def mask_of(draw, batch: int, heads: int, queries: int, keys: int) -> np.ndarray
 
 @st.composite
 def bases(draw, shape=None):
-    """A MaskInfo, the same mask with all pairs written out, and in words how it was made."""
+    """A `MaskInfo`, the same mask as an array of all pairs, and a description of how it was made."""
     batch, heads, queries, keys = shape or (
         draw(st.sampled_from([1, 2, 0, 3])),
         draw(st.sampled_from([1, 1, 2])),
@@ -136,7 +136,7 @@ def bases(draw, shape=None):
         info, pairs = MaskInfo.from_cu_seqlens(cu_seqlens, packed=True), ref.Pairs.of_ids(ids, ids)
         info = info.apply_causal(queries + keys).replace(
             causal_mask_baked_in=False
-        )  # as what it came with is no more
+        )  # the mask is no longer packed causal
     elif kind == "random":
         mask = mask_of(draw, batch, heads, queries, keys)
         info, pairs = MaskInfo(mask), ref.Pairs(mask)
@@ -154,7 +154,7 @@ def bases(draw, shape=None):
 
 
 def offset_of(draw, batch: int, low: int = -4, high: int = 6):
-    """One number, or one for each row."""
+    """A number for all batch rows, or one for each."""
     if draw(st.booleans()):
         return draw(st.integers(low, high))
     numbers = draw(st.lists(st.integers(low, high), min_size=batch, max_size=batch))
@@ -181,7 +181,7 @@ OPERATIONS = [
 
 
 def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo:
-    """Does the same to both."""
+    """Applies the same operation to both."""
     batch, heads, queries, keys = pairs.shape
     operation = draw(st.sampled_from(OPERATIONS))
     args: tuple = ()
@@ -254,7 +254,7 @@ def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo
     elif operation == "segments":
         info = info.materialize_segment_ids()
         pairs.q_ids, pairs.kv_ids = pairs.ids()
-    elif operation == "relabel" and info.tree_flatten()[0][0] is not None:  # of an array: a label only
+    elif operation == "relabel" and info.tree_flatten()[0][0] is not None:  # ids of an array are labels
         pairs.q_ids, pairs.kv_ids = ids_of(draw, batch, None, queries), ids_of(draw, batch, None, keys)
         info = info.replace(q_segment_ids=pairs.q_ids, kv_segment_ids=pairs.kv_ids)
     words.append(f"{operation} {args}")
@@ -312,7 +312,7 @@ def expected_answers(pairs: ref.Pairs) -> dict[str, object]:
     program=programs(), order=st.permutations(ANSWERS + METHODS), cells=st.tuples(*[st.integers(1, 4)] * 2)
 )
 def test_every_answer(program, order, cells):
-    """After any operations, and in any order: an answer may not depend on those before it."""
+    """After any operations and in any order: a result must not depend on earlier ones."""
     info, pairs, words = program
     expected = expected_answers(pairs)
     assert repr(info).endswith("cached=[])"), words
@@ -329,7 +329,7 @@ def test_every_answer(program, order, cells):
 @pytest.mark.parametrize("side", ["queries", "keys"])
 def test_what_is_cut_is_not_taken_for_what_lay_there_before(side):
     take = getattr(mask_terms.Crop(1, 20, 22, 3), side)
-    # Each array is gone before the next one is made, which gets its address.
+    # Each array is freed before the next one is made, which then gets its address.
     assert [take(np.full((2, 64), value, np.int32)).max() for value in range(9)] == list(range(9))
 
 
@@ -405,7 +405,7 @@ def test_dtypes(program, dtype):
 def test_from_segments():
     ids = np.array([[3, 3, 1, -1, -7]])
     info = MaskInfo.from_segments(ids, q_positions=[[4, 5, 6, 7, 8]], kv_positions=np.zeros((1, 5), np.uint8))
-    ids[...] = 0  # what came in was copied
+    ids[...] = 0  # arguments were copied
     assert_equal(info.q_segment_ids, np.array([[3, 3, 1, -1, -7]], np.int32), "ids")
     assert info.kv_segment_ids is info.q_segment_ids
     assert_equal(info.q_positions, np.array([[4, 5, 6, 7, 8]], np.int32), "positions")
@@ -430,7 +430,7 @@ def test_ids_of_any_integer_type(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_masks(dtype):
-    """Anything but zero is a token."""
+    """Every value other than zero is a token."""
     mask = np.array([[1, 3, 0], [1, 1, 1]]).astype(dtype)
     if mask.dtype.kind not in "biu":
         mask[0, 1] = ml_dtypes.finfo(dtype).smallest_subnormal
@@ -469,7 +469,7 @@ def test_from_attention_mask(dtype, layout):
 
 
 class Foreign:
-    """An array of another library, known by DLPack only."""
+    """An array of another library that only supports DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -554,7 +554,7 @@ def test_from_packed_cu_seqlens():
 
 @pytest.mark.parametrize(("q_lens", "kv_lens"), [((3, 0, 70, 1), (3, 0, 70, 1)), ((0, 4, 2), (5, 0, 90))])
 def test_packed_sequences_are_as_their_ids(q_lens, kv_lens):
-    """They are held as starts, which say the same."""
+    """They are stored as starts, which have the same meaning."""
     q_cu, kv_cu = (np.cumsum([0, *lens]) for lens in (q_lens, kv_lens))
     q_ids, kv_ids = (np.repeat(np.arange(len(lens)), lens)[None] for lens in (q_lens, kv_lens))
     info, twin = (
@@ -609,7 +609,7 @@ def test_from_random(sparsity):
 
 
 def test_from_random_of_many_pairs():
-    """More than are drawn at a time: no two parts are the same."""
+    """There are more pairs than are drawn at a time, and all parts are different."""
     mask = MaskInfo.from_random(1, 2048, 1024).attention_mask[0, 0]
     assert (mask[:1024] != mask[1024:]).mean() == pytest.approx(0.5, abs=0.01)
 
@@ -693,14 +693,14 @@ def test_half_of_a_mask():
     assert not lengths.is_self_attention()
     assert lengths.replace(cu_seqlens_kv=[0, 3, 5]).is_self_attention()
     assert MaskInfo(cu_seqlens_kv=[0, 3, 5]).batch_size == 2
-    # One side of the labels of an array: the other is found, and this one stays.
+    # If the labels of one side of an array are given, those of the other side are computed.
     half = MaskInfo(np.eye(3, dtype=bool)[None]).replace(q_segment_ids=[[5, 6, 7]])
     expected = np.array([[5, 6, 7]], np.int32), np.array([[0, 1, 2]], np.int32)
     assert_equal((half.q_segment_ids, half.kv_segment_ids), expected, "half")
     assert_equal(half.get_or_compute_segment_ids(), expected, "half")
 
 
-# What stays, what changes
+# Replacing
 
 
 def test_replace():
@@ -709,7 +709,7 @@ def test_replace():
         MaskInfo.from_segments(ids, q_positions=[[0, 1, 2, 3]]).apply_causal().replace(cu_seqlens_q=[0, 2, 4])
     )
     assert_equal(info.cu_seqlens_kv, np.array([0, 2, 4], np.int32), "of queries, for want of others")
-    # Ids of a mask of segments are its base, and terms stay.
+    # Ids replace the base of a mask of segments, and terms stay.
     other = info.replace(q_segment_ids=[[0, 0, 0, -1]])
     expected = ref.equal_ids(np.array([[0, 0, 0, -1]]), ids) & np.tri(4, dtype=bool)
     assert_equal(other.attention_mask, expected, "base")
@@ -730,16 +730,16 @@ def test_replace():
     relabelled = dense.apply_causal().replace(q_segment_ids=[[7, 7, 7, 7]])
     assert_equal(relabelled.attention_mask, (mask[:, None] != 0) & np.tri(4, dtype=bool), "array")
     assert_equal(relabelled.q_segment_ids, np.full((1, 4), 7, np.int32), "labels")
-    # So are the ids of what was made of other masks, or of types.
+    # Ids are labels also if the mask was made from other masks, or from types.
     for made in (~info, info.apply_token_type_ids(ids, combine="replace")):
         again = made.replace(q_segment_ids=[[7, 7, 7, 7]], kv_segment_ids=ids)
         assert_equal(again.attention_mask, made.attention_mask, "made")
-    # The rest; here None counts.
+    # Other fields, where None is a value.
     bare = info.replace(q_positions=None, batch_axis_name=None, causal_mask_baked_in=False)
     assert (bare.q_positions, bare.batch_axis_name, bare.baked_in_masks["causal"]) == (None, None, False)
     assert bare.attention_mask.sum() == info.attention_mask.sum()
     assert info.replace(kv_positions=[[1, 2, 3, 4]]).kv_positions.tolist() == [[1, 2, 3, 4]]
-    # A term that has arrays of its own fixes the shape.
+    # A term with arrays of its own fixes the shape.
     fixed = info.apply_token_type_ids(ids)
     assert fixed.replace(q_segment_ids=[[1, 1, 1, 1]]).attention_mask.shape == (1, 1, 4, 4)
     with pytest.raises(ValueError, match="q_segment_ids must have 4 queries"):
@@ -771,7 +771,7 @@ def test_nothing_is_changed():
 
 @given(program=programs())
 def test_copies_are_read_only(program):
-    """Before anything is read of them, and whoever made their arrays."""
+    """Copies are read-only from the beginning, whatever their arrays were."""
     info, _, words = program
     writeable = [child if child is None else child.copy() for child in info.tree_flatten()[0]]
     tree = MaskInfo.tree_unflatten(info.tree_flatten()[1], writeable)
@@ -808,7 +808,7 @@ def test_arrays_are_read_only(program):
     for name in (*ARRAYS, *METHODS):
         for array in arrays_of(answer(info, name)):
             assert not array.flags.writeable, (words, name)
-            if name not in ("attention_mask", "get_or_compute_attention_mask"):  # which may be its owner's
+            if name not in ("attention_mask", "get_or_compute_attention_mask"):  # it may be the caller's
                 with pytest.raises(ValueError, match="WRITEABLE"):
                     array.setflags(write=True)
 
@@ -836,7 +836,7 @@ def test_operators_keep_what_goes_along():
 
 
 def test_random_seeds():
-    """Anything that NumPy takes, a subclass of arrays included, which its generator cannot deal with itself."""
+    """Any seed that NumPy takes, and subclasses of arrays, which its generator does not take."""
     seeds = [3, np.int64(3), np.random.SeedSequence(3), np.random.default_rng(3)]
     masks = [MaskInfo.from_random(1, 9, seed=seed) for seed in seeds]
     assert all(mask == masks[0] for mask in masks)
@@ -847,7 +847,7 @@ def test_random_seeds():
 
 
 def deepest(program) -> int:
-    """How many operands wait at once while a program is evaluated."""
+    """The most operands on the stack while a program is evaluated."""
     waiting = [0]
     for node in program:
         waiting.append(waiting[-1] + (1 if isinstance(node, tuple) else 0 if node == "not" else -1))
@@ -855,7 +855,7 @@ def deepest(program) -> int:
 
 
 def test_many_terms_are_joined_in_as_many_steps():
-    """From either side, and by methods; and nothing about a long mask is recursive."""
+    """Joining from the left, from the right and by methods takes linear time, and nothing is recursive."""
 
     def seconds(count: int) -> float:
         begin = time.perf_counter()
@@ -881,7 +881,7 @@ def test_many_terms_are_joined_in_as_many_steps():
 
 
 def test_deep_and_long_programs():
-    """The core lets 16 operands wait; nested deeper, a mask is written out on the way."""
+    """The core's stack has 16 operands; masks that are nested deeper become arrays on the way."""
     rng = np.random.default_rng(1)
     leaves = [rng.random((1, 1, 4, 5)) < 0.6 for _ in range(40)]
     infos = [MaskInfo(leaf) for leaf in leaves]
@@ -905,7 +905,7 @@ def test_deep_and_long_programs():
     balanced, pairs = tree(7, 0)
     np.testing.assert_array_equal(balanced.attention_mask, pairs)
     doubled, pairs = infos[0], leaves[0]
-    for number in range(1, 40):  # twice as large each time, if it were not for the limit
+    for number in range(1, 40):  # without the limit the program would double each time
         other = ~doubled & infos[number]
         doubled, pairs = doubled | other, pairs | (~pairs & leaves[number])
         if number == 22:
@@ -947,7 +947,7 @@ def test_chunks_of_many_segments_cost_next_to_nothing():
         info.apply_chunked(256, within_segments=True)
         return time.perf_counter() - begin
 
-    assert min(seconds() for _ in range(20)) < 2e-3  # half of what sorting the tokens takes
+    assert min(seconds() for _ in range(20)) < 2e-3  # half the time of sorting the tokens
 
 
 def test_too_large():
@@ -969,7 +969,7 @@ def test_too_large():
     assert wide.attention_mask.shape == (2**15,) * 4
     with pytest.raises((MemoryError, ValueError)):
         wide.bias  # noqa: B018
-    assert (~wide).labels(0, 0) is None  # too many to look through
+    assert (~wide).labels(0, 0) is None  # too many tokens to find labels
     with pytest.raises((MemoryError, ValueError)):
         MaskInfo.create_chunked_attention_mask(4, 2**40, 2**40)
 
@@ -997,7 +997,7 @@ def test_many_threads_read_one_mask():
         np.testing.assert_array_equal(mask, expected)
 
 
-# Segments of many and of huge numbers
+# Segments with many and with huge ids
 
 
 def test_many_segments():
@@ -1016,7 +1016,7 @@ def test_many_segments():
 
 
 def test_chunks_of_heads():
-    """Per-head ids stay per head."""
+    """Ids per head stay per head."""
     ids = np.array([[[0, 0, 0, -1], [0, 0, 1, 1]]], np.int32)
     chunked = MaskInfo.from_segments(ids).apply_chunked(2)
     expected = np.array([[[1, 1, 2, -1], [1, 1, 2, 2]]], np.int32)
@@ -1067,7 +1067,7 @@ def test_far_offsets(far):
     assert info.apply_sliding_window(1, mode="decode", index=[2**59, -(2**59)]).shape == (2, 1, 3)
 
 
-# Words and pictures
+# Text and pictures
 
 
 def test_repr():
@@ -1145,7 +1145,7 @@ MESH = {"dp": 2, "fsdp": 2, "tp": 2, "sp": 4}
 
 
 def test_a_sharding_names_an_axis_once():
-    """What is dropped does not count."""
+    """An axis name that is dropped may occur elsewhere."""
 
     def shard(axes, batch=4):
         info = MaskInfo.from_segments(
@@ -1183,7 +1183,7 @@ def test_get_shardings(monkeypatch, jax_there):
     assert parallel.q_segment_ids == spec(batch, "sp")
     assert parallel.kv_segment_ids == spec(batch, None)  # 6 tokens for 4 devices
     info.attention_mask  # noqa: B018
-    assert info.get_shardings(mesh=mesh) == shardings  # read, but not held
+    assert info.get_shardings(mesh=mesh) == shardings  # the array was computed, but is no leaf
     held = info.materialize_attention_mask().get_shardings(True, mesh=mesh)
     assert held.attention_mask == spec(batch, None, "sp", None)  # one head for 2 devices
     heads = MaskInfo.from_attention_mask(np.ones((3, 4, 8, 8), bool))
@@ -1217,17 +1217,17 @@ def test_trees():
     assert (mask, cu_q, cu_kv, kv_positions) == (None,) * 4
     assert_equal((q_ids, kv_ids), (info.q_segment_ids, info.kv_segment_ids), "ids")
     assert_equal(q_positions, ids, "positions")
-    assert [array.tolist() for array in terms] == [ids.tolist(), [0, 1]]  # of the base, and of offsets
+    assert [array.tolist() for array in terms] == [ids.tolist(), [0, 1]]  # arrays of the base, and of offsets
     assert aux[:4] == (("dp", "fsdp"), "tp", "tp", "sp")
     assert aux[4:8] == (True, False, True, False)
-    # Whatever the children are, they come out again; they are looked at when it is used.
+    # Children of any type come back unchanged; they are checked when the tree is used.
     nonsense = [object() for _ in children]
     tree = MaskInfo.tree_unflatten(aux, nonsense)
     assert tree.tree_flatten() == (tuple(nonsense), aux)
     assert repr(tree) == f"MaskInfo({len(nonsense)} leaves)"
     with pytest.raises(TypeError, match="must be integers"):
         tree.attention_mask  # noqa: B018
-    # Rows may be taken out.
+    # A selection of batch rows is a mask.
     row = MaskInfo.tree_unflatten(aux, [child if child is None else child[1:] for child in children])
     assert row.shape == (1, 4, 4)
     np.testing.assert_array_equal(row.attention_mask, info.attention_mask[1:])
@@ -1406,7 +1406,7 @@ def test_bad_input(error, message, work):
     assert MaskInfo.from_segments(IDS) == INFO
 
 
-# Flags, planes, and labels of other heads than the mask's
+# Flags, planes, and labels with other heads than the mask
 
 
 @pytest.mark.parametrize(
@@ -1444,7 +1444,7 @@ def test_planes_that_there_are_not():
 
 
 def test_chunks_within_segments_of_each_head():
-    """A mask that is the same for all heads takes on those of its labels; other numbers of heads do not go together."""
+    """A mask without heads gets those of its labels; other numbers of heads are refused."""
     ids, types = np.array([[[0, 0, 1], [0, 1, 1]]]), np.array([[1, 1, 2]])
     info = MaskInfo.from_segments(ids)
     alike = info.apply_token_type_ids(types, combine="replace", update_segment_ids=False)
@@ -1467,7 +1467,7 @@ def test_starts_are_told_by_their_name():
 
 @pytest.mark.parametrize("holds", ["ids", "starts", "pairs", "nothing"])
 def test_arguments_of_cu_seqlens(holds):
-    """Whatever it is that they are told by."""
+    """Arguments are checked for every representation of the lengths."""
     info = {
         "ids": INFO,
         "starts": MaskInfo.from_cu_seqlens([0, 2, 3], packed=True),

@@ -27,7 +27,7 @@ from attnmask._debug import traced
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", ml_dtypes.bfloat16, "float32", "float64")
 MASK_DTYPES = ("bool", *INTEGERS, *FLOATS)
-READ_DTYPES = (*MASK_DTYPES, np.longdouble)  # of what comes in
+READ_DTYPES = (*MASK_DTYPES, np.longdouble)  # dtypes of arguments
 PLANE_LAYOUTS = [
     *LAYOUTS,
     "constant along -2",
@@ -40,7 +40,7 @@ LENGTHS = [0, 1, 2, 5, 63, 64, 65, 130]
 
 
 def filled(live: np.ndarray, dtype, rng: np.random.Generator) -> np.ndarray:
-    """Numbers of any size where `live`, and zeros of any sign elsewhere."""
+    """Numbers of any size where `live` is true, and zeros of either sign elsewhere."""
     if dtype == "bool":
         return live
     if dtype in INTEGERS:
@@ -51,7 +51,7 @@ def filled(live: np.ndarray, dtype, rng: np.random.Generator) -> np.ndarray:
 
 
 def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
-    """Like `arrange`, for the last two axes."""
+    """As `arrange`, for the last two axes."""
     if layout.startswith("constant"):
         axis = int(layout.split()[-1])
         if values.ndim + axis < 0 or not values.shape[axis]:
@@ -67,7 +67,7 @@ def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
 
 
 def some_live(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
-    """Masks with many equal rows and columns, with few, and with rows that differ as little as they can."""
+    """Masks with many equal rows and columns, with few, and with rows that differ in a single pair."""
     queries, keys = shape[-2:]
     planes = np.zeros((math.prod(shape[:-2]), queries, keys), bool)
     for plane in planes:
@@ -89,7 +89,7 @@ def some_live(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np
             plane[flipped, rng.integers(0, keys, len(flipped))] ^= True
         elif kind == "causal":
             plane[:] = np.tri(queries, keys, dtype=bool)
-        elif kind == "stairs":  # all rows leave their class again and again
+        elif kind == "stairs":  # all rows leave their class repeatedly
             for step in range(0, min(plane.shape), 3):
                 plane[step:, step : step + 3] = rng.random(len(plane[0, step : step + 3])) < 0.5
                 plane[step, step] ^= True
@@ -176,18 +176,18 @@ def test_strict_gives_the_mask_back(isa):
     with pytest.raises(ValueError, match=re.escape("got 1 at index (0, 2, 0, 1)")):
         attnmask.mask_to_segment_ids(same_heads, strict=True)
     with pytest.raises(ValueError, match=re.escape("got 0 at index (0, 0)")):
-        attnmask.mask_to_segment_ids(np.eye(4)[::-1].copy(), strict=True)  # segments, but not in this order
+        attnmask.mask_to_segment_ids(np.eye(4)[::-1].copy(), strict=True)  # segments, but in another order
     with pytest.raises(ValueError, match=re.escape("got 1 at index (1, 0)")):
         attnmask.mask_to_segment_ids(np.tri(3), strict=True)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "near the end", "one bit each", "repeated"])
 def test_large_masks(isa, set_threads, kind):
-    """Enough rows and columns for every partition, tile and panel, on one and on several threads."""
+    """Enough rows and columns for every part, tile and panel, on one and on several threads."""
     rng = np.random.default_rng(len(kind))
     for queries, keys in [(1300, 700), (90, 4500), (4500, 70)]:
         mask = some_live((queries, keys), kind, rng)
-        if kind == "near the end":  # the same for long
+        if kind == "near the end":  # rows differ only at the end
             mask[:] = rng.random(keys) < 0.5
             mask[rng.integers(0, queries, 50), -1] ^= True
         elif kind == "one bit each":
@@ -220,7 +220,7 @@ def test_long_and_narrow_masks(isa):
 
 
 def test_many_rows_that_differ_in_a_bit(isa):
-    """Rows numbered in binary, each twice, in a mask whose columns repeat, too: hashes of few bits would collide."""
+    """Rows are binary numbers, each twice, and columns repeat: hashes of few bits would collide."""
     numbers = np.arange(60_000) // 2
     mask = (numbers[:, None] >> np.arange(64) % 16 & 1).astype(bool)
     q_ids, kv_ids = attnmask.mask_to_segment_ids(mask)
@@ -229,7 +229,7 @@ def test_many_rows_that_differ_in_a_bit(isa):
 
 
 def test_words_chosen_to_collide(isa):
-    """Rows whose words have equal sums, products and exclusive ors, as a weak hash would take them."""
+    """Rows whose words have equal sums, products and exclusive ors, so that weak hashes collide."""
     rng = np.random.default_rng(3)
     words = rng.integers(0, 2**63, (40, 4), dtype=np.uint64)
     words = np.concatenate([words[:, order] for order in itertools.permutations(range(4))])
@@ -242,7 +242,7 @@ def test_words_chosen_to_collide(isa):
 
 
 def test_masks_that_repeat_themselves(isa):
-    """A stride of zero is looked at once, however long the axis."""
+    """Along a stride of zero only one element is read, however long the axis is."""
     plane = np.tri(6, 5, dtype=bool)
     q_ids, kv_ids = attnmask.mask_to_segment_ids(np.broadcast_to(plane, (30_000, 4, 6, 5)), per_head=True)
     expected = ref.mask_to_segment_ids(plane)
@@ -254,7 +254,7 @@ def test_masks_that_repeat_themselves(isa):
     )
     assert (q_ids == 0).all()
     assert kv_ids.tolist() == [0, -1]
-    windows = as_strided(np.arange(5000) < 2500, (2500, 2500), (1, 1))  # neither transposed nor not
+    windows = as_strided(np.arange(5000) < 2500, (2500, 2500), (1, 1))  # both axes are contiguous
     assert_both(attnmask.mask_to_segment_ids(windows), ref.mask_to_segment_ids(windows), isa)
 
 
@@ -412,7 +412,7 @@ def test_qkv_masks_to_cu_seqlens(isa, data, kind, out_dtype):
 
 @st.composite
 def pair_arrays(draw, batch: int, length: int):
-    """Ranges inside of a row and beyond it, empty and backwards, in any integer dtype and layout."""
+    """Ranges within a row and beyond it, empty and reversed, in any integer dtype and layout."""
     dtype = draw(st.sampled_from(INTEGERS))
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     end = st.one_of(
@@ -504,7 +504,7 @@ def test_pairs_examples():
         attnmask.pairs_to_cu_seqlens([0, 2**63 - 1, 0, 1])
 
 
-# Facts about segment ids
+# Properties of segment ids
 
 
 @given(data=st.data(), out_dtype=st.sampled_from(["int32", "int64", "uint8", "int8"]))
@@ -617,7 +617,7 @@ OPTIONAL_LENGTH = {TypeError: NO_INTEGER[1:], ValueError: LENGTH[ValueError]}
 TYPE, INTEGER_TYPE = {TypeError: NO_DTYPE}, {TypeError: NO_INTEGER_DTYPE}
 FLAG = {TypeError: NO_FLAG}
 
-# Of each function: arguments that are right, and what is wrong for each of them.
+# For each function: valid arguments, and what is wrong for each of them.
 WRONG = {
     "mask_to_segment_ids": (
         {"mask": np.ones((2, 3, 3)), "per_head": False, "strict": True},
@@ -773,7 +773,7 @@ def test_an_array_that_raises(function):
 @pytest.mark.parametrize("shared", ["q", "kv"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_out_may_not_share_memory_with_ids(q_dtype, kv_dtype, shared, step):
-    """Whatever is made of the ids on the way: those of other types, and those that lie apart, are copied."""
+    """This also holds for ids that are copied: those of other dtypes, and those that are not contiguous."""
     ids = {"q": np.zeros((2, 3), q_dtype), "kv": np.zeros((2, 3), kv_dtype)}
     buffer = np.zeros(200, np.uint8)
     mine = buffer[8:].view(ids[shared].dtype)[: 6 * step : step].reshape(2, 3)
@@ -802,7 +802,7 @@ def test_out_may_not_share_memory_with_ids(q_dtype, kv_dtype, shared, step):
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
 @pytest.mark.parametrize("length", [2**28, 2**40, 2**61, 2**63 - 1, 2**70])
 def test_masks_that_no_memory_holds(length):
-    """At once: nothing of the order of the result is computed before it is known to fit."""
+    """They are refused at once: nothing of the size of the result is computed before its memory is allocated."""
     errors = (MemoryError, ValueError)
     begin = time.process_time()
     with pytest.raises(errors):
@@ -893,7 +893,7 @@ def test_calls_from_many_python_threads(set_threads):
 
 @pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
 def test_memory_of_grouping_is_that_of_the_sides():
-    """An eighth of the mask would already be its bits."""
+    """The bits of the mask alone would take an eighth of its size."""
     code = """
 import resource, numpy as np, attnmask
 from numpy.lib.stride_tricks import as_strided
@@ -906,7 +906,7 @@ assert ids.max() == 2
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (2 * size))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert float(result.stdout) < 600, result.stderr  # bytes for each row and column
+    assert float(result.stdout) < 600, result.stderr  # bytes per row and column
 
 
 # Debug mode
@@ -921,7 +921,7 @@ def debug_mode(caplog):
 
 
 class Traced:
-    """What `traced` can stand before."""
+    """Methods and functions that `traced` may decorate."""
 
     @traced
     def method(self, x, *, y=2):
@@ -1032,7 +1032,7 @@ def test_debug_mode_costs_nothing_when_off():
 
 
 def test_kernels_are_those_of_the_isa(isa):
-    """Unaligned lines of every length, against the plain definition."""
+    """Unaligned rows of every length, compared with the plain definition."""
     rng = np.random.default_rng(8)
     for dtype in MASK_DTYPES:
         values = filled(rng.random((6, 700)) < 0.1, dtype, rng)

@@ -1,4 +1,4 @@
-"""Merging of partial attention results and its gradients: values, accuracy, layouts, dead parts, threads, errors."""
+"""Merging partial attention results, and its gradients: values, accuracy, layouts, dead parts, threads, errors."""
 
 import threading
 
@@ -17,7 +17,7 @@ ROUNDING = {FLOATS[0]: 2.0**-11, BF16: 2.0**-8, FLOATS[2]: 2.0**-24, FLOATS[3]: 
 
 
 def merged(outs, lses):
-    """The definition in float64, a row after the other."""
+    """The definition in float64, row by row."""
     outs = [np.asarray(out, np.float64) for out in outs]
     lses = [np.asarray(lse, np.float64) for lse in lses]
     out, lse = np.zeros(outs[0].shape), np.full(lses[0].shape, -np.inf)
@@ -37,7 +37,7 @@ def wide(dtype):
 
 
 def parts(seed, count, shape, dtype, dead=0.2, spread=3.0):
-    """As many outs and lses; a dead part's out is NaN."""
+    """Random outs and lses; the out of a dead part is NaN."""
     rng = np.random.default_rng(seed)
     *batch, tokens, heads, _ = shape
     outs = rng.standard_normal((count, *shape))
@@ -58,7 +58,7 @@ def check(outs, lses, dtype, case):
     largest = max((np.nanmax(np.abs(np.asarray(part, np.float64)), initial=0) for part in outs), default=0)
     largest_lse = np.max(np.abs(lse[np.isfinite(lse)]), initial=1)
     error = largest * (ROUNDING[dtype] + step * (8 + 2 * len(outs) + 4 * largest_lse))
-    error += 2.0**-25 if dtype == np.float16 else 0  # half of its smallest number
+    error += 2.0**-25 if dtype == np.float16 else 0  # half of the smallest number of float16
     np.testing.assert_allclose(np.asarray(got_out, np.float64), out, rtol=0, atol=error, err_msg=repr(case))
     np.testing.assert_allclose(
         got_lse, lse, rtol=0, atol=step * (8 + len(outs) + 2 * largest_lse), err_msg=repr(case)
@@ -114,7 +114,7 @@ def test_one_part_is_itself(dtype):
 
 
 def test_merging_is_attention():
-    """Parts of the keys, merged, are all of them; in any order, and of parts already merged."""
+    """Merging the parts of the keys, in any order or step by step, gives attention over all keys."""
     rng = np.random.default_rng(4)
     logits, values = rng.standard_normal((6, 40)) * 5, rng.standard_normal((40, 7))
 
@@ -150,7 +150,7 @@ def test_dead_parts_do_not_matter(dtype, garbage):
 def test_live_nan_and_distant_lses():
     outs = np.array([np.nan, 2.0, 3.0]).reshape(3, 1, 1, 1)
     out, lse = attnmask.merge_attention_states(outs, np.array([-1e9, 0.0, 1e9]).reshape(3, 1, 1))
-    assert np.isnan(out).all()  # it has a weight, if a small one
+    assert np.isnan(out).all()  # its weight is tiny, but not zero
     assert lse.item() == 1e9
     out, lse = attnmask.merge_attention_states(outs[1:], np.array([np.nan, 0.0]).reshape(2, 1, 1))
     assert np.isnan(out).all()
@@ -232,7 +232,7 @@ def test_errors(outs, lses, error, message):
 
 
 def test_axes_that_only_seem_large():
-    """Strides of zero hold huge shapes in a few bytes: what does not fit in memory is refused."""
+    """Strides of zero give huge shapes in a few bytes; a result that does not fit in memory is refused."""
     out = np.broadcast_to(np.float32(0), (1 << 40, 1 << 15, 1, 0))
     with pytest.raises((MemoryError, ValueError)):
         attnmask.merge_attention_states([out], [np.broadcast_to(np.float32(0), (1 << 40, 1, 1 << 15))])
@@ -242,7 +242,7 @@ def test_axes_that_only_seem_large():
 
 
 def pulled_back(outs, lses, dout, dlse):
-    """The definition in float64, a row after the other; and the sizes of what dlses sums up."""
+    """The definition in float64, row by row; and the sizes of what is summed for each dlse."""
     outs, lses = (np.asarray(parts).astype(np.longdouble) for parts in (outs, lses))
     dout, dlse = np.asarray(dout, np.float64), np.zeros(lses.shape[1:]) if dlse is None else dlse
     douts, dlses, sizes = np.zeros_like(outs), np.zeros_like(lses), np.zeros_like(lses)
@@ -317,7 +317,7 @@ def test_gradients_isa(isa, dtype):
 
 
 def test_gradients_are_slopes():
-    """By central differences, all numbers moving at once."""
+    """Compared with central differences in random directions."""
     outs, lses = parts(3, 4, (2, 3, 2, 5), np.float64)
     rng = np.random.default_rng(4)
     _, vjp = attnmask.merge_attention_states_vjp(outs, lses)
@@ -356,7 +356,7 @@ def test_gradients_have_the_form_of_the_parts():
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dead_parts_get_zeros(dtype, garbage):
-    """And change nothing; a dout whose row is dead in all parts reaches none."""
+    """A dead part changes nothing; the dout of a row that is dead in all parts has no effect."""
     outs, lses = parts(5, 3, (1, 4, 2, 9), dtype, dead=0)
     (dout,), (dlse,) = parts(6, 1, (1, 4, 2, 9), dtype, dead=0)
     right = attnmask.merge_attention_states_vjp(outs[[0, 2]], lses[[0, 2]])[1](dout, dlse)

@@ -1,4 +1,4 @@
-"""The limits that docs/numbers.rst tells, held where it draws them."""
+"""The limits that docs/numbers.rst states hold up to exactly where it states them."""
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ BF16 = ml_dtypes.bfloat16
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("keys", [1, 2, 64, 65, 1000, 5000])
 def test_values_up_to_the_largest_number_divided_by_the_keys(isa, keys, dtype):
-    """Their mean is right, whether one query sees them or many do; and the sum that comes before it is no limit."""
+    """Their mean is right, for one query as for many: the sum before the division does not overflow."""
     largest = dtype(np.finfo(dtype).max * (1 - 1e-5) / keys)
     for queries in (1, 70):
         for signs in (np.ones(keys), np.resize([1, -1], keys)):
@@ -25,7 +25,7 @@ def test_values_up_to_the_largest_number_divided_by_the_keys(isa, keys, dtype):
 
 
 def test_denormal_bfloat16(isa):
-    """Kept at the levels that compute in float32; zero, and nothing else, where the processor multiplies bfloat16."""
+    """Kept at levels that compute in float32; zero where the processor multiplies bfloat16."""
     tiny = BF16(1e-39)
     assert tiny != 0
     for queries in (1, 70):

@@ -1,4 +1,4 @@
-"""attnmask.operations: both operators over all pairs of arguments, the registry, and every helper beside NumPy."""
+"""attnmask.operations: both operators for all pairs of arguments, the registry, and the helpers compared with NumPy."""
 
 import math
 import pickle
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 
 def attend(name: str, arguments: dict, metadata=None) -> OperationOutput:
-    """What an operator makes of the arguments of `attnmask.flash_attention`."""
+    """The output of an operator for the arguments of `attnmask.flash_attention`."""
     arguments = dict(arguments)
     mask = arguments.pop("attention_mask", None)
     return OperationRegistry.create(name, metadata)(mask=mask, **arguments)
@@ -44,7 +44,7 @@ def wide(array) -> np.ndarray:
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("case", CASES[::20] if SANITIZED else CASES[::2], ids=lambda case: str(case.seed))
 def test_all_pairs_of_arguments(case, name):
-    """As exact as the kernels have to be, wherever scale and dropout are said."""
+    """The error is within that of the kernels, whether scale and dropout are arguments or metadata."""
     arguments = case.arguments()
     metadata = OperationMetadata()
     if case.seed % 2:
@@ -59,7 +59,7 @@ def test_all_pairs_of_arguments(case, name):
 
 @pytest.mark.parametrize("case", CASES[:: 20 if SANITIZED else 5], ids=lambda case: str(case.seed))
 def test_weights(case):
-    """Zero for dead pairs, one a row (with the sinks' share, and without dropout), and the values' weights."""
+    """Weights of dead pairs are zero; without sinks and dropout rows sum to one; the output is the weighted sum."""
     arguments = case.arguments()
     out, weights, lse = attend("vanilla", arguments)
     assert attend("flash", arguments).attention_weights is None
@@ -139,7 +139,7 @@ def test_an_axis_of_length_zero(name, at):
 @pytest.mark.parametrize("runtime", FLOATS, ids=str)
 @pytest.mark.parametrize("name", BOTH)
 def test_runtime_dtype(name, runtime):
-    """Inputs of any types meet in one, and the results have it."""
+    """Inputs of any dtypes are converted to one, which is that of the results."""
     inputs = tensors(9, 11, dtype=F64) | {"bias": RNG.standard_normal((9, 11))}
     mixed = inputs | {"query": inputs["query"].astype(F16), "key": inputs["key"].astype(BF16)}
     result = attend(name, mixed, OperationMetadata(runtime_dtype=runtime))
@@ -152,7 +152,7 @@ def test_runtime_dtype(name, runtime):
 
 
 def test_runtime_softmax_dtype():
-    """Wider logits bring float32 as near as it goes; narrower ones are not narrower."""
+    """Wider logits bring float32 close to exact results; narrower ones do not make results worse."""
     arguments = tensors(50, 60, dtype=F32)
     exact = attend("vanilla", {key: wide(array) for key, array in arguments.items()}).attention_outputs
     usual = attend("vanilla", arguments)
@@ -177,7 +177,7 @@ def test_a_call_goes_before_the_metadata(name):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_heads_of_the_keys(name):
-    """A mask and a bias of two heads, for two pairs of queries' heads."""
+    """A mask and a bias with the two heads of the keys, for four heads of queries."""
     arguments = tensors(9, 11)
     mask, bias = RNG.random((2, 2, 9, 11)) < 0.5, RNG.standard_normal((1, 2, 1, 11))
     got = attend(name, arguments | {"attention_mask": mask, "bias": bias})
@@ -195,7 +195,7 @@ def test_lists_and_positions(name):
 @pytest.mark.parametrize("argument", sorted(BAD.keys() - {"return_lse", "out"}))
 @pytest.mark.parametrize("name", BOTH)
 def test_bad_input(name, argument):
-    """What flash attention refuses both refuse, and with the same error."""
+    """Both operators refuse what flash attention refuses, with the same error."""
     good, bad = BAD[argument]
     for error, values in bad.items():
         for value in values:
@@ -265,12 +265,12 @@ def test_a_scale_that_is_not_finite(name):
 
 
 def printed(code: str) -> str:
-    """What a new interpreter prints."""
+    """The output of `code` in a new interpreter."""
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
 def test_bfloat16_by_its_name():
-    """NumPy knows it once ml_dtypes is imported, by whomever."""
+    """NumPy knows the name once any module has imported ml_dtypes."""
     make = "from attnmask.operations import *; print(OperationMetadata('bfloat16').runtime_dtype)"
     assert printed(make) == "bfloat16\n"
     without = f"""
@@ -294,13 +294,13 @@ def test_import_attnmask_does_without():
 
 @pytest.fixture
 def registry(monkeypatch):
-    """The registry, which forgets after the test."""
+    """The registry; what a test adds is removed afterwards."""
     monkeypatch.setattr(OperationRegistry, "_operations", dict(OperationRegistry._operations))
     return OperationRegistry
 
 
 def operator(*names, **methods) -> type[OperationImpl]:
-    """A third party's, which tells what it was called with."""
+    """An operator of a third party, which returns the arguments that it was called with."""
 
     class Third(OperationImpl):
         @classmethod
@@ -335,7 +335,7 @@ def test_a_third_partys_operator(registry):
 
 
 def test_backends():
-    """A method for each; the CPU's is the native one unless there is another."""
+    """Each backend has a method; that of the CPU is the native one unless the operator has another."""
 
     def forward(*names):
         return {
@@ -383,7 +383,7 @@ BAD_OPERATORS = [
 
 @pytest.mark.parametrize(("error", "match", "operations"), BAD_OPERATORS)
 def test_bad_operators(registry, error, match, operations):
-    """None of their names is known afterwards."""
+    """None of their names is registered afterwards."""
     for operation in operations:
         with pytest.raises(error, match=match):
             registry.register(operation)
@@ -441,7 +441,7 @@ def test_split_attention_mask(shape, dtype, layout):
 
 
 def test_split_a_mask_info():
-    """As its array; but a long one need never be one."""
+    """As for its array, but without computing the array of a long mask."""
     segments = MaskInfo.from_segments(RNG.integers(-1, 3, (2, 3, 7)), RNG.integers(-1, 3, (2, 3, 9)))
     for info in (segments, segments.apply_causal(), ~segments, MaskInfo(RNG.random((2, 4, 4)) < 0.3)):
         got, expected = OP.split_attention_mask(info), OP.split_attention_mask(info.attention_mask)
@@ -584,7 +584,7 @@ MESH = {"dp": 2, "fsdp": 3, "tp": 4}
 
 @pytest.fixture(params=["tuples", "jax"])
 def sharded(request, monkeypatch):
-    """An operator without a mesh, one with, and the kind of specs that they give."""
+    """An operator without a mesh, one with a mesh, and the type of specs that they return."""
     mesh, spec = MESH, lambda *names: names
     if request.param == "jax":
         jax = pytest.importorskip("jax")
@@ -619,7 +619,7 @@ def test_create_stable_sharding(sharded):
 
 
 def test_create_stable_sharding_of_a_tensor(sharded):
-    """What does not divide is dropped, where the mesh is known."""
+    """Axes that do not divide the tensor are dropped if the mesh is known."""
     plain, meshed, spec = sharded
     state = spec(("dp", "fsdp"), None, "tp", None)
     whole = np.broadcast_to(np.float32(0), (6, 5, 8, 7))
@@ -674,7 +674,7 @@ def test_bad_shardings(error, match, arguments):
 
 
 def test_a_spec_names_an_axis_once(sharded):
-    """What is dropped does not count."""
+    """An axis name that is dropped may occur elsewhere."""
     _, meshed, spec = sharded
     double, long = spec(("dp", "tp"), None, "dp"), np.zeros((8, 1, 2))
     with pytest.raises(ValueError, match=r"state_ps\[0\] and state_ps\[2\] must name .* got 'dp' twice"):
@@ -686,7 +686,7 @@ def test_a_spec_names_an_axis_once(sharded):
 
 
 def test_a_mesh_of_devices():
-    """The spec can be used to place an array."""
+    """Arrays can be placed with the spec."""
     jax = pytest.importorskip("jax")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"))
     op = OperationRegistry.create("flash", OperationMetadata(mesh=mesh))

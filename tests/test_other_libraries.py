@@ -23,12 +23,12 @@ PARTS = np.stack([OUT, OUT + 1]), np.stack([LSE, LSE - 1])
 
 
 def both_ways(vjp_of):
-    """What a function with gradients returns, and the gradients of that."""
+    """The result of a function with gradients, and the gradients for that result as cotangent."""
     result, vjp = vjp_of
     return result, vjp(*result) if isinstance(result, tuple) else vjp(result)
 
 
-# Functions of arrays, by the names they have.
+# Functions that take arrays, by name
 CALLS = {
     "cdiv": lambda x: attnmask.cdiv(x(STARTS), x(STARTS + 1)),
     "prepare_lens": lambda x: attnmask.prepare_lens(x(STARTS)),

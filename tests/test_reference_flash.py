@@ -1,4 +1,4 @@
-"""The reference's gradients of attention against differences of its own results, in more digits than float64 has."""
+"""Compares the gradients of the reference with differences of its own results, in more digits than float64 has."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ CASES = [Case(**levels) for levels in all_pairs(SMALL, 1)]
 
 
 def slopes(dout, dlse, arguments: dict, moves: dict) -> np.longdouble:
-    """How Σ dout · out + Σ dlse · lse grows as the arguments move, by a central difference."""
+    """The derivative of Σ dout · out + Σ dlse · lse in the direction `moves`, by a central difference."""
 
     def total(step):
         moved = {name: arguments[name] + step * move for name, move in moves.items()}
@@ -45,7 +45,7 @@ def slopes(dout, dlse, arguments: dict, moves: dict) -> np.longdouble:
 
 
 def check(arguments: dict, seed: int, case, near: float = 1e-7) -> None:
-    """Each gradient along a few random directions, and all of them along one."""
+    """Checks each gradient in a few random directions, and all gradients together in one."""
     rng = np.random.default_rng(seed)
     arguments = arguments | {
         name: np.asarray(arguments[name], np.longdouble)
@@ -74,7 +74,7 @@ def test_any_arguments(case):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_largest_logits_share_the_maximum(normalize):
-    """Two of them, or one and a sink: the difference then is the mean of the slopes to both sides, but for a step."""
+    """Two logits, or a logit and a sink, are equal: the central difference is the mean of the one-sided derivatives."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 4, 2, 3)) for _ in range(3))
     key[:, 3] = key[:, 1]

@@ -30,7 +30,7 @@ without_sanitizer = pytest.mark.skipif(SANITIZED, reason="a sanitizer has its ow
 
 
 def python(code: str, *flags: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess:
-    """Runs `code` in a new interpreter; whatever it has forked ends with it."""
+    """Runs `code` in a new interpreter, and ends all of its children."""
     own = ("ATTNMASK_ISA", "ATTNMASK_NUM_THREADS", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in own}
     command = [sys.executable, *flags, "-c", code]
@@ -103,14 +103,14 @@ def test_signature(name):
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
     text = text.replace("<class 'numpy.int32'>", "np.int32")
-    if name == "show_config":  # what mode= means by default is the function's own affair
+    if name == "show_config":  # show_config documents its default of mode= itself
         text = re.sub("mode=[^)]*", "mode='print'", text)
     assert text == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_docstring(name):
-    """With an example, which test_doctests.py runs."""
+    """Each has an example, which test_doctests.py runs."""
     text = inspect.getdoc(getattr(attnmask, name))
     assert "\nExamples\n--------\n>>> " in text, text
 
@@ -225,7 +225,7 @@ def test_more_threads_than_any_machine_has(set_threads):
 
 
 def valid(function: str) -> dict:
-    """Arguments that `function` accepts, every one of them given."""
+    """Valid values for all arguments of `function`."""
     if "cumsum" not in function:
         return {
             "cdiv": {"a": np.array([5, 6]), "b": np.array([2, 3])},
@@ -323,7 +323,7 @@ WRONG["s"] = WRONG["g"]
 
 
 def wrong(function: str):
-    """Every wrong value of every argument of one function."""
+    """All wrong values for all arguments of one function."""
     arguments = valid(function)
     for argument in arguments:
         for error, values in WRONG[argument].items():
@@ -355,7 +355,7 @@ def wrong(function: str):
 
 
 def refuse(function: str, argument: str, value, error, arguments: dict) -> str:
-    """Checks that the call is refused and the argument named; gives the message."""
+    """Checks that the call is refused and the argument named; returns the message."""
     case = f"{function}({argument}={reprlib.repr(value)})"
     try:
         result = getattr(attnmask, function)(**(arguments | {argument: value}))
@@ -466,7 +466,7 @@ def test_cu_seqlens_asks_for_one_batch(function):
 
 @pytest.mark.parametrize("function", ["chunk_local_cumsum", "chunk_global_cumsum_vjp"])
 def test_out_may_not_be_the_input(function):
-    """Nor share some of its bytes, be it as another dtype; and nothing is written."""
+    """Nor may it share some of its bytes, even as another dtype; and nothing is written."""
     for dtype, starts in [(np.float64, (0, 1, 9)), (np.float32, (0, 1, 4))]:
         arguments, buffer = valid(function), np.ones(40, dtype)
         arguments[next(iter(arguments))] = buffer[:10].reshape(1, 5, 2)
@@ -526,7 +526,7 @@ def test_dout(function):
 @without_sanitizer
 @pytest.mark.parametrize("tokens", [2**45, 2**59, 2**60, 2**61, 2**62, 2**63 - 1])
 def test_results_that_no_memory_holds(tokens):
-    """2**61 tokens of 8 bytes are 2**64 bytes: a size that wraps would be small."""
+    """2**61 tokens of 8 bytes are 2**64 bytes: a size that wraps around would be small."""
     for name in ("prepare_position_ids", "prepare_sequence_ids", "prepare_token_indices"):
         with pytest.raises((MemoryError, ValueError, OverflowError)):
             getattr(attnmask, name)(np.array([0, tokens]))
@@ -555,7 +555,7 @@ def test_a_count_beyond_int32():
 
 
 def some_calls() -> list:
-    """Calls of every kind, large enough to be shared among threads, and their results on one thread."""
+    """Calls of every kind that are large enough for several threads, whose results are arrays."""
     rng = np.random.default_rng(0)
     ends = np.concatenate([[0], np.sort(rng.integers(0, 60_000, 500)), [60_000]])
     time_first = rng.standard_normal((1, 60_000, 8)).astype(np.float32)
@@ -563,7 +563,7 @@ def some_calls() -> list:
     counts = rng.integers(0, 9, (1, 60_000, 3)).astype(np.int16)
     mask = rng.random((20, 30_000)) < 0.5
     query, key = (rng.standard_normal((1, tokens, 4, 64)).astype(np.float32) for tokens in (128, 1024))
-    # Many queries, whose gradient is added up in float32 apart.
+    # The gradient of many queries is accumulated in float32 first.
     halves = [x.astype(np.float16) for x in (key, query, query)]
     return [
         lambda: attnmask.flash_attention(query, key, key),
@@ -580,7 +580,7 @@ def some_calls() -> list:
 
 
 def test_calls_from_many_python_threads(set_threads):
-    """Each result as if alone, also while the number of threads changes and other calls fail."""
+    """Results are as if each thread were alone, also while the number of threads changes and other calls fail."""
     calls = some_calls()
     set_threads(1)
     expected = [call().tobytes() for call in calls]
@@ -601,8 +601,8 @@ def test_calls_from_many_python_threads(set_threads):
 
 
 def test_results_that_were_resized():
-    """Long memory is used again by the next call for as much, and what was made longer or shorter may lie anywhere."""
-    calls = some_calls()[:3]  # attention, which packs its keys to as much memory as the sums take
+    """Large blocks of memory are used again for the same size; a block that was resized may not be aligned."""
+    calls = some_calls()[:3]  # attention packs keys to memory of the size of the sums
     expected = [call().tobytes() for call in calls]
     for length in (300_000, 700_000, 500_000, 10, 0):
         array = calls[-1]()
@@ -647,11 +647,11 @@ print(resident() - before)
 @without_sanitizer
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="says how much memory is in use")
 def test_memory_that_is_kept():
-    """Of the last results, up to 64 MB in all."""
+    """Memory of the last results is kept, at most 64 MB in all."""
     kept = [float(size) for size in python(KEPT).stdout.split()]
     assert len(kept) == 11, kept
     assert all(30 < size < 68 for size in kept[:7]), kept
-    assert all(58 < size < 68 for size in kept[7:10]), kept  # both
+    assert all(58 < size < 68 for size in kept[7:10]), kept  # two results
     assert kept[10] < 68, kept
 
 
@@ -704,16 +704,16 @@ print("all the same")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_fork_after_use():
-    """Children of a process whose threads have run: from its main and another thread."""
+    """Children of a process whose threads have run, forked by its main thread and by another one."""
     result = python(FORK, timeout=100)
     assert result.stdout == "all the same\n", result.stderr
 
 
-# Long calls. Inputs with strides of zero are as long as one likes and take no memory.
+# Long calls. Inputs with strides of zero can be as long as needed without taking memory.
 
 
 def long_calls() -> dict:
-    """Calls of seconds; those that write into `out` leave zeros in what they have not reached."""
+    """Calls that take seconds; those that write to `out` leave zeros where they have not arrived."""
     ones = np.float32(1)
     lane = np.broadcast_to(ones, (1, 2**30, 1))
     lanes = np.broadcast_to(ones, (1, 2**27, 8))
@@ -779,16 +779,16 @@ def alarm(handler, *seconds: float):
 
 @pytest.mark.parametrize("name", long_calls())
 def test_a_signal_ends_a_long_call(name):
-    """The exception of a signal handler comes out of the call, soon, and the next call is as good as any."""
+    """The call soon raises the exception of the signal handler, and the next call works as usual."""
 
     def handler(*_):
         raise Alarm
 
     call, out = long_calls()[name], np.zeros(2**30, np.float32)
-    late, limit = [], 5 if SANITIZED else 0.1  # a sanitizer marks every page of large arrays
-    while not late or (late[-1] > limit and len(late) < 5):  # other processes may have been in the way
+    late, limit = [], 5 if SANITIZED else 0.1  # sanitizers mark every page of large arrays
+    while not late or (late[-1] > limit and len(late) < 5):  # other processes may be busy
         begin = time.perf_counter()
-        with pytest.raises(Alarm), alarm(handler, 0.05):  # which may come before the call on a slow machine
+        with pytest.raises(Alarm), alarm(handler, 0.05):  # on a slow machine even before the call
             call(out)
         late.append(time.perf_counter() - begin - 0.05)
     assert late[-1] < limit, late
@@ -827,7 +827,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_ends_a_long_call():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for _ in range(3):  # on a very busy machine the call may be over before the signal is sent
+    for _ in range(3):  # on a busy machine the call may end before the signal
         with subprocess.Popen([sys.executable, "-c", CTRL_C], **pipes) as process:
             assert process.stdout.readline() == "ready\n", process.stderr.read()
             time.sleep(0.05)
@@ -870,7 +870,7 @@ print(same, *[os.waitpid(child, 0)[1] for child in children])
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_signal_handler_that_forks_in_the_middle_of_a_call():
-    """The parent's call goes on; the child, whose other threads are gone, is told so and can go on as well."""
+    """The parent's call continues; the child, which has no other threads, raises an error and can continue, too."""
     result = python(FORK_BY_SIGNAL, timeout=100)
     assert result.stdout == "True 0\n", (result.returncode, result.stderr)
 
@@ -908,7 +908,7 @@ def test_the_interpreter_ends_while_a_daemon_is_in_a_call():
 
 @pytest.mark.parametrize("kind", ["cumsum", "mask"])
 def test_other_python_threads_run_during_a_long_call(kind):
-    """Marks from another thread must lie in the middle of the call, not only at its ends."""
+    """Another thread must be able to run in the middle of the call, not only at its ends."""
     marks, stop = [], threading.Event()
 
     def mark():
@@ -945,7 +945,7 @@ def test_other_python_threads_run_during_a_long_call(kind):
 
 
 def test_no_reference_is_lost():
-    """Neither by a call that succeeds nor by any that is refused."""
+    """Neither by a call that succeeds nor by one that is refused."""
     rows = [(name, valid(name), list(wrong(name))) for name in SIGNATURES]
     dtypes = [np.dtype(name) for name in ("int32", "int64", "float32", "float64", ml_dtypes.bfloat16)]
     watched = [*dtypes, *(value for _, arguments, _ in rows for value in arguments.values())]
@@ -969,10 +969,10 @@ def test_no_reference_is_lost():
         with contextlib.suppress(ZeroDivisionError):
             attnmask.chunk_global_cumsum(small, cu_seqlens=Angry())
 
-    # Caches fill for some time, and by less and less; a leak of one object a round never slows down.
+    # Caches grow for some time, and ever more slowly; a leak of one object per round does not slow down.
     rounds, grown = 50, []
     everything()
-    gc.collect()  # other tests' garbage holds types too
+    gc.collect()  # garbage of other tests refers to types, too
     references = [sys.getrefcount(value) for value in watched]
     while not grown or (grown[-1] >= rounds // 2 and len(grown) < 20):
         gc.collect()
@@ -991,7 +991,7 @@ def test_no_reference_is_lost():
 
 
 def resident() -> int:
-    """Bytes of memory in use now; where the system does not say, the most that ever were."""
+    """Bytes of memory in use now; or if the system does not say that, the most that were ever in use."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -999,7 +999,7 @@ def resident() -> int:
 
 @without_sanitizer
 def test_no_memory_is_lost(set_threads):
-    """Results, copies of odd inputs, and what calls that fail half-way had allocated."""
+    """Memory of results, of copies of unusual inputs, and of calls that fail half-way is freed."""
     set_threads(2)
     calls = some_calls()
     swapped = np.ones((1, 100_000, 2), np.dtype("float32").newbyteorder("S"))

@@ -1,4 +1,4 @@
-"""How attention forward is divided: which strategy a shape gets, and what may depend on what."""
+"""How attention forward is divided: the strategy of each shape, and what the division may depend on."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def schedule(
     queries, keys, heads=(4, 4), depth=64, *, batch=1, dtype=np.float32, threads=2, **options: Any
 ) -> dict[str, Any]:
-    """Of so many queries and keys; or of sequences of these lengths, packed."""
+    """The schedule for these numbers of queries and keys; or for packed sequences of these lengths."""
     if isinstance(queries, list):
         options["cum_seqlens_q"], options["cum_seqlens_k"] = np.cumsum([0, *queries]), np.cumsum([0, *keys])
         queries, keys = sum(queries), sum(keys)
@@ -28,9 +28,9 @@ def strategies(found: dict[str, Any]) -> set[str]:
     return {group["strategy"] for group in found["groups"]}
 
 
-# Queries, keys, heads: on both sides of each border between two strategies.
+# Queries, keys, heads: on both sides of each boundary between two strategies.
 TABLE = [
-    # A few rows in all are unpacked, also of several heads that share keys.
+    # Few rows are unpacked, also if they belong to several heads that share keys.
     ((1, 1000, (4, 4)), "unpacked"),
     ((16, 1000, (4, 4)), "unpacked"),
     ((17, 1000, (4, 4)), "private"),
@@ -40,10 +40,10 @@ TABLE = [
     ((17, 64, (4, 4)), "private"),
     ((64, 1000, (4, 4)), "private"),
     ((32, 1000, (8, 4)), "private"),
-    # More rows of one group of heads than a block has.
+    # One group of heads has more rows than a block.
     ((33, 1000, (8, 4)), "lockstep"),
     ((64, 1000, (8, 1)), "lockstep"),
-    # More queries than a block has.
+    # There are more queries than a block has rows.
     ((65, 1000, (4, 4)), "shared packing"),
     ((1000, 1000, (8, 4)), "shared packing"),
 ]
@@ -51,12 +51,12 @@ TABLE = [
 
 @pytest.mark.parametrize(("shape", "strategy"), TABLE, ids=str)
 def test_strategies(isa, shape, strategy):
-    """A soft cap rules transposed tiles out."""
+    """The soft cap rules out transposed tiles."""
     assert strategies(schedule(*shape, logits_soft_cap=9.0)) == {strategy}
 
 
 LONG_VECTORS = [
-    # Blocks whose rows fill vectors of 16 lanes, or two of them.
+    # The rows of a block fill one vector of 16 lanes, or two.
     ((32, 1000, (4, 4)), np.float32, "transposed"),
     ((28, 1000, (4, 4)), np.float32, "transposed"),
     ((27, 1000, (4, 4)), np.float32, "private"),
@@ -65,10 +65,10 @@ LONG_VECTORS = [
     ((13, 1000, (4, 4)), np.float32, "unpacked"),
     ((56, 1000, (4, 4)), np.float32, "transposed"),
     ((55, 1000, (4, 4)), np.float32, "private"),
-    # More than two tiles.
+    # Keys have more than two tiles.
     ((32, 129, (4, 4)), np.float32, "transposed"),
     ((32, 128, (4, 4)), np.float32, "private"),
-    # Keys of sixteen bits are widened for every few rows.
+    # Keys of sixteen bits are converted again for every few rows.
     ((12, 1000, (4, 4)), np.float16, "unpacked"),
     ((13, 1000, (4, 4)), np.float16, "private"),
     ((28, 1000, (4, 4)), np.float16, "transposed"),
@@ -88,9 +88,9 @@ def test_strategies_with_long_vectors(isa, shape, dtype, strategy):
     [
         (8192, 255, (16, 16), "local packing"),
         (8192, 447, (16, 16), "local packing"),
-        (8192, 575, (16, 16), "shared packing"),  # sees more tiles than a task keeps
+        (8192, 575, (16, 16), "shared packing"),  # a block sees more tiles than a task keeps
         (8192, 255, (16, 4), "shared packing"),  # heads share keys
-        (1024, 255, (1, 1), "shared packing"),  # has few blocks
+        (1024, 255, (1, 1), "shared packing"),  # there are few blocks
     ],
 )
 def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
@@ -98,7 +98,7 @@ def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
 
 
 def test_documents_have_a_strategy_each():
-    """The longest that share tiles come first, then the others, the longest first."""
+    """Documents that share tiles come first, then the others; in both, the longest come first."""
     lengths = [20, 1000, 1, 64, 300, 2000]
     found = schedule(lengths, lengths)["groups"]
     assert [g["queries"][1] - g["queries"][0] for g in found] == [2000, 1000, 300, 64, 20, 1]
@@ -109,17 +109,17 @@ def test_documents_have_a_strategy_each():
 @pytest.mark.parametrize(
     ("shape", "splits"),
     [
-        # So many that 64 threads have an item each, of 8 tiles at least.
+        # Enough splits for an item for each of 64 threads; items have at least 8 tiles.
         ((64, 64 * 64, (1, 1)), 8),
         ((64, 64 * 8, (1, 1)), 1),
         ((64, 64 * 9, (1, 1)), 2),
-        # 256 tiles are worth items of 4.
+        # With 256 tiles of work, items may have 4 tiles.
         ((64, 64 * 63, (4, 4)), 8),
         ((64, 64 * 64, (4, 4)), 16),
         ((64, 64 * 64, (16, 16)), 4),
         ((64, 64 * 64, (64, 64)), 1),
         ((128, 64 * 64, (4, 4)), 8),
-        # Unpacked ones may have 4 tiles.
+        # Unpacked items may have 4 tiles.
         ((1, 64 * 4, (1, 1)), 1),
         ((1, 64 * 5, (1, 1)), 2),
         ((1, 64 * 512, (1, 1)), 64),
@@ -133,15 +133,15 @@ def test_splits(shape, splits):
 
 
 NEIGHBOURS = [0, 1, 12, 16, 20, 64, 65, 300, 1000, 5000]
-FOLLOWS = ("tiles", "strategy", "block_rows", "items", "splits")  # from the group alone
+FOLLOWS = ("tiles", "strategy", "block_rows", "items", "splits")  # what depends on the group alone
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.float64], ids=str)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (1, 1)], ids=str)
 def test_a_group_is_computed_as_if_it_were_alone(isa, dtype, heads):
-    """A strategy is local or shared by how many blocks there are; that alters no sum."""
+    """Whether packing is local or shared depends on the number of blocks, but alters no sum."""
     found = schedule(NEIGHBOURS, NEIGHBOURS, heads, dtype=dtype, causal=True)["groups"]
-    assert len(found) == len(NEIGHBOURS) - 1  # the empty one has no queries
+    assert len(found) == len(NEIGHBOURS) - 1  # the empty sequence has no group
     for group in found:
         begin, end = group["queries"]
         (alone,) = schedule(end - begin, end - begin, heads, dtype=dtype, causal=True)["groups"]
@@ -162,7 +162,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)
 def test_every_tile_is_in_one_item(shape, options):
-    """Whatever the number of threads; waves hold all tasks."""
+    """This holds for any number of threads; waves contain all tasks."""
     work = set()
     for threads in (1, 2, 7, 64):
         found = schedule(*shape, threads=threads, **options)
@@ -188,7 +188,7 @@ def total_rows(groups, shape):
 
 @pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)
 def test_many_threads_are_kept_busy(shape, options):
-    """Where there are 256 tiles, there are tasks enough for 64 threads, none much longer than the others' share."""
+    """If there are 256 tiles, 64 threads get about equal work."""
     tasks = schedule(*shape, threads=64, **options)["tasks"]
     work = [sum(rows * tiles for rows, tiles in items) for _, items in tasks]
     if sum(tiles for _, items in tasks for _, tiles in items) < 256:

@@ -1,4 +1,4 @@
-"""Arguments that several functions take: the same names, defaults and kinds, in the same order."""
+"""Arguments that several functions take have the same names, defaults and kinds, in the same order."""
 
 import inspect
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import attnmask
 from attnmask import MaskInfo
 
-OWN = {  # what a function takes beside the arguments of attention
+OWN = {  # arguments of a function that are not those of attention
     "flash_attention": {"return_lse", "out"},
     "flash_attention_fwd": {"out"},
     "flash_attention_bwd": {"dout", "out", "lse", "dlse", "grad_bias", "grad_softmax_aux"},
@@ -35,14 +35,14 @@ def shared(name: str) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("name", OWN)
 def test_attention_functions_take_the_same_arguments(name):
-    """Names, order, defaults and types; all but the arrays of the backward pass also by position."""
+    """The same names, order, defaults and types; all but the arrays of the backward pass also by position."""
     assert shared(name) == shared("flash_attention")
     assert OWN[name] <= parameters(getattr(attnmask, name)).keys()
 
 
 @pytest.mark.parametrize("name", ["from_segments", "from_attention_mask", "from_cu_seqlens", "from_random"])
 def test_constructors_take_the_same_details(name):
-    """What a `MaskInfo` takes itself, in that order; only some take them by position."""
+    """They take these arguments of `MaskInfo`, in the same order; only some of them by position."""
     expected, given = parameters(MaskInfo), parameters(getattr(MaskInfo, name))
     assert [key for key in given if key in DETAILS] == list(DETAILS)
     for key in DETAILS:
@@ -53,7 +53,7 @@ def test_constructors_take_the_same_details(name):
 
 
 def test_completion_shows_public_names_only():
-    """A fresh interpreter: other tests import more of the package."""
+    """In a new interpreter, since other tests import more of the package."""
     code = "import attnmask; print(*(name for name in dir(attnmask) if not name.startswith('_')))"
     shown = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Threads are OpenMP's: its conventions, the runtime that others share, forks, floating-point modes, bits."""
+"""Threads are those of OpenMP: its conventions, a runtime shared with others, forks, floating-point modes, bits."""
 
 import ctypes
 import os
@@ -36,7 +36,7 @@ def told(code: str, **environment: str) -> list[str]:
     return result.stdout.split()
 
 
-# What is told
+# What show_config reports
 
 
 def test_the_runtime_is_told():
@@ -67,7 +67,7 @@ gnu = pytest.mark.skipif("GNU" not in str(CONFIG["openmp"]), reason="of GNU's ru
     ],
 )
 def test_the_spin(environment, spin):
-    """What the user has set holds; and the environment is the same after the import."""
+    """A setting of the user is kept, and the import does not change the environment."""
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
     if set(names) & set(os.environ):
         pytest.skip("set for the tests themselves")
@@ -129,7 +129,7 @@ def test_threads_stay_where_they_are_bound():
 @on_linux
 @needs["threadpoolctl"]
 def test_threadpool_limits():
-    """They hold here as in any other library of OpenMP, also over a larger number asked for, and end."""
+    """Limits apply as in any other library of OpenMP, also over a larger number set before, and can be lifted."""
     code = """
 import threadpoolctl
 runtimes = [r["filepath"] for r in threadpoolctl.threadpool_info() if r["user_api"] == "openmp"]
@@ -165,7 +165,7 @@ void call_in_region(int threads, void (*function)(int))
 @on_linux
 @pytest.mark.skipif(SANITIZED, reason="the other library is not sanitized")
 def test_calls_inside_a_region_of_another_library(tmp_path):
-    """As from a callback of C: each thread computes alone, and gets the same bits."""
+    """As in a callback from C: each thread computes alone, with the same bits."""
     compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
     (tmp_path / "region.c").write_text(REGION)
     command = [compiler or "cc", "-shared", "-fPIC", "-fopenmp", "region.c", "-o", "region.so"]
@@ -244,7 +244,7 @@ def test_a_child_of_a_child(depth):
 
 @on_linux
 def test_a_child_has_threads():
-    """As many as its parent: the left-over one, the one that leads the others, and the others."""
+    """As many as its parent: the surviving one, the region thread, and the rest of the team."""
     code = "print(count() >= 3, child(lambda: count() == 1 and same() and count() == 3))"
     assert forks(code) == ["True", "True"]
 
@@ -266,7 +266,7 @@ print(*results, same())
 
 @with_fork
 def test_threads_of_a_child():
-    """Its own threads begin regions themselves, at once with the one that is left over."""
+    """New threads begin regions themselves, at the same time as the surviving one."""
     code = """
 from concurrent.futures import ThreadPoolExecutor
 def many():
@@ -281,7 +281,7 @@ print(child(many), many())
 @with_fork
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_multiprocessing(method, tmp_path):
-    """Of a script, which spawned processes import again."""
+    """From a script, which spawned processes import again."""
     script = tmp_path / "script.py"
     body = 'if __name__ == "__main__":\n'
     body += f'    with multiprocessing.get_context("{method}").Pool(2) as pool:\n'
@@ -315,7 +315,7 @@ print(all(results), same())
 
 @with_fork
 def test_a_child_that_is_the_first_to_import():
-    """Of a parent that has used the runtime for something else on that thread."""
+    """Its parent has used the runtime for something else on the same thread."""
     code = f"""
 import ctypes, os, sys
 import numpy as np
@@ -336,7 +336,7 @@ print(os.waitpid(pid, 0)[1])
 
 @with_fork
 def test_ctrl_c_in_a_child():
-    """The one left-over thread polls while another leads its region."""
+    """The surviving thread polls while the region thread runs its region."""
     code = """
 import signal
 class Alarm(Exception): pass
@@ -374,7 +374,7 @@ def other(): return float(KMeans(3, n_init=1, random_state=0).fit(points).inerti
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("library", [pytest.param(name, marks=needs[name]) for name in LIBRARIES])
 def test_beside_another_library(library, first):
-    """Imported before and after, with calls in between, and in a child of both."""
+    """It is imported before or after attnmask, with calls in between, and works in a child of both."""
     code = """
 print(all(same() and other() == theirs for _ in range(5)))
 print(child(same))
@@ -390,7 +390,7 @@ print(child(same))
 @pytest.mark.skipif(SANITIZED, reason="the other libraries are not sanitized")
 @pytest.mark.parametrize("order", ["tsa", "tas", "ats", "ast", "sat", "sta"])
 def test_several_runtimes(order):
-    """Each library may bring one of its own: limits hold in all of them, and all compute."""
+    """Each library may load a runtime of its own: limits apply to all of them, and all compute."""
     steps = {
         "t": LIBRARIES["torch"] + "\nother()",
         "s": LIBRARIES["sklearn"] + "\nother()",
@@ -408,7 +408,7 @@ print(attnmask.get_num_threads(), used())
     assert told(code, OMP_NUM_THREADS="2") == ["1", "2", "0"]
 
 
-# Callers at once
+# Simultaneous callers
 
 
 def test_callers_at_once_get_their_own_bits(set_threads):
@@ -423,7 +423,7 @@ def test_callers_at_once_get_their_own_bits(set_threads):
 
 @on_linux
 def test_the_threads_of_many_callers_are_bounded():
-    """They share them: the first may have four, the second two, and each other one its own."""
+    """Callers share the threads: the first may have four, the second two, and each other one only itself."""
     code = """
 import threading
 attnmask.set_num_threads(4)
@@ -451,7 +451,7 @@ print(most <= 4 + 2 + 4 + 2)
 
 @on_linux
 def test_threads_may_run_where_they_could_before():
-    """A thread that leaves the caller's processor has its own affinity mask again when the call ends."""
+    """The affinity mask of a thread that moves away from the caller's processor is restored."""
     code = """
 import subprocess, sys
 attnmask.set_num_threads(2)
@@ -490,7 +490,7 @@ print(len(masks) >= 3, sum(bool(mask >> (signal.SIGINT - 1) & 1) for mask in mas
 
 
 def test_a_signal_ends_a_call_whose_last_task_is_anothers(set_threads):
-    """The calling thread, which has nothing left to do, polls while it waits."""
+    """The calling thread polls while it waits for the last task."""
 
     class Alarm(Exception):
         pass
@@ -499,7 +499,7 @@ def test_a_signal_ends_a_call_whose_last_task_is_anothers(set_threads):
         raise Alarm
 
     set_threads(2)
-    mask = np.broadcast_to(np.True_, (3, 2**36))  # three tasks of seconds
+    mask = np.broadcast_to(np.True_, (3, 2**36))  # three tasks, each of several seconds
     begin = time.perf_counter()
     with pytest.raises(Alarm), alarm(ring, 0.1):
         attnmask.prepare_lens_from_mask(mask)

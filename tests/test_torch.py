@@ -1,4 +1,4 @@
-"""attnmask.torch, and tensors where arrays are expected."""
+"""attnmask.torch, and tensors as arguments of attnmask."""
 
 import gc
 import subprocess
@@ -33,7 +33,7 @@ def torch():
 
 @pytest.fixture
 def inputs(torch):
-    """Query, key, value, bias and sinks, of few numbers, that want gradients."""
+    """Query, key, value, bias and sinks: small tensors that require gradients."""
     shapes = (2, 5, 2, 3), (2, 6, 1, 3), (2, 6, 1, 4), (2, 5, 6), (2, 1)
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
@@ -69,7 +69,7 @@ def test_packed(torch, inputs):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_same_as_arrays(torch, inputs, dtype):
-    """To the bit, with a graph and without; and tensors may be transposed."""
+    """The same bits as with arrays, with a graph and without; tensors may be transposed."""
     tensors = [x.detach().to(getattr(torch, dtype)) for x in inputs[:3]]
     tensors[0] = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
     out = attnmask.flash_attention(*tensors)
@@ -86,7 +86,7 @@ def test_same_as_arrays(torch, inputs, dtype):
 
 
 def test_memory_is_shared(torch):
-    """A tensor goes in as it lies: what a mask borrows, it sees change."""
+    """A tensor is used in place: a mask that borrows it sees changes."""
     tensor = torch.ones(1, 1, 2, 3, dtype=torch.bool)
     mask = MaskInfo(tensor)
     assert np.shares_memory(mask.attention_mask, tensor.numpy())
@@ -152,7 +152,7 @@ def test_refusals(torch, inputs):
         out.sum().backward()
 
 
-# What PyTorch does to functions
+# Transformations of functions
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ TRACES = {
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
 def test_no_constant_in_a_graph(torch, query, trace):
-    """A graph would give the same result for all queries."""
+    """A traced graph would return the same result for all queries."""
     with pytest.raises(RuntimeError, match=r"attnmask\.torch\.flash_attention cannot be traced"):
         trace(torch, query)
 
@@ -241,7 +241,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", ["query", "attention_mask", "bias", None])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms(torch, query, transform, name):
-    """They are refused, of whichever argument, and if none is transformed, too."""
+    """They are refused for every argument, and also if no argument is transformed."""
     arguments = {"query": query, "key": query, "value": query}
     x = query if name == "query" else torch.zeros(1, 1, 4, 4)
     with pytest.raises(RuntimeError, match=r"attnmask\.torch\.flash_attention cannot be transformed"):
@@ -278,7 +278,7 @@ def test_no_tangent_of_a_gradient(torch, inputs):
 
 
 def test_a_tangent_of_ones_own(torch, query):
-    """A function that brings its own forward mode may attend in it."""
+    """A function that defines its own forward mode may call attention in it."""
     from torch.autograd import forward_ad
 
     class Attend(torch.autograd.Function):
@@ -296,12 +296,12 @@ def test_a_tangent_of_ones_own(torch, query):
         assert torch.equal(tangent, query * 2)
 
 
-# What is kept for the gradient
+# What is saved for the gradient
 
 
 @pytest.fixture
 def kept(torch, inputs):
-    """Arguments that are tensors, of all kinds."""
+    """All arguments that may be tensors."""
     names = ("query", "key", "value", "bias", "softmax_aux")
     return dict(zip(names, inputs, strict=True)) | {
         "attention_mask": torch.rand(2, 1, 5, 6) < 0.8,
@@ -323,7 +323,7 @@ KEPT = (
 
 @pytest.mark.parametrize("changed", [None, *KEPT])
 def test_saved_tensors_hooks(torch, kept, changed):
-    """All tensors go through the hooks, and the gradient is that of what comes back."""
+    """All saved tensors pass through the hooks, and the gradient is computed from what they return."""
     out, lse = attnmask.torch.flash_attention(**kept, causal=True, return_lse=True)
     right = {name: x.detach() for name, x in (kept | {"out": out, "lse": lse}).items()}
     packed = []
@@ -355,7 +355,7 @@ def test_saved_tensors_hooks(torch, kept, changed):
 
 
 def test_packed_away_is_freed(torch, kept):
-    """Nothing but what the hooks return stays in memory."""
+    """Nothing stays in memory but what the hooks return."""
     arrays = {name: x.detach().numpy().copy() for name, x in kept.items() if name != "bias"}
     alive = [weakref.ref(array) for array in arrays.values()]
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
@@ -400,7 +400,7 @@ def test_a_gradient_that_wants_one(torch, inputs):
 @pytest.mark.parametrize("cache_enabled", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_autocast(torch, inputs, dtype, cache_enabled):
-    """Query, key and value are cast, nothing else is, and gradients are of the type of what they are of."""
+    """Only query, key and value are cast, and gradients have the dtypes of their tensors."""
     dtype = getattr(torch, dtype)
     query, key, value, bias, sinks = (x.detach().float() for x in inputs)
     tensors = [x.requires_grad_() for x in (query.bfloat16(), key, value.half(), bias, sinks)]
@@ -428,7 +428,7 @@ def test_autocast(torch, inputs, dtype, cache_enabled):
 
 
 def test_no_autocast(torch, inputs):
-    """Neither of float64 nor where it is switched off."""
+    """Neither float64 is cast, nor anything where autocast is off."""
     wide = inputs[:3]
     narrow = [x.detach().float() for x in wide]
     right = attnmask.torch.flash_attention(*wide)
@@ -450,11 +450,11 @@ COMPILED_MASKS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of a tensor on the way; torch hides it, too late
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of an intermediate; torch hides it too late
 @pytest.mark.parametrize("mask", COMPILED_MASKS.values(), ids=COMPILED_MASKS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(torch, inputs, mask, backend):
-    """What is around the call is compiled, two graphs, and the call gives what it gives."""
+    """The code around the call is compiled as two graphs, and the result does not change."""
     mask = mask(torch)
 
     def function(query, key, value, bias, sinks, mask):
@@ -505,7 +505,7 @@ def test_compiled_gradients(torch, inputs):
 
 
 def test_the_compiler_is_not_imported():
-    """Which takes seconds."""
+    """Importing it takes seconds."""
     pytest.importorskip("torch")
     code = (
         "import sys, torch, attnmask.torch\n"

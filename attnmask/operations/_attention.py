@@ -1,5 +1,7 @@
 """Softmax attention twice: by the kernels of this package, and in NumPy, to be read and to be compared with."""
 
+from __future__ import annotations
+
 import inspect
 from typing import Any
 
@@ -9,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from attnmask._arguments import allocate, as_array, is_floating
 from attnmask._flash import dropout_keep_mask, flash_attention_fwd
 from attnmask._flash_arguments import Problem, read_problem
+from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import fill
 from attnmask.operations._base import OperationImpl, OperationOutput
@@ -19,7 +22,7 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(flash_attention_fwd).parameters.items()
     if name != "out"
 }
-_PAIRS = 2**22  # that are computed at once in NumPy, which sees no signals meanwhile
+_PAIRS = 2**22  # NumPy computes so many at once, and answers no signal meanwhile
 _MORE = _DEFAULTS.keys() - {"query", "key", "value", "attention_mask", "bias", "causal"}
 
 
@@ -39,8 +42,8 @@ class _Attention(OperationImpl):
         """All arguments of `flash_attention_fwd`, but `out`."""
         for name in more:
             if name not in _MORE:
-                known = ", ".join(sorted(_MORE))
-                raise TypeError(f"more must be of {known}, got {name!r}")
+                known, hint = ", ".join(sorted(_MORE)), advice(name, _MORE | {"mask", "bias", "causal"})
+                raise TypeError(f"more must be of {known}, got {name!r}{hint}")
         arrays = {
             name: self._converted(as_array(array, name))
             for name, array in (("query", query), ("key", key), ("value", value))
@@ -170,7 +173,8 @@ class VanillaAttention(_Attention):
     >>> import numpy as np
     >>> from attnmask.operations import OperationRegistry
     >>> x = np.random.default_rng(0).standard_normal((2, 5, 4, 8))
-    >>> flash, vanilla = (OperationRegistry.create(name)(x, x, x, causal=True) for name in ("flash", "vanilla"))
+    >>> ops = [OperationRegistry.create(name) for name in ("flash", "vanilla")]
+    >>> flash, vanilla = (op(x, x, x, causal=True) for op in ops)
     >>> bool(np.allclose(flash.attention_outputs, vanilla.attention_outputs))
     True
     >>> vanilla.attention_weights.shape

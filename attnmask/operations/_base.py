@@ -1,5 +1,7 @@
 """What every operator has: its settings, the form of its result, and tools for masks, heads and sharding."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -156,7 +158,7 @@ def _slabs(shape: tuple[int, ...], most: int = 2**22) -> Iterator[tuple[int | sl
 
 
 def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
-    if isinstance(spec, str) or not hasattr(spec, "index"):  # JAX's own kind is a tuple in some versions only
+    if isinstance(spec, str) or not hasattr(spec, "index"):  # PartitionSpec is no tuple in some versions
         raise TypeError(f"{name} must be a PartitionSpec or a tuple, got {describe(spec)}")
     return tuple(axis_name(entry, f"{name}[{index}]") for index, entry in enumerate(spec))
 

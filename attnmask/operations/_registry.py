@@ -1,5 +1,7 @@
 """Operators by name."""
 
+from __future__ import annotations
+
 import inspect
 from typing import Any, TypeVar
 
@@ -113,7 +115,8 @@ class OperationRegistry:
         Examples
         --------
         >>> from attnmask.operations import OperationMetadata, OperationRegistry
-        >>> OperationRegistry.create("flash", OperationMetadata(softmax_scale=0.5)).metadata.softmax_scale
+        >>> op = OperationRegistry.create("flash", OperationMetadata(softmax_scale=0.5))
+        >>> op.metadata.softmax_scale
         0.5
         """
         return cls.get(impl_name)(metadata)

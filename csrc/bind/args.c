@@ -1,11 +1,12 @@
-/* args.c – what users pass, turned into what the core takes. */
+/* args.c – converts what users pass to the types of the core. */
 #include "bind/args.h"
 
 #include <string.h>
 
 #include "core/convert.h"
 
-/* What is written to may be none of the arrays that were given, of which some are read as copies. */
+/* An array that is written to must not share memory with any other argument. The caller's own arrays are
+ * checked, since converters may have copied them. */
 static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -52,7 +53,7 @@ PyObject *am_describe(PyObject *object)
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
 {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
-    PyErr_Clear(); /* of what found out; this says more */
+    PyErr_Clear(); /* the message below says more */
     PyObject *what = am_describe(got);
     if (what) PyErr_Format(exception, "%s must be %s, got %U", name, expected, what);
     Py_XDECREF(what);
@@ -80,7 +81,7 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
     return -1;
 }
 
-/* bfloat16 belongs to ml_dtypes, which may not be installed: it is known by its name. */
+/* bfloat16 is a type of ml_dtypes, which may not be installed, so it is recognized by its name. */
 static bool is_bfloat16(PyArray_Descr *dtype)
 {
     const char *name = dtype->typeobj->tp_name, *dot = strrchr(name, '.');
@@ -110,8 +111,7 @@ am_dtype am_dtype_of(PyArray_Descr *dtype)
     }
 }
 
-/* Elements are read where they lie, or through a pointer of their type: both want them on multiples of their
- * size. */
+/* Whether addresses of elements are multiples of their size, as typed pointers and the kernels require. */
 static bool is_aligned(PyArrayObject *array)
 {
     size_t size = am_size_of(am_dtype_of(PyArray_DESCR(array)));
@@ -128,7 +128,7 @@ static PyArrayObject *plain_view(PyArrayObject *array)
     return (PyArrayObject *)PyArray_View(array, NULL, &PyArray_Type);
 }
 
-/* A function of attnmask/_arguments.py. */
+/* Calls a function of attnmask/_arguments.py. */
 static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
 {
     PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
@@ -138,8 +138,8 @@ static PyObject *call_arguments(const char *function, PyObject *object, const ch
     return array;
 }
 
-/* Lists and numbers are NumPy's matter; other libraries' arrays, and what NumPy makes none of, that of
- * as_array, whose errors say more. */
+/* NumPy converts lists and numbers. Arrays of other libraries, and what NumPy rejects, go to as_array, whose
+ * errors say more. */
 static PyArrayObject *convert_array_like(PyObject *object, const char *name)
 {
     if (!PyObject_HasAttrString(object, "__dlpack__")) {
@@ -150,13 +150,13 @@ static PyArrayObject *convert_array_like(PyObject *object, const char *name)
     return (PyArrayObject *)call_arguments("as_array", object, name);
 }
 
-/* As am_to_array; with `as_it_is` an array may be the caller's own object. */
-static int to_array(PyObject *object, const char *name, bool as_it_is, PyArrayObject **dst)
+/* As am_to_array, but with `allow_same` the result may be the caller's own object. */
+static int to_array(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
 {
     PyArrayObject *array =
         PyArray_Check(object) ? (PyArrayObject *)Py_NewRef(object) : convert_array_like(object, name);
-    /* One that has just been made is nobody else's. */
-    if (array && (!PyArray_CheckExact(array) || (!as_it_is && Py_REFCNT(array) > 1)))
+    /* A new array has one reference: nobody else can change it. */
+    if (array && (!PyArray_CheckExact(array) || (!allow_same && Py_REFCNT(array) > 1)))
         Py_SETREF(array, plain_view(array));
     if (!array) return -1;
     if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
@@ -252,7 +252,7 @@ int am_to_length(PyObject *object, const char *name, void *dst)
 int am_to_scale(PyObject *object, const char *name, void *dst)
 {
     am_scale *scale = dst;
-    PyArrayObject *array = NULL; /* of one number, where it is none yet */
+    PyArrayObject *array = NULL; /* an array of one number, if the object is not a number itself */
     if (object == Py_None) return 0;
     bool number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)) ||
                   PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
@@ -262,7 +262,7 @@ int am_to_scale(PyObject *object, const char *name, void *dst)
     if (number) scale->value = PyFloat_AsDouble(array ? (PyObject *)array : object);
     Py_XDECREF(array);
     if (!number) return am_reject(PyExc_TypeError, name, "a real number or None", object);
-    if (scale->value == -1 && PyErr_Occurred()) { /* an int beyond all floats */
+    if (scale->value == -1 && PyErr_Occurred()) { /* an int that exceeds all floats */
         return am_reject(PyExc_ValueError, name, "a number that fits float64", object);
     }
     scale->given = true;
@@ -274,7 +274,7 @@ int am_to_dtype(PyObject *object, const char *name, void *dst)
     if (object == Py_None) return 0;
     PyArray_Descr *dtype = NULL;
     if (!PyArray_DescrConverter(object, &dtype)) {
-        /* Text that is no UTF-8 is a ValueError. */
+        /* NumPy raises ValueError for text that is not UTF-8. */
         if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError))
             am_reject(PyExc_TypeError, name, "a dtype", object);
         return -1;
@@ -317,9 +317,9 @@ PyArrayObject *am_starts_array(PyObject *object, const char *name)
 {
     PyArrayObject *array = NULL;
     if (to_array(object, name, true, &array) < 0)
-        return NULL; /* a view takes 40 ns; its length is read once */
+        return NULL; /* the length is read only once, so a view, which takes 40 ns, is not needed */
     static const char expected[] = "a 1-D array of integers with at least one entry";
-    /* An empty list is an array of float64, but what is wrong with it is that it is empty. */
+    /* An empty list becomes float64, but its length is what is wrong with it. */
     PyObject *wrong = NULL;
     if (PyArray_NDIM(array) != 1 || PyArray_SIZE(array) == 0)
         wrong = PyExc_ValueError;
@@ -347,23 +347,28 @@ npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to)
     return beyond;
 }
 
-/* Numbers of any size are told as they came. */
-static int reject_start(PyArrayObject *array, const char *name, const char *expected, npy_intp index)
+static const char other_forms[] = "; write np.cumsum([0, *lengths]) for lengths, "
+                                  "or pairs_to_cu_seqlens(pairs) for pairs of start and end";
+
+/* The message shows the number as the caller passed it: it may exceed any C type. */
+static int reject_start(PyArrayObject *array, const char *name, const char *expected, npy_intp index,
+                        const char *hint)
 {
     PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
     if (start)
-        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd", name, expected, start, index);
+        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index,
+                     hint);
     Py_XDECREF(start);
     return -1;
 }
 
-static int reject_fall(PyArrayObject *array, const char *name, npy_intp index)
+static int reject_decrease(PyArrayObject *array, const char *name, npy_intp index)
 {
     PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
     PyObject *before = start ? PyArray_GETITEM(array, PyArray_GETPTR1(array, index - 1)) : NULL;
     if (before)
-        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd", name, start,
-                     before, index);
+        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
+                     before, index, other_forms);
     Py_XDECREF(before);
     Py_XDECREF(start);
     return -1;
@@ -379,13 +384,13 @@ int am_check_starts(am_starts *s, const char *name)
         return -1;
     }
     npy_intp beyond = am_widen_entries(s->array, s->starts);
-    if (s->starts[0] != 0) return reject_start(s->array, name, "start at 0", 0);
-    bool falls = false; /* a loop without an exit is a loop of vectors */
-    for (npy_intp i = 1; i < count; i++) falls |= s->starts[i] < s->starts[i - 1];
-    for (npy_intp i = 1; falls; i++) {
-        if (s->starts[i] < s->starts[i - 1]) return reject_fall(s->array, name, i);
+    if (s->starts[0] != 0) return reject_start(s->array, name, "start at 0", 0, other_forms);
+    bool decreases = false; /* the compiler vectorizes a loop that has no exit */
+    for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];
+    for (npy_intp i = 1; decreases; i++) {
+        if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s->array, name, i);
     }
-    return beyond < 0 ? 0 : reject_start(s->array, name, "hold values below 2**63", beyond);
+    return beyond < 0 ? 0 : reject_start(s->array, name, "hold values below 2**63", beyond, "");
 }
 
 int am_to_starts(PyObject *object, const char *name, void *dst)
@@ -407,7 +412,7 @@ void am_free_starts(am_starts *s)
     s->starts = NULL;
 }
 
-/* The bytes that an array may touch: [low, high). */
+/* The bytes that an array may touch: *low … *high - 1. */
 static void extent(PyArrayObject *array, const char **low, const char **high)
 {
     *low = *high = PyArray_BYTES(array);
@@ -422,7 +427,7 @@ static void extent(PyArrayObject *array, const char **low, const char **high)
     *high += PyArray_ITEMSIZE(array);
 }
 
-/* 1 or 0, or -1 with the exception set. Views that interleave without touching are told apart by NumPy. */
+/* Returns 1, 0, or -1 with the exception set. NumPy decides for views whose ranges of bytes overlap. */
 static int shares_memory(PyArrayObject *a, PyArrayObject *b)
 {
     const char *a_low, *a_high, *b_low, *b_high;
@@ -431,7 +436,7 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
     if (a_high <= b_low || b_high <= a_low) return 0;
     PyObject *numpy = PyImport_ImportModule("numpy"), *answer = NULL;
     PyArrayObject *plain_a = numpy ? plain_view(a) : NULL, *plain_b = plain_a ? plain_view(b) : NULL;
-    /* Bounded work: undecided cases raise, and count as shared. */
+    /* The work is bounded: NumPy raises if it cannot decide, which counts as shared. */
     if (plain_b) answer = PyObject_CallMethod(numpy, "shares_memory", "OOi", plain_a, plain_b, 10000);
     Py_XDECREF(numpy);
     Py_XDECREF(plain_a);
@@ -446,8 +451,8 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
     return shared;
 }
 
-/* Whether two elements of `array` may be one in memory: no axis may reach into the next larger one's stride.
- */
+/* Whether two elements of `array` may have the same address: an axis may not reach beyond the next larger
+ * stride. */
 static bool overlaps_itself(PyArrayObject *array)
 {
     npy_intp size = PyArray_ITEMSIZE(array), span = size;

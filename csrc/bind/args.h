@@ -1,14 +1,15 @@
-/* args.h – one set of converters from Python arguments to C, and the errors they raise.
+/* args.h – converts Python arguments to C, and raises the errors of those that do not fit.
  *
- * Every message names the argument, says what was expected and what came. The Python functions above call
- * with every argument in its place, so a converter table is all the parsing there is:
+ * Each message names the argument, what was expected and what came. The package's Python functions pass every
+ * argument by position, so a table of converters is all the parsing that is needed:
  *
  *     PyArrayObject *g = NULL;
  *     bool reverse;
  *     const am_param params[] = {{"g", am_to_array, &g}, {"reverse", am_to_bool, &reverse}};
  *     if (am_parse("chunk_cumsum", args, nargs, params, 2) < 0) goto fail;
  *
- * What a converter stores is owned by the caller, also after a failure: start from zero, release at `fail:`.
+ * The caller owns what a converter stores, also after a failure: initialize to zero, and release at
+ * `fail:`.
  */
 #ifndef AM_ARGS_H
 #define AM_ARGS_H
@@ -27,26 +28,27 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
 
 am_dtype am_dtype_of(PyArray_Descr *dtype);
 
-/* PyArrayObject **: any array-like as an array that can be read in place: aligned, in native byte order. It
- * is a view of the base class that nobody else holds: a caller's object may change its shape, its strides and
- * its type at any time, and a subclass answers for itself; a view does neither. */
+/* PyArrayObject **: any array-like, as an array that can be read in place: aligned and in native byte order.
+ * It is a new view of the base class. Another thread may change the shape, strides or dtype of the caller's
+ * object at any time, and a subclass may override methods; neither affects the view. */
 am_to am_to_array;
-/* The same for a mask: floating-point types that the core does not know become bool. am_check_mask is due. */
+/* The same for a mask: floating-point types that the core does not know become bool. Call am_check_mask on
+ * it. */
 am_to am_to_mask;
-/* am_out *: an array that results go to, or NULL twice for None. */
+/* am_out *: the array that results are written to; both fields stay NULL for None. */
 typedef struct {
-    PyObject *given;      /* borrowed: what is returned in the end */
-    PyArrayObject *array; /* owned: a view of it as above, which is what is checked and written to */
+    PyObject *given;      /* borrowed; the function returns it */
+    PyArrayObject *array; /* owned; a view as above, which is checked and written to */
 } am_out;
 am_to am_to_out;
-/* A new reference to the array that results go to: a new one where none was given. NULL with the exception
- * set. */
+/* Returns a new reference to the array that results are written to, which is created if the caller gave none.
+ * Returns NULL with the exception set. */
 PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype);
-/* What a function returns once `target` is filled, a reference to which it takes. */
+/* Returns the result of a function once `target` is filled; takes over the reference to `target`. */
 PyObject *am_returned(const am_out *out, PyArrayObject *target);
-/* bool *: a bool, Python's or NumPy's. */
+/* bool *: a bool of Python or NumPy. */
 am_to am_to_bool;
-/* npy_intp *: a positive integer; what exceeds npy_intp becomes its largest value. */
+/* npy_intp *: a positive integer; one that exceeds npy_intp becomes its largest value. */
 am_to am_to_count;
 /* npy_intp *: the same, or zero. */
 am_to am_to_length;
@@ -56,47 +58,49 @@ typedef struct {
     double value;
 } am_scale;
 am_to am_to_scale;
-/* PyArray_Descr **: a dtype, or NULL for None; or one of an integer. */
+/* PyArray_Descr **: a dtype, or NULL for None; am_to_integer_dtype requires an integer type. */
 am_to am_to_dtype, am_to_integer_dtype;
-/* PyObject **: whatever it is, borrowed. */
+/* PyObject **: any object, borrowed. */
 am_to am_to_object;
-/* const char **: a string's text, borrowed. */
+/* const char **: the text of a string, borrowed. */
 am_to am_to_text;
-/* am_starts *: sequence starts, checked: 1-D integers from 0 that never fall; or `array` NULL for None. */
+/* am_starts *: the starts of sequences: 1-D integers that begin with 0 and never decrease;
+ * am_to_starts_or_none leaves `array` NULL for None. */
 typedef struct {
-    PyArrayObject *array; /* as it came */
-    ptrdiff_t *starts;    /* owned; NULL where the checks were left to the caller */
+    PyArrayObject *array; /* as the caller passed it */
+    ptrdiff_t *starts;    /* owned; NULL until am_check_starts */
     ptrdiff_t sequences;
 } am_starts;
 am_to am_to_starts, am_to_starts_or_none;
 void am_free_starts(am_starts *starts);
 
-/* The first half of am_to_starts: a 1-D integer array with an entry at least. */
+/* The first half of am_to_starts: checks that the object is a 1-D integer array with at least one entry. */
 PyArrayObject *am_starts_array(PyObject *object, const char *name);
-/* The second half. */
+/* The second half: checks and converts the entries. */
 int am_check_starts(am_starts *starts, const char *name);
 
-/* Entries of a 1-D array of integers. What exceeds ptrdiff_t becomes its largest value; the index of the
- * first such entry, or -1. */
+/* Converts the entries of a 1-D array of integers. One that exceeds ptrdiff_t becomes its largest value.
+ * Returns the index of the first such entry, or -1. */
 npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to);
 
-/* A (borrowed) text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
+/* A text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
 PyObject *am_describe(PyObject *object);
 
-/* Raises "`name` must …, got …" with what came described. Returns -1. */
+/* Raises "`name` must be `expected`, got …" with a description of `got`. Returns -1. */
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
 
-/* Where element `index` is, counted in C order: an index or a tuple of them, a new reference. */
+/* The position of element `index` in C order: an int for a 1-D array, else a tuple; a new reference. */
 PyObject *am_position(PyArrayObject *array, npy_intp index);
 
-/* As am_reject for such an element; ValueError. */
+/* Raises ValueError for such an element, as am_reject does. Returns -1. */
 int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
                       long long value);
 
-/* The part of the next that concerns one input; 0 or -1. */
+/* Checks that `out` shares no memory with `input`; 0 or -1. */
 int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name);
 
-/* Checks `out` against what will be written to it and read meanwhile; 0 or -1. */
+/* Checks that `out` has the shape and dtype of the result, can be written to, and shares no memory with the
+ * inputs, of which any may be NULL; 0 or -1. */
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
                  PyArrayObject *const *inputs, const char *const *input_names, int input_count);
 

@@ -1,7 +1,7 @@
-/* counts.c – integers that were counted, in the type that the caller wants. */
+/* counts.c – integer results in the type that the caller wants. */
 #include "bind/counts.h"
 
-/* The largest value of an integer type, as far as npy_intp reaches. */
+/* The largest value of an integer type, or of npy_intp if that is smaller. */
 static npy_intp largest(am_dtype type)
 {
     switch (type) {
@@ -33,7 +33,6 @@ PyObject *am_finish(PyArrayObject *result, PyArray_Descr *dtype)
     return cast;
 }
 
-/* Counts in ptrdiff_t as an array of the type of `dtype`. */
 PyObject *am_counts_as(const ptrdiff_t *counts, npy_intp count, PyArray_Descr *dtype)
 {
     PyArrayObject *result = am_new_array_of(1, &count, am_working_type(dtype));

@@ -2,7 +2,7 @@
 #include "bind/args.h"
 #include "core/cumsum.h"
 
-/* Arguments of both functions; the global one has no chunks. */
+/* The arguments of both functions; chunk_global_cumsum leaves chunk_size 0. */
 typedef struct {
     PyArrayObject *array;
     am_out out;
@@ -13,7 +13,7 @@ typedef struct {
     bool reverse, head_first;
 } arguments;
 
-/* 1 or 0, or -1 with the exception set; of an integer of any size. */
+/* Returns 1, 0, or -1 with the exception set, for an integer of any size. */
 static int is_power_of_two(PyObject *object)
 {
     PyObject *number = PyNumber_Index(object), *one = PyLong_FromLong(1), *less = NULL, *common = NULL;
@@ -35,7 +35,7 @@ static int to_chunk_size(PyObject *object, const char *name, void *dst)
     return answer < 0 ? -1 : 0;
 }
 
-/* Checks the array and what depends on it, and settles the type of the result. */
+/* Checks the array and the arguments that depend on it, and sets the dtype of the result. */
 static int check(arguments *a, const char *name)
 {
     PyArrayObject *array = a->array;

@@ -1,4 +1,4 @@
-/* dense.c – masks that are arrays, as arguments and as results. */
+/* dense.c – dense masks as arguments and as results of bindings. */
 #include "bind/dense.h"
 
 #include <string.h>

@@ -40,7 +40,8 @@ static int reject_array(PyObject *exception, const char *name, const char *expec
     return am_reject(exception, name, expected, (PyObject *)got);
 }
 
-/* What users pass wrong has been refused by name before; this keeps what follows within bounds. */
+/* Python checks arguments first, with better messages; these checks only keep memory accesses within
+ * bounds. */
 static int check_inputs(const arguments *a)
 {
     PyArrayObject *const arrays[] = {a->query, a->key, a->value};
@@ -111,13 +112,13 @@ static am_tokens tokens(PyArrayObject *array)
     };
 }
 
-/* The step of an axis, 0 where it is shared. */
+/* The stride of an axis in bytes, 0 where the bias is broadcast. */
 static ptrdiff_t bias_step(PyArrayObject *bias, int axis)
 {
     return PyArray_DIM(bias, axis) == 1 ? 0 : PyArray_STRIDE(bias, axis);
 }
 
-/* What is asked for, without where results go. */
+/* Describes the problem to the core, without its results. */
 static am_attn flash_of(arguments *a)
 {
     const am_mask *mask = &a->mask.mask;
@@ -184,7 +185,7 @@ fail:
     return result;
 }
 
-/* The arguments that say what attention is asked for; the first ones of each function. */
+/* The arguments that describe the problem, which come first in each function. */
 enum { PROBLEM_PARAMS = 11 };
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
@@ -196,7 +197,7 @@ enum { PROBLEM_PARAMS = 11 };
         "dropout_seed", to_seed, &(a).seed                                                                   \
     }
 
-/* Checks them, once they are parsed. */
+/* Checks these arguments after they are parsed, and reads the mask. */
 static int check_problem(arguments *a)
 {
     if (check_inputs(a) < 0) return -1;
@@ -249,18 +250,18 @@ static PyObject *group_data(const am_scheduled *g)
                          "splits", g->shape.splits, "task_items", g->task_items);
 }
 
-/* The rows and the number of tiles of each item of a task. */
+/* The index of a task's group, and the rows and the number of tiles of each of its items. */
 static PyObject *task_data(const am_attn_base *base, const am_attn_groups *groups, const am_schedule *s,
                            ptrdiff_t task)
 {
     const am_scheduled *g = am_scheduled_of(s, task);
-    const am_task_items some = am_items_of(g, task);
+    const am_task_items task_items = am_items_of(g, task);
     PyObject *items = PyList_New(0);
-    for (ptrdiff_t i = some.first; items && i < some.first + some.count; i++) {
+    for (ptrdiff_t i = task_items.first; items && i < task_items.first + task_items.count; i++) {
         const am_attn_place at = am_item_place(base, groups, g, i);
         ptrdiff_t tiles = 0;
         for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
-            if (!s->splits_apart || split == some.split)
+            if (!s->splits_apart || split == task_items.split)
                 tiles += am_max(0, am_length(am_split_tiles(base, groups, g, &at, split)));
         }
         PyObject *item = Py_BuildValue("(nn)", at.rows, tiles);
@@ -270,7 +271,7 @@ static PyObject *task_data(const am_attn_base *base, const am_attn_groups *group
     return items ? Py_BuildValue("(nN)", (Py_ssize_t)(g - s->groups), items) : NULL;
 }
 
-/* A list of what `make` makes of 0 … count - 1. */
+/* A schedule and what it was made from, for the functions that list it as plain data. */
 typedef struct {
     const am_attn_base *base;
     const am_attn_groups *groups;
@@ -298,7 +299,7 @@ static PyObject *list_of(const schedule_view *view, ptrdiff_t count,
     return list;
 }
 
-/* The tasks of each parallel loop, and how many of them follow each other in one thread if they can. */
+/* The number of tasks in each parallel loop, and how many of them one thread takes in order if it can. */
 static PyObject *wave_list(const schedule_view *view)
 {
     PyObject *list = PyList_New(0);
@@ -401,7 +402,6 @@ static am_row_stats row_stats(PyArrayObject *array)
                           PyArray_STRIDE(array, 2)};
 }
 
-/* A new array like another. */
 static PyArrayObject *new_like(PyArrayObject *array)
 {
     return am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
@@ -518,11 +518,11 @@ PyMethodDef am_flash_methods[] = {
      "return_lse, out, /)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
-     "seed, threads, /)\n--\n\nHow attention forward would be divided among so many threads:\n\n"
-     "groups   what is computed by itself, and its strategy: a dict each\n"
+     "seed, threads, /)\n--\n\nHow attention forward divides its work for that many threads:\n\n"
+     "groups   a dict for each group of queries: its queries, keys, strategy\n"
      "tasks    (index of the group, [(rows, tiles) of each item])\n"
-     "waves    (tasks, tasks of a head) of each parallel loop\n"
-     "scratch  bytes of memory beside the results"},
+     "waves    (tasks, tasks that one thread takes in order) of each parallel loop\n"
+     "scratch  bytes of memory in addition to the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
      "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
      "dout, out, lse, dlse, want_bias, want_sinks, /)\n--\n\n"},

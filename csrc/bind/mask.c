@@ -3,14 +3,15 @@
  *     (batch, heads, queries, keys),
  *     (("equal", q_ids, k_ids, False), ("band", None, 0, 0), "and")
  *
- * A term may also be what mask_prepare has made of a mask of the same shape: it is not read again, and what
- * is noted about it is used again. */
+ * The result of mask_prepare for another mask of the same shape may take the place of a term. That mask is
+ * not read again, and its summaries are used again.
+ */
 #include "bind/mask.h"
 
 #include "bind/args.h"
 #include "bind/dense.h"
 
-/* A list of what the description points at; freed with it. */
+/* Adds memory or an object to the list that is released with the mask; NULL with the exception set. */
 static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
 {
     am_kept *kept = PyMem_Malloc(sizeof *kept);
@@ -52,7 +53,7 @@ static ptrdiff_t saturated(int64_t a, int64_t b)
     return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
 }
 
-/* An int, or an array of one for each batch row, plus `more`, as ptrdiff_t within ±AM_FAR. */
+/* Converts an integer, or an array of one for each batch row, plus `more`, to ptrdiff_t within ±AM_FAR. */
 static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
 {
     ptrdiff_t batch = arg->mask.batch, *values = PyMem_New(ptrdiff_t, batch + 1);
@@ -75,7 +76,7 @@ static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
     return values;
 }
 
-/* One end of a band in each batch row; the bound may be None, which is no end. */
+/* One bound of a band in each batch row. A bound of None becomes `none` everywhere. */
 static const ptrdiff_t *read_bound(am_mask_arg *arg, PyObject *bound, ptrdiff_t none, PyObject *offset)
 {
     Py_ssize_t value = bound == Py_None ? 0 : PyNumber_AsSsize_t(bound, NULL);
@@ -124,7 +125,7 @@ static int read_keys(am_mask_arg *arg, am_node *node, PyObject *term)
     return node->keys.end ? 0 : -1;
 }
 
-/* Ids [batch, tokens] or [batch, heads, tokens], where batch and heads may be 1. */
+/* Ids are [batch, tokens] or [batch, heads, tokens], where batch and heads may be 1. */
 static const int32_t *read_ids(am_mask_arg *arg, PyObject *object, ptrdiff_t tokens, ptrdiff_t *batch,
                                ptrdiff_t *head)
 {
@@ -157,7 +158,7 @@ static int read_equal(am_mask_arg *arg, am_node *node, PyObject *term)
     return 0;
 }
 
-/* Integers [count] as ptrdiff_t within ±AM_FAR; None is `none` everywhere. */
+/* Converts integers [count] to ptrdiff_t within ±AM_FAR. None becomes `none` everywhere. */
 static const ptrdiff_t *read_integers(am_mask_arg *arg, PyObject *object, ptrdiff_t count, ptrdiff_t none)
 {
     ptrdiff_t *values = PyMem_New(ptrdiff_t, count + 1);
@@ -215,15 +216,17 @@ static int read_dense(am_mask_arg *arg, am_node *node, PyObject *term)
     if (!node->dense.k_shift) return -1;
     const am_mask *mask = &arg->mask;
     if (PyArray_NDIM(array) != 4) return reject("a dense array must have four axes");
-    const ptrdiff_t wanted[4] = {mask->batch, mask->heads, mask->queries, mask->keys};
+    const ptrdiff_t expected[4] = {mask->batch, mask->heads, mask->queries, mask->keys};
     ptrdiff_t strides[4];
     for (int i = 0; i < 4; i++) {
         npy_intp length = PyArray_DIM(array, i);
-        bool fits = length == 1 || (i < 2 ? length == wanted[i] : length >= wanted[i]);
+        bool fits = length == 1 || (i < 2 ? length == expected[i] : length >= expected[i]);
         if (!fits) return reject("a dense array must broadcast to the mask's shape");
-        strides[i] = length <= 1 ? 0 : PyArray_STRIDE(array, i); /* an empty axis is never followed */
-        if (i == 2 && length > 1 && check_shifts(arg, node->dense.q_shift, length - wanted[i]) < 0) return -1;
-        if (i == 3 && length > 1 && check_shifts(arg, node->dense.k_shift, length - wanted[i]) < 0) return -1;
+        strides[i] = length <= 1 ? 0 : PyArray_STRIDE(array, i); /* an empty axis has no elements */
+        if (i == 2 && length > 1 && check_shifts(arg, node->dense.q_shift, length - expected[i]) < 0)
+            return -1;
+        if (i == 3 && length > 1 && check_shifts(arg, node->dense.k_shift, length - expected[i]) < 0)
+            return -1;
     }
     node->dense.data = PyArray_BYTES(array);
     node->dense.type = am_dtype_of(PyArray_DESCR(array));
@@ -247,8 +250,8 @@ static const struct {
     int operands;
 } operators[] = {{"not", AM_NOT, 1}, {"and", AM_AND, 2}, {"or", AM_OR, 2}, {"xor", AM_XOR, 2}};
 
-/* `depth` operands are waiting before the node, and as many as are returned after it; -1 with the exception
- * set. */
+/* Reads one node when the stack has `depth` operands. Returns the number of operands after it, or -1 with the
+ * exception set. */
 static int read_node(am_mask_arg *arg, am_node *node, PyObject *object, int depth)
 {
     if (PyUnicode_Check(object)) {
@@ -296,8 +299,8 @@ static int to_shape(PyObject *object, const char *name, void *dst)
 
 static const char PREPARED[] = "attnmask.mask";
 
-/* The nodes of a prepared mask as those of this one; as `read_node`. */
-static int splice(am_mask_arg *arg, am_node *nodes, PyObject *capsule, int depth)
+/* Copies the nodes of a prepared mask to this one. Takes and returns a depth like read_node. */
+static int copy_nodes(am_mask_arg *arg, am_node *nodes, PyObject *capsule, int depth)
 {
     const am_mask_arg *prepared = PyCapsule_GetPointer(capsule, PREPARED);
     if (!prepared || !keep(arg, NULL, Py_NewRef(capsule))) return -1;
@@ -305,19 +308,19 @@ static int splice(am_mask_arg *arg, am_node *nodes, PyObject *capsule, int depth
     if (own->batch != other->batch || own->heads != other->heads || own->queries != other->queries ||
         own->keys != other->keys)
         return reject("a prepared mask must have the mask's shape");
-    int deepest = 0, waiting = 0;
+    int most_depth = 0, own_depth = 0;
     for (ptrdiff_t i = 0; i < other->node_count; i++) {
         nodes[i] = other->nodes[i];
         nodes[i].borrowed = true;
-        waiting += nodes[i].kind < AM_TERM_KINDS ? 1 : nodes[i].kind == AM_NOT ? 0 : -1;
-        deepest = waiting > deepest ? waiting : deepest;
+        own_depth += nodes[i].kind < AM_TERM_KINDS ? 1 : nodes[i].kind == AM_NOT ? 0 : -1;
+        most_depth = own_depth > most_depth ? own_depth : most_depth;
     }
     arg->mask.node_count += other->node_count;
-    return depth + deepest > AM_MASK_DEPTH ? reject("too many operands wait at once") : depth + 1;
+    return depth + most_depth > AM_MASK_DEPTH ? reject("too many operands wait at once") : depth + 1;
 }
 
-/* The nodes that an object stands for. */
-static ptrdiff_t nodes_of(PyObject *object)
+/* The number of nodes that an object stands for. */
+static ptrdiff_t count_nodes(PyObject *object)
 {
     if (!PyCapsule_IsValid(object, PREPARED)) return 1;
     const am_mask_arg *prepared = PyCapsule_GetPointer(object, PREPARED);
@@ -335,9 +338,9 @@ int am_read_nodes(am_mask_arg *arg, PyObject *nodes)
     }
     if (!PyTuple_Check(nodes)) return am_reject(PyExc_TypeError, "nodes", "a tuple", nodes);
     const Py_ssize_t count = PyTuple_GET_SIZE(nodes);
-    ptrdiff_t all = 1;
-    for (Py_ssize_t i = 0; i < count; i++) all += nodes_of(PyTuple_GET_ITEM(nodes, i));
-    arg->mask.nodes = PyMem_Calloc((size_t)all, sizeof *arg->mask.nodes);
+    ptrdiff_t capacity = 1;
+    for (Py_ssize_t i = 0; i < count; i++) capacity += count_nodes(PyTuple_GET_ITEM(nodes, i));
+    arg->mask.nodes = PyMem_Calloc((size_t)capacity, sizeof *arg->mask.nodes);
     if (!arg->mask.nodes) {
         PyErr_NoMemory();
         return -1;
@@ -347,7 +350,7 @@ int am_read_nodes(am_mask_arg *arg, PyObject *nodes)
         PyObject *object = PyTuple_GET_ITEM(nodes, i);
         am_node *next = &arg->mask.nodes[arg->mask.node_count];
         if (PyCapsule_IsValid(object, PREPARED)) {
-            depth = splice(arg, next, object, depth);
+            depth = copy_nodes(arg, next, object, depth);
             if (depth < 0) return -1;
             continue;
         }
@@ -365,16 +368,15 @@ static int read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
 
 /* --- Methods --- */
 
-/* Leaves Python and prepares the mask; am_leave is due in any case. */
+/* Releases the GIL and prepares the mask. Call am_leave afterwards in any case. */
 static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
 {
-    /* Symbolic terms make millions of pairs cheap, but a thread is worth waking long before they are looked
-     * at. */
+    /* The number of pairs to compute is not known before, so the call always counts as large. */
     am_enter(call, module, NPY_MAX_INTP);
     return am_mask_prepare(&call->run, &arg->mask);
 }
 
-/* `out` may overlap none of the arrays that the mask points at. */
+/* Checks that `out` shares no memory with the arrays of the mask. */
 static int check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
 {
     for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
@@ -385,8 +387,7 @@ static int check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
     return 0;
 }
 
-static int check_target(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype,
-                        const am_mask_arg *mask)
+static int check_out(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype, const am_mask_arg *mask)
 {
     if (am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) return -1;
     return check_apart_from_mask(out, mask);
@@ -412,7 +413,7 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
         goto fail;
     }
     if (am_bytes_of(live, dtype, &target.live) < 0 || am_bytes_of(dead, dtype, &target.dead) < 0) goto fail;
-    if (given.given && check_target(given.array, dims, dtype, &mask) < 0) goto fail;
+    if (given.given && check_out(given.array, dims, dtype, &mask) < 0) goto fail;
     out = am_target(&given, 4, dims, dtype);
     if (!out) goto fail;
     target.data = PyArray_BYTES(out);
@@ -485,8 +486,8 @@ fail:
     return result;
 }
 
-/* Where in the batch or among the heads. */
-static int to_place(PyObject *object, const char *name, ptrdiff_t count, ptrdiff_t *place)
+/* Converts an index of the batch, or of the heads. */
+static int to_index(PyObject *object, const char *name, ptrdiff_t count, ptrdiff_t *result)
 {
     Py_ssize_t index = PyNumber_AsSsize_t(object, PyExc_IndexError);
     if (index == -1 && PyErr_Occurred()) return -1;
@@ -494,7 +495,7 @@ static int to_place(PyObject *object, const char *name, ptrdiff_t count, ptrdiff
         PyErr_Format(PyExc_IndexError, "%s must be from 0 to %zd, got %zd", name, count - 1, index);
         return -1;
     }
-    *place = index;
+    *result = index;
     return 0;
 }
 
@@ -510,7 +511,7 @@ static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t n
         {"head", am_to_object, &head},   {"q_cell", am_to_count, &q_cell}, {"k_cell", am_to_count, &k_cell},
     };
     if (am_parse("mask_grid", args, nargs, params, 6) < 0 || read_mask(&mask, shape, nodes) < 0) goto fail;
-    if (to_place(batch, "batch", mask.mask.batch, &b) < 0 || to_place(head, "head", mask.mask.heads, &h) < 0)
+    if (to_index(batch, "batch", mask.mask.batch, &b) < 0 || to_index(head, "head", mask.mask.heads, &h) < 0)
         goto fail;
     npy_intp q = mask.mask.queries, k = mask.mask.keys;
     q_cell = q_cell < q ? q_cell : q + (q == 0), k_cell = k_cell < k ? k_cell : k + (k == 0);
@@ -562,9 +563,9 @@ fail:
 
 PyMethodDef am_mask_methods[] = {
     {"mask_prepare", (PyCFunction)(void *)mask_prepare, METH_FASTCALL,
-     "mask_prepare($module, shape, nodes, /)\n--\n\nA mask as a term of others of its shape: its terms are "
-     "read, "
-     "and their arrays looked at, once."},
+     "mask_prepare($module, shape, nodes, /)\n--\n\nReads a mask once, so that it can be a term of other "
+     "masks "
+     "of the same shape."},
     {"mask_fill", (PyCFunction)(void *)mask_fill, METH_FASTCALL,
      "mask_fill($module, shape, nodes, dtype, live, dead, out, /)\n--\n\n"},
     {"mask_count", (PyCFunction)(void *)mask_count, METH_FASTCALL,

@@ -1,4 +1,4 @@
-/* memory.c – memory for results: small ones are NumPy's, large ones are blocks. */
+/* memory.c – memory of results: NumPy allocates small ones, core/blocks.c large ones. */
 #include "bind/state.h"
 
 #include <string.h>
@@ -58,7 +58,8 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
         }
         PyArrayObject *array =
             (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
-        if (!array && PyErr_ExceptionMatches(PyExc_ValueError)) PyErr_NoMemory(); /* "array is too big" */
+        if (!array && PyErr_ExceptionMatches(PyExc_ValueError))
+            PyErr_NoMemory(); /* NumPy calls it "array is too big" */
         PyObject *ours = PyDataMem_SetHandler(previous);
         Py_XDECREF(ours);
         Py_DECREF(previous);

@@ -1,5 +1,5 @@
-/* merge.c – bindings of merge_attention_states and its gradient: outs and lses come as tuples of as many
- * arrays, or as one array of all, along its first axis. */
+/* merge.c – bindings of merge_attention_states and its gradient. Outs and lses come as a tuple of arrays, or
+ * as one array that stacks them along its first axis. */
 #include "bind/args.h"
 #include "core/merge.h"
 
@@ -9,17 +9,17 @@
 enum { NAME = 48 }; /* bytes, enough for "outs[123]" */
 
 typedef struct {
-    PyObject *arrays;     /* a list that owns what the parts point at */
-    am_merge_part *parts; /* one more than there are, for the gradient */
+    PyObject *arrays;     /* a list that owns the arrays */
+    am_merge_part *parts; /* [count + 1]: the last one is the gradient */
     npy_intp count;
-    int ndim; /* of one out: 4, or 3 without a batch axis; 0: not known yet */
+    int ndim; /* axes of one out: 4, or 3 without a batch axis; 0 until it is known */
     npy_intp dims[4];
     PyArray_Descr *dtype; /* of all outs */
 } arguments;
 
 static am_dtype type_of(const arguments *a) { return am_dtype_of(a->dtype); }
 
-/* A borrowed array that `a` owns. */
+/* Adds an array to the list that `a` owns, and returns it borrowed; NULL with the exception set. */
 static PyArrayObject *own(arguments *a, PyArrayObject *array)
 {
     bool owned = array && PyList_Append(a->arrays, (PyObject *)array) == 0;
@@ -60,12 +60,12 @@ static int check_out(arguments *a, PyArrayObject *out, const char *name, int sta
     return -1;
 }
 
-/* An out, or with `stacked` 1 as many as there are. */
+/* Reads one out, or if `stacked` is 1, an array of all outs. */
 static int read_outs(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
 {
     PyArrayObject *out = read_array(a, object, name);
     if (!out || check_out(a, out, name, stacked) < 0) return -1;
-    if (stacked && PyArray_DIM(out, 0) != a->count) /* other threads may have given it another shape */
+    if (stacked && PyArray_DIM(out, 0) != a->count) /* another thread may have changed its shape */
         return am_reject(PyExc_ValueError, name, "as many arrays as lses", (PyObject *)out);
     const npy_intp *strides = PyArray_STRIDES(out);
     for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
@@ -76,7 +76,8 @@ static int read_outs(arguments *a, PyObject *object, const char *name, int stack
     return 0;
 }
 
-/* The same for an lse, in the precision that is computed in: these arrays are small beside the outs. */
+/* Does the same for lses, which are converted to the type of the sums: they are small compared with the
+ * outs. */
 static int read_lses(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
 {
     PyArrayObject *lse = read_array(a, object, name);
@@ -120,7 +121,7 @@ static int read_list(arguments *a, PyObject *list, const char *name, reader *rea
     return 0;
 }
 
-/* How many arrays there are, or -1; a stack of them has `axes` axes, or one less. */
+/* Returns the number of arrays, or -1. A stack of them has `axes` axes, or one less. */
 static npy_intp count_list(PyObject *list, const char *name, int axes, const char *layouts)
 {
     if (PyTuple_Check(list)) return PyTuple_GET_SIZE(list);
@@ -163,8 +164,7 @@ static void release(arguments *a)
 
 typedef am_status merger(const am_run *run, const am_merge *merge);
 
-/* Calls the core, and returns what it fills: an out and an lse, or those of the gradients of all parts.
- */
+/* Calls the core, and returns a new out and lse; or backward, the gradients of all outs and of all lses. */
 static PyObject *run_merge(PyObject *module, const arguments *a, merger *function, bool backward)
 {
     const int skip = !backward, batched = a->ndim == 4;
@@ -195,7 +195,7 @@ static PyObject *run_merge(PyObject *module, const arguments *a, merger *functio
         .lse = PyArray_BYTES(lse),
     };
     am_call call;
-    npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* for one part, or for all of them */
+    npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
     if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
     am_enter(&call, module, work);
     am_status status = function(&call.run, &merge);

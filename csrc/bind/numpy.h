@@ -1,4 +1,4 @@
-/* numpy.h – Python.h and NumPy's C API, shared by the files of this folder and module.c, which imports it. */
+/* numpy.h – includes Python.h and NumPy's C API for this folder and for module.c, which imports it. */
 #ifndef AM_NUMPY_H
 #define AM_NUMPY_H
 

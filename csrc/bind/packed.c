@@ -7,29 +7,30 @@
 
 #include <string.h>
 
-/* Lengths, or with chunks of so many tokens the chunk offsets; `type` is AM_INT32 or AM_INT64. False if
- * starts do not rise from 0. */
+/* Computes lengths; or if `chunk` is not 0, the offsets of chunks of `chunk` tokens. `type` is AM_INT32 or
+ * AM_INT64. Returns false if starts do not begin with 0 or decrease. */
 static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
                   npy_intp chunk)
 {
     am_call call;
-    bool rise;
+    bool valid;
     am_enter(&call, module, sequences);
     const am_kernels *k = call.run.kernels;
     if (type == AM_INT32) {
-        rise =
+        valid =
             chunk ? k->chunk_offsets_32(dst, starts, sequences, chunk) : k->lens_32(dst, starts, sequences);
-        rise &= *(const int32_t *)starts == 0;
+        valid &= *(const int32_t *)starts == 0;
     } else {
-        rise =
+        valid =
             chunk ? k->chunk_offsets_64(dst, starts, sequences, chunk) : k->lens_64(dst, starts, sequences);
-        rise &= *(const int64_t *)starts == 0;
+        valid &= *(const int64_t *)starts == 0;
     }
     am_leave(&call);
-    return rise;
+    return valid;
 }
 
-/* Those of a native contiguous array in one pass; NULL without an exception where that does not apply. */
+/* Computes the same for a contiguous array of int32 or int64 in one pass. Returns NULL without an exception
+ * for other arrays, and for starts that are not valid. */
 static PyObject *quick_counts(PyObject *module, PyArrayObject *starts, npy_intp sequences, npy_intp chunk)
 {
     npy_intp const entries = sequences + (chunk ? 1 : 0);
@@ -63,7 +64,7 @@ fail:
     return result;
 }
 
-/* Checked starts as a new array of int64. */
+/* Returns checked starts as a new array of int64. */
 static PyObject *checked_starts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
@@ -99,7 +100,7 @@ static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, 
     return prepare_counts(module, cu_seqlens, chunk);
 }
 
-/* One array over all tokens: shape [total], or [total, 2] for pairs. */
+/* Returns an array over all tokens: [total], or [total, 2] for pairs. */
 static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff_t *starts,
                              npy_intp sequences, PyArray_Descr *dtype)
 {
@@ -150,7 +151,7 @@ static PyObject *prepare_token_indices(PyObject *module, PyObject *const *args, 
     return prepare_tokens(module, args, nargs, "prepare_token_indices", AM_PAIRS);
 }
 
-/* Chunks are to the sequences' offsets what tokens are to their starts. */
+/* The offsets of chunks have the form of starts: the chunks of a sequence take the place of its tokens. */
 static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     am_starts s = {0};
@@ -172,7 +173,7 @@ fail:
     return result;
 }
 
-/* The lengths of the rows of a 2-D mask as int64. */
+/* Returns the number of live tokens in each row of a 2-D mask, as int64. */
 static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
 {
     if (PyArray_NDIM(mask) != 2) {
@@ -239,7 +240,7 @@ static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const 
     const int64_t *values = PyArray_DATA(lens);
     int64_t *sums = PyArray_DATA(starts);
     sums[0] = 0;
-    /* A mask of zero stride may have more ones than int64 counts. */
+    /* A mask with a stride of zero may have more live tokens than int64 holds. */
     for (npy_intp i = 0; i < rows; i++) {
         if (__builtin_add_overflow(sums[i], values[i], &sums[i + 1])) {
             PyErr_SetString(PyExc_OverflowError, "mask must have a total length that fits int64, got more");
@@ -272,7 +273,7 @@ static PyArrayObject *widened(PyArrayObject *array)
     return (PyArrayObject *)PyArray_FromArray(array, wide, NPY_ARRAY_CARRAY_RO);
 }
 
-/* NumPy's rule: a Python integer takes the type of the array that it meets. */
+/* NumPy's rule: a Python integer takes the dtype of the array that it meets. */
 static PyArray_Descr *cdiv_type(PyArrayObject *a, bool a_is_int, PyArrayObject *b, bool b_is_int)
 {
     PyArray_Descr *dtype = NULL;
@@ -311,8 +312,8 @@ static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
     return -1;
 }
 
-/* The shape that a and b broadcast to, and how each steps through it. NumPy's own iterator has 32 axes at
- * most, where arrays may have 64. */
+/* The shape that a and b broadcast to, and the strides of both in it. NumPy's iterator allows 32 axes, but
+ * arrays may have 64. */
 typedef struct {
     int axes;
     npy_intp shape[NPY_MAXDIMS], a_steps[NPY_MAXDIMS], b_steps[NPY_MAXDIMS];
@@ -334,7 +335,7 @@ static int broadcast_both(PyArrayObject *a, PyArrayObject *b, broadcast *both)
     return 0;
 }
 
-/* The quotients as int64 or uint64. */
+/* Returns the quotients as int64 or uint64. */
 static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *b)
 {
     broadcast both;
@@ -361,8 +362,8 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
     return NULL;
 }
 
-/* The quotients of a native contiguous array by one number, or where `b` is not NULL by an array of its kind;
- * NULL without an exception where that does not apply. */
+/* Divides a contiguous array of int32 or int64 by one number, or by an array of the same shape and type if
+ * `b` is not NULL. Returns NULL without an exception where it does not apply. */
 static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObject *b, int64_t divisor)
 {
     am_dtype type = am_dtype_of(PyArray_DESCR(a));
@@ -389,8 +390,8 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
     return (PyObject *)result;
 }
 
-/* A Python integer may give a quotient that the array's type cannot hold; a quotient of two arrays always
- * fits. */
+/* Converts quotients to `dtype`. Those of two arrays always fit; if one operand was a Python integer, they
+ * may not. */
 static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
 {
     Py_INCREF(dtype);
@@ -422,7 +423,7 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyArray_Descr *dtype = NULL;
     PyObject *result = NULL;
     if (nargs == 2 && PyArray_Check(args[0]) && PyLong_CheckExact(args[1])) {
-        int overflow; /* then the number is -1, and refused below or not quick */
+        int overflow; /* then the divisor is -1, which quick_quotients does not take */
         int64_t divisor = PyLong_AsLongLongAndOverflow(args[1], &overflow);
         result = quick_quotients(module, (PyArrayObject *)args[0], NULL, divisor);
         if (result || PyErr_Occurred()) return result;
@@ -433,7 +434,7 @@ static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!dtype) goto fail;
     bool one = PyArray_NDIM(b) == 0;
     if (one && !(wide_b = widened(b))) goto fail;
-    /* Of uint64, a divisor that is too large turns negative. */
+    /* A divisor of uint64 above the range of int64 turns negative, which quick_quotients does not take. */
     int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
     if (am_dtype_of(PyArray_DESCR(a)) == am_dtype_of(dtype)) {
         result = quick_quotients(module, a, one ? NULL : b, divisor);

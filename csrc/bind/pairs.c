@@ -1,16 +1,17 @@
-/* pairs.c – bindings of the functions on ranges of tokens: the pair form [start0, end0, start1, end1, …]. */
+/* pairs.c – bindings of the functions on ranges of tokens, which are passed as pairs [start0, end0, start1,
+ * end1, …]. */
 #include "bind/counts.h"
 #include "bind/dense.h"
 #include "core/convert.h"
 #include "core/extents.h"
 #include "core/pairs.h"
 
-/* Starts and ends, of any size and order; or NULL. */
+/* Starts and ends of any size and order. */
 typedef struct {
     PyArrayObject *array;
     ptrdiff_t (*ranges)[2];
     npy_intp count;
-    bool beyond; /* some number exceeds ptrdiff_t */
+    bool beyond; /* a number exceeds ptrdiff_t */
 } pairs;
 
 static void free_pairs(pairs *p)
@@ -20,8 +21,8 @@ static void free_pairs(pairs *p)
     p->ranges = NULL;
 }
 
-/* pairs *: a 1-D array of integers, an even number of them. What exceeds ptrdiff_t becomes its largest value.
- */
+/* pairs *: a 1-D array with an even number of integers. One that exceeds ptrdiff_t becomes its largest
+ * value. */
 static int to_pairs(PyObject *object, const char *name, void *dst)
 {
     static const char expected[] = "a 1-D array of integers, [start0, end0, start1, end1, ...]";
@@ -50,7 +51,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
 
 /* --- From masks to pairs --- */
 
-/* The extents of a mask; NULL with the exception set. */
+/* Returns the extents of a mask, or NULL with the exception set. */
 static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_rule rule, npy_intp work)
 {
     am_extent *extents = PyMem_New(am_extent, mask->batch);
@@ -81,7 +82,8 @@ fail:
     return result;
 }
 
-/* Two new arrays: of the queries, or the keys, of `q`, and of the keys of `k`. */
+/* Returns two new arrays: the ranges of the queries (or of the keys if `of_keys`) of `q`, and those of the
+ * keys of `k`. */
 static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k, npy_intp batch,
                             PyArray_Descr *dtype, const char *q_name, const char *k_name)
 {
@@ -93,7 +95,7 @@ static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k
     return result;
 }
 
-/* A mask of tokens [B, T], taken for one of pairs with a single query. */
+/* Describes a mask of tokens [B, T] as a mask of pairs with a single query. */
 static int to_token_mask(PyArrayObject *array, const char *name, am_dense *mask)
 {
     if (PyArray_NDIM(array) != 2) return am_reject(PyExc_ValueError, name, "[B, T]", (PyObject *)array);
@@ -202,9 +204,9 @@ fail:
 
 /* --- From pairs to masks --- */
 
-/* [B, keys], or [B, 1, queries, keys] if `out` or the result has four axes. */
+/* The result is [B, keys], or [B, 1, queries, keys] if q.array is given. */
 typedef struct {
-    const char *names[2]; /* of the pairs, for messages */
+    const char *names[2]; /* of `q` and `kv`, for messages */
     pairs q, kv;          /* q.array is NULL for a mask of tokens */
     npy_intp max_q, max_kv;
     PyArray_Descr *dtype;
@@ -219,7 +221,7 @@ static void free_boxes(box_arguments *a)
     Py_CLEAR(a->out.array);
 }
 
-/* Fills `out`, or a new array; NULL with the exception set. */
+/* Fills and returns `out`, or a new array; NULL with the exception set. */
 static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
 {
     npy_intp batch = a->kv.count, shape[4] = {batch, a->max_kv};

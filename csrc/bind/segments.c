@@ -10,7 +10,7 @@
 
 /* --- From masks to ids --- */
 
-/* Axes along which nothing changes are as good as short. */
+/* Axes along which the array repeats itself may be of any length. */
 static int check_lengths(PyArrayObject *mask)
 {
     for (int i = 1; i <= 2; i++) {
@@ -64,7 +64,7 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
             status = am_find_ungrouped(&call.run, &dense, grouped.heads, PyArray_DATA(q_ids),
                                        PyArray_DATA(k_ids), &found);
         am_leave(&call);
-    } else { /* no pair is live */
+    } else { /* the mask has no pairs */
         memset(PyArray_DATA(q_ids), 0xff, (size_t)PyArray_NBYTES(q_ids));
         memset(PyArray_DATA(k_ids), 0xff, (size_t)PyArray_NBYTES(k_ids));
     }
@@ -111,7 +111,7 @@ fail:
 
 /* --- Ids --- */
 
-/* Ids of `low` to `high` axes, in place. */
+/* Describes ids of `low` to `high` axes in place. */
 static int read_ids(PyArrayObject *array, const char *name, int low, int high, am_ids *ids)
 {
     static const char *const layouts[4][4] = {
@@ -144,10 +144,10 @@ static int reject_id(PyArrayObject *array, const char *name, const char *expecte
     return -1;
 }
 
-/* What a new array of int32 holds. */
+/* The contents of a new array of int32. */
 typedef enum { IDS, INTEGERS, POSITIONS } content;
 
-/* NULL with the exception set; `pad` is the position of padding. */
+/* Returns NULL with the exception set. `pad` is the position of padding. */
 static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, content what,
                                 int32_t pad)
 {
@@ -172,7 +172,7 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     return NULL;
 }
 
-/* Ids as mask terms want them: int32, C-contiguous, and the very array that came where it is so already. */
+/* Returns ids as terms of masks need them, int32 and C-contiguous: `ids` itself if it is so already. */
 static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *name = NULL;
@@ -183,7 +183,8 @@ static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t
         {"ids", am_to_object, &object}, {"name", am_to_text, &name}, {"out", am_to_out, &out}};
     if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
         goto fail;
-    PyArrayObject *given = PyArray_Check(object) ? (PyArrayObject *)object : array; /* not a copy of it */
+    PyArrayObject *given =
+        PyArray_Check(object) ? (PyArrayObject *)object : array; /* the caller's array, not a copy */
     if (out.given && am_check_apart(out.array, "out", given, name) < 0) goto fail;
     am_ids ids;
     if (read_ids(array, name, 2, 3, &ids) < 0) goto fail;
@@ -197,7 +198,7 @@ fail:
     return result;
 }
 
-/* A copy of integers as int32, of one to three axes. */
+/* Returns a copy of integers as int32, of one to three axes. */
 static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *name = NULL;
@@ -210,7 +211,7 @@ static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
-/* Refuses what no mask holds; see am_check_mask. */
+/* Refuses additive biases: see am_check_mask. */
 static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *name = NULL;
@@ -250,7 +251,7 @@ static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *a
     return result;
 }
 
-/* 1 where an id is valid, 0 where it is padding, for ids from segment_ids(). */
+/* Writes 1 where an id is valid and 0 where it is padding, for ids from segment_ids(). */
 static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyArrayObject *ids = NULL, *result = NULL;
@@ -282,7 +283,7 @@ fail:
 
 /* --- Lengths --- */
 
-/* Sums of counts from zero on; what lies beyond the counts is zero. */
+/* Returns `entries` partial sums of counts, of which the first is 0; missing counts are 0. */
 static PyObject *sums_of(const ptrdiff_t *counts, ptrdiff_t count, npy_intp entries, PyArray_Descr *dtype)
 {
     ptrdiff_t total = 0;
@@ -353,7 +354,7 @@ fail:
     return result;
 }
 
-/* How many tokens each segment has, up to the highest id, as int32; for ids from segment_ids(). */
+/* Returns the number of tokens of each segment up to the highest id, as int32, for ids from segment_ids(). */
 static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyArrayObject *array = NULL;

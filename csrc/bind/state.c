@@ -1,17 +1,18 @@
-/* state.c – crossing the border between Python and the core. */
+/* state.c – how a binding leaves Python for the core and comes back. */
 #include "bind/state.h"
 
 #include <pthread.h>
 
 #include "core/openmp.h"
 
-/* Below this many elements waking a thread or handing over the GIL costs more than the work. */
+/* With fewer elements, waking a thread or releasing the GIL costs more than the work. */
 static const npy_intp SMALL = 1 << 14;
 
 int am_threads(am_state *state) { return am_openmp_threads(atomic_load(&state->threads)); }
 
-/* The thread that handles signals. No other asks whether there are any: it would never be told so, and were
- * the interpreter to end meanwhile, it would end there too, under the threads that help it. */
+/* The thread that handles signals. Only this one polls for them: Python handles them in no other. Were the
+ * interpreter to end while another thread polls, that thread would end in the poll, and the threads of its
+ * team would lose its stack. */
 static atomic_ulong main_thread;
 
 static void stay_main_thread(void) { atomic_store(&main_thread, PyThread_get_thread_ident()); }
@@ -33,7 +34,8 @@ int am_find_main_thread(void)
     return 0;
 }
 
-/* Called by the thread that holds the Python thread state: may Ctrl-C end this? */
+/* Whether a signal handler, such as that of Ctrl-C, ends the call. Only the thread that owns the call's
+ * thread state may ask. */
 static bool interrupted(void *arg)
 {
     am_call *call = arg;

@@ -1,4 +1,4 @@
-/* arithmetic.h – of lengths and counts. */
+/* arithmetic.h – arithmetic on lengths and counts. */
 #ifndef AM_ARITHMETIC_H
 #define AM_ARITHMETIC_H
 
@@ -8,10 +8,11 @@
 static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 static inline ptrdiff_t am_abs(ptrdiff_t a) { return a < 0 ? -a : a; }
-/* Of what is not negative. */
+/* Rounds up; a is not negative, b is positive. */
 static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
 
-/* Of such, too: a b c, or the largest number where that does not fit; nobody has so many bytes. */
+/* a b c of numbers that are not negative, or PTRDIFF_MAX if it overflows: an allocation of that size
+ * fails. */
 static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
 {
     ptrdiff_t product;

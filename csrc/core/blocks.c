@@ -1,8 +1,9 @@
-/* blocks.c – long memory: in large pages, and used again.
+/* blocks.c – allocates large blocks in large pages, and keeps some that were freed.
  *
- * The first touch of a 4 KB page costs four times what writing it does, that of a 2 MB page a seventh. A
- * caller in a loop asks for the same sizes again: a few blocks that were freed are kept, memory whose pages
- * are there, and may still be in the cache. */
+ * The first access to a 4 KB page takes four times as long as writing the page; that to a 2 MB page takes a
+ * seventh of the time to write it. Programs that call in a loop need blocks of the same sizes again. So a few
+ * freed blocks are kept: their pages are mapped, and may still be in the cache.
+ */
 #define _DEFAULT_SOURCE /* madvise */
 #include "core/blocks.h"
 
@@ -16,11 +17,11 @@
 
 enum {
     LARGE_PAGE = 2 << 20,
-    KEPT = 4,
-    KEPT_BYTES = 64 << 20, /* of all of them */
+    KEPT = 4,              /* blocks at most */
+    KEPT_BYTES = 64 << 20, /* of all kept blocks together */
 };
 
-/* What a block holds while nobody uses it. */
+/* The beginning of a block while it is kept. */
 typedef struct {
     size_t size;
 } kept_block;
@@ -40,15 +41,15 @@ static atomic_size_t kept_bytes;
 #    define SANITIZED 0
 #endif
 
-/* The sanitizer sees what is beyond a length and what is used after `free` only if neither belongs to a
- * block. */
+/* The address sanitizer finds accesses beyond a size and after `free` only if sizes are not rounded up and
+ * blocks are not kept. */
 static size_t whole_pages(size_t size)
 {
     if (SANITIZED) return size ? size : 1;
     return size ? (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE : LARGE_PAGE;
 }
 
-/* A kept block of just this size, or NULL. */
+/* Takes a kept block of exactly this size; NULL if there is none. */
 static void *take(size_t size)
 {
     for (int i = 0; i < KEPT; i++) {
@@ -63,7 +64,7 @@ static void *take(size_t size)
     return NULL;
 }
 
-/* Puts a block, or NULL, in a place whose block goes. */
+/* Keeps a block, or none if it is NULL, in place of another, which is freed. */
 static void replace(kept_block *block)
 {
     kept_block *old = atomic_exchange(&kept[atomic_fetch_add(&next_kept, 1) % KEPT], block);
@@ -87,7 +88,7 @@ void am_block_advise(void *memory, size_t size)
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
     const uintptr_t end = ((uintptr_t)memory + size) / LARGE_PAGE * LARGE_PAGE;
-    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* a wish: it may be refused */
+    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* the system may ignore it */
 #else
     (void)memory, (void)size;
 #endif
@@ -101,7 +102,7 @@ void *am_block_resize(void *block, size_t size)
 void am_block_free(void *block, size_t size)
 {
     size = whole_pages(size);
-    /* What was resized may lie anywhere. */
+    /* A resized block may not be aligned. */
     if (!block || size > KEPT_BYTES || (uintptr_t)block % LARGE_PAGE != 0 || SANITIZED) {
         free(block);
         return;
@@ -113,7 +114,7 @@ void am_block_free(void *block, size_t size)
         replace(NULL);
         others = atomic_load(&kept_bytes) - size;
     }
-    if (others + size > KEPT_BYTES) { /* other threads are about to keep theirs */
+    if (others + size > KEPT_BYTES) { /* other threads are about to keep blocks */
         atomic_fetch_sub(&kept_bytes, size);
         free(block);
         return;

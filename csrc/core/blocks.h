@@ -1,13 +1,13 @@
-/* blocks.h – long memory, which is worth being used again. */
+/* blocks.h – large blocks of memory, some of which are kept and used again. */
 #ifndef AM_BLOCKS_H
 #define AM_BLOCKS_H
 
 #include <stddef.h>
 
-enum { AM_BLOCK_BYTES = 1 << 20 }; /* from which memory counts as long */
+enum { AM_BLOCK_BYTES = 1 << 20 }; /* the smallest size that is worth a block */
 
-/* NULL if there is no memory. `free` gives it back for good, `am_block_free` so that the next call finds it.
- */
+/* am_block_new and am_block_resize return NULL if there is no memory. am_block_free may keep a block for the
+ * next call; `free` returns it to the system. */
 void *am_block_new(size_t size);
 void *am_block_resize(void *block, size_t size);
 void am_block_free(void *block, size_t size);

@@ -1,14 +1,15 @@
-/* cumsum.c – plans running sums: which axis lies along the vectors, what one task is, where tiles are needed.
+/* cumsum.c – plans running sums: which axis the vectors lie along, what a task is, and where elements are
+ * copied through tiles.
  *
- * A segment is what one sum runs over: a chunk, or a sequence when there are no chunks. Segments, and the
- * lanes beside the time axis, know nothing of each other, so tasks may cut between them anywhere without
- * changing a bit.
+ * A segment is the range of steps of one sum: a chunk, or a sequence if there are no chunks. A lane is one
+ * index of the axes other than time. Sums of different segments and lanes are independent, so the boundaries
+ * of tasks may lie between any of them and the result is the same, bit for bit.
  *
- *     rows   the lanes lie side by side in memory: vectors across the lanes, one step after the other
- *     scan   time lies side by side in memory: vectors along time, one lane after the other
+ *     rows   lanes are contiguous in memory: a vector holds lanes, and takes one step after the other
+ *     scan   time is contiguous in memory: a vector holds steps, and takes one lane after the other
  *
- * Where source or result is of another type than the sum, or lies neither way, its elements pass through a
- * tile in the first-level cache.
+ * Elements of the source or the result are copied through a tile in the first-level cache where their type is
+ * not that of the sums, or where neither lanes nor time are contiguous.
  */
 #include "core/cumsum.h"
 
@@ -22,69 +23,69 @@
 
 enum {
     TILE = 2048,           /* elements; 16 KB of float64 */
-    TILE_LANES = 256,      /* in one band, so that a tile holds a block of steps */
-    TRANSPOSED_LANES = 32, /* where a tile is transposed, so that it holds a few cache lines of steps */
-    LINE_LANES = 16,       /* bands are cut at cache lines of float32 */
-    PIECE = 1 << 17,       /* elements between two looks at the clock, about 50 µs */
+    TILE_LANES = 256,      /* lanes of a band, so that a tile holds a block of steps */
+    TRANSPOSED_LANES = 32, /* if a tile is transposed, so that it holds a few cache lines of steps */
+    LINE_LANES = 16,       /* bands end at cache lines of float32 */
+    PIECE = 1 << 17,       /* elements between two checkpoints, about 50 µs */
     TASK = 1 << 15,        /* elements worth handing to another thread */
-    MANY_TASKS = 2,        /* a thread; below it, lanes are divided to keep threads about equally busy */
+    MANY_TASKS = 2, /* tasks per thread; if there are fewer, lanes are divided so that threads are about
+                       equally busy */
 };
 
 typedef struct {
-    ptrdiff_t begin, end; /* steps; both are boundaries of segments */
+    ptrdiff_t begin, end; /* steps, from one boundary of segments to another */
 } span;
 
 typedef struct {
     const am_cumsum *cumsum;
     const am_kernels *kernels;
-    am_dtype type; /* that sums are taken in: AM_INT64, AM_FLOAT32, AM_FLOAT64 */
-    am_dtype held; /* that the kernel reads and writes: the same, or one of sixteen bits */
+    am_dtype type;        /* of the sums: AM_INT64, AM_FLOAT32, AM_FLOAT64 */
+    am_dtype kernel_type; /* that the kernel reads and writes: the same, or a sixteen-bit float */
     bool scan;
-    bool src_direct, dst_direct; /* the kernel may read, write in place */
+    bool src_direct, dst_direct; /* the kernel reads the source, or writes the result, where it lies */
     bool stream;
-    ptrdiff_t lanes, src_lane,
-        dst_lane;          /* the lane axis and its strides in bytes; in a scan, one lane a task */
-    ptrdiff_t band, bands; /* lanes a task, tasks a lane axis */
+    ptrdiff_t lanes, src_lane, dst_lane; /* the lane axis and its strides in bytes */
+    ptrdiff_t band, bands;               /* lanes per task (1 in a scan), tasks along the lane axis */
     ptrdiff_t outer[2], src_outer[2], dst_outer[2];
     span *spans;
     ptrdiff_t span_count;
 } plan;
 
-/* A region of memory: `rows` lines of `columns` elements, strides in bytes. Steps × lanes, or one line of
- * steps. */
+/* A region of memory, strides in bytes: steps × lanes, or in a scan a single row of steps. */
 typedef struct {
     ptrdiff_t rows, columns, row_stride, column_stride;
 } grid;
 
-/* Room for one region on its way through the cache. */
+/* Buffers for a region that is copied through the cache. */
 typedef struct {
     _Alignas(64) double in[TILE], out[TILE], raw[TILE];
-} tiles;
+} tile_buffers;
 
-/* What transposes a tile, or NULL where time does not lie side by side in memory. */
-static am_transpose *transposer(const plan *p, ptrdiff_t step, size_t size)
+/* The kernel that transposes a tile; NULL where time is not contiguous, or elements are narrower than 32
+ * bits. */
+static am_transpose *transpose_kernel(const plan *p, ptrdiff_t step, size_t size)
 {
     if (step != (ptrdiff_t)size || size < 4) return NULL;
     return size == 4 ? p->kernels->transpose_32 : p->kernels->transpose_64;
 }
 
-static bool load_tile(const plan *p, tiles *tile, const char *src, grid g)
+static bool load_tile(const plan *p, tile_buffers *tile, const char *src, grid g)
 {
     am_convert_row *convert = am_converter(p->cumsum->src_type, p->type);
     size_t size = am_size_of(p->cumsum->src_type), wide = am_size_of(p->type);
-    ptrdiff_t line = g.columns * (ptrdiff_t)size;
+    ptrdiff_t row_bytes = g.columns * (ptrdiff_t)size;
     if (g.column_stride != (ptrdiff_t)size) {
-        am_transpose *transpose = transposer(p, g.row_stride, size);
+        am_transpose *transpose = transpose_kernel(p, g.row_stride, size);
         bool same = p->cumsum->src_type == p->type;
         void *raw = same ? tile->in : tile->raw;
         if (transpose)
             transpose(raw, g.columns, src, g.column_stride / (ptrdiff_t)size, g.columns, g.rows);
         else
-            am_copy_2d(raw, line, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns,
+            am_copy_2d(raw, row_bytes, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns,
                        size);
         return same || convert(p->kernels, tile->in, tile->raw, g.rows * g.columns);
     }
-    if (g.row_stride == line) return convert(p->kernels, tile->in, src, g.rows * g.columns);
+    if (g.row_stride == row_bytes) return convert(p->kernels, tile->in, src, g.rows * g.columns);
     bool fits = true;
     for (ptrdiff_t r = 0; r < g.rows; r++) {
         fits &= convert(p->kernels, (char *)tile->in + (size_t)(r * g.columns) * wide, src + r * g.row_stride,
@@ -93,14 +94,14 @@ static bool load_tile(const plan *p, tiles *tile, const char *src, grid g)
     return fits;
 }
 
-static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const void *from, tiles *tile)
+static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const void *from, tile_buffers *tile)
 {
     am_convert_row *convert = am_converter(type, p->cumsum->dst_type);
     size_t size = am_size_of(p->cumsum->dst_type), wide = am_size_of(type);
-    ptrdiff_t line = g.columns * (ptrdiff_t)size;
+    ptrdiff_t row_bytes = g.columns * (ptrdiff_t)size;
     bool fits = true;
     if (g.column_stride != (ptrdiff_t)size) {
-        am_transpose *transpose = transposer(p, g.row_stride, size);
+        am_transpose *transpose = transpose_kernel(p, g.row_stride, size);
         if (p->cumsum->dst_type != type) {
             fits = convert(p->kernels, tile->raw, from, g.rows * g.columns);
             from = tile->raw;
@@ -108,11 +109,11 @@ static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const vo
         if (transpose)
             transpose(dst, g.column_stride / (ptrdiff_t)size, from, g.columns, g.rows, g.columns);
         else
-            am_copy_2d(dst, g.row_stride, g.column_stride, from, line, (ptrdiff_t)size, g.rows, g.columns,
-                       size);
+            am_copy_2d(dst, g.row_stride, g.column_stride, from, row_bytes, (ptrdiff_t)size, g.rows,
+                       g.columns, size);
         return fits;
     }
-    if (g.row_stride == line) return convert(p->kernels, dst, from, g.rows * g.columns);
+    if (g.row_stride == row_bytes) return convert(p->kernels, dst, from, g.rows * g.columns);
     for (ptrdiff_t r = 0; r < g.rows; r++) {
         fits &= convert(p->kernels, dst + r * g.row_stride,
                         (const char *)from + (size_t)(r * g.columns) * wide, g.columns);
@@ -120,8 +121,9 @@ static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const vo
     return fits;
 }
 
-/* Integer sums become what the caller asked for: scaled in float64, cut off towards zero, or floating. */
-static bool store_integers(const plan *p, char *dst, grid g, tiles *tile)
+/* Stores integer sums in the type of the result. Scaled ones are computed in float64, and truncated if the
+ * result is an integer. */
+static bool store_integers(const plan *p, char *dst, grid g, tile_buffers *tile)
 {
     const am_cumsum *c = p->cumsum;
     if (!c->scaled && am_is_integer(c->dst_type)) return store_tile(p, AM_INT64, dst, g, tile->out, tile);
@@ -153,7 +155,7 @@ static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsu
 {
     const am_kernels *k = p->kernels;
     am_cumsum_rows *sum;
-    switch (p->held) {
+    switch (p->kernel_type) {
     case AM_FLOAT16: sum = p->scan ? k->cumsum_scan_f16 : k->cumsum_rows_f16; break;
     case AM_BFLOAT16: sum = p->scan ? k->cumsum_scan_bf16 : k->cumsum_rows_bf16; break;
     case AM_FLOAT32: sum = p->scan ? k->cumsum_scan_f32 : k->cumsum_rows_f32; break;
@@ -162,12 +164,12 @@ static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsu
     sum(dst, src, tile, carry, p->cumsum->scaled ? p->cumsum->scale : 1);
 }
 
-/* One region whose first step in memory is at src and dst. */
+/* Sums one region; src and dst point at its first step in memory. */
 static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t period,
                        ptrdiff_t lanes, void *carry)
 {
     const am_cumsum *c = p->cumsum;
-    ptrdiff_t size = (ptrdiff_t)am_size_of(p->held);
+    ptrdiff_t size = (ptrdiff_t)am_size_of(p->kernel_type);
     am_cumsum_tile tile = {
         .steps = steps,
         .period = period,
@@ -181,7 +183,7 @@ static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t step
         sum_floats(p, dst, src, &tile, carry);
         return true;
     }
-    tiles scratch;
+    tile_buffers scratch;
     grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
     if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
     bool fits = p->src_direct || load_tile(p, &scratch, src, from);
@@ -194,26 +196,27 @@ static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t step
     return p->dst_direct || store_tile(p, p->type, dst, to, scratch.out, &scratch);
 }
 
-/* What one sum_span works on: a band of lanes. */
+/* The lanes of one task. */
 typedef struct {
     char *dst;
     const char *src;
     ptrdiff_t lanes;
     am_team *team;
-    ptrdiff_t done; /* elements since the last look at the clock */
+    ptrdiff_t done; /* elements since the last checkpoint */
 } band;
 
-/* Steps begin … end-1 in regions of `piece` steps from where the sums begin. */
+/* Sums steps begin … end - 1 in regions of `piece` steps, in the direction of the sums. */
 static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t piece,
                            ptrdiff_t period)
 {
     const am_cumsum *c = p->cumsum;
-    double carry[AM_CUMSUM_LANES + AM_CUMSUM_PAD]; /* or int64: zero looks the same */
+    double carry[AM_CUMSUM_LANES + AM_CUMSUM_PAD]; /* or int64_t, whose zero has the same bits */
     memset(carry, 0, (size_t)(l->lanes + AM_CUMSUM_PAD) * sizeof *carry);
-    ptrdiff_t last =
-        c->reverse && period ? (end - begin - 1) % piece + 1 : piece; /* whole pieces from the start */
+    /* Pieces begin at multiples of `piece` from `begin`, so that they hold whole chunks. In reverse, a
+     * shorter one may come first. */
+    ptrdiff_t first_piece = c->reverse && period ? (end - begin - 1) % piece + 1 : piece;
     for (ptrdiff_t left = end - begin; left > 0;) {
-        ptrdiff_t steps = am_min(left == end - begin ? last : piece, left);
+        ptrdiff_t steps = am_min(left == end - begin ? first_piece : piece, left);
         ptrdiff_t first = c->reverse ? begin + left - steps : end - left;
         if (!sum_region(p, l->dst + first * c->dst_step, l->src + first * c->src_step, steps, period,
                         l->lanes, carry))
@@ -229,8 +232,8 @@ static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t en
     return AM_OK;
 }
 
-/* The part of a sequence that lies in a span. Short chunks go to the kernel many at once, long segments in
- * pieces. */
+/* Sums the part of a sequence that lies in a span. The kernel takes many short chunks at once, and long
+ * segments in pieces. */
 static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end)
 {
     const am_cumsum *c = p->cumsum;
@@ -247,7 +250,8 @@ static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t
     return AM_OK;
 }
 
-/* Sequences in the direction of the sums, so that memory is walked one way throughout. */
+/* Sums the sequences of a span in the direction of the sums, so that memory is read in one direction
+ * throughout. */
 static am_status sum_span(const plan *p, const span *s, band *l)
 {
     const am_cumsum *c = p->cumsum;
@@ -278,8 +282,8 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     return sum_span(p, s, &l);
 }
 
-/* Cuts time into spans of at least `target` steps, but for the last, at boundaries of segments. */
-static am_status cut_time(plan *p, ptrdiff_t target)
+/* Divides time at boundaries of segments into spans of at least `target` steps, except for the last. */
+static am_status divide_time(plan *p, ptrdiff_t target)
 {
     const am_cumsum *c = p->cumsum;
     p->spans = malloc((size_t)(c->steps / target + 1) * sizeof *p->spans);
@@ -288,13 +292,13 @@ static am_status cut_time(plan *p, ptrdiff_t target)
     for (ptrdiff_t sequence = 0; sequence < c->sequences; sequence++) {
         ptrdiff_t start = c->starts[sequence], end = c->starts[sequence + 1];
         while (end - begin >= target) {
-            ptrdiff_t cut = end;
+            ptrdiff_t boundary = end;
             if (c->chunk) {
                 ptrdiff_t chunks = am_ceil_div(am_max(begin + target - start, 0), c->chunk);
-                cut = am_min(end, start + chunks * c->chunk);
+                boundary = am_min(end, start + chunks * c->chunk);
             }
-            p->spans[p->span_count++] = (span){begin, cut};
-            begin = cut;
+            p->spans[p->span_count++] = (span){begin, boundary};
+            begin = boundary;
         }
     }
     if (begin < c->steps) p->spans[p->span_count++] = (span){begin, c->steps};
@@ -307,8 +311,9 @@ typedef struct {
 
 static ptrdiff_t distance(ptrdiff_t stride) { return stride < 0 ? -stride : stride; }
 
-/* Drops axes of length one and joins those that are one in memory; returns how many are left. */
-static int join_axes(const am_cumsum *c, axis *axes)
+/* Drops axes of length 1 and merges axes that are contiguous with each other. Returns the number of axes that
+ * are left. */
+static int merge_axes(const am_cumsum *c, axis *axes)
 {
     int count = 0;
     for (int i = 0; i < AM_CUMSUM_AXES; i++) {
@@ -324,13 +329,13 @@ static int join_axes(const am_cumsum *c, axis *axes)
     return count;
 }
 
-/* Chooses the axis that lies along the vectors, and hands the others to the tasks. */
+/* Chooses the axis that lies along the vectors; tasks are divided along the others. */
 static void choose_axes(plan *p)
 {
     const am_cumsum *c = p->cumsum;
     ptrdiff_t src_size = (ptrdiff_t)am_size_of(c->src_type), dst_size = (ptrdiff_t)am_size_of(c->dst_type);
     axis axes[AM_CUMSUM_AXES];
-    int count = join_axes(c, axes);
+    int count = merge_axes(c, axes);
     while (count < AM_CUMSUM_AXES) axes[count++] = (axis){1, 0, 0};
     int lane = 0;
     for (int i = 1; i < AM_CUMSUM_AXES; i++) {
@@ -343,19 +348,21 @@ static void choose_axes(plan *p)
         p->outer[i] = axes[i].length, p->src_outer[i] = axes[i].src, p->dst_outer[i] = axes[i].dst;
     }
 
-    bool beside = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
-    p->scan = !beside && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
-    bool src_dense = (p->scan ? c->src_step : p->src_lane) == src_size;
-    bool dst_dense = (p->scan ? c->dst_step : p->dst_lane) == dst_size;
-    /* Less than a vector of sixteen-bit floats is slow to load and store. */
-    bool whole = (p->scan ? c->chunk : p->lanes) % LINE_LANES == 0;
-    bool halves = c->src_type == c->dst_type && src_size == 2 && p->type == AM_FLOAT32;
-    p->held = halves && whole && src_dense && dst_dense ? c->src_type : p->type;
-    p->src_direct = c->src_type == p->held && p->held != AM_INT64 && src_dense;
-    p->dst_direct = c->dst_type == p->held && p->held != AM_INT64 && dst_dense;
+    bool contiguous_lanes = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
+    p->scan = !contiguous_lanes && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
+    bool src_contiguous = (p->scan ? c->src_step : p->src_lane) == src_size;
+    bool dst_contiguous = (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+    /* Loading and storing less than a vector of sixteen-bit floats is slow. */
+    bool whole_vectors = (p->scan ? c->chunk : p->lanes) % LINE_LANES == 0;
+    bool sixteen_bits = c->src_type == c->dst_type && src_size == 2 && p->type == AM_FLOAT32;
+    p->kernel_type =
+        sixteen_bits && whole_vectors && src_contiguous && dst_contiguous ? c->src_type : p->type;
+    p->src_direct = c->src_type == p->kernel_type && p->kernel_type != AM_INT64 && src_contiguous;
+    p->dst_direct = c->dst_type == p->kernel_type && p->kernel_type != AM_INT64 && dst_contiguous;
 }
 
-/* Results too large to be found in the cache by whoever reads them next are written around it. */
+/* Results that are larger than the cache are written around it, since they would be evicted before they are
+ * read. */
 static bool should_stream(const plan *p)
 {
     static const uintptr_t LINE = 64;
@@ -381,15 +388,15 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
     choose_axes(&p);
     p.stream = should_stream(&p);
 
-    bool transposed = transposer(&p, c.src_step, am_size_of(c.src_type)) ||
-                      transposer(&p, c.dst_step, am_size_of(c.dst_type));
-    ptrdiff_t widest = transposed                     ? TRANSPOSED_LANES
-                       : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
-                                                      : TILE_LANES;
-    if (p.scan) widest = 1;
-    p.band = am_min(p.lanes, widest);
+    bool transposed = transpose_kernel(&p, c.src_step, am_size_of(c.src_type)) ||
+                      transpose_kernel(&p, c.dst_step, am_size_of(c.dst_type));
+    ptrdiff_t most_lanes = transposed                     ? TRANSPOSED_LANES
+                           : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
+                                                          : TILE_LANES;
+    if (p.scan) most_lanes = 1;
+    p.band = am_min(p.lanes, most_lanes);
     p.bands = am_ceil_div(p.lanes, p.band);
-    am_status status = cut_time(&p, am_max(TASK / p.band, 1));
+    am_status status = divide_time(&p, am_max(TASK / p.band, 1));
     if (status != AM_OK) return status;
     ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
     if (!p.scan && tasks < MANY_TASKS * run->threads && tasks % run->threads != 0) {

@@ -15,9 +15,9 @@ typedef struct {
     ptrdiff_t src_step, dst_step;    /* its strides, in bytes */
     ptrdiff_t shape[AM_CUMSUM_AXES]; /* the other axes, outermost first; unused ones are 1 */
     ptrdiff_t src_stride[AM_CUMSUM_AXES], dst_stride[AM_CUMSUM_AXES];
-    const ptrdiff_t *starts; /* sequences + 1 of them, from 0 to `steps`; at least one sequence */
+    const ptrdiff_t *starts; /* [sequences + 1], from 0 to `steps`; there is at least one sequence */
     ptrdiff_t sequences;
-    ptrdiff_t chunk; /* steps a chunk, counted from the start of each sequence; 0 for no chunks */
+    ptrdiff_t chunk; /* steps per chunk, counted from the start of each sequence; 0 for no chunks */
     bool reverse;    /* sum from the end of each chunk or sequence */
     bool scaled;
     double scale;

@@ -1,9 +1,9 @@
-/* dense.c – reads rows of a mask, and copies them a piece at a time where their elements lie apart. */
+/* dense.c – reads rows of a mask. Rows whose elements are not contiguous are copied piece by piece. */
 #include "core/dense.h"
 
 #include "core/convert.h"
 
-/* Elements that are copied at once: whole words of bits. */
+/* Elements of a piece: a multiple of 64, so that pieces fill whole words of bits. */
 enum { PIECE = 512 };
 
 static am_axis axis_of(ptrdiff_t length, ptrdiff_t stride)
@@ -32,7 +32,7 @@ am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask)
     return mask_rows;
 }
 
-static bool side_by_side(const am_mask_rows *mask_rows)
+static bool is_contiguous(const am_mask_rows *mask_rows)
 {
     return mask_rows->columns.stride == mask_rows->size;
 }
@@ -48,30 +48,30 @@ void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char 
                        ptrdiff_t count)
 {
     am_pack_bits *pack = mask_rows->kernels->pack[mask_rows->lane];
-    if (side_by_side(mask_rows)) {
+    if (is_contiguous(mask_rows)) {
         pack(dst, row + begin * mask_rows->size, count);
         return;
     }
     uint64_t piece[PIECE];
     for (ptrdiff_t done = 0; done < count; done += PIECE) {
-        ptrdiff_t some = count - done < PIECE ? count - done : PIECE;
-        copy_piece(mask_rows, piece, row, begin + done, some);
-        pack(dst + done / 64, piece, some);
+        ptrdiff_t length = count - done < PIECE ? count - done : PIECE;
+        copy_piece(mask_rows, piece, row, begin + done, length);
+        pack(dst + done / 64, piece, length);
     }
 }
 
 ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
     am_find_nonzero *first = mask_rows->kernels->first[mask_rows->lane];
-    if (side_by_side(mask_rows)) {
+    if (is_contiguous(mask_rows)) {
         ptrdiff_t found = first(row + begin * mask_rows->size, end - begin);
         return found < 0 ? end : begin + found;
     }
     uint64_t piece[PIECE];
-    for (ptrdiff_t some; begin < end; begin += some) {
-        some = end - begin < PIECE ? end - begin : PIECE;
-        copy_piece(mask_rows, piece, row, begin, some);
-        ptrdiff_t found = first(piece, some);
+    for (ptrdiff_t length; begin < end; begin += length) {
+        length = end - begin < PIECE ? end - begin : PIECE;
+        copy_piece(mask_rows, piece, row, begin, length);
+        ptrdiff_t found = first(piece, length);
         if (found >= 0) return begin + found;
     }
     return end;
@@ -80,13 +80,13 @@ ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptr
 ptrdiff_t am_mask_rows_last(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end)
 {
     am_find_nonzero *last = mask_rows->kernels->last[mask_rows->lane];
-    if (side_by_side(mask_rows)) return begin + last(row + begin * mask_rows->size, end - begin) + 1;
+    if (is_contiguous(mask_rows)) return begin + last(row + begin * mask_rows->size, end - begin) + 1;
     uint64_t piece[PIECE];
-    for (ptrdiff_t some; begin < end; end -= some) {
-        some = end - begin < PIECE ? end - begin : PIECE;
-        copy_piece(mask_rows, piece, row, end - some, some);
-        ptrdiff_t found = last(piece, some);
-        if (found >= 0) return end - some + found + 1;
+    for (ptrdiff_t length; begin < end; end -= length) {
+        length = end - begin < PIECE ? end - begin : PIECE;
+        copy_piece(mask_rows, piece, row, end - length, length);
+        ptrdiff_t found = last(piece, length);
+        if (found >= 0) return end - length + found + 1;
     }
     return begin;
 }
@@ -95,13 +95,13 @@ bool am_mask_rows_collect(const am_mask_rows *mask_rows, void *seen, const char 
                           ptrdiff_t count)
 {
     am_collect_nonzero *collect = mask_rows->kernels->collect[mask_rows->lane];
-    if (side_by_side(mask_rows)) return collect(seen, row + begin * mask_rows->size, count);
+    if (is_contiguous(mask_rows)) return collect(seen, row + begin * mask_rows->size, count);
     uint64_t piece[PIECE];
     bool any = false;
     for (ptrdiff_t done = 0; done < count; done += PIECE) {
-        ptrdiff_t some = count - done < PIECE ? count - done : PIECE;
-        copy_piece(mask_rows, piece, row, begin + done, some);
-        any |= collect((char *)seen + done * mask_rows->size, piece, some);
+        ptrdiff_t length = count - done < PIECE ? count - done : PIECE;
+        copy_piece(mask_rows, piece, row, begin + done, length);
+        any |= collect((char *)seen + done * mask_rows->size, piece, length);
     }
     return any;
 }

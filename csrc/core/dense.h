@@ -1,4 +1,5 @@
-/* dense.h – a mask that is an array, read as rows whose elements lie close together. */
+/* dense.h – a mask that is an array, read as rows whose elements are contiguous in memory or at least close
+ * together. */
 #ifndef AM_DENSE_H
 #define AM_DENSE_H
 
@@ -9,7 +10,7 @@
 #include "core/status.h"
 #include "kernels/table.h"
 
-/* Elements that are not zero are live. Strides in bytes, of any sign, or zero. */
+/* Pairs whose element is not zero are live. Strides are in bytes, and may be negative or zero. */
 typedef struct {
     const char *data;
     am_dtype type;
@@ -19,12 +20,13 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t length; /* in the array */
-    ptrdiff_t count;  /* of what there is to look at: 1 where the array repeats itself */
+    ptrdiff_t count;  /* 1 where the array repeats itself, else `length` */
     ptrdiff_t stride; /* positive */
-    bool backwards;   /* number i is number count - 1 - i in the array */
+    bool backwards;   /* index i of this axis is index count - 1 - i of the array */
 } am_axis;
 
-/* One plane of a mask, transposed so that neighbours in a row are neighbours in memory, where they can be. */
+/* One plane of a mask: one (b, h). It is transposed if that brings the elements of a row closer together in
+ * memory. */
 typedef struct {
     const am_kernels *kernels;
     const char *data; /* of batch row 0 and head 0 */
@@ -34,12 +36,12 @@ typedef struct {
     am_lane lane;
 } am_mask_rows;
 
-/* Of an array in which no axis is empty. */
+/* No axis of `mask` may be empty. */
 am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask);
 
-/* In what follows `row` is the address of column 0. */
+/* These functions take the address of column 0 as `row`. */
 
-/* As am_pack_bits, from column `begin` on. */
+/* As am_pack_bits of kernels/table.h, from column `begin` on. */
 void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char *row, ptrdiff_t begin,
                        ptrdiff_t count);
 

@@ -1,5 +1,5 @@
-/* float_mode.h – how a thread computes with floating-point numbers: rounding, what becomes of denormals,
- * traps, and the flags of what has happened. */
+/* float_mode.h – the floating-point mode of a thread: rounding, denormals, traps, and the flags of
+ * exceptions. */
 #ifndef AM_FLOAT_MODE_H
 #define AM_FLOAT_MODE_H
 
@@ -11,7 +11,7 @@ typedef unsigned am_float_mode; /* MXCSR */
 static inline am_float_mode am_float_mode_get(void) { return _mm_getcsr(); }
 static inline void am_float_mode_set(am_float_mode mode) { _mm_setcsr(mode); }
 
-/* The same without traps. */
+/* The mode with all traps disabled. */
 static inline am_float_mode am_float_mode_quiet(am_float_mode mode) { return mode | _MM_MASK_MASK; }
 
 #elif defined(__aarch64__)

@@ -1,4 +1,4 @@
-/* forks.c – counts forks, and keeps the thread that begins regions for a thread that survived a fork. */
+/* forks.c – counts forks, and owns the thread that begins regions for a thread that survived a fork. */
 #define _GNU_SOURCE /* syscall */
 #include "core/forks.h"
 
@@ -16,10 +16,11 @@
 static unsigned forks;
 static void (*call_in_child)(void);
 
-static _Thread_local enum { UNKNOWN, OWN, SURVIVED_FORK } origin;
-static bool born_by_fork; /* before the module was loaded, when the runtime had been in use */
+static _Thread_local enum { UNKNOWN, CREATED_HERE, SURVIVED_FORK } origin;
+static bool born_by_fork; /* the process was forked before it loaded the module, and the runtime may have been
+                             in use */
 
-/* One thread of a process at most has survived a fork, so there is one caller. `lock` guards all fields. */
+/* At most one thread of a process has survived a fork, so there is one caller. `lock` guards all fields. */
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
@@ -32,7 +33,7 @@ static struct {
     .done = PTHREAD_COND_INITIALIZER,
 };
 
-/* A child has none of its parent's other threads, and no lock that they held. */
+/* A child does not have the other threads of its parent, which may have held the locks. */
 static void start_over_in_child(void)
 {
     pthread_mutex_init(&region_thread.lock, NULL);
@@ -41,11 +42,11 @@ static void start_over_in_child(void)
     region_thread.work = NULL;
     region_thread.started = false;
     forks++;
-    origin = am_openmp_keeps_teams_after_fork() ? SURVIVED_FORK : OWN;
+    origin = am_openmp_keeps_teams_after_fork() ? SURVIVED_FORK : CREATED_HERE;
     if (call_in_child) call_in_child();
 }
 
-/* Linux marks a process that has been forked and has executed no other program since. */
+/* Linux marks a process that was forked and has not executed another program since. */
 static bool is_forked(void)
 {
     bool forked = false;
@@ -56,7 +57,7 @@ static bool is_forked(void)
     const size_t length = file ? fread(text, 1, sizeof text - 1, file) : 0;
     text[length] = 0;
     if (file) fclose(file);
-    const char *end = strrchr(text, ')'); /* of the command, which may hold anything */
+    const char *end = strrchr(text, ')'); /* the command's name ends here; it may contain anything */
     unsigned flags;
     if (end && sscanf(end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1) forked = flags & PF_FORKNOEXEC;
 #endif
@@ -75,7 +76,7 @@ unsigned am_forks(void) { return forks; }
 bool am_survived_fork(void)
 {
     if (origin == UNKNOWN) {
-        origin = OWN;
+        origin = CREATED_HERE;
 #ifdef __linux__
         if (born_by_fork && syscall(SYS_gettid) == getpid()) origin = SURVIVED_FORK;
 #endif
@@ -98,7 +99,7 @@ static void *run_region_thread(void *unused)
     return unused;
 }
 
-/* It takes no signals, nor do those of its teams: they are for Python's threads. */
+/* The thread and its teams block signals, which are for Python's own threads. */
 static bool start_thread(void)
 {
     sigset_t all, before;
@@ -115,7 +116,7 @@ bool am_region_thread_start(void (*work)(void *arg), void *arg)
 {
     pthread_mutex_lock(&region_thread.lock);
     bool free =
-        !region_thread.work; /* a signal handler may call while its thread waits for the region thread */
+        !region_thread.work; /* not if a signal handler calls while its thread waits for the region thread */
     if (free && !region_thread.started) free = region_thread.started = start_thread();
     if (free) {
         region_thread.arg = arg;

@@ -1,11 +1,11 @@
-/* groups.c – equal lines, found by refinement. A line is a row or a column of a mask.
+/* groups.c – finds equal lines by partition refinement. A line is a row or a column of a mask.
  *
- * At first all lines are in one class. Then the mask is read 64 positions at a time, one word of each line,
- * and a class whose lines differ there falls apart: a line that differs from the first of its class goes
- * where others of that class with the same word went before, which a hash table tells by comparing (class,
- * word) itself. So classes are exact at any time, and the work is one comparison a word, plus one look into
- * the table where a line leaves its class. Ranges of positions are refined independently, and then against
- * each other.
+ * At first all lines are in one class. Then the mask is read 64 positions at a time, which gives one word per
+ * line. A line whose word differs from that of its class's first line leaves the class: it joins the lines
+ * that left the same class with the same word, or founds a new class. A hash table finds that class, and
+ * compares the old class and the word themselves, so that classes are always exact. The cost is one
+ * comparison per word, and one look-up for each line that leaves its class. Ranges of positions are refined
+ * independently, and their classes are then combined.
  */
 #include "core/groups.h"
 
@@ -18,35 +18,36 @@
 
 enum {
     WORD = 64,
-    STRIPE = 8,           /* words read at once from each row */
-    PANEL = 64,           /* words a row of the matrix that is transposed to get at columns */
-    PARTS = 8,            /* ranges of positions, at most */
-    PART_PAIRS = 1 << 18, /* and no more than are worth it */
-    MANY_LINES = 1 << 14, /* when so many have been read, or refined, a signal has waited long enough */
+    STRIPE = 8,           /* words read from each row at once */
+    PANEL = 64,           /* words per row of the bit matrix that is transposed to read columns */
+    PARTS = 8,            /* the most ranges of positions */
+    PART_PAIRS = 1 << 18, /* pairs that are worth a range of their own */
+    MANY_LINES = 1 << 14, /* lines read or refined between two checkpoints */
 };
 
 /* --- Classes --- */
 
 typedef struct {
-    uint32_t round; /* the entry counts in this one only */
-    int32_t line;   /* the first of a class that split off … */
-    int32_t from;   /* … the class that this line was the first of */
+    uint32_t round; /* the entry is valid in this round only */
+    int32_t line;   /* the first line of a new class … */
+    int32_t from;   /* … and the first line of the class that it left */
 } entry;
 
-/* Line 0 is all zeros, so that every line of its class is all zeros, too. */
+/* Line 0 is all zeros, so lines of its class have no live pair. */
 typedef struct {
     const am_kernels *kernels;
     ptrdiff_t lines, classes;
-    int32_t *twin; /* of each line, the first line of its class */
+    int32_t *leader; /* of each line: the first line of its class */
     entry *table;
-    size_t mask; /* of places in the table, a power of two and at least twice the lines */
+    size_t
+        index_mask; /* the size of the table less 1; the size is a power of two, at least twice the lines */
     uint64_t secret;
     uint32_t round;
-    int32_t last; /* that left its class in this round, or 0 */
-    int32_t last_from;
+    int32_t last_moved; /* the line that left its class last in this round, or 0 */
+    int32_t last_left;  /* the first line of the class that it left */
 } classes;
 
-/* Nobody can prepare a mask whose words meet in one place of the table. */
+/* The hash is secret, so that nobody can make a mask whose words all collide. */
 static uint64_t draw_secret(void)
 {
     struct timespec now;
@@ -56,46 +57,46 @@ static uint64_t draw_secret(void)
            1;
 }
 
-static am_status start_classes(classes *c, const am_kernels *kernels, ptrdiff_t lines, int32_t *twin)
+static am_status start_classes(classes *c, const am_kernels *kernels, ptrdiff_t lines, int32_t *leader)
 {
-    size_t places = 16;
-    while (places < 2 * (size_t)lines) places *= 2;
+    size_t size = 16;
+    while (size < 2 * (size_t)lines) size *= 2;
     *c = (classes){.kernels = kernels,
                    .lines = lines,
                    .classes = 1,
-                   .twin = twin,
-                   .table = calloc(places, sizeof *c->table),
-                   .mask = places - 1,
+                   .leader = leader,
+                   .table = calloc(size, sizeof *c->table),
+                   .index_mask = size - 1,
                    .secret = draw_secret()};
     return c->table ? AM_OK : AM_NO_MEMORY;
 }
 
-static size_t place_of(const classes *c, uint64_t word, int32_t from)
+static size_t hash(const classes *c, uint64_t word, int32_t from)
 {
     unsigned __int128 product = (unsigned __int128)(word ^ c->secret) * (c->secret + 2 * (uint64_t)from);
-    return (size_t)((uint64_t)product ^ (uint64_t)(product >> 64)) & c->mask;
+    return (size_t)((uint64_t)product ^ (uint64_t)(product >> 64)) & c->index_mask;
 }
 
-/* Line differs from the first of its class. */
-static void leave(classes *c, const uint64_t *words, int32_t line)
+/* Moves a line, whose word differs from that of the first line of its class, to another class. */
+static void move_line(classes *c, const uint64_t *words, int32_t line)
 {
-    int32_t from = c->twin[line];
-    if (c->last && from == c->last_from && words[line] == words[c->last]) {
-        c->twin[line] = c->twin[c->last];
+    int32_t from = c->leader[line];
+    if (c->last_moved && from == c->last_left && words[line] == words[c->last_moved]) {
+        c->leader[line] = c->leader[c->last_moved];
         return;
     }
-    c->last = line;
-    c->last_from = from;
-    for (size_t i = place_of(c, words[line], from);; i = (i + 1) & c->mask) {
+    c->last_moved = line;
+    c->last_left = from;
+    for (size_t i = hash(c, words[line], from);; i = (i + 1) & c->index_mask) {
         entry *e = &c->table[i];
         if (e->round != c->round) {
             *e = (entry){c->round, line, from};
-            c->twin[line] = line;
+            c->leader[line] = line;
             c->classes++;
             return;
         }
         if (e->from == from && words[e->line] == words[line]) {
-            c->twin[line] = e->line;
+            c->leader[line] = e->line;
             return;
         }
     }
@@ -104,33 +105,35 @@ static void leave(classes *c, const uint64_t *words, int32_t line)
 static void refine(classes *c, const uint64_t *words)
 {
     c->round++;
-    c->last = 0;
+    c->last_moved = 0;
     for (ptrdiff_t begin = 0; begin < c->lines; begin += WORD) {
-        uint64_t bits = c->kernels->unlike_bits(words, c->twin, begin, am_min(WORD, c->lines - begin));
-        for (; bits; bits &= bits - 1) leave(c, words, (int32_t)begin + __builtin_ctzll(bits));
+        uint64_t bits = c->kernels->unlike_bits(words, c->leader, begin, am_min(WORD, c->lines - begin));
+        for (; bits; bits &= bits - 1) move_line(c, words, (int32_t)begin + __builtin_ctzll(bits));
     }
 }
 
-/* --- Reading --- */
+/* --- Lines as words --- */
 
-/* The lines along one axis of a plane. */
+/* The rows, or the columns, of a plane as lines. */
 typedef struct {
-    bool across;         /* columns */
-    ptrdiff_t count;     /* of lines in the plane */
-    ptrdiff_t lines;     /* with line 0, and what fills up the last tiles */
-    ptrdiff_t positions; /* a line */
-    ptrdiff_t step;      /* positions read at once */
-    ptrdiff_t parts, part;
-    int32_t *twin;        /* [parts, lines] */
-    atomic_bool distinct; /* all lines are known to differ, from each other and from zero */
+    bool is_columns;       /* lines are columns */
+    ptrdiff_t count;       /* lines in the plane */
+    ptrdiff_t lines;       /* `count`, line 0, and lines that fill up the last tiles */
+    ptrdiff_t positions;   /* elements of a line */
+    ptrdiff_t step;        /* positions that are read at once */
+    ptrdiff_t parts, part; /* ranges of positions, and the length of one */
+    int32_t *leader;       /* [parts, lines] */
+    atomic_bool distinct;  /* all lines are known to differ, from each other and from zero */
 } side;
 
-/* Where line i of a plane stands among the lines: am_transpose_bits interleaves those of its tiles. */
-static ptrdiff_t line_of(const side *s, ptrdiff_t i)
+/* The number of row or column i of a plane among the lines: am_transpose_bits interleaves the lines of its
+ * tiles. */
+static ptrdiff_t line_number(const side *s, ptrdiff_t i)
 {
     enum { TILES = AM_TRANSPOSE_TILES * WORD };
-    return 1 + (s->across ? i / TILES * TILES + i % WORD * AM_TRANSPOSE_TILES + i / WORD % AM_TRANSPOSE_TILES
-                          : i);
+    return 1 + (s->is_columns
+                    ? i / TILES * TILES + i % WORD * AM_TRANSPOSE_TILES + i / WORD % AM_TRANSPOSE_TILES
+                    : i);
 }
 
 static am_status read_rows(const am_mask_rows *plane, const side *s, uint64_t *words, ptrdiff_t begin,
@@ -142,8 +145,8 @@ static am_status read_rows(const am_mask_rows *plane, const side *s, uint64_t *w
     for (ptrdiff_t r = 0; status == AM_OK && r < s->count; r++) {
         uint64_t row[STRIPE];
         const char *data = plane->data + r * plane->rows.stride;
-        const char *later = data + 4 * plane->rows.stride + begin * plane->columns.stride;
-        for (int line = 0; line < 8; line++) __builtin_prefetch(later + 64 * line);
+        const char *prefetch = data + 4 * plane->rows.stride + begin * plane->columns.stride;
+        for (int i = 0; i < 8; i++) __builtin_prefetch(prefetch + 64 * i);
         am_mask_rows_pack(plane, row, data, begin, count);
         for (ptrdiff_t w = 0; w < used; w++) words[w * s->lines + 1 + r] = row[w];
         if (r % MANY_LINES == MANY_LINES - 1) status = am_checkpoint(team);
@@ -179,16 +182,16 @@ typedef struct {
 static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_team *team)
 {
     classes c = {0};
-    ptrdiff_t width = s->across ? 1 : STRIPE;
-    int32_t *twin = s->twin + part * s->lines;
+    ptrdiff_t width = s->is_columns ? 1 : STRIPE;
+    int32_t *leader = s->leader + part * s->lines;
     uint64_t *words = malloc((size_t)(width * s->lines) * sizeof *words);
-    am_status status = words ? start_classes(&c, job->plane.kernels, s->lines, twin) : AM_NO_MEMORY;
-    memset(twin, 0, (size_t)s->lines * sizeof *twin);
+    am_status status = words ? start_classes(&c, job->plane.kernels, s->lines, leader) : AM_NO_MEMORY;
+    memset(leader, 0, (size_t)s->lines * sizeof *leader);
     ptrdiff_t end = am_min((part + 1) * s->part, s->positions);
     for (ptrdiff_t begin = part * s->part; status == AM_OK && begin < end; begin += s->step) {
         if (atomic_load_explicit(&s->distinct, memory_order_relaxed)) break;
         ptrdiff_t count = am_min(s->step, end - begin);
-        if (s->across)
+        if (s->is_columns)
             read_columns(&job->plane, s, words, begin, count);
         else
             status = read_rows(&job->plane, s, words, begin, count, team);
@@ -208,20 +211,20 @@ static am_status part_task(void *arg, ptrdiff_t index, am_team *team)
 {
     plane_job *job = arg;
     side *s = &job->sides[index >= job->sides[0].parts];
-    return refine_part(job, s, s->across ? index - job->sides[0].parts : index, team);
+    return refine_part(job, s, s->is_columns ? index - job->sides[0].parts : index, team);
 }
 
 /* --- Ids --- */
 
-/* Leaves in the first part's twins those over all positions. */
-static am_status join_parts(const am_kernels *kernels, side *s)
+/* Combines the classes of all parts; the first part then has the classes over all positions. */
+static am_status combine_parts(const am_kernels *kernels, side *s)
 {
     classes c = {0};
     uint64_t *words = malloc((size_t)s->lines * sizeof *words);
-    am_status status = words ? start_classes(&c, kernels, s->lines, s->twin) : AM_NO_MEMORY;
+    am_status status = words ? start_classes(&c, kernels, s->lines, s->leader) : AM_NO_MEMORY;
     for (ptrdiff_t part = 1; status == AM_OK && part < s->parts; part++) {
-        const int32_t *twin = s->twin + part * s->lines;
-        for (ptrdiff_t i = 0; i < s->lines; i++) words[i] = (uint64_t)twin[i];
+        const int32_t *leader = s->leader + part * s->lines;
+        for (ptrdiff_t i = 0; i < s->lines; i++) words[i] = (uint64_t)leader[i];
         refine(&c, words);
     }
     free(words);
@@ -235,38 +238,38 @@ static am_status number_lines(const am_kernels *kernels, side *s, const am_axis 
         for (ptrdiff_t i = 0; i < axis->length; i++) ids[i] = axis->count == 1 ? 0 : (int32_t)i;
         return AM_OK;
     }
-    am_status status = s->parts > 1 ? join_parts(kernels, s) : AM_OK;
+    am_status status = s->parts > 1 ? combine_parts(kernels, s) : AM_OK;
     if (status != AM_OK) return status;
     int32_t *id_of = malloc((size_t)s->lines * sizeof *id_of);
     if (!id_of) return AM_NO_MEMORY;
     memset(id_of, 0xff, (size_t)s->lines * sizeof *id_of);
     int32_t next = 0;
     for (ptrdiff_t i = 0; i < axis->count; i++) {
-        int32_t twin = s->twin[line_of(s, axis->backwards ? axis->count - 1 - i : i)];
-        if (twin && id_of[twin] < 0) id_of[twin] = next++;
-        ids[i] = id_of[twin];
+        int32_t leader = s->leader[line_number(s, axis->backwards ? axis->count - 1 - i : i)];
+        if (leader && id_of[leader] < 0) id_of[leader] = next++;
+        ids[i] = id_of[leader];
     }
     for (ptrdiff_t i = axis->count; i < axis->length; i++) ids[i] = ids[0];
     free(id_of);
     return AM_OK;
 }
 
-static am_status prepare_side(side *s, bool across, const am_axis *axis, const am_axis *other)
+static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, const am_axis *other)
 {
-    ptrdiff_t step = across ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
+    ptrdiff_t step = is_columns ? WORD : WORD * STRIPE, steps = am_ceil_div(other->count, step);
     ptrdiff_t parts = am_min(am_min(PARTS, steps),
                              axis->count > PART_PAIRS ? PARTS : 1 + axis->count * other->count / PART_PAIRS);
-    *s = (side){
-        .across = across,
-        .count = axis->count,
-        .lines = 1 + (across ? am_ceil_div(axis->count, WORD * AM_TRANSPOSE_TILES) * WORD * AM_TRANSPOSE_TILES
-                             : axis->count),
-        .positions = other->count,
-        .step = step,
-        .part = am_ceil_div(steps, parts) * step};
+    *s = (side){.is_columns = is_columns,
+                .count = axis->count,
+                .lines = 1 + (is_columns ? am_ceil_div(axis->count, WORD * AM_TRANSPOSE_TILES) * WORD *
+                                               AM_TRANSPOSE_TILES
+                                         : axis->count),
+                .positions = other->count,
+                .step = step,
+                .part = am_ceil_div(steps, parts) * step};
     s->parts = am_ceil_div(s->positions, s->part);
-    s->twin = malloc((size_t)(s->parts * s->lines) * sizeof *s->twin);
-    return s->twin ? AM_OK : AM_NO_MEMORY;
+    s->leader = malloc((size_t)(s->parts * s->lines) * sizeof *s->leader);
+    return s->leader ? AM_OK : AM_NO_MEMORY;
 }
 
 static am_status group_plane(const am_run *run, const am_mask_rows *mask_rows, const char *data,
@@ -282,8 +285,8 @@ static am_status group_plane(const am_run *run, const am_mask_rows *mask_rows, c
         status = am_parallel(run, job.sides[0].parts + job.sides[1].parts, 1, part_task, &job);
     for (int i = 0; i < 2 && status == AM_OK; i++)
         status = number_lines(run->kernels, &job.sides[i], axes[i], ids[i]);
-    free(job.sides[0].twin);
-    free(job.sides[1].twin);
+    free(job.sides[0].leader);
+    free(job.sides[1].leader);
     return status;
 }
 
@@ -293,7 +296,7 @@ typedef struct {
     const am_run *run;
     const am_dense *mask;
     am_mask_rows mask_rows;
-    ptrdiff_t heads; /* that are not repetitions */
+    ptrdiff_t heads; /* distinct heads */
     int32_t *q_ids, *k_ids;
 } planes_job;
 
@@ -314,7 +317,7 @@ static am_status plane_task(void *arg, ptrdiff_t index, am_team *team)
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
-/* Ids of the first head, or of the first batch row, for the others. */
+/* Copies the ids of the first head, or of the first batch row, to the others. */
 static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
 {
     for (ptrdiff_t i = 1; i < times; i++) memcpy(ids + i * count, ids, (size_t)count * sizeof *ids);
@@ -344,15 +347,15 @@ am_status am_group_tokens(const am_run *run, const am_dense *mask, int32_t *q_id
     return AM_OK;
 }
 
-/* --- Do the ids tell the mask? --- */
+/* --- Comparing a mask with its ids --- */
 
 typedef struct {
     const am_dense *mask;
     am_mask_rows mask_rows;
-    ptrdiff_t heads; /* that are not repetitions */
+    ptrdiff_t heads; /* distinct heads */
     ptrdiff_t id_heads, blocks;
     int32_t *row_ids, *column_ids; /* [batch, id_heads, count], in the order of the rows and columns */
-    atomic_ptrdiff_t found;        /* (plane * rows + row) * columns + column */
+    atomic_ptrdiff_t found;        /* (plane * rows + row) * columns + column of the first contradiction */
 } check_job;
 
 static int32_t *ids_in_order(const int32_t *ids, ptrdiff_t planes, const am_axis *axis)
@@ -366,8 +369,8 @@ static int32_t *ids_in_order(const int32_t *ids, ptrdiff_t planes, const am_axis
     return ordered;
 }
 
-/* Where a row is not as its id and those of the columns want it, or -1. `expected` is kept from the row
- * before. */
+/* The first column where a row differs from what the ids imply, or -1. The second half of `words` holds what
+ * they imply, which stays valid for the next row if that has the same id. */
 static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t *column_ids, int32_t id,
                            bool id_is_new, uint64_t *words)
 {
@@ -384,7 +387,7 @@ static ptrdiff_t check_row(const check_job *job, const char *row, const int32_t 
     return -1;
 }
 
-/* A block of rows of one plane. */
+/* A task checks a block of rows of one plane. */
 static am_status check_task(void *arg, ptrdiff_t index, am_team *team)
 {
     check_job *job = arg;

@@ -1,4 +1,4 @@
-/* isa.c – asks the processor once what it can do. Compiled for any processor. */
+/* isa.c – finds out which kernels the processor can run. This file is compiled for any processor. */
 #include "core/isa.h"
 
 #include <string.h>
@@ -24,7 +24,8 @@ static unsigned saved_registers(void)
     return low;
 }
 
-/* Linux saves the tiles of a process that has asked, and of its children. Builds for tests have their own. */
+/* Linux lets a process and its children use tile registers only after the process has requested it. Builds
+ * for tests emulate tiles in memory. */
 static bool has_tiles(unsigned leaf7_edx)
 {
 #    if defined AM_EMULATE
@@ -74,7 +75,7 @@ void am_isa_begin(void)
 #endif
 }
 
-/* By level. A compiler that cannot build one cannot build those above it. */
+/* The kernels of each level. A compiler that cannot build one level cannot build those above it. */
 static const am_kernels *const ladder[] = {
     &am_kernels_baseline,
 #ifdef AM_HAVE_AVX2

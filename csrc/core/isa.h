@@ -1,13 +1,14 @@
-/* isa.h – which kernels this build has and this processor can run. */
+/* isa.h – the kernels that this build has and this processor can run. */
 #ifndef AM_ISA_H
 #define AM_ISA_H
 
 #include "kernels/table.h"
 
-/* Completes the levels, and chooses the cache to which kernels prefetch; before any runs. */
+/* Completes the table of levels, and chooses the cache to which kernels prefetch. Call it before any
+ * kernel. */
 void am_isa_begin(void);
 
-/* The level's kernels, from the plainest (0) to the best that runs here; NULL past the end. */
+/* The kernels of a level, from the plainest (0) to the best that runs here; NULL past the end. */
 const am_kernels *am_isa_level(int level);
 
 /* The level called `name`, or NULL if it is unknown or does not run here. */

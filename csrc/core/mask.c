@@ -1,4 +1,4 @@
-/* mask.c – the three questions, asked of a whole expression. */
+/* mask.c – answers the three questions for a whole expression. */
 #include "core/mask.h"
 
 #include "core/mask_terms.h"
@@ -24,21 +24,22 @@ void am_mask_release(am_mask *mask)
     }
 }
 
-/* An expression is evaluated on a stack; what is put there differs from question to question. */
+/* Each question evaluates the expression on a stack. Its entries are ranges of keys, kinds of tiles, or tiles
+ * with their bits. */
 
 am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows)
 {
     if (mask->keys == 0) return (am_range){0, 0};
-    const am_place place = {.b = b, .h = h, .q = q, .rows = rows};
+    const am_region region = {.b = b, .h = h, .q = q, .rows = rows};
     am_range stack[AM_MASK_DEPTH];
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         const am_node *node = &mask->nodes[i];
         if (node->kind < AM_TERM_KINDS) {
-            stack[++top] = am_term_kinds[node->kind].keys(mask, node, &place);
+            stack[++top] = am_term_kinds[node->kind].keys(mask, node, &region);
             continue;
         }
-        if (node->kind == AM_NOT) { /* what may be live says nothing about what may be dead */
+        if (node->kind == AM_NOT) { /* knowing which keys may be live does not tell which may be dead */
             stack[top] = (am_range){0, mask->keys};
             continue;
         }
@@ -59,8 +60,8 @@ am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q
 
 uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin)
 {
-    const ptrdiff_t behind = (side == AM_QUERIES ? mask->queries : mask->keys) - begin - 1,
-                    count = behind < 64 ? behind : 64;
+    const ptrdiff_t remaining = (side == AM_QUERIES ? mask->queries : mask->keys) - begin - 1,
+                    count = remaining < 64 ? remaining : 64;
     uint64_t boundaries = 0;
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
         if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].boundaries)
@@ -86,13 +87,14 @@ bool am_mask_is_by_head(const am_mask *mask)
     return false;
 }
 
-static am_tile opposite(am_tile tile)
+static am_tile inverted_kind(am_tile tile)
 {
     return tile == AM_MIXED ? AM_MIXED : tile == AM_FULL ? AM_DEAD : AM_FULL;
 }
 
-/* What an operator makes of two tiles where at least one is not mixed; AM_MIXED where the bits must tell. */
-static am_tile combined(am_node_kind operator, am_tile left, am_tile right)
+/* The kind of tile that an operator makes of two tiles. It may return AM_MIXED for a tile that is dead or
+ * full, which only the bits show. */
+static am_tile combined_kind(am_node_kind operator, am_tile left, am_tile right)
 {
     switch (operator) {
     case AM_AND:
@@ -107,51 +109,51 @@ static am_tile combined(am_node_kind operator, am_tile left, am_tile right)
                                                    : AM_MIXED;
     default:
         return left == AM_DEAD    ? right
-               : left == AM_FULL  ? opposite(right)
+               : left == AM_FULL  ? inverted_kind(right)
                : right == AM_DEAD ? left
-                                  : opposite(left);
+                                  : inverted_kind(left);
     }
 }
 
 am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
                      ptrdiff_t columns)
 {
-    const am_place place = {b, h, q, rows, k, columns};
+    const am_region region = {b, h, q, rows, k, columns};
     am_tile stack[AM_MASK_DEPTH];
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         const am_node *node = &mask->nodes[i];
         if (node->kind < AM_TERM_KINDS) {
-            stack[++top] = am_term_kinds[node->kind].tile(mask, node, &place);
+            stack[++top] = am_term_kinds[node->kind].tile(mask, node, &region);
         } else if (node->kind == AM_NOT) {
-            stack[top] = opposite(stack[top]);
+            stack[top] = inverted_kind(stack[top]);
         } else {
             am_tile right = stack[top--];
-            stack[top] = combined(node->kind, stack[top], right);
+            stack[top] = combined_kind(node->kind, stack[top], right);
         }
     }
     return stack[0];
 }
 
-/* An operand whose bits are written down only where it is mixed. */
+/* A tile on the stack. Its bits are set only if it is mixed. */
 typedef struct {
     am_tile kind;
     uint64_t bits[AM_TILE_ROWS];
 } operand;
 
-static void invert(operand *x, const am_place *place)
+static void invert(operand *x, const am_region *region)
 {
     if (x->kind == AM_MIXED) {
-        for (ptrdiff_t r = 0; r < place->rows; r++) x->bits[r] ^= am_low_bits(place->columns);
+        for (ptrdiff_t r = 0; r < region->rows; r++) x->bits[r] ^= am_low_bits(region->columns);
     }
-    x->kind = opposite(x->kind);
+    x->kind = inverted_kind(x->kind);
 }
 
-static void combine(am_node_kind operator, operand *left, operand *right, const am_place *place)
+static void combine(am_node_kind operator, operand *left, operand *right, const am_region *region)
 {
-    am_tile kind = combined(operator, left->kind, right->kind);
+    am_tile kind = combined_kind(operator, left->kind, right->kind);
     if (left->kind == AM_MIXED && right->kind == AM_MIXED) {
-        for (ptrdiff_t r = 0; r < place->rows; r++) {
+        for (ptrdiff_t r = 0; r < region->rows; r++) {
             if (operator == AM_AND)
                 left->bits[r] &= right->bits[r];
             else if (operator == AM_OR)
@@ -162,9 +164,9 @@ static void combine(am_node_kind operator, operand *left, operand *right, const 
         kind = AM_MIXED;
     } else if (kind == AM_MIXED) {
         operand *mixed = left->kind == AM_MIXED ? left : right, *other = mixed == left ? right : left;
-        if (operator == AM_XOR && other->kind == AM_FULL) invert(mixed, place);
+        if (operator == AM_XOR && other->kind == AM_FULL) invert(mixed, region);
         if (mixed == right) {
-            for (ptrdiff_t r = 0; r < place->rows; r++) left->bits[r] = right->bits[r];
+            for (ptrdiff_t r = 0; r < region->rows; r++) left->bits[r] = right->bits[r];
         }
     }
     left->kind = kind;
@@ -173,7 +175,7 @@ static void combine(am_node_kind operator, operand *left, operand *right, const 
 am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
                      ptrdiff_t columns, uint64_t *bits)
 {
-    const am_place place = {b, h, q, rows, k, columns};
+    const am_region region = {b, h, q, rows, k, columns};
     operand stack[AM_MASK_DEPTH];
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
@@ -181,13 +183,13 @@ am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
         if (node->kind < AM_TERM_KINDS) {
             const am_term_kind *term = &am_term_kinds[node->kind];
             operand *x = &stack[++top];
-            x->kind = term->tile(mask, node, &place);
-            if (x->kind == AM_MIXED) term->bits(mask, node, &place, x->bits);
+            x->kind = term->tile(mask, node, &region);
+            if (x->kind == AM_MIXED) term->bits(mask, node, &region, x->bits);
         } else if (node->kind == AM_NOT) {
-            invert(&stack[top], &place);
+            invert(&stack[top], &region);
         } else {
             top--;
-            combine(node->kind, &stack[top], &stack[top + 1], &place);
+            combine(node->kind, &stack[top], &stack[top + 1], &region);
         }
     }
     if (stack[0].kind != AM_MIXED) return stack[0].kind;

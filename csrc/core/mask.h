@@ -1,17 +1,19 @@
-/* mask.h – who may attend to whom: a description, and the three questions that everything asks of it.
+/* mask.h – describes which query may attend to which key, and declares the three questions that all other
+ * code asks of that description.
  *
- * A mask is an expression over terms, written in postfix order: `segments band AND dense OR` means
- * ((segments and band) or dense). A term points at arrays that its owner keeps alive. A pair (q, k) of batch
- * row b and head h is live or dead; arrays that are the same for all rows or heads have a stride of zero
- * there.
+ * A mask is an expression over terms in postfix order: `segments band AND dense OR` means ((segments and
+ * band) or dense). A term points at arrays that its owner keeps alive. Each pair (q, k) of batch row b and
+ * head h is either live or dead. An array that is the same for all batch rows or heads has a stride of zero
+ * along that axis.
  *
  *     which keys may be live for these query rows?     am_mask_keys
  *     is this tile dead, full or mixed?                am_mask_tile
  *     which of its pairs are live?                     am_mask_bits
  *
- * The first two may err on one side: keys may name too many, and a tile may be called mixed that is not. The
- * third is exact. A new kind of mask is a new term: a value of am_node_kind, its functions in mask_terms.c,
- * reading it in bind/mask.c, and its row in attnmask/_mask_terms.py.
+ * The first two may be inexact in one direction: am_mask_keys may return too large a range, and am_mask_tile
+ * may call a dead or a full tile mixed. am_mask_bits is exact. A new kind of mask is a new term: a value of
+ * am_node_kind, its functions in mask_terms.c, its reader in bind/mask.c, and its row in
+ * attnmask/_mask_terms.py.
  */
 #ifndef AM_MASK_H
 #define AM_MASK_H
@@ -24,14 +26,15 @@
 #include "core/threads.h"
 
 enum {
-    AM_TILE_ROWS = 64,    /* at most, in one question about a tile */
-    AM_TILE_COLUMNS = 64, /* one word of bits a row */
-    AM_MASK_DEPTH = 16,   /* operands waiting at once while an expression is evaluated */
+    AM_TILE_ROWS = 64,    /* the most rows in one question */
+    AM_TILE_COLUMNS = 64, /* the most columns: one word of bits a row */
+    AM_MASK_DEPTH = 16,   /* the most operands on the stack of an expression */
 };
 
 typedef enum { AM_DEAD, AM_FULL, AM_MIXED } am_tile;
 
-/* A range of tokens. What am_mask_keys tells lies within the mask; terms may say nothing by end <= begin. */
+/* Tokens begin … end - 1. A term may return end <= begin for an empty range; am_mask_keys returns a range
+ * within the mask. */
 typedef struct {
     ptrdiff_t begin, end;
 } am_range;
@@ -42,9 +45,9 @@ typedef enum {
     AM_TERM_BAND,      /* low[b] <= k - q <= high[b] */
     AM_TERM_CHUNK,     /* (q + q_shift[b]) / size == (k + k_shift[b]) / size */
     AM_TERM_KEYS,      /* begin[b] <= k < end[b] */
-    AM_TERM_EQUAL,     /* q_ids[q] == k_ids[k], not negative, and not 0 if zero is excluded */
-    AM_TERM_SEQUENCES, /* q and k lie in the same sequence s, at low[s] <= k - q <= high[s] counted from its
-                          start */
+    AM_TERM_EQUAL,     /* q_ids[q] == k_ids[k], a valid id: not negative, and not 0 if exclude_zero */
+    AM_TERM_SEQUENCES, /* q and k lie in the same sequence s, and low[s] <= k - q <= high[s] if both are
+                          counted from its start */
     AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
     AM_TERM_KINDS,
     /* Operators on the one or two operands before them. */
@@ -54,16 +57,15 @@ typedef enum {
     AM_XOR,
 } am_node_kind;
 
-/* What am_mask_prepare notes about blocks of 64 ids or tiles of 64 × 64 pairs, so that questions need not
- * look. */
+/* A summary of 64 consecutive ids, which saves the questions from reading them. am_mask_prepare makes it. */
 typedef struct {
-    int32_t low, high; /* of the valid ids; low > high if there are none */
-    int32_t clean;     /* no id is invalid */
+    int32_t low, high; /* the range of the valid ids; low > high if there are none */
+    int32_t all_valid; /* every id is valid */
 } am_id_block;
 
 typedef struct {
     am_node_kind kind;
-    bool borrowed; /* what is noted about it belongs to another mask, which is prepared */
+    bool borrowed; /* its summaries belong to another mask, which is prepared */
     union {
         struct {
             const ptrdiff_t *low, *high; /* [batch], within ±AM_FAR */
@@ -79,8 +81,8 @@ typedef struct {
             const int32_t *q_ids, *k_ids;               /* contiguous along tokens */
             ptrdiff_t q_batch, q_head, k_batch, k_head; /* strides in elements */
             int exclude_zero;
-            am_id_block *q_blocks, *k_blocks; /* prepared; by distinct (batch, head) */
-            am_id_block *k_groups;            /* the same of 64 blocks each */
+            am_id_block *q_blocks, *k_blocks; /* summaries of 64 ids each, for each distinct (b, h) */
+            am_id_block *k_groups;            /* summaries of 64 blocks each */
         } equal;
         struct {
             ptrdiff_t count;
@@ -91,14 +93,15 @@ typedef struct {
             const char *data;
             am_dtype type;
             ptrdiff_t batch, head, row, column; /* strides in bytes */
-            const ptrdiff_t *q_shift,
-                *k_shift;   /* [batch], not negative; both zero unless rows, columns reach as far */
-            uint8_t *tiles; /* prepared; an am_tile for each 64 × 64 pairs of each distinct (batch, head) */
-            ptrdiff_t q_blocks, k_blocks; /* of them */
+            const ptrdiff_t *q_shift, *k_shift; /* [batch], not negative; an array whose stride is not 0 has
+                                                   an element for each shifted position */
+            uint8_t *tiles; /* summaries: an am_tile for each 64 × 64 pairs, for each distinct (b, h) */
+            ptrdiff_t q_blocks, k_blocks; /* the numbers of tiles along each axis */
         } dense;
     };
 } am_node;
 
+/* The largest bound of a band. Positions are at most 2^56, so that sums of both cannot overflow. */
 enum { AM_FAR_SHIFT = 60 };
 #define AM_FAR ((ptrdiff_t)1 << AM_FAR_SHIFT)
 
@@ -109,35 +112,36 @@ typedef struct {
     const am_kernels *kernels; /* set by am_mask_prepare */
 } am_mask;
 
-/* Notes what the questions need; once, before the first. am_mask_release frees it, also after a failure. */
+/* Makes the summaries that the questions need; call it once, before the first question. am_mask_release frees
+ * them, also after a failure. */
 am_status am_mask_prepare(const am_run *run, am_mask *mask);
 void am_mask_release(am_mask *mask);
 
 am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows);
 
-/* Tiles of up to AM_TILE_ROWS × AM_TILE_COLUMNS pairs, anywhere. */
+/* A tile has up to AM_TILE_ROWS × AM_TILE_COLUMNS pairs and may begin anywhere. */
 am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
                      ptrdiff_t columns);
 
-/* Bit i of bits[r] tells whether pair (q + r, k + i) is live; bits beyond `columns` are zero. Returns the
- * tile's exact kind; the bits are filled in only if it is mixed. */
+/* Sets bit i of bits[r] if pair (q + r, k + i) is live; bits from `columns` on are zero. Returns the exact
+ * kind of the tile, and writes the bits only if the tile is mixed. */
 am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
                      ptrdiff_t columns, uint64_t *bits);
 
 typedef enum { AM_QUERIES, AM_KEYS } am_side;
 
-/* A hint for tiles that are seldom mixed: bit i tells whether token begin + 1 + i is of
- * another sequence, segment or chunk than the one before it, in the first head. */
+/* Bit i is set if token begin + 1 + i belongs to another sequence, segment or chunk than the token before it,
+ * in the first head. This is a hint: tiles that begin at boundaries are seldom mixed. */
 uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
 
-/* Whether there may be any, and whether heads may see different keys. */
+/* Whether the mask may have boundaries, and whether heads may see different keys. */
 bool am_mask_has_boundaries(const am_mask *mask);
 bool am_mask_is_by_head(const am_mask *mask);
 
-/* What is made of masks. Arrays are C-contiguous unless strides are given. */
+/* Functions that read whole masks. Arrays are C-contiguous unless strides are given. */
 
-/* Writes `live` or `dead` (the first `size` bytes of each) for every pair. Strides in bytes, size 1, 2, 4
- * or 8. */
+/* An array that am_mask_fill fills with `live` or `dead` for every pair: the first `size` bytes of either.
+ * `size` is 1, 2, 4 or 8; strides are in bytes. */
 typedef struct {
     char *data;
     ptrdiff_t batch, head, row, column;
@@ -146,16 +150,16 @@ typedef struct {
 } am_mask_target;
 am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_target *target);
 
-/* Live pairs of each cell of a grid over one (b, h): cells of q_cell × k_cell pairs, the last ones cut off.
- */
+/* Counts the live pairs in each cell of a grid over one (b, h). Cells have q_cell × k_cell pairs; the last
+ * ones may be smaller. */
 am_status am_mask_grid(const am_run *run, const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
                        ptrdiff_t k_cell, int64_t *counts);
 
-/* Live pairs of each (b, h). */
+/* Counts the live pairs of each (b, h). */
 am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts);
 
-/* Which queries, and which keys, have a live pair: bytes of 0 or 1, [batch, heads, queries] and [batch,
- * heads, keys]. */
+/* Marks the queries and the keys that have a live pair with 1, and the others with 0: [batch, heads, queries]
+ * and [batch, heads, keys]. */
 am_status am_mask_any(const am_run *run, const am_mask *mask, uint8_t *queries, uint8_t *keys);
 
 #endif

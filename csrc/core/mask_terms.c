@@ -1,4 +1,4 @@
-/* mask_terms.c – the kinds of terms that masks are made of. */
+/* mask_terms.c – the functions of each kind of term. */
 #include "core/mask_terms.h"
 
 #include <stdlib.h>
@@ -9,54 +9,54 @@
 
 enum {
     BLOCK = 64,
-    GROUP = 64, /* blocks of ids */
+    GROUP = 64, /* blocks of ids in a group */
 };
 
-/* --- Terms in which each query row sees one interval of keys, and later rows see none that begins or ends
- * earlier --- */
+/* --- Terms where each query sees one interval of keys, and neither its begin nor its end decreases from one
+ * query to the next --- */
 
 typedef am_range interval_of(const am_node *node, ptrdiff_t b, ptrdiff_t q);
 
 static am_range interval_keys(interval_of *interval, const am_mask *mask, const am_node *node,
-                              const am_place *p)
+                              const am_region *p)
 {
     am_range first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
     return (am_range){am_max(first.begin, 0), am_min(last.end, mask->keys)};
 }
 
-static am_tile interval_tile(interval_of *interval, const am_node *node, const am_place *p)
+static am_tile interval_tile(interval_of *interval, const am_node *node, const am_region *p)
 {
     am_range first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
     if (p->k >= last.end || p->k + p->columns <= first.begin) return AM_DEAD;
     return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
 }
 
-static uint64_t bits_of(am_range keys, const am_place *p)
+static uint64_t bits_of(am_range keys, const am_region *p)
 {
     ptrdiff_t begin = am_min(am_max(keys.begin - p->k, 0), p->columns);
     ptrdiff_t end = am_min(am_max(keys.end - p->k, begin), p->columns);
     return am_low_bits(end) & ~am_low_bits(begin);
 }
 
-static void interval_bits(interval_of *interval, const am_node *node, const am_place *p, uint64_t *bits)
+static void interval_bits(interval_of *interval, const am_node *node, const am_region *p, uint64_t *bits)
 {
     for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p->b, p->q + r), p);
 }
 
-/* The questions to a term, answered by its interval. */
-#define ASK_INTERVAL(name)                                                                                   \
-    static am_range name##_keys(const am_mask *mask, const am_node *node, const am_place *p)                 \
+/* Define the functions of a term whose interval of keys is name##_interval. */
+#define INTERVAL_KEYS_AND_TILE(name)                                                                         \
+    static am_range name##_keys(const am_mask *mask, const am_node *node, const am_region *p)                \
     {                                                                                                        \
         return interval_keys(name##_interval, mask, node, p);                                                \
     }                                                                                                        \
-    static am_tile name##_tile(const am_mask *mask, const am_node *node, const am_place *p)                  \
+    static am_tile name##_tile(const am_mask *mask, const am_node *node, const am_region *p)                 \
     {                                                                                                        \
         (void)mask;                                                                                          \
         return interval_tile(name##_interval, node, p);                                                      \
     }
-#define ASK_INTERVALS(name)                                                                                  \
-    ASK_INTERVAL(name)                                                                                       \
-    static void name##_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)     \
+#define INTERVAL_FUNCTIONS(name)                                                                             \
+    INTERVAL_KEYS_AND_TILE(name)                                                                             \
+    static void name##_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)    \
     {                                                                                                        \
         (void)mask;                                                                                          \
         interval_bits(name##_interval, node, p, bits);                                                       \
@@ -66,7 +66,7 @@ static am_range band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
     return (am_range){q + node->band.low[b], q + node->band.high[b] + 1};
 }
-ASK_INTERVALS(band)
+INTERVAL_FUNCTIONS(band)
 
 static am_range chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
@@ -74,7 +74,7 @@ static am_range chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
     ptrdiff_t begin = (q + node->chunk.q_shift[b]) / size * size - node->chunk.k_shift[b];
     return (am_range){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
 }
-ASK_INTERVALS(chunk)
+INTERVAL_FUNCTIONS(chunk)
 static uint64_t chunk_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
                                  ptrdiff_t count)
 {
@@ -91,9 +91,9 @@ static am_range keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
     (void)q;
     return (am_range){node->keys.begin[b], node->keys.end[b]};
 }
-ASK_INTERVALS(keys)
+INTERVAL_FUNCTIONS(keys)
 
-/* The sequence that owns a token: the last that begins at or before it. */
+/* The sequence of a token: the last one that begins at or before it. */
 static ptrdiff_t sequence_of(const am_node *node, const ptrdiff_t *starts, ptrdiff_t token)
 {
     ptrdiff_t first = 0, last = node->sequences.count - 1;
@@ -107,13 +107,13 @@ static ptrdiff_t sequence_of(const am_node *node, const ptrdiff_t *starts, ptrdi
     return first;
 }
 
-/* What query q sees of sequence s, which owns it. */
+/* The keys of sequence s that query q, which belongs to it, sees. */
 static am_range keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
 {
     ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
-    ptrdiff_t same = begin + q - node->sequences.q_starts[s];
-    return (am_range){am_min(am_max(same + node->sequences.low[s], begin), end),
-                      am_max(am_min(same + node->sequences.high[s] + 1, end), begin)};
+    ptrdiff_t diagonal = begin + q - node->sequences.q_starts[s];
+    return (am_range){am_min(am_max(diagonal + node->sequences.low[s], begin), end),
+                      am_max(am_min(diagonal + node->sequences.high[s] + 1, end), begin)};
 }
 static am_range sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 {
@@ -121,8 +121,8 @@ static am_range sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q
     if (node->sequences.count == 0) return (am_range){0, 0};
     return keys_in_sequence(node, sequence_of(node, node->sequences.q_starts, q), q);
 }
-ASK_INTERVAL(sequences)
-static void sequences_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+INTERVAL_KEYS_AND_TILE(sequences)
+static void sequences_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     (void)mask;
     ptrdiff_t count = node->sequences.count,
@@ -146,17 +146,17 @@ static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side s
     return boundaries;
 }
 
-static am_range all_keys(const am_mask *mask, const am_node *node, const am_place *p)
+static am_range all_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
     (void)node, (void)p;
     return (am_range){0, mask->keys};
 }
-static am_tile all_tile(const am_mask *mask, const am_node *node, const am_place *p)
+static am_tile all_tile(const am_mask *mask, const am_node *node, const am_region *p)
 {
     (void)mask, (void)node, (void)p;
     return AM_FULL;
 }
-static void all_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+static void all_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     (void)mask, (void)node;
     for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_low_bits(p->columns);
@@ -166,23 +166,23 @@ static void all_bits(const am_mask *mask, const am_node *node, const am_place *p
 
 static int valid_id(int32_t id, int exclude_zero) { return id >= (exclude_zero ? 1 : 0); }
 
-static void note_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int exclude_zero)
+static void summarize_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int exclude_zero)
 {
     for (ptrdiff_t begin = 0; begin < count; begin += BLOCK, blocks++) {
         ptrdiff_t end = am_min(begin + BLOCK, count);
-        int32_t low = INT32_MAX, high = INT32_MIN, clean = 1;
+        int32_t low = INT32_MAX, high = INT32_MIN, all_valid = 1;
         for (ptrdiff_t t = begin; t < end; t++) {
             int valid = valid_id(ids[t], exclude_zero);
-            clean &= valid;
+            all_valid &= valid;
             low = valid && ids[t] < low ? ids[t] : low;
             high = valid && ids[t] > high ? ids[t] : high;
         }
-        *blocks = (am_id_block){low, high, clean};
+        *blocks = (am_id_block){low, high, all_valid};
     }
 }
 
-/* How many different rows an array has along batch and head; a stride of zero repeats one. */
-static ptrdiff_t distinct(const am_mask *mask, ptrdiff_t batch_stride, ptrdiff_t head_stride)
+/* The number of distinct rows that an array has along batch and head: a stride of zero repeats one row. */
+static ptrdiff_t distinct_rows(const am_mask *mask, ptrdiff_t batch_stride, ptrdiff_t head_stride)
 {
     return (batch_stride ? mask->batch : 1) * (head_stride ? mask->heads : 1);
 }
@@ -193,32 +193,34 @@ static ptrdiff_t distinct_index(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, p
     return (batch_stride ? b : 0) * (head_stride ? mask->heads : 1) + (head_stride ? h : 0);
 }
 
-static am_id_block joined(am_id_block a, am_id_block b)
+static am_id_block merged(am_id_block a, am_id_block b)
 {
-    return (am_id_block){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high, a.clean & b.clean};
+    return (am_id_block){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high,
+                         a.all_valid & b.all_valid};
 }
 
 static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
 
-static am_status note_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
-                           ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length, int exclude_zero)
+static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
+                                ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length,
+                                int exclude_zero)
 {
-    ptrdiff_t count = distinct(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
+    ptrdiff_t count = distinct_rows(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
     *blocks = malloc((size_t)am_max(count, 1) * sizeof **blocks);
     if (!*blocks) return AM_NO_MEMORY;
     for (ptrdiff_t b = 0; b < (batch_stride ? mask->batch : 1); b++) {
         for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
             am_id_block *row =
                 *blocks + distinct_index(mask, b, h, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
-            note_ids(row, ids + b * batch_stride + h * head_stride, length, exclude_zero);
+            summarize_ids(row, ids + b * batch_stride + h * head_stride, length, exclude_zero);
         }
     }
     return AM_OK;
 }
 
-static am_status note_groups(const am_mask *mask, am_node *node)
+static am_status summarize_groups(const am_mask *mask, am_node *node)
 {
-    const ptrdiff_t planes = distinct(mask, node->equal.k_batch, node->equal.k_head),
+    const ptrdiff_t planes = distinct_rows(mask, node->equal.k_batch, node->equal.k_head),
                     blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     am_id_block *group = malloc((size_t)am_max(planes * groups, 1) * sizeof *group);
     node->equal.k_groups = group;
@@ -227,7 +229,7 @@ static am_status note_groups(const am_mask *mask, am_node *node)
         const am_id_block *block = node->equal.k_blocks + plane * blocks;
         for (ptrdiff_t i = 0; i < blocks; i++) {
             if (i % GROUP == 0) *group = no_ids;
-            *group = joined(*group, block[i]);
+            *group = merged(*group, block[i]);
             if (i % GROUP == GROUP - 1 || i == blocks - 1) group++;
         }
     }
@@ -237,12 +239,12 @@ static am_status note_groups(const am_mask *mask, am_node *node)
 static am_status equal_prepare(const am_run *run, const am_mask *mask, am_node *node)
 {
     (void)run;
-    am_status status = note_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
-                                 node->equal.q_head, mask->queries, node->equal.exclude_zero);
+    am_status status = summarize_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
+                                      node->equal.q_head, mask->queries, node->equal.exclude_zero);
     if (status != AM_OK) return status;
-    status = note_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch,
-                       node->equal.k_head, mask->keys, node->equal.exclude_zero);
-    return status == AM_OK ? note_groups(mask, node) : status;
+    status = summarize_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch,
+                            node->equal.k_head, mask->keys, node->equal.exclude_zero);
+    return status == AM_OK ? summarize_groups(mask, node) : status;
 }
 
 static void equal_release(am_node *node)
@@ -253,14 +255,14 @@ static void equal_release(am_node *node)
     node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
 }
 
-/* The ids of one (b, h), and what is noted of them. */
+/* The ids of one (b, h) and their summaries. */
 typedef struct {
     const int32_t *ids;
     const am_id_block *blocks;
     int exclude_zero;
 } id_view;
 
-static id_view ids_of(const am_mask *mask, const am_node *node, const am_place *p, am_side side)
+static id_view ids_of(const am_mask *mask, const am_node *node, const am_region *p, am_side side)
 {
     const bool q = side == AM_QUERIES;
     const ptrdiff_t batch = q ? node->equal.q_batch : node->equal.k_batch,
@@ -274,55 +276,59 @@ static id_view ids_of(const am_mask *mask, const am_node *node, const am_place *
     };
 }
 
-/* What there is among tokens begin … begin + count - 1. Of a block that lies there in part, its ids tell, if
- * they differ. */
-static am_id_block known_ids(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
+/* Summarizes tokens begin … begin + count - 1. The summary of a block that lies there only in part may be too
+ * wide, so its ids are read unless they are all the same. */
+static am_id_block summarize_range(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
 {
-    am_id_block known = no_ids;
-    for (ptrdiff_t at = begin, end; at < begin + count; at = end) {
-        end = am_min((at / BLOCK + 1) * BLOCK, begin + count);
-        am_id_block part = view->blocks[at / BLOCK];
-        const bool differ = part.low < part.high || (part.low == part.high && !part.clean);
-        if (differ && end - at < BLOCK) note_ids(&part, view->ids + at, end - at, view->exclude_zero);
-        known = joined(known, part);
+    am_id_block summary = no_ids;
+    for (ptrdiff_t token = begin, end; token < begin + count; token = end) {
+        end = am_min((token / BLOCK + 1) * BLOCK, begin + count);
+        am_id_block part = view->blocks[token / BLOCK];
+        const bool differ = part.low < part.high || (part.low == part.high && !part.all_valid);
+        if (differ && end - token < BLOCK)
+            summarize_ids(&part, view->ids + token, end - token, view->exclude_zero);
+        summary = merged(summary, part);
     }
-    return known;
+    return summary;
 }
 
-static bool apart(const am_id_block *a, const am_id_block *b) { return a->low > b->high || b->low > a->high; }
-static bool is_among(const am_id_block *ids, int32_t id) { return ids->low <= id && id <= ids->high; }
+static bool disjoint(const am_id_block *a, const am_id_block *b)
+{
+    return a->low > b->high || b->low > a->high;
+}
+static bool is_within(const am_id_block *ids, int32_t id) { return ids->low <= id && id <= ids->high; }
 
-static am_range equal_keys(const am_mask *mask, const am_node *node, const am_place *p)
+static am_range equal_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
     const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
-    const am_id_block queries = known_ids(&q_view, p->q, p->rows), *keys = k_view.blocks;
+    const am_id_block queries = summarize_range(&q_view, p->q, p->rows), *keys = k_view.blocks;
     const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     const am_id_block *group =
         node->equal.k_groups +
         distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * groups;
     ptrdiff_t begin = 0, end = groups;
-    while (begin < end && apart(&queries, &group[begin])) begin++;
-    while (begin < end && apart(&queries, &group[end - 1])) end--;
+    while (begin < end && disjoint(&queries, &group[begin])) begin++;
+    while (begin < end && disjoint(&queries, &group[end - 1])) end--;
     begin *= GROUP, end = am_min(end * GROUP, blocks);
-    while (begin < end && apart(&queries, &keys[begin])) begin++;
-    while (begin < end && apart(&queries, &keys[end - 1])) end--;
+    while (begin < end && disjoint(&queries, &keys[begin])) begin++;
+    while (begin < end && disjoint(&queries, &keys[end - 1])) end--;
     begin *= BLOCK, end = am_min(end * BLOCK, mask->keys);
-    while (begin < end && !is_among(&queries, k_view.ids[begin])) begin++;
-    while (begin < end && !is_among(&queries, k_view.ids[end - 1])) end--;
+    while (begin < end && !is_within(&queries, k_view.ids[begin])) begin++;
+    while (begin < end && !is_within(&queries, k_view.ids[end - 1])) end--;
     return (am_range){begin, end};
 }
 
-static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_place *p)
+static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_region *p)
 {
     const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
-    const am_id_block queries = known_ids(&q_view, p->q, p->rows),
-                      keys = known_ids(&k_view, p->k, p->columns);
-    if (apart(&queries, &keys)) return AM_DEAD;
+    const am_id_block queries = summarize_range(&q_view, p->q, p->rows),
+                      keys = summarize_range(&k_view, p->k, p->columns);
+    if (disjoint(&queries, &keys)) return AM_DEAD;
     int one_id = queries.low == queries.high && keys.low == keys.high;
-    return one_id && queries.clean && keys.clean ? AM_FULL : AM_MIXED;
+    return one_id && queries.all_valid && keys.all_valid ? AM_FULL : AM_MIXED;
 }
 
-static void equal_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+static void equal_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     const int32_t *q_ids = ids_of(mask, node, p, AM_QUERIES).ids + p->q,
                   *k_ids = ids_of(mask, node, p, AM_KEYS).ids + p->k;
@@ -351,14 +357,14 @@ static bool equal_is_by_head(const am_node *node) { return node->equal.q_head ||
 
 /* --- A dense array --- */
 
-static void dense_bits(const am_mask *mask, const am_node *node, const am_place *p, uint64_t *bits)
+static void dense_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     ptrdiff_t size = (ptrdiff_t)am_size_of(node->dense.type);
     ptrdiff_t q = p->q + node->dense.q_shift[p->b], k = p->k + node->dense.k_shift[p->b];
     const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
                        q * node->dense.row + k * node->dense.column;
     am_nonzero_bits *nonzero = mask->kernels->nonzero_bits[am_lane_of(node->dense.type)];
-    uint64_t line[AM_TILE_COLUMNS]; /* as wide as the widest type */
+    uint64_t gathered[AM_TILE_COLUMNS]; /* elements of the widest type fit */
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         const char *row = data + r * node->dense.row;
         if (r > 0 && node->dense.row == 0) {
@@ -366,8 +372,8 @@ static void dense_bits(const am_mask *mask, const am_node *node, const am_place 
             continue;
         }
         if (node->dense.column != size) {
-            am_copy_2d((char *)line, 0, size, row, 0, node->dense.column, 1, p->columns, (size_t)size);
-            row = (const char *)line;
+            am_copy_2d((char *)gathered, 0, size, row, 0, node->dense.column, 1, p->columns, (size_t)size);
+            row = (const char *)gathered;
         }
         bits[r] = nonzero(row, p->columns);
     }
@@ -376,18 +382,19 @@ static void dense_bits(const am_mask *mask, const am_node *node, const am_place 
 typedef struct {
     const am_mask *mask;
     am_node *node;
-    ptrdiff_t queries, keys; /* of the array: what the mask sees of it in any batch row */
+    ptrdiff_t queries, keys; /* the rows and columns of the array that some batch row reads */
 } dense_job;
 
-/* The kind of every 64 × 64 tile of one row of tiles: each element is looked at once, in memory's order. */
+/* Finds the kind of each 64 × 64 tile in one row of tiles. Each element is read once, in the order of
+ * memory. */
 static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
 {
-    enum { WORDS = 64 }; /* of a line, before the next one; one word where elements lie apart */
+    enum { WORDS = 64 }; /* words read from a row before the next row; one word where elements lie apart */
     const dense_job *job = arg;
     const am_node *node = job->node;
     const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks,
                     first = index % node->dense.q_blocks * BLOCK, last = am_min(first + BLOCK, job->queries);
-    /* Of the array itself, free of the shifts of any batch row. */
+    /* Tiles are those of the array: the shift of a batch row is added when they are read. */
     const char *data =
         node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
     const am_mask_rows mask_rows = {
@@ -415,21 +422,21 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
 
 static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *node)
 {
-    ptrdiff_t q_reach = 0, k_reach = 0;
+    ptrdiff_t most_q_shift = 0, most_k_shift = 0;
     for (ptrdiff_t b = 0; b < mask->batch; b++) {
-        q_reach = am_max(q_reach, node->dense.q_shift[b]);
-        k_reach = am_max(k_reach, node->dense.k_shift[b]);
+        most_q_shift = am_max(most_q_shift, node->dense.q_shift[b]);
+        most_k_shift = am_max(most_k_shift, node->dense.k_shift[b]);
     }
     dense_job job = {
         .mask = mask,
         .node = node,
-        .queries = node->dense.row ? mask->queries + q_reach : am_min(mask->queries, 1),
-        .keys = node->dense.column ? mask->keys + k_reach : am_min(mask->keys, 1),
+        .queries = node->dense.row ? mask->queries + most_q_shift : am_min(mask->queries, 1),
+        .keys = node->dense.column ? mask->keys + most_k_shift : am_min(mask->keys, 1),
     };
     node->dense.q_blocks = am_ceil_div(job.queries, BLOCK);
     node->dense.k_blocks = am_ceil_div(job.keys, BLOCK);
-    ptrdiff_t rows = distinct(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
-    /* Nobody asks about an empty mask, and its arrays may have nothing to read. */
+    ptrdiff_t rows = distinct_rows(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
+    /* No question is asked about an empty mask, whose arrays may have no elements. */
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
     node->dense.tiles = malloc((size_t)am_max(rows * node->dense.k_blocks, 1));
     return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;
@@ -441,14 +448,14 @@ static void dense_release(am_node *node)
     node->dense.tiles = NULL;
 }
 
-/* The rows of tiles that a place reads. */
+/* The rows of tiles that cover a region. */
 typedef struct {
     const uint8_t *tiles;
-    ptrdiff_t rows, per_row;
+    ptrdiff_t rows, row_tiles;
     ptrdiff_t k_shift;
 } dense_view;
 
-static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am_place *p)
+static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am_region *p)
 {
     ptrdiff_t q = p->q + node->dense.q_shift[p->b];
     ptrdiff_t first = node->dense.row ? q / BLOCK : 0, last = node->dense.row ? (q + p->rows - 1) / BLOCK : 0;
@@ -456,7 +463,7 @@ static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am
     return (dense_view){
         .tiles = node->dense.tiles + (plane * node->dense.q_blocks + first) * node->dense.k_blocks,
         .rows = last - first + 1,
-        .per_row = node->dense.k_blocks,
+        .row_tiles = node->dense.k_blocks,
         .k_shift = node->dense.k_shift[p->b],
     };
 }
@@ -464,12 +471,12 @@ static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am
 static int column_is_dead(const dense_view *view, ptrdiff_t column)
 {
     for (ptrdiff_t r = 0; r < view->rows; r++) {
-        if (view->tiles[r * view->per_row + column] != AM_DEAD) return 0;
+        if (view->tiles[r * view->row_tiles + column] != AM_DEAD) return 0;
     }
     return 1;
 }
 
-static am_range dense_keys(const am_mask *mask, const am_node *node, const am_place *p)
+static am_range dense_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
     dense_view view = dense_tiles(mask, node, p);
     if (!node->dense.column) return (am_range){0, column_is_dead(&view, 0) ? 0 : mask->keys};
@@ -480,7 +487,7 @@ static am_range dense_keys(const am_mask *mask, const am_node *node, const am_pl
                       am_min(end * BLOCK - view.k_shift, mask->keys)};
 }
 
-static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_place *p)
+static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_region *p)
 {
     dense_view view = dense_tiles(mask, node, p);
     ptrdiff_t k = p->k + view.k_shift;
@@ -489,7 +496,7 @@ static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_pla
     am_tile kind = view.tiles[first];
     for (ptrdiff_t r = 0; r < view.rows; r++) {
         for (ptrdiff_t c = first; c <= last; c++) {
-            if (view.tiles[r * view.per_row + c] != kind) return AM_MIXED;
+            if (view.tiles[r * view.row_tiles + c] != kind) return AM_MIXED;
         }
     }
     return kind;

@@ -1,4 +1,5 @@
-/* mask_use.c – what is made of masks by walking over their tiles: arrays, counts, pictures, lengths. */
+/* mask_use.c – walks over the tiles of a mask to fill arrays, count live pairs, and mark tokens that have
+ * one. */
 #include "core/arithmetic.h"
 #include "core/mask.h"
 
@@ -10,15 +11,15 @@
 #include "core/mask_terms.h"
 
 enum {
-    PANEL = 4096, /* columns whose bits are held while rows are written from left to right */
-    WORDS = PANEL / AM_TILE_COLUMNS,
-    MANY_TILES = 1024,
+    ROW_COLUMNS = 4096, /* columns whose tiles are found before their rows are written */
+    ROW_TILES = ROW_COLUMNS / AM_TILE_COLUMNS,
+    MANY_TILES = 1024, /* between two checkpoints */
 };
 
-static ptrdiff_t population(uint64_t bits) { return __builtin_popcountll(bits); }
+static ptrdiff_t count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
 
-/* A checkpoint, at one in many tiles. */
-static am_status glance(am_team *team, ptrdiff_t position)
+/* A checkpoint costs too much to be made at every tile. */
+static am_status checkpoint_if_due(am_team *team, ptrdiff_t position)
 {
     return position / AM_TILE_COLUMNS % MANY_TILES == 0 ? am_checkpoint(team) : AM_OK;
 }
@@ -28,20 +29,20 @@ static am_status glance(am_team *team, ptrdiff_t position)
 typedef struct {
     const am_mask *mask;
     const am_mask_target *target;
-    ptrdiff_t strips; /* of AM_TILE_ROWS queries */
+    ptrdiff_t blocks; /* of AM_TILE_ROWS queries */
     am_expand_bits *expand;
     uint64_t live, dead; /* repeated to eight bytes */
     bool stream;
 } fill_job;
 
-/* One panel of one strip: what each tile is, and the bits of the mixed ones. */
+/* Adjacent tiles of one block of queries: the kind of each, and the bits of the mixed ones. */
 typedef struct {
-    uint8_t kind[WORDS + 1]; /* and one that ends any run */
-    uint64_t bits[WORDS][AM_TILE_ROWS];
-} panel;
+    uint8_t kind[ROW_TILES + 1]; /* the last entry differs from every kind, and so ends any run */
+    uint64_t bits[ROW_TILES][AM_TILE_ROWS];
+} tile_row;
 
-/* Row r of a panel, from left to right; runs of full or dead tiles are written at once. */
-static void fill_row(const fill_job *job, char *row, const panel *tiles, ptrdiff_t r, ptrdiff_t columns)
+/* Writes row r of adjacent tiles. A run of full or dead tiles is written at once. */
+static void fill_row(const fill_job *job, char *row, const tile_row *tiles, ptrdiff_t r, ptrdiff_t columns)
 {
     const am_mask_target *t = job->target;
     const am_kernels *k = job->mask->kernels;
@@ -60,7 +61,7 @@ static void fill_row(const fill_job *job, char *row, const panel *tiles, ptrdiff
     }
 }
 
-static void look_at_panel(const am_mask *mask, const am_place *p, am_range live, panel *tiles)
+static void find_tiles(const am_mask *mask, const am_region *p, am_range live, tile_row *tiles)
 {
     ptrdiff_t w = 0;
     for (; w * AM_TILE_COLUMNS < p->columns; w++) {
@@ -78,25 +79,25 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     const fill_job *job = arg;
     const am_mask *mask = job->mask;
     const am_mask_target *t = job->target;
-    ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
-    am_place p = {.b = plane / mask->heads,
-                  .h = plane % mask->heads,
-                  .q = q,
-                  .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
+    ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
+    am_region p = {.b = plane / mask->heads,
+                   .h = plane % mask->heads,
+                   .q = q,
+                   .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
     am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
-    char *strip = t->data + p.b * t->batch + p.h * t->head + q * t->row;
-    for (p.k = 0; p.k < mask->keys; p.k += PANEL) {
-        panel tiles;
-        p.columns = am_min(PANEL, mask->keys - p.k);
-        look_at_panel(mask, &p, live, &tiles);
+    char *block = t->data + p.b * t->batch + p.h * t->head + q * t->row;
+    for (p.k = 0; p.k < mask->keys; p.k += ROW_COLUMNS) {
+        tile_row tiles;
+        p.columns = am_min(ROW_COLUMNS, mask->keys - p.k);
+        find_tiles(mask, &p, live, &tiles);
         for (ptrdiff_t r = 0; r < p.rows; r++) {
-            char *row = strip + r * t->row + p.k * t->column;
-            uint64_t
-                line[PANEL]; /* for rows that do not lie side by side; large enough for the widest type */
+            char *row = block + r * t->row + p.k * t->column;
+            uint64_t buffer[ROW_COLUMNS]; /* for rows whose elements lie apart; the widest type fits */
             bool direct = t->column == t->size;
-            fill_row(job, direct ? row : (char *)line, &tiles, r, p.columns);
+            fill_row(job, direct ? row : (char *)buffer, &tiles, r, p.columns);
             if (!direct) {
-                am_copy_2d(row, 0, t->column, (const char *)line, 0, t->size, 1, p.columns, (size_t)t->size);
+                am_copy_2d(row, 0, t->column, (const char *)buffer, 0, t->size, 1, p.columns,
+                           (size_t)t->size);
             }
         }
         am_status status = am_checkpoint(team);
@@ -113,32 +114,30 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
     fill_job job = {
         .mask = mask,
         .target = target,
-        .strips = am_ceil_div(mask->queries, AM_TILE_ROWS),
+        .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS),
         .expand = run->kernels->expand_bits[am_lane_of_size(target->size)],
         .live = am_repeated(target->live, target->size),
         .dead = am_repeated(target->dead, target->size),
         .stream = bytes > limit / (mask->batch * mask->heads) && target->column == target->size,
     };
-    return am_parallel(run, mask->batch * mask->heads * job.strips, 1, fill_task, &job);
+    return am_parallel(run, mask->batch * mask->heads * job.blocks, 1, fill_task, &job);
 }
 
 /* --- Counts --- */
 
-/* Adds the live pairs of a region of rows up to a tile's height. */
-static am_status count_region(const am_mask *mask, const am_place *p, am_range live, int64_t *count,
+/* Adds the live pairs of a region of at most AM_TILE_ROWS rows to `count`. */
+static am_status count_region(const am_mask *mask, const am_region *p, am_range live, int64_t *count,
                               am_team *team)
 {
     ptrdiff_t end = am_min(p->k + p->columns, live.end);
     for (ptrdiff_t k = am_max(p->k, live.begin), next; k < end; k = next) {
-        /* Summaries are kept of aligned tiles: questions that respect their boundaries get the sharper
-         * answers.
-         */
+        /* Summaries describe aligned tiles, so a question about an aligned tile seldom has to read arrays. */
         next = am_min((k / AM_TILE_COLUMNS + 1) * AM_TILE_COLUMNS, end);
         uint64_t bits[AM_TILE_ROWS];
         am_tile kind = am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, next - k, bits);
         if (kind == AM_FULL) *count += p->rows * (next - k);
-        for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) *count += population(bits[r]);
-        am_status status = glance(team, k);
+        for (ptrdiff_t r = 0; kind == AM_MIXED && r < p->rows; r++) *count += count_bits(bits[r]);
+        am_status status = checkpoint_if_due(team, k);
         if (status != AM_OK) return status;
     }
     return AM_OK;
@@ -146,11 +145,11 @@ static am_status count_region(const am_mask *mask, const am_place *p, am_range l
 
 typedef struct {
     const am_mask *mask;
-    ptrdiff_t b, h, q_cell, k_cell, cells; /* cells in a row */
+    ptrdiff_t b, h, q_cell, k_cell, cells; /* cells: in a row of the grid */
     int64_t *counts;
 } grid_job;
 
-/* One row of cells. */
+/* Counts the live pairs of one row of cells. */
 static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
 {
     const grid_job *job = arg;
@@ -160,7 +159,7 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
     ptrdiff_t end = am_min(mask->queries - row * job->q_cell, job->q_cell) + row * job->q_cell;
     for (ptrdiff_t q = row * job->q_cell, next; q < end; q = next) {
         next = am_min((q / AM_TILE_ROWS + 1) * AM_TILE_ROWS, end);
-        am_place p = {.b = job->b, .h = job->h, .q = q, .rows = next - q};
+        am_region p = {.b = job->b, .h = job->h, .q = q, .rows = next - q};
         am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
         for (ptrdiff_t cell = live.begin / job->k_cell; cell * job->k_cell < live.end; cell++) {
             p.k = cell * job->k_cell;
@@ -183,17 +182,17 @@ am_status am_mask_grid(const am_run *run, const am_mask *mask, ptrdiff_t b, ptrd
 
 typedef struct {
     const am_mask *mask;
-    ptrdiff_t strips;
-    int64_t *counts; /* of each strip */
+    ptrdiff_t blocks;
+    int64_t *counts; /* of each block */
 } count_job;
 
 static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const count_job *job = arg;
     const am_mask *mask = job->mask;
-    ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
-    am_place p = {plane / mask->heads, plane % mask->heads, q, am_min(AM_TILE_ROWS, mask->queries - q), 0,
-                  mask->keys};
+    ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
+    am_region p = {plane / mask->heads, plane % mask->heads, q, am_min(AM_TILE_ROWS, mask->queries - q), 0,
+                   mask->keys};
     job->counts[index] = 0;
     am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
     am_status status = count_region(mask, &p, live, &job->counts[index], team);
@@ -203,32 +202,32 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
 am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts)
 {
     ptrdiff_t planes = mask->batch * mask->heads;
-    count_job job = {.mask = mask, .strips = am_ceil_div(mask->queries, AM_TILE_ROWS)};
-    job.counts = malloc((size_t)am_max(planes * job.strips, 1) * sizeof *job.counts);
+    count_job job = {.mask = mask, .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS)};
+    job.counts = malloc((size_t)am_max(planes * job.blocks, 1) * sizeof *job.counts);
     if (!job.counts) return AM_NO_MEMORY;
-    am_status status = am_parallel(run, planes * job.strips, 1, count_task, &job);
+    am_status status = am_parallel(run, planes * job.blocks, 1, count_task, &job);
     for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
         counts[plane] = 0;
-        for (ptrdiff_t s = 0; s < job.strips; s++) counts[plane] += job.counts[plane * job.strips + s];
+        for (ptrdiff_t s = 0; s < job.blocks; s++) counts[plane] += job.counts[plane * job.blocks + s];
     }
     free(job.counts);
     return status;
 }
 
-/* --- Which tokens take part --- */
+/* --- Tokens with a live pair --- */
 
 typedef struct {
     const am_mask *mask;
-    ptrdiff_t strips;
+    ptrdiff_t blocks;
     uint8_t *queries, *keys;
 } any_job;
 
-/* Columns of AM_TILE_COLUMNS keys of one (b, h), so that two tasks never mark the same key. */
+/* A task takes AM_TILE_COLUMNS keys of one (b, h), so that no two tasks mark the same key. */
 static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const any_job *job = arg;
     const am_mask *mask = job->mask;
-    ptrdiff_t plane = index / job->strips, k = index % job->strips * AM_TILE_COLUMNS;
+    ptrdiff_t plane = index / job->blocks, k = index % job->blocks * AM_TILE_COLUMNS;
     ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
               columns = am_min(AM_TILE_COLUMNS, mask->keys - k);
     uint64_t seen = 0;
@@ -238,7 +237,7 @@ static am_status any_key_task(void *arg, ptrdiff_t index, am_team *team)
         am_tile kind = am_mask_bits(mask, b, h, q, rows, k, columns, bits);
         if (kind == AM_FULL) seen = am_low_bits(columns);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= bits[r];
-        am_status status = glance(team, q);
+        am_status status = checkpoint_if_due(team, q);
         if (status != AM_OK) return status;
     }
     mask->kernels->expand_bits[AM_LANE_8](job->keys + plane * mask->keys + k, seen, columns, 1, 0);
@@ -249,7 +248,7 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const any_job *job = arg;
     const am_mask *mask = job->mask;
-    ptrdiff_t plane = index / job->strips, q = index % job->strips * AM_TILE_ROWS;
+    ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
     ptrdiff_t b = plane / mask->heads, h = plane % mask->heads,
               rows = am_min(AM_TILE_ROWS, mask->queries - q);
     am_range live = am_mask_keys(mask, b, h, q, rows);
@@ -260,7 +259,7 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
         am_tile kind = am_mask_bits(mask, b, h, q, rows, k, next - k, bits);
         if (kind == AM_FULL) seen = am_low_bits(rows);
         for (ptrdiff_t r = 0; kind == AM_MIXED && r < rows; r++) seen |= (uint64_t)(bits[r] != 0) << r;
-        am_status status = glance(team, k);
+        am_status status = checkpoint_if_due(team, k);
         if (status != AM_OK) return status;
     }
     mask->kernels->expand_bits[AM_LANE_8](job->queries + plane * mask->queries + q, seen, rows, 1, 0);
@@ -271,8 +270,8 @@ am_status am_mask_any(const am_run *run, const am_mask *mask, uint8_t *queries, 
 {
     ptrdiff_t planes = mask->batch * mask->heads;
     any_job job = {mask, am_ceil_div(mask->queries, AM_TILE_ROWS), queries, keys};
-    am_status status = am_parallel(run, planes * job.strips, 1, any_query_task, &job);
+    am_status status = am_parallel(run, planes * job.blocks, 1, any_query_task, &job);
     if (status != AM_OK) return status;
-    job.strips = am_ceil_div(mask->keys, AM_TILE_COLUMNS);
-    return am_parallel(run, planes * job.strips, 1, any_key_task, &job);
+    job.blocks = am_ceil_div(mask->keys, AM_TILE_COLUMNS);
+    return am_parallel(run, planes * job.blocks, 1, any_key_task, &job);
 }

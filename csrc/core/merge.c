@@ -1,4 +1,4 @@
-/* merge.c – partial attention results joined, one query row of one head after the other. */
+/* merge.c – merges partial attention results, one query row of one head after the other. */
 #include "core/merge.h"
 
 #include <math.h>
@@ -9,11 +9,11 @@
 #include "core/convert.h"
 
 enum {
-    LANES = 16,      /* sums side by side, for the compiler to put in vectors */
-    PIECE = 256,     /* channels at a time, so that sums stay in the first-level cache */
+    LANES = 16,      /* independent sums, which the compiler puts in vectors */
+    PIECE = 256,     /* channels at a time, whose sums stay in the first-level cache */
     TASK = 1 << 15,  /* elements worth handing to another thread */
-    EXP_COST = 16,   /* an exponential, in elements added up */
-    CHECK = 1 << 17, /* elements between two looks at the clock */
+    EXP_COST = 16,   /* the cost of an exponential, in elements */
+    CHECK = 1 << 17, /* elements between two checkpoints */
 };
 
 typedef struct {
@@ -53,7 +53,7 @@ static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
     const merge_job *job = arg;
     ptrdiff_t begin = index * job->task_rows, end = am_min(begin + job->task_rows, job->rows);
     size_t count = (size_t)job->merge->count;
-    void *weights = calloc(count, 2 * sizeof(double)); /* which checks the product */
+    void *weights = calloc(count, 2 * sizeof(double)); /* calloc checks the product */
     if (!weights) return AM_NO_MEMORY;
     am_status status = job->merge->type == AM_FLOAT64 ? merge_rows_f64(job, begin, end, weights, team)
                                                       : merge_rows_f32(job, begin, end, weights, team);

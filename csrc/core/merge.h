@@ -1,11 +1,12 @@
-/* merge.h – attention over parts of the keys joined into attention over all of them, and the gradients.
+/* merge.h – merges attention over parts of the keys into attention over all of them, and computes its
+ * gradients.
  *
  *     lse = log Σ_i exp(lse_i)          out = Σ_i w_i · out_i          w_i = exp(lse_i - lse)
  *
  *     d out_i = w_i · d out             d lse_i = w_i · (d out · (out_i - out) + d lse)
  *
- * A part whose lse is -inf saw no live pair: whatever its out holds, NaN too, it takes no part, and its
- * gradients are zero. If all are so, out is zero and lse is -inf.
+ * A part whose lse is -inf has no live pair: its out is ignored, even if it holds NaN, and its gradients are
+ * zero. If all parts are so, out is zero and lse is -inf.
  */
 #ifndef AM_MERGE_H
 #define AM_MERGE_H
@@ -24,8 +25,8 @@ typedef struct {
     ptrdiff_t count;    /* of parts, at least 1 */
     const am_merge_part *parts;
     const am_merge_part *gradient; /* of the result, for am_merge_backward; its lse may be NULL */
-    char *out; /* [batch, tokens, heads, channels], C-contiguous; of gradients as many as there are parts */
-    char *lse; /* [batch, heads, tokens], the same */
+    char *out; /* [batch, tokens, heads, channels], C-contiguous; for gradients one such array per part */
+    char *lse; /* [batch, heads, tokens], likewise */
 } am_merge;
 
 am_status am_merge_states(const am_run *run, const am_merge *merge);

@@ -1,28 +1,31 @@
-/* merge_tpl.h – rows of partial attention results joined, and their gradients, in the precision T. */
+/* merge_tpl.h – merges rows of partial attention results, and computes their gradients, in the precision
+ * T. */
 
-/* The share of each part in the row at `place` (batch, token, head), negative for a part that has none.
- * Returns the row's lse. */
+/* Finds the weight of each part in the row at `place` (batch, token, head); it is negative for a part without
+ * a live pair. Returns the row's lse. */
 static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 {
-    T most = -INFINITY, sum = 0;
+    T largest = -INFINITY, sum = 0;
     for (ptrdiff_t i = 0; i < m->count; i++) {
         weights[i] = *(const T *)lse_of(&m->parts[i], place);
-        if (weights[i] > most || weights[i] != weights[i]) most = weights[i]; /* a NaN is there to stay */
+        if (weights[i] > largest || weights[i] != weights[i])
+            largest = weights[i]; /* a NaN stays, since comparisons with it are false */
     }
     for (ptrdiff_t i = 0; i < m->count; i++) {
         if (weights[i] == -INFINITY) {
             weights[i] = -1;
             continue;
         }
-        weights[i] = EXP(weights[i] - most);
+        weights[i] = EXP(weights[i] - largest);
         sum += weights[i];
     }
-    if (most == -INFINITY) return most;
+    if (largest == -INFINITY) return largest;
     for (ptrdiff_t i = 0; i < m->count; i++) weights[i] /= sum;
-    return most + LOG(sum);
+    return largest + LOG(sum);
 }
 
-/* `count` channels of a part's row, where they lie or in `scratch`. */
+/* Returns `count` channels of a part's row in the type T: in place if they are contiguous and of that type,
+ * else in `scratch`. */
 static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t step, ptrdiff_t count,
                              T *scratch)
 {
@@ -39,23 +42,22 @@ static const T *FN(channels)(const merge_job *job, const char *from, ptrdiff_t s
     return scratch;
 }
 
-static void FN(add_up)(const merge_job *job, const ptrdiff_t *place, const T *weights, ptrdiff_t first,
-                       ptrdiff_t count, T *restrict sums)
+static void FN(weighted_sum)(const merge_job *job, const ptrdiff_t *place, const T *weights, ptrdiff_t first,
+                             ptrdiff_t count, T *restrict sums)
 {
     const am_merge *m = job->merge;
-    bool begun = false;
+    bool any = false;
     T scratch[PIECE];
-    for (ptrdiff_t c = 0; c < count; c++)
-        sums[c] = (T)-0.0; /* the zero that changes nothing it is added to */
+    for (ptrdiff_t c = 0; c < count; c++) sums[c] = (T)-0.0; /* -0.0 + x is x for every x, even -0.0 */
     for (ptrdiff_t i = 0; i < m->count; i++) {
         const am_merge_part *part = &m->parts[i];
         const T weight = weights[i];
         if (weight < 0) continue;
         const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
         for (ptrdiff_t c = 0; c < count; c++) sums[c] += weight * values[c];
-        begun = true;
+        any = true;
     }
-    if (!begun) memset(sums, 0, (size_t)count * sizeof *sums);
+    if (!any) memset(sums, 0, (size_t)count * sizeof *sums);
 }
 
 static T FN(dot)(const T *a, const T *b, ptrdiff_t count)
@@ -70,15 +72,14 @@ static T FN(dot)(const T *a, const T *b, ptrdiff_t count)
     return sum;
 }
 
-/* A piece of the row's gradient to each part by its weight, and to `dots` what it and the part's out come to.
- */
-static void FN(hand_down)(const merge_job *job, const ptrdiff_t *place, ptrdiff_t row, const T *weights,
-                          ptrdiff_t first, ptrdiff_t count, T *dots)
+/* Writes `count` channels of each d out_i, and adds what they contribute to d out · out_i to `dots`. */
+static void FN(channel_gradients)(const merge_job *job, const ptrdiff_t *place, ptrdiff_t row,
+                                  const T *weights, ptrdiff_t first, ptrdiff_t count, T *dots)
 {
     const am_merge *m = job->merge;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(m->type), channels = m->shape[3];
     am_convert_row *narrow = am_converter(TYPE, m->type);
-    T dout_scratch[PIECE], scratch[PIECE], share[PIECE];
+    T dout_scratch[PIECE], scratch[PIECE], d_part[PIECE];
     const T *dout =
         FN(channels)(job, row_of(m->gradient, place, first), m->gradient->out_stride[3], count, dout_scratch);
     for (ptrdiff_t i = 0; i < m->count; i++) {
@@ -91,13 +92,13 @@ static void FN(hand_down)(const merge_job *job, const ptrdiff_t *place, ptrdiff_
         }
         const T *values = FN(channels)(job, row_of(part, place, first), part->out_stride[3], count, scratch);
         dots[i] += FN(dot)(dout, values, count);
-        for (ptrdiff_t c = 0; c < count; c++) share[c] = weight * dout[c];
-        narrow(job->kernels, to, share, count);
+        for (ptrdiff_t c = 0; c < count; c++) d_part[c] = weight * dout[c];
+        narrow(job->kernels, to, d_part, count);
     }
 }
 
-/* The gradients of the lses, d out · out being the mean of the dots. */
-static void FN(end_row)(const merge_job *job, const ptrdiff_t *place, const T *weights, const T *dots)
+/* Writes each d lse_i. The weighted mean of the dots is d out · out. */
+static void FN(lse_gradients)(const merge_job *job, const ptrdiff_t *place, const T *weights, const T *dots)
 {
     const am_merge *m = job->merge;
     T mean = 0, dlse = m->gradient->lse ? *(const T *)lse_of(m->gradient, place) : 0;
@@ -109,7 +110,7 @@ static void FN(end_row)(const merge_job *job, const ptrdiff_t *place, const T *w
         to[i * job->rows] = weights[i] < 0 ? 0 : weights[i] * (dots[i] - mean + dlse);
 }
 
-/* Rows are numbered like those of the result: batch, token, head. */
+/* Merges rows begin … end - 1. Rows are numbered like those of the result: batch, token, head. */
 static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t end, T *weights,
                                 am_team *team)
 {
@@ -130,9 +131,9 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
             T sums[PIECE];
             ptrdiff_t count = am_min(PIECE, channels - first);
             if (job->backward) {
-                FN(hand_down)(job, place, row, weights, first, count, dots);
+                FN(channel_gradients)(job, place, row, weights, first, count, dots);
             } else {
-                FN(add_up)(job, place, weights, first, count, sums);
+                FN(weighted_sum)(job, place, weights, first, count, sums);
                 narrow(job->kernels, m->out + (row * channels + first) * size, sums, count);
             }
             done += m->count * count;
@@ -141,7 +142,7 @@ static am_status FN(merge_rows)(const merge_job *job, ptrdiff_t begin, ptrdiff_t
             if (status != AM_OK) return status;
             done = 0;
         }
-        if (job->backward) FN(end_row)(job, place, weights, dots);
+        if (job->backward) FN(lse_gradients)(job, place, weights, dots);
     }
     return AM_OK;
 }

@@ -1,4 +1,4 @@
-/* openmp.c – asks the OpenMP runtime what it is and how many threads it grants. */
+/* openmp.c – asks the OpenMP runtime what it is, and how many threads it gives. */
 #define _GNU_SOURCE /* dladdr, dl_iterate_phdr */
 #include "core/openmp.h"
 
@@ -24,8 +24,8 @@ static int initial_threads = 1;
 static bool keeps_teams_after_fork = true, loaded_before;
 
 #    ifdef __linux__
-/* Objects come in the order in which they were loaded: those that this one needs come after it, unless they
- * were here before. */
+/* Shared objects are visited in the order in which they were loaded. The runtime comes after this library if
+ * this library loaded it, and before it if the runtime was there already. */
 typedef struct {
     uintptr_t runtime, own;
     bool runtime_first;
@@ -59,7 +59,7 @@ static bool is_older_than_this(uintptr_t runtime)
 static bool is_older_than_this(uintptr_t runtime) { return (void)runtime, false; }
 #    endif
 
-/* LLVM's runtime says how long its threads look for work, GNU's took it from the environment. */
+/* LLVM's runtime reports how long its threads spin; GNU's has read that from the environment. */
 static void describe_spin(void *runtime)
 {
     int (*blocktime)(void) = NULL;
@@ -91,7 +91,8 @@ static void describe_name(void)
              version, _OPENMP);
 }
 
-/* A new thread has the number that the environment gives, whatever the importing one has set for itself. */
+/* Runs in a new thread, whose number comes from the environment, whatever the importing thread has set for
+ * itself. */
 static void *count_initial_threads(void *unused)
 {
     initial_threads = omp_get_max_threads();
@@ -100,7 +101,7 @@ static void *count_initial_threads(void *unused)
 
 void am_openmp_init(void)
 {
-    union { /* ISO C converts no pointers to functions */
+    union { /* ISO C does not convert function pointers to void * */
         int (*function)(void);
         void *address;
     } known = {omp_get_max_threads};
@@ -130,12 +131,12 @@ bool am_openmp_loaded_before(void) { return loaded_before; }
 
 int am_openmp_initial_threads(void) { return initial_threads; }
 
-int am_openmp_threads(int asked)
+int am_openmp_threads(int requested)
 {
     /* A thread that survived a fork may have been in a region of the parent, which is gone. */
     if (omp_in_parallel() && !am_survived_fork()) return 1;
     const int given = omp_get_max_threads(), limit = omp_get_thread_limit();
-    int threads = asked ? asked : given;
+    int threads = requested ? requested : given;
     /* omp_set_num_threads, which threadpoolctl calls, bounds the calling thread in every library. */
     if (given < initial_threads && threads > given) threads = given;
     if (threads > limit) threads = limit;
@@ -147,6 +148,6 @@ const am_openmp *am_openmp_info(void) { return NULL; }
 bool am_openmp_keeps_teams_after_fork(void) { return false; }
 bool am_openmp_loaded_before(void) { return false; }
 int am_openmp_initial_threads(void) { return 1; }
-int am_openmp_threads(int asked) { return (void)asked, 1; }
+int am_openmp_threads(int requested) { return (void)requested, 1; }
 void am_openmp_init(void) {}
 #endif

@@ -1,4 +1,4 @@
-/* packed.c – one pass over tokens, sequences or a mask. */
+/* packed.c – fills arrays over the tokens of packed sequences, and counts the tokens of mask rows. */
 #include "core/packed.h"
 
 #include "core/arithmetic.h"
@@ -6,8 +6,8 @@
 
 enum {
     TASK_TOKENS = 1 << 15,
-    PIECE_BYTES = 1 << 17, /* between two looks at the clock */
-    TASK_BYTES = 1 << 20,  /* worth handing over: some 40 µs, as long as a busy thread takes to come */
+    PIECE_BYTES = 1 << 17, /* between two checkpoints */
+    TASK_BYTES = 1 << 20,  /* worth another thread: about 40 µs, the time that a busy thread takes to start */
     TILE_BYTES = 1 << 13,
 };
 
@@ -86,7 +86,7 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
             from = tile;
         }
         len += job->count(from, count);
-        if (begin + count == m->columns) break; /* looking at the clock costs as much as a short row */
+        if (begin + count == m->columns) break; /* a checkpoint costs as much as a short row */
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }

@@ -1,4 +1,5 @@
-/* packed.h – sequences laid end to end: `starts` has sequences + 1 entries, from 0, never falling. */
+/* packed.h – packed sequences: `starts` has sequences + 1 entries, which begin with 0 and never decrease.
+ * Sequence s owns tokens starts[s] … starts[s + 1] - 1. */
 #ifndef AM_PACKED_H
 #define AM_PACKED_H
 
@@ -10,15 +11,15 @@
 
 typedef enum { AM_POSITIONS, AM_SEQUENCES, AM_PAIRS } am_token_kind;
 
-/* Writes the position, the sequence, or (sequence, position) of every token; `type` is AM_INT32 or AM_INT64.
- */
+/* Writes for every token its position, its sequence, or (sequence, position). `type` is AM_INT32 or
+ * AM_INT64. */
 am_status am_fill_tokens(const am_run *run, am_token_kind kind, am_dtype type, void *dst,
                          const ptrdiff_t *starts, ptrdiff_t sequences);
 
-/* The sequence that token t belongs to; `t` is not negative and below the total. */
+/* The sequence of token t, 0 ≤ t < starts[sequences]. */
 ptrdiff_t am_sequence_of(const ptrdiff_t *starts, ptrdiff_t sequences, ptrdiff_t t);
 
-/* lens[b] = non-zero elements of row b of a mask; strides in bytes. */
+/* Sets lens[b] to the number of non-zero elements in row b of a mask. Strides are in bytes. */
 typedef struct {
     const char *mask;
     am_dtype type;

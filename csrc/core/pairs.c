@@ -1,4 +1,4 @@
-/* pairs.c – ranges of tokens, written down as masks. */
+/* pairs.c – fills masks from ranges of tokens. */
 #include "core/pairs.h"
 
 #include "core/arithmetic.h"
@@ -10,11 +10,11 @@ typedef struct {
     const am_kernels *kernels;
     const am_boxes *boxes;
     uint64_t live, dead;     /* repeated to eight bytes */
-    ptrdiff_t pieces, piece; /* of a row */
+    ptrdiff_t pieces, piece; /* pieces of a row, and elements of a piece */
     bool stream;
 } box_job;
 
-static ptrdiff_t clipped(ptrdiff_t value, ptrdiff_t low, ptrdiff_t high)
+static ptrdiff_t clamp(ptrdiff_t value, ptrdiff_t low, ptrdiff_t high)
 {
     return value < low ? low : value > high ? high : value;
 }
@@ -37,8 +37,8 @@ static am_status box_task(void *arg, ptrdiff_t index, am_team *team)
     ptrdiff_t begin = index % job->pieces * job->piece, end = am_min(begin + job->piece, t->keys);
     const am_extent *box = &t->boxes[b];
     bool live = box->q_begin <= q && q < box->q_end;
-    ptrdiff_t from = live ? clipped(box->k_begin, begin, end) : end,
-              to = live ? clipped(box->k_end, from, end) : end;
+    ptrdiff_t from = live ? clamp(box->k_begin, begin, end) : end,
+              to = live ? clamp(box->k_end, from, end) : end;
     char *dst = t->data + b * t->batch_stride + q * t->query_stride;
     fill_range(job, dst, begin, from, job->dead);
     fill_range(job, dst, from, to, job->live);

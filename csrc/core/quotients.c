@@ -1,21 +1,21 @@
-/* quotients.c – integers divided and rounded up, by arrays of divisors. */
+/* quotients.c – divides integers by arrays of divisors and rounds up. */
 #include "core/quotients.h"
 
 #include "core/arithmetic.h"
 
-enum { PIECE = 1 << 14 }; /* quotients of a task */
+enum { PIECE = 1 << 14 }; /* quotients per task */
 
 static uint64_t ceil_unsigned(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
 
-/* On magnitudes, since neither -a nor a + b - 1 need fit; a magnitude of 2**63 is negated before it is
- * signed. */
+/* Works on magnitudes, since -a and a + b - 1 may overflow. A magnitude of 2**63 fits int64 only after it is
+ * negated. */
 static int64_t ceil_signed(int64_t a, uint64_t b)
 {
     return (int64_t)(a > 0 ? ceil_unsigned((uint64_t)a, b) : 0 - (0 - (uint64_t)a) / b);
 }
 
-/* a - 1/2 is never a multiple of b, and so far from one that no rounding error reaches it; C truncates, which
- * is up for a negative quotient and one too few for a positive one. */
+/* a - 1/2 is never a multiple of b, and so far from one that rounding errors do not matter. The conversion
+ * truncates: it rounds a negative quotient up, and a positive one down, so 1 is added to that. */
 static bool divide_each_32(int32_t *dst, const int32_t *a, const int32_t *b, ptrdiff_t count)
 {
     int32_t lowest = INT32_MAX;
@@ -59,7 +59,8 @@ static am_status divide_task(void *arg, ptrdiff_t index, am_team *team)
             a += place * d->a_steps[axis], b += place * d->b_steps[axis];
             rest /= d->shape[axis];
         }
-        const ptrdiff_t left = d->axes ? d->shape[last] - begin % d->shape[last] : 1; /* of the row */
+        const ptrdiff_t left =
+            d->axes ? d->shape[last] - begin % d->shape[last] : 1; /* to the end of the row */
         next = begin + am_min(left, end - begin);
         for (ptrdiff_t i = begin; i < next; i++) {
             const uint64_t n = *(const uint64_t *)a, given = *(const uint64_t *)b;

@@ -1,21 +1,22 @@
-/* quotients.h – integers divided and rounded up. */
+/* quotients.h – divides integers and rounds up. */
 #ifndef AM_QUOTIENTS_H
 #define AM_QUOTIENTS_H
 
 #include "core/status.h"
 #include "core/threads.h"
 
-/* dst[i] = a[i] / b[i]; `type` is AM_INT32 or AM_INT64. False for a divisor that is not positive. */
+/* dst[i] = a[i] / b[i], rounded up; `type` is AM_INT32 or AM_INT64. Returns false if a divisor is not
+ * positive. */
 bool am_divide_each(am_dtype type, void *dst, const void *a, const void *b, ptrdiff_t count);
 
-/* Of arrays that broadcast, both of int64 or both of uint64; divisors are positive. Steps are bytes, 0 along
- * axes that are shared. */
+/* Arrays that broadcast, both of int64 or both of uint64; divisors are positive. Steps are in bytes, and 0
+ * along an axis where the array repeats itself. */
 typedef struct {
     int axes;
     const ptrdiff_t *shape, *a_steps, *b_steps;
     const char *a, *b;
     bool is_signed;
-    uint64_t *quotients; /* in C order */
+    uint64_t *quotients; /* of the broadcast shape, in C order */
 } am_broadcast;
 am_status am_divide_broadcast(const am_run *run, const am_broadcast *job);
 

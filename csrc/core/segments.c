@@ -1,4 +1,4 @@
-/* segments.c – segment ids, a block of tokens at a time. */
+/* segments.c – converts, checks and counts segment ids, a block of tokens at a time. */
 #include "core/segments.h"
 
 #include <stdatomic.h>
@@ -10,14 +10,14 @@
 
 enum {
     WORD = 64,
-    BLOCK = 512,           /* ids that are widened at once */
-    TASK_TOKENS = 1 << 15, /* of whole rows */
+    BLOCK = 512, /* ids converted at once */
+    TASK_TOKENS = 1 << 15,
 };
 
 static ptrdiff_t rows_of(const am_ids *ids) { return ids->shape[0] * ids->shape[1]; }
 static ptrdiff_t tokens_of(const am_ids *ids) { return ids->shape[2]; }
 
-/* Ids of one row as int64; one beyond that becomes INT64_MAX. */
+/* Converts ids of one row to int64; ids above its range become INT64_MAX. */
 static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, ptrdiff_t begin,
                   ptrdiff_t count, int64_t *wide)
 {
@@ -33,20 +33,20 @@ static void widen(const am_kernels *kernels, const am_ids *ids, ptrdiff_t row, p
     for (ptrdiff_t i = 0; i < count && !fits; i++) wide[i] = wide[i] < 0 ? INT64_MAX : wide[i];
 }
 
-/* --- Rows, in pieces where tokens do not depend on each other --- */
+/* --- Conversion: a row is divided into pieces unless its results depend on earlier tokens --- */
 
 typedef struct {
     const am_kernels *kernels;
     const am_ids *ids;
-    ptrdiff_t row_pieces; /* tasks of a row */
+    ptrdiff_t row_pieces; /* tasks per row */
     bool positions;
     int32_t pad;
     int64_t lowest; /* the lowest id that is allowed */
     int32_t *dst;
-    atomic_ptrdiff_t large; /* the first index of a large id, or the largest ptrdiff_t */
+    atomic_ptrdiff_t large; /* the first index of an id that is too large, or PTRDIFF_MAX */
 } row_job;
 
-/* Ids as int32; the first one that does not fit, or `count`. */
+/* Converts ids to int32. Returns the index of the first one that does not fit, or `count`. */
 static ptrdiff_t narrow(const row_job *job, const int64_t *wide, ptrdiff_t count, int32_t *dst)
 {
     if (am_converter(AM_INT64, AM_INT32)(job->kernels, dst, wide, count)) return count;
@@ -56,13 +56,13 @@ static ptrdiff_t narrow(const row_job *job, const int64_t *wide, ptrdiff_t count
     return i;
 }
 
-static void note_large(row_job *job, ptrdiff_t index)
+static void report_large(row_job *job, ptrdiff_t index)
 {
     ptrdiff_t known = atomic_load(&job->large);
     while (index < known && !atomic_compare_exchange_weak(&job->large, &known, index)) continue;
 }
 
-/* Copies ids that are int32 already and lie side by side. */
+/* Copies contiguous int32 ids as they are. */
 static am_status copy_piece(const row_job *job, ptrdiff_t row, ptrdiff_t begin, ptrdiff_t end, am_team *team)
 {
     const am_ids *ids = job->ids;
@@ -77,12 +77,12 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
     row_job *job = arg;
     const ptrdiff_t tokens = tokens_of(job->ids), row = index / job->row_pieces;
     const ptrdiff_t first = index % job->row_pieces * TASK_TOKENS;
-    /* Places count from the start of a row, so positions are found row by row. */
+    /* A position depends on all earlier tokens of its row, so one task takes the whole row. */
     const ptrdiff_t end = job->positions ? tokens : am_min(first + TASK_TOKENS, tokens);
     if (!job->positions && job->ids->type == AM_INT32 && job->ids->stride[2] == sizeof(int32_t))
         return copy_piece(job, row, first, end, team);
-    int64_t before = -1;
-    int32_t place = 0;
+    int64_t previous = -1;
+    int32_t position = 0;
     for (ptrdiff_t begin = first; begin < end; begin += BLOCK) {
         int64_t wide[BLOCK];
         ptrdiff_t count = am_min(BLOCK, end - begin);
@@ -90,15 +90,15 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
         widen(job->kernels, job->ids, row, begin, count, wide);
         ptrdiff_t fit = narrow(job, wide, count, dst);
         if (fit < count) {
-            note_large(job, row * tokens + begin + fit);
+            report_large(job, row * tokens + begin + fit);
             return AM_OK;
         }
         for (ptrdiff_t i = 0; i < count && job->positions; i++) {
             int64_t id = wide[i];
-            if (id == before && place == INT32_MAX) return AM_OVERFLOW;
-            place = id == before ? place + 1 : 0;
-            before = id;
-            dst[i] = id < 0 ? job->pad : place;
+            if (id == previous && position == INT32_MAX) return AM_OVERFLOW;
+            position = id == previous ? position + 1 : 0;
+            previous = id;
+            dst[i] = id < 0 ? job->pad : position;
         }
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -106,7 +106,7 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
+static am_status convert_rows(const am_run *run, row_job *job, am_large_id *large)
 {
     atomic_init(&job->large, PTRDIFF_MAX);
     ptrdiff_t tokens = tokens_of(job->ids), rows = tokens > 0 ? rows_of(job->ids) : 0;
@@ -121,20 +121,20 @@ static am_status each_row(const am_run *run, row_job *job, am_large_id *large)
 am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
 {
     row_job job = {.kernels = run->kernels, .ids = ids, .lowest = INT64_MIN, .dst = dst};
-    return each_row(run, &job, large);
+    return convert_rows(run, &job, large);
 }
 
 am_status am_narrow_integers(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
 {
     row_job job = {.kernels = run->kernels, .ids = ids, .lowest = INT32_MIN, .dst = dst};
-    return each_row(run, &job, large);
+    return convert_rows(run, &job, large);
 }
 
 am_status am_positions(const am_run *run, const am_ids *ids, int32_t pad, int32_t *dst, am_large_id *large)
 {
     row_job job = {
         .kernels = run->kernels, .ids = ids, .positions = true, .pad = pad, .lowest = INT64_MIN, .dst = dst};
-    return each_row(run, &job, large);
+    return convert_rows(run, &job, large);
 }
 
 typedef struct {
@@ -175,8 +175,8 @@ typedef struct {
     am_large_id *large;
 } count_job;
 
-/* New memory comes zeroed, and untouched where no id falls. */
-static am_status make_room(count_job *job, ptrdiff_t segments)
+/* calloc zeroes the memory, and pages where no id is counted take up none. */
+static am_status grow(count_job *job, ptrdiff_t segments)
 {
     if (segments > PTRDIFF_MAX / 16) return AM_NO_MEMORY;
     ptrdiff_t capacity = am_max(job->capacity, 128);
@@ -190,7 +190,7 @@ static am_status make_room(count_job *job, ptrdiff_t segments)
     return AM_OK;
 }
 
-/* Packed ids come in runs, so runs are counted and not tokens. */
+/* Equal ids of packed sequences follow each other, so a whole run is counted at once. */
 static am_status count_block(count_job *job, const int64_t *ids, ptrdiff_t count, ptrdiff_t index)
 {
     for (ptrdiff_t i = 0, end; i < count; i = end) {
@@ -202,7 +202,7 @@ static am_status count_block(count_job *job, const int64_t *ids, ptrdiff_t count
             return AM_OK;
         }
         if (id >= job->capacity) {
-            am_status status = id < PTRDIFF_MAX ? make_room(job, (ptrdiff_t)id + 1) : AM_NO_MEMORY;
+            am_status status = id < PTRDIFF_MAX ? grow(job, (ptrdiff_t)id + 1) : AM_NO_MEMORY;
             if (status != AM_OK) return status;
         }
         if (id >= job->segments) job->segments = (ptrdiff_t)id + 1;
@@ -213,7 +213,7 @@ static am_status count_block(count_job *job, const int64_t *ids, ptrdiff_t count
 
 static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
 {
-    (void)index; /* there is one */
+    (void)index; /* there is only one task */
     count_job *job = arg;
     ptrdiff_t tokens = tokens_of(job->ids);
     for (ptrdiff_t row = 0; tokens > 0 && row < rows_of(job->ids) && !job->large->any; row++) {

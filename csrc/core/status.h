@@ -1,4 +1,4 @@
-/* status.h – how the core reports what went wrong. */
+/* status.h – the errors that the core reports. */
 #ifndef AM_STATUS_H
 #define AM_STATUS_H
 
@@ -8,8 +8,9 @@ typedef enum {
     AM_OK = 0,
     AM_NO_MEMORY,
     AM_OVERFLOW,    /* an integer result does not fit its type */
-    AM_INTERRUPTED, /* the caller asked to stop; the binding holds the reason */
-    AM_FORKED,      /* a child in the middle of a loop, without the threads that had begun its tasks */
+    AM_INTERRUPTED, /* `stop` of am_run ended the call; the binding knows the reason */
+    AM_FORKED, /* the process is a child that was forked in the middle of a loop, and lacks the threads of
+                  that loop */
 } am_status;
 
 #endif

@@ -1,8 +1,8 @@
-/* threads.c – loops as OpenMP regions, one region a loop.
+/* threads.c – runs each parallel loop as one OpenMP region.
  *
- * A region ends when each of its threads has arrived, also one that the system has not scheduled because
- * other programs keep the processors busy. A thread that spins for long while it waits loses its processor
- * for a time slice of milliseconds, so threads spin briefly: see attnmask/_loading.py.
+ * A region ends when all of its threads have arrived, including those that the system has not scheduled
+ * because other programs keep the processors busy. A thread that spins for long while it waits loses its
+ * processor for a time slice of milliseconds, so threads spin briefly: see attnmask/_loading.py.
  */
 #define _GNU_SOURCE /* sched_getcpu, CPU_COUNT */
 #include "core/threads.h"
@@ -23,17 +23,19 @@
 #include "core/forks.h"
 #include "core/openmp.h"
 
-/* The user feels 0.1 s; a GIL hand-over costs microseconds. */
+/* The time between two polls for signals. Users notice 0.1 s; taking the GIL costs microseconds. */
 static const long POLL_NANOSECONDS = 20 * 1000 * 1000;
 
-/* A waiting thread looks so often before it sleeps or yields: about as long as waking it takes. */
+/* The number of times that a waiting thread checks its condition before it sleeps or yields: about as long as
+ * it takes to wake a thread. */
 enum { SPINS = 1 << 11 };
 
-enum { LINE = 64, MOST_PARTS = 64 };
+enum { CACHE_LINE = 64, MOST_PARTS = 64 };
 
-/* The tasks that one thread takes before it takes those of other threads; on a cache line of its own. */
+/* A part of the tasks. One thread takes them first, before it takes those of other parts. Each part has a
+ * cache line of its own. */
 typedef struct {
-    _Alignas(LINE) atomic_ptrdiff_t next;
+    _Alignas(CACHE_LINE) atomic_ptrdiff_t next;
     ptrdiff_t end;
 } part;
 
@@ -52,10 +54,10 @@ struct am_team {
     atomic_int status;
     int part_count;
     part *parts;
-    jmp_buf *out; /* leads out of the region */
+    jmp_buf *region_end; /* where a forked child leaves the region */
 };
 
-/* Callers at work on loops that are large enough for a team. */
+/* The number of threads that are calling loops large enough for a team. */
 static atomic_int callers;
 
 /* The thread that polls sleeps here until the other threads of its team have ended their tasks. Only Python's
@@ -147,7 +149,7 @@ am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t valu
         if (spins < SPINS)
             spins++, pause_briefly();
         else
-            sched_yield(); /* the thread that it waits for may have no processor */
+            sched_yield(); /* the thread that sets the number may have no processor */
     }
     return AM_OK;
 }
@@ -168,7 +170,6 @@ static void run_part(am_team *team, part *p)
     }
 }
 
-/* Runs one part after the other. */
 static void run_parts(am_team *team, int first)
 {
     for (int i = 0; i < team->part_count; i++) run_part(team, &team->parts[(first + i) % team->part_count]);
@@ -185,16 +186,16 @@ static int this_processor(void)
 }
 
 /* Where other programs keep the processors busy, Linux wakes a thread on the processor of the thread that
- * wakes it, and leaves it there: the two share one processor, call after call (beside 2 busy processes on 2
+ * wakes it, and leaves it there: the two share one processor, call after call (next to 2 busy processes on 2
  * cores, sums of 8 MB take 0.24 ms instead of 0.14, decoding by 256 keys 0.134 ms instead of 0.048). So a
- * thread that runs on the caller's processor takes that one out of its affinity mask, which moves it, and
- * puts the mask back. */
+ * thread that finds itself on the caller's processor removes that from its affinity mask, which moves it to
+ * another processor, and then restores the mask. */
 static void leave_callers_processor(const am_team *team)
 {
 #    ifdef __linux__
     cpu_set_t own, others;
     if (this_processor() != team->processor || sched_getaffinity(0, sizeof own, &own) != 0) return;
-    if (CPU_COUNT(&own) < team->members) return; /* some have to share */
+    if (CPU_COUNT(&own) < team->members) return; /* there are too few processors for all threads */
     others = own;
     CPU_CLR((size_t)team->processor, &others);
     if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
@@ -204,8 +205,9 @@ static void leave_callers_processor(const am_team *team)
 #    endif
 }
 
-/* Signals are for Python's threads. A thread of a team blocks them itself, once: if the caller blocked them
- * for the time of a region, for new threads to inherit that, each region would take 0.5 us longer. */
+/* Only Python's own threads handle signals. The other threads of a team block them themselves, once: if the
+ * caller blocked them during each region, so that new threads inherit that, a region would take 0.5 µs
+ * longer. */
 static void block_signals(void)
 {
     static _Thread_local bool blocked;
@@ -215,8 +217,8 @@ static void block_signals(void)
     blocked = pthread_sigmask(SIG_SETMASK, &all, NULL) == 0;
 }
 
-/* What each thread of a team but the caller does. It gets its own mode back, as other libraries use it, too.
- */
+/* Runs tasks in a thread of the team other than the caller. Afterwards the thread gets its own floating-point
+ * mode back, since other libraries use it, too. */
 static void run_member(am_team *team, int number)
 {
     block_signals();
@@ -251,8 +253,8 @@ static void sleep_until_others_end(am_team *team)
     pthread_mutex_unlock(&ending.lock);
 }
 
-/* The caller waits for tasks that other threads have begun: at the end of the region it could not poll. A
- * thread that arrives later finds no tasks. */
+/* Waits for the tasks that other threads have begun, since the caller could not poll at the end of the
+ * region. A thread that arrives later finds no tasks. */
 static void wait_for_others(am_team *team)
 {
     if (!team->run->stop) return;
@@ -264,18 +266,18 @@ static void wait_for_others(am_team *team)
     }
 }
 
-/* In a child that was forked in the middle of a region, the end of the region would wait for threads that are
- * gone, so the child jumps out of it. From then on its thread counts as one that survived a fork. */
+/* A child that was forked in the middle of a region jumps out of it, since the end of the region would wait
+ * for threads that the child does not have. From then on its thread counts as one that survived a fork. */
 static void leave_if_forked(am_team *team)
 {
-    if (am_forks() != team->forks) _longjmp(*team->out, 1);
+    if (am_forks() != team->forks) _longjmp(*team->region_end, 1);
 }
 
 static void run_region(am_team *team)
 {
-    jmp_buf out;
-    team->out = &out;
-    if (_setjmp(out) != 0) return;
+    jmp_buf region_end;
+    team->region_end = &region_end;
+    if (_setjmp(region_end) != 0) return;
 #    pragma omp parallel num_threads(team->members)
     {
         const int number = omp_get_thread_num();
@@ -289,7 +291,7 @@ static void run_region(am_team *team)
     }
 }
 
-/* The region that another thread begins for the caller: the team but for the caller. */
+/* Runs the team without the caller, in a region that another thread begins for the caller. */
 static void run_region_of_others(void *arg)
 {
     am_team *team = arg;
@@ -317,50 +319,51 @@ static void run_team(am_team *team)
     }
 }
 
-/* How many threads run a loop of so many shares. A team has as many threads as OpenMP gives even if there are
- * fewer shares, since GNU's runtime ends the threads that a smaller team leaves out, and creating them again
- * takes longer than waking them (2 cores, teams of 8 and 2 alternating: 0.15 to 1.9 ms a region, always of 8:
- * 0.07 ms). Only threads in excess of what OpenMP gives are left out. */
-static int team_size(const am_run *run, ptrdiff_t shares)
+/* The number of threads for a loop whose tasks are dealt out in `grains` portions. A team has as many
+ * threads as OpenMP gives even if there are fewer portions, since GNU's runtime ends the threads that a
+ * smaller team leaves out, and creating them again takes longer than waking them (2 cores, teams of 8 and 2
+ * alternating: 0.15 to 1.9 ms a region, always of 8: 0.07 ms). Only threads in excess of what OpenMP gives
+ * are left out. */
+static int team_size(const am_run *run, ptrdiff_t grains)
 {
-    if (shares < 2 || run->threads < 2) return 1;
+    if (grains < 2 || run->threads < 2) return 1;
     const ptrdiff_t usual = am_max(am_openmp_initial_threads(), 2);
-    return (int)am_min(run->threads, am_max(shares, usual));
+    return (int)am_min(run->threads, am_max(grains, usual));
 }
 
-/* Callers whose loops are large enough for a team share the threads that one caller may have: if each had all
- * of them, a region would wait for threads that another team keeps from running. */
-static int share(int size, int most)
+/* Callers that run loops at the same time share the threads that a single caller may have: if each had all of
+ * them, a region would wait for threads that another team keeps from running. */
+static int fair_share(int size, int most)
 {
     const int callers_now = atomic_fetch_add(&callers, 1) + 1;
     return (int)am_min(size, am_max(1, most / callers_now));
 }
 #endif
 
-static void run_shared(am_team *team, ptrdiff_t shares)
+static void run_shared(am_team *team, ptrdiff_t grains)
 {
 #ifdef _OPENMP
-    const int size = team_size(team->run, shares);
+    const int size = team_size(team->run, grains);
     if (size > 1) {
-        team->members = share(size, team->run->threads);
+        team->members = fair_share(size, team->run->threads);
         if (team->members > 1)
             run_team(team);
         else
             run_parts(team, 0);
-        if (am_forks() == team->forks) atomic_fetch_sub(&callers, 1); /* a child begins at 0 */
+        if (am_forks() == team->forks) atomic_fetch_sub(&callers, 1); /* a child has set it to 0 */
         return;
     }
 #endif
-    (void)shares;
+    (void)grains;
     run_parts(team, 0);
 }
 
-/* `grain` tasks are taken at once, and parts begin at multiples of `unit`. */
+/* A thread takes `grain` tasks at once; parts begin at multiples of `unit`. */
 static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, ptrdiff_t unit, am_task task,
                           void *job)
 {
     if (count <= 0) return AM_OK;
-    const ptrdiff_t shares = am_ceil_div(count, grain), units = am_ceil_div(count, unit);
+    const ptrdiff_t grains = am_ceil_div(count, grain), units = am_ceil_div(count, unit);
     part parts[MOST_PARTS];
     am_team team = {.run = run,
                     .task = task,
@@ -372,7 +375,7 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
                     .processor = -1,
                     .members = 1,
                     .parts = parts};
-    team.part_count = (int)am_min(am_min(run->threads, shares), am_min(units, MOST_PARTS));
+    team.part_count = (int)am_min(am_min(run->threads, grains), am_min(units, MOST_PARTS));
     ptrdiff_t given = 0;
     for (int i = 0; i < team.part_count; i++) {
         atomic_init(&parts[i].next, given * unit);
@@ -380,7 +383,7 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
         parts[i].end = given == units ? count : given * unit;
     }
     clock_gettime(CLOCK_MONOTONIC, &team.polled);
-    run_shared(&team, shares);
+    run_shared(&team, grains);
     return (am_status)atomic_load(&team.status);
 }
 

@@ -1,12 +1,13 @@
-/* threads.h – one parallel loop for the whole library: an OpenMP region, dynamic, interruptible, safe after
- * fork.
+/* threads.h – the parallel loop of the whole library: an OpenMP region that deals out tasks dynamically, can
+ * be interrupted by signals, and works in a forked child.
  *
- * Each thread begins with a part of the tasks that lies together, if it can with the same one in each loop of
- * that shape, and helps others when it is through. So it finds in its cache what it has left there, reads
- * memory in order, and does not write to the lines that another one is writing to.
+ * Each thread begins with a contiguous part of the tasks, usually the same part in every loop of the same
+ * shape. When that is done, it takes tasks from the parts of other threads. So a thread finds data of earlier
+ * loops in its cache, reads memory in order, and seldom writes to cache lines that other threads write to.
  *
- * Tasks are numbered by the shape of the problem, by the number of threads only where that alters no sum, and
- * share no floating-point accumulator: that is what makes every result the same for any number of threads.
+ * Work is divided into tasks by the shape of the problem, and by the number of threads only where that alters
+ * no sum. Tasks do not accumulate floating-point numbers in a shared place, or do so in a fixed order. So
+ * results are the same for any number of threads.
  */
 #ifndef AM_THREADS_H
 #define AM_THREADS_H
@@ -18,38 +19,38 @@
 #include "core/status.h"
 #include "kernels/table.h"
 
-/* What a call runs with. The binding fills it in, the core passes it down. */
+/* How a call runs. The binding fills it in; the core passes it on. */
 typedef struct {
     const am_kernels *kernels;
     int threads;
-    bool (*stop)(void *arg); /* asked now and then by the calling thread: has the user had enough? */
+    bool (*stop)(void *arg); /* whether to end the call; NULL: never; only the calling thread asks */
     void *stop_arg;
 } am_run;
 
 typedef struct am_team am_team;
 
-/* Does task `index`. Long tasks ask am_checkpoint every millisecond or so and return at once if it says no.
- */
+/* Runs task `index`. A long task calls am_checkpoint every millisecond or so, and returns at once if the
+ * result is not AM_OK. */
 typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
 
 /* Runs tasks 0 … count-1, `grain` consecutive ones at a time, in any order; the first status that is not
  * AM_OK ends the loop and is returned. */
 am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
-/* The same for rows of tasks, numbered row by row: those of a row begin in their order, and one thread goes
- * through a row as long as there are rows enough. */
+/* The same for rows of tasks, which are numbered row by row. The tasks of a row begin in order, and one
+ * thread takes all tasks of a row as long as there are enough rows. */
 am_status am_parallel_rows(const am_run *run, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task, void *job);
 
-/* AM_OK, or the reason to stop. */
+/* Returns AM_OK, or the reason to stop. */
 am_status am_checkpoint(am_team *team);
 
-/* Waits until `number`, which a task before this one in its row sets, has this value. */
+/* Waits until `number` has this value, which an earlier task of the same row sets. */
 am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
 
-/* The size of the last-level cache, or a guess. */
+/* The size of the last-level cache, or a guess if the system does not report it. */
 ptrdiff_t am_cache_bytes(void);
 
-/* Once per process, before the first am_parallel. */
+/* Call it once per process, before the first am_parallel. */
 void am_threads_init(void);
 
 #endif

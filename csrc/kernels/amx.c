@@ -1,7 +1,7 @@
-/* amx.c – attention of bfloat16 for x86-64 processors that multiply tiles of it (Sapphire Rapids). */
+/* amx.c – attention kernels of bfloat16 for x86-64 processors with AMX tiles (Sapphire Rapids). */
 #define V_AMX
 #include "kernels/vec_avx512.h"
-#pragma GCC diagnostic ignored "-Wunused-function" /* of all kernels these need some */
+#pragma GCC diagnostic ignored "-Wunused-function" /* this file needs only some of the functions */
 #include "kernels/level.h"
 
 const am_flash_kernels am_kernels_amx = {

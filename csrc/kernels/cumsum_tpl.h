@@ -1,19 +1,20 @@
-/* cumsum_tpl.h – running sums of elements T, read and written by MEM, in vectors V of LANES elements.
+/* cumsum_tpl.h – running sums of elements T, which MEM reads and writes, in vectors V of LANES elements.
  *
  *     out[t] = scale * (carry + x[0] + … + x[t])
  *
- * `carry` is a double that takes in a block of a few steps at a time; inside the block the sum starts from
- * zero, in V. That costs one addition a step more than the plain recurrence, no compensation term, and needs
- * no special care for infinities: the carry obeys IEEE rules by itself.
+ * `carry` is a double. Within a block of a few steps a sum starts from zero and is taken in V; `carry` then
+ * adds the sum of the block. That costs one addition per step more than adding to a single sum, and needs no
+ * compensation term. Infinities and NaN need no special care, since the carry itself follows IEEE rules.
  */
 
 enum {
-    FN(LINE) = 64 / (int)sizeof(T),                /* elements of a cache line */
-    FN(WIDEST) = 8,                                /* vectors side by side whose sums fit the registers */
-    FN(PREFETCH_DISTANCE) = 1024 / (int)sizeof(T), /* how far a scan of a row beyond the caches prefetches */
+    FN(LINE) = 64 / (int)sizeof(T), /* elements per cache line */
+    FN(WIDEST) = 8,                 /* the most adjacent vectors whose sums fit the registers */
+    FN(PREFETCH_DISTANCE) = 1024 / (int)sizeof(T), /* of scans */
 };
 
-/* `steps` rows of `vectors` whole vectors; or, with `part` lanes, of one vector that is not full. */
+/* Adds up `steps` rows of `vectors` whole vectors; or if `part` is not 0, of one vector that has only `part`
+ * lanes. */
 static inline __attribute__((always_inline)) void
 FN(cumsum_strip)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, const ptrdiff_t steps,
                  const int vectors, const ptrdiff_t part, const V *base, V *sums, V scale, const bool stream)
@@ -39,7 +40,7 @@ FN(cumsum_strip)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step, c
     for (int v = 0; v < vectors; v++) sums[v] = sum[v];
 }
 
-/* The same, for steps ≤ AM_CUMSUM_BLOCK, from `carry` on. */
+/* Adds up steps ≤ AM_CUMSUM_BLOCK, beginning with `carry`. */
 static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdiff_t dst_step, const T *src,
                                                                    ptrdiff_t src_step, const ptrdiff_t steps,
                                                                    const int vectors, const ptrdiff_t part,
@@ -54,7 +55,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_block)(T *dst, ptrdi
     for (int v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
 }
 
-/* Many vectors, row by row. */
+/* Adds up many vectors, row by row, with the sums in memory. */
 static inline __attribute__((always_inline)) void FN(cumsum_wide)(T *dst, ptrdiff_t dst_step, const T *src,
                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
                                                                   ptrdiff_t vectors, double *carry, V scale,
@@ -74,9 +75,9 @@ static inline __attribute__((always_inline)) void FN(cumsum_wide)(T *dst, ptrdif
     for (ptrdiff_t v = 0; v < vectors; v++) VOP(carry_add)(carry + v * LANES, sums[v]);
 }
 
-/* Hardware prefetches memory that is read in its own order. So a row is one strip if its sums fit the
- * registers. Wider rows are read one after the other: upwards that is worth keeping the sums in memory (it
- * saves a quarter of the time), downwards it is not. */
+/* Hardware prefetches memory that is read in the order of addresses, so rows are read whole: in one strip if
+ * their sums fit the registers. For wider rows the sums are kept in memory when steps go upwards, which saves
+ * a quarter of the time; downwards it saves none. */
 static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdiff_t dst_step, const T *src,
                                                                   ptrdiff_t src_step, const ptrdiff_t steps,
                                                                   ptrdiff_t lanes, double *carry, V scale,
@@ -113,7 +114,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_band)(T *dst, ptrdif
     }
 }
 
-/* One segment, or a piece of one; negative steps run backwards. */
+/* Adds up one segment, or a piece of one. Negative strides of steps run backwards. */
 static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, ptrdiff_t src_step,
                                     ptrdiff_t steps, ptrdiff_t lanes, double *carry, V scale, bool stream)
 {
@@ -128,28 +129,28 @@ static void FN(cumsum_rows_segment)(T *dst, ptrdiff_t dst_step, const T *src, pt
     if (steps) FN(cumsum_band)(dst, dst_step, src, src_step, steps, lanes, carry, scale, false);
 }
 
-/* `vectors` whole vectors along time, or one with `part` elements, from the last to the first if `reverse`.
- */
+/* Adds up `vectors` whole vectors along time, or one with `part` elements; from the last to the first if
+ * `reverse`. */
 static inline __attribute__((always_inline)) void
 FN(cumsum_scan_group)(T *dst, const T *src, const int vectors, const ptrdiff_t part, const bool reverse,
                       double *carry, V scale, const bool stream)
 {
     const V base = VOP(set1)(*carry);
-    V before = VOP(set1)(0); /* the sum of the vectors done, in every lane */
+    V earlier = VOP(set1)(0); /* the sum of the earlier vectors, in every lane */
     for (int v = 0; v < vectors; v++) {
         ptrdiff_t at = (reverse ? vectors - 1 - v : v) * LANES;
         V x = part ? MEM(load_part)(src, part) : MEM(load)(src + at);
         V total, sum = reverse ? VOP(scan_back)(x, &total) : VOP(scan)(x, &total);
-        V out = VOP(mul)(scale, VOP(add)(base, VOP(add)(before, sum)));
+        V out = VOP(mul)(scale, VOP(add)(base, VOP(add)(earlier, sum)));
         if (part)
             MEM(store_part)(dst, out, part);
         else if (stream)
             MEM(stream)(dst + at, out);
         else
             MEM(store)(dst + at, out);
-        before = VOP(add)(before, total);
+        earlier = VOP(add)(earlier, total);
     }
-    *carry += (double)VOP(first)(before);
+    *carry += (double)VOP(first)(earlier);
 }
 
 static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst, const T *src,
@@ -158,7 +159,7 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst
                                                                           const bool stream)
 {
     enum { GROUPED = AM_CUMSUM_SCAN * LANES };
-    ptrdiff_t low = 0, high = steps; /* what is left */
+    ptrdiff_t low = 0, high = steps; /* the steps that are left */
     while (high - low >= GROUPED) {
         ptrdiff_t at = reverse ? high - GROUPED : low;
         for (int line = 0; stream && line < GROUPED / FN(LINE); line++) {
@@ -182,7 +183,8 @@ static inline __attribute__((always_inline)) void FN(cumsum_scan_segment)(T *dst
     if (low < high) FN(cumsum_scan_group)(dst + low, src + low, 1, high - low, reverse, carry, scale, false);
 }
 
-/* Segment i of `count` in the order of the sums: where it begins in memory, and its length. */
+/* Returns where segment i of `count`, in the order of the sums, begins in memory, and sets *steps to its
+ * length. */
 static inline ptrdiff_t FN(segment_begin)(const am_cumsum_tile *tile, ptrdiff_t period, ptrdiff_t i,
                                           ptrdiff_t count, ptrdiff_t *steps)
 {
@@ -199,14 +201,14 @@ static void FN(cumsum_rows)(void *to, const void *from, const am_cumsum_tile *ti
     const V factor = VOP(set1)(scale);
     const ptrdiff_t period = tile->period ? tile->period : tile->steps,
                     count = (tile->steps - 1) / period + 1;
-    const ptrdiff_t way = tile->reverse ? -1 : 1;
+    const ptrdiff_t direction = tile->reverse ? -1 : 1;
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t steps, first = FN(segment_begin)(tile, period, i, count, &steps);
         if (tile->reverse) first += steps - 1;
         if (tile->period) memset(carry, 0, (size_t)(tile->lanes + AM_CUMSUM_PAD) * sizeof *carry);
-        FN(cumsum_rows_segment)(dst + first * tile->dst_step, way * tile->dst_step,
-                                src + first * tile->src_step, way * tile->src_step, steps, tile->lanes, carry,
-                                factor, tile->stream);
+        FN(cumsum_rows_segment)(dst + first * tile->dst_step, direction * tile->dst_step,
+                                src + first * tile->src_step, direction * tile->src_step, steps, tile->lanes,
+                                carry, factor, tile->stream);
     }
     if (tile->stream) v_fence();
 }
@@ -222,7 +224,8 @@ static void FN(cumsum_scan)(void *to, const void *from, const am_cumsum_tile *ti
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t steps, begin = FN(segment_begin)(tile, period, i, count, &steps);
         double sum = tile->period ? 0 : *carry;
-        /* Whole vectors are stored from the end downwards when reversed, else from the beginning upwards. */
+        /* Whole vectors are stored from the end of a segment if reversed, else from its beginning; that must
+         * be aligned. */
         bool stream = tile->stream &&
                       (uintptr_t)(dst + (tile->reverse ? begin + steps : begin)) % (LANES * sizeof(T)) == 0;
         if (stream && tile->reverse)

@@ -1,21 +1,23 @@
-/* divide.h – integers divided by one positive number and rounded up, by a product instead of a division.
+/* divide.h – divides integers by one positive number and rounds up, with a multiplication instead of a
+ * division.
  *
- * With 2^(s - 1) < b <= 2^s and m = 2^(N - 1 + s) / b rounded up, which is below 2^N, for all n <= 2^(N - 1)
+ * Let 2^(s - 1) < b <= 2^s, and m = 2^(N - 1 + s) / b rounded up, which is below 2^N. For all n from 0 to
+ * 2^(N - 1)
  *
- *     n / b = n m / 2^(N - 1 + s), both rounded down
+ *     floor(n / b) = floor(n m / 2^(N - 1 + s)) = q
  *
- * For n one below a that is one too few; for n = -a, where a is not positive, it is the negative of what is
- * wanted: q becomes (q ^ flip) + 1 in both. Vectors know products for N = 32 only, in lanes of 64 bits.
+ * For a > 0 the result is q + 1 with n = a - 1; for a <= 0 it is -q with n = -a. Both are (q ^ flip) + 1,
+ * where flip is 0 or all ones. Vectors multiply only numbers of N = 32 bits, in lanes of 64 bits.
  */
 
 typedef struct {
     uint64_t m;
-    int shift; /* N - 1 + s, or with N = 64 as much less 64 */
+    int shift; /* N - 1 + s */
 } reciprocal;
 
 static reciprocal reciprocal_32(int64_t b)
 {
-    uint64_t divisor = b >> 32 ? UINT64_C(1) << 32 : (uint64_t)b; /* a larger one makes no odds */
+    uint64_t divisor = b >> 32 ? UINT64_C(1) << 32 : (uint64_t)b; /* larger ones give the same results */
     int shift = divisor > 1 ? 95 - __builtin_clzll(divisor - 1) : 31;
     return (reciprocal){((UINT64_C(1) << shift) + divisor - 1) / divisor, shift};
 }
@@ -24,7 +26,7 @@ static void divide_32(int32_t *restrict dst, const int32_t *restrict a, ptrdiff_
 {
     typedef uint32_t lanes __attribute__((vector_size(sizeof(vi))));
     typedef int32_t signed_lanes __attribute__((vector_size(sizeof(vi))));
-    typedef uint64_t pairs __attribute__((vector_size(sizeof(vi))));
+    typedef uint64_t wide_lanes __attribute__((vector_size(sizeof(vi))));
     enum { LANES = sizeof(lanes) / sizeof(uint32_t) };
     const reciprocal r = reciprocal_32(b);
     const vi m = vi_set1(r.m);
@@ -33,9 +35,9 @@ static void divide_32(int32_t *restrict dst, const int32_t *restrict a, ptrdiff_
         lanes x;
         memcpy(&x, a + i, sizeof x);
         lanes flip = (lanes)((signed_lanes)x <= 0);
-        pairs n = (pairs)((x - 1) ^ flip);
-        pairs low = (pairs)vi_mul_32((vi)n, m) >> r.shift,
-              high = (pairs)vi_mul_32((vi)(n >> 32), m) >> r.shift;
+        wide_lanes n = (wide_lanes)((x - 1) ^ flip);
+        wide_lanes low = (wide_lanes)vi_mul_32((vi)n, m) >> r.shift,
+                   high = (wide_lanes)vi_mul_32((vi)(n >> 32), m) >> r.shift;
         x = ((lanes)(low | high << 32) ^ flip) + 1;
         memcpy(dst + i, &x, sizeof x);
     }
@@ -60,7 +62,7 @@ static void divide_wide(int64_t *restrict dst, const int64_t *restrict a, ptrdif
     }
 }
 
-/* Most numbers are small: where in a block one turns out not to be, the block is done again. */
+/* Most numbers have at most 31 bits. A block that has a larger one is computed again by divide_wide. */
 static void divide_64(int64_t *restrict dst, const int64_t *restrict a, ptrdiff_t count, int64_t b)
 {
     typedef uint64_t lanes __attribute__((vector_size(sizeof(vi))));

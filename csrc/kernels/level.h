@@ -1,5 +1,5 @@
-/* level.h – every kernel, compiled for the instruction set whose vector operations the including file has
- * included, and their table if it has named the level (LEVEL). */
+/* level.h – all kernels for one instruction set, whose vector operations the including file includes before;
+ * and their table, if that file defines the name of the level (LEVEL). */
 #include <float.h>
 #include <math.h>
 #include <stdbool.h>
@@ -10,7 +10,7 @@
 #include "kernels/unroll.h"
 
 #ifndef V_PARTS_16
-/* `count` < VF_LANES, in steps whose sizes the compiler knows. */
+/* Copies count < VF_LANES elements in steps of constant sizes, which become single instructions. */
 static inline void copy_part(uint16_t *dst, const uint16_t *src, ptrdiff_t count)
 {
     ptrdiff_t done = 0;
@@ -142,20 +142,20 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 
 enum {
     FLASH_SLACK = 8, /* P stays below 2^8 or e^8, and rows are seldom rescaled */
-    /* Rows of unpacked keys and values are prefetched so many rows early, and again in order: prefetching
-     * once would be 0.8 times as fast. */
+    /* Unpacked keys and values are prefetched this number of rows early, and a second time in order:
+     * prefetching only once would be 0.8 times as fast. */
     EARLY_KEYS = 8,
-    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP
-                           : 16, /* of rows and unpacked keys: as many as fit, or fill whole vectors */
+    DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* sums of products of a row and unpacked keys: as many as fit
+                                                  the registers, or fill whole vectors */
 };
 
-/* Columns of a panel of results that begins at `column`: all of a panel, or half. */
+/* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {
     return block->out_depth - column < panel ? block->out_depth - column : panel;
 }
 
-/* From the first column of a tile that is live in any row to behind the last. */
+/* Finds the columns of a tile from the first that is live in any row to the last: *begin … *end - 1. */
 static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t *begin, ptrdiff_t *end)
 {
     uint64_t any = tile->live ? 0 : UINT64_MAX;
@@ -164,8 +164,8 @@ static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptr
     *end = AM_FLASH_TILE - __builtin_clzll(any);
 }
 
-/* 2^x on [-1/2, 1/2], fitted to a relative error of 2e-9 and 2e-17; or of 4e-7, for what is rounded to
- * bfloat16; or on [-1/16, 1/16], of 6e-18. */
+/* Coefficients of 2^x on [-1/2, 1/2], with relative errors of 2e-9 in float32 and 2e-17 in float64; 4e-7
+ * where results are rounded to bfloat16. With VD_EIGHTHS x is in [-1/16, 1/16], and the error is 6e-18. */
 static const float exp2_terms_f32[] = {
     1.0f, 0.6931472029f, 0.2402264791f, 0.05550332471f, 0.009618437358f, 0.001339887441f, 0.0001535336191f};
 static const float exp2_terms_bf16x2[] = {1.0f,           0.6931428306f,   0.2402235065f,
@@ -197,9 +197,10 @@ static const double exp2_terms_f64[] = {
     4.078071929588336665e-10,
 };
 #endif
-/* A function that is not inlined, so that it takes no registers from its callers. Not every type calls it. */
+/* For a function that is not inlined, so that it takes no registers from its callers. Not every type calls
+ * it. */
 #define APART static __attribute__((noinline, unused))
-/* The compiler does not know any more where a pointer came from. */
+/* Hides from the compiler where a pointer came from. */
 #define HIDE(pointer) __asm__("" : "+r"(pointer))
 #define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
 
@@ -233,7 +234,7 @@ static inline vd tanh_tail_f64(vd z)
 #define GREATEST FLT_MAX
 #define MIN_POWER 127
 #define ROUNDER (0x1.8p23 + 127)
-#define HALVES /* may come as numbers of sixteen bits too */
+#define HALVES /* numbers in memory may also be sixteen-bit floats */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #ifdef V_AMX

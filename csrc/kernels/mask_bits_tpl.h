@@ -1,4 +1,4 @@
-/* mask_bits_tpl.h – rows of elements of SIZE bits to bits and back. */
+/* mask_bits_tpl.h – converts up to 64 elements of SIZE bits to a word of bits, and back. */
 #define NAME_(name, size) name##_##size
 #define NAME2(name, size) NAME_(name, size)
 #define FN(name) NAME2(name, SIZE)

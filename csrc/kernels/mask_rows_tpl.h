@@ -1,9 +1,9 @@
-/* mask_rows_tpl.h – scans rows of a mask whose elements are T, where the bits in MASK tell zero from non-zero
- * and BITS(src, count, MASK) looks at up to 64 elements. */
+/* mask_rows_tpl.h – scans rows of a mask with elements T. An element counts as zero if its bits in MASK are
+ * zero. BITS(src, count, MASK) returns a bit for each of up to 64 elements. */
 
 enum { FN(STRETCH) = 512 / (int)sizeof(T) };
 
-/* Counters are as narrow as the elements, so that a vector of one feeds a vector of the other, and are
+/* Counters are as wide as the elements, so that vectors of both have the same number of lanes. They are
  * emptied before they can overflow. */
 static ptrdiff_t FN(nonzero)(const void *src, ptrdiff_t count)
 {
@@ -22,7 +22,7 @@ static ptrdiff_t FN(nonzero)(const void *src, ptrdiff_t count)
     }
     for (; i + 64 <= count; i += 64) total += __builtin_popcountll(BITS(p + i, 64, MASK));
     if (i == count) return total;
-    /* The rest are the last of 64 elements, if there are as many. */
+    /* The rest is read as the end of the last 64 elements, if there are 64. */
     uint64_t rest =
         count < 64 ? BITS(p + i, count - i, MASK) : BITS(p + count - 64, 64, MASK) >> (64 - (count - i));
     return total + __builtin_popcountll(rest);
@@ -60,7 +60,7 @@ static ptrdiff_t FN(last)(const void *src, ptrdiff_t count)
     ptrdiff_t end = count;
     while (end >= FN(STRETCH) && FN(stretch_is_zero)(p + end - FN(STRETCH))) {
         end -= FN(STRETCH);
-        /* Hardware prefetches upwards better than downwards: this saves a third of the time. */
+        /* Hardware prefetches upwards better than downwards; prefetching here saves a third of the time. */
         for (int line = 0; line < 8; line++)
             __builtin_prefetch(p + end - 4 * FN(STRETCH) + line * (FN(STRETCH) / 8));
     }

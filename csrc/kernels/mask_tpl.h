@@ -1,4 +1,4 @@
-/* mask_tpl.h – between the bits of a tile's row and the arrays that they come from or become. */
+/* mask_tpl.h – converts rows of arrays to words of bits and back, and fills rows. */
 
 static uint64_t low_bits(ptrdiff_t count) { return count >= 64 ? UINT64_MAX : ((uint64_t)1 << count) - 1; }
 
@@ -41,8 +41,8 @@ static void fill_bytes(void *dst, uint64_t pattern, size_t bytes, bool stream)
         memcpy(p, &value, bytes);
         return;
     }
-    /* The ends overlap the whole vectors between them, which lie on multiples of their size: wherever an
-     * element of the pattern may stand, the pattern looks the same. */
+    /* The first and the last vector may overlap the aligned vectors between them. dst is aligned to an
+     * element, so the pattern is the same wherever a vector begins. */
     vi_store(p, value);
     vi_store(p + bytes - STEP, value);
     char *end = p + bytes;

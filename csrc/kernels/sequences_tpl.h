@@ -1,8 +1,8 @@
-/* sequences_tpl.h – what prepare_* writes for every sequence, for the integer type T. */
+/* sequences_tpl.h – computes what the prepare_* functions return for every sequence, in the integer type
+ * T. */
 
-/* (length + more) / 2^shift of each. Where no start is negative a difference cannot overflow; where one is,
- * the result is thrown away.
- */
+/* dst[i] = (length of sequence i + more) / 2^shift. Returns false if a start or a length is negative;
+ * differences may then overflow, and dst is not used. */
 static inline __attribute__((always_inline)) bool FN(measure)(T *dst, const T *starts, ptrdiff_t count,
                                                               UNSIGNED more, int shift)
 {
@@ -20,7 +20,7 @@ static bool FN(lens)(T *lens, const T *starts, ptrdiff_t count)
     return FN(measure)(lens, starts, count, 0, 0);
 }
 
-/* A block at a time, so that chunk counts stay in the first-level cache. */
+/* Works block by block, so that the counts of chunks stay in the first-level cache. */
 static bool FN(chunk_offsets)(T *offsets, const T *starts, ptrdiff_t count, int64_t chunk)
 {
     enum { BLOCK = 512 };
@@ -28,12 +28,12 @@ static bool FN(chunk_offsets)(T *offsets, const T *starts, ptrdiff_t count, int6
     const UNSIGNED more = shifts ? (UNSIGNED)chunk - 1 : 0;
     const int shift = shifts ? __builtin_ctzll((uint64_t)chunk) : 0;
     T lens[BLOCK], counts[BLOCK];
-    UNSIGNED sum = 0; /* may overflow where starts fall, and is thrown away */
-    bool rise = true;
+    UNSIGNED sum = 0; /* may overflow if starts decrease, when it is not used */
+    bool valid = true;
     offsets[0] = 0;
     for (ptrdiff_t begin = 0; begin < count; begin += BLOCK) {
         ptrdiff_t n = count - begin < BLOCK ? count - begin : BLOCK;
-        rise &= FN(measure)(shifts ? counts : lens, starts + begin, n, more, shift);
+        valid &= FN(measure)(shifts ? counts : lens, starts + begin, n, more, shift);
         if (!shifts) FN(divide)(counts, lens, n, chunk);
 #pragma GCC unroll 4
         for (ptrdiff_t i = 0; i < n; i++) {
@@ -41,7 +41,7 @@ static bool FN(chunk_offsets)(T *offsets, const T *starts, ptrdiff_t count, int6
             offsets[begin + i + 1] = (T)sum;
         }
     }
-    return rise;
+    return valid;
 }
 
 #undef T

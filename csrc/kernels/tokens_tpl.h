@@ -1,9 +1,9 @@
-/* tokens_tpl.h – what prepare_* writes for every token, for the integer type T (U without its sign): the
- * number of its sequence, its position there, or both.
+/* tokens_tpl.h – writes what the prepare_* functions return for every token, in the integer type T (U is its
+ * unsigned type): the number of its sequence, its position there, or both.
  *
- * Runs are short (documents of a hundred tokens), so their ends matter most: a run is written in whole
- * vectors that may pass its end, as the next run overwrites them, except near `end`, where another thread's
- * tokens begin.
+ * A run is the tokens of one sequence. Runs are short (documents of a hundred tokens), so their ends matter
+ * most: a run is written in whole vectors, which may reach into the next run, since that is written
+ * afterwards. They never reach beyond `end`, where the tokens of another thread begin.
  */
 
 static inline __attribute__((always_inline)) void FN(fill)(T *dst, const ptrdiff_t *starts,
@@ -13,17 +13,17 @@ static inline __attribute__((always_inline)) void FN(fill)(T *dst, const ptrdiff
     typedef U lanes __attribute__((vector_size(sizeof(vi))));
     enum { LANES = sizeof(lanes) / sizeof(U) };
     const int width = sequences + positions, tokens = LANES / width;
-    lanes counts = {0}, advance = {0}; /* counts: all bits of the lanes that hold positions */
+    lanes position_lanes = {0}, advance = {0}; /* position_lanes: all bits of the lanes that hold positions */
     for (int i = 0; i < LANES; i++) {
-        counts[i] = positions && i % width == sequences ? (U)-1 : 0;
+        position_lanes[i] = positions && i % width == sequences ? (U)-1 : 0;
         advance[i] = (U)(i / width);
     }
-    advance &= counts;
-    const lanes step = counts & (U)tokens;
+    advance &= position_lanes;
+    const lanes step = position_lanes & (U)tokens;
     for (ptrdiff_t t = begin; t < end; sequence++) {
         ptrdiff_t stop = starts[sequence + 1] < end ? starts[sequence + 1] : end;
         ptrdiff_t position = t - starts[sequence];
-        lanes value = (counts & (U)position) + (~counts & (U)sequence) + advance;
+        lanes value = (position_lanes & (U)position) + (~position_lanes & (U)sequence) + advance;
         for (; t < stop && t + tokens <= end; t += tokens, value += step) {
             memcpy(dst + (t - begin) * width, &value, sizeof value);
         }

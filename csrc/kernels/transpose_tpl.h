@@ -5,7 +5,7 @@ static void FN(transpose)(void *dst, ptrdiff_t dst_step, const void *src, ptrdif
 {
     T *to = dst;
     const T *from = src;
-    const bool down = dst_step > src_step; /* rows that lie far apart are finished one by one */
+    const bool down = dst_step > src_step; /* rows that lie far apart are completed one by one */
     for (ptrdiff_t i = 0; i < (down ? columns : rows); i += LANES) {
         for (ptrdiff_t j = 0; j < (down ? rows : columns); j += LANES) {
             const ptrdiff_t r = down ? j : i, c = down ? i : j;

@@ -1,11 +1,11 @@
-/* unroll.h – loops of a length that is known once functions are inlined, and whose arrays are registers if
- * nothing is left of the loop. Clang up to 16 unrolls by count only after it has put such arrays in memory.
- */
+/* unroll.h – UNROLL unrolls a loop whose length is known once functions are inlined, so that the arrays that
+ * it indexes become registers. Clang up to 16 unrolls a loop by a given count only after it has put such
+ * arrays in memory, so it is told to unroll the whole loop. */
 #ifndef AM_UNROLL_H
 #define AM_UNROLL_H
 
 #ifdef __clang__
-#    pragma clang diagnostic ignored "-Wpass-failed" /* where a length is not known after all */
+#    pragma clang diagnostic ignored "-Wpass-failed" /* some lengths are not known after all */
 #    define UNROLL(most) _Pragma("clang loop unroll(full)")
 #else
 #    define AM_PRAGMA(text) _Pragma(#text)

@@ -10,12 +10,12 @@
 #include "kernels/unroll.h"
 
 #define VF_LANES 8
-#define V_STRIP 6 /* rows of two vectors that fit the registers, beside what they are made of */
+#define V_STRIP 6 /* the number of rows of a strip: see vec_baseline.h */
 #define VD_LANES 4
 typedef __m256 vf;
 typedef __m256d vd;
 
-/* The first `count` of eight lanes, or of four: a window on ones and zeros. */
+/* A mask whose first `count` lanes are set. */
 static inline __m256i v_mask_32(ptrdiff_t count)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -31,7 +31,7 @@ static inline vf vf_load_part(const float *p, ptrdiff_t count)
     return _mm256_maskload_ps(p, v_mask_32(count));
 }
 static inline void vf_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
-/* VMASKMOV stores take tens of cycles on some processors. */
+/* VMASKMOV is not used, since its stores take tens of cycles on some processors. */
 static inline void vf_store_part(float *p, vf v, ptrdiff_t count)
 {
     __m128 x = _mm256_castps256_ps128(v);
@@ -51,11 +51,11 @@ static inline void vf_stream(float *p, vf v) { _mm256_stream_ps(p, v); }
 static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
-/* Lanes of each half move up or down by so many bytes, zeros come in. */
+/* Shift each half of a vector up or down by `bytes`; zeros come in. */
 #define V_UP(v, bytes) _mm256_castsi256_ps(_mm256_slli_si256(_mm256_castps_si256(v), bytes))
 #define V_DOWN(v, bytes) _mm256_castsi256_ps(_mm256_srli_si256(_mm256_castps_si256(v), bytes))
-/* Running sums from the first lane up, or from the last down; `total` is their sum in every lane. VPERMPS
- * would be the shorter way to it, but is slow on many processors. */
+/* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
+ * lanes. VPERMPS would make the code shorter, but is slow on many processors. */
 static inline vf vf_scan(vf v, vf *total)
 {
     v = vf_add(v, V_UP(v, 4));
@@ -142,7 +142,8 @@ static inline __m128i v_to_bf16(vf v)
 static inline void vf_store_bf16(uint16_t *p, vf v) { _mm_storeu_si128((__m128i *)p, v_to_bf16(v)); }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { _mm_stream_si128((__m128i *)p, v_to_bf16(v)); }
 
-/* For attention. The greater of two, or b if there is a NaN; lane i by bit i. */
+/* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
+ * of x if bit i is set, else that of y. */
 static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
@@ -157,7 +158,7 @@ static inline vf vf_select(uint64_t bits, vf x, vf y)
     __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)(bits & 0xff)), own), own);
     return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(set));
 }
-/* The low bits as an exponent. */
+/* Shifts the low bits to the place of the exponent. */
 static inline vf vf_low_to_exponent(vf v)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23));
@@ -168,7 +169,7 @@ static inline float vf_highest(vf v)
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-/* Whether any lane is greater. */
+/* Whether any lane exceeds its limit. */
 static inline bool vf_exceeds(vf v, vf limit)
 {
     return _mm256_movemask_ps(_mm256_cmp_ps(v, limit, _CMP_GT_OQ)) != 0;
@@ -201,7 +202,7 @@ static inline void vf_transpose(vf v[VF_LANES])
         v[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
     }
 }
-/* Lane i is the sum of lanes of vector i. */
+/* Lane i of the result is the sum of the lanes of vector i. */
 static inline vf vf_totals(const vf v[VF_LANES])
 {
     vf fours[4], twos[2];
@@ -270,7 +271,7 @@ typedef __m256i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm256_set1_epi64x((long long)pattern); }
 static inline void vi_store(void *p, vi v) { _mm256_storeu_si256((__m256i *)p, v); }
 static inline void vi_stream(void *p, vi v) { _mm256_stream_si256((__m256i *)p, v); }
-/* The products of the low halves of lanes of 64 bits. */
+/* Multiplies the low halves of lanes of 64 bits. */
 static inline vi vi_mul_32(vi a, vi b) { return _mm256_mul_epu32(a, b); }
 static inline vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
@@ -284,7 +285,7 @@ static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
     return bits;
 }
 
-/* Bits of 64 elements; `mask` chooses the bits of each that count. */
+/* Bit i of the result is set if element i has a bit in common with `mask`. */
 static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
 {
     const char *p = src;
@@ -331,7 +332,7 @@ static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
     return ~zeros;
 }
 
-/* Each lane tests its own bit of a copy of the bits. */
+/* Each lane tests its own bit in a copy of `bits`. */
 static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
 {
     vi spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
@@ -374,7 +375,7 @@ static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint
     }
 }
 
-/* Streaming stores become visible to other threads. */
+/* Makes streaming stores visible to other threads. */
 static inline void v_fence(void) { _mm_sfence(); }
 
 #endif

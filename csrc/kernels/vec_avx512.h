@@ -12,7 +12,7 @@
 #include "kernels/unroll.h"
 
 #define VF_LANES 16
-#define V_STRIP 12 /* rows of two vectors that fit the registers, beside what they are made of */
+#define V_STRIP 12 /* the number of rows of a strip: see vec_baseline.h */
 #define VD_LANES 8
 typedef __m512 vf;
 typedef __m512d vd;
@@ -34,7 +34,7 @@ static inline void vf_stream(float *p, vf v) { _mm512_stream_ps(p, v); }
 static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-/* Lanes move up or down by `count`, zeros come in. */
+/* Shift lanes up or down by `count`; zeros come in. */
 #define V_ZERO _mm512_setzero_si512()
 #define V_UP_32(v, count)                                                                                    \
     _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(v), V_ZERO, 16 - (count)))
@@ -42,7 +42,8 @@ static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 #define V_UP_64(v, count)                                                                                    \
     _mm512_castsi512_pd(_mm512_alignr_epi64(_mm512_castpd_si512(v), V_ZERO, 8 - (count)))
 #define V_DOWN_64(v, count) _mm512_castsi512_pd(_mm512_alignr_epi64(V_ZERO, _mm512_castpd_si512(v), count))
-/* Running sums from the first lane up, or from the last down; `total` is their sum in every lane. */
+/* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
+ * lanes. */
 static inline vf vf_scan(vf v, vf *total)
 {
     v = vf_add(v, V_UP_32(v, 1));
@@ -119,7 +120,7 @@ static inline vf vf_load_bf16(const uint16_t *p)
 {
     return v_from_bf16(_mm256_loadu_si256((const __m256i *)p));
 }
-/* Not VCVTNEPS2BF16: that flushes subnormal numbers to zero. */
+/* VCVTNEPS2BF16 is not used, since it flushes subnormal numbers to zero. */
 static inline __m256i v_to_bf16(vf v)
 {
     __m512i bits = _mm512_castps_si512(v);
@@ -150,7 +151,8 @@ static inline void vf_store_part_bf16(uint16_t *p, vf v, ptrdiff_t count)
     _mm256_mask_storeu_epi16(p, v_mask_32(count), v_to_bf16(v));
 }
 
-/* For attention. The greater of two, or b if there is a NaN; lane i by bit i. */
+/* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
+ * of x if bit i is set, else that of y. */
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -160,8 +162,8 @@ static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vf vf_select(uint64_t bits, vf x, vf y) { return _mm512_mask_blend_ps((__mmask16)bits, y, x); }
-/* The nearest whole number, which x loses; and v times 2 to its power, 0 from -127 on down: the processor has
- * instructions for both. */
+/* vf_take_whole subtracts the nearest whole number from *x and returns it. vf_times_power returns v times
+ * 2^whole, or 0 if whole <= -127. The processor has instructions for both. */
 #define V_POWERS
 static inline vf vf_take_whole(vf *x)
 {
@@ -174,7 +176,7 @@ static inline vf vf_times_power(vf v, vf whole)
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, vf_set1(-127), _CMP_NLE_UQ), v, whole);
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
-/* Whether any lane is greater. */
+/* Whether any lane exceeds its limit. */
 static inline bool vf_exceeds(vf v, vf limit) { return _mm512_cmp_ps_mask(v, limit, _CMP_GT_OQ) != 0; }
 static inline float vf_total(vf v) { return _mm512_reduce_add_ps(v); }
 /* Lane j of vector i becomes lane i of vector j. */
@@ -193,7 +195,7 @@ static inline void vf_transpose(vf v[VF_LANES])
         fours[i + 2] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
         fours[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
     }
-    /* Column c lies in quarter c / 4 of the vectors c % 4 of each four. */
+    /* Column c lies in quarter c / 4 of vector c % 4 of each group of four. */
     UNROLL(16)
     for (int i = 0; i < 4; i++) {
         vf low = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0x88);
@@ -206,7 +208,7 @@ static inline void vf_transpose(vf v[VF_LANES])
         v[i + 12] = _mm512_shuffle_f32x4(low, high, 0xdd);
     }
 }
-/* Lane i is the sum of lanes of vector i. */
+/* Lane i of the result is the sum of the lanes of vector i. */
 static inline vf vf_totals(const vf v[VF_LANES])
 {
     vf fours[8], twos[4], sums[2];
@@ -236,9 +238,9 @@ static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vd vd_select(uint64_t bits, vd x, vd y) { return _mm512_mask_blend_pd((__mmask8)bits, y, x); }
-/* Here the number is one of eighths, whose powers are in a table: that saves four multiplications for steps
- * that run beside them. Its low bits find the power, and scalef takes what is whole of it; for -INFINITY that
- * makes 0, even of NaN. */
+/* In float64 vd_take_whole rounds to eighths, whose powers are in a table. That saves four multiplications,
+ * and its own steps run at the same time as others. The low bits of the number select a power, and scalef
+ * takes its whole part. For -INFINITY scalef returns 0, even if v is NaN. */
 #define VD_EIGHTHS
 static inline vd vd_take_whole(vd *x)
 {
@@ -270,7 +272,7 @@ static inline void vd_transpose(vd v[VD_LANES])
         pairs[i] = _mm512_unpacklo_pd(v[i], v[i + 1]);
         pairs[i + 1] = _mm512_unpackhi_pd(v[i], v[i + 1]);
     }
-    /* Column c lies in quarter c / 2 of the vectors c % 2 of each pair. */
+    /* Column c lies in quarter c / 2 of vector c % 2 of each pair. */
     UNROLL(16)
     for (int i = 0; i < 2; i++) {
         vd low = _mm512_shuffle_f64x2(pairs[i], pairs[i + 2], 0x88);
@@ -299,26 +301,26 @@ static inline vd vd_totals(const vd v[VD_LANES])
 }
 
 #ifdef __AVX512BF16__
-/* Two bfloat16 to a lane. Sums of both products of a lane; numbers below the normal ones count as 0. */
+/* Two bfloat16 in a lane. vf_fma_bf16x2 adds both products of a lane to c; subnormal numbers count as 0. */
 #    define V_BF16X2
 static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
 {
 #    ifdef __clang__
-    __asm__("" : "+v"(a)); /* clang 16 breaks down where it sees one number in all lanes */
+    __asm__("" : "+v"(a)); /* clang 16 crashes if it sees that all lanes are equal */
 #    endif
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
-/* The first `count` numbers, then zeros. */
+/* Loads `count` numbers; the others are zero. */
 static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
 {
     return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32)((UINT64_C(1) << count) - 1), p));
 }
-/* Lanes of `first`, then those of `second`, rounded. */
+/* Rounds the lanes of `first`, then those of `second`, to bfloat16. */
 static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
     return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
-/* Each lane of `low` beside that of `high`, rounded. */
+/* Rounds to bfloat16: each lane of the result holds a lane of `low` and that of `high`. */
 static inline vf vf_join_bf16x2(vf low, vf high)
 {
     static const uint16_t order[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -326,9 +328,9 @@ static inline vf vf_join_bf16x2(vf low, vf high)
     __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_loadu_si512(order), rounded));
 }
-/* Numbers of `low` beside those of `high`, from the first halves of both and from the second. Unpacking goes
- * by quarters of a vector, so each gets a piece of either half first: unlike a permutation of two vectors,
- * that runs beside products. */
+/* Interleaves the numbers of `low` and `high`: `first` gets the first halves of both, `second` the second
+ * halves. Unpack instructions work in quarters of a vector, so each quarter first gets a piece of both
+ * halves. Unlike a permutation of two vectors, that runs at the same time as multiplications. */
 static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
 {
     const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -343,16 +345,17 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
 }
 #endif
 
-#ifdef V_AMX /* where the including file wants them */
-/* Eight tiles of up to 16 rows of 64 bytes, a thread's own; `n`, `a`, `b` and `c` are numbers of tiles. Each
- * row of c accumulates rows of b times the lanes of a row of a: a lane holds two bfloat16, as above. */
+#ifdef V_AMX /* if the including file needs tiles */
+/* Each thread has eight tile registers of up to 16 rows of 64 bytes; `n`, `a`, `b` and `c` are their numbers.
+ * vt_fma_bf16x2 adds to each row of c the rows of b times the lanes of the same row of a; a lane holds two
+ * bfloat16. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } vt_shapes;
 #    ifndef AM_EMULATE
-/* Tiles begin with zeros. */
+/* Sets the shapes of all tiles; their contents become zero. */
 static inline void vt_begin(const vt_shapes *shapes)
 {
     __asm__ volatile("ldtilecfg %0" : : "m"(*shapes) : "memory");
@@ -363,43 +366,43 @@ static inline void vt_end(void) { _tile_release(); }
 #        define vt_store(n, p, step) _tile_stored(n, p, (step) * (ptrdiff_t)sizeof(float))
 #        define vt_fma_bf16x2(c, a, b) _tile_dpbf16ps(c, a, b)
 #    else
-/* In builds for tests tiles lie in memory, for processors that have none; what those reject, these do. */
+/* Builds for tests emulate tiles in memory, and assert what the processor requires. */
 static _Thread_local struct {
     vt_shapes shapes;
     __m512 rows[8][16];
-} vt_held;
+} vt_state;
 static inline void vt_begin(const vt_shapes *shapes)
 {
-    memset(&vt_held, 0, sizeof vt_held);
-    vt_held.shapes = *shapes;
+    memset(&vt_state, 0, sizeof vt_state);
+    vt_state.shapes = *shapes;
 }
 static inline void vt_end(void) { vt_begin(&(vt_shapes){0}); }
 static inline void vt_zero(int n)
 {
-    assert(vt_held.shapes.rows[n] > 0);
-    memset(vt_held.rows[n], 0, sizeof vt_held.rows[n]);
+    assert(vt_state.shapes.rows[n] > 0);
+    memset(vt_state.rows[n], 0, sizeof vt_state.rows[n]);
 }
 static inline void vt_load(int n, const float *p, ptrdiff_t step)
 {
     vt_zero(n);
-    for (int row = 0; row < vt_held.shapes.rows[n]; row++)
-        memcpy(&vt_held.rows[n][row], p + row * step, vt_held.shapes.row_bytes[n]);
+    for (int row = 0; row < vt_state.shapes.rows[n]; row++)
+        memcpy(&vt_state.rows[n][row], p + row * step, vt_state.shapes.row_bytes[n]);
 }
 static inline void vt_store(int n, float *p, ptrdiff_t step)
 {
-    assert(vt_held.shapes.rows[n] > 0);
-    for (int row = 0; row < vt_held.shapes.rows[n]; row++)
-        memcpy(p + row * step, &vt_held.rows[n][row], vt_held.shapes.row_bytes[n]);
+    assert(vt_state.shapes.rows[n] > 0);
+    for (int row = 0; row < vt_state.shapes.rows[n]; row++)
+        memcpy(p + row * step, &vt_state.rows[n][row], vt_state.shapes.row_bytes[n]);
 }
 static inline void vt_fma_bf16x2(int c, int a, int b)
 {
-    const vt_shapes *s = &vt_held.shapes;
+    const vt_shapes *s = &vt_state.shapes;
     assert(s->rows[c] > 0 && s->rows[a] == s->rows[c] && s->row_bytes[b] == s->row_bytes[c] &&
            s->row_bytes[a] == s->rows[b] * sizeof(float));
     for (int row = 0; row < s->rows[c]; row++) {
         for (int lane = 0; lane < s->rows[b]; lane++) {
-            vf x = vf_set1(vt_held.rows[a][row][lane]);
-            vt_held.rows[c][row] = vf_fma_bf16x2(x, vt_held.rows[b][lane], vt_held.rows[c][row]);
+            vf x = vf_set1(vt_state.rows[a][row][lane]);
+            vt_state.rows[c][row] = vf_fma_bf16x2(x, vt_state.rows[b][lane], vt_state.rows[c][row]);
         }
     }
 }
@@ -410,7 +413,7 @@ typedef __m512i vi;
 static inline vi vi_set1(uint64_t pattern) { return _mm512_set1_epi64((long long)pattern); }
 static inline void vi_store(void *p, vi v) { _mm512_storeu_si512(p, v); }
 static inline void vi_stream(void *p, vi v) { _mm512_stream_si512((__m512i *)p, v); }
-/* The products of the low halves of lanes of 64 bits. */
+/* Multiplies the low halves of lanes of 64 bits. */
 static inline vi vi_mul_32(vi a, vi b) { return _mm512_mul_epu32(a, b); }
 static inline vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 
@@ -423,7 +426,8 @@ static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
     return bits;
 }
 
-/* Bits of 64 elements; `mask` chooses the bits of each that count. And back. */
+/* Bit i of the result is set if element i has a bit in common with `mask`. The v_expand functions do the
+ * reverse. */
 static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
 {
     const uint8_t *p = src;
@@ -493,7 +497,7 @@ static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint
     }
 }
 
-/* Streaming stores become visible to other threads. */
+/* Makes streaming stores visible to other threads. */
 static inline void v_fence(void) { _mm_sfence(); }
 
 #endif

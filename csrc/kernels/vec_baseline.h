@@ -1,5 +1,5 @@
-/* vec_baseline.h – vectors of sixteen bytes in the compilers' portable notation: SSE2, NEON, or plain
- * scalars. NEON's own functions are called where the notation has no word for what it can do. */
+/* vec_baseline.h – vectors of 16 bytes in the portable notation of GCC and Clang, which becomes SSE2, NEON or
+ * scalar code. NEON intrinsics are used where that notation has no equivalent. */
 #ifndef AM_VEC_H
 #define AM_VEC_H
 
@@ -15,7 +15,8 @@
 
 #define VF_LANES 4
 #define VD_LANES 2
-/* Rows of two vectors that fit the registers, beside what they are made of. */
+/* The number of rows of a strip: their accumulators, two vectors each, fit the registers together with their
+ * operands. */
 #ifdef __aarch64__
 #    define V_STRIP 12
 #else
@@ -33,7 +34,7 @@ static inline vf vf_load(const float *p)
 static inline vf vf_load_part(const float *p, ptrdiff_t count)
 {
     vf v = {0};
-    memcpy(&v, p, (size_t)count * sizeof *p); /* lanes may be bf16x2, and p no multiple of their size */
+    memcpy(&v, p, (size_t)count * sizeof *p); /* lanes may be bf16x2, so p may not be aligned to a float */
     return v;
 }
 static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
@@ -45,7 +46,8 @@ static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
 static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
 static inline vf vf_add(vf a, vf b) { return a + b; }
 static inline vf vf_mul(vf a, vf b) { return a * b; }
-/* Running sums from the first lane up, or from the last down; `total` is their sum in every lane. */
+/* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
+ * lanes. */
 static inline vf vf_scan(vf v, vf *total)
 {
     v += (vf){0, v[0], v[1], v[2]};
@@ -134,7 +136,8 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
 }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { vf_store_bf16(p, v); }
 
-/* For attention. The greater of two, or b if there is a NaN; lane i by bit i. */
+/* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
+ * of x if bit i is set, else that of y. */
 typedef uint32_t vf_mask __attribute__((vector_size(16)));
 typedef uint64_t vd_mask __attribute__((vector_size(16)));
 static inline vf vf_sub(vf a, vf b) { return a - b; }
@@ -152,7 +155,7 @@ static inline vf vf_select(uint64_t bits, vf x, vf y)
         (vf_mask)(((vf_mask){(uint32_t)bits, (uint32_t)bits, (uint32_t)bits, (uint32_t)bits} & own) == own);
     return (vf)((set & (vf_mask)x) | (~set & (vf_mask)y));
 }
-/* The low bits as an exponent. */
+/* Shifts the low bits to the place of the exponent. */
 static inline vf vf_low_to_exponent(vf v) { return (vf)((vf_mask)v << 23); }
 static inline float vf_highest(vf v)
 {
@@ -160,7 +163,7 @@ static inline float vf_highest(vf v)
     for (int i = 1; i < VF_LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
-/* Whether any lane is greater. */
+/* Whether any lane exceeds its limit. */
 static inline bool vf_exceeds(vf v, vf limit)
 {
     return (v[0] > limit[0]) | (v[1] > limit[1]) | (v[2] > limit[2]) | (v[3] > limit[3]);
@@ -176,7 +179,7 @@ static inline void vf_transpose(vf v[VF_LANES])
     v[2] = (vf){high[0], high[1], next_high[0], next_high[1]};
     v[3] = (vf){high[2], high[3], next_high[2], next_high[3]};
 }
-/* Lane i is the sum of lanes of vector i. */
+/* Lane i of the result is the sum of the lanes of vector i. */
 static inline vf vf_totals(const vf v[VF_LANES])
 {
     vf transposed[VF_LANES] = {v[0], v[1], v[2], v[3]};
@@ -222,7 +225,8 @@ static inline void vd_transpose(vd v[VD_LANES])
 static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]} + (vd){v[0][1], v[1][1]}; }
 
 #ifdef AM_EMULATE
-/* Two bfloat16 to a lane, in builds for tests: what processors with AVX-512 BF16 do runs on others too. */
+/* Two bfloat16 in a lane. Builds for tests emulate what processors with AVX-512 BF16 do, so that those
+ * kernels run on any processor. */
 #    define V_BF16X2
 static inline vf vf_only_bits(vf v, uint32_t bits)
 {
@@ -271,7 +275,7 @@ typedef uint64_t vi __attribute__((vector_size(16)));
 static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }
 static inline void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
 static inline void vi_stream(void *p, vi v) { vi_store(p, v); }
-/* The products of the low halves of lanes of 64 bits. */
+/* Multiplies the low halves of lanes of 64 bits. */
 static inline vi vi_mul_32(vi a, vi b) { return (a & UINT32_MAX) * (b & UINT32_MAX); }
 
 static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
@@ -288,7 +292,7 @@ static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
         uint64_t eight;
         memcpy(&eight, (const char *)src + 8 * i, sizeof eight);
         eight &= counted;
-        /* The top bit of every byte that is not zero, and then all eight side by side. */
+        /* Sets the top bit of every byte that is not zero, and then collects the eight bits in one byte. */
         eight = ((eight & low_bits) + low_bits) | eight;
         bits |= ((eight >> 7 & 0x0101010101010101) * 0x0102040810204080 >> 56) << 8 * i;
     }

@@ -1,7 +1,7 @@
 /* words_tpl.h – transposes matrices of bits, and compares rows of a mask by words of 64 bits. */
 
-static inline __attribute__((always_inline)) void swap_corners(uint64_t *rows, const int tiles,
-                                                               const int size, const uint64_t low)
+static inline __attribute__((always_inline)) void swap_quarters(uint64_t *rows, const int tiles,
+                                                                const int size, const uint64_t low)
 {
     for (int top = 0; top < 64; top += 2 * size) {
         for (int r = top; r < top + size; r++) {
@@ -15,16 +15,16 @@ static inline __attribute__((always_inline)) void swap_corners(uint64_t *rows, c
     }
 }
 
-/* Tiles side by side are transposed at once, a vector lane each: corners of 32 × 32 bits change places, then
- * those of 16 × 16 in each quarter, and so on. */
+/* Adjacent tiles are transposed at the same time, each in a lane of vectors: the two quarters of 32 × 32 bits
+ * off the diagonal change places, then those of 16 × 16 bits in each quarter, and so on. */
 static inline __attribute__((always_inline)) void transpose_tiles(uint64_t *rows, const int tiles)
 {
-    swap_corners(rows, tiles, 32, 0x00000000ffffffff);
-    swap_corners(rows, tiles, 16, 0x0000ffff0000ffff);
-    swap_corners(rows, tiles, 8, 0x00ff00ff00ff00ff);
-    swap_corners(rows, tiles, 4, 0x0f0f0f0f0f0f0f0f);
-    swap_corners(rows, tiles, 2, 0x3333333333333333);
-    swap_corners(rows, tiles, 1, 0x5555555555555555);
+    swap_quarters(rows, tiles, 32, 0x00000000ffffffff);
+    swap_quarters(rows, tiles, 16, 0x0000ffff0000ffff);
+    swap_quarters(rows, tiles, 8, 0x00ff00ff00ff00ff);
+    swap_quarters(rows, tiles, 4, 0x0f0f0f0f0f0f0f0f);
+    swap_quarters(rows, tiles, 2, 0x3333333333333333);
+    swap_quarters(rows, tiles, 1, 0x5555555555555555);
 }
 
 static void transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step)
@@ -36,11 +36,11 @@ static void transpose_bits(uint64_t *dst, const uint64_t *src, ptrdiff_t step)
     memcpy(dst, rows, sizeof rows);
 }
 
-static uint64_t unlike_bits(const uint64_t *words, const int32_t *twin, ptrdiff_t begin, ptrdiff_t count)
+static uint64_t unlike_bits(const uint64_t *words, const int32_t *leader, ptrdiff_t begin, ptrdiff_t count)
 {
     uint64_t bits = 0;
     for (ptrdiff_t i = 0; i < count; i++) {
-        bits |= (uint64_t)(words[begin + i] != words[twin[begin + i]]) << i;
+        bits |= (uint64_t)(words[begin + i] != words[leader[begin + i]]) << i;
     }
     return bits;
 }

@@ -1,0 +1,77 @@
+"""Keywords of other libraries, and what to write here instead."""
+
+from collections.abc import Callable, Collection
+from inspect import signature
+from typing import Any, NoReturn
+
+_LEAVE_OUT = {
+    "enable_gqa": "key and value may have fewer heads than query",
+    "max_seqlen_q": "lengths follow from cum_seqlens_q",
+    "max_seqlen_k": "lengths follow from cum_seqlens_k",
+    "max_q": "lengths follow from cum_seqlens_q",
+    "max_k": "lengths follow from cum_seqlens_k",
+    "deterministic": "results are the same bits in every run",
+    "training": "dropout_prob is 0.0 unless it is given",
+    "implementation": "the package has one",
+    "layout": "arrays are [batch, tokens, heads, depth]: write x.swapaxes(1, 2) for heads first",
+}
+_WRITE = {
+    "q": "query=",
+    "k": "key=",
+    "v": "value=",
+    "is_causal": "causal=",
+    "use_causal_mask": "causal=",
+    "scale": "softmax_scale=",
+    "scaling": "softmax_scale=",
+    "sm_scale": "softmax_scale=",
+    "mask": "attention_mask=",
+    "attention_mask": "mask=",  # an operator calls it so
+    "attn_mask": "attention_mask= for what says which pairs are live, or bias= for what is added to logits",
+    "attn_bias": "bias=",
+    "attention_bias": "bias=",
+    "key_padding_mask": "attention_mask=~key_padding_mask[:, None, None, :]",
+    "block_mask": "attention_mask=, an array or a MaskInfo",
+    "score_mod": "bias=, an array of what it adds",
+    "alibi_slopes": "bias=-slopes[:, None, None] * np.abs(np.arange(Tk) - np.arange(Tq)[:, None])",
+    "window_size": "sliding_window=, with None instead of -1",
+    "local_window_size": "sliding_window=",
+    "softcap": "logits_soft_cap=",
+    "soft_cap": "logits_soft_cap=",
+    "dropout": "dropout_prob=",
+    "dropout_p": "dropout_prob=",
+    "dropout_rate": "dropout_prob=",
+    "seed": "dropout_seed=",
+    "cu_seqlens_q": "cum_seqlens_q=",
+    "cu_seqlens_k": "cum_seqlens_k=",
+    "cu_seqlens_kv": "cum_seqlens_k=",
+    "cu_seq_q": "cum_seqlens_q=",
+    "cu_seq_k": "cum_seqlens_k=",
+    "segment_ids": "q_segment_ids=",
+    "query_seq_lengths": "q_segment_ids=, with -1 for padding",
+    "key_value_seq_lengths": "kv_segment_ids=, with -1 for padding",
+    "sinks": "softmax_aux=",
+    "s_aux": "softmax_aux=",
+    "learnable_sink": "softmax_aux=",
+    "return_attn_probs": "return_lse=, which returns no weights",
+    "return_softmax_lse": "return_lse=",
+    "return_residual": "return_lse=",
+    "return_aux": "return_lse=",
+}
+
+
+def advice(name: str, parameters: Collection[str]) -> str:
+    """What to write instead of the keyword `name` in a call that takes `parameters`, to end a message with."""
+    if name in _LEAVE_OUT:
+        return f"; leave it out, as {_LEAVE_OUT[name]}"
+    instead = _WRITE.get(name, "")
+    if instead.partition("=")[0] not in parameters:
+        from difflib import get_close_matches  # takes a millisecond, which most programs do not need
+
+        instead = "".join(f"{close}=" for close in get_close_matches(name, parameters, 1))
+    return f"; write {instead}" if instead else ""
+
+
+def reject_unknown(function: Callable[..., Any], unknown: Collection[str]) -> NoReturn:
+    name = next(iter(unknown))
+    hint = advice(name, signature(function).parameters)
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")

@@ -1,0 +1,52 @@
+"""Warnings of calls that are legal, but seldom mean what they say."""
+
+import sys
+import warnings
+
+_MESSAGES = {
+    "one query": (
+        "causal=True lets a single query see the first key alone, because its place is 0. Write "
+        'causal_offset="bottom-right" if it is the newest token of a cache, or causal_offset=0 if it is the first token'
+    ),
+    "sinks": (
+        "softmax_aux has one axis with as many entries as query has heads, and is read as [S]: all heads share them. "
+        "Write softmax_aux[:, None] for one sink a head, as gpt-oss has them, or softmax_aux[None, :] for shared ones"
+    ),
+}
+_LIBRARIES = {"attnmask", "jax", "torch"}  # whose modules have no line of a user
+
+_untold = _MESSAGES.copy()
+
+
+class AttnmaskWarning(UserWarning):
+    """A call is legal, but seldom means what it says; the message names what to write instead.
+
+    Each kind of warning is given once in a process. With a filter that turns them into errors, each call raises.
+
+    Examples
+    --------
+    >>> import warnings, numpy as np, attnmask
+    >>> query, cache = np.zeros((1, 1, 2, 8)), np.zeros((1, 5, 2, 8))
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", attnmask.AttnmaskWarning)
+    ...     attnmask.flash_attention(query, cache, cache, causal=True)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    attnmask.AttnmaskWarning: causal=True lets a single query see the first key alone, because its place is 0. Write ...
+    >>> attnmask.flash_attention(query, cache, cache, causal=True, causal_offset="bottom-right").shape
+    (1, 1, 2, 8)
+    """
+
+
+def warn_once(kind: str) -> None:
+    """Warn at the user's line, if no call has given this kind of warning yet."""
+    message = _untold.pop(kind, None)  # a single step, so that one of two threads gets it
+    if message is None:
+        return
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    try:
+        warnings.warn(message, AttnmaskWarning, stacklevel=level)
+    except AttnmaskWarning:
+        _untold[kind] = message
+        raise

@@ -1,0 +1,115 @@
+"""The pages in docs/: their examples run as printed, they build without a warning, and they fit narrow screens."""
+
+import doctest
+import importlib.util
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SANITIZED
+
+from attnmask import MaskInfo
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {str(page.relative_to(DOCS)): page for page in sorted(DOCS.rglob("*.rst"))}
+TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="the tests run without the documentation")
+
+# Opens each page in frames of some widths, and writes down what is wider than its place and would be scrolled.
+MEASURE = """<!doctype html><body><script>
+const beyond = [];
+let frames = 0;
+async function measure() {
+    for (const page of PAGES) for (const width of WIDTHS) {
+        const frame = document.createElement("iframe");
+        frame.style.width = width + "px";
+        frame.src = page;
+        const loaded = new Promise((resolve) => (frame.onload = resolve));
+        document.body.append(frame);
+        await loaded;
+        for (const part of frame.contentDocument.querySelectorAll("html, .content, .table-wrapper"))
+            if (part.scrollWidth > part.clientWidth) beyond.push([page, width, part.className || "page"]);
+        frames++;
+        frame.remove();
+    }
+    document.body.innerHTML = "<pre>" + JSON.stringify([frames, beyond]) + "</pre>";
+}
+measure();
+</script>"""
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if ">>>" in text])
+def test_examples(name, set_threads):
+    test = doctest.DocTestParser().get_doctest(TEXTS[name], {}, name, name, 0)
+    report = io.StringIO()
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.write)
+    assert not result.failed, report.getvalue()
+
+
+def test_pictures():
+    """The expressions of `.. mask::` are masks that can be drawn."""
+    expressions = [
+        expression
+        for text in TEXTS.values()
+        for expression in re.findall(r"^\.\. mask:: (.+(?:\n +.+)*)", text, re.M)
+    ]
+    assert len(expressions) > 10
+    for expression in expressions:
+        mask = eval(" ".join(expression.split()), {"np": np, "MaskInfo": MaskInfo})
+        assert mask._repr_html_().startswith("<svg "), expression
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    """The pages as a browser shows them."""
+    if SANITIZED:
+        pytest.skip("pages are not for the sanitizer")
+    for name in ("sphinx", "numpydoc", "furo"):
+        if not importlib.util.find_spec(name):
+            pytest.skip(f"{name} is not installed")
+    built = tmp_path_factory.mktemp("html")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    result = subprocess.run(
+        [*command, "-d", str(built / ".doctrees"), str(DOCS), str(built)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return built
+
+
+def test_links_of_see_also(html):
+    """Whatever a function refers to has a place in the reference."""
+    names = [
+        name
+        for page in html.rglob("*.html")
+        for section in re.findall(r'<div class="admonition seealso">.*?</div>', page.read_text("utf-8"), re.S)
+        for name in re.findall("<dt>.*?</dt>", section)
+    ]
+    assert len(names) > 20
+    assert not [name for name in names if "<a " not in name]
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium")
+def test_no_page_is_wider_than_the_screen(html):
+    pages = [f"{name.removesuffix('.rst')}.html" for name in TEXTS]
+    script = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", "[420, 800, 1200, 1500]")
+    (html / "measure.html").write_text(script)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    result = subprocess.run(
+        [BROWSER, *flags, "--virtual-time-budget=60000", (html / "measure.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    found = re.search("<pre>(.*)</pre>", result.stdout)
+    assert found, result.stderr
+    frames, beyond = json.loads(found[1])
+    assert frames == 4 * len(pages)
+    assert not beyond

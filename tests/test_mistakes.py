@@ -1,0 +1,503 @@
+"""Mistakes that beginners make: the error says what to write instead, and that works; or a warning does, once."""
+
+import functools
+import inspect
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from flash_bad_input import DV, GOOD, HKV, PACKED, TK, TQ, B, D, H, zeros
+
+import attnmask
+from attnmask import MaskInfo, _keywords, _warnings, flash_attention
+from attnmask.operations import OperationRegistry
+
+FUNCTIONS = ("flash_attention", "flash_attention_fwd", "flash_attention_bwd", "flash_attention_vjp")
+OPERATORS = ("flash", "vanilla")
+
+# Errors
+
+query, key, value = GOOD.values()
+attend = functools.partial(flash_attention, query, key, value)
+tokens = zeros(9, H, D)  # packed: of 3, 2 and 4 tokens
+pack = functools.partial(flash_attention, tokens, tokens, tokens)
+mask = np.ones((B, TK), bool)
+padding = np.ones((B, TQ), bool)
+live = np.tri(TQ, TK) > 0
+heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
+flat = [x[0] for x in (query, key, value)]
+
+# For each mistake the call, its error, what the message says, and a call that does so.
+MISTAKES = {
+    "heads before tokens": (
+        lambda: flash_attention(*heads_first),
+        ValueError,
+        "axes are [batch, tokens, heads, depth]: write x.swapaxes(1, 2)",
+        lambda: flash_attention(*(x.swapaxes(1, 2) for x in heads_first)),
+    ),
+    "heads before tokens, packed": (
+        lambda: flash_attention(*(x[0] for x in heads_first), cum_seqlens_q=[0, TQ], cum_seqlens_k=[0, TK]),
+        ValueError,
+        "axes are [tokens, heads, depth]: write x.swapaxes(0, 1)",
+        lambda: flash_attention(*flat, cum_seqlens_q=[0, TQ], cum_seqlens_k=[0, TK]),
+    ),
+    "heads before tokens in value": (
+        lambda: flash_attention(query, key, value.swapaxes(1, 2)),
+        ValueError,
+        "write x.swapaxes(1, 2)",
+        attend,
+    ),
+    "heads that do not divide": (
+        lambda: flash_attention(query, zeros(B, TK, 3, D), zeros(B, TK, 3, DV)),
+        ValueError,
+        f"key must have a number of heads that divides query's {H}",
+        attend,
+    ),
+    "tokens of another length in value": (
+        lambda: flash_attention(query, key, zeros(B, TQ, HKV, DV)),
+        ValueError,
+        f"value must have {TK} tokens and {HKV} heads as key",
+        attend,
+    ),
+    "integers": (
+        lambda: flash_attention(query.astype(int), key, value),
+        TypeError,
+        "write query.astype(np.float32)",
+        lambda: flash_attention(query.astype(int).astype(np.float32), key, value),
+    ),
+    "two types": (
+        lambda: flash_attention(query, key.astype(np.float64), value),
+        TypeError,
+        "write key.astype(query.dtype)",
+        lambda: flash_attention(query, key.astype(np.float64).astype(query.dtype), value),
+    ),
+    "no heads and no batch": (
+        lambda: flash_attention(query[0, :, 0], key[0, :, 0], value[0, :, 0]),
+        ValueError,
+        "write query[None, :, None] for [Tq, D]",
+        lambda: flash_attention(*(x[0, :, 0][None, :, None] for x in (query, key, value))),
+    ),
+    "no batch": (
+        lambda: flash_attention(*flat),
+        ValueError,
+        "write query[None] for [Tq, H, D], query[:, :, None] for [B, Tq, D], or cum_seqlens_q=",
+        lambda: flash_attention(*(x[None] for x in flat)),
+    ),
+    "one axis": (
+        lambda: flash_attention(zeros(D), zeros(D), zeros(D)),
+        ValueError,
+        f"query must be [B, Tq, H, D], got float32 array of shape ({D},)",
+        attend,
+    ),
+    "what is added, as a mask": (
+        lambda: attend(attention_mask=np.where(live, 0, -np.inf)),
+        ValueError,
+        "if it is to be added to logits, pass it as `bias`",
+        lambda: attend(bias=np.where(live, 0, -np.inf)),
+    ),
+    "a mask as a bias": (
+        lambda: attend(bias=live),
+        TypeError,
+        "write attention_mask= for what says which pairs are live",
+        lambda: attend(attention_mask=live),
+    ),
+    "integers as a bias": (
+        lambda: attend(bias=live.astype(int)),
+        TypeError,
+        "or bias.astype(np.float32)",
+        lambda: attend(bias=live.astype(int).astype(np.float32)),
+    ),
+    "a MaskInfo as a bias": (
+        lambda: attend(bias=MaskInfo.from_attention_mask(live[None])),
+        TypeError,
+        "write attention_mask=",
+        lambda: attend(attention_mask=MaskInfo.from_attention_mask(live[None])),
+    ),
+    "a mask of the keys": (
+        lambda: attend(attention_mask=mask),
+        ValueError,
+        "write attention_mask[:, None, None, :]",
+        lambda: attend(attention_mask=mask[:, None, None, :]),
+    ),
+    "a mask of the queries": (
+        lambda: attend(attention_mask=padding),
+        ValueError,
+        "write attention_mask[:, None, :, None]",
+        lambda: attend(attention_mask=padding[:, None, :, None]),
+    ),
+    "a mask without heads": (
+        lambda: attend(attention_mask=np.ones((B, TQ, TK))),
+        ValueError,
+        "write attention_mask[:, None]",
+        lambda: attend(attention_mask=np.ones((B, TQ, TK))[:, None]),
+    ),
+    "a mask with keys before queries": (
+        lambda: attend(attention_mask=live.T),
+        ValueError,
+        "write np.transpose(attention_mask, (1, 0))",
+        lambda: attend(attention_mask=np.transpose(live.T, (1, 0))),
+    ),
+    "a bias with heads at the end": (
+        lambda: attend(bias=np.zeros((B, TQ, TK, H))),
+        ValueError,
+        "write np.transpose(bias, (0, 3, 1, 2))",
+        lambda: attend(bias=np.transpose(np.zeros((B, TQ, TK, H)), (0, 3, 1, 2))),
+    ),
+    "a MaskInfo of the queries alone": (
+        lambda: attend(attention_mask=MaskInfo.from_segments(np.zeros((B, TQ), int))),
+        ValueError,
+        f"make it for {TQ} queries and {TK} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)",
+        lambda: attend(attention_mask=MaskInfo.from_segments(np.zeros((B, TQ), int), np.zeros((B, TK), int))),
+    ),
+    "a padding mask as segment ids": (
+        lambda: attend(q_segment_ids=padding, kv_segment_ids=mask),
+        TypeError,
+        "write np.where(mask, 0, -1) for a padding mask",
+        lambda: attend(q_segment_ids=np.where(padding, 0, -1), kv_segment_ids=np.where(mask, 0, -1)),
+    ),
+    "segment ids of the queries alone": (
+        lambda: attend(q_segment_ids=np.zeros((B, TQ), int)),
+        ValueError,
+        f"kv_segment_ids must be given for {TQ} queries and {TK} keys",
+        lambda: attend(q_segment_ids=np.zeros((B, TQ), int), kv_segment_ids=np.zeros((B, TK), int)),
+    ),
+    "lengths": (
+        lambda: pack(cum_seqlens_q=[3, 2, 4]),
+        ValueError,
+        "write np.cumsum([0, *lengths]) for lengths",
+        lambda: pack(cum_seqlens_q=np.cumsum([0, *[3, 2, 4]])),
+    ),
+    "lengths elsewhere": (
+        lambda: attnmask.prepare_position_ids([3, 2, 4]),
+        ValueError,
+        "write np.cumsum([0, *lengths]) for lengths",
+        lambda: attnmask.prepare_position_ids(np.cumsum([0, *[3, 2, 4]])),
+    ),
+    "pairs of start and end": (
+        lambda: pack(cum_seqlens_q=[0, 3, 1, 3, 0, 4]),
+        ValueError,
+        "or pairs_to_cu_seqlens(pairs) for pairs of start and end",
+        lambda: pack(cum_seqlens_q=attnmask.pairs_to_cu_seqlens([0, 3, 1, 3, 0, 4])),
+    ),
+    "starts as pairs": (
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 9]),
+        TypeError,
+        "max_q_len must be given unless packed=True",
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 9], packed=True),
+    ),
+    "starts as pairs, with a length": (
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 9], max_q_len=9),
+        ValueError,
+        "write packed=True for cu_seqlens that start at 0",
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 9], packed=True),
+    ),
+    "padding behind packed sequences": (
+        lambda: pack(cum_seqlens_q=[0, 3, 5]),
+        ValueError,
+        "write np.append(cum_seqlens_q, 9) if the rest is padding",
+        lambda: pack(cum_seqlens_q=np.append([0, 3, 5], 9)),
+    ),
+    "starts of the queries alone": (
+        lambda: flash_attention(*(PACKED[name] for name in GOOD), cum_seqlens_q=PACKED["cum_seqlens_q"]),
+        ValueError,
+        f"cum_seqlens_k must be given for {TQ} queries and {TK} keys",
+        lambda: flash_attention(**PACKED),
+    ),
+    "a batch that is not packed": (
+        lambda: flash_attention(query, query, query, cum_seqlens_q=[0, TQ]),
+        ValueError,
+        "pack the rows into one, as query[mask] does with a padding mask [B, Tq]",
+        lambda: flash_attention(
+            *[query[padding]] * 3, cum_seqlens_q=attnmask.prepare_cu_seqlens_from_mask(padding)
+        ),
+    ),
+    "no limit of a window": (
+        lambda: attend(sliding_window=(-1, 0)),
+        ValueError,
+        "sliding_window[0] must be at least 0, got -1; write None for no limit",
+        lambda: attend(sliding_window=(None, 0)),
+    ),
+    "a window of three": (
+        lambda: attend(sliding_window=[1, 2, 3]),
+        ValueError,
+        "sliding_window must be an integer or a pair, got 3 entries",
+        lambda: attend(sliding_window=[1, 2]),
+    ),
+    "text as a scale": (
+        lambda: attend(softmax_scale="0.5"),
+        TypeError,
+        "softmax_scale must be a real number, got '0.5'",
+        lambda: attend(softmax_scale=-0.5),  # below 0 it is one
+    ),
+    "dropout of everything": (
+        lambda: attend(dropout_prob=1),
+        ValueError,
+        "dropout_prob must be at least 0 and below 1, got 1.0; write 0.1 to drop one weight of ten",
+        lambda: attend(dropout_prob=0.1),
+    ),
+    "the place of the diagonal as causal": (
+        lambda: attend(causal="top-left"),
+        TypeError,
+        'write causal=True, and causal_offset="bottom-right" if the last query sees the last key',
+        lambda: attend(causal=True, causal_offset="bottom-right"),
+    ),
+    "the default by a name": (
+        lambda: attend(causal=True, causal_offset="top-left"),
+        ValueError,
+        "write 0 for top-left",
+        lambda: attend(causal=True, causal_offset=0),
+    ),
+    "an array for the logsumexp": (
+        lambda: attend(return_lse=True, out=(zeros(B, TQ, H, DV), zeros(B, H, TQ))),
+        TypeError,
+        "it takes the result alone, and the logsumexp is returned as a new array",
+        lambda: attend(return_lse=True, out=zeros(B, TQ, H, DV)),
+    ),
+    "sinks with heads at the end": (
+        lambda: attend(softmax_aux=zeros(3, H)),
+        ValueError,
+        "write np.transpose(softmax_aux) for [S, H]",
+        lambda: attend(softmax_aux=np.transpose(zeros(3, H))),
+    ),
+    "sinks of too many axes": (
+        lambda: attend(softmax_aux=zeros(1, H, 1, 1)),
+        ValueError,
+        f"write np.reshape(softmax_aux, ({H}, 1)) for one sink a head",
+        lambda: attend(softmax_aux=np.reshape(zeros(1, H, 1, 1), (H, 1))),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_errors_say_what_to_write_instead(mistake):
+    wrong, error, advice, right = MISTAKES[mistake]
+    with pytest.raises(error) as raised:
+        wrong()
+    assert advice in str(raised.value)
+    right()
+
+
+def test_pairs_end_to_end_mean_the_same():
+    """``[0, 3, 3, 5]`` is legal in both forms: pairs without gaps are starts with sequences of no tokens between."""
+    x = np.random.default_rng(0).standard_normal((5, H, D))
+    one, other = (flash_attention(x, x, x, cum_seqlens_q=starts) for starts in ([0, 3, 3, 5], [0, 3, 5]))
+    np.testing.assert_array_equal(one, other)
+
+
+# Keywords of other libraries
+
+
+def arguments(function: str) -> dict:
+    if function != "flash_attention_bwd":
+        return GOOD
+    out, lse = attnmask.flash_attention_fwd(**GOOD)
+    return GOOD | {"dout": out, "out": out, "lse": lse}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_keywords_of_other_libraries(function):
+    """Each is refused as Python does it, with what to write, which the function takes."""
+    call, right = getattr(attnmask, function), arguments(function)
+    taken = inspect.signature(call).parameters
+    for name in {*_keywords._WRITE, *_keywords._LEAVE_OUT} - taken.keys():
+        with pytest.raises(
+            TypeError, match=rf"^{function}\(\) got an unexpected keyword argument '{name}'"
+        ) as raised:
+            call(**right, **{name: None})
+        instead = str(raised.value).partition("; write ")[2].partition("=")[0]
+        assert not instead or instead in taken
+
+
+def test_keywords_lead_to_arguments():
+    """Of `flash_attention`; it takes none of those that lead there."""
+    taken = inspect.signature(flash_attention).parameters
+    for name, instead in (_keywords._WRITE | _keywords._LEAVE_OUT).items():
+        if name == "attention_mask":  # which an operator has by another name
+            continue
+        assert name not in taken
+        assert name in _keywords._LEAVE_OUT or instead.partition("=")[0] in taken, name
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("is_causal", "write causal="),
+        ("attn_mask", "write attention_mask= for what says which pairs are live, or bias= for what is added"),
+        ("scale", "write softmax_scale="),
+        ("dropout_p", "write dropout_prob="),
+        ("window_size", "write sliding_window=, with None instead of -1"),
+        ("cu_seqlens_q", "write cum_seqlens_q="),
+        ("enable_gqa", "leave it out, as key and value may have fewer heads than query"),
+        ("attention_maks", "write attention_mask="),
+        ("nothing_like_it", None),
+    ],
+)
+def test_what_to_write_instead_of_a_keyword(name, advice):
+    with pytest.raises(TypeError) as raised:
+        attend(**{name: 1})
+    hint = "" if advice is None else f"; {advice}"
+    assert str(raised.value).startswith(
+        f"flash_attention() got an unexpected keyword argument '{name}'{hint}"
+    )
+    assert advice or str(raised.value).endswith(f"'{name}'")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_keywords_of_an_operator(name):
+    op = OperationRegistry.create(name)
+    for wrong, advice in (("attention_mask", "mask="), ("is_causal", "causal="), ("scale", "softmax_scale=")):
+        with pytest.raises(TypeError, match=f"got '{wrong}'; write {advice}$"):
+            op(query, key, value, **{wrong: None})
+
+
+def test_the_signature_has_no_place_for_them():
+    for function in FUNCTIONS:
+        kinds = {
+            parameter.kind for parameter in inspect.signature(getattr(attnmask, function)).parameters.values()
+        }
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+# Warnings
+
+one, cache = zeros(B, 1, H, D), zeros(B, TK, HKV, D)
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch):
+    """As in a new process: no warning was given yet."""
+    monkeypatch.setattr(_warnings, "_untold", _warnings._MESSAGES.copy())
+
+
+def told(call) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return caught
+
+
+def warned_here(caught, *fragments: str) -> None:
+    """One warning, which shows a line of this file."""
+    (warning,) = caught
+    assert warning.category is attnmask.AttnmaskWarning
+    assert warning.filename == __file__
+    for fragment in fragments:
+        assert fragment in str(warning.message)
+
+
+def backward(**more):
+    out = attnmask.flash_attention(one, cache, cache, **more | {"causal": False, "softmax_aux": None})
+    lse = zeros(B, H, 1)
+    return attnmask.flash_attention_bwd(out, one, cache, cache, out, lse, **more)
+
+
+CALLS = {
+    "flash_attention": lambda **more: flash_attention(one, cache, cache, **more),
+    "flash_attention_fwd": lambda **more: attnmask.flash_attention_fwd(one, cache, cache, **more),
+    "flash_attention_bwd": backward,
+    "flash_attention_vjp": lambda **more: attnmask.flash_attention_vjp(one, cache, cache, **more),
+    "flash": lambda **more: OperationRegistry.create("flash")(one, cache, cache, **more),
+    "vanilla": lambda **more: OperationRegistry.create("vanilla")(one, cache, cache, **more),
+    "packed": lambda **more: flash_attention(
+        one[:, 0],
+        zeros(TK, HKV, D),
+        zeros(TK, HKV, D),
+        cum_seqlens_q=[0, 1, 2],
+        cum_seqlens_k=[0, 4, TK],
+        **more,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_single_query_that_sees_the_first_key_alone(name):
+    call = CALLS[name]
+    warned_here(told(lambda: call(causal=True)), 'causal_offset="bottom-right"', "causal_offset=0")
+    assert not told(lambda: call(causal=True)), "it was told before"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sinks_that_look_like_one_a_head(name):
+    call, sinks = CALLS[name], zeros(H)
+    warned_here(told(lambda: call(softmax_aux=sinks)), "softmax_aux[:, None]", "softmax_aux[None, :]")
+    assert not told(lambda: call(softmax_aux=sinks)), "it was told before"
+
+
+def test_the_line_that_is_shown():
+    def call():
+        return attnmask.flash_attention_vjp(one, cache, cache, causal=True)
+
+    (warning,) = told(call)
+    assert warning.lineno == call.__code__.co_firstlineno + 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_say_what_they_mean(name):
+    """Nor is anything told where there is nothing to mistake. Warnings are errors here."""
+    for more in (
+        {},
+        {"causal": True, "causal_offset": 0},
+        {"causal": True, "causal_offset": "bottom-right"},
+        {"causal": True, "causal_offset": [0, 0]},
+        {"softmax_aux": zeros(H)[:, None]},
+        {"softmax_aux": zeros(H)[None, :]},
+        {"softmax_aux": zeros(H + 1)},
+    ):
+        CALLS[name](**more)
+
+
+def test_shapes_that_leave_no_doubt():
+    flash_attention(query, key, value, causal=True)
+    flash_attention(one, cache[:, :1], cache[:, :1], causal=True)
+    one_head = zeros(B, TQ, 1, D)
+    flash_attention(one_head, one_head, one_head, softmax_aux=zeros(1))
+    packed = zeros(TQ, H, D)
+    flash_attention(packed, packed, packed, cum_seqlens_q=[0, 1, TQ], causal=True)
+    flash_attention(
+        zeros(2, H, D), packed, packed, cum_seqlens_q=[0, 2, 2], cum_seqlens_k=[0, 3, TQ], causal=True
+    )
+
+
+def test_as_errors_they_are_raised_each_time():
+    for _ in range(2):
+        with pytest.raises(attnmask.AttnmaskWarning):
+            flash_attention(one, cache, cache, causal=True)
+
+
+def test_many_threads_are_told_once():
+    barrier = threading.Barrier(8)
+
+    def call():
+        barrier.wait()
+        flash_attention(one, cache, cache, causal=True)
+
+    def start():
+        threads = [threading.Thread(target=call) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert len(told(start)) == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_shared_sinks_of_two_axes():
+    """Those of ``[1, S]`` are those of ``[S]``, and so is their gradient but for its shape."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(x.shape).astype(x.dtype) for x in (query, key, value)]
+    sinks = rng.standard_normal(3)
+    results = []
+    for given in (sinks, sinks[None, :]):
+        out, vjp = attnmask.flash_attention_vjp(*arrays, softmax_aux=given, grad_softmax_aux=True)
+        results.append((out, vjp(np.ones_like(out)).softmax_aux))
+        assert results[-1][1].shape == given.shape
+    (out, dsinks), (same, dsame) = results
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(dsinks, dsame[0])
