@@ -52,6 +52,7 @@ from attnmask._packed import (
     prepare_sequence_ids,
     prepare_token_indices,
 )
+from attnmask._relative_bias import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._warnings import AttnmaskWarning
 
@@ -106,6 +107,8 @@ __all__ = [
     "set_debug_mode",
     "set_num_threads",
     "show_config",
+    "t5_relative_bias",
+    "t5_relative_bias_vjp",
 ]
 
 for _name in __all__:  # so that messages, pictures of types and pickles name what users import

@@ -51,14 +51,23 @@ def flash_backward(
     normalize: bool,
     dropout: float,
     seed: int,
+    relative: Any,
     dout: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
     dlse: ArrayLike | None,
     want_bias: bool,
     want_sinks: bool,
+    want_table: bool,
     /,
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[np.float64] | None]: ...
+) -> tuple[
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any] | None,
+    NDArray[np.float64] | None,
+    NDArray[np.float64] | None,
+]: ...
 def attention_schedule(
     query: ArrayLike,
     key: ArrayLike,
@@ -71,6 +80,7 @@ def attention_schedule(
     normalize: bool,
     dropout: float,
     seed: int,
+    relative: Any,
     threads: int,
     /,
 ) -> dict[str, Any]: ...
@@ -86,6 +96,7 @@ def flash_forward(
     normalize: bool,
     dropout: float,
     seed: int,
+    relative: Any,
     return_lse: bool,
     out: NDArray[Any] | None,
     /,

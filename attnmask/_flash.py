@@ -90,6 +90,9 @@ def flash_attention(
     q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None,
     causal_offset: ArrayLike = 0,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
     **unknown: Never,
@@ -98,7 +101,7 @@ def flash_attention(
 
     ::
 
-        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + bias[q, k])
+        logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + biases[q, k])
         out[q] = Σ_k softmax_k(logit[q, k]) · value[k]      over live pairs
         soft_cap(x) = c · tanh(x / c)
 
@@ -179,6 +182,14 @@ def flash_attention(
     causal_offset : int, array_like of integers, or "bottom-right"
         Moves the diagonal of `causal` and the window to the right: one number, one a batch row, or one a packed
         sequence. ``"bottom-right"`` is as many keys as there are more of them than queries.
+    alibi_slopes : array_like, shape [H] or [B, H], optional
+        ALiBi: adds ``-slope · |k - q - causal_offset|`` to a logit, before the soft cap. [n, H] is a row for each of n
+        packed sequences, whose positions count from their own starts.
+    relative_bias : array_like, shape [H, L], optional
+        Adds ``relative_bias[h, k - q - causal_offset - relative_low]``; its first and last column also stand for all
+        that is farther.
+    relative_low : int
+        The distance that ``relative_bias[:, 0]`` is for.
     return_lse : bool
         Return the logsumexp of each row as well.
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
@@ -245,6 +256,9 @@ def flash_attention_fwd(
     q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None,
     causal_offset: ArrayLike = 0,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
     out: NDArray[Any] | None = None,
     **unknown: Never,
 ) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from inspect import signature
 from itertools import permutations
 from math import e, inf, log2, sqrt
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
 from attnmask._arguments import (
+    FARTHEST,
     allocate,
     as_array,
     check_mask_type,
@@ -47,7 +48,10 @@ ARRAYS = (  # these arguments may be arrays
     "cum_seqlens_q",
     "cum_seqlens_k",
     "causal_offset",
+    "alibi_slopes",
+    "relative_bias",
 )
+Starts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]  # of the queries and keys of packed sequences
 _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
@@ -61,6 +65,16 @@ class _Range(NamedTuple):
 _FLOAT32, _FLOAT64 = (
     _Range(float(info.tiny), float(info.max)) for info in (np.finfo(np.float32), np.finfo(np.float64))
 )
+
+
+class Relative(NamedTuple):
+    """The terms of the logits that follow from the distance k - q - offset of a pair."""
+
+    slopes: NDArray[np.float64] | None  # [1 or rows, H]
+    table: NDArray[np.float64] | None  # [H, L]
+    offsets: NDArray[np.intp]  # of all batch rows, or of each; of packed sequences, of each
+    starts: NDArray[np.intp] | None  # of packed sequences
+    low: int  # the distance that the table begins with
 
 
 class Problem(NamedTuple):
@@ -77,6 +91,7 @@ class Problem(NamedTuple):
     normalize: bool
     dropout: float
     seed: int
+    relative: Relative | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +151,8 @@ class FlashAttentionGrads(NamedTuple):
         None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
     softmax_aux : ndarray or None
         None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
+    relative_bias : ndarray or None
+        None unless asked for by `grad_relative_bias`.
 
     Examples
     --------
@@ -152,6 +169,7 @@ class FlashAttentionGrads(NamedTuple):
     value: NDArray[Any]
     bias: NDArray[Any] | None = None
     softmax_aux: NDArray[Any] | None = None
+    relative_bias: NDArray[Any] | None = None
 
 
 def _check_hints(given: Mapping[str, Any]) -> None:
@@ -350,9 +368,7 @@ def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     return starts
 
 
-def _both_starts(
-    cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts:
     batch, _, queries, keys = shape
     if batch != 1:
         name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
@@ -387,7 +403,7 @@ def _is_bottom_right(causal_offset: Any) -> bool:
 _DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
 
 
-def _is_one_query(starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape) -> bool:
+def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
     """Whether there is one query for several keys, as with a cache; or one in each packed sequence."""
     queries, keys = shape[2:]
     if starts is None:
@@ -402,42 +418,82 @@ def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return None if left is None else -left, 0 if causal else right
 
 
-def _places(
-    given: Mapping[str, Any], starts: tuple[NDArray[np.int64], NDArray[np.int64]] | None, shape: Shape
-) -> Node | None:
-    """What sequences, the diagonal and the window allow; None if that is everything."""
-    low, high = distances(given)
-    offset: PerRow
+def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> PerRow:
+    """`causal_offset` of all batch rows or sequences, or of each."""
     causal_offset = given["causal_offset"]
     if causal_offset is TOP_LEFT:
-        offset = 0
-        if given["causal"] and _is_one_query(starts, shape):
+        if flag(given["causal"], "causal", _DIAGONAL) and _is_one_query(starts, shape):
             warn_once("one query")
-    elif _is_bottom_right(causal_offset):
-        offset = shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
-    elif starts is None:
-        offset = per_row(causal_offset, "causal_offset", shape[0])
-    else:
-        offset = per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
+        return 0
+    if _is_bottom_right(causal_offset):
+        return shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
+    if starts is None:
+        return per_row(causal_offset, "causal_offset", shape[0])
+    return per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
+
+
+def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
+    """What sequences, the diagonal and the window allow; None if that is everything."""
+    low, high = distances(given)
     if starts is None:
         return None if low is None and high is None else band(low, high, offset)
     limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))
     return sequences(*starts, *limits)
 
 
-def _program(given: Mapping[str, Any], shape: Shape, packed: bool) -> Program:
+def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
     """All conditions at once. Only the first, which may be a MaskInfo, may let many operands wait."""
-    starts = _both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
     nodes: list[Node] = [] if given["attention_mask"] is None else [*_mask(given["attention_mask"], shape)]
     q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
     terms = (
-        None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, packed),
-        _places(given, starts, shape),
+        None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, starts is not None),
+        _places(given, starts, offset),
     )
     for term in terms:
         if term is not None:
             nodes += (term, "and") if nodes else (term,)
     return tuple(nodes) or (("all",),)
+
+
+def _slopes(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
+    array = as_array(alibi_slopes, "alibi_slopes")
+    if array.dtype.kind == "b" or not is_number(array.dtype):
+        raise TypeError(f"alibi_slopes must be real numbers, got {describe(array)}")
+    if array.shape not in ((heads,), (1, heads), (rows, heads)):
+        raise ValueError(f"alibi_slopes must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
+    slopes = np.array(array, np.float64, ndmin=2, order="C")
+    if not np.isfinite(slopes).all():
+        raise ValueError(f"alibi_slopes must be finite, got {slopes[~np.isfinite(slopes)][0]}")
+    return slopes
+
+
+def _table(relative_bias: ArrayLike, heads: int) -> NDArray[np.float64]:
+    array = as_array(relative_bias, "relative_bias")
+    if not is_floating(array.dtype):
+        raise TypeError(f"relative_bias must be float16, bfloat16, float32 or float64, got {describe(array)}")
+    if array.ndim != 2 or array.shape[0] != heads or array.shape[1] == 0:
+        raise ValueError(f"relative_bias must be [H, L] with H = {heads} and L > 0, got {describe(array)}")
+    return np.array(array, np.float64, order="C")
+
+
+def _relative(
+    given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow
+) -> Relative | None:
+    alibi_slopes, relative_bias = given["alibi_slopes"], given["relative_bias"]
+    low = integer(given["relative_low"], "relative_low")
+    if relative_bias is None and low != 0:
+        raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(low)}")
+    if alibi_slopes is None and relative_bias is None:
+        return None
+    if abs(low) > FARTHEST:
+        raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")
+    rows, row = (shape[0], "B") if starts is None else (len(starts[0]) - 1, "sequences")
+    slopes = None if alibi_slopes is None else _slopes(alibi_slopes, rows, shape[1], row)
+    table = None if relative_bias is None else _table(relative_bias, shape[1])
+    if starts is None:
+        return Relative(slopes, table, np.array(offset, np.intp, ndmin=1), None, low)
+    offsets = starts[1][:-1] - starts[0][:-1] + offset
+    return Relative(slopes, table, offsets, starts[0], low) if rows else None
 
 
 def _layout_hint(array: NDArray[Any]) -> str:
@@ -524,7 +580,9 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]
     shape = (batch, heads, queries, keys)
     numbers = _FLOAT64 if q.dtype == np.float64 else _FLOAT32
-    nodes = _program(given, shape, packed)
+    starts = _both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
+    offset = _offset(given, starts, shape)
+    nodes = _program(given, shape, starts, offset)
     dropout, seed = dropout_of(given["dropout_prob"], given["dropout_seed"], ("dropout_prob", "dropout_seed"))
     problem = Problem(
         q,
@@ -538,6 +596,7 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
         flag(given["normalize_output"], "normalize_output"),
         dropout,
         seed,
+        _relative(given, shape, starts, offset),
     )
     return problem, batched
 

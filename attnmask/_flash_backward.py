@@ -28,10 +28,11 @@ class _Vjp(Protocol):
 
 
 class _Extras(NamedTuple):
-    """The bias and the sinks as they were given, if their gradients are asked for."""
+    """The bias, the sinks and the relative bias as they were given, if their gradients are asked for."""
 
     bias: NDArray[Any] | None
     softmax_aux: NDArray[Any] | None
+    relative_bias: NDArray[Any] | None
 
 
 def _wanted(array: ArrayLike | None, wanted: Any, name: str) -> NDArray[Any] | None:
@@ -68,7 +69,7 @@ def _backward(
     dtype = problem.query.dtype
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     row, rows = (batch, queries, heads, problem.value.shape[3]), (batch, heads, queries)
-    dquery, dkey, dvalue, dbias, dsinks = _core.flash_backward(
+    dquery, dkey, dvalue, dbias, dsinks, dtable = _core.flash_backward(
         *problem,
         _of_rows(dout, "dout", row, dtype, batched),
         _of_rows(out, "out", row, dtype, batched),
@@ -76,6 +77,7 @@ def _backward(
         None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batched),
         extras.bias is not None,
         extras.softmax_aux is not None and problem.sinks is not None,
+        extras.relative_bias is not None and problem.relative is not None,
     )
     if not batched:
         dquery, dkey, dvalue = dquery[0], dkey[0], dvalue[0]
@@ -85,6 +87,7 @@ def _backward(
         dvalue,
         None if extras.bias is None or dbias is None else dbias.reshape(extras.bias.shape),
         None if extras.softmax_aux is None else _like_sinks(dsinks, extras.softmax_aux),
+        None if extras.relative_bias is None else _like_table(dtable, extras.relative_bias),
     )
 
 
@@ -96,6 +99,14 @@ def _like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -
     with np.errstate(over="ignore", invalid="ignore"):
         shared = softmax_aux.shape != dsinks.shape
         return (dsinks.sum(axis=0).reshape(softmax_aux.shape) if shared else dsinks).astype(dtype)
+
+
+def _like_table(dtable: NDArray[np.float64] | None, relative_bias: NDArray[Any]) -> NDArray[Any]:
+    """The gradient of `relative_bias`; None says that there are no sequences."""
+    if dtable is None:
+        return np.zeros_like(relative_bias)
+    with np.errstate(over="ignore"):
+        return dtable.astype(relative_bias.dtype)
 
 
 @attention_function
@@ -126,8 +137,12 @@ def flash_attention_bwd(
     q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None,
     causal_offset: ArrayLike = 0,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
+    grad_relative_bias: bool = False,
     dlse: ArrayLike | None = None,
     **unknown: Never,
 ) -> FlashAttentionGrads:
@@ -147,7 +162,7 @@ def flash_attention_bwd(
         As they were for `flash_attention_fwd`.
     out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
     lse : array_like, shape [B, H, Tq] or [H, Tq]
-    grad_bias, grad_softmax_aux : bool
+    grad_bias, grad_softmax_aux, grad_relative_bias : bool
         Return the gradients of these, too.
     dlse : array_like, shape [B, H, Tq] or [H, Tq], optional
         The gradient of `lse`, of its type; none if not given.
@@ -170,7 +185,11 @@ def flash_attention_bwd(
     given = locals()
     if unknown:
         reject_unknown(flash_attention_bwd, unknown)
-    extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
+    extras = _Extras(
+        _wanted(bias, grad_bias, "bias"),
+        _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"),
+        _wanted(relative_bias, grad_relative_bias, "relative_bias"),
+    )
     problem, batched = read_problem(given)
     return _backward(problem, batched, dout, out, lse, dlse, extras)
 
@@ -200,9 +219,13 @@ def flash_attention_vjp(
     q_segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None,
     causal_offset: ArrayLike = 0,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
+    relative_low: int = 0,
     return_lse: bool = False,
     grad_bias: bool = False,
     grad_softmax_aux: bool = False,
+    grad_relative_bias: bool = False,
     **unknown: Never,
 ) -> tuple[Any, _Vjp]:
     """`flash_attention` and its gradients.
@@ -213,7 +236,7 @@ def flash_attention_vjp(
         As of `flash_attention`. They and the result are kept, not copied: leave them as they are while `vjp` is of use.
     return_lse : bool
         Return the logsumexp of each row as well.
-    grad_bias, grad_softmax_aux : bool
+    grad_bias, grad_softmax_aux, grad_relative_bias : bool
         Have `vjp` return the gradients of these, too.
 
     Returns
@@ -249,7 +272,11 @@ def flash_attention_vjp(
     given = locals()
     if unknown:
         reject_unknown(flash_attention_vjp, unknown)
-    extras = _Extras(_wanted(bias, grad_bias, "bias"), _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"))
+    extras = _Extras(
+        _wanted(bias, grad_bias, "bias"),
+        _wanted(softmax_aux, grad_softmax_aux, "softmax_aux"),
+        _wanted(relative_bias, grad_relative_bias, "relative_bias"),
+    )
     with_lse = flag(return_lse, "return_lse")
     problem, batched = read_problem(given)
     both: tuple[Any, Any] = _core.flash_forward(*problem, True, None)

@@ -9,19 +9,21 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from numpy.typing import NDArray
 
+from attnmask import _flash_arguments as flash
 from attnmask._arguments import is_number
-from attnmask._flash_arguments import ARRAYS, LEARNED, Problem, distances, read_problem
+from attnmask._flash_arguments import ARRAYS, Problem, distances, read_problem
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Leaf, Program
 from attnmask._mask_terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 
-__all__ = ["TRACED", "Spec", "Wide", "check", "is_traced", "specify"]
+__all__ = ["LEARNED", "TRACED", "Spec", "Wide", "check", "is_traced", "specify"]
 
+LEARNED = (*flash.LEARNED, "relative_bias")  # arguments that have gradients
 TRACED = (*ARRAYS, "dropout_seed")  # arguments that may be traced
 
 
 class Wide(NamedTuple):
-    """Stands for an array of int64, each number as a pair of int32: by default JAX has no others."""
+    """Stands for an array of 64 bits, each number as a pair of int32: by default JAX has no others."""
 
     place: int
 
@@ -37,6 +39,7 @@ class Spec(NamedTuple):
     normalize: bool
     dropout: float
     seed: int | Leaf | Wide
+    relative: tuple[Any, ...] | None  # of the terms by distance: starts, offsets, slopes, the least distance
 
 
 def is_traced(value: Any) -> bool:
@@ -131,7 +134,7 @@ class _Arrays:
 
 
 def _is_wide(value: Any) -> bool:
-    return value.dtype == np.uint64 or (isinstance(value, np.ndarray) and value.dtype == np.int64)
+    return value.dtype == np.uint64 or (isinstance(value, np.ndarray) and value.dtype.itemsize == 8)
 
 
 def _pairs(value: Any) -> Any:
@@ -143,16 +146,42 @@ def _pairs(value: Any) -> Any:
 def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]]:
     """The arguments `given`, of which `check` has made `problem`."""
     arrays = _Arrays()
+    program = tuple(_nodes(given, problem))
     nodes = tuple(
-        node if isinstance(node, str) else (node[0], *map(arrays.place, node[1:]))
-        for node in _nodes(given, problem)
+        node if isinstance(node, str) else (node[0], *map(arrays.place, node[1:])) for node in program
     )
     seed: Any = 0
     if problem.dropout:
         seed = given["dropout_seed"]
         seed = jax.numpy.reshape(seed, (1,)) if is_traced(seed) else np.array([problem.seed], np.uint64)
-    spec = Spec(nodes, problem.scale, problem.cap, problem.normalize, problem.dropout, arrays.place(seed))
+    relative = _relative(given, problem, program)
+    spec = Spec(
+        nodes,
+        problem.scale,
+        problem.cap,
+        problem.normalize,
+        problem.dropout,
+        arrays.place(seed),
+        None if relative is None else tuple(map(arrays.place, relative)),
+    )
     return spec, arrays.taken
+
+
+def _relative(given: Mapping[str, Any], problem: Problem, program: Program) -> tuple[Any, ...] | None:
+    if problem.relative is None:
+        return None
+    slopes, _, offsets, starts, low = problem.relative
+    given_slopes, offset = given["alibi_slopes"], given["causal_offset"]
+    if is_traced(given_slopes):
+        wide = given_slopes.dtype == np.float64
+        slopes = given_slopes.reshape(-1, problem.query.shape[2]).astype(np.float64 if wide else np.float32)
+    if starts is None:
+        return None, jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, slopes, low
+    sequences: Any = [node for node in program if node[0] == "sequences"][-1]
+    _, q_starts, k_starts, _, _, moved = sequences
+    if any(map(is_traced, (q_starts, k_starts, offset))):
+        offsets = jax.numpy.asarray(k_starts)[:-1] - jax.numpy.asarray(q_starts)[:-1] + moved
+    return q_starts, offsets, slopes, low
 
 
 def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:

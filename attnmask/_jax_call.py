@@ -10,8 +10,7 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
 from attnmask import _core
-from attnmask._flash_arguments import LEARNED
-from attnmask._jax_arguments import Spec, Wide
+from attnmask._jax_arguments import LEARNED, Spec, Wide
 from attnmask._mask_program import Leaf
 
 __all__ = ["TARGETS", "alike", "backward", "forward", "registered", "struct_like"]
@@ -19,6 +18,7 @@ __all__ = ["TARGETS", "alike", "backward", "forward", "registered", "struct_like
 TARGETS = ("attnmask_flash_forward", "attnmask_flash_backward")  # names of the handlers
 _VERSION = 1  # of the words
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
+_TABLE, _GRAD_TABLE, _RELATIVE, _PACKED = (1 << i for i in range(6, 10))
 # Terms and operators by the number that the core has for them.
 _KINDS = ("all", "band", "chunk", "keys", "equal", "sequences", "dense", "not", "and", "or", "xor")
 _NOTHING, _INTEGER, _NARROW, _WIDE = range(4)
@@ -58,7 +58,12 @@ def _operand(value: Any) -> tuple[int, int]:
 
 def _words(spec: Spec, flags: int) -> Any:
     doubles = struct.unpack("3q", struct.pack("3d", spec.scale, spec.cap, spec.dropout))
+    relative = spec.relative
+    if relative is not None:
+        flags |= _RELATIVE | _PACKED * (relative[0] is not None)
     words = [_VERSION, flags | _NORMALIZE * spec.normalize, *doubles, *_operand(spec.seed)]
+    for value in () if relative is None else relative[relative[0] is None :]:
+        words += _operand(value)
     for node in spec.nodes:
         kind, *values = (node,) if isinstance(node, str) else node
         words.append(_KINDS.index(kind))
@@ -117,7 +122,11 @@ def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequ
 
 
 def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:
-    flags = _BIAS * ("bias" in learned) | _SINKS * ("softmax_aux" in learned)
+    flags = (
+        _BIAS * ("bias" in learned)
+        | _SINKS * ("softmax_aux" in learned)
+        | _TABLE * ("relative_bias" in learned)
+    )
     return [learned[name] for name in LEARNED if name in learned], flags  # trees sort names
 
 
@@ -144,6 +153,7 @@ def backward(
     """
     arrays, flags = _split(learned)
     flags |= _GRAD_BIAS * ("bias" in wanted) | _GRAD_SINKS * ("softmax_aux" in wanted)
+    flags |= _GRAD_TABLE * ("relative_bias" in wanted)
     flags |= _GRAD_LSE * (len(of_result) == 4)
     names = [*LEARNED[:3], *(name for name in LEARNED[3:] if name in wanted)]
     shapes = [(learned[name].shape, learned[name].dtype) for name in names]

@@ -8,8 +8,8 @@ import numpy as np
 
 from attnmask._arguments import as_array
 from attnmask._flash import flash_attention_fwd
-from attnmask._flash_arguments import LEARNED
 from attnmask._flash_backward import flash_attention_bwd
+from attnmask._jax_arguments import LEARNED
 from attnmask._jax_call import alike, struct_like
 from attnmask._mask_info import MaskInfo
 

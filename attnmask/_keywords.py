@@ -32,7 +32,6 @@ _WRITE = {
     "key_padding_mask": "attention_mask=~key_padding_mask[:, None, None, :]",
     "block_mask": "attention_mask=, an array or a MaskInfo",
     "score_mod": "bias=, an array of what it adds",
-    "alibi_slopes": "bias=-slopes[:, None, None] * np.abs(np.arange(Tk) - np.arange(Tq)[:, None])",
     "window_size": "sliding_window=, with None instead of -1",
     "local_window_size": "sliding_window=",
     "softcap": "logits_soft_cap=",

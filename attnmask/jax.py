@@ -45,8 +45,7 @@ from attnmask import _flash as flash
 from attnmask import _jax_call as call
 from attnmask import _jax_callback as in_python
 from attnmask._arguments import describe, flag, is_floating
-from attnmask._flash_arguments import LEARNED
-from attnmask._jax_arguments import TRACED, check, is_traced, specify
+from attnmask._jax_arguments import LEARNED, TRACED, check, is_traced, specify
 from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 
@@ -84,10 +83,11 @@ def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
     if "bias" in learned:
         bias = learned["bias"]
         arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    if "softmax_aux" in learned:
-        sinks = learned["softmax_aux"]
-        wide = is_floating(sinks.dtype) and sinks.dtype.itemsize >= 4
-        arranged["softmax_aux"] = sinks if wide else sinks.astype(np.float32)
+    for name in ("softmax_aux", "relative_bias"):
+        if name in learned:
+            numbers = learned[name]
+            wide = is_floating(numbers.dtype) and numbers.dtype.itemsize >= 4
+            arranged[name] = numbers if wide else numbers.astype(np.float32)
     return arranged
 
 
@@ -110,9 +110,9 @@ def flash_attention(
 ) -> Any:
     """`attnmask.flash_attention` as a function of JAX: it may be compiled, differentiated and mapped.
 
-    There are gradients of `query`, `key`, `value`, `bias` and `softmax_aux`, and with `return_lse` through the
-    logsumexp, too; gradients of gradients there are not. It runs on the CPU, where compiled functions call C: types and
-    shapes are checked when they are traced.
+    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias`, and with `return_lse`
+    through the logsumexp, too; gradients of gradients there are not. It runs on the CPU, where compiled functions call
+    C: types and shapes are checked when they are traced.
 
     Parameters
     ----------
@@ -126,8 +126,8 @@ def flash_attention(
         more devices than threads it may hang.
     **more
         The other arguments of `attnmask.flash_attention` but `out`, by their names. Segment ids, `cum_seqlens_q`,
-        `cum_seqlens_k`, `causal_offset` and `dropout_seed` may be traced; the others are fixed when a function is
-        compiled.
+        `cum_seqlens_k`, `causal_offset`, `alibi_slopes`, `relative_bias` and `dropout_seed` may be traced; the others
+        are fixed when a function is compiled.
 
     Returns
     -------

@@ -188,6 +188,12 @@ def words_in(memory: Memory, terms: Terms) -> dict:
     }
 
 
+def bias_in(memory: Memory, rng, terms: Terms) -> dict:
+    """The bias of a tile, and the step of its rows."""
+    step = pick(rng, [TILE, TILE + 5, -TILE - 1])
+    return {"bias": None if terms.bias is None else memory.read(terms.bias, step), "bias_step": step}
+
+
 def whole_rows(values: np.ndarray) -> np.ndarray:
     """Pads with rows of zeros up to a whole tile."""
     return np.pad(values, ((0, TILE - len(values)), (0, 0)))
@@ -237,7 +243,7 @@ def run_step(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State
         "am_flash_tile",
         k=k if transposed else memory.read(k),
         v=v,
-        bias=None if p.terms.bias is None else memory.read(p.terms.bias),
+        **bias_in(memory, rng, p.terms),
         finite=is_finite(p.v) and not unpacked,
         transposed=transposed,
         prefetch=prefetch_of(rng, memory),
@@ -303,7 +309,7 @@ def run_unpacked(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, st
             "am_flash_tile",
             k=k,
             v=v,
-            bias=None if p.terms.bias is None else memory.read(p.terms.bias),
+            **bias_in(memory, rng, p.terms),
             prefetch=prefetch_of(rng, memory),
             k_step=k_step // width,
             v_step=v_step // width,

@@ -167,7 +167,7 @@ def test_attention_and_gradients(jax, arrays, more, compiled):
     )
     np.testing.assert_array_equal(out, right)
     np.testing.assert_array_equal(lse, right_lse)
-    for got, wanted in zip(grads, vjp(2 * right, 2 * right_lse), strict=True):
+    for got, wanted in zip(grads, vjp(2 * right, 2 * right_lse)[:5], strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 

@@ -73,7 +73,7 @@ def both(arguments, names=("query", "key", "value"), **fixed):
 
     learned = {name: traced.pop(name) for name in names}
     (_, (out, lse)), grads = jax.jit(jax.value_and_grad(attend, has_aux=True))(learned, traced)
-    extras = {f"grad_{name}": name in names for name in ("bias", "softmax_aux")}
+    extras = {f"grad_{name}": name in names for name in ("bias", "softmax_aux", "relative_bias")}
     (right, right_lse), vjp = attnmask.flash_attention_vjp(**arguments | fixed, return_lse=True, **extras)
     right_grads = vjp(2 * right, np.where(right_lse > -np.inf, 1, 0).astype(right_lse.dtype))
     np.testing.assert_array_equal(out, right)
@@ -204,6 +204,8 @@ BAD = {
         {"causal_offset": np.arange(3, dtype=np.int32), "causal": True},
         "causal_offset must be an integer or of shape",
     ),
+    "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, "alibi_slopes must be"),
+    "relative bias": ({"relative_bias": np.zeros((3, 2), np.float32)}, "relative_bias must be"),
     "window": ({"sliding_window": -1}, "sliding_window must be at least 0"),
     "cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap must not be negative"),
 }
@@ -265,6 +267,7 @@ NUMBERS = {
         "cum_seqlens_k must end at 9 tokens, got 4 at index 3",
     ),
     "additive": ({"attention_mask": np.full((Q, K), -np.inf, np.float32)}, "pass it as `bias`"),
+    "slopes": ({"alibi_slopes": np.full(H, np.inf, np.float32)}, "alibi_slopes must be finite, got inf"),
     "large ids": (
         {"q_segment_ids": np.full((1, Q), 2**32 - 1, np.uint32), "kv_segment_ids": KV_IDS[:1]},
         "segment ids must be below 2..31, got 4294967295",

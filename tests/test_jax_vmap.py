@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attnmask import MaskInfo
+from attnmask._flash_arguments import LEARNED
 
 jax = pytest.importorskip("jax")
 import attnmask.jax  # noqa: E402
@@ -30,6 +31,8 @@ def mapped_arguments(batch):
         "q_segment_ids": np.sort(rng.integers(-1, 2, (CALLS, batch, Q))),
         "kv_segment_ids": np.sort(rng.integers(-1, 2, (CALLS, batch, K))),
         "causal_offset": rng.integers(-1, 3, (CALLS, batch)),
+        "alibi_slopes": rng.random((CALLS, batch, H)).astype(np.float32),
+        "relative_bias": normal(CALLS, H, 4),
     }
 
 
@@ -41,7 +44,7 @@ def compare(arguments, mapped, **fixed):
     """Results and gradients, mapped over some of the arguments and in a loop; others are those of the first call."""
     arguments = {name: x if name in mapped else taken(x, 0) for name, x in arguments.items()}
     axes = {name: 0 if name in mapped else None for name in arguments}
-    learned = [name for name in ("query", "key", "value", "bias", "softmax_aux") if name in arguments]
+    learned = [name for name in (*LEARNED, "relative_bias") if name in arguments]
 
     def attend(arguments):
         return attnmask.jax.flash_attention(**arguments, **fixed, return_lse=True)
@@ -63,7 +66,18 @@ def compare(arguments, mapped, **fixed):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("left_out", [(), ("query",), ("query", "key", "value")], ids=str)
 @pytest.mark.parametrize(
-    "extra", ["bias", "softmax_aux", "attention_mask", "causal_offset", "ids", "none", "all"]
+    "extra",
+    [
+        "bias",
+        "softmax_aux",
+        "attention_mask",
+        "causal_offset",
+        "alibi_slopes",
+        "relative_bias",
+        "ids",
+        "none",
+        "all",
+    ],
 )
 def test_what_is_mapped(batch, left_out, extra):
     arguments = mapped_arguments(batch)
@@ -98,6 +112,7 @@ def test_packed(mapped):
     }
     starts = np.array([[0, 2, 5], [0, 0, 5], [0, 4, 5]]), np.array([[0, 3, 6], [0, 5, 6], [0, 2, 6]])
     arguments |= dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True))
+    arguments["alibi_slopes"] = rng.random((CALLS, H)).astype(np.float32)
     if "starts" in mapped:
         mapped = (*mapped, "cum_seqlens_q", "cum_seqlens_k")
     compare(arguments, mapped, causal=True, causal_offset="bottom-right")

@@ -12,8 +12,16 @@ from attnmask import MaskInfo
 OWN = {  # arguments of a function that are not those of attention
     "flash_attention": {"return_lse", "out"},
     "flash_attention_fwd": {"out"},
-    "flash_attention_bwd": {"dout", "out", "lse", "dlse", "grad_bias", "grad_softmax_aux"},
-    "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux"},
+    "flash_attention_bwd": {
+        "dout",
+        "out",
+        "lse",
+        "dlse",
+        "grad_bias",
+        "grad_softmax_aux",
+        "grad_relative_bias",
+    },
+    "flash_attention_vjp": {"return_lse", "grad_bias", "grad_softmax_aux", "grad_relative_bias"},
 }
 DETAILS = (
     "q_positions",

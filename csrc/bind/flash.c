@@ -9,7 +9,9 @@
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
     am_out out;
-    PyObject *nodes;
+    PyObject *nodes, *relative;
+    PyArrayObject *relative_arrays[4]; /* slopes, table, offsets, starts */
+    Py_ssize_t low;
     am_mask_arg mask;
     am_scale scale, cap, dropout;
     bool normalize, return_lse;
@@ -79,6 +81,58 @@ static int check_bias(const arguments *a)
     return fits ? 0 : reject_array(PyExc_ValueError, "bias", "broadcastable to [B, H, Tq, Tk]", a->bias);
 }
 
+/* Reads the terms by distance: None, or a tuple of slopes, table, offsets, starts, each of which may be None,
+ * and the least distance in the table. */
+static int read_relative(arguments *a)
+{
+    static const char *const names[] = {"alibi_slopes", "relative_bias", "offsets", "starts"};
+    static const int types[] = {NPY_FLOAT64, NPY_FLOAT64, NPY_INTP, NPY_INTP}, ndims[] = {2, 2, 1, 1};
+    if (a->relative == Py_None) return 0;
+    if (!PyTuple_Check(a->relative) || PyTuple_GET_SIZE(a->relative) != 5)
+        return am_reject(PyExc_TypeError, "relative", "a tuple of five, or None", a->relative);
+    a->low = PyNumber_AsSsize_t(PyTuple_GET_ITEM(a->relative, 4), PyExc_OverflowError);
+    if (a->low == -1 && PyErr_Occurred()) return -1;
+    for (int i = 0; i < 4; i++) {
+        PyObject *given = PyTuple_GET_ITEM(a->relative, i);
+        if (given == Py_None) continue;
+        PyArrayObject *array = PyArray_Check(given) ? (PyArrayObject *)given : NULL;
+        if (!array || PyArray_TYPE(array) != types[i] || PyArray_NDIM(array) != ndims[i] ||
+            !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISALIGNED(array))
+            return am_reject(PyExc_TypeError, names[i], "a plain array of its type", given);
+        a->relative_arrays[i] = (PyArrayObject *)Py_NewRef(given);
+    }
+    const am_mask *mask = &a->mask.mask;
+    PyArrayObject *slopes = a->relative_arrays[0], *table = a->relative_arrays[1],
+                  *offsets = a->relative_arrays[2], *starts = a->relative_arrays[3];
+    const npy_intp rows = starts ? PyArray_DIM(starts, 0) - 1 : mask->batch;
+    if (!offsets || (PyArray_DIM(offsets, 0) != 1 && PyArray_DIM(offsets, 0) != rows))
+        return am_reject(PyExc_ValueError, names[2], "one, or one a batch row or sequence", a->relative);
+    if (slopes && (PyArray_DIM(slopes, 1) != mask->heads ||
+                   (PyArray_DIM(slopes, 0) != 1 && PyArray_DIM(slopes, 0) != rows)))
+        return reject_array(PyExc_ValueError, names[0], "[H], [B, H] or [sequences, H]", slopes);
+    if (table && (PyArray_DIM(table, 0) != mask->heads || PyArray_DIM(table, 1) == 0))
+        return reject_array(PyExc_ValueError, names[1], "[H, L]", table);
+    if (!starts) return 0;
+    const npy_intp *begin = PyArray_DATA(starts);
+    bool fits = rows > 0 && begin[0] == 0 && begin[rows] == mask->queries && mask->batch == 1;
+    for (npy_intp i = 0; i < rows; i++) fits &= begin[i] <= begin[i + 1];
+    return fits ? 0 : reject_array(PyExc_ValueError, names[3], "starts of sequences", starts);
+}
+
+static am_relative relative_of(const arguments *a)
+{
+    PyArrayObject *const slopes = a->relative_arrays[0], *const table = a->relative_arrays[1],
+                         *const offsets = a->relative_arrays[2], *const starts = a->relative_arrays[3];
+    am_relative relative = {.low = a->low};
+    if (slopes)
+        relative.slopes = PyArray_DATA(slopes),
+        relative.slope_step = PyArray_DIM(slopes, 0) == 1 ? 0 : PyArray_DIM(slopes, 1);
+    if (table) relative.table = PyArray_DATA(table), relative.length = PyArray_DIM(table, 1);
+    if (offsets) relative.offsets = PyArray_DATA(offsets), relative.offset_step = PyArray_DIM(offsets, 0) > 1;
+    if (starts) relative.q_starts = PyArray_DATA(starts), relative.sequences = PyArray_DIM(starts, 0) - 1;
+    return relative;
+}
+
 static int check_sinks(const arguments *a)
 {
     if (!a->sinks) return 0;
@@ -138,6 +192,7 @@ static am_attn flash_of(arguments *a)
         .cap = a->cap.value,
         .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
         .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
+        .relative = relative_of(a),
         .normalize = a->normalize,
         .dropout = a->dropout.value,
         .seed = a->seed,
@@ -186,15 +241,15 @@ fail:
 }
 
 /* The arguments that describe the problem, which come first in each function. */
-enum { PROBLEM_PARAMS = 11 };
+enum { PROBLEM_PARAMS = 12 };
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
         {"nodes", am_to_object, &(a).nodes}, {"bias", to_array_or_none, &(a).bias},                          \
         {"softmax_scale", am_to_scale, &(a).scale}, {"logits_soft_cap", am_to_scale, &(a).cap},              \
         {"softmax_aux", to_array_or_none, &(a).sinks}, {"normalize_output", am_to_bool, &(a).normalize},     \
-        {"dropout_prob", am_to_scale, &(a).dropout},                                                         \
+        {"dropout_prob", am_to_scale, &(a).dropout}, {"dropout_seed", to_seed, &(a).seed},                   \
     {                                                                                                        \
-        "dropout_seed", to_seed, &(a).seed                                                                   \
+        "relative", am_to_object, &(a).relative                                                              \
     }
 
 /* Checks these arguments after they are parsed, and reads the mask. */
@@ -205,7 +260,9 @@ static int check_problem(arguments *a)
     mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
     mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
     const int bad = am_read_nodes(&a->mask, a->nodes);
-    return bad < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0 ? -1 : 0;
+    return bad < 0 || read_relative(a) < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0
+               ? -1
+               : 0;
 }
 
 static void release(arguments *a)
@@ -216,6 +273,7 @@ static void release(arguments *a)
     Py_XDECREF(a->value);
     Py_XDECREF(a->bias);
     Py_XDECREF(a->sinks);
+    for (int i = 0; i < 4; i++) Py_XDECREF(a->relative_arrays[i]);
     Py_XDECREF(a->out.array);
 }
 
@@ -352,7 +410,7 @@ fail:
 typedef struct {
     arguments a;
     PyArrayObject *d_out, *out, *lse, *d_lse;
-    bool want_bias, want_sinks;
+    bool want_bias, want_sinks, want_table;
 } backward_arguments;
 
 static int check_shape(PyArrayObject *array, const char *name, int ndim, const npy_intp *dims,
@@ -392,6 +450,10 @@ static int check_backward(const backward_arguments *g)
         PyErr_SetString(PyExc_ValueError, "grad_softmax_aux needs softmax_aux");
         return -1;
     }
+    if (g->want_table && !g->a.relative_arrays[1]) {
+        PyErr_SetString(PyExc_ValueError, "grad_relative_bias needs relative_bias");
+        return -1;
+    }
     return 0;
 }
 
@@ -407,14 +469,20 @@ static PyArrayObject *new_like(PyArrayObject *array)
     return am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
 }
 
+enum { RESULTS = 6 }; /* query, key, value, bias, sinks, relative bias */
+
 static PyObject *compute_backward(PyObject *module, backward_arguments *g)
 {
     arguments *a = &g->a;
-    PyArrayObject *const like[5] = {a->query, a->key, a->value, g->want_bias ? a->bias : NULL,
-                                    g->want_sinks ? a->sinks : NULL};
+    PyArrayObject *const like[RESULTS] = {a->query,
+                                          a->key,
+                                          a->value,
+                                          g->want_bias ? a->bias : NULL,
+                                          g->want_sinks ? a->sinks : NULL,
+                                          g->want_table ? a->relative_arrays[1] : NULL};
     PyObject *result = NULL;
-    PyArrayObject *made[5] = {NULL};
-    for (int i = 0; i < 5; i++) {
+    PyArrayObject *made[RESULTS] = {NULL};
+    for (int i = 0; i < RESULTS; i++) {
         if (like[i] && !(made[i] = new_like(like[i]))) goto fail;
     }
     am_attn_gradients problem = {
@@ -426,24 +494,27 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
         .d_k = tokens(made[1]),
         .d_v = tokens(made[2]),
         .d_sinks = made[4] ? PyArray_DATA(made[4]) : NULL,
+        .d_table = made[5] ? PyArray_DATA(made[5]) : NULL,
     };
     problem.forward.out = tokens(g->out);
     if (made[3]) {
         problem.d_bias = PyArray_BYTES(made[3]);
         for (int i = 0; i < 4; i++) problem.bias_shape[i] = PyArray_DIM(made[3], i);
     }
+    if (made[5]) memset(problem.d_table, 0, (size_t)PyArray_NBYTES(made[5]));
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.run, &a->mask.mask);
     if (status == AM_OK) status = am_attn_backward(&call.run, &problem);
     am_leave(&call);
     if (status == AM_OK)
-        result = Py_BuildValue("(OOOOO)", made[0], made[1], made[2], made[3] ? (PyObject *)made[3] : Py_None,
-                               made[4] ? (PyObject *)made[4] : Py_None);
+        result =
+            Py_BuildValue("(OOOOOO)", made[0], made[1], made[2], made[3] ? (PyObject *)made[3] : Py_None,
+                          made[4] ? (PyObject *)made[4] : Py_None, made[5] ? (PyObject *)made[5] : Py_None);
     else
         am_raise(status, NULL);
 fail:
-    for (int i = 0; i < 5; i++) Py_XDECREF(made[i]);
+    for (int i = 0; i < RESULTS; i++) Py_XDECREF(made[i]);
     return result;
 }
 
@@ -458,9 +529,10 @@ static PyObject *flash_backward(PyObject *module, PyObject *const *args, Py_ssiz
         {"dlse", to_array_or_none, &g.d_lse},
         {"grad_bias", am_to_bool, &g.want_bias},
         {"grad_softmax_aux", am_to_bool, &g.want_sinks},
+        {"grad_relative_bias", am_to_bool, &g.want_table},
     };
     PyObject *result = NULL;
-    if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 6) == 0 &&
+    if (am_parse("flash_backward", args, nargs, params, PROBLEM_PARAMS + 7) == 0 &&
         check_problem(&g.a) == 0 && check_backward(&g) == 0)
         result = compute_backward(module, &g);
     release(&g.a);

@@ -5,17 +5,19 @@
  * its am_mask. Here it is made of buffers and of one attribute, the int64 array `words`
  * (attnmask/_jax_call.py):
  *
- *     VERSION, flags, the bits of the doubles scale, cap and dropout, the operand seed, and the mask in
- * postfix order: for each term or operator its am_node_kind, and the operands of a term in the order of its
- * reader
+ *     VERSION, flags, the bits of the doubles scale, cap and dropout; the operand seed;
+ *     if RELATIVE the operands starts (if PACKED), offsets, slopes and low of am_relative;
+ *     the mask in postfix order: of each term or operator its am_node_kind, and the operands of a term in the
+ *     order of its reader
  *
  * An operand is two words: AM_XLA_NOTHING, 0; or AM_XLA_INTEGER and its value; or AM_XLA_NARROW or
- * AM_XLA_WIDE and the index of an array among those of the mask. Wide arrays are int64 as pairs of int32
- * along one axis more, as JAX has no int64 by default.
+ * AM_XLA_WIDE and the index of an array among those of the mask. Wide arrays have 64 bits, as pairs of int32
+ * along one axis more, as by default JAX has no such types.
  *
- * Arguments are query, key and value, bias and sinks if there are, the arrays of the mask, and for gradients
- * those of the result: dout, out, lse, and dlse if there is. Results are out, and lse if it is wanted; or the
- * gradients of query, key and value, and of bias and sinks where they are wanted.
+ * Arguments are query, key and value; bias, sinks and relative bias if there are; the arrays of the mask; and
+ * for gradients those of the result: dout, out, lse, and dlse if there is. Results are out, and lse if it is
+ * wanted; or the gradients of query, key and value, and of bias, sinks and relative bias where they are
+ * wanted.
  *
  * jax.vmap puts axes in front of all buffers, of length 1 where a buffer is the same for all calls. The calls
  * become rows of one larger batch; where that cannot be said by a stride, or rows have to be told apart,
@@ -33,6 +35,7 @@
 
 enum { VERSION = 1 }; /* of the words: programs are exported and kept */
 enum { NORMALIZE = 1, BIAS = 2, SINKS = 4, GRAD_BIAS = 8, GRAD_SINKS = 16, GRAD_LSE = 32 }; /* flags */
+enum { TABLE = 64, GRAD_TABLE = 128, RELATIVE = 256, PACKED = 512 };                        /* more of them */
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
@@ -114,6 +117,26 @@ static bool read_bias(am_xla_call *c, const am_xla_buffer *buffer)
     return true;
 }
 
+/* All numbers as doubles; of a wide array without its last axis. NULL after a failure. */
+static double *doubles(am_xla_call *c, am_xla_view *v, bool wide, const char *name)
+{
+    const bool pairs = wide && v->type == AM_INT32 && v->axes > 1 && v->shape[v->axes - 1] == 2;
+    if (pairs) v->axes--, v->shape[v->axes] = 1;
+    if (wide ? !pairs : v->type != AM_FLOAT32 && v->type != AM_FLOAT64) {
+        am_xla_fail(c, "%s has a type that does not fit", name);
+        return NULL;
+    }
+    ptrdiff_t count = 1;
+    for (int i = 0; i < v->axes; i++) count *= v->shape[i];
+    double *numbers = am_xla_keep(c, count, sizeof *numbers);
+    if (!numbers || count == 0) return numbers;
+    if (wide || v->type == AM_FLOAT64)
+        memcpy(numbers, v->data, (size_t)count * sizeof *numbers);
+    else
+        for (ptrdiff_t i = 0; i < count; i++) numbers[i] = (double)((const float *)v->data)[i];
+    return numbers;
+}
+
 /* [S] or [H, S], as a row for each head, finite where they are. */
 static bool read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
 {
@@ -121,20 +144,61 @@ static bool read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
     if (!am_xla_look(c, buffer, false, &v)) return false;
     const bool by_head = v.axes == 2;
     const ptrdiff_t heads = c->mask.heads, count = v.axes ? v.shape[v.axes - 1] : 0;
-    if ((v.type != AM_FLOAT32 && v.type != AM_FLOAT64) || v.axes < 1 || v.axes > 2 ||
-        (by_head && v.shape[0] != heads))
-        return am_xla_fail(c, "softmax_aux has a type or a shape that does not fit");
+    if (v.axes < 1 || v.axes > 2 || (by_head && v.shape[0] != heads))
+        return am_xla_fail(c, "softmax_aux has a shape that does not fit");
     const double greatest = c->attn.q.type == AM_FLOAT64 ? DBL_MAX : (double)FLT_MAX;
-    double *sinks = am_xla_keep(c, am_product(heads, count, 1), sizeof *sinks);
+    const double *given = doubles(c, &v, false, "softmax_aux");
+    double *sinks = given ? am_xla_keep(c, am_product(heads, count, 1), sizeof *sinks) : NULL;
     for (ptrdiff_t i = 0; sinks && i < heads * count; i++) {
-        const ptrdiff_t from = by_head ? i : i % count;
-        const double sink =
-            v.type == AM_FLOAT64 ? ((const double *)v.data)[from] : (double)((const float *)v.data)[from];
+        const double sink = given[by_head ? i : i % count];
         sinks[i] = isfinite(sink) ? fmax(-greatest, fmin(sink, greatest)) : sink;
     }
     c->attn.sinks = count ? sinks : NULL;
     c->attn.sink_count = count;
     return sinks;
+}
+
+/* The terms by distance; `table` is NULL where there is no relative bias. */
+static bool read_relative(am_xla_call *c, const am_xla_buffer *table)
+{
+    am_relative *relative = &c->attn.relative;
+    const bool packed = (c->flags & PACKED) != 0;
+    ptrdiff_t rows = packed ? -1 : c->mask.batch;
+    am_xla_operand offsets, slopes, low;
+    am_xla_view v;
+    if (packed) {
+        c->apart = c->call == AM_XLA_ALL_CALLS && c->calls > 1; /* sequences are those of one row */
+        if (c->apart) return false;
+        relative->q_starts = am_xla_read_starts(c, "cum_seqlens_q", c->mask.queries, &rows);
+        if (!relative->q_starts) return false;
+        if (rows < 1 || c->mask.batch != 1) return am_xla_fail(c, "sequences must be those of one batch row");
+        relative->sequences = rows;
+    }
+    if (!am_xla_next_operand(c, &offsets) || !am_xla_next_operand(c, &slopes) ||
+        !am_xla_next_operand(c, &low))
+        return false;
+    relative->low = low.number;
+    relative->offsets = am_xla_integers(c, &offsets, !packed, rows, 0);
+    relative->offset_step = 1;
+    if (!relative->offsets) return false;
+    if (slopes.buffer) {
+        if (!am_xla_look(c, slopes.buffer, !packed, &v)) return false;
+        const double *numbers = doubles(c, &v, slopes.kind == AM_XLA_WIDE, "alibi_slopes");
+        if (!numbers) return false;
+        if (v.axes != 2 || (v.shape[0] != 1 && v.shape[0] != rows) || v.shape[1] != c->mask.heads)
+            return am_xla_fail(c, "alibi_slopes has a shape that does not fit");
+        for (ptrdiff_t i = 0; i < v.shape[0] * v.shape[1]; i++) {
+            if (!isfinite(numbers[i]))
+                return am_xla_fail(c, "alibi_slopes must be finite, got %g", numbers[i]);
+        }
+        relative->slopes = numbers, relative->slope_step = v.shape[0] == 1 ? 0 : v.shape[1];
+    }
+    if (!table) return true;
+    if (!am_xla_look(c, table, false, &v)) return false;
+    if (v.axes != 2 || v.shape[0] != c->mask.heads || v.shape[1] < 1)
+        return am_xla_fail(c, "relative_bias has a shape that does not fit");
+    relative->table = doubles(c, &v, false, "relative_bias"), relative->length = v.shape[1];
+    return relative->table;
 }
 
 static bool next_double(am_xla_call *c, double *number)
@@ -161,8 +225,9 @@ static bool read_attention(am_xla_call *c, int own)
         return am_xla_fail(c, "words: a number is out of its range");
     attn->normalize = (c->flags & NORMALIZE) != 0;
     if (own) own += (c->flags & GRAD_LSE) != 0;
-    const bool bias = (c->flags & BIAS) != 0, sinks = (c->flags & SINKS) != 0;
-    c->first_array = 3 + bias + sinks;
+    const bool bias = (c->flags & BIAS) != 0, sinks = (c->flags & SINKS) != 0,
+               table = (c->flags & TABLE) != 0;
+    c->first_array = 3 + bias + sinks + table;
     c->arrays = c->frame->arguments.count - c->first_array - own;
     if (c->arrays < 0) return am_xla_fail(c, "there are too few arguments");
     if (attn->dropout > 0 && c->calls > 1 &&
@@ -183,6 +248,8 @@ static bool read_attention(am_xla_call *c, int own)
         if (!number) return false;
         attn->seed = (uint64_t)*number;
     }
+    const am_xla_buffer *relative_bias = table ? argument(c, 3 + bias + sinks) : NULL;
+    if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
     return am_xla_read_mask(c) && am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask));
 }
 
@@ -222,13 +289,13 @@ static am_row_stats row_stats(const am_xla_view *v)
     return (am_row_stats){v->data, am_xla_step_of(v, 0), am_xla_step_of(v, 1), am_xla_step_of(v, 2)};
 }
 
-/* From one of each head and sink to what the sinks were given as. */
-static void write_sinks(const am_xla_call *c, const double *d_sinks, const am_xla_view *to)
+/* From one of each head and number to what was given: a row for each head, or one for all. */
+static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t count, const am_xla_view *to)
 {
-    const ptrdiff_t count = c->attn.sink_count, heads = c->attn.heads;
+    const ptrdiff_t heads = c->attn.heads;
     for (ptrdiff_t i = 0; i < (to->axes == 2 ? heads * count : count); i++) {
-        double sum = to->axes == 2 ? d_sinks[i] : 0;
-        for (ptrdiff_t h = 0; to->axes == 1 && h < heads; h++) sum += d_sinks[h * count + i];
+        double sum = to->axes == 2 ? numbers[i] : 0;
+        for (ptrdiff_t h = 0; to->axes == 1 && h < heads; h++) sum += numbers[h * count + i];
         if (to->type == AM_FLOAT64)
             ((double *)to->data)[i] = sum;
         else
@@ -236,15 +303,30 @@ static void write_sinks(const am_xla_call *c, const double *d_sinks, const am_xl
     }
 }
 
+/* Where the gradients of such numbers go, and zeros to add them up in. */
+static double *look_at_numbers(am_xla_call *c, const am_xla_buffer *buffer, const char *name, ptrdiff_t count,
+                               am_xla_view *to)
+{
+    if (!am_xla_look(c, buffer, false, to)) return NULL;
+    const bool by_head = to->axes == 2 && to->shape[0] == c->attn.heads;
+    if ((to->type != AM_FLOAT32 && to->type != AM_FLOAT64) || (!by_head && to->axes != 1) ||
+        to->shape[to->axes - 1] != count) {
+        am_xla_fail(c, "%s has a type or a shape that does not fit", name);
+        return NULL;
+    }
+    return am_xla_keep(c, am_product(c->attn.heads, count, 1), sizeof(double));
+}
+
 static bool backward(am_xla_call *c)
 {
     const am_attn *attn = &c->attn;
-    am_xla_view lse, d_lse, d_bias, d_sinks;
+    am_xla_view lse, d_lse, d_bias, d_sinks, d_table;
     int64_t next_result = 3;
     if (!read_attention(c, 3)) return false;
     const bool want_bias = (c->flags & GRAD_BIAS) && attn->bias,
-               want_sinks = (c->flags & GRAD_SINKS) && (c->flags & SINKS);
-    if (c->frame->results.count != 3 + want_bias + want_sinks)
+               want_sinks = (c->flags & GRAD_SINKS) && (c->flags & SINKS),
+               want_table = (c->flags & GRAD_TABLE) && (c->flags & TABLE);
+    if (c->frame->results.count != 3 + want_bias + want_sinks + want_table)
         return am_xla_fail(c, "there are too few results");
     const int64_t own = c->first_array + c->arrays;
     const ptrdiff_t out[4] = {attn->batch, attn->queries, attn->heads, attn->value_depth},
@@ -271,19 +353,22 @@ static bool backward(am_xla_call *c)
         problem.d_bias = d_bias.data;
         memcpy(problem.bias_shape, d_bias.shape, sizeof problem.bias_shape);
     }
+    double *sinks = NULL, *table = NULL;
     if (want_sinks) {
-        if (!am_xla_look(c, result(c, next_result), false, &d_sinks)) return false;
-        const bool by_head = d_sinks.axes == 2 && d_sinks.shape[0] == attn->heads;
-        if ((d_sinks.type != AM_FLOAT32 && d_sinks.type != AM_FLOAT64) || (!by_head && d_sinks.axes != 1) ||
-            d_sinks.shape[d_sinks.axes - 1] != attn->sink_count)
-            return am_xla_fail(c, "dsoftmax_aux has a type or a shape that does not fit");
-        if (attn->sinks) {
-            problem.d_sinks = am_xla_keep(c, attn->heads * attn->sink_count, sizeof *problem.d_sinks);
-            if (!problem.d_sinks) return false;
-        }
+        sinks = look_at_numbers(c, result(c, next_result++), "dsoftmax_aux", attn->sink_count, &d_sinks);
+        if (!sinks) return false;
+        problem.d_sinks = attn->sinks ? sinks : NULL;
+    }
+    if (want_table) {
+        const am_xla_buffer *to = result(c, next_result);
+        const ptrdiff_t length = attn->relative.table ? attn->relative.length : to->shape[to->rank - 1];
+        table = look_at_numbers(c, to, "drelative_bias", length, &d_table);
+        if (!table) return false;
+        problem.d_table = attn->relative.table ? table : NULL;
     }
     if (!am_xla_fail_status(c, am_attn_backward(&c->run, &problem))) return false;
-    if (problem.d_sinks) write_sinks(c, problem.d_sinks, &d_sinks);
+    if (sinks) write_numbers(c, sinks, attn->sink_count, &d_sinks);
+    if (table) write_numbers(c, table, d_table.shape[d_table.axes - 1], &d_table);
     return true;
 }
 

@@ -66,6 +66,13 @@ bool am_xla_next_operand(am_xla_call *c, am_xla_operand *o);
 /* All numbers of an array, of one axis unless it is `wide`, as int64; `count` is -1 until it is known. */
 const int64_t *am_xla_whole_numbers(am_xla_call *c, const am_xla_view *v, bool wide, ptrdiff_t *count);
 
+/* `count` integers within ±AM_FAR, of an operand that may be one for all. */
+ptrdiff_t *am_xla_integers(am_xla_call *c, const am_xla_operand *o, bool by_row, ptrdiff_t count,
+                           ptrdiff_t none);
+
+/* The next operand as starts of sequences of so many tokens; `count` of sequences is -1 until it is known. */
+const ptrdiff_t *am_xla_read_starts(am_xla_call *c, const char *name, ptrdiff_t length, ptrdiff_t *count);
+
 /* The rest of the words. */
 bool am_xla_read_mask(am_xla_call *c);
 

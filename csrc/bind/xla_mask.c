@@ -10,8 +10,7 @@ static ptrdiff_t saturated(int64_t a, int64_t b)
     return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
 }
 
-/* `count` integers within ±AM_FAR, of an operand that may be one for all. NULL after a failure. */
-static ptrdiff_t *integers(am_xla_call *c, const am_xla_operand *o, bool by_row, ptrdiff_t count,
+ptrdiff_t *am_xla_integers(am_xla_call *c, const am_xla_operand *o, bool by_row, ptrdiff_t count,
                            ptrdiff_t none)
 {
     const int64_t *numbers = NULL;
@@ -32,7 +31,7 @@ static ptrdiff_t *integers(am_xla_call *c, const am_xla_operand *o, bool by_row,
 static ptrdiff_t *next_integers(am_xla_call *c, bool by_row, ptrdiff_t count)
 {
     am_xla_operand o;
-    return am_xla_next_operand(c, &o) ? integers(c, &o, by_row, count, 0) : NULL;
+    return am_xla_next_operand(c, &o) ? am_xla_integers(c, &o, by_row, count, 0) : NULL;
 }
 
 /* low, high and an offset that is added to either */
@@ -43,9 +42,9 @@ static bool read_limits(am_xla_call *c, bool by_row, ptrdiff_t count, const ptrd
     if (!am_xla_next_operand(c, &ends[0]) || !am_xla_next_operand(c, &ends[1]) ||
         !am_xla_next_operand(c, &moved))
         return false;
-    const ptrdiff_t *offset = integers(c, &moved, by_row, count, 0);
+    const ptrdiff_t *offset = am_xla_integers(c, &moved, by_row, count, 0);
     for (int i = 0; offset && i < 2; i++) {
-        ptrdiff_t *values = integers(c, &ends[i], by_row, count, i == 0 ? -AM_FAR : AM_FAR);
+        ptrdiff_t *values = am_xla_integers(c, &ends[i], by_row, count, i == 0 ? -AM_FAR : AM_FAR);
         if (!values) return false;
         for (ptrdiff_t b = 0; ends[i].kind != AM_XLA_NOTHING && b < count; b++)
             values[b] = saturated(values[b], offset[b]);
@@ -141,7 +140,7 @@ static bool read_equal(am_xla_call *c, am_node *node)
     return true;
 }
 
-static const ptrdiff_t *read_starts(am_xla_call *c, const char *name, ptrdiff_t length, ptrdiff_t *count)
+const ptrdiff_t *am_xla_read_starts(am_xla_call *c, const char *name, ptrdiff_t length, ptrdiff_t *count)
 {
     am_xla_operand o;
     am_xla_view v;
@@ -152,7 +151,7 @@ static const ptrdiff_t *read_starts(am_xla_call *c, const char *name, ptrdiff_t 
         am_xla_fail(c, "%s has a shape that does not fit", name);
         return NULL;
     }
-    const ptrdiff_t *starts = integers(c, &o, false, entries, 0);
+    const ptrdiff_t *starts = am_xla_integers(c, &o, false, entries, 0);
     if (!starts) return NULL;
     if (starts[0] != 0) am_xla_fail(c, "%s must start at 0, got %td at index 0", name, starts[0]);
     for (ptrdiff_t i = 0; starts[0] == 0 && i < *count; i++) {
@@ -171,9 +170,9 @@ static const ptrdiff_t *read_starts(am_xla_call *c, const char *name, ptrdiff_t 
 static bool read_sequences(am_xla_call *c, am_node *node)
 {
     ptrdiff_t count = -1;
-    node->sequences.q_starts = read_starts(c, "cum_seqlens_q", c->mask.queries, &count);
+    node->sequences.q_starts = am_xla_read_starts(c, "cum_seqlens_q", c->mask.queries, &count);
     if (!node->sequences.q_starts) return false;
-    node->sequences.k_starts = read_starts(c, "cum_seqlens_k", c->mask.keys, &count);
+    node->sequences.k_starts = am_xla_read_starts(c, "cum_seqlens_k", c->mask.keys, &count);
     if (!node->sequences.k_starts) return false;
     node->sequences.count = count;
     return read_limits(c, false, count, &node->sequences.low, &node->sequences.high);

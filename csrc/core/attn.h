@@ -15,9 +15,22 @@ typedef struct {
     ptrdiff_t batch, token, head, element;
 } am_tokens;
 
+/* Terms that follow from the distance k - q - offset of a pair; the offset is that of its batch row, or of
+ * its sequence where batch rows are divided. */
+typedef struct {
+    const double *slopes; /* ALiBi adds -slope |distance|; NULL: none */
+    ptrdiff_t slope_step; /* from row or sequence to the next, 0: shared; then [heads] */
+    const double *table;  /* [heads][length]: adds table[distance - low], the ends beyond it; NULL: none */
+    ptrdiff_t length, low;
+    const ptrdiff_t *offsets;
+    ptrdiff_t offset_step;     /* 1, or 0 if it is shared */
+    const ptrdiff_t *q_starts; /* where sequences begin, and the number of queries; NULL: batch rows */
+    ptrdiff_t sequences;
+} am_relative;
+
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
  *
- *     logit = q·k scale + bias,  capped to cap tanh(logit / cap) if there is a cap
+ *     logit = q·k scale + bias + relative terms,  capped to cap tanh(logit / cap) if there is a cap
  *     out = Σ e^logit v / (Σ e^logit + Σ e^sink),  lse = log of the denominator
  *
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
@@ -28,8 +41,9 @@ typedef struct {
     const char *bias;       /* NULL: none */
     am_dtype bias_type;
     ptrdiff_t bias_batch, bias_head, bias_row, bias_column; /* in bytes, 0 along axes that are shared */
-    double scale, cap;                                      /* cap 0: none */
-    const double *sinks;                                    /* [heads][sink_count] */
+    am_relative relative;
+    double scale, cap;   /* cap 0: none */
+    const double *sinks; /* [heads][sink_count] */
     ptrdiff_t sink_count;
     bool normalize;
     double dropout; /* the probability, below 1 */
@@ -37,8 +51,16 @@ typedef struct {
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
 } am_attn;
 
-/* Whether a tile has terms that are added to its products, beside the mask: its bias. */
-static inline bool am_adds_to_products(const am_attn *attn) { return attn->bias != NULL; }
+static inline bool am_has_relative_terms(const am_attn *attn)
+{
+    return attn->relative.slopes || attn->relative.table;
+}
+
+/* Whether terms are added to the products of a tile. */
+static inline bool am_adds_to_products(const am_attn *attn)
+{
+    return attn->bias || am_has_relative_terms(attn);
+}
 
 am_status am_attn_forward(const am_run *run, const am_attn *attn);
 
@@ -55,6 +77,7 @@ typedef struct {
     char *d_bias;            /* C-contiguous, of bias_type; NULL: not computed */
     ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */
     double *d_sinks;         /* [heads][sink_count]; NULL: not computed */
+    double *d_table;         /* of the relative bias, [heads][length]; NULL: not computed */
 } am_attn_gradients;
 
 am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem);

@@ -17,6 +17,7 @@
 #include "core/attn_bias_gradient.h"
 #include "core/attn_kv.h"
 #include "core/attn_logits.h"
+#include "core/attn_relative.h"
 #include "core/convert.h"
 
 enum {
@@ -60,6 +61,7 @@ typedef struct {
     ptrdiff_t stats_bytes; /* the length of each */
     am_sink_sum *sinks;    /* one for each head; NULL without sinks */
     am_bias_gradient bias;
+    am_table_gradient table;
     am_workspaces workspaces;
 } plan;
 
@@ -72,6 +74,7 @@ typedef struct {
     char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
     char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
     am_logit_scratch terms;
+    am_table_sums *table;
     local_tile *tiles;
 } workspace;
 
@@ -81,7 +84,7 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     const ptrdiff_t n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size,
                     word = sizeof(uint64_t);
     ptrdiff_t used = 0;
-    const bool own_bias = p->problem->d_bias != NULL;
+    const bool keeps_ds = p->problem->d_bias || p->problem->d_table;
     s->q = am_take(memory, &used, p->k_bytes);
     s->d_out = am_take(memory, &used, p->v_bytes);
     s->q_rows = p->base.bf16x2 ? am_take(memory, &used, p->k_bytes) : s->q;
@@ -90,8 +93,9 @@ static ptrdiff_t lay_out(const plan *p, char *memory, workspace *s)
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
     s->terms.bias = am_take(memory, &used, am_adds_to_products(f) ? tile_bytes : 0);
-    s->d_bias = am_take(memory, &used, own_bias ? tile_bytes : 0);
+    s->d_bias = am_take(memory, &used, keeps_ds ? tile_bytes : 0);
     s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
+    s->table = am_table_sums_take(&p->table, memory, &used);
     s->row = s->terms.row =
         am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
     s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
@@ -208,7 +212,8 @@ static bool find_terms(const plan *p, const am_attn_place *at, am_range keys, co
     am_logit_terms terms;
     if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &terms)) return false;
     tile->columns = am_length(keys);
-    tile->live = terms.live, tile->kept = terms.kept, tile->bias = terms.bias;
+    tile->live = terms.live, tile->kept = terms.kept;
+    tile->bias = terms.bias, tile->bias_step = terms.bias_step;
     return true;
 }
 
@@ -456,7 +461,7 @@ static bool sum_tiles(const plan *p, block_walk *walk, am_range tiles, const wor
             .k = s->k + i * p->k_panels_bytes,
             .d_k = s->d_k + i * p->k_bytes,
             .d_v = s->d_v + i * p->v_bytes,
-            .d_bias = p->bias.result ? s->d_bias : NULL,
+            .d_bias = p->bias.result || p->table.result ? s->d_bias : NULL,
         };
         if (!find_terms(p, at, keys, s, &tile)) continue;
         pack_tile(p, at, keys, i, s);
@@ -469,7 +474,8 @@ static bool sum_tiles(const plan *p, block_walk *walk, am_range tiles, const wor
         if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
         any = true;
         p->base.kernels->backward(&walk->rows, &tile);
-        if (tile.d_bias)
+        if (p->table.result) am_table_add(&p->table, at, keys, s->d_bias, s->row, s->table);
+        if (p->bias.result)
             *status =
                 am_bias_add(&p->bias, at, task % p->row_tasks, keys, i, s->d_bias, s->d_bias_scratch, team);
         if (*status == AM_OK) *status = am_checkpoint(team);
@@ -575,6 +581,7 @@ static am_status keys_task(void *arg, ptrdiff_t index, am_team *team)
     if (status == AM_OK)
         status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->groups.tiles, task->tiles,
                                   s.d_bias_scratch, team);
+    if (status == AM_OK) status = am_table_end_task(&p->table, &at, index / heads, s.table, team);
     if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
     am_workspace_release(&p->workspaces, memory);
     return status;
@@ -708,8 +715,8 @@ static am_status compute(const am_run *run, plan *p)
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
     if (status == AM_OK && p->problem->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
-    /* Batch rows that share a bias add to its gradient in order, too. */
-    const bool in_order = p->bias.sums && p->bias.shape[0] == 1;
+    /* Batch rows that share a bias or a table add to its gradient in order, too. */
+    const bool in_order = (p->bias.sums && p->bias.shape[0] == 1) || p->table.result;
     const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
     if (status == AM_OK)
         status = am_parallel_rows(run, in_order ? 1 : f->batch, in_order ? f->batch * row_tasks : row_tasks,
@@ -741,6 +748,7 @@ static am_status compute_gradients(const am_run *run, const am_attn_gradients *p
     workspace unused;
     if (status == AM_OK)
         status = am_bias_gradient_make(&p.bias, &p.base, problem, &p.groups, p.row_tasks, p.task_tiles);
+    if (status == AM_OK) status = am_table_gradient_make(&p.table, &p.base, problem->d_table);
     if (status == AM_OK) status = am_workspaces_make(&p.workspaces, run->threads, lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(am_product(p.groups.blocks.count, f->heads, sizeof *p.states), 1));
@@ -768,6 +776,7 @@ static am_status compute_gradients(const am_run *run, const am_attn_gradients *p
     am_free_aligned(p.row_stats, stats_bytes);
     am_free_aligned(own_d_q, d_q_bytes);
     am_bias_gradient_free(&p.bias);
+    am_table_gradient_free(&p.table);
     return status;
 }
 
@@ -794,7 +803,8 @@ am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem)
 {
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
-    if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks) return AM_OK;
+    if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks && !problem->d_table)
+        return AM_OK;
     if (!problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1)
         return compute_gradients(run, problem, true);
     /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
@@ -805,6 +815,6 @@ am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem)
     if (status == AM_OK) status = compute_gradients(run, problem, false);
     if (status != AM_OK || whole) return status;
     am_attn_gradients others = *problem;
-    others.d_bias = NULL, others.d_sinks = NULL;
+    others.d_bias = NULL, others.d_sinks = NULL, others.d_table = NULL;
     return compute_gradients(run, &others, true);
 }

@@ -205,7 +205,8 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
             for (item *it = first; it < first + per_step; it++) {
                 am_logit_terms terms;
                 if (!am_find_logit_terms(base, &it->at, keys, &it->terms, &terms)) continue;
-                some[live] = (am_flash_tile){.live = terms.live, .kept = terms.kept, .bias = terms.bias};
+                some[live] = (am_flash_tile){
+                    .live = terms.live, .kept = terms.kept, .bias = terms.bias, .bias_step = terms.bias_step};
                 step_unpacked =
                     am_kv_tile(&f->kv, here->group, &it->at, tiles.begin, !terms.live, kv, &some[live]);
                 if (live == 0) /* for all */

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/attn_relative.h"
 #include "core/convert.h"
 
 enum {
@@ -166,12 +167,21 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     am_tile kind = find_live(base, at, k, columns, scratch->live);
     if (kind != AM_DEAD && base->attn->bias)
         kind = read_bias(base, at, k, columns, scratch->row, scratch->bias, scratch->live, kind);
+    const void *bias = base->attn->bias ? scratch->bias : NULL;
+    ptrdiff_t bias_step = AM_FLASH_TILE;
+    if (kind != AM_DEAD && am_has_relative_terms(base->attn) &&
+        am_relative_terms(base, at, k, scratch, &bias, &bias_step)) {
+        uint64_t any = 0;
+        for (ptrdiff_t r = 0; r < at->rows; r++) any |= scratch->live[r];
+        kind = any ? AM_MIXED : AM_DEAD;
+    }
     if (kind == AM_DEAD) return false;
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
         scratch->kept[r] = base->all_kernels->keep_bits(scratch->row_keys[r], (uint32_t)k, base->threshold);
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
-                              .bias = am_adds_to_products(base->attn) ? scratch->bias : NULL};
+                              .bias = bias,
+                              .bias_step = bias_step};
     return true;
 }
 

@@ -14,7 +14,8 @@ typedef struct {
 /* The terms of the logits of a tile; each is NULL if it does nothing. */
 typedef struct {
     const uint64_t *live, *kept; /* a word a row */
-    const void *bias;            /* [rows][AM_FLASH_TILE], of the arithmetic type */
+    const void *bias;            /* rows of AM_FLASH_TILE numbers of the arithmetic type, */
+    ptrdiff_t bias_step;         /* so many numbers apart */
 } am_logit_terms;
 
 /* Once for each block: the keys of its rows for dropout. */

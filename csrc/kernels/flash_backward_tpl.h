@@ -16,7 +16,7 @@ static inline FN(logit_terms)
         .cap = VOP(set1)((T)block->cap),
         .inverse_cap = VOP(set1)((T)(1 / block->cap)),
         .capped = block->cap > 0,
-        .bias = tile->bias ? (const T *)tile->bias + row * AM_FLASH_TILE : NULL,
+        .bias = tile->bias ? (const T *)tile->bias + row * tile->bias_step : NULL,
     };
 }
 

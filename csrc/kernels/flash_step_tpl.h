@@ -48,15 +48,16 @@ static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash
                                       ptrdiff_t begin, ptrdiff_t end)
 {
     T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-    if (tile->bias || block->cap > 0 || block->factor != 1)
+    const bool adds = tile->bias && block->cap == 0; /* here, which saves a pass over the row */
+    if (!adds && (tile->bias || block->cap > 0 || block->factor != 1))
         FN(apply_logit_terms)(block, tile, row, logits, begin, end);
-    V most = VOP(set1)(-(T)INFINITY);
+    const T *bias = adds ? (const T *)tile->bias + row * tile->bias_step : NULL;
+    V most = VOP(set1)(-(T)INFINITY), factor = VOP(set1)((T)block->factor);
     for (ptrdiff_t i = begin; i < end; i += LANES) {
         V s = VOP(load)(logits + i);
-        if (tile->live) {
-            s = VOP(select)(tile->live[row] >> i, s, VOP(set1)(-(T)INFINITY));
-            VOP(store)(logits + i, s);
-        }
+        if (bias) s = VOP(add)(VOP(mul)(factor, s), VOP(load)(bias + i));
+        if (tile->live) s = VOP(select)(tile->live[row] >> i, s, VOP(set1)(-(T)INFINITY));
+        if (bias || tile->live) VOP(store)(logits + i, s);
         most = VOP(max)(s, most);
     }
     STEP(update_row_max)(block, row, most);

@@ -4,7 +4,7 @@
 static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
                                   T *logits, ptrdiff_t begin, ptrdiff_t end)
 {
-    const T *bias = tile->bias ? (const T *)tile->bias + row * AM_FLASH_TILE : NULL;
+    const T *bias = tile->bias ? (const T *)tile->bias + row * tile->bias_step : NULL;
     V factor = VOP(set1)((T)block->factor), cap = VOP(set1)((T)block->cap),
       inverse = VOP(set1)((T)(1 / block->cap));
     for (ptrdiff_t i = begin; i < end; i += LANES) {

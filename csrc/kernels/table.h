@@ -174,11 +174,12 @@ typedef struct {
     const void *k, *v;    /* packed or unpacked */
     const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
-    const void *bias;     /* [rows][AM_FLASH_TILE], or NULL */
-    bool finite;          /* no packed value is NaN or Inf */
-    bool transposed;      /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
-                           * are live, products are logits but for a factor of more than 0, and keys lie on
-                           * multiples of a lane */
+    const void *bias;     /* rows of AM_FLASH_TILE numbers, bias_step apart; NULL: none */
+    ptrdiff_t bias_step;
+    bool finite;     /* no packed value is NaN or Inf */
+    bool transposed; /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
+                      * are live, products are logits but for a factor of more than 0, and keys lie on
+                      * multiples of a lane */
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
      * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
@@ -250,6 +251,7 @@ typedef struct {
     void *d_k, *d_v;             /* [AM_FLASH_TILE][step], [AM_FLASH_TILE][value_step] */
     const uint64_t *live, *kept; /* as above */
     const void *bias;
+    ptrdiff_t bias_step;
     void *d_bias; /* dS: [rows][AM_FLASH_TILE], or NULL */
     ptrdiff_t columns;
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
