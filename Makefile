@@ -41,17 +41,21 @@ wheel: $(VENV)/wheel.txt $(VENV)/test.txt ## build and test a wheel and a source
 	$(WHEEL)/venv/bin/python -P -c 'import attnmask; assert "$(WHEEL)" in attnmask.__file__, attnmask.__file__'
 	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/pytest $(PYTEST_ARGS) # also what the tests start takes the wheel
 
-lint: $(VENV)/lint.txt ## check style and format
+lint: $(VENV)/lint.txt ## check style and format, and the files that other services read
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
+	$(BIN)/shellcheck .ci/run
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.readthedocs .readthedocs.yaml
 
 format: $(VENV)/lint.txt ## put C and Python in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(SOURCES)
 
-stubs: $(VENV)/installed $(VENV)/lint.txt ## check types, and that the stub describes the C module
+stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and that the stub describes the C module
 	$(BIN)/mypy
 	printf 'attnmask._?jax.*\nattnmask.torch\n' | $(BIN)/python -m mypy.stubtest --allowlist /dev/stdin --ignore-unused-allowlist attnmask # they need theirs
 
@@ -65,6 +69,9 @@ werror: $(VENV)/created ## build without a warning, and look for instructions th
 	    $(BIN)/python .ci/check_isa.py build/$$cc/temp || exit 1; \
 	done
 
+# What a target needs beside a compiler: a command that succeeds where it is there, and what to say where it is not.
+need = @$(1) || { echo '$(2)' >&2; exit 1; }
+
 # Python itself is not instrumented: the sanitizer's library has to be there first, and libstdc++ for the exceptions
 # of other modules. Its own allocator would hide errors from the sanitizer, and leaks at exit are Python's. GCC aligns
 # what it puts aside to find uses after a return to 32 bytes, too few for AVX-512.
@@ -75,6 +82,7 @@ SANITIZED = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitize/lib PYTHONMALLO
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
 sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanitizer and UBSan
+	$(call need,test -e "$$(gcc -print-file-name=libasan.so)",make sanitize needs gcc and its sanitizers: apt install gcc)
 	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
 	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
@@ -88,6 +96,8 @@ TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py tests/test_runtime.p
     -k 'not fork and not child and not multiprocessing and not lost'
 
 tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threads (clang, libomp)
+	$(call need,command -v clang > /dev/null,make tsan needs clang and its OpenMP: apt install clang libomp-dev)
+	$(call need,test -e "$$(gcc -print-file-name=libtsan.so)",make tsan needs the sanitizers of gcc: apt install gcc)
 	CC=clang ATTNMASK_SANITIZE=thread $(call BUILD_AS,tsan)
 	$(TSAN) $(BIN)/python -c 'import attnmask; assert "LLVM" in attnmask.show_config("dict")["openmp"]'
 	$(TSAN) ARCHER_OPTIONS=verbose=1 $(BIN)/python -c 'import attnmask' 2>&1 | grep -q 'Archer detected'
@@ -98,12 +108,14 @@ clean: ## remove all that was made
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created: # with what pyproject.toml asks for to build, so that a rebuild needs no new environment
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'attnmask needs Python 3.11 or newer, and $(PYTHON) is none: make PYTHON=python3.12' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) 'setuptools>=77' 'numpy>=2.0'
 	touch $@
 
 $(VENV)/installed: $(VENV)/created $(SOURCES) setup.py pyproject.toml # Python code is used where it is
+	@$(BIN)/python setup.py --quiet check_tools
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 

@@ -53,6 +53,7 @@ def switch(name: str) -> bool:
 
 class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        self.check_tools()
         flags = list(CFLAGS)
         flags += ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1"]
         flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
@@ -103,6 +104,18 @@ class BuildExt(build_ext):
         super().build_extension(ext)
         record.write_text(command)
 
+    def check_tools(self) -> None:
+        if not self.understands([]):
+            raise CompileError(
+                f"attnmask needs a C compiler (gcc or clang), and {self.compiler.compiler[0]} is none: "
+                "apt install gcc, or xcode-select --install"
+            )
+        if not self.understands([], before="#include <Python.h>"):
+            raise CompileError(
+                "attnmask needs the headers of Python (Python.h): "
+                "apt install python3-dev, or dnf install python3-devel"
+            )
+
     def understands(self, flags: list[str], instruction: str = "", before: str = "") -> bool:
         """Whether the compiler knows `flags`, its assembler the instruction, and both what comes before."""
         with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +134,13 @@ class BuildExt(build_ext):
         return True
 
 
+class CheckTools(BuildExt):
+    """Builds nothing: fails in one line if the machine lacks what a build needs."""
+
+    def build_extension(self, ext: Extension) -> None:
+        self.check_tools()
+
+
 setup(
     ext_modules=[
         Extension(
@@ -135,5 +155,5 @@ setup(
             ],
         )
     ],
-    cmdclass={"build_ext": BuildExt},
+    cmdclass={"build_ext": BuildExt, "check_tools": CheckTools},
 )

@@ -1,5 +1,6 @@
 """What the library does, every number computed on the spot: ``python -m attnmask``."""
 
+import argparse
 import math
 import os
 import resource
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 import attnmask
 from attnmask import MaskInfo
+from attnmask import _render as render
 
 TEXTS = ("the cat sat on it", "it ran", "we all saw")
 WORDS = " ".join(TEXTS).split()
@@ -44,8 +46,15 @@ def say(text: str) -> None:
     put(textwrap.fill(text, width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
 
 
+def code(line: str) -> None:
+    """Print a call, with its arguments on the next line where one is too short."""
+    call, bracket, arguments = line.partition("(")
+    for part in [line] if 2 + len(line) <= width() else [call + bracket, "    " + arguments]:
+        put("  " + part)
+
+
 def heading(text: str) -> None:
-    bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    bold = render.takes_colours(sys.stdout)
     for line in textwrap.wrap(text, width(), subsequent_indent="   "):
         put(f"\033[1m{line}\033[0m" if bold else line)
 
@@ -110,15 +119,19 @@ def mask() -> None:
     cell = max(1, min(4, (width() - 8) // len(WORDS)))
     block = max(1, cell - 1)
     put(" " * 8 + "".join(f"{word[:block]:{cell}}" for word in WORDS).rstrip())
-    for word, row in zip(WORDS, live, strict=True):
-        cells = "".join(f"{'█' * block if seen else '·':{cell}}" for seen in row)
-        put(f"  {word:6}{cells.rstrip()}")
+    coloured = render.takes_colours(sys.stdout)
+    for word, row, text in zip(WORDS, live, info.q_segment_ids[0], strict=True):
+        full, empty = "█" * block + " " * (cell - block), f"{'·':{cell}}"
+        if coloured:
+            full = render.painted(full, render.PALETTE[text])
+        put(f"  {word:6}{''.join(full if seen else empty for seen in row).rstrip()}")
     np.testing.assert_equal(live.mean(), info.density())
-    say(f"mask = MaskInfo.from_cu_seqlens({CU_SEQLENS}, packed=True)")
-    say("mask = mask.apply_causal().apply_sliding_window((2, 0))")
+    code(f"mask = MaskInfo.from_cu_seqlens({CU_SEQLENS}, packed=True)")
+    code("mask = mask.apply_causal()")
+    code("mask = mask.apply_sliding_window((2, 0))")
     say(
-        "█: the word at the left attends to the one above, of its own text, not ahead (causal), "
-        f"two back at most (window). Density: {info.density():.0%} of the pairs."
+        "█: the word at the left may attend to the word above: of its own text, not ahead (causal), two back at most "
+        f"(window). That is {info.density():.0%} of all pairs."
     )
 
 
@@ -144,6 +157,7 @@ def attention() -> None:
         f"{tokens:,} tokens in 3 documents, a window of 256, {heads} heads of 64 channels, float32. NumPy "
         "computes all pairs; flash_attention skips what the mask leaves out."
     )
+    code("attnmask.flash_attention(query, key, value, mask)")
     table(
         ("", "time", "memory"),
         *(
@@ -175,7 +189,7 @@ def nan() -> None:
 
 
 def gradients() -> None:
-    """Gradients: flash_attention_vjp beside finite differences, in float64"""
+    """Gradients, beside what small steps of the input change, in float64"""
     info, step, rng = small_mask(), 1e-5, np.random.default_rng(0)
     inputs = dict(zip(("query", "key", "value"), rng.standard_normal((3, 1, len(WORDS), 2, 4)), strict=True))
     out, vjp = attnmask.flash_attention_vjp(**inputs, attention_mask=info)
@@ -185,8 +199,11 @@ def gradients() -> None:
     def loss() -> float:
         return float(np.vdot(attnmask.flash_attention(**inputs, attention_mask=info), dout))
 
-    say(f"One number of each gradient, both ways, and the largest gap among all {out.size}:")
-    rows: list[tuple[str, ...]] = [("", "vjp", "differences", "gap")]
+    say(
+        "flash_attention_vjp returns the result, and a function that gives the gradients. One number of each, both "
+        f"ways, and the largest gap among all {out.size}:"
+    )
+    rows: list[tuple[str, ...]] = [("", "gradient", "small steps", "gap")]
     for name, array in inputs.items():
         exact, numeric = getattr(grads, name), np.empty_like(array)
         for place, number in np.ndenumerate(array):
@@ -239,7 +256,7 @@ def running_sums() -> None:
         "positions": attnmask.prepare_position_ids(CU_SEQLENS),
         "sequence ids": attnmask.prepare_sequence_ids(CU_SEQLENS),
         "sums of ones": attnmask.chunk_global_cumsum(ones, cu_seqlens=CU_SEQLENS),
-        "chunks of 2": attnmask.chunk_local_cumsum(ones, 2, cu_seqlens=CU_SEQLENS),
+        "in chunks of 2": attnmask.chunk_local_cumsum(ones, 2, cu_seqlens=CU_SEQLENS),
     }
     table(*((name, by_sequence(row)) for name, row in cells.items()))
 
@@ -279,18 +296,19 @@ def running_sums() -> None:
 def next_steps() -> None:
     """What to try next"""
     say(
-        "help(attnmask.flash_attention) and help(attnmask.MaskInfo) list what there is. README.md compares speeds, "
-        "examples/tour.ipynb has pictures, `make docs` makes the reference, and examples/train_tiny.py trains a "
-        "language model."
+        "help(attnmask.flash_attention) and help(attnmask.MaskInfo) say what they take. README.md compares speeds, "
+        "examples/ has a tour with pictures and a language model, and `make docs` makes the reference."
     )
 
 
-def show() -> None:
+SECTIONS = (mask, attention, nan, gradients, long_context, running_sums, next_steps)
+
+
+def show(sections: Sequence[Callable[[], None]] = SECTIONS) -> None:
     config = attnmask.show_config(mode="dict") or {}
-    heading("attnmask {version}, {isa} kernels, threads: {threads}, {compiler}".format_map(config))
-    for number, section in enumerate(
-        (mask, attention, nan, gradients, long_context, running_sums, next_steps), 1
-    ):
+    heading("attnmask: exact attention for NumPy, on the CPU")
+    say("Version {version}, {isa} kernels, threads: {threads}, built by {compiler}.".format_map(config))
+    for number, section in enumerate(sections, 1):
         put("")
         heading(f"{number}. {section.__doc__}")
         section()
@@ -298,18 +316,22 @@ def show() -> None:
 
 
 def main() -> int:
-    code = 0
+    parser = argparse.ArgumentParser(
+        "python -m attnmask", argparse.SUPPRESS, "Show what the library does. There is nothing to choose."
+    )
+    parser.parse_args()
+    status = 0
     try:
         try:
             show()
         except KeyboardInterrupt:
-            code = 130  # what a shell reports of a program that SIGINT ended
+            status = 130  # what a shell reports of a program that SIGINT ended
             put("")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-        code = code or 1
-    return code
+        status = status or 1
+    return status
 
 
 if __name__ == "__main__":

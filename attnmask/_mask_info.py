@@ -16,6 +16,7 @@ it. It begins with a base (segments, or an array) and goes on with terms, each o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
@@ -1492,6 +1493,8 @@ class MaskInfo:
     ) -> str | None:
         """Draw one plane of the mask with characters: each cell is empty, partly live or full.
 
+        On a terminal, cells have the colour of their segment, unless the environment variable ``NO_COLOR`` is set.
+
         Parameters
         ----------
         block_size : int or (int, int)
@@ -1533,6 +1536,7 @@ class MaskInfo:
             max_cols,
             charset,
             show_segments,
+            coloured=not return_str and render.takes_colours(sys.stdout),
         )
         if return_str:
             return drawing
@@ -1540,7 +1544,9 @@ class MaskInfo:
         return None
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the first plane of the mask with matplotlib.
+        """Draw the first plane of the mask with matplotlib: the more of a cell is live, the stronger its colour.
+
+        If segments are known, cells inside one of them have its colour.
 
         Parameters
         ----------
@@ -1565,12 +1571,12 @@ class MaskInfo:
 
     def _repr_html_(self) -> str | None:
         """A picture for notebooks; None, which leaves them with the words, where there is nothing to draw."""
-        from attnmask import _render as render
+        from attnmask import _render_svg
 
         state = self._state
         if state.base is None or 0 in state.extent:
             return None
-        return render.svg(self._drawable())
+        return _render_svg.svg(self._drawable())
 
     def _drawable(self) -> Any:
         self._state.shape("draw it")

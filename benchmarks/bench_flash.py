@@ -83,23 +83,23 @@ def percent(share: float) -> str:
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.options = harness.arguments(__doc__)
+    def __init__(self, description: str, name: str, title: str) -> None:
+        self.options = harness.arguments(description)
+        self.report = harness.Report(name, title, self.options, ("onnxruntime", "openvino"))
         threads = str(self.options.threads)
         self.mine = Worker(WORKER, "attnmask", threads)
-        self.peers = {name: Worker(WORKER, name, threads) for name in PEERS}
+        asked = [peer for peer in PEERS if peer not in self.options.without.split(",")]
+        self.peers = {peer: Worker(WORKER, peer, threads) for peer in asked}
         if self.options.quick and not self.options.only:
-            del self.peers["flex"]  # its compiler takes about ten seconds a case
-        for name, worker in list(self.peers.items()):
+            self.peers.pop("flex", None)  # its compiler takes about ten seconds a case
+        for peer, worker in list(self.peers.items()):
             try:
                 worker.ask("start")
             except WorkerError as error:
-                print(f"without {name}: {error}", file=sys.stderr)
+                print(f"without {peer}: {error}", file=sys.stderr)
                 worker.close()
-                del self.peers[name]
+                del self.peers[peer]
         self.mistakes: list[str] = []
-        packages = ("onnxruntime", "openvino")
-        self.report = harness.Report("flash", "Flash attention", self.options, packages)
 
     def table(
         self,
@@ -370,98 +370,8 @@ def threads(bench: Bench) -> None:
         worker.close()
 
 
-# Plots
-
-Series = dict[str, list[tuple[float, float]]]  # by name: (position, milliseconds)
-
-
-def plot(bench: Bench, name: str, title: str, axis: str, series: Series) -> None:
-    """Writes SVG and PNG, if matplotlib is installed."""
-    matplotlib = harness.optional("matplotlib")
-    if not (bench.report.keep and matplotlib):
-        return
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = name  # equal numbers give equal files
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-    for label, points in series.items():
-        own = label.startswith("attnmask")
-        axes.plot(*zip(*points, strict=True), "o-" if own else ".--", label=label, linewidth=2 if own else 1)
-    ticks = sorted({x for points in series.values() for x, _ in points})
-    axes.set(title=title, xlabel=axis, ylabel="ms", xscale="log", yscale="log")
-    axes.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    bench.report.path.parent.mkdir(exist_ok=True)
-    for kind in ("svg", "png"):
-        path = bench.report.path.with_name(f"flash_{name}.{kind}")
-        figure.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else None)
-        print(f"written to {path}", file=sys.stderr)
-    pyplot.close(figure)
-    bench.report.text(f"![{title}](flash_{name}.svg)")
-
-
-def curve(
-    bench: Bench, axis: str, places: dict[float, Case], beside: Callable[[Case], dict[str, Case]], label: str
-) -> Series:
-    """One race at each position, as a table and for a plot."""
-    names = [label, *beside(next(iter(places.values())))]
-    series: Series = {name: [] for name in (*names, *PEERS)}
-    bench.report.table(axis, *series)
-    for place, case in places.items():
-        times = bench.measure(case, beside(case), share=0.5).times
-        times[label] = times["new"]
-        for name, points in series.items():
-            if name in times:
-                points.append((place, 1e3 * times[name].median))
-        bench.report.row(f"{place:,}", *(times.get(name) for name in series))
-    bench.report.end_table()
-    return {name: points for name, points in series.items() if points}
-
-
-def cost_of_length(bench: Bench) -> None:
-    title = "Cost and length"
-    if bench.options.only not in title:
-        return
-    bench.report.heading(title)
-    bench.report.text("4 heads, D=64, float32, causal: milliseconds. Documents: of 512 tokens on average.")
-    lengths = [512, 1024, 2048, 4096, 8192]
-    places = {
-        n // (SHRINK if bench.options.quick else 1): Case(f"T={n}", tokens=n, heads=4, causal=True)
-        for n in lengths
-    }
-
-    def beside(case: Case) -> dict[str, Case]:
-        return {
-            "attnmask, window 256": replace(case, name=f"{case.name}, window", window=256),
-            "attnmask, documents": replace(
-                case, name=f"{case.name}, documents", documents=max(1, case.tokens // 512)
-            ),
-        }
-
-    series = curve(bench, "tokens", places, beside, "attnmask, causal")
-    plot(bench, "length", "4 heads, D=64, float32, causal", "tokens", series)
-
-
-def cost_of_density(bench: Bench) -> None:
-    title = "Cost and density"
-    if bench.options.only not in title:
-        return
-    bench.report.heading(title)
-    bench.report.text(
-        "4,096 tokens, 8 heads, D=64, float32, a dense mask in blocks of 128 × 128 pairs: milliseconds by the "
-        "share of blocks that are live."
-    )
-    shares = (0.04, 0.1, 0.2, 0.4, 0.7, 1.0)
-    places = {share: Case(f"density {share}", tokens=4096, heads=8, density=share) for share in shares}
-    series = curve(bench, "live", places, lambda case: {}, "attnmask")
-    plot(bench, "density", "4,096 tokens, 8 heads, D=64, float32", "share of live blocks", series)
-
-
 def main() -> None:
-    bench = Bench()
+    bench = Bench(__doc__, "flash", "Flash attention")
     bench.report.text(
         "Milliseconds, median over the rounds; `~` marks rounds that differ widely. Every library runs in a process "
         "of its own and in the layout that suits it; masks, block masks and copies of keys are made beforehand. "
@@ -486,8 +396,7 @@ def main() -> None:
         if GRADIENTS:
             backward(bench)
             bias_gradient(bench)
-        for section in (threads, cost_of_length, cost_of_density):
-            section(bench)
+        threads(bench)
         bench.report.write()
     finally:
         bench.close()

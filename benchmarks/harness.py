@@ -5,6 +5,9 @@ predecessor makes a difference of up to 12%), each after a pause (in which the t
 and after a call that warms its caches. Rounds during which other processes used the processor are run again. Tables
 show the median over the rounds, and ratios are medians of the ratios within a round. So disturbances affect all
 contenders alike.
+
+On a machine that is never quiet, `BENCH_CLOCK=process_time` with `--threads 1` counts the time that a process computes
+and not what it waits for a processor; no round is run again then.
 """
 
 import argparse
@@ -27,6 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 from workers import (
     BATCH,
+    CLOCK,
     Call,
     Remote,
     load_ejkernel,
@@ -61,6 +65,9 @@ def arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cases whose name has it; nothing is written"
+    )
+    parser.add_argument(
+        "--without", default="", metavar="NAMES", help="peers of attention to leave out, with commas between"
     )
     parser.add_argument("--threads", type=int, default=attnmask.get_num_threads())
     parser.add_argument("--seconds", type=float, default=3.0, help="that a case may take, about")
@@ -188,6 +195,8 @@ def take_turn(call: Call, repeats: int, warm: bool) -> float:
 
 def other_work() -> float:
     """Seconds of processor time that other processes than this and its workers have used; 0 if that is not known."""
+    if CLOCK == "process_time":
+        return 0.0
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
@@ -281,10 +290,11 @@ class Report:
         names = ("numpy", "torch" if torch else "", "ejkernel" if ejkernel else "", "jax" if jax else "")
         versions = [installed(name) for name in (*names, *packages) if name]
         self.text(f"# {title}")
+        threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
         self.text(
             f"{processor()}, {os.cpu_count()} cores{cache()}, {platform.system()} {platform.machine()}. "
-            f"attnmask {config['version']} with {config['isa']} kernels by {config['compiler']}, "
-            f"{options.threads} threads; Python {platform.python_version()}, {', '.join(filter(None, versions))}."
+            f"attnmask {config['version']} with {config['isa']} kernels by {config['compiler']}, {threads}; "
+            f"Python {platform.python_version()}, {', '.join(filter(None, versions))}."
         )
 
     def text(self, paragraph: str) -> None:

@@ -1,5 +1,7 @@
 """Masks as text, as SVG and in matplotlib, drawn from stand-ins that hold arrays and from MaskInfo."""
 
+import io
+import itertools
 import re
 import sys
 import time
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from attnmask import MaskInfo
 from attnmask import _render as render
+from attnmask import _render_svg as render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
@@ -233,14 +236,14 @@ def test_planes():
     mask = np.zeros((3, 2, 4, 4), bool)
     mask[2, 1] = True
     assert "██" in drawn_lines(render.visualize(Held(mask), 4, 2, 1, show_segments=False), False)[1]
-    assert "100 % live" in render.svg(Held(mask), 2, 1)
-    assert "batch row 2, head 1: 100 % live" in render.svg(Held(mask), 2, 1)
-    assert "batch row 0, head 0: 0 % live" in render.svg(Held(mask))
+    assert "100 % live" in render_svg.svg(Held(mask), 2, 1)
+    assert "batch row 2, head 1: 100 % live" in render_svg.svg(Held(mask), 2, 1)
+    assert "batch row 0, head 0: 0 % live" in render_svg.svg(Held(mask))
 
 
 DRAWINGS = {
     "visualize": render.visualize,
-    "svg": render.svg,
+    "svg": render_svg.svg,
     "plot": lambda *args, **kwargs: render.plot(*args, ax=None, **kwargs),
 }
 
@@ -300,6 +303,56 @@ def test_numpy_integers_will_do():
     assert got == render.visualize(Held(causal(8)), 2, 0, 0, True, 2, 2)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@given(scene=scenes(), cell=st.integers(1, 5))
+def test_text_in_colour_is_the_same_text(scene, cell):
+    mask, ids = scene
+    plain, coloured = (
+        render.visualize(Held(mask, ids), cell, coloured=coloured) for coloured in (False, True)
+    )
+    assert re.sub(r"\033\[[\d;]*m", "", coloured) == plain
+    assert coloured.count("\033[38;5;") == coloured.count("\033[39m")
+    assert ("\033" in coloured) == mask.any()
+
+
+def test_text_has_the_colours_of_the_segments():
+    lines = render.visualize(SCENES["packed, small"], 1, coloured=True).split("\n")[3:-3]
+    painted = [re.findall(r"\033\[38;5;(\d+)m(.*?)\033\[39m", line) for line in lines]
+    assert [[len(text) // 2 for _, text in row] for row in painted] == [
+        [n] for length in (5, 4, 3) for n in range(1, length + 1)
+    ] + [[], []]
+    assert [row[0][0] for row in painted[:12]] == ["25"] * 5 + ["178"] * 4 + ["35"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        (Terminal, {}, True),
+        (Terminal, {"NO_COLOR": ""}, True),
+        (Terminal, {"NO_COLOR": "1"}, False),
+        (Terminal, {"TERM": "dumb"}, False),
+        (io.StringIO, {}, False),
+    ],
+)
+def test_a_terminal_shows_colours(monkeypatch, kind, changes, expected):
+    for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | changes).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", kind())
+    info = MaskInfo.from_segments([[0, 0, 1]])
+    info.visualize()
+    assert ("\033" in sys.stdout.getvalue()) is expected
+    assert "\033" not in info.visualize(return_str=True)
+
+
+def test_no_standard_output_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    MaskInfo.from_segments([[0, 0, 1]]).visualize()
+
+
 # SVG
 
 
@@ -333,11 +386,23 @@ def segment_masks():
 SCENES = dict(segment_masks())
 
 
+def parts(picture):
+    """The groups of cells (on their ground) and of strips."""
+    return ET.fromstring(picture).find(f"{SVG}g").findall(f"{SVG}g")
+
+
+def titles(group):
+    return [path.find(f"{SVG}title").text for path in group]
+
+
+def legend(picture):
+    return [text.text for text in ET.fromstring(picture).findall(f"{SVG}g")[-1].iter(f"{SVG}text")]
+
+
 def strokes(picture):
     """Live cells, by colour and row: [(colour, opacity, row, begin, end)], in cells."""
-    groups = ET.fromstring(picture).find(f"{SVG}g").findall(f"{SVG}g")
     found = []
-    for path in groups[0].findall(f"{SVG}path")[1:]:
+    for path in parts(picture)[0][1]:
         for begin, row, length in re.findall(r"M(\d+) (\d+)h(\d+)", path.get("d")):
             opacity = float(path.get("stroke-opacity", 1))
             found.append((path.get("stroke"), opacity, int(row), int(begin), int(begin) + int(length)))
@@ -346,16 +411,16 @@ def strokes(picture):
 
 @pytest.mark.parametrize("name", SCENES)
 def test_svg_is_well_formed_and_small(name):
-    picture = render.svg(SCENES[name])
-    assert len(picture.encode()) < 30_000
+    picture = render_svg.svg(SCENES[name])
+    assert len(picture.encode()) < 40_000
     root = ET.fromstring(picture)
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
     assert root.find(f"{SVG}title").text.startswith("Attention mask: batch ")
     width, height = float(root.get("width")), float(root.get("height"))
     assert root.get("viewBox") == f"0 0 {width:g} {height:g}"
-    assert 320 <= width <= 380
-    assert height <= 400
+    assert 200 <= width <= 640
+    assert height <= 320
     for text in root.iter(f"{SVG}text"):
         assert 0 <= float(text.get("x")) <= width, text.text
         assert 0 <= float(text.get("y")) <= height, text.text
@@ -368,7 +433,7 @@ def test_svg_is_well_formed_and_small(name):
 def test_svg_draws_the_live_pairs_of_small_masks(name):
     scene = SCENES[name]
     live = np.zeros(scene.shape[1:], bool)
-    for _, opacity, row, begin, end in strokes(render.svg(scene)):
+    for _, opacity, row, begin, end in strokes(render_svg.svg(scene)):
         assert opacity == 1
         assert not live[row, begin:end].any()
         live[row, begin:end] = True
@@ -381,7 +446,7 @@ def test_svg_shades_by_share():
     mask[500:1000, 500:1000] = np.indices((500, 500)).sum(0) % 3 > 0
     mask[1000, 1000] = True
     opacities = {}
-    for _, opacity, row, begin, end in strokes(render.svg(Held(mask))):
+    for _, opacity, row, begin, end in strokes(render_svg.svg(Held(mask))):
         opacities.update(((row, column), opacity) for column in range(begin, end))
     assert opacities[0, 0] == 1
     assert 0.5 < opacities[50, 45] < 1  # of 16 × 16 pairs
@@ -391,62 +456,140 @@ def test_svg_shades_by_share():
 
 def test_svg_colours_segments():
     colours = {}
-    for colour, _, row, begin, end in strokes(render.svg(SCENES["packed, small"])):
+    for colour, _, row, begin, end in strokes(render_svg.svg(SCENES["packed, small"])):
         colours.setdefault(colour, set()).update((row, column) for column in range(begin, end))
     ids = SCENES["packed, small"].ids[0]
     assert len(colours) == 3
     for cells in colours.values():
         assert len({int(ids[token]) for cell in cells for token in cell}) == 1
-    strips = ET.fromstring(render.svg(SCENES["packed, small"])).find(f"{SVG}g").findall(f"{SVG}g")[1:]
+    strips = parts(render_svg.svg(SCENES["packed, small"]))[1:]
     assert len(strips) == 2
-    for strip in strips:
-        assert [path.get("d") for path in strip] == ["M0 0h5", "M5 0h4", "M9 0h3"]
+    for strip, tokens in zip(strips, ("queries", "keys"), strict=True):
+        assert [path.get("d") for path in strip] == ["M0 0h5", "M5 0h4", "M9 0h3", "M12 0h2"]
+        assert titles(strip) == [
+            f"{tokens} 0–4: segment 0",
+            f"{tokens} 5–8: segment 1",
+            f"{tokens} 9–11: segment 2",
+            f"{tokens} 12–13: padding",
+        ]
+
+
+def test_svg_tells_of_each_row_what_it_sees():
+    rows = titles(parts(render_svg.svg(SCENES["packed, small"]))[0][0])
+    assert len(rows) == 14
+    assert rows[0] == "query 0 (segment 0) attends to 1 of 14 keys: 0"
+    assert rows[8] == "query 8 (segment 1) attends to 4 of 14 keys: 5–8"
+    assert rows[13] == "query 13 (padding) attends to 0 of 14 keys"
+    assert titles(parts(render_svg.svg(SCENES["decode"]))[0][0]) == [
+        "query 0 attends to 700 of 700 keys: 0–699"
+    ]
+    rows = titles(parts(render_svg.svg(Held(causal(1000))))[0][0])
+    assert rows[0] == "queries 0–7: 0.45 % live, keys 0–7"
+    assert rows[-1] == "queries 992–999: 99.7 % live, keys 0–999"
+    with_blank = titles(parts(render_svg.svg(SCENES["packed"]))[0][0])
+    assert with_blank[-1] == "queries 218–219 (padding): 0 % live"
+    assert "queries 70–71 (segment 1): 0.682 % live, keys 70–71" in with_blank
+
+
+def test_svg_explains_its_colours():
+    explained = {
+        "causal": ["live", "not live"],
+        "window": ["live", "live in part", "not live"],
+        "packed, small": ["segment 0", "segment 1", "segment 2", "not live, or padding"],
+        "decode": ["live"],
+        "dead": ["not live"],
+        "one": ["live"],
+        "nothing": [],
+    }
+    for name, expected in explained.items():
+        words = legend(render_svg.svg(SCENES[name]))
+        assert words[len(words) - len(expected) :] == expected
+        assert words[len(words) - len(expected) - 1].endswith(("live", "no pairs", "pairs"))
+    ids, mask = packed([30] * 9 + [1, 1])
+    words = legend(render_svg.svg(Held(mask, (ids, ids))))
+    assert words[-4:] == ["11 segments, colours repeat", "several segments", "live in part", "not live"]
+
+
+def test_svg_legend_has_the_colours_of_the_cells():
+    root = ET.fromstring(render_svg.svg(SCENES["packed, small"]))
+    squares = [path.get("stroke") for path in root.findall(f"{SVG}g")[-1].iter(f"{SVG}path")]
+    assert squares == [*render.PALETTE[:3], "currentColor"]
 
 
 def test_svg_strips_need_segments():
     """Ids that number the rows of a causal mask, all different, say nothing; one id for all neither."""
     for labels in (None, (np.arange(8), np.arange(8)), (np.zeros(8), np.zeros(8))):
-        groups = ET.fromstring(render.svg(Held(causal(8), labels))).find(f"{SVG}g").findall(f"{SVG}g")
-        assert len(groups) == 1
+        assert len(parts(render_svg.svg(Held(causal(8), labels)))) == 1
 
 
 def test_svg_draws_live_pairs_across_segments():
     ids, mask = packed([40, 40])
     mask[:, :4] = True
-    picture = strokes(render.svg(Held(mask, (ids, ids))))
+    picture = strokes(render_svg.svg(Held(mask, (ids, ids))))
     assert sum(end - begin for _, _, _, begin, end in picture) == mask.sum()
 
 
 def test_svg_takes_colours_from_the_page():
-    picture = render.svg(SCENES["packed"])
+    picture = render_svg.svg(SCENES["packed"])
     assert 'fill="currentColor"' in picture
     colours = set(re.findall(r"#[0-9a-f]{3,6}", picture))
     assert not colours & {"#000", "#000000", "#fff", "#ffffff"}
 
 
-def contrast(colour, ground):
-    def luminance(text):
-        channels = np.array([int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-        return linear @ [0.2126, 0.7152, 0.0722]
-
-    light, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
+def linear(colour):
+    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
 
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#111111"])
-def test_svg_colours_are_seen(ground):
-    for colour in re.findall(r'stroke="(#\w+)"', render.svg(SCENES["packed"]) + render.svg(SCENES["noise"])):
-        assert contrast(colour, ground) > 2.2, colour
+@pytest.mark.parametrize("colour", [*render.PALETTE, render.MIXED])
+def test_colours_are_seen(colour, ground):
+    light, dark = sorted((linear(x) @ [0.2126, 0.7152, 0.0722] for x in (colour, ground)), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) > 2.2
+
+
+# What linear red, green and blue become without cones of a kind: Machado, Oliveira and Fernandes 2009.
+VISION = {
+    "all": np.eye(3),
+    "no red": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "no green": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "no blue": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def perceived(colour, vision):
+    """Its place in Oklab (Ottosson 2020), where distances are as they are seen."""
+    cones = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+    lightness = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
+    return np.array(lightness) @ np.cbrt(np.array(cones) @ np.clip(np.array(vision) @ linear(colour), 0, 1))
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_are_told_apart(vision):
+    places = [perceived(colour, VISION[vision]) for colour in (*render.PALETTE, render.MIXED)]
+    for i, j in itertools.combinations(range(len(places)), 2):
+        assert np.linalg.norm(places[i] - places[j]) > 0.07
 
 
 @given(scene=scenes(), repeat=st.integers(1, 9))
 def test_svg_of_anything(scene, repeat):
     mask, ids = scene
     mask, ids = np.repeat(np.repeat(mask, repeat, 0), repeat, 1), [np.repeat(side, repeat) for side in ids]
-    picture = render.svg(Held(mask, ids))
+    picture = render_svg.svg(Held(mask, ids))
     ET.fromstring(picture)
-    assert len(picture) < 30_000
+    assert len(picture) < 40_000
     assert bool(strokes(picture)) == bool(mask.any())
 
 
@@ -462,6 +605,11 @@ def pyplot():
     module.close("all")
 
 
+def is_live(image):
+    """Where cells have a colour; that of dead ones is grey."""
+    return np.ptp(image[..., :3], axis=-1) > 0.1
+
+
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "no batch"])
 def test_plot(pyplot, name):
     scene = SCENES[name]
@@ -472,7 +620,7 @@ def test_plot(pyplot, name):
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("key", "query")
     if queries and keys:
         (image,) = ax.images
-        np.testing.assert_array_equal(image.get_array() > 0, scene.grid(*scene.asked[-1]) > 0)
+        np.testing.assert_array_equal(is_live(image.get_array()), scene.grid(*scene.asked[-1]) > 0)
     ax.figure.canvas.draw()
 
 
@@ -486,22 +634,28 @@ def test_plot_on_given_axes_and_planes(pyplot):
     mask[1, 1, 2, 3] = True
     _, axes = pyplot.subplots(1, 2)
     assert render.plot(Held(mask), axes[1], batch=1, head=1) is axes[1]
-    assert axes[1].images[0].get_array().sum() == 1
+    assert is_live(axes[1].images[0].get_array()).sum() == 1
     assert not axes[0].images
 
 
 def test_plot_of_many_tokens_is_coarse(pyplot):
     ax = render.plot(Held(causal(700)))
     image = ax.images[0]
-    assert image.get_array().shape == (350, 350)
+    assert image.get_array().shape == (350, 350, 4)
     assert image.get_extent() == [-0.5, 699.5, 699.5, -0.5]
-    assert image.get_array()[0, 0] == 0.75
+    full, part, dead = image.get_array()[1, [0, 1, 2], 3]
+    assert dead < part < full == 1
 
 
-def test_plot_marks_segments(pyplot):
-    lines = render.plot(SCENES["packed"]).collections
-    assert [len(collection.get_paths()) for collection in lines] == [4, 4]
-    assert not render.plot(SCENES["causal"]).collections
+def test_plot_has_the_colours_of_the_segments(pyplot):
+    from matplotlib.colors import to_rgb
+
+    ax = render.plot(SCENES["packed, small"])
+    image, ids = ax.images[0].get_array(), SCENES["packed, small"].ids[0]
+    for row, column in np.argwhere(is_live(image)):
+        assert tuple(image[row, column]) == (*to_rgb(render.PALETTE[ids[row]]), 1)
+    assert ax.get_title() == "15.8 % live; colours are segments"
+    assert render.plot(SCENES["causal"]).get_title() == "50.8 % live"
 
 
 def test_plot_without_matplotlib(monkeypatch):
@@ -543,12 +697,12 @@ def test_info_is_drawn_like_its_array(pyplot, name):
         for block_size in (1, 7, 32):
             got = render.visualize(info, block_size, batch, head)
             assert got == render.visualize(held, block_size, batch, head)
-        assert render.svg(info, batch, head) == render.svg(held, batch, head)
+        assert render_svg.svg(info, batch, head) == render_svg.svg(held, batch, head)
         got, expected = (render.plot(drawn, batch=batch, head=head) for drawn in (info, held))
         np.testing.assert_array_equal(got.images[0].get_array(), expected.images[0].get_array())
     ids = {(0, 0): info.visualize(return_str=True), (1, 0): info.visualize(batch=1, return_str=True)}
     assert ids == {place: render.visualize(info, 32, *place) for place in ids}
-    assert info._repr_html_() == render.svg(info)
+    assert info._repr_html_() == render_svg.svg(info)
 
 
 def test_info_is_drawn_without_its_array():
@@ -557,7 +711,7 @@ def test_info_is_drawn_without_its_array():
     info = MaskInfo.from_segments(ids).apply_causal().apply_sliding_window(1024)
     tracemalloc.start()
     seconds = []
-    for draw in (render.visualize, render.svg) * 3:
+    for draw in (render.visualize, render_svg.svg) * 3:
         begin = time.perf_counter()
         draw(info)
         seconds.append(time.perf_counter() - begin)
@@ -568,8 +722,9 @@ def test_info_is_drawn_without_its_array():
 
 
 def test_the_picture_in_the_readme():
+    """By docs/make_pictures.py, which moves it onto a ground of its own."""
     picture = Path(__file__).parent.parent / "docs" / "mask.svg"
     if not picture.exists():
         pytest.skip("the tests run without the docs")
-    packed = MaskInfo.from_cu_seqlens([0, 9, 14, 32], packed=True)
-    assert picture.read_text() == packed.apply_causal().apply_sliding_window((7, 0))._repr_html_() + "\n"
+    packed = MaskInfo.from_cu_seqlens([0, 9, 14, 32], packed=True).apply_causal().apply_sliding_window((7, 0))
+    assert packed._repr_html_().removeprefix("<svg ") in picture.read_text(encoding="utf-8")

@@ -421,6 +421,28 @@ def test_callers_at_once_get_their_own_bits(set_threads):
     assert all(result == expected[i % len(calls)] for i, result in enumerate(results))
 
 
+def test_callers_at_once_share_a_mask(set_threads):
+    """Each call has it prepared for its own heads, and keeps that in the place of another's."""
+    set_threads(2)
+    info = attnmask.MaskInfo.from_segments(np.repeat(np.arange(8), 64)[None]).apply_causal()
+    tokens = np.random.default_rng(0).standard_normal((1, 512, 6, 16)).astype(np.float32)
+
+    def attend(heads: int) -> bytes:
+        some = tokens[:, :, :heads]
+        return attnmask.flash_attention(some, some, some, info).tobytes()
+
+    expected = [attend(heads) for heads in range(1, 7)]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(attend, [1, 2, 3, 4, 5, 6] * 40))
+    assert results == expected * 40
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_the_gil_stays_off():
+    """The import of a module that does not say that it works without would turn it on."""
+    assert told("import sys, attnmask; print(sys._is_gil_enabled())", PYTHON_GIL="") == ["False"]
+
+
 @on_linux
 def test_the_threads_of_many_callers_are_bounded():
     """Callers share the threads: the first may have four, the second two, and each other one only itself."""

@@ -378,7 +378,7 @@ int am_check_starts(am_starts *s, const char *name)
 {
     npy_intp count = PyArray_DIM(s->array, 0);
     s->sequences = count - 1;
-    s->starts = PyMem_New(ptrdiff_t, count);
+    s->starts = am_new(ptrdiff_t, count);
     if (!s->starts) {
         PyErr_NoMemory();
         return -1;
@@ -408,7 +408,7 @@ int am_to_starts_or_none(PyObject *object, const char *name, void *dst)
 void am_free_starts(am_starts *s)
 {
     Py_CLEAR(s->array);
-    PyMem_Free(s->starts);
+    free(s->starts);
     s->starts = NULL;
 }
 

@@ -14,7 +14,13 @@
 #ifndef AM_ARGS_H
 #define AM_ARGS_H
 
+#include <stdlib.h>
+
 #include "bind/state.h"
+
+/* Zeros for as many objects as an array may say, to be freed by `free`; NULL if there is not enough memory.
+ * In free-threaded builds Python's own allocator would not say so: it gives more memory than there is. */
+#define am_new(type, count) ((type *)calloc((size_t)(count) + 1, sizeof(type)))
 
 typedef int am_to(PyObject *object, const char *name, void *dst);
 typedef struct {

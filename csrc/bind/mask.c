@@ -16,7 +16,7 @@ static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
 {
     am_kept *kept = PyMem_Malloc(sizeof *kept);
     if (!kept) {
-        PyMem_Free(memory);
+        free(memory);
         Py_XDECREF(object);
         PyErr_NoMemory();
         return NULL;
@@ -33,7 +33,7 @@ void am_free_mask(am_mask_arg *arg)
     arg->mask.nodes = NULL;
     while (arg->kept) {
         am_kept *next = arg->kept->next;
-        PyMem_Free(arg->kept->memory);
+        free(arg->kept->memory);
         Py_XDECREF(arg->kept->object);
         PyMem_Free(arg->kept);
         arg->kept = next;
@@ -56,7 +56,7 @@ static ptrdiff_t saturated(int64_t a, int64_t b)
 /* Converts an integer, or an array of one for each batch row, plus `more`, to ptrdiff_t within ±AM_FAR. */
 static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
 {
-    ptrdiff_t batch = arg->mask.batch, *values = PyMem_New(ptrdiff_t, batch + 1);
+    ptrdiff_t batch = arg->mask.batch, *values = am_new(ptrdiff_t, batch + 1);
     if (!values) {
         PyErr_NoMemory();
         return NULL;
@@ -161,7 +161,7 @@ static int read_equal(am_mask_arg *arg, am_node *node, PyObject *term)
 /* Converts integers [count] to ptrdiff_t within ±AM_FAR. None becomes `none` everywhere. */
 static const ptrdiff_t *read_integers(am_mask_arg *arg, PyObject *object, ptrdiff_t count, ptrdiff_t none)
 {
-    ptrdiff_t *values = PyMem_New(ptrdiff_t, count + 1);
+    ptrdiff_t *values = am_new(ptrdiff_t, count + 1);
     if (!values) {
         PyErr_NoMemory();
         return NULL;

@@ -146,7 +146,7 @@ static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
         return -1;
     }
     a->arrays = PyList_New(0);
-    a->parts = PyMem_Calloc((size_t)a->count + 1, sizeof *a->parts);
+    a->parts = am_new(am_merge_part, a->count + 1);
     if (!a->arrays) return -1;
     if (!a->parts) {
         PyErr_NoMemory();
@@ -159,7 +159,7 @@ static void release(arguments *a)
 {
     Py_XDECREF(a->arrays);
     Py_XDECREF(a->dtype);
-    PyMem_Free(a->parts);
+    free(a->parts);
 }
 
 typedef am_status merger(const am_run *run, const am_merge *merge);

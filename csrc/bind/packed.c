@@ -51,7 +51,7 @@ static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp
     result = quick_counts(module, s.array, PyArray_DIM(s.array, 0) - 1, chunk);
     if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) goto fail;
     npy_intp entries = s.sequences + (chunk ? 1 : 0);
-    counts = PyMem_New(ptrdiff_t, entries);
+    counts = am_new(ptrdiff_t, entries);
     if (!counts) {
         PyErr_NoMemory();
         goto fail;
@@ -59,7 +59,7 @@ static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp
     count(module, AM_INT64, counts, s.starts, s.sequences, chunk);
     result = am_counts_as(counts, entries, PyArray_DESCR(s.array));
 fail:
-    PyMem_Free(counts);
+    free(counts);
     am_free_starts(&s);
     return result;
 }
@@ -160,7 +160,7 @@ static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, 
     PyObject *result = NULL;
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}, {"chunk_size", am_to_count, &chunk}};
     if (am_parse("prepare_chunk_indices", args, nargs, params, 2) < 0) goto fail;
-    offsets = PyMem_New(ptrdiff_t, s.sequences + 1);
+    offsets = am_new(ptrdiff_t, s.sequences + 1);
     if (!offsets) {
         PyErr_NoMemory();
         goto fail;
@@ -168,7 +168,7 @@ static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, 
     count(module, AM_INT64, offsets, s.starts, s.sequences, chunk);
     result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, PyArray_DESCR(s.array));
 fail:
-    PyMem_Free(offsets);
+    free(offsets);
     am_free_starts(&s);
     return result;
 }

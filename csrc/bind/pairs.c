@@ -17,7 +17,7 @@ typedef struct {
 static void free_pairs(pairs *p)
 {
     Py_CLEAR(p->array);
-    PyMem_Free(p->ranges);
+    free(p->ranges);
     p->ranges = NULL;
 }
 
@@ -40,7 +40,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
     if (!am_is_integer(type)) return am_reject(PyExc_TypeError, name, expected, (PyObject *)p->array);
     if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
     p->count = size / 2;
-    p->ranges = (void *)PyMem_New(ptrdiff_t, size);
+    p->ranges = (void *)am_new(ptrdiff_t, size);
     if (!p->ranges) {
         PyErr_NoMemory();
         return -1;
@@ -54,21 +54,21 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
 /* Returns the extents of a mask, or NULL with the exception set. */
 static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_rule rule, npy_intp work)
 {
-    am_extent *extents = PyMem_New(am_extent, mask->batch);
+    am_extent *extents = am_new(am_extent, mask->batch);
     if (!extents) return (am_extent *)PyErr_NoMemory();
     am_call call;
     am_enter(&call, module, work);
     am_status status = am_find_extents(&call.run, mask, rule, extents);
     am_leave(&call);
     if (status == AM_OK) return extents;
-    PyMem_Free(extents);
+    free(extents);
     return (am_extent *)am_raise(status, NULL);
 }
 
 static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys, PyArray_Descr *dtype,
                           const char *name)
 {
-    ptrdiff_t *ends = PyMem_New(ptrdiff_t, 2 * batch);
+    ptrdiff_t *ends = am_new(ptrdiff_t, 2 * batch);
     if (!ends) return PyErr_NoMemory();
     PyObject *result = NULL;
     for (npy_intp b = 0; b < batch; b++) {
@@ -78,7 +78,7 @@ static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys
     }
     result = am_counts_as(ends, 2 * batch, dtype);
 fail:
-    PyMem_Free(ends);
+    free(ends);
     return result;
 }
 
@@ -144,8 +144,8 @@ static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args
     }
     result = both_pairs(q, true, k ? k : q, queries.batch, dtype, "q_mask", k ? "kv_mask" : "q_mask");
 fail:
-    PyMem_Free(q);
-    PyMem_Free(k);
+    free(q);
+    free(k);
     Py_XDECREF(q_mask);
     Py_XDECREF(kv_mask);
     Py_XDECREF(dtype);
@@ -196,7 +196,7 @@ static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *co
         result =
             both_pairs(extents, ndim == 2, extents, mask.batch, dtype, "attention_mask", "attention_mask");
 fail:
-    PyMem_Free(extents);
+    free(extents);
     Py_XDECREF(array);
     Py_XDECREF(dtype);
     return result;
@@ -233,7 +233,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
     if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
     PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
-    am_extent *extents = out ? PyMem_New(am_extent, batch) : NULL;
+    am_extent *extents = out ? am_new(am_extent, batch) : NULL;
     if (!extents) {
         Py_XDECREF(out);
         return out ? PyErr_NoMemory() : NULL;
@@ -254,7 +254,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     am_enter(&call, module, PyArray_SIZE(out));
     am_status status = am_fill_boxes(&call.run, &boxes);
     am_leave(&call);
-    PyMem_Free(extents);
+    free(extents);
     if (status == AM_OK) return am_returned(&a->out, out);
     Py_DECREF(out);
     return am_raise(status, NULL);
@@ -331,7 +331,7 @@ static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py
         am_reject(PyExc_OverflowError, "pairs", "below 2**63", (PyObject *)p.array);
         goto fail;
     }
-    starts = PyMem_New(ptrdiff_t, p.count + 1);
+    starts = am_new(ptrdiff_t, p.count + 1);
     if (!starts) {
         PyErr_NoMemory();
         goto fail;
@@ -348,7 +348,7 @@ static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py
     if (am_check_fits(starts[p.count], dtype, "pairs", "a total length") == 0)
         result = am_counts_as(starts, p.count + 1, dtype);
 fail:
-    PyMem_Free(starts);
+    free(starts);
     free_pairs(&p);
     return result;
 }
@@ -361,7 +361,7 @@ static PyObject *cu_seqlens_to_pairs(PyObject *module, PyObject *const *args, Py
     PyObject *result = NULL;
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
     if (am_parse("cu_seqlens_to_pairs", args, nargs, params, 1) < 0) goto fail;
-    ends = PyMem_New(ptrdiff_t, 2 * s.sequences);
+    ends = am_new(ptrdiff_t, 2 * s.sequences);
     if (!ends) {
         PyErr_NoMemory();
         goto fail;
@@ -372,7 +372,7 @@ static PyObject *cu_seqlens_to_pairs(PyObject *module, PyObject *const *args, Py
     }
     result = am_counts_as(ends, 2 * s.sequences, PyArray_DESCR(s.array));
 fail:
-    PyMem_Free(ends);
+    free(ends);
     am_free_starts(&s);
     return result;
 }

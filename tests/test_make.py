@@ -1,0 +1,121 @@
+"""What `make` says where a machine lacks something, and what the files at the root say of the package."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import SANITIZED
+
+ROOT = Path(__file__).parents[1]
+MAKE = shutil.which("make")
+with_make = pytest.mark.skipif(not MAKE or SANITIZED, reason="needs make, and programs without a sanitizer")
+
+NO_COMPILER = (
+    "attnmask needs a C compiler (gcc or clang), and {} is none: apt install gcc, or xcode-select --install"
+)
+NO_HEADERS = (
+    "attnmask needs the headers of Python (Python.h): apt install python3-dev, or dnf install python3-devel"
+)
+NO_PYTHON = "attnmask needs Python 3.11 or newer, and {} is none: make PYTHON=python3.12"
+NO_GCC = "make sanitize needs gcc and its sanitizers: apt install gcc"
+NO_CLANG = "make tsan needs clang and its OpenMP: apt install clang libomp-dev"
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def venv(tmp_path) -> Path:
+    """An environment whose packages are there, but for attnmask itself."""
+    folder = tmp_path / "venv"
+    folder.mkdir()
+    (folder / "created").touch()
+    script(folder / "bin" / "python", f'exec {sys.executable} "$@"')
+    return folder
+
+
+@pytest.fixture
+def no_compiler(tmp_path) -> str:
+    """A PATH with what make itself needs, and no more."""
+    folder = tmp_path / "path"
+    folder.mkdir()
+    for name in ("find", "getconf", "touch"):
+        (folder / name).symlink_to(shutil.which(name))
+    return str(folder)
+
+
+def last_words(target: str, *variables: str, **environment: str) -> str:
+    """What a target that fails says at last, before make says that it has failed."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("CC", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")}
+    command = [str(MAKE), "--no-print-directory", target, *variables]
+    result = subprocess.run(
+        command, cwd=ROOT, env=kept | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert result.returncode == 2, result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[-1].startswith("make: ***"), result.stdout
+    return lines[-2].removeprefix("error: ")
+
+
+@with_make
+def test_make_without_a_compiler(venv, no_compiler):
+    pytest.importorskip("setuptools")
+    assert last_words("demo", f"VENV={venv}", CC="false") == NO_COMPILER.format("false")
+    said = last_words("demo", f"VENV={venv}", PATH=no_compiler)
+    assert said == NO_COMPILER.format(re.search("and (.*) is", said)[1])
+
+
+@with_make
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a compiler")
+def test_make_without_the_headers_of_python(venv, tmp_path):
+    pytest.importorskip("setuptools")
+    compiler = (
+        'for arg do shift; case $arg in -I*python*) ;; *) set -- "$@" "$arg";; esac; done; exec cc "$@"'
+    )
+    cc = script(tmp_path / "blind" / "cc", compiler)
+    assert last_words("demo", f"VENV={venv}", CC=str(cc)) == NO_HEADERS
+
+
+@with_make
+def test_make_without_a_new_python(tmp_path):
+    old = script(
+        tmp_path / "old" / "python", f'exec {sys.executable} -c "import sys; sys.version_info = (3, 10); $2"'
+    )
+    for python in (str(old), "no-such-python"):
+        assert last_words("demo", f"VENV={tmp_path / 'new'}", f"PYTHON={python}") == NO_PYTHON.format(python)
+
+
+@with_make
+@pytest.mark.parametrize(("target", "said"), [("sanitize", NO_GCC), ("tsan", NO_CLANG)])
+def test_make_without_a_sanitizer(target, said, venv, no_compiler):
+    for name in ("installed", "test.txt"):
+        (venv / name).touch()
+    assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
+    script(Path(no_compiler) / "gcc", "echo libasan.so")  # which it is called where it is not installed
+    assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
+
+
+def test_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_one_list_of_pythons():
+    """Those that the classifiers name are tested, and get wheels."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    named = [name.rpartition(" :: ")[2] for name in settings["project"]["classifiers"]]
+    named = [name for name in named if re.fullmatch(r"3\.\d+", name)]
+    tested = re.search(r"python: \[(.*)\]", workflow)[1].replace('"', "").split(", ")
+    assert [python for python in tested if not python.endswith("t")] == named
+    built = settings["tool"]["cibuildwheel"]["build"].split()
+    assert built == [f"cp{python.replace('.', '')}-*" for python in tested]
