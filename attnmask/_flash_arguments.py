@@ -410,6 +410,13 @@ def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
     return queries == len(starts[0]) - 1 < keys and bool((np.diff(starts[0]) == 1).all())
 
 
+def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """How far a key may be from the diagonal, to the left and to the right."""
+    causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
+    left, right = (None, None) if sliding_window is None else window(sliding_window)
+    return None if left is None else -left, 0 if causal else right
+
+
 def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> PerRow:
     """`causal_offset` of all batch rows or sequences, or of each."""
     causal_offset = given["causal_offset"]
@@ -426,9 +433,7 @@ def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> Pe
 
 def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
     """What sequences, the diagonal and the window allow; None if that is everything."""
-    causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
-    left, right = (None, None) if sliding_window is None else window(sliding_window)
-    low, high = None if left is None else -left, 0 if causal else right
+    low, high = distances(given)
     if starts is None:
         return None if low is None and high is None else band(low, high, offset)
     limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))

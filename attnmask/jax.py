@@ -26,7 +26,6 @@ Examples
 [1.5, 0.5, 1.0]
 """
 
-from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
@@ -37,51 +36,64 @@ try:
     from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
+if not hasattr(jax, "typeof"):
+    raise ImportError(
+        f"attnmask.jax needs JAX 0.6 or a later one, got {jax.__version__}: pip install --upgrade jax"
+    )
 
 from attnmask import _flash as flash
-from attnmask._arguments import as_array, describe, flag
-from attnmask._flash_arguments import ARRAYS, LEARNED
-from attnmask._flash_backward import flash_attention_bwd
+from attnmask import _jax_call as call
+from attnmask import _jax_callback as in_python
+from attnmask._arguments import describe, flag, is_floating
+from attnmask._jax_arguments import LEARNED, TRACED, check, is_traced, specify
 from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 
-__all__ = ["flash_attention"]
+__all__ = ["flash_attention", "register"]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
-_TRACED = (*ARRAYS, "dropout_seed")
-_NAMES = frozenset(signature(flash.flash_attention).parameters) - {"out"}
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in signature(flash.flash_attention).parameters.items()
+    if name != "out"
+}
 
 
-def _on_host(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a callback as `flash_attention` wants them."""
-    arrays: dict[str, Any] = {
-        name: x if isinstance(x, MaskInfo) else as_array(x, name) for name, x in arguments.items()
-    }
-    if "dropout_seed" in arrays:
-        arrays["dropout_seed"] = int(arrays["dropout_seed"])
-    return arrays
-
-
-def _like(arrays: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
-
-
-def _check(traced: dict[str, Any], static: dict[str, Any]) -> None:
-    """What would not be understood where it comes out of a compiled function."""
+def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
+    """What is said in other words than where attention is computed."""
     for name in LEARNED[:3]:
         if name in static:
             raise TypeError(f"{name} must be an array, got {describe(static[name])}")
-        if traced[name].ndim not in (3, 4):
-            raise ValueError(f"{name} must have three or four axes, got shape {traced[name].shape}")
+        if arrays[name].ndim not in (3, 4):
+            raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
     for name, x in static.items():
-        if name not in _NAMES:
-            hint = advice(name, _NAMES)
+        if name not in _DEFAULTS:
+            hint = advice(name, _DEFAULTS)
             raise TypeError(
                 f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}{hint}"
             )
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
             raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
+
+
+def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
+    """What is learned as the core takes it; gradients find their way back by themselves."""
+    arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
+    if "bias" in learned:
+        bias = learned["bias"]
+        arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    for name in ("softmax_aux", "relative_bias"):
+        if name in learned:
+            numbers = learned[name]
+            wide = is_floating(numbers.dtype) and numbers.dtype.itemsize >= 4
+            arranged[name] = numbers if wide else numbers.astype(np.float32)
+    return arranged
+
+
+def _to_jax(result: Any) -> Any:
+    """A result that nobody else has: in place where it is long, and so lies as JAX wants it; small ones are copied."""
+    return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
 
 
 def flash_attention(
@@ -93,12 +105,14 @@ def flash_attention(
     *,
     softmax_aux: Any = None,
     return_lse: bool = False,
+    callback: bool = False,
     **more: Any,
 ) -> Any:
     """`attnmask.flash_attention` as a function of JAX: it may be compiled, differentiated and mapped.
 
-    There are gradients of `query`, `key`, `value`, `bias` and `softmax_aux`, and with `return_lse` through the
-    logsumexp, too; gradients of gradients there are not. It runs on the CPU, in a callback.
+    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias`, and with `return_lse`
+    through the logsumexp, too; gradients of gradients there are not. It runs on the CPU, where compiled functions call
+    C: types and shapes are checked when they are traced.
 
     Parameters
     ----------
@@ -107,10 +121,13 @@ def flash_attention(
     attention_mask : array or MaskInfo, optional
     bias, softmax_aux : array, optional
     return_lse : bool
+    callback : bool
+        Have a compiled function call back into Python, for a runtime that calls no other code. This is slow, and with
+        more devices than threads it may hang.
     **more
         The other arguments of `attnmask.flash_attention` but `out`, by their names. Segment ids, `cum_seqlens_q`,
-        `cum_seqlens_k`, `causal_offset` and `dropout_seed` may be traced; the others are fixed when a function is
-        compiled.
+        `cum_seqlens_k`, `causal_offset`, `alibi_slopes`, `relative_bias` and `dropout_seed` may be traced; the others
+        are fixed when a function is compiled.
 
     Returns
     -------
@@ -137,65 +154,81 @@ def flash_attention(
         "softmax_aux": softmax_aux,
         **more,
     }
-    traced = {
+    arrays = {
         name: x if isinstance(x, (MaskInfo, jax.Array)) else np.asarray(x)
         for name, x in given.items()
-        if name in _TRACED and not (x is None or isinstance(x, (int, str)))
+        if name in TRACED and not (x is None or isinstance(x, (int, str)))
     }
-    static = {name: x for name, x in given.items() if name not in traced}
-    _check(traced, static)
-    learned = {name: traced.pop(name) for name in LEARNED if name in traced}
-    query, key, value = (learned[name] for name in LEARNED[:3])
-    rows = (*query.shape[:-3], query.shape[-2], query.shape[-3])
-    wide = np.float64 if query.dtype == np.float64 else np.float32
-    results = (
-        jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype),
-        jax.ShapeDtypeStruct(rows, wide),
-    )
+    static = {name: x for name, x in given.items() if name not in arrays}
+    _check_kinds(arrays, static)
+    if not any(map(is_traced, arrays.values())):  # nothing to compile
+        results = flash.flash_attention(**in_python.on_host(arrays), **static, return_lse=with_lse)
+        return jax.tree.map(_to_jax, results)
 
-    def on_host(learned: Any, others: Any) -> Any:
-        return flash.flash_attention_fwd(**_on_host(learned | others), **static)
+    learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
+    known = _DEFAULTS | static | learned | arrays
+    problem, batched = check(known)
+    if flag(callback, "callback") or not call.registered():
+        engine: Any = in_python
+        spec: Any = static
+        others: Any = arrays
+    else:
+        engine = call
+        spec, others = specify(known, problem)
+    leaves, structure = jax.tree.flatten((_four_axes(learned), others))
+    results = _attention(engine, spec, with_lse)(*jax.tree.unflatten(structure, call.alike(leaves)))
+    results = results if batched else tuple(x[0] for x in results)
+    return results if with_lse else results[0]
 
-    def gradient_on_host(
-        wanted: Any, learned: Any, others: Any, out: Any, lse: Any, dout: Any, dlse: Any
-    ) -> Any:
-        out, lse, dout = (as_array(x, name) for x, name in ((out, "out"), (lse, "lse"), (dout, "dout")))
-        extras = {f"grad_{name}": name in wanted for name in LEARNED[3:]}
-        arguments = _on_host(learned | others) | static | extras
-        grads = flash_attention_bwd(
-            dout, out=out, lse=lse, dlse=None if dlse is None else as_array(dlse, "dlse"), **arguments
-        )
-        return tuple(getattr(grads, name) for name in wanted)
+
+def register() -> tuple[str, ...]:
+    """Give JAX the functions in C that compiled programs call, and tell their names.
+
+    `flash_attention` does so by itself when it is first traced. Two cases are left: a program of `jax.export` that is
+    loaded where nothing was traced; and `jax.export` itself, which wants to be told that a program may call them.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> x = jnp.ones((1, 3, 1, 8))
+    >>> checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
+    >>> attend = jax.jit(attnmask.jax.flash_attention)
+    >>> jax.export.export(attend, disabled_checks=checks)(x, x, x).call(x, x, x).shape
+    (1, 3, 1, 8)
+    """
+    if not call.registered():
+        raise RuntimeError("JAX refuses the functions of this build of attnmask")
+    return call.TARGETS
+
+
+def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:
+    """A function of what is learned and of other arrays, with its gradients."""
 
     @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
     def attend(learned: Any, others: Any) -> Any:
-        return jax.pure_callback(on_host, results, learned, others, vmap_method="sequential")
+        return engine.forward(spec, learned, others, with_lse)
 
     def forward(learned: Any, others: Any) -> Any:
         wanted = {
             name: () for name, x in learned.items() if x.perturbed
         }  # its keys, which tracing leaves alone
         learned, others = jax.tree.map(lambda x: x.value, (learned, others))
-        both = attend(learned, others)
-        return both, (wanted, learned, others, *both)
+        out, lse = engine.forward(spec, learned, others, True)
+        return (out, lse) if with_lse else (out,), (wanted, learned, others, out, lse)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         wanted, learned, others, out, lse = residuals
-        dout, dlse = cotangents
+        dout, *dlse = cotangents
         dout = jax.numpy.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
-        dlse = None if isinstance(dlse, SymbolicZero) else dlse
-        found = jax.pure_callback(
-            lambda *arrays: gradient_on_host(tuple(wanted), *arrays),
-            _like(learned[name] for name in wanted),
-            *(learned, others, out, lse, dout, dlse),
-            vmap_method="sequential",
-        )
+        dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
+        found = engine.backward(spec, learned, others, tuple(wanted), (dout, out, lse, *dlse))
         grads: dict[str, Any] = dict.fromkeys(learned) | dict(zip(wanted, found, strict=True))
         return grads, None
 
     attend.defvjp(forward, backward, symbolic_zeros=True)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((learned, traced))):
-        both = attend(learned, traced)
-    else:  # nothing to compile
-        both = jax.tree.map(jax.numpy.asarray, on_host(learned, traced))
-    return both if with_lse else both[0]
+    return attend

@@ -18,15 +18,8 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").glob("*.rst"))
 
-NOT_HERE = (
-    "attnmask.__main__",
-    *(
-        f"attnmask.{mark}{name}"
-        for name in ("jax", "torch")
-        if not importlib.util.find_spec(name)
-        for mark in ("", "_")
-    ),
-)
+MISSING = [name for name in ("jax", "torch") if not importlib.util.find_spec(name)]
+NOT_HERE = ("attnmask.__main__", *(f"attnmask.{prefix}{name}" for name in MISSING for prefix in ("", "_")))
 OFFERED = {"attnmask.jax", "attnmask.operations", "attnmask.torch"}  # beside what `attnmask` itself does
 MEMBERS = FunctionType, classmethod, staticmethod, property
 
@@ -86,7 +79,11 @@ def test_the_reference_has_everything_public():
             elif re.match(r"\.\. auto(function|class|method|property):: (?!.*__)", line):
                 named.append(f"{module}.{line.split()[2]}")
     torch = "flash_attention", "mask_tensors", "MaskTensors", "install", "uninstall"
-    frameworks = {"attnmask.jax.flash_attention", *(f"attnmask.torch.{name}" for name in torch)}
+    frameworks = {
+        "attnmask.jax.flash_attention",
+        "attnmask.jax.register",
+        *(f"attnmask.torch.{name}" for name in torch),
+    }
     expected = frameworks | {
         f"{module.__name__}.{name}"
         for module, name, _ in public()

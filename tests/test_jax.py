@@ -167,7 +167,7 @@ def test_attention_and_gradients(jax, arrays, more, compiled):
     )
     np.testing.assert_array_equal(out, right)
     np.testing.assert_array_equal(lse, right_lse)
-    for got, wanted in zip(grads, vjp(2 * right, 2 * right_lse), strict=True):
+    for got, wanted in zip(grads, vjp(2 * right, 2 * right_lse)[:5], strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -221,10 +221,9 @@ def test_a_seed_for_each_step(jax, arrays):
 
 def test_bad_attention(jax, arrays):
     query, key, value, *_ = arrays
-    with pytest.raises(ValueError, match="key must have batch size 2 as query"):
-        attnmask.jax.flash_attention(query, key[:1], value)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="key must have batch size 2 as query"):
-        jax.jit(attnmask.jax.flash_attention)(query, key[:1], value)
+    for attend in (attnmask.jax.flash_attention, jax.jit(attnmask.jax.flash_attention)):
+        with pytest.raises(ValueError, match="key must have batch size 2 as query"):
+            attend(query, key[:1], value)
     with pytest.raises(TypeError, match="return_lse must be True or False"):
         attnmask.jax.flash_attention(query, key, value, return_lse=1)
     for attend in (attnmask.jax.flash_attention, jax.jit(attnmask.jax.flash_attention)):

@@ -79,10 +79,19 @@ void *am_block_new(size_t size)
     void *block = take(size);
     if (block) return block;
     if (posix_memalign(&block, LARGE_PAGE, size) != 0) return NULL;
-#ifdef MADV_HUGEPAGE
-    madvise(block, size, MADV_HUGEPAGE); /* the system may ignore it */
-#endif
+    am_block_advise(block, size);
     return block;
+}
+
+void am_block_advise(void *memory, size_t size)
+{
+#ifdef MADV_HUGEPAGE
+    const uintptr_t begin = ((uintptr_t)memory + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    const uintptr_t end = ((uintptr_t)memory + size) / LARGE_PAGE * LARGE_PAGE;
+    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* the system may ignore it */
+#else
+    (void)memory, (void)size;
+#endif
 }
 
 void *am_block_resize(void *block, size_t size)

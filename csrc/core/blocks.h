@@ -12,4 +12,7 @@ void *am_block_new(size_t size);
 void *am_block_resize(void *block, size_t size);
 void am_block_free(void *block, size_t size);
 
+/* Of memory from elsewhere that is about to be written for the first time: asks for large pages. */
+void am_block_advise(void *memory, size_t size);
+
 #endif

@@ -1,0 +1,163 @@
+"""Attention as a call of XLA's foreign function interface; the other side is ``csrc/bind/xla.c``."""
+
+import struct
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+
+from attnmask import _core
+from attnmask._jax_arguments import LEARNED, Spec, Wide
+from attnmask._mask_program import Leaf
+
+__all__ = ["TARGETS", "alike", "backward", "forward", "registered", "struct_like"]
+
+TARGETS = ("attnmask_flash_forward", "attnmask_flash_backward")  # names of the handlers
+_VERSION = 1  # of the words
+_NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
+_TABLE, _GRAD_TABLE, _RELATIVE, _PACKED = (1 << i for i in range(6, 10))
+# Terms and operators by the number that the core has for them.
+_KINDS = ("all", "band", "chunk", "keys", "equal", "sequences", "dense", "not", "and", "or", "xor")
+_NOTHING, _INTEGER, _NARROW, _WIDE = range(4)
+
+_lock = threading.Lock()
+_accepted: bool | None = None
+
+
+def registered() -> bool:
+    """Whether XLA takes the handlers, which are offered to it once."""
+    global _accepted
+    with _lock:
+        if _accepted is None:
+            # Before it has started JAX would keep them, and give the whole backend up if one is refused.
+            jax.local_devices(backend="cpu")
+            try:
+                for name, handler in zip(TARGETS, _core.xla_handlers(), strict=True):
+                    jax.ffi.register_ffi_target(name, handler, platform="cpu")
+                _accepted = True
+            except Exception as error:
+                warnings.warn(
+                    f"attnmask.jax calls back into Python, which is slow: this JAX refuses its handlers ({error})",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                _accepted = False
+        return _accepted
+
+
+def _operand(value: Any) -> tuple[int, int]:
+    if value is None:
+        return _NOTHING, 0
+    if isinstance(value, (Leaf, Wide)):
+        return (_NARROW if isinstance(value, Leaf) else _WIDE), value.place
+    return _INTEGER, int(value)
+
+
+def _words(spec: Spec, flags: int) -> Any:
+    doubles = struct.unpack("3q", struct.pack("3d", spec.scale, spec.cap, spec.dropout))
+    relative = spec.relative
+    if relative is not None:
+        flags |= _RELATIVE | _PACKED * (relative[0] is not None)
+    words = [_VERSION, flags | _NORMALIZE * spec.normalize, *doubles, *_operand(spec.seed)]
+    for value in () if relative is None else relative[relative[0] is None :]:
+        words += _operand(value)
+    for node in spec.nodes:
+        kind, *values = (node,) if isinstance(node, str) else node
+        words.append(_KINDS.index(kind))
+        for value in values:
+            words += _operand(value)
+    return np.array(words, np.int64)
+
+
+def _varying(array: Any) -> frozenset[Any]:
+    """The axes of a mesh along which an array differs inside of `jax.shard_map`."""
+    aval = jax.typeof(array)
+    found = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if found is None else found.varying)
+
+
+def alike(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays as such that differ along the same axes of a mesh, as those of one call do."""
+    axes = frozenset().union(*map(_varying, arrays))
+
+    def cast(array: Any) -> Any:
+        missing = tuple(axes - _varying(array))
+        if not missing:
+            return array
+        pcast = getattr(jax.lax, "pcast", None)
+        return pcast(array, missing, to="varying") if pcast else jax.lax.pvary(array, missing)
+
+    return [cast(array) for array in arrays] if axes else list(arrays)
+
+
+def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
+    """A result that differs along the axes along which `array` does."""
+    aval = jax.typeof(array)
+    if not _varying(array):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    if not hasattr(aval, "manual_axis_type"):
+        return jax.ShapeDtypeStruct(shape, dtype, vma=aval.vma)
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
+
+
+def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, ...]:
+    arrays = alike([jax.numpy.asarray(array) for array in arrays])
+    results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
+    words = _words(spec, flags)
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator, unused-ignore]
+    def call(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(jax.ffi.ffi_call(name, results, vmap_method="expand_dims")(*arrays, words=words))
+
+    @call.defjvp  # type: ignore[untyped-decorator, unused-ignore]
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("attnmask.jax.flash_attention has gradients, but no gradients of these")
+
+    found: tuple[Any, ...] = call(*arrays)
+    return found
+
+
+def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:
+    flags = (
+        _BIAS * ("bias" in learned)
+        | _SINKS * ("softmax_aux" in learned)
+        | _TABLE * ("relative_bias" in learned)
+    )
+    return [learned[name] for name in LEARNED if name in learned], flags  # trees sort names
+
+
+def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], with_lse: bool) -> tuple[Any, ...]:
+    """The result, and with it the logsumexp of each row if that is wanted."""
+    arrays, flags = _split(learned)
+    query, value = learned["query"], learned["value"]
+    batch, queries, heads, _ = query.shape
+    shapes: list[Any] = [((batch, queries, heads, value.shape[3]), query.dtype)]
+    if with_lse:
+        shapes.append(((batch, heads, queries), np.float64 if query.dtype == np.float64 else np.float32))
+    return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes)
+
+
+def backward(
+    spec: Spec,
+    learned: dict[str, Any],
+    others: Sequence[Any],
+    wanted: Sequence[str],
+    of_result: Sequence[Any],
+) -> tuple[Any, ...]:
+    """The gradients of those that are `wanted`, by the result, its logsumexp and the gradients of both; that of the
+    logsumexp may be missing.
+    """
+    arrays, flags = _split(learned)
+    flags |= _GRAD_BIAS * ("bias" in wanted) | _GRAD_SINKS * ("softmax_aux" in wanted)
+    flags |= _GRAD_TABLE * ("relative_bias" in wanted)
+    flags |= _GRAD_LSE * (len(of_result) == 4)
+    names = [*LEARNED[:3], *(name for name in LEARNED[3:] if name in wanted)]
+    shapes = [(learned[name].shape, learned[name].dtype) for name in names]
+
+    gradients = _call(TARGETS[1], spec, flags, [*arrays, *others, *of_result], shapes)
+    found = dict(zip(names, gradients, strict=True))
+    return tuple(found[name] for name in wanted)

@@ -1,0 +1,68 @@
+"""Attention as a callback of JAX into Python, for where XLA does not take the handlers of `_jax_call`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+
+from attnmask._arguments import as_array
+from attnmask._flash import flash_attention_fwd
+from attnmask._flash_backward import flash_attention_bwd
+from attnmask._jax_arguments import LEARNED
+from attnmask._jax_call import alike, struct_like
+from attnmask._mask_info import MaskInfo
+
+__all__ = ["backward", "forward", "on_host"]
+
+
+def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of JAX as `attnmask.flash_attention` wants them."""
+    arrays: dict[str, Any] = {
+        name: x if isinstance(x, MaskInfo) else as_array(x, name) for name, x in arguments.items()
+    }
+    if "dropout_seed" in arrays:
+        arrays["dropout_seed"] = int(arrays["dropout_seed"])
+    return arrays
+
+
+def _call(compute: Any, shapes: Iterable[tuple[tuple[int, ...], Any]], *arguments: Any) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(arguments)
+    leaves = alike([jax.numpy.asarray(leaf) for leaf in leaves])
+    results = tuple(struct_like(shape, dtype, leaves[0]) for shape, dtype in shapes)
+    arguments = jax.tree.unflatten(structure, leaves)
+    return tuple(jax.pure_callback(compute, results, *arguments, vmap_method="sequential"))
+
+
+def forward(
+    static: dict[str, Any], learned: dict[str, Any], others: dict[str, Any], with_lse: bool
+) -> tuple[Any, ...]:
+    """As of `_jax_call`, with arguments by their names."""
+
+    def compute(learned: Any, others: Any) -> Any:
+        both = flash_attention_fwd(**on_host(learned | others), **static)
+        return both if with_lse else both[:1]
+
+    query, value = learned["query"], learned["value"]
+    batch, queries, heads, _ = query.shape
+    wide = np.float64 if query.dtype == np.float64 else np.float32
+    shapes = [((batch, queries, heads, value.shape[3]), query.dtype), ((batch, heads, queries), wide)]
+    return _call(compute, shapes[: 1 + with_lse], learned, others)
+
+
+def backward(
+    static: dict[str, Any],
+    learned: dict[str, Any],
+    others: dict[str, Any],
+    wanted: Sequence[str],
+    of_result: Sequence[Any],
+) -> tuple[Any, ...]:
+    def compute(learned: Any, others: Any, *of_result: Any) -> Any:
+        dout, out, lse, *dlse = (as_array(x, "out") for x in of_result)
+        extras = {f"grad_{name}": name in wanted for name in LEARNED[3:]}
+        arguments = on_host(learned | others) | static | extras
+        grads = flash_attention_bwd(dout, out=out, lse=lse, dlse=dlse[0] if dlse else None, **arguments)
+        return tuple(getattr(grads, name) for name in wanted)
+
+    shapes = [(learned[name].shape, learned[name].dtype) for name in wanted]
+    return _call(compute, shapes, learned, others, *of_result)

@@ -1,0 +1,253 @@
+/* xla_mask.c – the mask of a call: terms and operators of `words`, as mask.c reads them from Python. */
+#include "bind/xla_buffers.h"
+#include "core/additive.h"
+#include "core/arithmetic.h"
+
+static ptrdiff_t saturated(int64_t a, int64_t b)
+{
+    int64_t sum;
+    if (__builtin_add_overflow(a, b, &sum)) sum = a < 0 ? -AM_FAR : AM_FAR;
+    return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
+}
+
+ptrdiff_t *am_xla_integers(am_xla_call *c, const am_xla_operand *o, bool by_row, ptrdiff_t count,
+                           ptrdiff_t none)
+{
+    const int64_t *numbers = NULL;
+    ptrdiff_t given = count;
+    if (o->buffer) {
+        am_xla_view v;
+        if (!am_xla_look(c, o->buffer, by_row, &v)) return NULL;
+        numbers = am_xla_whole_numbers(c, &v, o->kind == AM_XLA_WIDE, &given);
+        if (!numbers) return NULL;
+    }
+    const ptrdiff_t one = o->kind == AM_XLA_NOTHING ? none : saturated(o->number, 0);
+    ptrdiff_t *values = am_xla_keep(c, count, sizeof *values);
+    for (ptrdiff_t i = 0; values && i < count; i++)
+        values[i] = numbers ? saturated(numbers[given == 1 ? 0 : i], 0) : one;
+    return values;
+}
+
+static ptrdiff_t *next_integers(am_xla_call *c, bool by_row, ptrdiff_t count)
+{
+    am_xla_operand o;
+    return am_xla_next_operand(c, &o) ? am_xla_integers(c, &o, by_row, count, 0) : NULL;
+}
+
+/* low, high and an offset that is added to either */
+static bool read_limits(am_xla_call *c, bool by_row, ptrdiff_t count, const ptrdiff_t **low,
+                        const ptrdiff_t **high)
+{
+    am_xla_operand ends[2], moved;
+    if (!am_xla_next_operand(c, &ends[0]) || !am_xla_next_operand(c, &ends[1]) ||
+        !am_xla_next_operand(c, &moved))
+        return false;
+    const ptrdiff_t *offset = am_xla_integers(c, &moved, by_row, count, 0);
+    for (int i = 0; offset && i < 2; i++) {
+        ptrdiff_t *values = am_xla_integers(c, &ends[i], by_row, count, i == 0 ? -AM_FAR : AM_FAR);
+        if (!values) return false;
+        for (ptrdiff_t b = 0; ends[i].kind != AM_XLA_NOTHING && b < count; b++)
+            values[b] = saturated(values[b], offset[b]);
+        *(i == 0 ? low : high) = values;
+    }
+    return offset;
+}
+
+static bool read_band(am_xla_call *c, am_node *node)
+{
+    return read_limits(c, true, c->mask.batch, &node->band.low, &node->band.high);
+}
+
+/* shifts of the queries and of the keys, which may not lead further than said */
+static bool read_shifts(am_xla_call *c, const ptrdiff_t slack[2], const ptrdiff_t **q_shift,
+                        const ptrdiff_t **k_shift)
+{
+    for (int i = 0; i < 2; i++) {
+        const ptrdiff_t *shift = next_integers(c, true, c->mask.batch);
+        if (!shift) return false;
+        for (ptrdiff_t b = 0; slack[i] >= 0 && b < c->mask.batch; b++) {
+            if (shift[b] < 0 || shift[b] > slack[i]) return am_xla_fail(c, "a shift leads out of the array");
+        }
+        *(i == 0 ? q_shift : k_shift) = shift;
+    }
+    return true;
+}
+
+/* size, q_shift, k_shift */
+static bool read_chunk(am_xla_call *c, am_node *node)
+{
+    static const ptrdiff_t far[2] = {AM_FAR, AM_FAR};
+    am_xla_operand size;
+    if (!am_xla_next_operand(c, &size)) return false;
+    if (size.kind != AM_XLA_INTEGER || size.number < 1) return am_xla_fail(c, "a chunk has no size");
+    node->chunk.size = size.number;
+    return read_shifts(c, far, &node->chunk.q_shift, &node->chunk.k_shift);
+}
+
+/* begin, end */
+static bool read_keys(am_xla_call *c, am_node *node)
+{
+    node->keys.begin = next_integers(c, true, c->mask.batch);
+    node->keys.end = node->keys.begin ? next_integers(c, true, c->mask.batch) : NULL;
+    return node->keys.end;
+}
+
+/* An array that is int32 already, as it is. */
+static const int32_t *small_numbers(am_xla_call *c, const am_xla_view *v)
+{
+    if (v->type == AM_INT32) return (const int32_t *)v->data;
+    am_xla_view flat = {.data = v->data, .type = v->type, .axes = 1, .shape = {1}};
+    for (int i = 0; i < v->axes; i++) flat.shape[0] *= v->shape[i];
+    ptrdiff_t count = -1;
+    const int64_t *numbers = am_xla_whole_numbers(c, &flat, false, &count);
+    int32_t *small = numbers ? am_xla_keep(c, count, sizeof *small) : NULL;
+    for (ptrdiff_t i = 0; small && i < count; i++) {
+        if (numbers[i] > INT32_MAX) {
+            am_xla_fail(c, "segment ids must be below 2**31, got %lld", (long long)numbers[i]);
+            return NULL;
+        }
+        small[i] = (int32_t)(numbers[i] < 0 ? -1 : numbers[i]);
+    }
+    return small;
+}
+
+static bool read_ids(am_xla_call *c, ptrdiff_t length, const int32_t **ids, ptrdiff_t *batch, ptrdiff_t *head)
+{
+    am_xla_operand o;
+    am_xla_view v;
+    if (!am_xla_next_operand(c, &o)) return false;
+    if (!o.buffer) return am_xla_fail(c, "segment ids must be an array");
+    if (!am_xla_look(c, o.buffer, true, &v)) return false;
+    const ptrdiff_t rows = v.shape[0], heads = v.axes == 3 ? v.shape[1] : 1;
+    if ((v.axes != 2 && v.axes != 3) || v.shape[v.axes - 1] != length ||
+        (rows != 1 && rows != c->mask.batch) || (heads != 1 && heads != c->mask.heads))
+        return am_xla_fail(c, "segment ids have a shape that does not fit");
+    *batch = rows == 1 ? 0 : heads * length;
+    *head = heads == 1 ? 0 : length;
+    *ids = small_numbers(c, &v);
+    return *ids;
+}
+
+/* q_ids, k_ids, exclude_zero */
+static bool read_equal(am_xla_call *c, am_node *node)
+{
+    am_xla_operand zero;
+    if (!read_ids(c, c->mask.queries, &node->equal.q_ids, &node->equal.q_batch, &node->equal.q_head) ||
+        !read_ids(c, c->mask.keys, &node->equal.k_ids, &node->equal.k_batch, &node->equal.k_head) ||
+        !am_xla_next_operand(c, &zero))
+        return false;
+    node->equal.exclude_zero = zero.number != 0;
+    return true;
+}
+
+const ptrdiff_t *am_xla_read_starts(am_xla_call *c, const char *name, ptrdiff_t length, ptrdiff_t *count)
+{
+    am_xla_operand o;
+    am_xla_view v;
+    if (!am_xla_next_operand(c, &o) || (o.buffer && !am_xla_look(c, o.buffer, false, &v))) return NULL;
+    if (o.buffer && *count < 0) *count = v.shape[0] - 1;
+    const ptrdiff_t entries = *count + 1;
+    if (!o.buffer || v.axes < 1 || v.shape[0] != entries || entries < 1) {
+        am_xla_fail(c, "%s has a shape that does not fit", name);
+        return NULL;
+    }
+    const ptrdiff_t *starts = am_xla_integers(c, &o, false, entries, 0);
+    if (!starts) return NULL;
+    if (starts[0] != 0) am_xla_fail(c, "%s must start at 0, got %td at index 0", name, starts[0]);
+    for (ptrdiff_t i = 0; starts[0] == 0 && i < *count; i++) {
+        if (starts[i] <= starts[i + 1]) continue;
+        am_xla_fail(c, "%s must never decrease, got %td after %td at index %td", name, starts[i + 1],
+                    starts[i], i + 1);
+        return NULL;
+    }
+    if (starts[0] == 0 && starts[*count] != length)
+        am_xla_fail(c, "%s must end at %td tokens, got %td at index %td", name, length, starts[*count],
+                    *count);
+    return starts[0] == 0 && starts[*count] == length ? starts : NULL;
+}
+
+/* q_starts, k_starts, low, high, offset */
+static bool read_sequences(am_xla_call *c, am_node *node)
+{
+    ptrdiff_t count = -1;
+    node->sequences.q_starts = am_xla_read_starts(c, "cum_seqlens_q", c->mask.queries, &count);
+    if (!node->sequences.q_starts) return false;
+    node->sequences.k_starts = am_xla_read_starts(c, "cum_seqlens_k", c->mask.keys, &count);
+    if (!node->sequences.k_starts) return false;
+    node->sequences.count = count;
+    return read_limits(c, false, count, &node->sequences.low, &node->sequences.high);
+}
+
+static bool check_additive(am_xla_call *c, const am_xla_view *v)
+{
+    if (!am_is_floating(v->type)) return true;
+    const ptrdiff_t strides[4] = {am_xla_step_of(v, 0), am_xla_step_of(v, 1), am_xla_step_of(v, 2),
+                                  am_xla_step_of(v, 3)};
+    const am_numbers numbers = {
+        .data = v->data, .type = v->type, .axes = 4, .shape = v->shape, .strides = strides};
+    ptrdiff_t index;
+    if (!am_xla_fail_status(c, am_find_additive(&c->run, &numbers, &index))) return false;
+    return index < 0
+               ? true
+               : am_xla_fail(
+                     c, "attention_mask must be zero for what is masked out and positive for the rest; if it "
+                        "is to be added to logits, pass it as `bias`");
+}
+
+/* array, q_shift, k_shift */
+static bool read_dense(am_xla_call *c, am_node *node)
+{
+    const am_mask *mask = &c->mask;
+    const ptrdiff_t wanted[4] = {mask->batch, mask->heads, mask->queries, mask->keys};
+    ptrdiff_t strides[4], slack[2] = {-1, -1}; /* an axis that is shared is never followed */
+    am_xla_operand o;
+    am_xla_view v;
+    if (!am_xla_next_operand(c, &o)) return false;
+    if (!o.buffer) return am_xla_fail(c, "attention_mask must be an array");
+    if (!am_xla_look(c, o.buffer, true, &v)) return false;
+    for (int i = 0; i < 4; i++) {
+        const bool fits =
+            v.axes == 4 && (v.shape[i] == 1 || (i < 2 ? v.shape[i] == wanted[i] : v.shape[i] >= wanted[i]));
+        if (!fits) return am_xla_fail(c, "attention_mask has a shape that does not fit");
+        strides[i] = am_xla_shared_step_of(&v, i);
+        if (i >= 2 && v.shape[i] != 1) slack[i - 2] = v.shape[i] - wanted[i];
+    }
+    if (!check_additive(c, &v)) return false;
+    node->dense.data = v.data;
+    node->dense.type = v.type;
+    node->dense.batch = strides[0], node->dense.head = strides[1];
+    node->dense.row = strides[2], node->dense.column = strides[3];
+    return read_shifts(c, slack, &node->dense.q_shift, &node->dense.k_shift);
+}
+
+static bool read_all(am_xla_call *c, am_node *node)
+{
+    (void)c, (void)node;
+    return true;
+}
+
+typedef bool read_term(am_xla_call *c, am_node *node);
+static read_term *const terms[AM_TERM_KINDS] = {
+    [AM_TERM_ALL] = read_all,     [AM_TERM_BAND] = read_band,   [AM_TERM_CHUNK] = read_chunk,
+    [AM_TERM_KEYS] = read_keys,   [AM_TERM_EQUAL] = read_equal, [AM_TERM_SEQUENCES] = read_sequences,
+    [AM_TERM_DENSE] = read_dense,
+};
+
+bool am_xla_read_mask(am_xla_call *c)
+{
+    int waiting = 0; /* operands of an operator */
+    c->mask.nodes = am_xla_keep(c, c->words_end - c->words, sizeof *c->mask.nodes);
+    if (!c->mask.nodes) return false;
+    while (c->words < c->words_end) {
+        const int64_t kind = *c->words++;
+        am_node *node = &c->mask.nodes[c->mask.node_count];
+        const int taken = kind < AM_TERM_KINDS ? 0 : kind == AM_NOT ? 1 : 2;
+        if (kind < 0 || kind > AM_XOR || waiting < taken || (taken == 0 && waiting == AM_MASK_DEPTH))
+            return am_xla_fail(c, "words: the mask is no expression");
+        waiting += 1 - taken;
+        node->kind = (am_node_kind)kind;
+        if (taken == 0 && !terms[kind](c, node)) return false;
+        c->mask.node_count++;
+    }
+    return waiting == 1 ? true : am_xla_fail(c, "words: the mask is no expression");
+}

@@ -1,0 +1,356 @@
+"""attnmask.jax with everything traced that may be: the bits of the NumPy functions, and their errors."""
+
+import time
+
+import numpy as np
+import pytest
+
+import attnmask
+from attnmask import MaskInfo
+
+jax = pytest.importorskip("jax")
+import attnmask.jax  # noqa: E402
+
+B, Q, K, H, HKV = 2, 7, 9, 4, 2
+rng = np.random.default_rng(1)
+
+
+def tensors(batch=B, queries=Q, keys=K, dtype=np.float32):
+    shapes = (batch, queries, H, 8), (batch, keys, HKV, 8), (batch, keys, HKV, 5)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+Q_IDS = np.sort(rng.integers(-1, 3, (B, Q))).astype(np.int32)
+KV_IDS = np.sort(rng.integers(-1, 3, (B, K))).astype(np.int32)
+BY_HEAD = rng.integers(0, 3, (B, H, Q)).astype(np.int32), rng.integers(0, 3, (B, H, K)).astype(np.int32)
+DENSE = rng.random((B, H, Q, K)) < 0.5
+WIDE = MaskInfo.from_segments(np.sort(rng.integers(0, 3, (B, 12))), np.sort(rng.integers(0, 3, (B, 14))))
+STARTS_Q, STARTS_K = np.array([0, 2, 2, 7]), np.array([0, 4, 5, 9])
+
+ARGUMENTS = {
+    "one row of ids": {"q_segment_ids": Q_IDS, "kv_segment_ids": KV_IDS},
+    "short ids": {"q_segment_ids": Q_IDS.astype(np.int16), "kv_segment_ids": KV_IDS.astype(np.int8)},
+    "unsigned ids": {"q_segment_ids": abs(Q_IDS).astype(np.uint32), "kv_segment_ids": abs(KV_IDS)},
+    "offset": {"causal": True, "causal_offset": np.array(2)},
+    "one offset": {"causal": True, "causal_offset": np.array([2])},
+    "offsets, window": {"sliding_window": (3, 1), "causal_offset": np.array([2, -1])},
+    "far": {"sliding_window": (2**40, None), "causal_offset": np.array([2**31 - 1, 3])},
+    "mask": {"attention_mask": DENSE},
+    "mask, all heads": {"attention_mask": DENSE[:, :1].astype(np.float32)},
+    "mask of keys": {"attention_mask": DENSE[0, 0, 0].astype(np.uint8)},
+    "all at once": {
+        "attention_mask": DENSE[:1],
+        "q_segment_ids": Q_IDS,
+        "kv_segment_ids": KV_IDS,
+        "sliding_window": 4,
+        "causal_offset": np.array([1, 2]),
+        "logits_soft_cap": 3.0,
+    },
+}
+MASKS = {
+    "segments": MaskInfo.from_segments(Q_IDS, KV_IDS),
+    "one row": MaskInfo.from_segments(Q_IDS[:1], KV_IDS[:1]).apply_causal(),
+    "by head": MaskInfo.from_segments(*BY_HEAD),
+    "causal by row": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal(np.array([0, 3])),
+    "window, chunks": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_sliding_window((3, 2)).apply_chunked(4),
+    "lengths": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_kv_lengths(np.array([3, 9])),
+    "dense": MaskInfo.from_attention_mask(DENSE),
+    "or": ~MaskInfo.from_segments(Q_IDS, KV_IDS) | MaskInfo.from_attention_mask(DENSE),
+    "cropped chunks": WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q)[:, :, :, :K]
+    if hasattr(MaskInfo, "__getitem__")
+    else WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q),
+}
+
+
+def both(arguments, names=("query", "key", "value"), **fixed):
+    """Result, logsumexp and gradients by JAX, with all arrays traced; and by NumPy's functions."""
+    traced = {name: x for name, x in arguments.items() if isinstance(x, (np.ndarray, MaskInfo))}
+    fixed |= {name: x for name, x in arguments.items() if name not in traced}
+
+    def attend(learned, traced):
+        out, lse = attnmask.jax.flash_attention(**learned, **traced, **fixed, return_lse=True)
+        return (out.astype(lse.dtype) ** 2).sum() + lse.sum(where=lse > -jax.numpy.inf), (out, lse)
+
+    learned = {name: traced.pop(name) for name in names}
+    (_, (out, lse)), grads = jax.jit(jax.value_and_grad(attend, has_aux=True))(learned, traced)
+    extras = {f"grad_{name}": name in names for name in ("bias", "softmax_aux", "relative_bias")}
+    (right, right_lse), vjp = attnmask.flash_attention_vjp(**arguments | fixed, return_lse=True, **extras)
+    right_grads = vjp(2 * right, np.where(right_lse > -np.inf, 1, 0).astype(right_lse.dtype))
+    np.testing.assert_array_equal(out, right)
+    np.testing.assert_array_equal(lse, right_lse)
+    for name in names:
+        np.testing.assert_array_equal(grads[name], getattr(right_grads, name), err_msg=name)
+
+
+@pytest.mark.parametrize("more", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments(more):
+    both(dict(zip(("query", "key", "value"), tensors(), strict=True)) | more)
+
+
+@pytest.mark.parametrize("info", MASKS.values(), ids=MASKS)
+def test_masks(info):
+    query, key, value = tensors(queries=info.q_len, keys=info.kv_len)
+    both({"query": query, "key": key, "value": value, "attention_mask": info}, sliding_window=(None, 5))
+
+
+@pytest.mark.parametrize("bias", [(B, H, Q, K), (1, H, Q, K), (Q, K), (B, 1, 1, K), (K,)], ids=str)
+@pytest.mark.parametrize("sinks", [(3,), (H, 2), (H, 0)], ids=str)
+def test_bias_and_sinks(bias, sinks):
+    arguments = dict(zip(("query", "key", "value"), tensors(), strict=True))
+    arguments |= {
+        "bias": rng.standard_normal(bias).astype(np.float32),
+        "softmax_aux": rng.standard_normal(sinks).astype(np.float32),
+    }
+    both(arguments, tuple(arguments), causal=True)
+
+
+@pytest.mark.parametrize(
+    "starts", [(STARTS_Q, STARTS_K), (STARTS_Q.astype(np.int32), STARTS_K.astype(np.uint8))]
+)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"sliding_window": (2, None)}], ids=str)
+@pytest.mark.parametrize("offset", [0, "bottom-right", np.array([1, 0, -2]), np.array(1)], ids=str)
+@pytest.mark.parametrize("axes", [3, 4])
+def test_packed(starts, more, offset, axes):
+    query, key, value = tensors(1)
+    if axes == 3:
+        query, key, value = query[0], key[0], value[0]
+    arguments = {"query": query, "key": key, "value": value, "causal_offset": offset, **more}
+    both(arguments | dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True)))
+
+
+def test_one_of_two():
+    """Starts and ids of either side alone hold for both."""
+    x = tensors(1, 9, 9)
+    for more in ({"cum_seqlens_q": STARTS_K}, {"cum_seqlens_k": STARTS_K}, {"q_segment_ids": KV_IDS[:1]}):
+        both(dict(zip(("query", "key", "value"), x, strict=True)) | more, causal=True)
+    both(dict(zip(("query", "key", "value"), x, strict=True)) | {"kv_segment_ids": KV_IDS[:1]})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_types(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        dtype = jax.numpy.dtype(dtype)
+        x = [array.astype(dtype) for array in tensors()]
+        arguments = dict(zip(("query", "key", "value"), x, strict=True))
+        bias = rng.standard_normal((B, 1, Q, K)).astype(dtype)
+        both(arguments | {"bias": bias}, causal=True)
+        both(arguments | {"attention_mask": MASKS["causal by row"]})
+
+
+def test_seeds():
+    """Traced ones and those of 64 bits; none is compiled anew for."""
+    x = tensors()
+    compiled = []
+
+    @jax.jit
+    def attend(seed):
+        compiled.append(seed)
+        return attnmask.jax.flash_attention(*x, dropout_prob=0.5, dropout_seed=seed)
+
+    for seed in (0, 5, -1):
+        np.testing.assert_array_equal(
+            attend(seed), attnmask.flash_attention(*x, dropout_prob=0.5, dropout_seed=seed)
+        )
+    assert len(compiled) == 1
+    large = 2**64 - 3
+    right = attnmask.flash_attention(*x, dropout_prob=0.5, dropout_seed=large)
+    fixed = jax.jit(
+        lambda query: attnmask.jax.flash_attention(query, *x[1:], dropout_prob=0.5, dropout_seed=large)
+    )
+    np.testing.assert_array_equal(fixed(x[0]), right)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(attend(np.uint64(large)), right)
+
+
+def test_known_arrays_are_no_part_of_what_is_compiled():
+    """Gradients of eager calls with other ids, starts, offsets and seeds compile nothing anew."""
+    query, key, value = tensors(1)
+    grad = jax.grad(lambda query, **more: attnmask.jax.flash_attention(query, key, value, **more).sum())
+    calls = [
+        {"cum_seqlens_q": STARTS_Q, "cum_seqlens_k": STARTS_K, "causal_offset": np.array([1, 2, 3])},
+        {"q_segment_ids": Q_IDS[:1], "kv_segment_ids": KV_IDS[:1], "dropout_prob": 0.5, "dropout_seed": 3},
+    ]
+    for more in calls:
+        grad(query, **more)
+    others = [
+        {"cum_seqlens_q": STARTS_Q // 7 * 7, "cum_seqlens_k": STARTS_K, "causal_offset": np.array([0, 2, 4])},
+        {
+            "q_segment_ids": Q_IDS[1:],
+            "kv_segment_ids": KV_IDS[1:],
+            "dropout_prob": 0.5,
+            "dropout_seed": 2**40,
+        },
+    ]
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    for more in others:
+        grad(query, **more)
+    assert not [name for name in compiled if "backend_compile" in name]
+    grad(query, causal=True, sliding_window=3)
+    assert [name for name in compiled if "backend_compile" in name]
+
+
+BAD = {
+    "key's batch": ({"key": lambda x: x[:1]}, "key must have batch size 2 as query"),
+    "key's channels": ({"key": lambda x: x[..., :4]}, "key must have D = 8 as query"),
+    "value's tokens": ({"value": lambda x: x[:, 1:]}, "value must have 9 tokens"),
+    "bias": ({"bias": np.zeros((3, 3), np.float32)}, "bias must broadcast to"),
+    "sinks": ({"softmax_aux": np.zeros((3, 2), np.float32)}, "softmax_aux must be"),
+    "mask": ({"attention_mask": np.zeros((3, 3), bool)}, "attention_mask must broadcast to"),
+    "MaskInfo": ({"attention_mask": MaskInfo.from_segments(Q_IDS)}, "attention_mask must broadcast to"),
+    "ids": ({"q_segment_ids": Q_IDS[:, :3], "kv_segment_ids": KV_IDS}, "q_segment_ids must be of shape"),
+    "starts": ({"cum_seqlens_q": STARTS_Q, "cum_seqlens_k": STARTS_K}, "query must have batch size 1"),
+    "offsets": (
+        {"causal_offset": np.arange(3, dtype=np.int32), "causal": True},
+        "causal_offset must be an integer or of shape",
+    ),
+    "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, "alibi_slopes must be"),
+    "relative bias": ({"relative_bias": np.zeros((3, 2), np.float32)}, "relative_bias must be"),
+    "window": ({"sliding_window": -1}, "sliding_window must be at least 0"),
+    "cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap must not be negative"),
+}
+
+
+@pytest.mark.parametrize(("more", "words"), BAD.values(), ids=BAD)
+def test_errors_when_traced(more, words):
+    arguments = dict(zip(("query", "key", "value"), tensors(), strict=True))
+    for name, x in more.items():
+        arguments[name] = x(arguments[name]) if callable(x) else x
+    traced = {name: x for name, x in arguments.items() if isinstance(x, (np.ndarray, MaskInfo))}
+    fixed = {name: x for name, x in arguments.items() if name not in traced}
+    with pytest.raises(ValueError, match=words) as eager:
+        attnmask.jax.flash_attention(**arguments)
+    for transform in (jax.jit, lambda f: lambda traced: jax.eval_shape(f, traced)):
+        with pytest.raises(ValueError, match=words) as compiled:
+            transform(lambda traced: attnmask.jax.flash_attention(**traced, **fixed))(traced)
+        assert str(compiled.value).startswith(str(eager.value))
+
+
+def test_types_when_traced():
+    query, key, value = tensors()
+    with pytest.raises(TypeError, match="key must be float32 as query, got float16 array"):
+        jax.jit(attnmask.jax.flash_attention)(query, key.astype(np.float16), value)
+    narrow = [jax.numpy.asarray(x, "float8_e4m3fn") for x in (query, key, value)]
+    for attend in (attnmask.jax.flash_attention, jax.jit(attnmask.jax.flash_attention)):
+        with pytest.raises(
+            TypeError, match="query must be of float16, bfloat16, float32 or float64, got float8"
+        ):
+            attend(*narrow)
+    attend = jax.jit(
+        lambda ids: attnmask.jax.flash_attention(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
+    )
+    with pytest.raises(TypeError, match="q_segment_ids must be integers, got float32 array"):
+        attend(np.zeros((B, Q), np.float32))
+    attend = jax.jit(
+        lambda seed: attnmask.jax.flash_attention(query, key, value, dropout_prob=0.1, dropout_seed=seed)
+    )
+    with pytest.raises(TypeError, match="dropout_seed must be an integer"):
+        attend(1.5)
+    dims = jax.export.symbolic_shape("b, 7, 4, 8")
+    with pytest.raises(ValueError, match="query must have a shape that is known when a function is traced"):
+        jax.export.export(jax.jit(lambda x: attnmask.jax.flash_attention(x, key, value)))(
+            jax.ShapeDtypeStruct(dims, np.float32)
+        )
+
+
+NUMBERS = {
+    "start": (
+        {"cum_seqlens_q": STARTS_Q + 1, "cum_seqlens_k": STARTS_K},
+        "cum_seqlens_q must start at 0, got 1",
+    ),
+    "fall": (
+        {"cum_seqlens_q": np.array([0, 5, 2, 7]), "cum_seqlens_k": STARTS_K},
+        "cum_seqlens_q must never decrease, got 2 after 5 at index 2",
+    ),
+    "end": (
+        {"cum_seqlens_q": STARTS_Q, "cum_seqlens_k": STARTS_K // 2},
+        "cum_seqlens_k must end at 9 tokens, got 4 at index 3",
+    ),
+    "additive": ({"attention_mask": np.full((Q, K), -np.inf, np.float32)}, "pass it as `bias`"),
+    "slopes": ({"alibi_slopes": np.full(H, np.inf, np.float32)}, "alibi_slopes must be finite, got inf"),
+    "large ids": (
+        {"q_segment_ids": np.full((1, Q), 2**32 - 1, np.uint32), "kv_segment_ids": KV_IDS[:1]},
+        "segment ids must be below 2..31, got 4294967295",
+    ),
+}
+
+
+@pytest.mark.parametrize(("more", "words"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_are_checked_when_they_are_there(more, words):
+    query, key, value = tensors(1)
+    attend = jax.jit(lambda more: attnmask.jax.flash_attention(query, key, value, **more))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(attend(more))
+    grad = jax.jit(jax.grad(lambda x, more: attnmask.jax.flash_attention(x, key, value, **more).sum()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(grad(query, more))
+
+
+@pytest.mark.parametrize("shape", [(0, Q, K, H), (B, 0, K, H), (B, Q, 0, H), (B, Q, K, 0)], ids=str)
+def test_empty(shape):
+    batch, queries, keys, heads = shape
+    query = np.ones((batch, queries, heads, 8), np.float32)
+    key = np.ones((batch, keys, heads and HKV, 8), np.float32)
+    bias, sinks = np.ones((1, 1, 1, keys), np.float32), np.ones((3,), np.float32)
+    arguments = {"query": query, "key": key, "value": key, "bias": bias, "softmax_aux": sinks}
+    both(arguments, tuple(arguments), causal=True)
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = tensors()
+    once = jax.grad(lambda x: attnmask.jax.flash_attention(x, key, value).sum())
+    with pytest.raises(NotImplementedError, match="has gradients, but no gradients of these"):
+        jax.grad(lambda x: once(x).sum())(query)
+
+
+def test_donation():
+    """Memory that is given away is read before anything is written to it."""
+    query, key, _ = (jax.numpy.asarray(array) for array in tensors())
+    attend = jax.jit(lambda query, key: attnmask.jax.flash_attention(query, key, key), donate_argnums=0)
+    right = attnmask.flash_attention(query, key, key)
+    np.testing.assert_array_equal(attend(query, key), right)
+    assert query.is_deleted()
+
+
+def test_a_program_of_another_version():
+    """Words that this version has not made are refused; so is what they do not describe."""
+    attnmask.jax.register()
+    x = jax.numpy.ones((1, 4, 1, 8))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    good = [1, 1, 0, 0, 0, 0, 0]
+    cases = [
+        [],
+        [2],
+        [*good, 9],
+        [*good, 7],
+        [*good, 0, 0],
+        [*good, 3, 2, 0, 2, 0],
+        [*good, 4, 2, 9, 2, 0, 1, 0],
+        [1, 3],
+    ]
+    for words in cases:
+        call = jax.ffi.ffi_call("attnmask_flash_forward", shape, vmap_method="expand_dims")
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+            call(x, x, x, words=np.array(words, np.int64))
+    np.testing.assert_array_equal(call(x, x, x, words=np.array([*good, 0], np.int64)), x)
+
+
+def test_large_inputs_are_not_copied():
+    """A compiled call that reads a few of the keys in 64 MB takes a small part of the time that a copy does."""
+    query = jax.numpy.ones((1, 1, 2, 64))
+    key = jax.numpy.ones((1, 2**16, 2, 64))
+    attend = jax.jit(
+        lambda *x: attnmask.jax.flash_attention(*x, sliding_window=(9, 0), causal_offset="bottom-right")
+    )
+    copy = jax.jit(lambda key, value: (key + 1, value + 1))
+
+    def seconds(f, *arguments):
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            jax.block_until_ready(f(*arguments))
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    value = key + 0
+    assert seconds(attend, query, key, value) < seconds(copy, key, value) / 4

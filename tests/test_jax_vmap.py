@@ -1,0 +1,157 @@
+"""attnmask.jax under jax.vmap: what a loop over the calls gives, whatever is mapped."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from attnmask import MaskInfo
+from attnmask._flash_arguments import LEARNED
+
+jax = pytest.importorskip("jax")
+import attnmask.jax  # noqa: E402
+
+CALLS, Q, K, H, HKV = 3, 5, 6, 4, 2
+rng = np.random.default_rng(2)
+
+
+def normal(*shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def mapped_arguments(batch):
+    """Each with an axis for the calls in front."""
+    return {
+        "query": normal(CALLS, batch, Q, H, 8),
+        "key": normal(CALLS, batch, K, HKV, 8),
+        "value": normal(CALLS, batch, K, HKV, 4),
+        "bias": normal(CALLS, 1, H, Q, K),
+        "softmax_aux": normal(CALLS, H, 2),
+        "attention_mask": rng.random((CALLS, batch, 1, Q, K)) < 0.7,
+        "q_segment_ids": np.sort(rng.integers(-1, 2, (CALLS, batch, Q))),
+        "kv_segment_ids": np.sort(rng.integers(-1, 2, (CALLS, batch, K))),
+        "causal_offset": rng.integers(-1, 3, (CALLS, batch)),
+        "alibi_slopes": rng.random((CALLS, batch, H)).astype(np.float32),
+        "relative_bias": normal(CALLS, H, 4),
+    }
+
+
+def taken(tree, call):
+    return jax.tree.map(lambda x: x[call], tree)
+
+
+def compare(arguments, mapped, **fixed):
+    """Results and gradients, mapped over some of the arguments and in a loop; others are those of the first call."""
+    arguments = {name: x if name in mapped else taken(x, 0) for name, x in arguments.items()}
+    axes = {name: 0 if name in mapped else None for name in arguments}
+    learned = [name for name in (*LEARNED, "relative_bias") if name in arguments]
+
+    def attend(arguments):
+        return attnmask.jax.flash_attention(**arguments, **fixed, return_lse=True)
+
+    def gradients(arguments):
+        def loss(learned):
+            out, lse = attend(arguments | learned)
+            return (out**2).sum() + lse.sum(where=lse > -jax.numpy.inf)
+
+        return jax.grad(loss)({name: arguments[name] for name in learned})
+
+    for f in (attend, gradients):
+        got = jax.jit(jax.vmap(f, in_axes=(axes,)))(arguments)
+        for call in range(CALLS):
+            one = {name: taken(x, call) if name in mapped else x for name, x in arguments.items()}
+            jax.tree.map(np.testing.assert_array_equal, taken(got, call), jax.jit(f)(one))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("left_out", [(), ("query",), ("query", "key", "value")], ids=str)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "bias",
+        "softmax_aux",
+        "attention_mask",
+        "causal_offset",
+        "alibi_slopes",
+        "relative_bias",
+        "ids",
+        "none",
+        "all",
+    ],
+)
+def test_what_is_mapped(batch, left_out, extra):
+    arguments = mapped_arguments(batch)
+    tensors = {"query", "key", "value"} - set(left_out)
+    extras = {"ids": {"q_segment_ids", "kv_segment_ids"}, "none": set(), "all": set(arguments)}.get(
+        extra, {extra}
+    )
+    extras -= set(left_out)
+    mapped = tensors | extras
+    if mapped:
+        compare(arguments, mapped, causal=True)
+
+
+@pytest.mark.parametrize("mapped", [("query",), ("query", "key", "value"), ("attention_mask",)], ids=str)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_masks(mapped, by_head):
+    shape = (CALLS, 2, H) if by_head else (CALLS, 2)
+    ids = rng.integers(-1, 2, (*shape, Q)), rng.integers(-1, 2, (*shape, K))
+    infos = [MaskInfo.from_segments(*pair).apply_causal(np.array([1, 2])) for pair in zip(*ids, strict=True)]
+    arguments = {name: x for name, x in mapped_arguments(2).items() if name in ("query", "key", "value")}
+    compare(
+        arguments | {"attention_mask": jax.tree.map(lambda *x: np.stack(x), *infos)}, mapped, sliding_window=3
+    )
+
+
+@pytest.mark.parametrize(
+    "mapped", [("query", "key"), ("starts",), ("query", "key", "value", "starts")], ids=str
+)
+def test_packed(mapped):
+    arguments = {
+        name: x[:, 0] for name, x in mapped_arguments(1).items() if name in ("query", "key", "value")
+    }
+    starts = np.array([[0, 2, 5], [0, 0, 5], [0, 4, 5]]), np.array([[0, 3, 6], [0, 5, 6], [0, 2, 6]])
+    arguments |= dict(zip(("cum_seqlens_q", "cum_seqlens_k"), starts, strict=True))
+    arguments["alibi_slopes"] = rng.random((CALLS, H)).astype(np.float32)
+    if "starts" in mapped:
+        mapped = (*mapped, "cum_seqlens_q", "cum_seqlens_k")
+    compare(arguments, mapped, causal=True, causal_offset="bottom-right")
+
+
+@pytest.mark.parametrize("mapped", [("query",), ("dropout_seed",), ("query", "dropout_seed")], ids=str)
+def test_dropout(mapped):
+    """Each call drops the same as it does alone."""
+    arguments = {name: x for name, x in mapped_arguments(2).items() if name in ("query", "key", "value")}
+    compare(arguments | {"dropout_seed": np.arange(CALLS)}, mapped, dropout_prob=0.4)
+
+
+def test_nested():
+    """Two axes, and each tensor along one or both of them, at any place."""
+    query, key, value = normal(2, 3, 1, Q, H, 8), normal(1, K, 3, HKV, 8), normal(1, K, HKV, 2, 8)
+    attend = lambda query, key, value: attnmask.jax.flash_attention(query, key, value, causal=True)  # noqa: E731
+    mapped = jax.vmap(jax.vmap(attend, in_axes=(0, 2, None)), in_axes=(0, None, 3))
+    got = jax.jit(mapped)(query, key, value)
+    for i, j in itertools.product(range(2), range(3)):
+        right = attnmask.flash_attention(query[i, j], key[:, :, j], value[..., i, :], causal=True)
+        np.testing.assert_array_equal(got[i, j], right)
+
+
+def test_calls_are_rows_of_one():
+    """In the compiled program there is one call."""
+    x = normal(CALLS, 2, Q, H, 8)
+    text = jax.jit(jax.vmap(attnmask.jax.flash_attention)).lower(x, x, x).as_text()
+    assert text.count("@attnmask_flash_forward") == 1
+    assert "while" not in text
+    assert jax.vmap(attnmask.jax.flash_attention)(x[:0], x[:0], x[:0]).shape == (0, 2, Q, H, 8)
+
+
+def test_per_example_gradients():
+    x = normal(CALLS, Q, H, 8)
+
+    def loss(weight, x):
+        return (attnmask.jax.flash_attention(*[x[None] @ weight] * 3, causal=True) ** 2).sum()
+
+    weight = normal(8, 8)
+    got = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(weight, x)
+    for i in range(CALLS):
+        np.testing.assert_allclose(got[i], jax.grad(loss)(weight, x[i]), rtol=1e-4, atol=1e-4)
