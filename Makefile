@@ -24,11 +24,11 @@ test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_AR
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 # PyTorch for the CPU alone: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'.
-test-frameworks: ## run the tests that need PyTorch or JAX, in an environment with both
+test-frameworks: ## run the tests that need PyTorch, transformers or JAX, in an environment with all
 	$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks
 
 frameworks: $(VENV)/installed $(VENV)/test.txt $(VENV)/frameworks.txt
-	$(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py
+	$(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers.py
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
@@ -64,7 +64,7 @@ format: $(VENV)/lint.txt ## put C and Python in order
 
 stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and that the stub describes the C module
 	$(BIN)/mypy
-	printf 'attnmask[.]_?(jax|torch).*\n' | $(BIN)/python -m mypy.stubtest --allowlist /dev/stdin --ignore-unused-allowlist attnmask # they need theirs
+	printf 'attnmask[.]_?(ejkernel|jax|torch|transformers).*\n' | $(BIN)/python -m mypy.stubtest --allowlist /dev/stdin --ignore-unused-allowlist attnmask # they need theirs
 
 # Builds other than the installed one live in build/NAME.
 BUILD_AS = $(BIN)/python setup.py --quiet build --build-temp build/$(1)/temp --build-lib build/$(1)/lib

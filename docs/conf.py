@@ -20,9 +20,14 @@ autosummary_generate = False
 autodoc_typehints = "none"  # the sections on parameters say more
 autodoc_preserve_defaults = True  # np.int32, as it is written
 autodoc_member_order = "bysource"
-autodoc_mock_imports = [name for name in ("jax", "torch") if not importlib.util.find_spec(name)]
+autodoc_mock_imports = [
+    name for name in ("jax", "torch", "transformers") if not importlib.util.find_spec(name)
+]
+# Nor do these have their versions then.
 if "torch" in autodoc_mock_imports:
     autodoc_mock_imports.append("attnmask._torch_import")
+if {"torch", "transformers"} & set(autodoc_mock_imports):
+    autodoc_mock_imports.append("attnmask._transformers_masks")
 numpydoc_show_class_members = False
 
 html_theme = "furo"

@@ -18,9 +18,18 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").glob("*.rst"))
 
-MISSING = [name for name in ("jax", "torch") if not importlib.util.find_spec(name)]
-NOT_HERE = ("attnmask.__main__", *(f"attnmask.{prefix}{name}" for name in MISSING for prefix in ("", "_")))
-OFFERED = {"attnmask.jax", "attnmask.operations", "attnmask.torch"}  # beside what `attnmask` itself does
+NEEDS = {"jax": ("jax",), "torch": ("torch",), "transformers": ("torch", "transformers")}
+NOT_HERE = (
+    "attnmask.__main__",
+    *(
+        f"attnmask.{mark}{name}"
+        for name, needed in NEEDS.items()
+        if not all(map(importlib.util.find_spec, needed))
+        for mark in ("", "_")
+    ),
+)
+# Beside what `attnmask` itself does.
+OFFERED = {"attnmask.operations"} | {f"attnmask.{name}" for name in NEEDS}
 MEMBERS = FunctionType, classmethod, staticmethod, property
 
 
@@ -78,12 +87,12 @@ def test_the_reference_has_everything_public():
                 module = line.split()[2]
             elif re.match(r"\.\. auto(function|class|method|property):: (?!.*__)", line):
                 named.append(f"{module}.{line.split()[2]}")
-    torch = "flash_attention", "mask_tensors", "MaskTensors", "install", "uninstall"
-    frameworks = {
-        "attnmask.jax.flash_attention",
-        "attnmask.jax.register",
-        *(f"attnmask.torch.{name}" for name in torch),
+    offered = {
+        "jax": ["flash_attention", "register"],
+        "torch": ["flash_attention", "mask_tensors", "MaskTensors", "install", "uninstall"],
+        "transformers": ["attention", "attention_mask", "register"],
     }
+    frameworks = {f"attnmask.{module}.{name}" for module, names in offered.items() for name in names}
     expected = frameworks | {
         f"{module.__name__}.{name}"
         for module, name, _ in public()

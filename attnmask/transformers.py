@@ -1,0 +1,218 @@
+"""Attention of this package in the models of Hugging Face transformers.
+
+`register` makes it one of the implementations that models choose from by name. It is two functions: one that computes
+attention, and one that makes masks. Masks stay descriptions: a model holds a ``SymbolicMask``, which has the shape of
+the array that other implementations make, and a `MaskInfo` as its attribute ``info``. It is written out only if the
+model computes with it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._arguments import describe
+from attnmask._torch_import import torch
+from attnmask._transformers_masks import SymbolicMask, masking_utils, symbolic_mask, transformers
+from attnmask.torch import flash_attention
+
+__all__ = ["attention", "attention_mask", "register"]
+
+_logger = transformers.utils.logging.get_logger(__name__)
+
+
+def _is_traced() -> bool:
+    """Whether a graph is being made, in which tensors have no numbers."""
+    return bool(
+        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.Tensor | None":
+    """A mask as transformers asks for it; the second function that `register` registers.
+
+    Parameters
+    ----------
+    batch_size, kv_length : int
+    **given
+        The other arguments of ``transformers.masking_utils.sdpa_mask``, by their names. `q_offset` and `kv_offset` are
+        the places of the first query and of the first key, and `attention_mask` is a mask of padding, [B, T], or what
+        this function returned, which it then returns again.
+
+    Returns
+    -------
+    SymbolicMask
+        While a graph is made, by ``torch.compile`` or otherwise, what ``sdpa_mask`` returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.transformers
+    >>> padding = torch.tensor([[False, True, True, True]])
+    >>> mask = attnmask.transformers.attention_mask(
+    ...     batch_size=1, q_length=2, kv_length=4, q_offset=2, attention_mask=padding
+    ... )
+    >>> mask.info.attention_mask[0, 0].astype(int)
+    array([[0, 1, 1, 0],
+           [0, 1, 1, 1]])
+    """
+    given = {"batch_size": batch_size, "kv_length": kv_length} | given
+    tokens = given.get("attention_mask")
+    if isinstance(tokens, SymbolicMask):
+        return tokens
+    if _is_traced() or torch.device(given.get("device") or "cpu").type != "cpu":
+        return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return, unused-ignore]
+    return symbolic_mask(batch_size, kv_length, given)
+
+
+def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "NDArray[Any] | None":
+    """The sequences that rows are packed of, by the positions of their tokens, which begin again at 0 then."""
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or query.shape[2] != key.shape[2]:
+        return None
+    positions = position_ids.numpy()
+    first = positions == 0
+    if positions.shape[1] != query.shape[2] or not first[:, 1:].any():
+        return None
+    if (np.diff(positions)[~first[:, 1:]] != 1).any():
+        return None
+    return np.broadcast_to(first.cumsum(axis=1), (len(query), query.shape[2]))
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: "torch.Tensor | None",
+    dropout: float = 0.0,
+    scaling: "float | None" = None,
+    *,
+    is_causal: "bool | None" = None,
+    sliding_window: "int | None" = None,
+    softcap: "float | None" = None,
+    s_aux: "torch.Tensor | None" = None,
+    position_bias: "torch.Tensor | None" = None,
+    position_ids: "torch.Tensor | None" = None,
+    cu_seq_lens_q: "torch.Tensor | None" = None,
+    cu_seq_lens_k: "torch.Tensor | None" = None,
+    **more: Any,
+) -> "tuple[torch.Tensor, None]":
+    """Attention as the models of transformers call it; the first function that `register` registers.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Says whether it is causal, by its attribute ``is_causal``, where nothing else does.
+    query, key, value : Tensor, shape [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv]
+        Read in place, as transposed as they come.
+    attention_mask : SymbolicMask or Tensor, optional
+        All that is masked but packed sequences; without one, `is_causal` and `sliding_window` tell. A tensor of
+        floats is added to the logits.
+    dropout : float
+        Seeded by PyTorch's generator.
+    scaling : float, optional
+    is_causal : bool, optional
+    sliding_window : int, optional
+        How many keys a query sees, itself among them; to either side if it is not causal.
+    softcap : float, optional
+    s_aux : Tensor, shape [H], optional
+        A sink for each head.
+    position_bias : Tensor, broadcasts to [B, H, Tq, Tk], optional
+    position_ids : Tensor, shape [B, T], optional
+        Where sequences are packed, positions begin again at 0. This counts for causal attention of a whole sequence
+        without padding.
+    cu_seq_lens_q, cu_seq_lens_k : Tensor, shape [sequences + 1], optional
+        Where packed sequences begin, in the one batch row.
+    **more
+        Ignored.
+
+    Returns
+    -------
+    out : Tensor, shape [B, Tq, H, Dv]
+    weights : None
+        Which there never are.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.transformers
+    >>> query, value = torch.zeros(1, 1, 3, 8), torch.arange(3.0).reshape(1, 1, 3, 1)
+    >>> out, _ = attnmask.transformers.attention(torch.nn.Identity(), query, query, value, None)
+    >>> out.flatten().tolist()
+    [0.0, 0.5, 1.0]
+    """
+    if more.get("output_attentions"):
+        _logger.warning_once("attnmask computes no attention weights, which output_attentions=True asks for")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    bias, complete = position_bias, False
+    given: dict[str, Any] = {}
+    if isinstance(attention_mask, SymbolicMask):
+        given["attention_mask"], complete = attention_mask.info, attention_mask.complete
+    elif attention_mask is None:
+        given["causal"] = causal
+        if sliding_window is not None:
+            given["sliding_window"] = (sliding_window - 1, sliding_window - 1)
+        if query.shape[2] == 1 or packed:  # the last of its sequence; several are the first
+            given["causal_offset"] = "bottom-right"
+    elif attention_mask.is_floating_point():
+        bias = attention_mask if bias is None else bias + attention_mask
+    else:
+        given["attention_mask"] = attention_mask
+    if packed:
+        given |= {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
+    elif causal and not complete and not _is_traced():
+        given["q_segment_ids"] = _sequences(position_ids, query, key)
+    if dropout:
+        given |= {"dropout_prob": dropout, "dropout_seed": int(torch.randint(2**62, ()))}
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out = flash_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        softmax_scale=scaling,
+        logits_soft_cap=softcap,
+        softmax_aux=None if s_aux is None else s_aux[:, None],
+        **given,
+    )
+    return out, None
+
+
+def register(name: str = "attnmask") -> None:
+    """Make it an implementation of attention in transformers, by the name that models are told.
+
+    ``from_pretrained(…, attn_implementation=name)``, ``from_config`` and ``model.set_attn_implementation(name)`` take
+    it from then on. To register it again by the same name changes nothing.
+
+    Parameters
+    ----------
+    name : str
+        None that another implementation has. transformers takes names with "flash" for its own implementations, and
+        those with "/" or "|" for others.
+
+    Examples
+    --------
+    >>> import attnmask.transformers
+    >>> attnmask.transformers.register()
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    ... )
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask")
+    >>> model.config._attn_implementation
+    'attnmask'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {describe(name)}")
+    if not name or any(part in name for part in ("flash", "/", "|")):
+        raise ValueError(f"name must not be empty, nor have 'flash', '/' or '|' in it, got {name!r:.200}")
+    pairs = (
+        (transformers.AttentionInterface, attention),
+        (transformers.AttentionMaskInterface, attention_mask),
+    )
+    for interface, function in pairs:
+        if interface().get(name, function) is not function:
+            raise ValueError(f"name must be one that transformers has no attention by, got {name!r:.200}")
+    for interface, function in pairs:
+        interface.register(name, function)
