@@ -28,7 +28,7 @@ test-frameworks: ## run the tests that need PyTorch, transformers or JAX, in an 
 	$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks
 
 frameworks: $(VENV)/installed $(VENV)/test.txt $(VENV)/frameworks.txt
-	$(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers.py
+	$(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers.py tests/test_ejkernel.py
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done

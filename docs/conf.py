@@ -21,7 +21,7 @@ autodoc_typehints = "none"  # the sections on parameters say more
 autodoc_preserve_defaults = True  # np.int32, as it is written
 autodoc_member_order = "bysource"
 autodoc_mock_imports = [
-    name for name in ("jax", "torch", "transformers") if not importlib.util.find_spec(name)
+    name for name in ("ejkernel", "jax", "torch", "transformers") if not importlib.util.find_spec(name)
 ]
 # Nor do these have their versions then.
 if "torch" in autodoc_mock_imports:

@@ -18,7 +18,12 @@ import attnmask
 README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").glob("*.rst"))
 
-NEEDS = {"jax": ("jax",), "torch": ("torch",), "transformers": ("torch", "transformers")}
+NEEDS = {
+    "jax": ("jax",),
+    "torch": ("torch",),
+    "transformers": ("torch", "transformers"),
+    "ejkernel": ("jax", "ejkernel", "triton"),
+}
 NOT_HERE = (
     "attnmask.__main__",
     *(
@@ -88,6 +93,7 @@ def test_the_reference_has_everything_public():
             elif re.match(r"\.\. auto(function|class|method|property):: (?!.*__)", line):
                 named.append(f"{module}.{line.split()[2]}")
     offered = {
+        "ejkernel": ["register"],
         "jax": ["flash_attention", "register"],
         "torch": ["flash_attention", "mask_tensors", "MaskTensors", "install", "uninstall"],
         "transformers": ["attention", "attention_mask", "register"],

@@ -1,0 +1,67 @@
+"""Attention of this package under the functions of ejKernel, on CPUs."""
+
+from typing import Any
+
+try:
+    import ejkernel  # type: ignore[import-not-found, unused-ignore]
+except ImportError as _missing:
+    raise ImportError(
+        f"attnmask.ejkernel needs ejkernel, which cannot be imported: pip install ejkernel ({_missing})"
+    ) from _missing
+
+_version = tuple(int(part) for part in ejkernel.__version__.split(".")[:3])
+if _version < (0, 0, 31):
+    raise ImportError(f"attnmask.ejkernel needs ejkernel 0.0.31 or later, got {ejkernel.__version__}")
+
+import jax  # type: ignore[import-not-found, unused-ignore] # noqa: E402
+from ejkernel import kernels  # type: ignore[import-not-found, unused-ignore] # noqa: E402
+
+from attnmask import jax as attnmask_jax  # noqa: E402
+from attnmask._arguments import integer  # noqa: E402
+
+__all__ = ["register"]
+
+_ALGORITHM = "flash_attention"
+
+
+def _flash_attention(*, fwd_params: Any = None, bwd_params: Any = None, **arguments: Any) -> Any:
+    """As ejKernel calls its kernels. Sizes of blocks are not needed here."""
+    return attnmask_jax.flash_attention(**arguments)
+
+
+def register(priority: int = 100) -> None:
+    """Make it what ejKernel computes ``flash_attention`` with: eager, under ``jax.jit``, and for gradients.
+
+    ejKernel chooses among implementations for XLA by priority. To register it again changes nothing.
+
+    Parameters
+    ----------
+    priority : int
+        ejKernel's own implementation has 0.
+
+    Raises
+    ------
+    RuntimeError
+        If the CPU is not JAX's default backend.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import attnmask.ejkernel
+    >>> from ejkernel.modules import flash_attention
+    >>> attnmask.ejkernel.register()
+    >>> query, value = jnp.zeros((1, 3, 1, 8)), jnp.arange(3.0).reshape(1, 3, 1, 1)
+    >>> flash_attention(query, query, value, causal=True, platform="xla").ravel().tolist()
+    [0.0, 0.5, 1.0]
+    """
+    chosen = integer(priority, "priority")
+    backend = jax.default_backend()
+    if backend != "cpu":
+        raise RuntimeError(
+            f"attnmask.ejkernel is for CPUs: JAX's default backend must be 'cpu', got {backend!r}"
+        )
+    held = kernels.kernel_registry.list_implementations(_ALGORITHM)
+    if not any(spec.implementation is _flash_attention for spec in held):
+        # Backend.CPU would never be chosen: for XLA ejKernel asks for any backend.
+        add = kernels.kernel_registry.register
+        add(_ALGORITHM, kernels.Platform.XLA, kernels.Backend.ANY, priority=chosen)(_flash_attention)
