@@ -1,5 +1,6 @@
 """Attention of this package under the functions of ejKernel, on CPUs."""
 
+import inspect
 from typing import Any
 
 try:
@@ -24,9 +25,21 @@ __all__ = ["register"]
 _ALGORITHM = "flash_attention"
 
 
-def _flash_attention(*, fwd_params: Any = None, bwd_params: Any = None, **arguments: Any) -> Any:
-    """As ejKernel calls its kernels. Sizes of blocks are not needed here."""
-    return attnmask_jax.flash_attention(**arguments)
+def _is_ours(spec: Any) -> bool:
+    return inspect.unwrap(spec.implementation) is _flash_attention  # later versions wrap what is registered
+
+
+def _flash_attention(
+    *, fwd_params: Any = None, bwd_params: Any = None, block_tables: Any = None, **arguments: Any
+) -> Any:
+    """As ejKernel calls its kernels. Sizes of blocks are not needed here; caches in pages are left to ejKernel."""
+    if block_tables is None:
+        return attnmask_jax.flash_attention(**arguments)
+    held = kernels.kernel_registry.list_implementations(_ALGORITHM)
+    own = next(spec for spec in held if spec.platform == kernels.Platform.XLA and not _is_ours(spec))
+    return own.implementation(
+        fwd_params=fwd_params, bwd_params=bwd_params, block_tables=block_tables, **arguments
+    )
 
 
 def register(priority: int = 100) -> None:
@@ -61,7 +74,7 @@ def register(priority: int = 100) -> None:
             f"attnmask.ejkernel is for CPUs: JAX's default backend must be 'cpu', got {backend!r}"
         )
     held = kernels.kernel_registry.list_implementations(_ALGORITHM)
-    if not any(spec.implementation is _flash_attention for spec in held):
+    if not any(map(_is_ours, held)):
         # Backend.CPU would never be chosen: for XLA ejKernel asks for any backend.
         add = kernels.kernel_registry.register
         add(_ALGORITHM, kernels.Platform.XLA, kernels.Backend.ANY, priority=chosen)(_flash_attention)

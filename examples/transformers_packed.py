@@ -83,7 +83,7 @@ def report(implementation, tokens, steps):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a tiny Llama on packed documents.")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", choices=["attnmask", "sdpa"], help="one of them, in this process")
     given = parser.parse_args()
     if given.only:

@@ -7,6 +7,7 @@ import inspect
 import io
 import pkgutil
 import re
+import warnings
 from pathlib import Path
 from types import FunctionType
 
@@ -40,7 +41,8 @@ MEMBERS = FunctionType, classmethod, staticmethod, property
 
 def modules():
     names = [info.name for info in pkgutil.walk_packages(attnmask.__path__, "attnmask.")]
-    return [attnmask, *(importlib.import_module(name) for name in names if not name.startswith(NOT_HERE))]
+    with warnings.catch_warnings(action="ignore"):  # ejKernel warns of itself
+        return [attnmask, *(importlib.import_module(name) for name in names if not name.startswith(NOT_HERE))]
 
 
 def public():

@@ -1,8 +1,10 @@
 """attnmask.transformers: models give what they give with attn_implementation="eager"."""
 
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,6 +292,19 @@ def test_masks_of_users(dtype):
         lambda: model(ids, attention_mask=model_mask[model.config._attn_implementation]).logits.detach(),
     )
     assert_close({"logits": actual}, {"logits": expected})
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "transformers_packed.py"
+
+
+@pytest.mark.skipif(not EXAMPLE.exists(), reason="the tests run without the examples")
+def test_the_example():
+    """Both ways learn the same."""
+    module = runpy.run_path(str(EXAMPLE))
+    (actual, seconds), (expected, _) = (module["train"](name, 200, 2) for name in ("attnmask", "sdpa"))
+    assert actual == pytest.approx(expected, rel=1e-4)
+    assert actual[1] != actual[0]
+    assert len(seconds) == 2
 
 
 # Masks
