@@ -20,6 +20,8 @@ from attnmask.transformers import attention, attention_mask  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 
+FIRST = not hasattr(masks, "blockwise_overlay")  # versions of transformers 5, which make masks otherwise
+later = pytest.mark.skipif(FIRST, reason="transformers is one of the first versions of 5")
 TOKENS, VOCABULARY, WINDOW = 11, 40, 4
 SHAPE = {
     "hidden_size": 32,
@@ -203,8 +205,10 @@ LENGTHS = (5, 1, 9, 6)
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_training(name, told):
     """Documents in one row are trained on as each for itself."""
-    if (name, told) == ("Llama4", "positions with a cache"):
-        pytest.skip("where there is a cache, Llama4 tells nobody the positions")
+    if name in (("Llama4", "GPT2") if FIRST else ("Llama4",)) and told == "positions with a cache":
+        pytest.skip("where there is a cache, it tells nobody the positions")
+    if FIRST and name == "Llama4":
+        pytest.skip("chunks are counted from where the row begins")
     model = model_of(name)
     documents = [random_ids(1, length) for length in LENGTHS]
     weights = torch.randn(1, sum(LENGTHS), VOCABULARY)
@@ -267,7 +271,7 @@ def test_checkpointing_and_dropout():
         assert_close(compute(0), expected, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("GptOss", marks=later)])
 def test_compiled(name):
     """In one graph, where masks are arrays."""
     model, rows = model_of(name), padding("left")
@@ -319,19 +323,23 @@ PADDING = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9 + [0] * 2]).b
 HOLES = PADDING.clone()
 HOLES[:, 4] = False
 IMAGES = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1, -1, -1, -1], [-1] * 8 + [3] * 3])
-FUNCTIONS = {
-    "causal": masks.causal_mask_function,
-    "bidirectional": masks.bidirectional_mask_function,
-    "window": masks.sliding_window_causal_mask_function(3),
-    "window, bidirectional": masks.sliding_window_bidirectional_mask_function(2),
-    "chunks": masks.chunked_causal_mask_function(3, torch.tensor([2, 0])),
-    "padding": masks.and_masks(masks.causal_mask_function, masks.padding_mask_function(PADDING)),
-    "images": masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(IMAGES)),
-    "any": masks.or_masks(masks.bidirectional_mask_function, masks.causal_mask_function),
-    "another": even_distance,
-    "and another": masks.and_masks(masks.causal_mask_function, even_distance),
-    "or another": masks.or_masks(masks.sliding_window_causal_mask_function(2), even_distance),
-}
+FUNCTIONS = (
+    {}
+    if FIRST
+    else {
+        "causal": masks.causal_mask_function,
+        "bidirectional": masks.bidirectional_mask_function,
+        "window": masks.sliding_window_causal_mask_function(3),
+        "window, bidirectional": masks.sliding_window_bidirectional_mask_function(2),
+        "chunks": masks.chunked_causal_mask_function(3, torch.tensor([2, 0])),
+        "padding": masks.and_masks(masks.causal_mask_function, masks.padding_mask_function(PADDING)),
+        "images": masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(IMAGES)),
+        "any": masks.or_masks(masks.bidirectional_mask_function, masks.causal_mask_function),
+        "another": even_distance,
+        "and another": masks.and_masks(masks.causal_mask_function, even_distance),
+        "or another": masks.or_masks(masks.sliding_window_causal_mask_function(2), even_distance),
+    }
+)
 PLACES = {  # queries, keys, and the places of the first ones
     "all": (TOKENS, TOKENS, 0, 0),
     "one": (1, TOKENS, TOKENS - 1, 0),
@@ -366,6 +374,7 @@ def test_masks(name, place, tokens):
         assert ("dense" in kinds(actual)) == ("another" in name)
 
 
+@later
 @pytest.mark.parametrize("name", ["causal", "window", "chunks", "images", "and another"])
 def test_masks_of_packed_rows(name):
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], [3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2]])
@@ -393,6 +402,7 @@ def test_masks_of_long_rows_are_small():
     assert mask.info.density() == pytest.approx(0.5, rel=1e-4)
 
 
+@later
 def test_a_mask_is_given_back():
     mask = attention_mask(batch_size=2, q_length=3, kv_length=5, q_offset=2)
     assert (mask.ndim, mask.shape, mask.dtype) == (4, (2, 1, 3, 5), torch.bool)
