@@ -3,22 +3,11 @@
 import inspect
 from typing import Any
 
-try:
-    import ejkernel  # type: ignore[import-not-found, unused-ignore]
-except ImportError as _missing:
-    raise ImportError(
-        f"attnmask.ejkernel needs ejkernel, which cannot be imported: pip install ejkernel ({_missing})"
-    ) from _missing
+import jax  # type: ignore[import-not-found, unused-ignore]
 
-_version = tuple(int(part) for part in ejkernel.__version__.split(".")[:3])
-if _version < (0, 0, 31):
-    raise ImportError(f"attnmask.ejkernel needs ejkernel 0.0.31 or later, got {ejkernel.__version__}")
-
-import jax  # type: ignore[import-not-found, unused-ignore] # noqa: E402
-from ejkernel import kernels  # type: ignore[import-not-found, unused-ignore] # noqa: E402
-
-from attnmask import jax as attnmask_jax  # noqa: E402
-from attnmask._arguments import integer  # noqa: E402
+from attnmask import jax as attnmask_jax
+from attnmask._arguments import integer
+from attnmask._ejkernel_import import kernels
 
 __all__ = ["register"]
 

@@ -24,6 +24,8 @@ autodoc_mock_imports = [
     name for name in ("ejkernel", "jax", "torch", "transformers") if not importlib.util.find_spec(name)
 ]
 # Nor do these have their versions then.
+if "ejkernel" in autodoc_mock_imports:
+    autodoc_mock_imports.append("attnmask._ejkernel_import")
 if "torch" in autodoc_mock_imports:
     autodoc_mock_imports.append("attnmask._torch_import")
 if {"torch", "transformers"} & set(autodoc_mock_imports):
