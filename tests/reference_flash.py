@@ -28,6 +28,7 @@ class Gradients(NamedTuple):
     value: np.ndarray
     bias: np.ndarray | None
     softmax_aux: np.ndarray | None
+    relative_bias: np.ndarray | None = None  # which these do not compute
 
 
 class Problem(NamedTuple):

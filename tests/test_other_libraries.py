@@ -19,6 +19,7 @@ RNG = np.random.default_rng(0)
 QUERY, KEY, VALUE = (RNG.standard_normal((1, 5, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
 OUT, LSE = attnmask.flash_attention_fwd(QUERY, KEY, VALUE)
 BIAS, SINKS = np.ones((5, 5), np.float32), np.ones(2, np.float32)
+TABLE = np.arange(16, dtype=np.float32).reshape(8, 2)
 PARTS = np.stack([OUT, OUT + 1]), np.stack([LSE, LSE - 1])
 
 
@@ -26,6 +27,12 @@ def both_ways(vjp_of):
     """The result of a function with gradients, and the gradients for that result as cotangent."""
     result, vjp = vjp_of
     return result, vjp(*result) if isinstance(result, tuple) else vjp(result)
+
+
+def t5_both_ways(bias_and_vjp, x):
+    """A relative bias without its least distance, and the gradient for that bias as cotangent."""
+    (bias, _), vjp = bias_and_vjp
+    return bias, vjp(x(bias))
 
 
 # Functions that take arrays, by name
@@ -98,6 +105,8 @@ CALLS = {
     "merge_attention_states_vjp": lambda x: both_ways(
         attnmask.merge_attention_states_vjp([x(part) for part in PARTS[0]], [x(part) for part in PARTS[1]])
     ),
+    "t5_relative_bias": lambda x: attnmask.t5_relative_bias(x(TABLE), 5, 5)[0],
+    "t5_relative_bias_vjp": lambda x: t5_both_ways(attnmask.t5_relative_bias_vjp(x(TABLE), 5, 5), x),
 }
 NOT_OF_ARRAYS = {
     "AttnmaskWarning",
