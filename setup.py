@@ -88,20 +88,24 @@ class BuildExt(build_ext):
         if not record.exists() or record.read_text() != command:
             self.force = True
 
-        def compile_level(level: str) -> list[str]:
+        def compile_source(source: str, flags: list[str]) -> list[str]:
             return self.compiler.compile(
-                [f"csrc/kernels/{level}.c"],
+                [source],
                 output_dir=self.build_temp,
                 macros=ext.define_macros,
                 include_dirs=ext.include_dirs,
-                extra_postargs=[*flags, *levels[level], "-fno-lto"],
+                extra_postargs=flags,
                 depends=ext.depends,
             )
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # these take most of the time
-            for objects in pool.map(compile_level, levels):
+        work = {f"csrc/kernels/{level}.c": [*flags, *isa, "-fno-lto"] for level, isa in levels.items()}
+        work |= dict.fromkeys(ext.sources, ext.extra_compile_args)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for objects in pool.map(compile_source, work, work.values()):
                 ext.extra_objects += objects
+        sources, ext.sources = ext.sources, []
         super().build_extension(ext)
+        ext.sources = sources
         record.write_text(command)
 
     def check_tools(self) -> None:
