@@ -92,7 +92,7 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanit
 	$(call need,test -e "$$(gcc -print-file-name=libasan.so)",make sanitize needs gcc and its sanitizers: apt install gcc)
 	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
-	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
+	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) --dist worksteal $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
 
 # Python is not instrumented, nor is the OpenMP runtime: archer, which comes with LLVM's, tells what it orders. Children of
 # processes with threads are beyond the sanitizer.
