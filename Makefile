@@ -24,11 +24,11 @@ test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_AR
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 # PyTorch for the CPU alone: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'.
-test-frameworks: ## run the tests that need PyTorch, transformers or JAX, in an environment with all
+test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transformers or JAX, in an environment with all
 	$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks
 
-frameworks: $(VENV)/installed $(VENV)/test.txt $(VENV)/frameworks.txt
-	$(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers.py tests/test_ejkernel.py
+frameworks: $(VENV)/test.txt $(VENV)/frameworks.txt # with the package that is built where it lies
+	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers.py tests/test_ejkernel.py
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
