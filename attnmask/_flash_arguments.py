@@ -478,11 +478,13 @@ def _table(relative_bias: ArrayLike, heads: int) -> NDArray[np.float64]:
 def _relative(
     given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow
 ) -> Relative | None:
-    alibi_slopes, relative_bias = given["alibi_slopes"], given["relative_bias"]
-    low = integer(given["relative_low"], "relative_low")
+    alibi_slopes, relative_bias, low = given["alibi_slopes"], given["relative_bias"], given["relative_low"]
+    if alibi_slopes is None and relative_bias is None and type(low) is int and low == 0:
+        return None
+    low = integer(low, "relative_low")
     if relative_bias is None and low != 0:
         raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(low)}")
-    if alibi_slopes is None and relative_bias is None:
+    if alibi_slopes is None and relative_bias is None:  # zero of another type
         return None
     if abs(low) > FARTHEST:
         raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")
