@@ -55,7 +55,8 @@ def no_compiler(tmp_path) -> str:
 
 def last_words(target: str, *variables: str, **environment: str) -> str:
     """What a target that fails says at last, before make says that it has failed."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("CC", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")}
+    of_make = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")  # of one that runs the tests
+    kept = {name: value for name, value in os.environ.items() if name not in ("CC", *of_make)}
     command = [str(MAKE), "--no-print-directory", target, *variables]
     result = subprocess.run(
         command, cwd=ROOT, env=kept | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
