@@ -9,16 +9,14 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask import _flash_arguments as flash
 from attnmask._arguments import is_number
-from attnmask._flash_arguments import ARRAYS, Problem, distances, read_problem
+from attnmask._flash_arguments import ARRAYS, LEARNED, Problem, distances, read_problem
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Leaf, Program
 from attnmask._mask_terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 
 __all__ = ["LEARNED", "TRACED", "Spec", "Wide", "check", "is_traced", "specify"]
 
-LEARNED = (*flash.LEARNED, "relative_bias")  # arguments that have gradients
 TRACED = (*ARRAYS, "dropout_seed")  # arguments that may be traced
 
 

@@ -13,9 +13,9 @@ _MESSAGES = {
         "Write softmax_aux[:, None] for one sink a head, as gpt-oss has them, or softmax_aux[None, :] for shared ones"
     ),
 }
-_LIBRARIES = {"attnmask", "jax", "torch"}  # whose modules have no line of a user
+_LIBRARIES = {"attnmask", "ejkernel", "jax", "torch", "transformers"}  # whose modules have no line of a user
 
-_untold = _MESSAGES.copy()
+_not_yet_given = _MESSAGES.copy()
 
 
 class AttnmaskWarning(UserWarning):
@@ -39,7 +39,7 @@ class AttnmaskWarning(UserWarning):
 
 def warn_once(kind: str) -> None:
     """Warn at the user's line, if no call has given this kind of warning yet."""
-    message = _untold.pop(kind, None)  # a single step, so that one of two threads gets it
+    message = _not_yet_given.pop(kind, None)  # a single step, so that one of two threads gets it
     if message is None:
         return
     level, frame = 1, sys._getframe()
@@ -48,5 +48,5 @@ def warn_once(kind: str) -> None:
     try:
         warnings.warn(message, AttnmaskWarning, stacklevel=level)
     except AttnmaskWarning:
-        _untold[kind] = message
+        _not_yet_given[kind] = message
         raise

@@ -35,6 +35,7 @@ MORE: tuple[dict[str, Any], ...] = (
     {"softmax_scale": -0.05, "dlse": True},
     {"bias": "of pairs"},
     {"bias": "of keys", "dlse": True},
+    {"by distance": True},  # ALiBi and a relative bias
 )
 # How sequences are put together, and which argument separates them from each other and from padding.
 KINDS = (
@@ -210,11 +211,12 @@ def limits(
         offset = "bottom-right" if "bottom-right" in config.mask and rng.random() < 0.5 else offsets
         return arguments | {"cum_seqlens_q": q_cu, "cum_seqlens_k": k_cu, "causal_offset": offset}
 
+    by_distance = "by distance" in dict(config.more)
     by_row: list[set[int]] = [set() for _ in range(batch)]
     for p, offset in zip(places, offsets, strict=True):
         if 0 not in config.lengths[p.i]:
             by_row[p.row].add(p.k - p.q + offset)
-    if arguments and max(map(len, by_row)) > 1:
+    if (arguments or by_distance) and max(map(len, by_row)) > 1:
         return None  # a batch row has only one diagonal
     row_offsets = np.array([min(row, default=0) for row in by_row])
     if tell == "ids":
@@ -235,7 +237,7 @@ def limits(
         info = info.apply_causal(row_offsets)
     if "sliding_window" in arguments:
         info = info.apply_sliding_window(arguments["sliding_window"], offset=row_offsets)
-    return {"attention_mask": info}
+    return {"attention_mask": info} | ({"causal_offset": row_offsets} if by_distance else {})
 
 
 def attend(config: Config, arrays: dict[str, np.ndarray], limits: dict) -> dict[str, np.ndarray]:
@@ -244,6 +246,13 @@ def attend(config: Config, arrays: dict[str, np.ndarray], limits: dict) -> dict[
         options["softmax_aux"] = np.random.default_rng(0).standard_normal(
             (config.heads[0], options["softmax_aux"])
         )
+    if options.pop("by distance", False):
+        rng, heads = np.random.default_rng(1), config.heads[0]
+        options |= {
+            "alibi_slopes": rng.random(heads),
+            "relative_bias": rng.standard_normal((heads, 33)),
+            "relative_low": -16,
+        }
     arguments = options | arrays | limits
     if "attention_mask" in arrays and "attention_mask" in limits:
         arguments["attention_mask"] &= MaskInfo.from_attention_mask(arrays["attention_mask"])

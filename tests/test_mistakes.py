@@ -368,7 +368,7 @@ one, cache = zeros(B, 1, H, D), zeros(B, TK, HKV, D)
 @pytest.fixture(autouse=True)
 def untold(monkeypatch):
     """As in a new process: no warning was given yet."""
-    monkeypatch.setattr(_warnings, "_untold", _warnings._MESSAGES.copy())
+    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
 
 
 def told(call) -> list[warnings.WarningMessage]:

@@ -1,14 +1,14 @@
 """ALiBi and relative biases: terms of the logits that follow from the distance of a pair."""
 
+import ml_dtypes
 import numpy as np
 import pytest
-import reference_flash as ref
-from flash_cases import BF16, F16, F32, F64, FLOATS, laid_out
+from flash_backward_expected import expected as expected_gradients
+from flash_cases import FLOATS, laid_out, worst
+from flash_expected import expected as expected_results
 
 import attnmask
 from attnmask import MaskInfo
-
-ROUNDING = {F16: 3e-3, BF16: 3e-2, F32: 1e-5, F64: 1e-12}
 
 
 def distances(queries, keys, offsets) -> np.ndarray:
@@ -35,11 +35,6 @@ def table_gradient(dterms, distance, shape, low) -> np.ndarray:
         for head, of_head in enumerate(row):
             np.add.at(sums[head], of_row, of_head)
     return sums
-
-
-def close(got, expected, dtype, what, scale=None):
-    limit = ROUNDING[dtype] * max(1.0, float(np.abs(expected).max(initial=0)) if scale is None else scale)
-    assert np.abs(got.astype(np.float64) - expected).max(initial=0) <= limit, what
 
 
 SHAPES = (  # batch, queries, keys, heads, key heads, depth, the table's length and least distance
@@ -97,23 +92,19 @@ def test_terms_by_distance(isa, dtype, terms, shape):
         alibi_slopes=slopes, relative_bias=table, relative_low=low if table is not None else 0,
         return_lse=True, grad_relative_bias=table is not None, **given,
     )  # fmt: skip
-    exact = ref.flash_attention(query=q, key=k, value=v, bias=dense, **given)
-    close(out, exact.out, dtype, "out")
-    live = np.isfinite(exact.lse)
-    assert (np.isfinite(lse) == live).all()
-    close(lse[live], exact.lse[live], F32 if dtype != F64 else F64, "lse")
-    exact_grads, _ = ref.flash_attention_vjp(dout, query=q, key=k, value=v, bias=dense, **given)
-    grads = vjp(dout)
-    for name in ("query", "key", "value"):
-        close(getattr(grads, name), getattr(exact_grads, name), dtype, name)
+    arguments = {"query": q, "key": k, "value": v, "bias": dense, **given}
+    expected_results(arguments).check(out, lse)
+    grads, right = vjp(dout), expected_gradients(arguments, dout)
+    right.check(grads._replace(relative_bias=None))
     if table is None:
         assert grads.relative_bias is None
-    else:
-        expected = table_gradient(exact_grads.bias, distance, table.shape, low)
-        assert grads.relative_bias.dtype == dtype
-        assert grads.relative_bias.shape == table.shape
-        sizes = table_gradient(np.abs(exact_grads.bias), distance, table.shape, low)
-        close(grads.relative_bias, expected, dtype, "relative_bias", float(sizes.max(initial=1)))
+        return
+    exact, sizes = (
+        table_gradient(each.bias, distance, table.shape, low) for each in (right.exact, right.sizes)
+    )
+    assert grads.relative_bias.dtype == dtype
+    assert grads.relative_bias.shape == table.shape
+    assert worst(grads.relative_bias, exact, sizes, dtype) <= right.errors.bias + ml_dtypes.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("offset", [0, "bottom-right", "of sequences"])
@@ -146,7 +137,8 @@ def test_segments_in_a_mask_keep_the_positions_of_the_row(isa):
     slopes = np.array([0.5, 0.03])
     dense = dense_terms(distances(90, 90, [0]), slopes).astype(np.float32)
     got = attnmask.flash_attention(x, x, x, info, alibi_slopes=slopes)
-    close(got, attnmask.flash_attention(x, x, x, info, bias=dense).astype(np.float64), F32, "out")
+    right = attnmask.flash_attention(x, x, x, info, bias=dense)
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
 
 
 def test_an_infinite_entry_makes_its_pairs_dead(isa):
@@ -162,7 +154,7 @@ def test_an_infinite_entry_makes_its_pairs_dead(isa):
     assert np.isneginf(lse[0, 0]).all()
     assert np.isfinite(out).all()
     expected = attnmask.flash_attention(q, k, v, causal=True, causal_offset=-1)
-    close(out[0, :, 1], expected[0, :, 1].astype(np.float64), F32, "out")
+    np.testing.assert_allclose(out[0, :, 1], expected[0, :, 1], rtol=1e-5, atol=1e-6)
 
 
 def test_the_gradient_of_the_table_has_the_same_bits_for_any_number_of_threads(isa, set_threads):

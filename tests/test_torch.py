@@ -132,7 +132,7 @@ def test_a_list_of_sinks(torch, inputs):
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_a_warning_shows_the_line_of_the_user(torch, inputs, wants_gradient, monkeypatch):
-    monkeypatch.setattr(_warnings, "_untold", _warnings._MESSAGES.copy())
+    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
     query, key, value = (x.detach().requires_grad_(wants_gradient) for x in inputs[:3])
     with pytest.warns(attnmask.AttnmaskWarning, match="bottom-right") as caught:
         attnmask.torch.flash_attention(query[:, :1], key, value, causal=True)

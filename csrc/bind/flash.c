@@ -6,12 +6,14 @@
 #include "bind/args.h"
 #include "bind/mask.h"
 
+enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by distance */
+
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
     am_out out;
     PyObject *nodes, *relative;
-    PyArrayObject *relative_arrays[4]; /* slopes, table, offsets, starts */
-    Py_ssize_t low;
+    PyArrayObject *relative_arrays[RELATIVE_ARRAYS]; /* NULL: not given */
+    Py_ssize_t low;                                  /* the distance that the table begins with */
     am_mask_arg mask;
     am_scale scale, cap, dropout;
     bool normalize, return_lse;
@@ -81,8 +83,8 @@ static int check_bias(const arguments *a)
     return fits ? 0 : reject_array(PyExc_ValueError, "bias", "broadcastable to [B, H, Tq, Tk]", a->bias);
 }
 
-/* Reads the terms by distance: None, or a tuple of slopes, table, offsets, starts, each of which may be None,
- * and the least distance in the table. */
+/* Reads the terms that follow from the distance of a pair: None, or a tuple of slopes, table, offsets and
+ * starts, each of which may be None, and the distance that the table begins with. */
 static int read_relative(arguments *a)
 {
     static const char *const names[] = {"alibi_slopes", "relative_bias", "offsets", "starts"};
@@ -92,37 +94,41 @@ static int read_relative(arguments *a)
         return am_reject(PyExc_TypeError, "relative", "a tuple of five, or None", a->relative);
     a->low = PyNumber_AsSsize_t(PyTuple_GET_ITEM(a->relative, 4), PyExc_OverflowError);
     if (a->low == -1 && PyErr_Occurred()) return -1;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < RELATIVE_ARRAYS; i++) {
         PyObject *given = PyTuple_GET_ITEM(a->relative, i);
         if (given == Py_None) continue;
         PyArrayObject *array = PyArray_Check(given) ? (PyArrayObject *)given : NULL;
         if (!array || PyArray_TYPE(array) != types[i] || PyArray_NDIM(array) != ndims[i] ||
             !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISALIGNED(array))
-            return am_reject(PyExc_TypeError, names[i], "a plain array of its type", given);
+            return am_reject(PyExc_TypeError, names[i], "an aligned, C-contiguous array of its type and axes",
+                             given);
         a->relative_arrays[i] = (PyArrayObject *)Py_NewRef(given);
     }
     const am_mask *mask = &a->mask.mask;
-    PyArrayObject *slopes = a->relative_arrays[0], *table = a->relative_arrays[1],
-                  *offsets = a->relative_arrays[2], *starts = a->relative_arrays[3];
+    PyArrayObject *slopes = a->relative_arrays[SLOPES], *table = a->relative_arrays[TABLE],
+                  *offsets = a->relative_arrays[OFFSETS], *starts = a->relative_arrays[STARTS];
     const npy_intp rows = starts ? PyArray_DIM(starts, 0) - 1 : mask->batch;
     if (!offsets || (PyArray_DIM(offsets, 0) != 1 && PyArray_DIM(offsets, 0) != rows))
-        return am_reject(PyExc_ValueError, names[2], "one, or one a batch row or sequence", a->relative);
+        return am_reject(PyExc_ValueError, names[OFFSETS], "one number, or one for each row or sequence",
+                         offsets ? (PyObject *)offsets : Py_None);
     if (slopes && (PyArray_DIM(slopes, 1) != mask->heads ||
                    (PyArray_DIM(slopes, 0) != 1 && PyArray_DIM(slopes, 0) != rows)))
-        return reject_array(PyExc_ValueError, names[0], "[H], [B, H] or [sequences, H]", slopes);
+        return reject_array(PyExc_ValueError, names[SLOPES], "[H], [B, H] or [sequences, H]", slopes);
     if (table && (PyArray_DIM(table, 0) != mask->heads || PyArray_DIM(table, 1) == 0))
-        return reject_array(PyExc_ValueError, names[1], "[H, L]", table);
+        return reject_array(PyExc_ValueError, names[TABLE], "[H, L]", table);
     if (!starts) return 0;
     const npy_intp *begin = PyArray_DATA(starts);
     bool fits = rows > 0 && begin[0] == 0 && begin[rows] == mask->queries && mask->batch == 1;
     for (npy_intp i = 0; i < rows; i++) fits &= begin[i] <= begin[i + 1];
-    return fits ? 0 : reject_array(PyExc_ValueError, names[3], "starts of sequences", starts);
+    return fits ? 0
+                : reject_array(PyExc_ValueError, names[STARTS], "from 0 to all queries, in order", starts);
 }
 
 static am_relative relative_of(const arguments *a)
 {
-    PyArrayObject *const slopes = a->relative_arrays[0], *const table = a->relative_arrays[1],
-                         *const offsets = a->relative_arrays[2], *const starts = a->relative_arrays[3];
+    PyArrayObject *const slopes = a->relative_arrays[SLOPES], *const table = a->relative_arrays[TABLE],
+                         *const offsets = a->relative_arrays[OFFSETS],
+                         *const starts = a->relative_arrays[STARTS];
     am_relative relative = {.low = a->low};
     if (slopes)
         relative.slopes = PyArray_DATA(slopes),
@@ -273,7 +279,7 @@ static void release(arguments *a)
     Py_XDECREF(a->value);
     Py_XDECREF(a->bias);
     Py_XDECREF(a->sinks);
-    for (int i = 0; i < 4; i++) Py_XDECREF(a->relative_arrays[i]);
+    for (int i = 0; i < RELATIVE_ARRAYS; i++) Py_XDECREF(a->relative_arrays[i]);
     Py_XDECREF(a->out.array);
 }
 
@@ -450,7 +456,7 @@ static int check_backward(const backward_arguments *g)
         PyErr_SetString(PyExc_ValueError, "grad_softmax_aux needs softmax_aux");
         return -1;
     }
-    if (g->want_table && !g->a.relative_arrays[1]) {
+    if (g->want_table && !g->a.relative_arrays[TABLE]) {
         PyErr_SetString(PyExc_ValueError, "grad_relative_bias needs relative_bias");
         return -1;
     }
@@ -479,7 +485,7 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
                                           a->value,
                                           g->want_bias ? a->bias : NULL,
                                           g->want_sinks ? a->sinks : NULL,
-                                          g->want_table ? a->relative_arrays[1] : NULL};
+                                          g->want_table ? a->relative_arrays[TABLE] : NULL};
     PyObject *result = NULL;
     PyArrayObject *made[RESULTS] = {NULL};
     for (int i = 0; i < RESULTS; i++) {
@@ -501,7 +507,6 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
         problem.d_bias = PyArray_BYTES(made[3]);
         for (int i = 0; i < 4; i++) problem.bias_shape[i] = PyArray_DIM(made[3], i);
     }
-    if (made[5]) memset(problem.d_table, 0, (size_t)PyArray_NBYTES(made[5]));
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
     am_status status = am_mask_prepare(&call.run, &a->mask.mask);
@@ -587,8 +592,7 @@ fail:
 PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, "
-     "return_lse, out, /)\n--\n\n"},
+     "relative, return_lse, out, /)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
      "seed, relative, threads, /)\n--\n\nHow attention forward divides its work for that many threads:\n\n"
@@ -598,8 +602,7 @@ PyMethodDef am_flash_methods[] = {
      "scratch  bytes of memory in addition to the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
      "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, "
-     "dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
+     "relative, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
     {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
      "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
     {.ml_name = NULL},

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/packed.h"
+
 enum { TILE = AM_FLASH_TILE, WINDOW = AM_FLASH_ROWS + AM_FLASH_TILE };
 
 /* Rows of a block for which one window serves: queries of one head and one sequence. */
@@ -13,20 +15,6 @@ typedef struct {
     double slope;       /* 0: no ALiBi */
 } row_run;
 
-/* The sequence that a query is in. */
-static ptrdiff_t sequence_of(const am_relative *x, ptrdiff_t query)
-{
-    ptrdiff_t first = 0, last = x->sequences - 1;
-    while (first < last) {
-        const ptrdiff_t middle = last - (last - first) / 2;
-        if (x->q_starts[middle] <= query)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return first;
-}
-
 /* The run that begins with row r. */
 static row_run run_from(const am_attn_base *base, const am_attn_place *at, ptrdiff_t r)
 {
@@ -34,7 +22,7 @@ static row_run run_from(const am_attn_base *base, const am_attn_place *at, ptrdi
     const ptrdiff_t query = am_query_of(at, r);
     ptrdiff_t end = at->q + at->queries, row = at->b;
     if (x->q_starts) {
-        row = sequence_of(x, query);
+        row = am_sequence_of(x->q_starts, x->sequences, query);
         end = am_min(end, x->q_starts[row + 1]);
     }
     const ptrdiff_t head = am_head_of(at, r);
@@ -114,6 +102,7 @@ am_status am_table_gradient_make(am_table_gradient *g, const am_attn_base *base,
 {
     *g = (am_table_gradient){.base = base, .result = result};
     if (!result) return AM_OK;
+    memset(result, 0, (size_t)(base->attn->heads * base->attn->relative.length) * sizeof *result);
     g->serving = calloc((size_t)am_max(base->attn->kv_heads, 1), sizeof *g->serving);
     return g->serving ? AM_OK : AM_NO_MEMORY;
 }

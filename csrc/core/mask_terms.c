@@ -6,6 +6,7 @@
 #include "core/arithmetic.h"
 #include "core/convert.h"
 #include "core/dense.h"
+#include "core/packed.h"
 
 enum {
     BLOCK = 64,
@@ -93,20 +94,6 @@ static am_range keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
 }
 INTERVAL_FUNCTIONS(keys)
 
-/* The sequence of a token: the last one that begins at or before it. */
-static ptrdiff_t sequence_of(const am_node *node, const ptrdiff_t *starts, ptrdiff_t token)
-{
-    ptrdiff_t first = 0, last = node->sequences.count - 1;
-    while (first < last) {
-        ptrdiff_t middle = last - (last - first) / 2;
-        if (starts[middle] <= token)
-            first = middle;
-        else
-            last = middle - 1;
-    }
-    return first;
-}
-
 /* The keys of sequence s that query q, which belongs to it, sees. */
 static am_range keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
 {
@@ -119,14 +106,14 @@ static am_range sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q
 {
     (void)b;
     if (node->sequences.count == 0) return (am_range){0, 0};
-    return keys_in_sequence(node, sequence_of(node, node->sequences.q_starts, q), q);
+    return keys_in_sequence(node, am_sequence_of(node->sequences.q_starts, node->sequences.count, q), q);
 }
 INTERVAL_KEYS_AND_TILE(sequences)
 static void sequences_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
 {
     (void)mask;
     ptrdiff_t count = node->sequences.count,
-              s = count ? sequence_of(node, node->sequences.q_starts, p->q) : 0;
+              s = count ? am_sequence_of(node->sequences.q_starts, count, p->q) : 0;
     for (ptrdiff_t q = p->q; q < p->q + p->rows; q++) {
         while (s + 1 < count && node->sequences.q_starts[s + 1] <= q) s++;
         *bits++ = count ? bits_of(keys_in_sequence(node, s, q), p) : 0;
@@ -139,7 +126,8 @@ static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side s
     (void)b;
     const ptrdiff_t *starts = side == AM_QUERIES ? node->sequences.q_starts : node->sequences.k_starts;
     uint64_t boundaries = 0;
-    for (ptrdiff_t s = sequence_of(node, starts, begin) + 1; s < node->sequences.count; s++) {
+    for (ptrdiff_t s = am_sequence_of(starts, node->sequences.count, begin) + 1; s < node->sequences.count;
+         s++) {
         if (starts[s] > begin + count) break;
         boundaries |= (uint64_t)1 << (starts[s] - begin - 1);
     }
