@@ -84,7 +84,7 @@ def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def is_told(item) -> bool:
+def may_differ_from_lower_level(item) -> bool:
     """Whether the level of a test may differ from the one below it: avx512bf16 and amx only alter bfloat16, amx only in
     attention. test_kernel looks at the kernels of all types at every level but amx.
     """
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config, items) -> None:
         seen[name] += 1
         return not SANITIZED or name not in THINNED or seen[name] % 3 == 0
 
-    left = [item for item in items if is_told(item) and is_left(item)]
+    left = [item for item in items if may_differ_from_lower_level(item) and is_left(item)]
     config.hook.pytest_deselected(items=list(set(items).difference(left)))
     items[:] = left
     places = {}

@@ -570,3 +570,21 @@ def test_versions_and_none():
         assert reload(code) == (
             f"attnmask.transformers needs transformers from 5.0 to below 6, got {version}\n"
         )
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (32, 64), (16, 20), (33, 128), (8, 9)])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (1, 700), (700, 1)])
+def test_t5_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, farthest, queries, keys):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    numbers = np.arange(buckets, dtype=np.float32)[:, None]
+    bias, low = attnmask.t5_relative_bias(
+        numbers, queries, keys, bidirectional=bidirectional, max_distance=farthest
+    )
+    distance = torch.arange(keys)[None] - torch.arange(queries)[:, None]
+    right = T5Attention._relative_position_bucket(
+        distance, bidirectional=bidirectional, num_buckets=buckets, max_distance=farthest
+    )
+    got = bias[0][np.clip(distance.numpy() - low, 0, bias.shape[1] - 1)]
+    np.testing.assert_array_equal(got, right.numpy())
