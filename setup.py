@@ -103,7 +103,9 @@ class BuildExt(build_ext):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for objects in pool.map(compile_source, work, work.values()):
                 ext.extra_objects += objects
+        # The rest is to link, if any object is newer than the result.
         sources, ext.sources = ext.sources, []
+        ext.depends += ext.extra_objects
         super().build_extension(ext)
         ext.sources = sources
         record.write_text(command)
