@@ -32,8 +32,8 @@ def term_twin(shape, term):
         if name == "all":
             live = np.ones((queries, keys), bool)
         elif name == "band":
-            low, high, offset = parts
-            distance = k - q - per_batch(offset, batch)[b]
+            low, high = (part[h] if isinstance(part, np.ndarray) else part for part in parts[:2])
+            distance = k - q - per_batch(parts[2], batch)[b]
             live = np.ones((queries, keys), bool)
             if low is not None:
                 live &= distance >= low
@@ -58,6 +58,14 @@ def term_twin(shape, term):
             q_ids, k_ids = (ids[b % len(ids)] for ids in parts[:2])
             q_ids, k_ids = (ids[h % len(ids)] if ids.ndim == 2 else ids for ids in (q_ids, k_ids))
             live = (q_ids[:, None] == k_ids[None, :]) & (q_ids[:, None] >= (1 if parts[2] else 0))
+        elif name == "tiles":
+            places, q_size, k_size, bits, q_shift, k_shift = parts
+            plane = places[b % len(places), h % places.shape[1]]
+            wide = np.kron(plane == 1, np.ones((min(q_size, 500), min(k_size, 500)), bool))
+            for i, j in np.argwhere(plane > 1):
+                tile = np.unpackbits(bits[plane[i, j] - 2], axis=-1, bitorder="little")
+                wide[64 * i : 64 * i + 64, 64 * j : 64 * j + 64] = tile
+            live = wide[q + per_batch(q_shift, batch)[b], k + per_batch(k_shift, batch)[b]]
         else:
             array, q_shift, k_shift = parts
             plane = array[b % len(array)][h % array.shape[1]].astype(np.float64)
@@ -114,6 +122,40 @@ def test_bands(isa, queries, keys):
 def test_band_offsets(isa, offset):
     for low, high in [(None, 0), (-5, 5), (0, None), (-70, -3), (4, 2)]:
         check((3, 2, 130, 140), (("band", low, high, offset),))
+
+
+@pytest.mark.parametrize("offset", [0, -9, np.array([0, -7, 70])])
+def test_bands_by_head(isa, offset):
+    far = [2**62, -(2**62), 5]
+    for low, high in itertools.product([None, -3, np.array([-70, 0, 4]), np.array(far)], repeat=2):
+        check((3, 3, 130, 140), (("band", low, high, offset),))
+
+
+NO_BITS = np.zeros((0, 64, 8), np.uint8)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 64), (3, 100), (63, 65), (64, 64), (128, 64), (200, 2**55)])
+def test_blocks(isa, sizes):
+    rng = np.random.default_rng(sum(sizes) % 1000)
+    for queries, keys in [(1, 1), (64, 64), (63, 129), (130, 70)]:
+        counts = [-(-(length + 9) // size) for length, size in zip((queries, keys), sizes, strict=True)]
+        for lead, density in itertools.product([(1, 1), (2, 1), (1, 3), (2, 3)], [0, 0.1, 0.5, 1]):
+            places = (rng.random((*lead, *counts)) < density).astype(np.int32)
+            for shifts in [(0, 0), (np.array([0, 9]), 5)]:
+                check((2, 3, queries, keys), (("tiles", places, *sizes, NO_BITS, *shifts),))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_tiles_with_bits(isa, count):
+    rng = np.random.default_rng(count)
+    bits = rng.integers(0, 256, (count, 64, 8), np.uint8)
+    bits[0] = 255  # as good as live, of which nobody was told
+    for queries, keys in [(1, 1), (64, 64), (63, 129), (130, 70)]:
+        counts = [-(-(length + 70) // 64) for length in (queries, keys)]
+        for lead in [(1, 1), (2, 1), (1, 3), (2, 3)]:
+            places = rng.integers(0, 2 + count, (*lead, *counts), np.int32)
+            for shifts in [(0, 0), (np.array([0, 70]), 5), (64, np.array([63, 1]))]:
+                check((2, 3, queries, keys), (("tiles", places, 64, 64, bits, *shifts),))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 63, 64, 65, 100, 1000, 2**62])
@@ -202,15 +244,20 @@ def expressions(draw):
         def each():
             return int(rng.integers(0, 9)) if rng.random() < 0.5 else rng.integers(0, 9, batch)
 
-        kind = draw(st.sampled_from(["all", "band", "chunk", "keys", "equal", "dense", "sequences"]))
+        kind = draw(st.sampled_from(["all", "band", "chunk", "keys", "equal", "dense", "tiles", "sequences"]))
         if kind == "band":
-            low, high = rng.integers(-80, 80, 2)
-            return (
-                kind,
-                None if rng.random() < 0.3 else int(low),
-                None if rng.random() < 0.3 else int(high),
-                each(),
+            low, high = (
+                [None, int(rng.integers(-80, 80)), rng.integers(-80, 80, heads)][rng.integers(3)]
+                for _ in range(2)
             )
+            return kind, low, high, each()
+        if kind == "tiles":
+            bits = rng.integers(0, 256, (2 if rng.random() < 0.5 else 0, 64, 8), np.uint8)
+            size = (64, 64) if len(bits) else tuple(rng.integers(1, 200, 2).tolist())
+            counts = [-(-(length + 9) // each) for length, each in zip((queries, keys), size, strict=True)]
+            lead = (1 if rng.random() < 0.5 else batch, 1 if rng.random() < 0.5 else heads)
+            places = rng.integers(0, 2 + len(bits), (*lead, *counts), np.int32)
+            return kind, places, *size, bits, each(), each()
         if kind == "chunk":
             return (kind, int(rng.integers(1, 90)), each(), each())
         if kind == "keys":
@@ -328,6 +375,25 @@ def test_same_bits_for_any_number_of_threads(set_threads):
         ((1, 1, 2, 2), (("chunk", 2, -1, 0),)),
         ((2, 1, 2, 2), (("band", 0, 0, np.zeros(3, int)),)),
         ((2, 1, 2, 2), (("band", 0, 0, np.zeros((2, 1), int)),)),
+        ((1, 2, 2, 2), (("band", np.zeros(3, int), 0, 0),)),
+        ((1, 2, 2, 2), (("band", 0, np.zeros((2, 1), int), 0),)),
+        *(
+            ((2, 1, 70, 70), (("tiles", *parts),))
+            for parts in [
+                (np.zeros((1, 1, 1, 2), np.int32), 64, 64, NO_BITS, 0, 0),  # a query too many
+                (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 59),  # or a key
+                (np.zeros((1, 1, 2, 2), np.int32), 64, 64, NO_BITS, -1, 0),
+                (np.zeros((1, 1, 2, 2), np.int32), 0, 64, NO_BITS, 0, 0),
+                (np.zeros((3, 1, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
+                (np.zeros((1, 3, 2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
+                (np.zeros((2, 2), np.int32), 64, 64, NO_BITS, 0, 0),
+                (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, NO_BITS, 0, 0),
+                (np.full((1, 1, 2, 2), -1, np.int32), 64, 64, NO_BITS, 0, 0),
+                (np.full((1, 1, 2, 2), 2, np.int32), 64, 35, np.zeros((1, 64, 8), np.uint8), 0, 0),
+                (np.full((1, 1, 2, 2), 2, np.int32), 64, 64, np.zeros((1, 64, 7), np.uint8), 0, 0),
+                (np.full((1, 1, 2, 2), 3, np.int32), 64, 64, np.zeros((1, 64, 8), np.uint8), 0, 0),
+            ]
+        ),
         ((1, 1, 2, 2), (("equal", np.zeros((1, 3), np.int32), np.zeros((1, 2), np.int32), False),)),
         ((2, 1, 2, 2), (("equal", np.zeros((3, 2), np.int32), np.zeros((1, 2), np.int32), False),)),
         ((1, 1, 2, 2), (("equal", np.zeros(2, np.int32), np.zeros((1, 2), np.int32), False),)),

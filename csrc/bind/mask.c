@@ -10,6 +10,7 @@
 
 #include "bind/args.h"
 #include "bind/dense.h"
+#include "core/arithmetic.h"
 
 /* Adds memory or an object to the list that is released with the mask; NULL with the exception set. */
 static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
@@ -53,8 +54,8 @@ static ptrdiff_t saturated(int64_t a, int64_t b)
     return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
 }
 
-/* Converts an integer, or an array of one for each batch row, plus `more`, to ptrdiff_t within ±AM_FAR. */
-static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
+/* Converts an integer, or an array of one for each batch row, to ptrdiff_t within ±AM_FAR. */
+static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object)
 {
     ptrdiff_t batch = arg->mask.batch, *values = am_new(ptrdiff_t, batch + 1);
     if (!values) {
@@ -71,19 +72,9 @@ static ptrdiff_t *per_batch(am_mask_arg *arg, PyObject *object, int64_t more)
         return NULL;
     }
     const int64_t *data = PyArray_DATA(array);
-    for (ptrdiff_t b = 0; b < batch; b++) values[b] = saturated(data[PyArray_NDIM(array) ? b : 0], more);
+    for (ptrdiff_t b = 0; b < batch; b++) values[b] = saturated(data[PyArray_NDIM(array) ? b : 0], 0);
     Py_DECREF(array);
     return values;
-}
-
-/* One bound of a band in each batch row. A bound of None becomes `none` everywhere. */
-static const ptrdiff_t *read_bound(am_mask_arg *arg, PyObject *bound, ptrdiff_t none, PyObject *offset)
-{
-    Py_ssize_t value = bound == Py_None ? 0 : PyNumber_AsSsize_t(bound, NULL);
-    if (value == -1 && PyErr_Occurred()) return NULL;
-    ptrdiff_t *ends = per_batch(arg, offset, value);
-    for (ptrdiff_t b = 0; ends && bound == Py_None && b < arg->mask.batch; b++) ends[b] = none;
-    return ends;
 }
 
 static int check_shifts(const am_mask_arg *arg, const ptrdiff_t *shift, ptrdiff_t slack)
@@ -94,23 +85,14 @@ static int check_shifts(const am_mask_arg *arg, const ptrdiff_t *shift, ptrdiff_
     return 0;
 }
 
-static int read_band(am_mask_arg *arg, am_node *node, PyObject *term)
-{
-    node->kind = AM_TERM_BAND;
-    node->band.low = read_bound(arg, PyTuple_GET_ITEM(term, 1), -AM_FAR, PyTuple_GET_ITEM(term, 3));
-    if (!node->band.low) return -1;
-    node->band.high = read_bound(arg, PyTuple_GET_ITEM(term, 2), AM_FAR, PyTuple_GET_ITEM(term, 3));
-    return node->band.high ? 0 : -1;
-}
-
 static int read_chunk(am_mask_arg *arg, am_node *node, PyObject *term)
 {
     npy_intp size;
     node->kind = AM_TERM_CHUNK;
     if (am_to_count(PyTuple_GET_ITEM(term, 1), "chunk size", &size) < 0) return -1;
     node->chunk.size = size;
-    node->chunk.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 2), 0);
-    node->chunk.k_shift = node->chunk.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 3), 0) : NULL;
+    node->chunk.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 2));
+    node->chunk.k_shift = node->chunk.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 3)) : NULL;
     if (!node->chunk.k_shift) return -1;
     return check_shifts(arg, node->chunk.q_shift, AM_FAR) < 0
                ? -1
@@ -120,8 +102,8 @@ static int read_chunk(am_mask_arg *arg, am_node *node, PyObject *term)
 static int read_keys(am_mask_arg *arg, am_node *node, PyObject *term)
 {
     node->kind = AM_TERM_KEYS;
-    node->keys.begin = per_batch(arg, PyTuple_GET_ITEM(term, 1), 0);
-    node->keys.end = node->keys.begin ? per_batch(arg, PyTuple_GET_ITEM(term, 2), 0) : NULL;
+    node->keys.begin = per_batch(arg, PyTuple_GET_ITEM(term, 1));
+    node->keys.end = node->keys.begin ? per_batch(arg, PyTuple_GET_ITEM(term, 2)) : NULL;
     return node->keys.end ? 0 : -1;
 }
 
@@ -175,8 +157,51 @@ static const ptrdiff_t *read_integers(am_mask_arg *arg, PyObject *object, ptrdif
     const int64_t *data = PyArray_DATA(array);
     for (ptrdiff_t i = 0; fits && i < count; i++) values[i] = saturated(data[i], 0);
     Py_DECREF(array);
-    if (!fits) reject("numbers of sequences must be an array, one for each");
+    if (!fits) reject("numbers of sequences or of heads must be an array, one for each");
     return fits ? values : NULL;
+}
+
+/* A bound of a band, an integer or an array of one for each head, plus the offset of each batch row. None
+ * becomes `none` everywhere. */
+static const ptrdiff_t *read_bound(am_mask_arg *arg, PyObject *bound, ptrdiff_t none, ptrdiff_t heads,
+                                   const ptrdiff_t *offset)
+{
+    const ptrdiff_t batch = arg->mask.batch;
+    const ptrdiff_t *by_head = NULL;
+    Py_ssize_t shared = 0;
+    if (PyArray_Check(bound)) {
+        by_head = read_integers(arg, bound, heads, none);
+        if (!by_head) return NULL;
+    } else if (bound != Py_None) {
+        shared = PyNumber_AsSsize_t(bound, NULL);
+        if (shared == -1 && PyErr_Occurred()) return NULL;
+    }
+    ptrdiff_t *values = am_new(ptrdiff_t, am_product(batch, heads, 1));
+    if (!values) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (!keep(arg, values, NULL)) return NULL;
+    for (ptrdiff_t i = 0; i < batch * heads; i++)
+        values[i] =
+            bound == Py_None ? none : saturated(by_head ? by_head[i % heads] : shared, offset[i / heads]);
+    return values;
+}
+
+/* low, high and an offset of each batch row that is added to both. */
+static int read_band(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    PyObject *low = PyTuple_GET_ITEM(term, 1), *high = PyTuple_GET_ITEM(term, 2);
+    const bool by_head = PyArray_Check(low) || PyArray_Check(high);
+    const ptrdiff_t heads = by_head ? arg->mask.heads : 1;
+    const ptrdiff_t *offset = per_batch(arg, PyTuple_GET_ITEM(term, 3));
+    if (!offset) return -1;
+    node->kind = AM_TERM_BAND;
+    node->band.batch = heads, node->band.head = by_head;
+    node->band.low = read_bound(arg, low, -AM_FAR, heads, offset);
+    if (!node->band.low) return -1;
+    node->band.high = read_bound(arg, high, AM_FAR, heads, offset);
+    return node->band.high ? 0 : -1;
 }
 
 static int check_starts(const ptrdiff_t *starts, ptrdiff_t count, ptrdiff_t length)
@@ -211,8 +236,8 @@ static int read_dense(am_mask_arg *arg, am_node *node, PyObject *term)
     node->kind = AM_TERM_DENSE;
     if (am_to_array(PyTuple_GET_ITEM(term, 1), "attention_mask", &array) < 0) return -1;
     if (!keep(arg, NULL, (PyObject *)array)) return -1;
-    node->dense.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 2), 0);
-    node->dense.k_shift = node->dense.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 3), 0) : NULL;
+    node->dense.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 2));
+    node->dense.k_shift = node->dense.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 3)) : NULL;
     if (!node->dense.k_shift) return -1;
     const am_mask *mask = &arg->mask;
     if (PyArray_NDIM(array) != 4) return reject("a dense array must have four axes");
@@ -235,6 +260,34 @@ static int read_dense(am_mask_arg *arg, am_node *node, PyObject *term)
     return 0;
 }
 
+/* places, q_size, k_size, bits, q_shift and k_shift. */
+static int read_tiles(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    const am_mask *mask = &arg->mask;
+    npy_intp q_size, k_size;
+    node->kind = AM_TERM_TILES;
+    PyArrayObject *places =
+        (PyArrayObject *)PyArray_FROM_OTF(PyTuple_GET_ITEM(term, 1), NPY_INT32, NPY_ARRAY_CARRAY_RO);
+    if (!places || !keep(arg, NULL, (PyObject *)places)) return -1;
+    if (am_to_count(PyTuple_GET_ITEM(term, 2), "tile size", &q_size) < 0) return -1;
+    if (am_to_count(PyTuple_GET_ITEM(term, 3), "tile size", &k_size) < 0) return -1;
+    PyArrayObject *bits =
+        (PyArrayObject *)PyArray_FROM_OTF(PyTuple_GET_ITEM(term, 4), NPY_UINT8, NPY_ARRAY_CARRAY_RO);
+    if (!bits || !keep(arg, NULL, (PyObject *)bits)) return -1;
+    node->tiles.q_shift = per_batch(arg, PyTuple_GET_ITEM(term, 5));
+    node->tiles.k_shift = node->tiles.q_shift ? per_batch(arg, PyTuple_GET_ITEM(term, 6)) : NULL;
+    if (!node->tiles.k_shift) return -1;
+    if (PyArray_NDIM(places) != 4 || PyArray_NDIM(bits) != 3 || PyArray_DIM(bits, 1) != AM_TILE_ROWS ||
+        PyArray_DIM(bits, 2) != AM_TILE_COLUMNS / 8)
+        return reject("tiles must be places of four axes, and bits of 64 × 8 bytes");
+    node->tiles.places = PyArray_DATA(places);
+    node->tiles.bits = PyArray_DIM(bits, 0) ? PyArray_DATA(bits) : NULL;
+    node->tiles.q_size = q_size, node->tiles.k_size = k_size;
+    return am_mask_set_tiles(mask, node, PyArray_DIMS(places), PyArray_DIM(bits, 0))
+               ? 0
+               : reject("tiles must cover the mask, and have bits where they are mixed");
+}
+
 typedef int read_term(am_mask_arg *arg, am_node *node, PyObject *term);
 static const struct {
     const char *name;
@@ -243,6 +296,7 @@ static const struct {
 } terms[] = {
     {"band", 4, read_band},   {"chunk", 4, read_chunk}, {"keys", 3, read_keys},
     {"equal", 4, read_equal}, {"dense", 4, read_dense}, {"sequences", 5, read_sequences},
+    {"tiles", 7, read_tiles},
 };
 static const struct {
     const char *name;

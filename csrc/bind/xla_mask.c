@@ -34,28 +34,42 @@ static ptrdiff_t *next_integers(am_xla_call *c, bool by_row, ptrdiff_t count)
     return am_xla_next_operand(c, &o) ? am_xla_integers(c, &o, by_row, count, 0) : NULL;
 }
 
-/* low, high and an offset that is added to either */
-static bool read_limits(am_xla_call *c, bool by_row, ptrdiff_t count, const ptrdiff_t **low,
-                        const ptrdiff_t **high)
+/* low, high and an offset that is added to both. */
+typedef struct {
+    am_xla_operand low, high, offset;
+} limits;
+
+static bool next_limits(am_xla_call *c, limits *l)
 {
-    am_xla_operand ends[2], moved;
-    if (!am_xla_next_operand(c, &ends[0]) || !am_xla_next_operand(c, &ends[1]) ||
-        !am_xla_next_operand(c, &moved))
-        return false;
-    const ptrdiff_t *offset = am_xla_integers(c, &moved, by_row, count, 0);
-    for (int i = 0; offset && i < 2; i++) {
-        ptrdiff_t *values = am_xla_integers(c, &ends[i], by_row, count, i == 0 ? -AM_FAR : AM_FAR);
-        if (!values) return false;
-        for (ptrdiff_t b = 0; ends[i].kind != AM_XLA_NOTHING && b < count; b++)
-            values[b] = saturated(values[b], offset[b]);
-        *(i == 0 ? low : high) = values;
+    return am_xla_next_operand(c, &l->low) && am_xla_next_operand(c, &l->high) &&
+           am_xla_next_operand(c, &l->offset);
+}
+
+/* A limit of a band, which may be an array of one for each head, plus the offset of each batch row. */
+static const ptrdiff_t *read_bound(am_xla_call *c, const am_xla_operand *bound, ptrdiff_t none,
+                                   ptrdiff_t heads, const ptrdiff_t *offset)
+{
+    const ptrdiff_t *by_head = am_xla_integers(c, bound, false, heads, none);
+    const ptrdiff_t count = am_product(c->mask.batch, heads, 1);
+    ptrdiff_t *values = by_head ? am_xla_keep(c, count, sizeof *values) : NULL;
+    for (ptrdiff_t i = 0; values && i < count; i++) {
+        const ptrdiff_t moved = bound->kind == AM_XLA_NOTHING ? 0 : offset[i / heads];
+        values[i] = saturated(by_head[i % heads], moved);
     }
-    return offset;
+    return values;
 }
 
 static bool read_band(am_xla_call *c, am_node *node)
 {
-    return read_limits(c, true, c->mask.batch, &node->band.low, &node->band.high);
+    limits l;
+    if (!next_limits(c, &l)) return false;
+    const bool by_head = l.low.buffer || l.high.buffer;
+    const ptrdiff_t heads = by_head ? c->mask.heads : 1,
+                    *offset = am_xla_integers(c, &l.offset, true, c->mask.batch, 0);
+    node->band.batch = heads, node->band.head = by_head;
+    node->band.low = offset ? read_bound(c, &l.low, -AM_FAR, heads, offset) : NULL;
+    node->band.high = node->band.low ? read_bound(c, &l.high, AM_FAR, heads, offset) : NULL;
+    return node->band.high;
 }
 
 /* shifts of the queries and of the keys, which may not lead further than said */
@@ -166,6 +180,16 @@ const ptrdiff_t *am_xla_read_starts(am_xla_call *c, const char *name, ptrdiff_t 
     return starts[0] == 0 && starts[*count] == length ? starts : NULL;
 }
 
+/* A limit of each sequence, plus its offset. */
+static const ptrdiff_t *read_limit(am_xla_call *c, const am_xla_operand *limit, ptrdiff_t none,
+                                   ptrdiff_t count, const ptrdiff_t *offset)
+{
+    ptrdiff_t *values = am_xla_integers(c, limit, false, count, none);
+    for (ptrdiff_t i = 0; values && limit->kind != AM_XLA_NOTHING && i < count; i++)
+        values[i] = saturated(values[i], offset[i]);
+    return values;
+}
+
 /* q_starts, k_starts, low, high, offset */
 static bool read_sequences(am_xla_call *c, am_node *node)
 {
@@ -175,7 +199,12 @@ static bool read_sequences(am_xla_call *c, am_node *node)
     node->sequences.k_starts = am_xla_read_starts(c, "cum_seqlens_k", c->mask.keys, &count);
     if (!node->sequences.k_starts) return false;
     node->sequences.count = count;
-    return read_limits(c, false, count, &node->sequences.low, &node->sequences.high);
+    limits l;
+    if (!next_limits(c, &l)) return false;
+    const ptrdiff_t *offset = am_xla_integers(c, &l.offset, false, count, 0);
+    node->sequences.low = offset ? read_limit(c, &l.low, -AM_FAR, count, offset) : NULL;
+    node->sequences.high = node->sequences.low ? read_limit(c, &l.high, AM_FAR, count, offset) : NULL;
+    return node->sequences.high;
 }
 
 static bool check_additive(am_xla_call *c, const am_xla_view *v)
@@ -220,6 +249,30 @@ static bool read_dense(am_xla_call *c, am_node *node)
     return read_shifts(c, slack, &node->dense.q_shift, &node->dense.k_shift);
 }
 
+/* places, q_size, k_size, bits, q_shift, k_shift */
+static bool read_tiles(am_xla_call *c, am_node *node)
+{
+    static const ptrdiff_t unchecked[2] = {-1, -1};
+    am_xla_operand places, q_size, k_size, bits;
+    am_xla_view p, b;
+    if (!am_xla_next_operand(c, &places) || !am_xla_next_operand(c, &q_size) ||
+        !am_xla_next_operand(c, &k_size) || !am_xla_next_operand(c, &bits))
+        return false;
+    if (!places.buffer || !bits.buffer || q_size.number < 1 || k_size.number < 1)
+        return am_xla_fail(c, "words: tiles lack an operand");
+    if (!am_xla_look(c, places.buffer, true, &p) || !am_xla_look(c, bits.buffer, false, &b)) return false;
+    if (p.type != AM_INT32 || p.axes != 4 || b.type != AM_UINT8 || b.axes != 3 ||
+        b.shape[1] != AM_TILE_ROWS || b.shape[2] != AM_TILE_COLUMNS / 8)
+        return am_xla_fail(c, "the tiles of the mask have types or shapes that do not fit");
+    node->tiles.places = (const int32_t *)p.data;
+    node->tiles.bits = b.shape[0] ? (const void *)b.data : NULL;
+    node->tiles.q_size = q_size.number, node->tiles.k_size = k_size.number;
+    if (!read_shifts(c, unchecked, &node->tiles.q_shift, &node->tiles.k_shift)) return false;
+    if (!am_mask_set_tiles(&c->mask, node, p.shape, b.shape[0]))
+        return am_xla_fail(c, "the tiles of the mask do not cover it, or some are mixed and have no bits");
+    return true;
+}
+
 static bool read_all(am_xla_call *c, am_node *node)
 {
     (void)c, (void)node;
@@ -230,7 +283,7 @@ typedef bool read_term(am_xla_call *c, am_node *node);
 static read_term *const terms[AM_TERM_KINDS] = {
     [AM_TERM_ALL] = read_all,     [AM_TERM_BAND] = read_band,   [AM_TERM_CHUNK] = read_chunk,
     [AM_TERM_KEYS] = read_keys,   [AM_TERM_EQUAL] = read_equal, [AM_TERM_SEQUENCES] = read_sequences,
-    [AM_TERM_DENSE] = read_dense,
+    [AM_TERM_DENSE] = read_dense, [AM_TERM_TILES] = read_tiles,
 };
 
 bool am_xla_read_mask(am_xla_call *c)

@@ -3,13 +3,26 @@
 
 #include "core/mask_terms.h"
 
+/* NULL for an operator. */
+static const am_term_kind *term_of(const am_node *node)
+{
+    static const am_term_kind *const terms[AM_XOR + 1] = {
+        [AM_TERM_ALL] = &am_all_term,     [AM_TERM_BAND] = &am_band_term,
+        [AM_TERM_CHUNK] = &am_chunk_term, [AM_TERM_KEYS] = &am_keys_term,
+        [AM_TERM_EQUAL] = &am_equal_term, [AM_TERM_SEQUENCES] = &am_sequences_term,
+        [AM_TERM_DENSE] = &am_dense_term, [AM_TERM_TILES] = &am_tiles_term,
+    };
+    return terms[node->kind];
+}
+
 am_status am_mask_prepare(const am_run *run, am_mask *mask)
 {
     mask->kernels = run->kernels;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         am_node *node = &mask->nodes[i];
-        if (node->borrowed || node->kind >= AM_TERM_KINDS || !am_term_kinds[node->kind].prepare) continue;
-        am_status status = am_term_kinds[node->kind].prepare(run, mask, node);
+        const am_term_kind *term = term_of(node);
+        if (node->borrowed || !term || !term->prepare) continue;
+        am_status status = term->prepare(run, mask, node);
         if (status != AM_OK) return status;
     }
     return AM_OK;
@@ -19,8 +32,8 @@ void am_mask_release(am_mask *mask)
 {
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         am_node *node = &mask->nodes[i];
-        if (!node->borrowed && node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].release)
-            am_term_kinds[node->kind].release(node);
+        const am_term_kind *term = term_of(node);
+        if (!node->borrowed && term && term->release) term->release(node);
     }
 }
 
@@ -35,8 +48,9 @@ am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         const am_node *node = &mask->nodes[i];
-        if (node->kind < AM_TERM_KINDS) {
-            stack[++top] = am_term_kinds[node->kind].keys(mask, node, &region);
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            stack[++top] = term->keys(mask, node, &region);
             continue;
         }
         if (node->kind == AM_NOT) { /* knowing which keys may be live does not tell which may be dead */
@@ -64,8 +78,8 @@ uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrd
                     count = remaining < 64 ? remaining : 64;
     uint64_t boundaries = 0;
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].boundaries)
-            boundaries |= am_term_kinds[node->kind].boundaries(node, b, side, begin, count);
+        const am_term_kind *term = term_of(node);
+        if (term && term->boundaries) boundaries |= term->boundaries(node, b, side, begin, count);
     }
     return boundaries;
 }
@@ -73,7 +87,8 @@ uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrd
 bool am_mask_has_boundaries(const am_mask *mask)
 {
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        if (node->kind < AM_TERM_KINDS && am_term_kinds[node->kind].boundaries) return true;
+        const am_term_kind *term = term_of(node);
+        if (term && term->boundaries) return true;
     }
     return false;
 }
@@ -81,8 +96,8 @@ bool am_mask_has_boundaries(const am_mask *mask)
 bool am_mask_is_by_head(const am_mask *mask)
 {
     for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
-        if (node->kind >= AM_TERM_KINDS || !am_term_kinds[node->kind].is_by_head) continue;
-        if (am_term_kinds[node->kind].is_by_head(node)) return true;
+        const am_term_kind *term = term_of(node);
+        if (term && term->is_by_head && term->is_by_head(node)) return true;
     }
     return false;
 }
@@ -123,8 +138,9 @@ am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         const am_node *node = &mask->nodes[i];
-        if (node->kind < AM_TERM_KINDS) {
-            stack[++top] = am_term_kinds[node->kind].tile(mask, node, &region);
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            stack[++top] = term->tile(mask, node, &region);
         } else if (node->kind == AM_NOT) {
             stack[top] = inverted_kind(stack[top]);
         } else {
@@ -180,8 +196,8 @@ am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
     int top = -1;
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         const am_node *node = &mask->nodes[i];
-        if (node->kind < AM_TERM_KINDS) {
-            const am_term_kind *term = &am_term_kinds[node->kind];
+        const am_term_kind *term = term_of(node);
+        if (term) {
             operand *x = &stack[++top];
             x->kind = term->tile(mask, node, &region);
             if (x->kind == AM_MIXED) term->bits(mask, node, &region, x->bits);

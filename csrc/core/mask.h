@@ -12,7 +12,7 @@
  *
  * The first two may be inexact in one direction: am_mask_keys may return too large a range, and am_mask_tile
  * may call a dead or a full tile mixed. am_mask_bits is exact. A new kind of mask is a new term: a value of
- * am_node_kind, its functions in mask_terms.c, its reader in bind/mask.c, and its row in
+ * am_node_kind, its functions in mask_terms.c or mask_arrays.c, its readers in bind, and its row in
  * attnmask/_mask_terms.py.
  */
 #ifndef AM_MASK_H
@@ -42,13 +42,14 @@ typedef struct {
 typedef enum {
     /* Terms. */
     AM_TERM_ALL,       /* every pair */
-    AM_TERM_BAND,      /* low[b] <= k - q <= high[b] */
+    AM_TERM_BAND,      /* low[b, h] <= k - q <= high[b, h] */
     AM_TERM_CHUNK,     /* (q + q_shift[b]) / size == (k + k_shift[b]) / size */
     AM_TERM_KEYS,      /* begin[b] <= k < end[b] */
     AM_TERM_EQUAL,     /* q_ids[q] == k_ids[k], a valid id: not negative, and not 0 if exclude_zero */
     AM_TERM_SEQUENCES, /* q and k lie in the same sequence s, and low[s] <= k - q <= high[s] if both are
                           counted from its start */
     AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
+    AM_TERM_TILES, /* the tile of (q + q_shift[b], k + k_shift[b]) is live, or has a bit that is set for it */
     AM_TERM_KINDS,
     /* Operators on the one or two operands before them. */
     AM_NOT = AM_TERM_KINDS,
@@ -68,7 +69,8 @@ typedef struct {
     bool borrowed; /* its summaries belong to another mask, which is prepared */
     union {
         struct {
-            const ptrdiff_t *low, *high; /* [batch], within ±AM_FAR */
+            const ptrdiff_t *low, *high; /* within ±AM_FAR */
+            ptrdiff_t batch, head;       /* strides in elements */
         } band;
         struct {
             ptrdiff_t size;
@@ -98,6 +100,14 @@ typedef struct {
             uint8_t *tiles; /* summaries: an am_tile for each 64 × 64 pairs, for each distinct (b, h) */
             ptrdiff_t q_blocks, k_blocks; /* the numbers of tiles along each axis */
         } dense;
+        struct {
+            const int32_t *places; /* of a tile: AM_DEAD, AM_FULL, or AM_MIXED + i if bits[i] are its own */
+            ptrdiff_t batch, head, row;                   /* strides in elements */
+            ptrdiff_t q_size, k_size;                     /* pairs in a tile; 64 × 64 if any has bits */
+            const unsigned char (*bits)[AM_TILE_ROWS][8]; /* a bit for each pair of a row */
+            const ptrdiff_t *q_shift,
+                *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
+        } tiles;
     };
 } am_node;
 
@@ -116,6 +126,10 @@ typedef struct {
  * them, also after a failure. */
 am_status am_mask_prepare(const am_run *run, am_mask *mask);
 void am_mask_release(am_mask *mask);
+
+/* Sets the strides of a term of tiles, whose other fields are set, by the shape of its places. False if they
+ * do not cover the mask, or if one of them is of a tile that is not there; `count` have bits. */
+bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape[4], ptrdiff_t count);
 
 am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows);
 

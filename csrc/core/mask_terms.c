@@ -1,33 +1,32 @@
-/* mask_terms.c – the functions of each kind of term. */
+/* mask_terms.c – the terms that are told by intervals of keys, or by ids of tokens. mask_arrays.c has the
+ * others. */
 #include "core/mask_terms.h"
 
 #include <stdlib.h>
 
 #include "core/arithmetic.h"
-#include "core/convert.h"
-#include "core/dense.h"
 #include "core/packed.h"
 
 enum {
-    BLOCK = 64,
+    BLOCK = AM_TILE_COLUMNS,
     GROUP = 64, /* blocks of ids in a group */
 };
 
 /* --- Terms where each query sees one interval of keys, and neither its begin nor its end decreases from one
  * query to the next --- */
 
-typedef am_range interval_of(const am_node *node, ptrdiff_t b, ptrdiff_t q);
+typedef am_range interval_of(const am_node *node, const am_region *p, ptrdiff_t q);
 
 static am_range interval_keys(interval_of *interval, const am_mask *mask, const am_node *node,
                               const am_region *p)
 {
-    am_range first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
+    am_range first = interval(node, p, p->q), last = interval(node, p, p->q + p->rows - 1);
     return (am_range){am_max(first.begin, 0), am_min(last.end, mask->keys)};
 }
 
 static am_tile interval_tile(interval_of *interval, const am_node *node, const am_region *p)
 {
-    am_range first = interval(node, p->b, p->q), last = interval(node, p->b, p->q + p->rows - 1);
+    am_range first = interval(node, p, p->q), last = interval(node, p, p->q + p->rows - 1);
     if (p->k >= last.end || p->k + p->columns <= first.begin) return AM_DEAD;
     return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
 }
@@ -41,7 +40,7 @@ static uint64_t bits_of(am_range keys, const am_region *p)
 
 static void interval_bits(interval_of *interval, const am_node *node, const am_region *p, uint64_t *bits)
 {
-    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p->b, p->q + r), p);
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p, p->q + r), p);
 }
 
 /* Define the functions of a term whose interval of keys is name##_interval. */
@@ -63,34 +62,32 @@ static void interval_bits(interval_of *interval, const am_node *node, const am_r
         interval_bits(name##_interval, node, p, bits);                                                       \
     }
 
-static am_range band_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range band_interval(const am_node *node, const am_region *p, ptrdiff_t q)
 {
-    return (am_range){q + node->band.low[b], q + node->band.high[b] + 1};
+    const ptrdiff_t i = p->b * node->band.batch + p->h * node->band.head;
+    return (am_range){q + node->band.low[i], q + node->band.high[i] + 1};
 }
 INTERVAL_FUNCTIONS(band)
+static bool band_is_by_head(const am_node *node) { return node->band.head != 0; }
 
-static am_range chunk_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range chunk_interval(const am_node *node, const am_region *p, ptrdiff_t q)
 {
     ptrdiff_t size = node->chunk.size;
-    ptrdiff_t begin = (q + node->chunk.q_shift[b]) / size * size - node->chunk.k_shift[b];
+    ptrdiff_t begin = (q + node->chunk.q_shift[p->b]) / size * size - node->chunk.k_shift[p->b];
     return (am_range){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
 }
 INTERVAL_FUNCTIONS(chunk)
 static uint64_t chunk_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
                                  ptrdiff_t count)
 {
-    const ptrdiff_t shift = side == AM_QUERIES ? node->chunk.q_shift[b] : node->chunk.k_shift[b],
-                    size = node->chunk.size;
-    uint64_t boundaries = 0;
-    for (ptrdiff_t i = size - (begin + shift) % size; i <= count; i += am_min(size, BLOCK))
-        boundaries |= (uint64_t)1 << (i - 1);
-    return boundaries;
+    const ptrdiff_t shift = side == AM_QUERIES ? node->chunk.q_shift[b] : node->chunk.k_shift[b];
+    return am_multiples(node->chunk.size, begin + shift, count);
 }
 
-static am_range keys_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range keys_interval(const am_node *node, const am_region *p, ptrdiff_t q)
 {
     (void)q;
-    return (am_range){node->keys.begin[b], node->keys.end[b]};
+    return (am_range){node->keys.begin[p->b], node->keys.end[p->b]};
 }
 INTERVAL_FUNCTIONS(keys)
 
@@ -102,9 +99,9 @@ static am_range keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
     return (am_range){am_min(am_max(diagonal + node->sequences.low[s], begin), end),
                       am_max(am_min(diagonal + node->sequences.high[s] + 1, end), begin)};
 }
-static am_range sequences_interval(const am_node *node, ptrdiff_t b, ptrdiff_t q)
+static am_range sequences_interval(const am_node *node, const am_region *p, ptrdiff_t q)
 {
-    (void)b;
+    (void)p;
     if (node->sequences.count == 0) return (am_range){0, 0};
     return keys_in_sequence(node, am_sequence_of(node->sequences.q_starts, node->sequences.count, q), q);
 }
@@ -169,18 +166,6 @@ static void summarize_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t cou
     }
 }
 
-/* The number of distinct rows that an array has along batch and head: a stride of zero repeats one row. */
-static ptrdiff_t distinct_rows(const am_mask *mask, ptrdiff_t batch_stride, ptrdiff_t head_stride)
-{
-    return (batch_stride ? mask->batch : 1) * (head_stride ? mask->heads : 1);
-}
-
-static ptrdiff_t distinct_index(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t batch_stride,
-                                ptrdiff_t head_stride)
-{
-    return (batch_stride ? b : 0) * (head_stride ? mask->heads : 1) + (head_stride ? h : 0);
-}
-
 static am_id_block merged(am_id_block a, am_id_block b)
 {
     return (am_id_block){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high,
@@ -193,13 +178,13 @@ static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const
                                 ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length,
                                 int exclude_zero)
 {
-    ptrdiff_t count = distinct_rows(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
+    ptrdiff_t count = am_distinct_rows(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
     *blocks = malloc((size_t)am_max(count, 1) * sizeof **blocks);
     if (!*blocks) return AM_NO_MEMORY;
     for (ptrdiff_t b = 0; b < (batch_stride ? mask->batch : 1); b++) {
         for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
-            am_id_block *row =
-                *blocks + distinct_index(mask, b, h, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
+            am_id_block *row = *blocks + am_distinct_index(mask, b, h, batch_stride, head_stride) *
+                                             am_ceil_div(length, BLOCK);
             summarize_ids(row, ids + b * batch_stride + h * head_stride, length, exclude_zero);
         }
     }
@@ -208,7 +193,7 @@ static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const
 
 static am_status summarize_groups(const am_mask *mask, am_node *node)
 {
-    const ptrdiff_t planes = distinct_rows(mask, node->equal.k_batch, node->equal.k_head),
+    const ptrdiff_t planes = am_distinct_rows(mask, node->equal.k_batch, node->equal.k_head),
                     blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     am_id_block *group = malloc((size_t)am_max(planes * groups, 1) * sizeof *group);
     node->equal.k_groups = group;
@@ -259,7 +244,7 @@ static id_view ids_of(const am_mask *mask, const am_node *node, const am_region 
     return (id_view){
         .ids = (q ? node->equal.q_ids : node->equal.k_ids) + p->b * batch + p->h * head,
         .blocks = (q ? node->equal.q_blocks : node->equal.k_blocks) +
-                  distinct_index(mask, p->b, p->h, batch, head) * blocks,
+                  am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
         .exclude_zero = node->equal.exclude_zero,
     };
 }
@@ -293,7 +278,7 @@ static am_range equal_keys(const am_mask *mask, const am_node *node, const am_re
     const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
     const am_id_block *group =
         node->equal.k_groups +
-        distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * groups;
+        am_distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * groups;
     ptrdiff_t begin = 0, end = groups;
     while (begin < end && disjoint(&queries, &group[begin])) begin++;
     while (begin < end && disjoint(&queries, &group[end - 1])) end--;
@@ -343,173 +328,15 @@ static uint64_t equal_boundaries(const am_node *node, ptrdiff_t b, am_side side,
 
 static bool equal_is_by_head(const am_node *node) { return node->equal.q_head || node->equal.k_head; }
 
-/* --- A dense array --- */
-
-static void dense_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
-{
-    ptrdiff_t size = (ptrdiff_t)am_size_of(node->dense.type);
-    ptrdiff_t q = p->q + node->dense.q_shift[p->b], k = p->k + node->dense.k_shift[p->b];
-    const char *data = node->dense.data + p->b * node->dense.batch + p->h * node->dense.head +
-                       q * node->dense.row + k * node->dense.column;
-    am_nonzero_bits *nonzero = mask->kernels->nonzero_bits[am_lane_of(node->dense.type)];
-    uint64_t gathered[AM_TILE_COLUMNS]; /* elements of the widest type fit */
-    for (ptrdiff_t r = 0; r < p->rows; r++) {
-        const char *row = data + r * node->dense.row;
-        if (r > 0 && node->dense.row == 0) {
-            bits[r] = bits[0];
-            continue;
-        }
-        if (node->dense.column != size) {
-            am_copy_2d((char *)gathered, 0, size, row, 0, node->dense.column, 1, p->columns, (size_t)size);
-            row = (const char *)gathered;
-        }
-        bits[r] = nonzero(row, p->columns);
-    }
-}
-
-typedef struct {
-    const am_mask *mask;
-    am_node *node;
-    ptrdiff_t queries, keys; /* the rows and columns of the array that some batch row reads */
-} dense_job;
-
-/* Finds the kind of each 64 × 64 tile in one row of tiles. Each element is read once, in the order of
- * memory. */
-static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
-{
-    enum { WORDS = 64 }; /* words read from a row before the next row; one word where elements lie apart */
-    const dense_job *job = arg;
-    const am_node *node = job->node;
-    const ptrdiff_t heads = node->dense.head ? job->mask->heads : 1, plane = index / node->dense.q_blocks,
-                    first = index % node->dense.q_blocks * BLOCK, last = am_min(first + BLOCK, job->queries);
-    /* Tiles are those of the array: the shift of a batch row is added when they are read. */
-    const char *data =
-        node->dense.data + plane / heads * node->dense.batch + plane % heads * node->dense.head;
-    const am_mask_rows mask_rows = {
-        .kernels = job->mask->kernels,
-        .columns.stride = node->dense.column,
-        .size = (ptrdiff_t)am_size_of(node->dense.type),
-        .lane = am_lane_of(node->dense.type),
-    };
-    const ptrdiff_t step = mask_rows.columns.stride == mask_rows.size ? WORDS * BLOCK : BLOCK;
-    for (ptrdiff_t k = 0; k < job->keys; k += step) {
-        const ptrdiff_t columns = am_min(step, job->keys - k), words = am_ceil_div(columns, BLOCK);
-        uint64_t bits[WORDS], any[WORDS] = {0}, dead[WORDS] = {0};
-        for (ptrdiff_t q = first; q < last; q++) {
-            am_mask_rows_pack(&mask_rows, bits, data + q * node->dense.row, k, columns);
-            for (ptrdiff_t i = 0; i < words; i++) any[i] |= bits[i], dead[i] |= ~bits[i];
-        }
-        for (ptrdiff_t i = 0; i < words; i++) {
-            bool full = !(dead[i] & am_low_bits(am_min(BLOCK, columns - i * BLOCK)));
-            am_tile tile = !any[i] ? AM_DEAD : full ? AM_FULL : AM_MIXED;
-            node->dense.tiles[index * node->dense.k_blocks + k / BLOCK + i] = (uint8_t)tile;
-        }
-    }
-    return am_checkpoint(team);
-}
-
-static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *node)
-{
-    ptrdiff_t most_q_shift = 0, most_k_shift = 0;
-    for (ptrdiff_t b = 0; b < mask->batch; b++) {
-        most_q_shift = am_max(most_q_shift, node->dense.q_shift[b]);
-        most_k_shift = am_max(most_k_shift, node->dense.k_shift[b]);
-    }
-    dense_job job = {
-        .mask = mask,
-        .node = node,
-        .queries = node->dense.row ? mask->queries + most_q_shift : am_min(mask->queries, 1),
-        .keys = node->dense.column ? mask->keys + most_k_shift : am_min(mask->keys, 1),
-    };
-    node->dense.q_blocks = am_ceil_div(job.queries, BLOCK);
-    node->dense.k_blocks = am_ceil_div(job.keys, BLOCK);
-    ptrdiff_t rows = distinct_rows(mask, node->dense.batch, node->dense.head) * node->dense.q_blocks;
-    /* No question is asked about an empty mask, whose arrays may have no elements. */
-    if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
-    node->dense.tiles = malloc((size_t)am_max(rows * node->dense.k_blocks, 1));
-    return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;
-}
-
-static void dense_release(am_node *node)
-{
-    free(node->dense.tiles);
-    node->dense.tiles = NULL;
-}
-
-/* The rows of tiles that cover a region. */
-typedef struct {
-    const uint8_t *tiles;
-    ptrdiff_t rows, row_tiles;
-    ptrdiff_t k_shift;
-} dense_view;
-
-static dense_view dense_tiles(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    ptrdiff_t q = p->q + node->dense.q_shift[p->b];
-    ptrdiff_t first = node->dense.row ? q / BLOCK : 0, last = node->dense.row ? (q + p->rows - 1) / BLOCK : 0;
-    ptrdiff_t plane = distinct_index(mask, p->b, p->h, node->dense.batch, node->dense.head);
-    return (dense_view){
-        .tiles = node->dense.tiles + (plane * node->dense.q_blocks + first) * node->dense.k_blocks,
-        .rows = last - first + 1,
-        .row_tiles = node->dense.k_blocks,
-        .k_shift = node->dense.k_shift[p->b],
-    };
-}
-
-static int column_is_dead(const dense_view *view, ptrdiff_t column)
-{
-    for (ptrdiff_t r = 0; r < view->rows; r++) {
-        if (view->tiles[r * view->row_tiles + column] != AM_DEAD) return 0;
-    }
-    return 1;
-}
-
-static am_range dense_keys(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    dense_view view = dense_tiles(mask, node, p);
-    if (!node->dense.column) return (am_range){0, column_is_dead(&view, 0) ? 0 : mask->keys};
-    ptrdiff_t begin = view.k_shift / BLOCK, end = am_ceil_div(mask->keys + view.k_shift, BLOCK);
-    while (begin < end && column_is_dead(&view, begin)) begin++;
-    while (begin < end && column_is_dead(&view, end - 1)) end--;
-    return (am_range){am_max(begin * BLOCK - view.k_shift, 0),
-                      am_min(end * BLOCK - view.k_shift, mask->keys)};
-}
-
-static am_tile dense_tile(const am_mask *mask, const am_node *node, const am_region *p)
-{
-    dense_view view = dense_tiles(mask, node, p);
-    ptrdiff_t k = p->k + view.k_shift;
-    ptrdiff_t first = node->dense.column ? k / BLOCK : 0,
-              last = node->dense.column ? (k + p->columns - 1) / BLOCK : 0;
-    am_tile kind = view.tiles[first];
-    for (ptrdiff_t r = 0; r < view.rows; r++) {
-        for (ptrdiff_t c = first; c <= last; c++) {
-            if (view.tiles[r * view.row_tiles + c] != kind) return AM_MIXED;
-        }
-    }
-    return kind;
-}
-
-static bool dense_is_by_head(const am_node *node) { return node->dense.head != 0; }
-
-const am_term_kind am_term_kinds[AM_TERM_KINDS] = {
-    [AM_TERM_ALL] = {.keys = all_keys, .tile = all_tile, .bits = all_bits},
-    [AM_TERM_BAND] = {.keys = band_keys, .tile = band_tile, .bits = band_bits},
-    [AM_TERM_CHUNK] = {.keys = chunk_keys,
-                       .tile = chunk_tile,
-                       .bits = chunk_bits,
-                       .boundaries = chunk_boundaries},
-    [AM_TERM_KEYS] = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits},
-    [AM_TERM_EQUAL] = {equal_prepare, equal_release, equal_keys, equal_tile, equal_bits, equal_boundaries,
-                       equal_is_by_head},
-    [AM_TERM_SEQUENCES] = {.keys = sequences_keys,
-                           .tile = sequences_tile,
-                           .bits = sequences_bits,
-                           .boundaries = sequences_boundaries},
-    [AM_TERM_DENSE] = {.prepare = dense_prepare,
-                       .release = dense_release,
-                       .keys = dense_keys,
-                       .tile = dense_tile,
-                       .bits = dense_bits,
-                       .is_by_head = dense_is_by_head},
-};
+const am_term_kind am_all_term = {.keys = all_keys, .tile = all_tile, .bits = all_bits};
+const am_term_kind am_band_term = {
+    .keys = band_keys, .tile = band_tile, .bits = band_bits, .is_by_head = band_is_by_head};
+const am_term_kind am_chunk_term = {
+    .keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits, .boundaries = chunk_boundaries};
+const am_term_kind am_keys_term = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits};
+const am_term_kind am_equal_term = {equal_prepare, equal_release,    equal_keys,      equal_tile,
+                                    equal_bits,    equal_boundaries, equal_is_by_head};
+const am_term_kind am_sequences_term = {.keys = sequences_keys,
+                                        .tile = sequences_tile,
+                                        .bits = sequences_bits,
+                                        .boundaries = sequences_boundaries};

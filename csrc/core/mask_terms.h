@@ -21,12 +21,34 @@ typedef struct {
     bool (*is_by_head)(const am_node *node); /* NULL: all heads see the same keys */
 } am_term_kind;
 
-extern const am_term_kind am_term_kinds[AM_TERM_KINDS];
+extern const am_term_kind am_all_term, am_band_term, am_chunk_term, am_keys_term, am_equal_term,
+    am_sequences_term, am_dense_term, am_tiles_term;
 
 /* A word whose lowest `count` bits are set, 0 ≤ count ≤ 64. */
 static inline uint64_t am_low_bits(ptrdiff_t count)
 {
     return count >= 64 ? UINT64_MAX : ((uint64_t)1 << count) - 1;
+}
+
+/* Bit i is set if token begin + 1 + i is a multiple of `size`, for the `count` tokens after `begin`. */
+static inline uint64_t am_multiples(ptrdiff_t size, ptrdiff_t begin, ptrdiff_t count)
+{
+    uint64_t multiples = 0;
+    for (ptrdiff_t i = size - begin % size; i <= count; i += size < 64 ? size : 64)
+        multiples |= (uint64_t)1 << (i - 1);
+    return multiples;
+}
+
+/* The number of distinct rows that an array has along batch and head: a stride of zero repeats one row. */
+static inline ptrdiff_t am_distinct_rows(const am_mask *mask, ptrdiff_t batch_stride, ptrdiff_t head_stride)
+{
+    return (batch_stride ? mask->batch : 1) * (head_stride ? mask->heads : 1);
+}
+
+static inline ptrdiff_t am_distinct_index(const am_mask *mask, ptrdiff_t b, ptrdiff_t h,
+                                          ptrdiff_t batch_stride, ptrdiff_t head_stride)
+{
+    return (batch_stride ? b : 0) * (head_stride ? mask->heads : 1) + (head_stride ? h : 0);
 }
 
 #endif
