@@ -13,6 +13,8 @@ from attnmask import _core
 
 AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
 
+Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; None for none
+
 # Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.
 FARTHEST = 2**59
 LONG = 256  # messages show an integer of more bits by their number
@@ -216,32 +218,52 @@ def per_row(
     return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
 
 
-def is_pair(sliding_window: Any) -> bool:
-    return isinstance(sliding_window, (tuple, list)) or (
-        isinstance(sliding_window, np.ndarray) and sliding_window.ndim > 0
-    )
-
-
 _NO_LIMIT = "; write None for no limit"
 
 
 def window(sliding_window: Any) -> tuple[int | None, int | None]:
     """How far a window reaches to the left and to the right; None for no end."""
-    if is_pair(sliding_window):
-        if len(sliding_window) != 2:
-            raise ValueError(
-                f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries"
-            )
-        left, right = (
-            None if side is None else integer(side, f"sliding_window[{i}]", 0, _NO_LIMIT)
-            for i, side in enumerate(sliding_window)
-        )
-    else:
-        left = right = integer(sliding_window, "sliding_window", 0, _NO_LIMIT)
-    return (
-        None if left is None or left > FARTHEST else left,
-        None if right is None or right > FARTHEST else right,
+    if isinstance(sliding_window, np.ndarray) and sliding_window.ndim:
+        hint = "; MaskInfo.apply_sliding_window takes a window by head"
+        raise TypeError(f"sliding_window must be an integer or a pair, got {describe(sliding_window)}{hint}")
+    left, right = (_side(side, name) for side, name in _sides(sliding_window))
+    return left, right
+
+
+def windows(sliding_window: Any, heads: int) -> tuple[Limit, Limit]:
+    """The same, where each may be an array of one for each head; if `heads` is 1, there may be any number of them."""
+    left, right = (
+        _side(side, name) if side is None or np.ndim(side) == 0 else _by_head(side, name, heads)
+        for side, name in _sides(sliding_window)
     )
+    return left, right
+
+
+def _sides(sliding_window: Any) -> list[tuple[Any, str]]:
+    if not isinstance(sliding_window, (tuple, list)):
+        return [(sliding_window, "sliding_window")] * 2
+    if len(sliding_window) != 2:
+        raise ValueError(f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries")
+    return [(side, f"sliding_window[{i}]") for i, side in enumerate(sliding_window)]
+
+
+def _side(side: Any, name: str) -> int | None:
+    if side is None and name != "sliding_window":
+        return None
+    length = integer(side, name, 0, _NO_LIMIT)
+    return None if length > FARTHEST else length
+
+
+def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
+    lengths = integer_array(side, name)
+    if lengths.ndim != 1 or (heads != 1 and len(lengths) not in (1, heads)):
+        expected = "[H]" if heads == 1 else f"of shape ({heads},), one for each head"
+        raise ValueError(f"{name} must be an integer or {expected}, got {describe(lengths)}")
+    if lengths.size and lengths.min() < 0:
+        index = int((lengths < 0).argmax())
+        raise ValueError(f"{name} must be at least 0, got {lengths[index]} at index {index}")
+    clipped = np.minimum(lengths, FARTHEST).astype(np.int64)
+    return int(clipped[0]) if len(clipped) == 1 else frozen(clipped)
 
 
 def axis_name(value: Any, name: str) -> AxisName:

@@ -36,10 +36,10 @@ from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
 class MaskInfo:
     """Which query may attend to which key: a description, and what was derived from it.
 
-    Make one with `from_segments`, `from_attention_mask`, `from_cu_seqlens`, `from_random` or `dynamic_init`, and narrow
-    it down with the `apply_*` methods or with ``&``, ``|`` and ``~``. All of these cost next to nothing, whatever the
-    length: pairs are looked at when somebody reads `attention_mask` or `bias`, or asks for a dtype. That happens in C,
-    once, and the result is kept.
+    Make one with `from_segments`, `from_attention_mask`, `from_cu_seqlens`, `from_blocks`, `from_function`,
+    `from_random` or `dynamic_init`, and narrow it down with the `apply_*` methods, with ``&``, ``|`` and ``~``, or by
+    slices. But for `from_function`, all of these cost next to nothing, whatever the length: pairs are looked at when
+    somebody reads `attention_mask` or `bias`, or asks for a dtype. That happens in C, once, and the result is kept.
 
     A MaskInfo does not change: methods return new ones, which share arrays, and all arrays that it hands out are
     read-only. What comes in is copied, but for masks ``[B, Q, K]`` and ``[B, H, Q, K]``: they are used as they lie in
@@ -303,6 +303,99 @@ class MaskInfo:
         """
         state = sources.of_chance(batch_size, q_len, kv_len, sparsity, seed)
         return cls._of(with_details(state, locals()))
+
+    @classmethod
+    def from_blocks(
+        cls,
+        blocks: ArrayLike,
+        block_size: int | tuple[int, int],
+        q_len: int | None = None,
+        kv_len: int | None = None,
+    ) -> Self:
+        """A block-sparse mask, by which blocks of pairs are live.
+
+        ::
+
+            blocks     block_size 2        q_len 5, block_size (2, 3)
+            1 0 0
+            1 1 0          k 0 1 2 3 4 5       k 0 1 2 3 4 5 6 7 8
+            0 1 1        q 0 # # . . . .     q 0 # # # . . . . . .
+                           1 # # . . . .       1 # # # . . . . . .
+                           2 # # # # . .       2 # # # # # # . . .
+                           3 # # # # . .       3 # # # # # # . . .
+                           4 . . # # # #       4 . . . # # # # # #
+                           5 . . # # # #
+
+        Parameters
+        ----------
+        blocks : array_like, shape [B, H, Q / q_size, K / k_size]
+            bool or numbers; not zero means live. Copied, as a number for each block.
+        block_size : int or (int, int)
+            Queries and keys of a block; 64 and its multiples are the fast ones.
+        q_len, kv_len : int, optional
+            How many queries and keys there are, if the last blocks are cut; as many as the blocks have if not given.
+
+        Returns
+        -------
+        MaskInfo
+
+        See Also
+        --------
+        MaskInfo.grid : how many pairs are live in each block of any mask.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_blocks([[[[1, 0], [1, 1]]]], 2, q_len=3)
+        >>> info.attention_mask[0, 0].astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 1]])
+        """
+        return cls._of(sources.of_blocks(blocks, block_size, q_len, kv_len))
+
+    @classmethod
+    def from_function(
+        cls, f: Callable[..., Any], q_len: int, kv_len: int, batch: int = 1, heads: int = 1
+    ) -> Self:
+        """A mask by a function that says of index arrays which pairs are live; FlexAttention calls it a mask_mod.
+
+        It is asked part by part, so that no array is as large as the mask, and never again: what is kept is a number
+        for each tile of 64 x 64 pairs, and 512 bytes for each different tile that is neither dead nor live as a whole.
+
+        Parameters
+        ----------
+        f : callable
+            ``f(b, h, q, k)`` gets index arrays of batch rows, heads, queries and keys, which broadcast against each
+            other and are read-only. It returns bools or integers, not zero for live pairs, of any shape that broadcasts
+            to that of all four.
+        q_len, kv_len : int
+        batch, heads : int
+            How many rows and heads there are. If `f` makes no use of ``h``, all heads share the mask.
+
+        Returns
+        -------
+        MaskInfo
+
+        See Also
+        --------
+        MaskInfo.from_blocks : where whole blocks are live or dead.
+        MaskInfo.from_block_mask : from a BlockMask of FlexAttention.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> dilated = attnmask.MaskInfo.from_function(lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), 4, 4)
+        >>> dilated.attention_mask[0, 0].astype(int)
+        array([[1, 0, 0, 0],
+               [0, 1, 0, 0],
+               [1, 0, 1, 0],
+               [0, 1, 0, 1]])
+        >>> document = np.array([0, 0, 1, 1])
+        >>> attnmask.MaskInfo.from_function(lambda b, h, q, k: document[q] == document[k], 4, 4).density()
+        0.5
+        """
+        return cls._of(sources.of_function(f, q_len, kv_len, batch, heads))
 
     @classmethod
     def dynamic_init(
@@ -1080,6 +1173,25 @@ class MaskInfo:
         """
         return self._of(transforms.inverted(self._state))
 
+    def __getitem__(self, index: Any) -> Self:
+        """A part of the mask: ``mask[rows, heads, queries, keys]``, as a description still.
+
+        Each index is a slice, which is clipped as that of an array, or an integer, which keeps its axis. Those left
+        out are whole, and ``...`` stands for as many as are missing. Heads that share a mask share it still, whichever
+        are asked for. Segment ids and positions are taken along.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0, 1, 1]] * 2).apply_causal()
+        >>> info[1, :, 2:4, 1:].attention_mask[0, 0].astype(int)
+        array([[1, 1, 0, 0],
+               [0, 0, 1, 0]])
+        >>> info[..., -1, :].shape
+        (2, 1, 5)
+        """
+        return self._made(transforms.sliced(self._state, index))
+
     # Terms
 
     def apply_causal(self, offset: ArrayLike = 0) -> Self:
@@ -1115,7 +1227,7 @@ class MaskInfo:
 
     def apply_sliding_window(
         self,
-        sliding_window: int | tuple[int | None, int | None],
+        sliding_window: int | NDArray[np.integer] | tuple[int | ArrayLike | None, int | ArrayLike | None],
         *,
         offset: ArrayLike = 0,
         mode: Literal["default", "decode", "prefill"] | None = None,
@@ -1135,8 +1247,9 @@ class MaskInfo:
 
         Parameters
         ----------
-        sliding_window : int or (int, int)
-            How many keys to either side, or to the left and to the right; None for all on that side.
+        sliding_window : int, ndarray of integers, shape [H], or a pair
+            How many keys to either side, or to the left and to the right; an array has a number for each head. In a
+            pair, None is for all on that side.
         offset : int or array_like of integers, shape [B]
             Added to the place of every query.
         mode : {None, "default", "decode", "prefill"}
@@ -1153,12 +1266,16 @@ class MaskInfo:
 
         Examples
         --------
-        >>> import attnmask
+        >>> import numpy as np, attnmask
         >>> info = attnmask.MaskInfo.from_segments([[0] * 6])
         >>> info.apply_sliding_window((2, 0)).attention_mask[0, 0, 3].astype(int)
         array([0, 1, 1, 1, 0, 0])
         >>> info.apply_sliding_window((2, 0), mode="decode", index=5).shape
         (1, 1, 3)
+        >>> by_head = info.apply_sliding_window((np.array([1, 5]), 0))
+        >>> by_head.attention_mask[0, :, 5].astype(int)
+        array([[0, 0, 0, 0, 1, 1],
+               [1, 1, 1, 1, 1, 1]])
         """
         return self._of(transforms.sliding_window(self._state, sliding_window, offset, mode, index))
 
@@ -1256,6 +1373,48 @@ class MaskInfo:
             self._state, token_type_ids, combine, zero_policy, update_segment_ids
         )
         return self._of(state)
+
+    def apply_prefix(self, lengths: ArrayLike) -> Self:
+        """Let all queries of a segment attend to its first tokens as well: the mask of a prefix LM.
+
+        ::
+
+            causal, prefix 3           segments 0 0 0 0 1 1 1: the first
+                                       two tokens of each
+                k 0 1 2 3 4 5              k 0 1 2 3 4 5 6
+              q 0 # # # . . .            q 0 # # . . . . .
+                1 # # # . . .              1 # # . . . . .
+                2 # # # . . .              2 # # # . . . .
+                3 # # # # . .              3 # # # # . . .
+                4 # # # # # .              4 . . . . # # .
+                5 # # # # # #              5 . . . . # # .
+                                           6 . . . . # # #
+
+        What stands before it in the order of terms stays live; terms that come after it apply to the prefix, too.
+
+        Parameters
+        ----------
+        lengths : int or array_like of integers, shape [B]
+            How many tokens of each segment; not negative. Segments are those of the segment ids that are held, and
+            padding is in none.
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_segments([[0, 0, 0, 0, 1, 1]]).apply_causal().apply_prefix(2)
+        >>> info.attention_mask[0, 0].astype(int)
+        array([[1, 1, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0, 0],
+               [1, 1, 1, 0, 0, 0],
+               [1, 1, 1, 1, 0, 0],
+               [0, 0, 0, 0, 1, 1],
+               [0, 0, 0, 0, 1, 1]])
+        """
+        return self._of(transforms.prefix(self._state, lengths))
 
     def apply_kv_lengths(
         self, kv_lengths: ArrayLike, *, q_len: int | None = None, sliding_window: int | None = None
@@ -1414,7 +1573,7 @@ class MaskInfo:
     def from_block_mask(cls, block_mask: Any) -> MaskInfo:
         """A mask of a BlockMask of FlexAttention, on the CPU.
 
-        Its ``mask_mod`` is asked for every pair, once: the mask is an array from here on.
+        Its ``mask_mod`` is asked for every pair, once, as `from_function` asks.
 
         Parameters
         ----------

@@ -1,10 +1,11 @@
-"""What masks are made of: segment ids, arrays of pairs or tokens, cu_seqlens, and chance."""
+"""What masks are made of: segment ids, arrays of pairs, blocks or tokens, cu_seqlens, functions, and chance."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from attnmask import _core
 from attnmask import _masks as masks
@@ -19,7 +20,7 @@ from attnmask._arguments import (
     integers,
     mask_array,
 )
-from attnmask._mask_program import Terms, fill
+from attnmask._mask_program import LONGEST, Shape, Terms, fill
 from attnmask._mask_state import (
     BOOL,
     KEYS,
@@ -33,9 +34,10 @@ from attnmask._mask_state import (
     padding_of,
     segments,
 )
-from attnmask._mask_terms import dense, ids_of_sequences, sequences
+from attnmask._mask_terms import TILE, Node, dense, ids_of_sequences, sequences, tiles
 
 _DRAWN = 2**20  # so many random numbers are drawn at a time
+_SLAB = 2**18  # a function is asked for so many pairs at a time
 
 
 def _of_ids(q_ids: Ids, kv_ids: Ids) -> State:
@@ -177,3 +179,97 @@ def of_tokens(array: ArrayLike, name: str, layout: str) -> State:
         raise ValueError(f"{name} must be {layout}, got shape {shape}")
     ids = frozen(allocate(shape[:2], np.int32, name, np.zeros))
     return _of_ids(ids, ids)
+
+
+def of_blocks(blocks: ArrayLike, block_size: Any, q_len: int | None, kv_len: int | None) -> State:
+    live = mask_array(blocks, "blocks", ("[B, H, Q blocks, K blocks]",))
+    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size must be an integer or a pair, got {len(sizes)} entries")
+    q_size, k_size = (integer(size, "block_size", 1) for size in sizes)
+    queries = _covered(q_len, "q_len", live.shape[2], q_size)
+    keys = _covered(kv_len, "kv_len", live.shape[3], k_size)
+    return _of_tiles(
+        tiles(frozen((live != 0).astype(np.int32)), (q_size, k_size)), (*live.shape[:2], queries, keys)
+    )
+
+
+def _covered(length: int | None, name: str, blocks: int, size: int) -> int:
+    """How many tokens so many blocks cover, the last of which may be cut."""
+    most = blocks * size
+    tokens = most if length is None else integer(length, name, 0)
+    if not (blocks - 1) * size < tokens <= most and not tokens == most == 0:
+        raise ValueError(
+            f"{name} must be from {max((blocks - 1) * size + 1, 0)} to {most}, which {blocks} blocks of {size} cover, "
+            f"got {tokens}"
+        )
+    if tokens > LONGEST:
+        raise ValueError(f"{name} must be at most 2**56, got {tokens}")
+    return tokens
+
+
+def _of_tiles(base: Node, shape: Shape) -> State:
+    return State(base=base, extent=shape, labels=padding_of(shape, (base,)))
+
+
+def of_function(f: Any, q_len: int, kv_len: int, batch: int, heads: int) -> State:
+    if not callable(f):
+        raise TypeError(f"f must be a function of b, h, q and k, got {describe(f)}")
+    queries, keys = integer(q_len, "q_len", 0), integer(kv_len, "kv_len", 0)
+    rows, planes = integer(batch, "batch", 0), integer(heads, "heads", 1)
+    grid = (-(-queries // TILE), -(-keys // TILE))
+    places = allocate((1, 1, *grid), np.int32, "q_len and kv_len", np.zeros)
+    known: dict[bytes, int] = {}  # the bits of mixed tiles, each once
+    pairs = _SLAB // max(rows * planes, 1)
+    columns = min(max(pairs // TILE, TILE) // TILE * TILE, max(grid[1] * TILE, 1))
+    height = max(pairs // columns // TILE, 1) * TILE
+    b, h = _index(0, rows, 0), _index(0, planes, 1)
+    for q in range(0, queries if rows else 0, height):
+        for k in range(0, keys, columns):
+            slab = (rows, planes, min(height, queries - q), min(columns, keys - k))
+            live = _asked(f, (b, h, _index(q, slab[2], 2), _index(k, slab[3], 3)), slab)
+            for axis in range(2):  # until now it made no difference which row or head it was
+                if live.shape[axis] > places.shape[axis]:
+                    places = places.repeat(slab[axis], axis)
+            found = np.array([[_tiles_of(head, slab[2:], known) for head in row] for row in live])
+            q_tile, k_tile = q // TILE, k // TILE
+            places[:, :, q_tile : q_tile + found.shape[2], k_tile : k_tile + found.shape[3]] = found
+    bits = np.frombuffer(b"".join(known), np.uint8).reshape(len(known), TILE, TILE // 8)
+    return _of_tiles(tiles(frozen(places), bits=bits), (rows, places.shape[1], queries, keys))
+
+
+def _index(begin: int, count: int, axis: int) -> NDArray[np.int64]:
+    """Of a slab's rows, heads, queries or keys. The function that is asked can write to none of them."""
+    shape = [1, 1, 1, 1]
+    shape[axis] = count
+    return frozen(np.arange(begin, begin + count).reshape(shape))
+
+
+def _asked(f: Callable[..., Any], index: tuple[NDArray[np.int64], ...], slab: Shape) -> NDArray[Any]:
+    """What `f` says of the slab, of four axes; those along which it is the same may have the length 1."""
+    live = as_array(f(*index), "the result of f")
+    if live.dtype.kind not in "biu":
+        raise TypeError(f"the result of f must be bools or integers, got {describe(live)}")
+    fits = live.ndim <= 4 and all(
+        length in (1, size) for length, size in zip(live.shape[::-1], slab[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"the result of f must broadcast to shape {slab}, got {describe(live)}")
+    return live.reshape((1,) * (4 - live.ndim) + live.shape)
+
+
+def _tiles_of(live: NDArray[Any], shape: tuple[int, int], known: dict[bytes, int]) -> NDArray[np.int32]:
+    """The places of the tiles of one plane; bits that are new are added to `known`."""
+    plane = (1, 1, *shape)
+    pairs = _core.mask_grid(plane, (("all",),), 0, 0, TILE, TILE)
+    count = _core.mask_grid(plane, (dense(live[None, None]),), 0, 0, TILE, TILE)
+    places = (count == pairs).astype(np.int32)
+    mixed = np.argwhere((count > 0) & (count < pairs))
+    bits = np.zeros((len(mixed), TILE, TILE), bool)
+    wide = np.broadcast_to(live, shape)
+    for tile, (i, j) in zip(bits, mixed * TILE, strict=True):
+        part = wide[i : i + TILE, j : j + TILE]
+        tile[: part.shape[0], : part.shape[1]] = part
+    packed = np.packbits(bits, axis=-1, bitorder="little")
+    places[tuple(mixed.T)] = [2 + known.setdefault(tile.tobytes(), len(known)) for tile in packed]
+    return places

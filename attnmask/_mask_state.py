@@ -61,9 +61,14 @@ class Labels:
         return self._ids
 
     def map(
-        self, queries: Callable[[Ids], Ids], keys: Callable[[Ids], Ids], q_len: int, kv_len: int
+        self,
+        queries: Callable[[Ids], Ids],
+        keys: Callable[[Ids], Ids],
+        q_len: int,
+        kv_len: int,
+        lead: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape[:-1],
     ) -> "Labels":
-        """The labels made of these, for as many tokens as said."""
+        """The labels made of these, for as many tokens as said; `lead` gives the axes before those of tokens."""
 
         def compute() -> tuple[MaybeIds, MaybeIds]:
             q_ids, kv_ids = self.get()
@@ -75,7 +80,7 @@ class Labels:
         if self._ids is not None:
             return Labels(*compute())
         lengths = zip(self.shapes, (q_len, kv_len), strict=True)
-        return Labels.later([old and (*old[:-1], length) for old, length in lengths], compute)
+        return Labels.later([old and (*lead(old), length) for old, length in lengths], compute)
 
     def for_batch(self, batch: int) -> "Labels":
         """What one row has for all rows, for each of them."""

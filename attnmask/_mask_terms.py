@@ -3,7 +3,7 @@
 A term is a tuple of its kind and its operands; it speaks of query `q` and key `k` of batch row `b` and head `h`::
 
     ("all",)                               every pair
-    ("band", low, high, offset)            low <= k - q - offset[b] <= high; None for no limit
+    ("band", low, high, offset)            low[h] <= k - q - offset[b] <= high[h]; None for no limit
     ("chunk", size, q_shift, k_shift)      (q + q_shift[b]) // size == (k + k_shift[b]) // size
     ("keys", begin, end)                   begin[b] <= k < end[b]
     ("equal", q_ids, k_ids, exclude_zero)  the ids [B, Q] or [B, H, Q] and those of the keys are the same, and not
@@ -11,12 +11,18 @@ A term is a tuple of its kind and its operands; it speaks of query `q` and key `
     ("dense", array, q_shift, k_shift)     array[b, h, q + q_shift[b], k + k_shift[b]] is not zero
     ("sequences", q_starts, k_starts, low, high)   q and k lie in the same sequence s, and counted from its starts
                                                    low[s] <= k - q <= high[s]
+    ("tiles", places, q_size, k_size, bits, q_shift, k_shift)   the tile that (q + q_shift[b], k + k_shift[b]) lies
+                                                                in is live, or has a bit for the pair that is set
 
 Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
 rows; limits are such arrays too, or None for no limit. Only attention has such limits.
 
-What has an index ``[b]`` is an int for all rows or an int64 array of one each. Axes of ids and arrays that all batch
-rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
+Places ``[B, H, Q tiles, K tiles]`` are int32: 0 for a tile of dead pairs, 1 for one of live pairs, and 2 + i for one
+that has bits of its own, ``bits[i]``: 64 rows of 8 bytes, the lowest bit first. With any such, tiles are of 64 × 64
+pairs.
+
+What has an index ``[b]`` or ``[h]`` is an int for all or an int64 array of one each. Axes of ids and arrays that all
+batch rows, heads, queries or keys share have the length 1. Arrays are read-only, so programs share them.
 
 A new kind is a constructor and a line of `KINDS` here, beside what it is in the core.
 """
@@ -28,15 +34,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
-from attnmask._arguments import as_array, frozen, mask_array, per_row, shared_integers
+from attnmask._arguments import (
+    Limit,
+    as_array,
+    describe,
+    frozen,
+    mask_array,
+    per_row,
+    read_only,
+    shared_integers,
+)
 
 Node: TypeAlias = tuple[Any, ...] | str  # a term or an operator
 PerRow: TypeAlias = int | NDArray[np.int64]
 # The shape of a mask. None is a length that is not known, or that broadcasts to those of others.
 Extent: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
+TILE = 64  # pairs along each side of a tile with bits
+_NO_BITS = frozen(np.zeros((0, TILE, TILE // 8), np.uint8))
 
-def band(low: int | None, high: int | None, offset: PerRow) -> Node:
+
+def band(low: Limit, high: Limit, offset: PerRow) -> Node:
     return ("band", low, high, offset)
 
 
@@ -55,6 +73,17 @@ def equal(q_ids: NDArray[np.int32], kv_ids: NDArray[np.int32], exclude_zero: boo
 def dense(array: NDArray[Any]) -> Node:
     """The 4-D `array`."""
     return ("dense", array, 0, 0)
+
+
+def tiles(
+    places: NDArray[np.int32],
+    size: tuple[int, int] = (TILE, TILE),
+    bits: NDArray[np.uint8] = _NO_BITS,
+    q_shift: PerRow = 0,
+    k_shift: PerRow = 0,
+) -> Node:
+    q_size, k_size = (min(length, 2**55) for length in size)
+    return ("tiles", places, q_size, k_size, bits, q_shift, k_shift)
 
 
 def sequences(
@@ -118,7 +147,25 @@ def _checked_starts(value: Any) -> NDArray[np.int64]:
     return frozen(_core.checked_starts(as_array(value, "cu_seqlens"), "cu_seqlens"))
 
 
+def _checked_heads(value: Any) -> PerRow:
+    return per_row(value, HEADS.words, np.size(value), row="head")
+
+
+def _checked_places(value: Any) -> NDArray[np.int32]:
+    return shared_integers(value, PLACES.words, ("[B, H, Q, K]",))
+
+
+def _checked_bits(value: Any) -> NDArray[np.uint8]:
+    bits = as_array(value, BITS.words)
+    if bits.dtype != np.uint8 or bits.shape[1:] != _NO_BITS.shape[1:]:
+        raise ValueError(f"{BITS.words} must be uint8 of shape [n, 64, 8], got {describe(bits)}")
+    return read_only(np.ascontiguousarray(bits))
+
+
 ROWS = Field("an array of one value a batch row", lambda array: (len(array), None, None, None), _checked_rows)
+HEADS = Field("an array of one value a head", lambda array: (None, len(array), None, None), _checked_heads)
+PLACES = Field("the tiles", _dense_extent, _checked_places)
+BITS = Field("the bits of tiles", lambda array: (None, None, None, None), _checked_bits)
 QUERY_IDS = Field("the query ids", lambda array: tokens_extent(array.shape, 2), _checked_ids)
 KEY_IDS = Field("the key ids", lambda array: tokens_extent(array.shape, 3), _checked_ids)
 PAIRS = Field("the attention mask", _dense_extent, _checked_mask)
@@ -130,14 +177,26 @@ KEY_STARTS = Field("the key starts", lambda array: (None, None, None, int(array[
 
 
 class Crop:
-    """A rectangle out of every batch row: `q_len` queries from `q_start` on, `kv_len` keys from `k_start` on."""
+    """A rectangle out of every batch row: `q_len` queries from `q_start` on, `kv_len` keys from `k_start` on. Or out of
+    some `rows` and `heads`, slices from a start to a stop; None for all.
+    """
 
-    def __init__(self, q_start: PerRow, q_len: int, k_start: PerRow, kv_len: int) -> None:
+    def __init__(
+        self,
+        q_start: PerRow,
+        q_len: int,
+        k_start: PerRow,
+        kv_len: int,
+        rows: slice | None = None,
+        heads: slice | None = None,
+    ) -> None:
         self.q_start, self.q_len, self.k_start, self.kv_len = q_start, q_len, k_start, kv_len
+        self.rows, self.heads = rows, heads
         # An array that several terms share is cropped once. It is kept, because its id() is unique only while it lives.
         self._taken: dict[tuple[str, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
     def queries(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Of ids or positions of the queries."""
         return self._take("queries", array, self.q_start, self.q_len)
 
     def keys(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -146,12 +205,42 @@ class Crop:
     def _take(self, side: str, array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
         key = (side, id(array))
         if key not in self._taken:
-            self._taken[key] = array, _tokens(array, start, length)
+            self._taken[key] = array, _tokens(self.planes(array, array.ndim - 1), start, length)
         return self._taken[key][1]
+
+    def planes(self, array: NDArray[Any], axes: int = 2) -> NDArray[Any]:
+        """The rows, and of two axes the heads."""
+        parts = zip((self.rows, self.heads)[:axes], array.shape, strict=False)
+        return array[tuple(_within(part, size) for part, size in parts)]
+
+    def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes before that of tokens which ids of this shape have here."""
+        parts = zip((self.rows, self.heads), shape[:-1], strict=False)
+        return tuple(len(range(size)[_within(part, size)]) for part, size in parts)
+
+    def of_rows(self, value: PerRow) -> PerRow:
+        return _part(value, self.rows)
+
+    def of_heads(self, value: Limit) -> Limit:
+        return None if value is None else _part(value, self.heads)
 
     def node(self, node: Node) -> Node:
         """The same inside the rectangle: terms look further, ids are taken along."""
         return node if isinstance(node, str) else KINDS[node[0]].crop(self, *node[1:])
+
+
+def _within(part: slice | None, size: int) -> slice:
+    """The part of an axis that is there, or has the length 1 because it is shared."""
+    if part is None or (size == 1 and part.start < part.stop):
+        return slice(None)
+    return part
+
+
+def _part(value: PerRow, part: slice | None) -> PerRow:
+    if isinstance(value, int) or part is None:
+        return value
+    values = value[part]
+    return int(values[0]) if len(values) == 1 else frozen(values.copy())
 
 
 def _tokens(array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
@@ -171,15 +260,18 @@ def _difference(a: PerRow, b: PerRow) -> PerRow:
     return a - b if isinstance(a, int) and isinstance(b, int) else frozen(np.subtract(a, b))
 
 
-def _crop_band(crop: Crop, low: int | None, high: int | None, offset: PerRow) -> Node:
-    return band(low, high, _difference(_sum(offset, crop.q_start), crop.k_start))
+def _crop_band(crop: Crop, low: Limit, high: Limit, offset: PerRow) -> Node:
+    offset = _difference(_sum(crop.of_rows(offset), crop.q_start), crop.k_start)
+    return band(crop.of_heads(low), crop.of_heads(high), offset)
 
 
 def _crop_chunk(crop: Crop, size: int, q_shift: PerRow, k_shift: PerRow) -> Node:
+    q_shift, k_shift = map(crop.of_rows, (q_shift, k_shift))
     return ("chunk", size, _sum(q_shift, crop.q_start), _sum(k_shift, crop.k_start))
 
 
 def _crop_keys(crop: Crop, begin: PerRow, end: PerRow) -> Node:
+    begin, end = map(crop.of_rows, (begin, end))
     return ("keys", _difference(begin, crop.k_start), _difference(end, crop.k_start))
 
 
@@ -189,14 +281,40 @@ def _crop_equal(crop: Crop, q_ids: NDArray[Any], k_ids: NDArray[Any], exclude_ze
 
 def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRow) -> Node:
     """An axis that all queries or keys share stays where it is."""
-    q_shift = q_shift if array.shape[2] == 1 else _sum(q_shift, crop.q_start)
-    return ("dense", array, q_shift, k_shift if array.shape[3] == 1 else _sum(k_shift, crop.k_start))
+    array = read_only(crop.planes(array))
+    sides = (
+        (crop.of_rows(q_shift), crop.q_start, crop.q_len),
+        (crop.of_rows(k_shift), crop.k_start, crop.kv_len),
+    )
+    shifts: list[PerRow] = []
+    for axis, (shift, start, length) in enumerate(sides, 2):
+        moved = shift if array.shape[axis] == 1 else _sum(shift, start)
+        if array.shape[axis] != 1 and isinstance(moved, int):
+            part = slice(moved, moved + length)
+            array, moved = array[:, :, part] if axis == 2 else array[:, :, :, part], 0
+        shifts.append(moved)
+    return ("dense", array, *shifts)
+
+
+def _crop_tiles(
+    crop: Crop,
+    places: NDArray[Any],
+    q_size: int,
+    k_size: int,
+    bits: NDArray[Any],
+    q_shift: PerRow,
+    k_shift: PerRow,
+) -> Node:
+    places = frozen(crop.planes(places).copy())
+    q_shift, k_shift = _sum(crop.of_rows(q_shift), crop.q_start), _sum(crop.of_rows(k_shift), crop.k_start)
+    return tiles(places, (q_size, k_size), bits, q_shift, k_shift)
 
 
 def _crop_sequences(crop: Crop, q_starts: NDArray[Any], k_starts: NDArray[Any], *_: None) -> Node:
     """Rows may begin in different sequences, and so there are ids of tokens from here on."""
     q_ids = _ids_within(q_starts, crop.q_start, crop.q_len)
-    return equal(q_ids, _ids_within(k_starts, crop.k_start, crop.kv_len))
+    k_ids = _ids_within(k_starts, crop.k_start, crop.kv_len)
+    return equal(crop.planes(q_ids, 1), crop.planes(k_ids, 1))
 
 
 def _ids_within(starts: NDArray[np.int64], start: PerRow, length: int) -> NDArray[np.int32]:
@@ -208,9 +326,11 @@ def _ids_within(starts: NDArray[np.int64], start: PerRow, length: int) -> NDArra
 # Words
 
 
-def _band_words(low: int | None, high: int | None, offset: PerRow) -> str:
+def _band_words(low: Limit, high: Limit, offset: PerRow) -> str:
     shift = f"offset={offset}" if isinstance(offset, int) else "offset by row"
     more = [] if isinstance(offset, int) and offset == 0 else [shift]
+    if isinstance(low, np.ndarray) or isinstance(high, np.ndarray):
+        return f"window({', '.join(['by head', *more])})"
     if low is None and high == 0:
         return f"causal({shift})" if more else "causal"
     return f"window({', '.join([str(None if low is None else -low), str(high), *more])})"
@@ -218,6 +338,10 @@ def _band_words(low: int | None, high: int | None, offset: PerRow) -> str:
 
 def _dense_words(array: NDArray[Any], *_: PerRow) -> str:
     return f"dense {array.dtype}{list(array.shape)}"
+
+
+def _tile_words(places: NDArray[Any], q_size: int, k_size: int, bits: NDArray[Any], *_: PerRow) -> str:
+    return f"tiles({q_size} x {k_size}{f', {len(bits)} patterns' if len(bits) else ''})"
 
 
 # The table
@@ -231,7 +355,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "all": Kind({}, lambda: "everything", lambda crop: ("all",)),
-    "band": Kind({"low": None, "high": None, "offset": ROWS}, _band_words, _crop_band),
+    "band": Kind({"low": HEADS, "high": HEADS, "offset": ROWS}, _band_words, _crop_band),
     "chunk": Kind(
         {"size": None, "q_shift": ROWS, "k_shift": ROWS}, lambda size, *_: f"chunks({size})", _crop_chunk
     ),
@@ -240,6 +364,11 @@ KINDS = {
         {"q_ids": QUERY_IDS, "k_ids": KEY_IDS, "exclude_zero": None}, lambda *_: "equal ids", _crop_equal
     ),
     "dense": Kind({"array": PAIRS, "q_shift": ROWS, "k_shift": ROWS}, _dense_words, _crop_dense),
+    "tiles": Kind(
+        {"places": PLACES, "q_size": None, "k_size": None, "bits": BITS, "q_shift": ROWS, "k_shift": ROWS},
+        _tile_words,
+        _crop_tiles,
+    ),
     "sequences": Kind(
         {"q_starts": QUERY_STARTS, "k_starts": KEY_STARTS, "low": None, "high": None},
         lambda *_: "sequences",

@@ -19,14 +19,13 @@ from attnmask._arguments import (
     frozen,
     integer,
     integers,
-    is_pair,
     number_dtype,
     one_of,
     per_row,
-    window,
+    windows,
 )
 from attnmask._mask_derived import mask_of_dtype, segment_ids
-from attnmask._mask_program import LONGEST, Terms, agree, cropped, extents, fill, join, same
+from attnmask._mask_program import LONGEST, Shape, Terms, agree, cropped, extents, fill, join, same
 from attnmask._mask_state import BOOL, FLAGS, Ids, Labels, State, padding_of
 from attnmask._mask_terms import Crop, Extent, Node, PerRow, band, chunk, dense, equal, first_keys
 
@@ -43,16 +42,73 @@ def _with_terms(state: State, *nodes: Node, flag: str | None = None, **changes: 
 def _cropped(state: State, crop: Crop) -> State:
     """The rectangle of each batch row, with all that goes along."""
     base, *terms = cropped(state.program, crop)
-    batch, heads, *_ = state.extent
+    batch, heads = crop.lead((*state.extent[:2], 0))  # type: ignore[arg-type]
     return replace(
         state,
         base=base,
         terms=Terms(*terms),
         extent=(batch, heads, crop.q_len, crop.kv_len),
-        labels=state.labels.map(crop.queries, crop.keys, crop.q_len, crop.kv_len),
+        labels=state.labels.map(crop.queries, crop.keys, crop.q_len, crop.kv_len, crop.lead),
         q_positions=None if state.q_positions is None else crop.queries(state.q_positions),
         kv_positions=None if state.kv_positions is None else crop.keys(state.kv_positions),
     )
+
+
+def sliced(state: State, index: Any) -> State:
+    """``mask[rows, heads, queries, keys]``."""
+    shape = state.shape("slice it")
+    parts = [
+        None if axis == 1 and size == 1 else part  # heads that share a mask share it still
+        for axis, (part, size) in enumerate(zip(_parts(index, shape), shape, strict=True))
+    ]
+    rows, heads, queries, keys = (
+        None if part is None or part == slice(0, size) else part
+        for part, size in zip(parts, shape, strict=True)
+    )
+    if rows is heads is queries is keys is None:
+        return state
+    queries, keys = (
+        slice(0, size) if part is None else part
+        for part, size in zip((queries, keys), shape[2:], strict=True)
+    )
+    crop = Crop(queries.start, queries.stop - queries.start, keys.start, keys.stop - keys.start, rows, heads)
+    return replace(_cropped(state, crop), cu_seqlens_q=None, cu_seqlens_kv=None)
+
+
+_SLICED = ("rows", "heads", "queries", "keys")
+
+
+def _parts(index: Any, shape: Shape) -> list[slice]:
+    """A slice of each axis, with a start and a stop that are not negative."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("the index must have one ellipsis at most, got 2 or more")
+    if len(entries) - len(dots) > len(shape):
+        raise IndexError(f"the index must be of rows, heads, queries and keys, got {len(entries)} entries")
+    place = dots[0] if dots else len(entries)
+    missing = [slice(None)] * (len(shape) - len(entries) + len(dots))
+    entries[place : place + len(dots)] = missing
+    return [_slice(*of_axis) for of_axis in zip(entries, _SLICED, shape, strict=True)]
+
+
+def _slice(entry: Any, name: str, size: int) -> slice:
+    if isinstance(entry, slice):
+        if entry.step is not None and integer(entry.step, f"the step of {name}") != 1:
+            raise ValueError(f"the step of {name} must be 1, got {describe(entry.step)}")
+        bounds = (entry.start, "start"), (entry.stop, "stop")
+        known = (None if bound is None else integer(bound, f"the {word} of {name}") for bound, word in bounds)
+        start, stop, _ = slice(*known).indices(size)
+        return slice(start, max(start, stop))
+    try:
+        number = integer(entry, name)
+    except TypeError:
+        raise TypeError(f"the index of {name} must be an integer or a slice, got {describe(entry)}") from None
+    if name == "heads" and size == 1:
+        return slice(0, 1)  # of heads that share a mask each one has it
+    if not -size <= number < size:
+        raise IndexError(f"the index of {name} must be from {-size} to {size - 1}, got {number}")
+    return slice(number % size, number % size + 1)
 
 
 def _clipped(value: PerRow, low: int, high: int) -> PerRow:
@@ -139,19 +195,24 @@ def causal(state: State, offset: ArrayLike) -> State:
 def sliding_window(
     state: State, sliding_window: Any, offset: ArrayLike, mode: str | None, index: ArrayLike | None
 ) -> State:
-    left, right = window(sliding_window)
     one_of(mode, "mode", (None, "default", "decode", "prefill"))
-    batch, _, queries, keys = state.shape("apply a sliding window")
+    batch, heads, queries, keys = shape = state.shape("apply a sliding window")
+    left, right = windows(sliding_window, heads)
     shift = per_row(offset, "offset", batch)
     if index is None and mode == "decode":
         raise ValueError("index must be given with mode='decode', got None")
     near = band(None if left is None else -left, right, shift)
-    state = _with_terms(state, near, "and", flag="sliding_window")
+    heads = (
+        agree([("the mask", shape if heads != 1 else (batch, None, queries, keys)), *extents((near,))])[1]
+        or 1
+    )
+    state = _with_terms(state, near, "and", flag="sliding_window", extent=(batch, heads, queries, keys))
     if mode not in ("decode", "prefill"):
         return state
+    left, right = (None if side is None else int(np.max(side, initial=0)) for side in (left, right))
     width = keys if left is None or right is None else min(left + right + 1, keys)
     if mode == "prefill":
-        if not is_pair(sliding_window) and left is not None:
+        if not isinstance(sliding_window, (tuple, list)) and left is not None:
             width = min(left, keys)
         return _cropped(state, Crop(0, queries, keys - width, width))
     assert index is not None
@@ -160,6 +221,35 @@ def sliding_window(
     query = _clipped(per_row(index, "index", batch, -FARTHEST), 0, queries - 1)
     first = 0 if left is None else _clipped(query - left, 0, keys - width)
     return _cropped(state, Crop(query, 1, first, width))
+
+
+def prefix(state: State, lengths: ArrayLike) -> State:
+    shape, program = state.described("apply a prefix")
+    given = per_row(lengths, "lengths", shape[0], 0)
+    labels = state.labels if state.labels.complete else padding_of(shape, program)
+    q_ids, kv_ids = labels.get()
+    assert q_ids is not None
+    assert kv_ids is not None
+    length = np.reshape(given, (-1, *(1,) * (kv_ids.ndim - 1)))
+    first = equal(q_ids, frozen(np.where(_places(kv_ids) < length, kv_ids, np.int32(-1))))
+    heads = agree(
+        [("the mask", (None, None if shape[1] == 1 else shape[1], None, None)), *extents((first,))]
+    )[1]
+    return _with_terms(state, first, "or", extent=(shape[0], heads or 1, *shape[2:]))
+
+
+def _places(ids: Ids) -> NDArray[np.int64]:
+    """How many tokens of the same segment lie before each; of padding, anything."""
+    rows = ids.reshape(-1, ids.shape[-1]) if ids.size else ids.reshape(0, 0)
+    lengths, valid, segment = _runs(rows)
+    order = valid[np.argsort(segment, kind="stable")]
+    through = np.cumsum(lengths[order])
+    before = np.zeros(len(lengths), np.int64)
+    first = np.diff(np.sort(segment), prepend=-1) != 0  # of the runs of each segment
+    before[order] = through - lengths[order]
+    before[order] -= np.maximum.accumulate(np.where(first, before[order], 0))
+    places = masks.positions_from_segment_ids(rows) + np.repeat(before, lengths).reshape(rows.shape)
+    return places.reshape(ids.shape)
 
 
 def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: bool) -> State:

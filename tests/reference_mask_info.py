@@ -83,9 +83,9 @@ class Pairs:
         distance = k - q - per_row(offset, self.shape[0])[:, None, None, None]
         inside = np.ones(distance.shape, bool)
         if left is not None:
-            inside &= distance >= -left
+            inside = inside & (distance >= -np.reshape(left, (-1, 1, 1)))  # of all heads, or of each
         if right is not None:
-            inside &= distance <= right
+            inside = inside & (distance <= np.reshape(right, (-1, 1, 1)))
         self.keep(inside, "sliding_window")
 
     def decode(self, left, right, offset, index) -> None:
@@ -180,6 +180,30 @@ class Pairs:
                 np.where(q_types == 0, -1, q_types),
                 np.where(kv_types == 0, -1, kv_types),
             )
+
+    def prefix(self, lengths) -> None:
+        q_ids, kv_ids = self.q_ids, self.kv_ids
+        if q_ids is None:
+            q_ids = self.live.any(axis=(1, 3)).astype(np.int32) - 1
+            kv_ids = self.live.any(axis=(1, 2)).astype(np.int32) - 1
+        first = kv_ids.copy()
+        for row in np.ndindex(kv_ids.shape[:-1]):
+            for t, segment in enumerate(kv_ids[row]):
+                before = (kv_ids[row][:t] == segment).sum()
+                if before >= per_row(lengths, self.shape[0])[row[0]]:
+                    first[row][t] = -1
+        self.live = self.live | equal_ids(q_ids, first)
+
+    def sliced(self, rows: slice, heads: slice, queries: slice, keys: slice) -> None:
+        def taken(array, tokens):
+            if array is None:
+                return None
+            lead = (rows,) if array.ndim == 2 else (rows, heads if array.shape[1] != 1 else slice(None))
+            return array[(*lead, tokens)]
+
+        self.live = self.live[rows, heads if self.shape[1] != 1 else slice(None), queries, keys]
+        self.q_ids, self.kv_ids = taken(self.q_ids, queries), taken(self.kv_ids, keys)
+        self.q_positions, self.kv_positions = taken(self.q_positions, queries), taken(self.kv_positions, keys)
 
     def joined(self, other: "Pairs", union: bool) -> None:
         self.live = self.live | other.live if union else self.live & other.live

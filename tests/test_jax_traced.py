@@ -56,9 +56,12 @@ MASKS = {
     "lengths": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_kv_lengths(np.array([3, 9])),
     "dense": MaskInfo.from_attention_mask(DENSE),
     "or": ~MaskInfo.from_segments(Q_IDS, KV_IDS) | MaskInfo.from_attention_mask(DENSE),
-    "cropped chunks": WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q)[:, :, :, :K]
-    if hasattr(MaskInfo, "__getitem__")
-    else WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q),
+    "cropped chunks": WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q)[:, :, :, :K],
+    "window by head": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_sliding_window((np.array([1, 0, 9, 3]), 2)),
+    "prefix": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().apply_prefix(np.array([2, 1])),
+    "blocks": MaskInfo.from_blocks(DENSE[:, :, :3, :5], (3, 2), Q, K),
+    "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], Q, K, B, H),
+    "slice of a function": MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > 0, 70, 90)[..., 60:69, 40:],
 }
 
 

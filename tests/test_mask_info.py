@@ -116,7 +116,18 @@ def bases(draw, shape=None):
     )
     kind = draw(
         st.sampled_from(
-            ["segments", "segments", "per head", "mask", "inverted", "padding", "random", "packed"]
+            [
+                "segments",
+                "segments",
+                "per head",
+                "mask",
+                "inverted",
+                "padding",
+                "random",
+                "packed",
+                "blocks",
+                "function",
+            ]
         )
     )
     if kind == "segments":
@@ -140,6 +151,21 @@ def bases(draw, shape=None):
     elif kind == "random":
         mask = mask_of(draw, batch, heads, queries, keys)
         info, pairs = MaskInfo(mask), ref.Pairs(mask)
+    elif kind == "blocks":
+        sizes = draw(st.sampled_from([(1, 1), (2, 3), (64, 64), (65, 30), (200, 7)]))
+        counts = [-(-length // size) for length, size in zip((queries, keys), sizes, strict=True)]
+        blocks = mask_of(draw, batch, heads, *counts)
+        live = blocks.repeat(sizes[0], 2).repeat(sizes[1], 3)[:, :, :queries, :keys]
+        info, pairs = MaskInfo.from_blocks(blocks, sizes, queries, keys), ref.Pairs.of_mask(live)
+    elif kind == "function":
+        live = mask_of(draw, batch, heads, queries, keys)
+        asked = live.astype(draw(st.sampled_from([bool, np.int64, np.uint8])))
+        info = MaskInfo.from_function(
+            lambda b, h, q, k: asked[b, h, q, k], queries, keys, batch=batch, heads=heads
+        )
+        pairs = ref.Pairs.of_mask(live)
+        if batch == 0:  # then nothing is asked
+            pairs.live = live[:, :1]
     else:
         live = mask_of(draw, batch, heads, queries, keys)
         valid = kind != "inverted"
@@ -164,6 +190,9 @@ def offset_of(draw, batch: int, low: int = -4, high: int = 6):
 OPERATIONS = [
     "causal",
     "window",
+    "window by head",
+    "prefix",
+    "slice",
     "decode",
     "prefill",
     "chunked",
@@ -209,6 +238,26 @@ def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo
             width = window if isinstance(window, int) else None if None in window else left + right + 1
             info = info.apply_sliding_window(window, offset=offset, mode="prefill")
             pairs.prefill(left, right, offset, width)
+    elif operation == "window by head":
+        count = heads if heads != 1 else draw(st.integers(1, 3))
+        numbers = st.lists(st.integers(0, 5), min_size=count, max_size=count).map(np.array)
+        window = draw(
+            st.one_of(numbers, st.tuples(st.none(), numbers), st.tuples(numbers, st.integers(0, 5)))
+        )
+        left, right = window if isinstance(window, tuple) else (window, window)
+        args = window, offset_of(draw, batch)
+        info = info.apply_sliding_window(window, offset=args[1])
+        pairs.window(left, right, args[1])
+    elif operation == "prefix":
+        args = (offset_of(draw, batch, 0),)
+        info = info.apply_prefix(*args)
+        pairs.prefix(*args)
+    elif operation == "slice":
+        bound = st.one_of(st.none(), st.integers(-12, 12))
+        parts = draw(st.tuples(*[st.builds(slice, bound, bound)] * 4))
+        args = tuple(parts)
+        info = info[parts]
+        pairs.sliced(*parts)
     elif operation == "chunked":
         args = draw(st.integers(1, 6)), offset_of(draw, batch)
         info = info.apply_chunked(*args)
@@ -1048,7 +1097,7 @@ def test_create_chunked_attention_mask(chunk_size, q_len, kv_len, offset):
 
 def test_windows_may_be_arrays():
     info = MaskInfo.from_segments(np.zeros((1, 9), int))
-    for pair in ((2, 1), [2, 1], np.array([2, 1]), (np.int8(2), np.int64(1))):
+    for pair in ((2, 1), [2, 1], (np.int8(2), np.int64(1))):
         assert info.apply_sliding_window(pair) == info.apply_sliding_window((2, 1))
         assert info.apply_sliding_window(pair, mode="prefill").shape == (1, 9, 4)
     for number in (3, np.int8(3), np.array(3)):
