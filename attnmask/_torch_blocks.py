@@ -4,16 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch.nn.attention.flex_attention import (  # type: ignore[import-not-found, unused-ignore]
-    BlockMask,
-    create_mask,
-)
+from torch.nn.attention.flex_attention import BlockMask  # type: ignore[import-not-found, unused-ignore]
 
 from attnmask import _mask_derived as derived
 from attnmask._arguments import describe, integer
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program
-from attnmask._mask_terms import ids_of_sequences
+from attnmask._mask_terms import TILE, ids_of_sequences
 from attnmask._torch_import import torch
 from attnmask._torch_masks import to_tensor
 
@@ -42,23 +39,19 @@ def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
 
 
 def _at(array: Any, *places: Any) -> Any:
-    """An entry; axes of length 1 are shared."""
-    return array[tuple(0 if size == 1 else place for size, place in zip(array.shape, places, strict=True))]
+    """An entry; axes of length 1 are shared. FlexAttention may ask for places beyond the end, of which it makes no use."""
+    return array[
+        tuple(0 if size == 1 else place % size for size, place in zip(array.shape, places, strict=True))
+    ]
 
 
-def _of_row(value: Any, b: Any) -> Any:
-    return value if isinstance(value, int) else value[b]
+def _of(value: Any, place: Any) -> Any:
+    """Of one batch row or head."""
+    return value if isinstance(value, int) else value[place]
 
 
 def _ids_at(ids: Any, b: Any, h: Any, token: Any) -> Any:
-    places = (b, token) if ids.ndim == 2 else (b, h, token)
-    *shared, length = ids.shape
-    return ids[
-        (
-            *(0 if size == 1 else place for size, place in zip(shared, places[:-1], strict=True)),
-            token % length,
-        )
-    ]
+    return _at(ids, b, token) if ids.ndim == 2 else _at(ids, b, h, token)
 
 
 def _all(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -66,18 +59,19 @@ def _all(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def _band(b: Any, h: Any, q: Any, k: Any, low: Any, high: Any, offset: Any) -> Any:
-    place = k - q - _of_row(offset, b)
-    return (place >= (-(2**62) if low is None else low)) & (place <= (2**62 if high is None else high))
+    place = k - q - _of(offset, b)
+    least, most = -(2**62) if low is None else low, 2**62 if high is None else high
+    return (place >= _of(least, h)) & (place <= _of(most, h))
 
 
 def _chunk(b: Any, h: Any, q: Any, k: Any, size: int, q_shift: Any, k_shift: Any) -> Any:
-    chunks = ((q + _of_row(q_shift, b)), (k + _of_row(k_shift, b)))
+    chunks = ((q + _of(q_shift, b)), (k + _of(k_shift, b)))
     one, other = (torch.div(place, size, rounding_mode="floor") for place in chunks)
     return one == other
 
 
 def _keys(b: Any, h: Any, q: Any, k: Any, begin: Any, end: Any) -> Any:
-    return (k >= _of_row(begin, b)) & (k < _of_row(end, b))
+    return (k >= _of(begin, b)) & (k < _of(end, b))
 
 
 def _equal(b: Any, h: Any, q: Any, k: Any, q_ids: Any, k_ids: Any, exclude_zero: bool) -> Any:
@@ -86,10 +80,30 @@ def _equal(b: Any, h: Any, q: Any, k: Any, q_ids: Any, k_ids: Any, exclude_zero:
 
 
 def _dense(b: Any, h: Any, q: Any, k: Any, array: Any, q_shift: Any, k_shift: Any) -> Any:
-    return _at(array, b, h, q + _of_row(q_shift, b), k + _of_row(k_shift, b)) != 0
+    return _at(array, b, h, q + _of(q_shift, b), k + _of(k_shift, b)) != 0
 
 
-_TERMS = {"all": _all, "band": _band, "chunk": _chunk, "keys": _keys, "equal": _equal, "dense": _dense}
+def _tiles(
+    b: Any, h: Any, q: Any, k: Any, places: Any, q_size: int, k_size: int, bits: Any, q_shift: Any, k_shift: Any
+) -> Any:
+    q, k = q + _of(q_shift, b), k + _of(k_shift, b)
+    tile = [torch.div(place, size, rounding_mode="floor") for place, size in ((q, q_size), (k, k_size))]
+    place = _at(places, b, h, *tile)
+    if not len(bits):
+        return place == 1
+    byte = bits[torch.clamp(place - 2, min=0), q % TILE, k % TILE // 8]
+    return (place == 1) | ((place > 1) & ((byte >> (k % 8)) & 1 == 1))
+
+
+_TERMS = {
+    "all": _all,
+    "band": _band,
+    "chunk": _chunk,
+    "keys": _keys,
+    "equal": _equal,
+    "dense": _dense,
+    "tiles": _tiles,
+}
 
 
 def _mask_mod(program: Program) -> Callable[..., Any]:
@@ -124,20 +138,24 @@ def from_block_mask(block_mask: Any) -> MaskInfo:
         raise TypeError(f"block_mask must be a BlockMask, got {describe(block_mask)}")
     (queries, keys), (q_size, k_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
 
-    def pairs(counts: Any, indices: Any) -> Any:
-        """Those of the blocks that are listed."""
+    def blocks(counts: Any, indices: Any) -> MaskInfo:
+        """The blocks that are listed."""
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
         columns = -(-keys // k_size)
-        blocks = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
-        blocks.scatter_(
-            -1, torch.where(listed, indices, columns).long(), True
-        )  # the last one is for the others
-        wide = blocks[..., :-1].repeat_interleave(q_size, -2).repeat_interleave(k_size, -1)
-        return wide[..., :queries, :keys]
+        live = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
+        live.scatter_(-1, torch.where(listed, indices, columns).long(), True)  # the last one is for the others
+        return MaskInfo.from_blocks(live[..., :-1].numpy(), (q_size, k_size), queries, keys)
 
-    live = pairs(block_mask.kv_num_blocks, block_mask.kv_indices)
-    batch, heads = live.shape[:2]
-    live &= create_mask(block_mask.mask_mod, batch, heads, queries, keys, device="cpu")
+    mask_mod = block_mask.mask_mod
+    for axis in (3, 2, 1, 0):
+        mask_mod = torch.vmap(mask_mod, tuple(0 if i == axis else None for i in range(4)))
+
+    def live(*index: Any) -> Any:
+        return mask_mod(*(torch.from_numpy(part.ravel().copy()) for part in index))
+
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    mask = MaskInfo.from_function(live, queries, keys, batch, heads)
+    mask &= blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is not None:
-        live |= pairs(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return MaskInfo.from_attention_mask(live.numpy())
+        mask |= blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return mask

@@ -34,6 +34,10 @@ MASKS = {
     "dense": lambda: MaskInfo.from_random(2, 37, 21, 0.3, 0),
     "heads": lambda: MaskInfo.from_attention_mask(np.tri(37, 37)[None, None] > np.zeros((2, 3, 1, 1))),
     "joined": lambda: ~segments().apply_causal() | MaskInfo.from_random(2, 37, 37, 0.5, 0),
+    "window by head": lambda: segments().apply_sliding_window((np.array([3, 0, 9]), 1)),
+    "blocks": lambda: MaskInfo.from_blocks(np.arange(24).reshape(2, 1, 3, 4) % 3, (16, 10), 37, 37),
+    "function": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k * (b + 1)) % 3 == h, 70, 130, 2, 2),
+    "slice": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 70, 130)[..., 5:42, 60:],
     "everything": lambda: MaskInfo.dynamic_init(input_ids=np.zeros((1, 32))),
 }
 

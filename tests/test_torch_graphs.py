@@ -13,7 +13,6 @@ from attnmask._flash_arguments import LEARNED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # of a tensor on the way; torch hides it, too late
-    "ignore:`torch.jit:DeprecationWarning",
     "ignore:`isinstance.treespec, LeafSpec:FutureWarning",
 )
 
@@ -439,6 +438,8 @@ def test_mask_tensors(torch):
         ~segments.apply_sliding_window((1, 0)) | MaskInfo.from_random(2, 4, 4, 0.5, 0),
         MaskInfo.from_attention_mask(np.ones((1, 1, 4, 4), np.float32)).apply_chunked(2),
         MaskInfo.from_cu_seqlens([0, 2, 4], packed=True),
+        MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > h, 6, 5, heads=2)[..., 2:, :4],
+        MaskInfo.from_blocks(np.eye(2)[None, None], 2).apply_sliding_window((np.array([1, 0]), None)),
         segments.apply_kv_lengths([2, 3], q_len=1),
     ):
         assert restored(*attnmask.torch.mask_tensors(mask)) == mask
