@@ -105,9 +105,7 @@ static const am_kernels *initial_kernels(void)
     am_isa_begin();
     const char *wanted = getenv("ATTNMASK_ISA");
     if (wanted && *wanted) return find_kernels("ATTNMASK_ISA", wanted);
-    const am_kernels *best = NULL, *kernels;
-    for (int level = 0; (kernels = am_isa_level(level)); level++) best = kernels;
-    return best;
+    return am_isa_best();
 }
 
 static int initial_threads(int *threads)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -182,7 +183,11 @@ def test_isa_from_the_environment(name):
 
 
 def test_the_best_isa_is_the_default():
-    assert python(ISA_IN_USE).stdout.strip() == max(CONFIG["isa_available"], key=ISA_LEVELS.index)
+    best = max(CONFIG["isa_available"], key=ISA_LEVELS.index)
+    info = Path("/proc/cpuinfo")
+    if best == "avx512bf16" and info.exists() and "GenuineIntel" in info.read_text():
+        best = "avx512"  # which is faster there
+    assert python(ISA_IN_USE).stdout.strip() == best
 
 
 THREADS_IN_USE = "import attnmask; print(attnmask.get_num_threads())"

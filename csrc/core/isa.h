@@ -8,8 +8,11 @@
  * kernel. */
 void am_isa_begin(void);
 
-/* The kernels of a level, from the plainest (0) to the best that runs here; NULL past the end. */
+/* The kernels of a level, from the plainest (0) to the last that runs here; NULL past the end. */
 const am_kernels *am_isa_level(int level);
+
+/* The fastest level, which is the last one as a rule. */
+const am_kernels *am_isa_best(void);
 
 /* The level called `name`, or NULL if it is unknown or does not run here. */
 const am_kernels *am_isa_find(const char *name);
