@@ -37,6 +37,7 @@ class Case:
     documents: int = 0
     by_mask_info: bool = False  # documents come as MaskInfo instead of cum_seqlens
     density: float | None = None  # share of live blocks in the dense mask
+    bigbird: bool = False  # live blocks are those of BigBird instead, and come by MaskInfo.from_blocks
     bias: bool = False
     backward: bool = False
 
@@ -89,6 +90,12 @@ class Case:
         """The live blocks of the dense mask, with the diagonal, so that every query has a key."""
         n = -(-self.tokens // BLOCK)
         live = np.eye(n, dtype=bool)
+        if self.bigbird:  # neighbours, the first block for all, and three at random
+            live |= np.eye(n, k=1, dtype=bool) | np.eye(n, k=-1, dtype=bool)
+            live[0] = live[:, 0] = True
+            for row in live:
+                row[np.random.default_rng(2).choice(n, 3, replace=False)] = True
+            return live
         dead = np.flatnonzero(~live)
         more = max(0, round(self.density * n * n) - n)
         live.flat[np.random.default_rng(2).choice(dead, more, replace=False)] = True
@@ -106,7 +113,7 @@ class Case:
             live &= k > q - self.window
         if self.documents:
             live &= self.query_ids[:, None] == self.ids
-        if self.density is not None:
+        if self.has_blocks:
             live &= self.dense
         return live
 
@@ -123,8 +130,12 @@ class Case:
         return (10 if self.backward else 4) * int(live) * self.channels * self.batch * self.heads
 
     @property
+    def has_blocks(self) -> bool:
+        return self.bigbird or self.density is not None
+
+    @property
     def is_masked(self) -> bool:
-        return bool(self.causal or self.window or self.documents or self.density is not None)
+        return bool(self.causal or self.window or self.documents or self.has_blocks)
 
     @property
     def key_bytes(self) -> int:
@@ -161,7 +172,7 @@ class Form:
 
 def whole(case: Case) -> Form:
     square = case.rows == case.tokens
-    plain = case.causal and square and not (case.window or case.documents or case.density is not None)
+    plain = case.causal and square and not (case.window or case.documents or case.has_blocks)
     mask = None if plain or case.live.all() else case.live[None, None]
     problem = Problem(case.arrays, plain, mask, case)
     return Form("", [problem], lambda parts: parts[0], lambda grads: grads[0])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from flash_cases import Case, Form, Grads, Problem, forms_of
+from flash_cases import BLOCK, Case, Form, Grads, Problem, forms_of
 from workers import Call, load_ejkernel, repeats_for, serve, settle, turn
 
 LIBRARY, THREADS = sys.argv[1], int(sys.argv[2])
@@ -122,7 +122,7 @@ class Flex(Torch):
         offset, window = case.tokens - case.rows, case.window
         ids = self.torch.from_numpy(case.ids) if case.documents else None
         query_ids = self.torch.from_numpy(case.query_ids) if case.documents else None
-        dense = self.torch.from_numpy(case.dense) if case.density is not None else None
+        dense = self.torch.from_numpy(case.dense) if case.has_blocks else None
 
         def live(b: object, h: object, q: object, k: object) -> object:
             where = k >= 0
@@ -182,7 +182,7 @@ class OnnxRuntime:
     def group_query(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> Ready:
         """Always causal. If there are fewer queries than keys, the other keys are in a cache."""
         case, (batch, rows), tokens = problem.case, q.shape[:2], k.shape[1]
-        causal = case and case.causal and not case.documents and case.density is None
+        causal = case and case.causal and not case.documents and not case.has_blocks
         if not (problem.causal or causal):
             raise Unknown("is always causal")
         settings = {"num_heads": q.shape[2], "kv_num_heads": k.shape[2]}
@@ -452,7 +452,10 @@ class Attnmask:
             settings = {"attention_mask": info.apply_causal() if case.causal else info}
         elif case.documents:
             settings |= {"cum_seqlens_q": case.query_starts, "cum_seqlens_k": case.starts}
-        if case.density is not None:
+        if case.bigbird:
+            info = self.attnmask.MaskInfo.from_blocks(case.blocks[None, None], BLOCK, case.rows, case.tokens)
+            settings["attention_mask"] = info
+        elif case.has_blocks:
             settings["attention_mask"] = case.dense
         return settings
 
