@@ -23,6 +23,7 @@ from attnmask._flash import (
     merge_attention_states_vjp,
 )
 from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
+from attnmask._flash_kvcache import flash_attention_with_kvcache
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_sharding import MaskSharding
 from attnmask._masks import (
@@ -82,6 +83,7 @@ __all__ = [
     "flash_attention_bwd",
     "flash_attention_fwd",
     "flash_attention_vjp",
+    "flash_attention_with_kvcache",
     "get_debug_mode",
     "get_num_threads",
     "identity_dtype_convert",

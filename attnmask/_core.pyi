@@ -52,6 +52,7 @@ def flash_backward(
     dropout: float,
     seed: int,
     relative: Any,
+    pages: Any,
     dout: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
@@ -81,6 +82,7 @@ def attention_schedule(
     dropout: float,
     seed: int,
     relative: Any,
+    pages: Any,
     threads: int,
     /,
 ) -> dict[str, Any]: ...
@@ -97,6 +99,7 @@ def flash_forward(
     dropout: float,
     seed: int,
     relative: Any,
+    pages: Any,
     return_lse: bool,
     out: NDArray[Any] | None,
     /,
@@ -105,6 +108,14 @@ def get_num_threads() -> int: ...
 def int32_copy(array: ArrayLike, name: str, /) -> NDArray[Any]: ...
 def check_mask(array: ArrayLike, name: str, /) -> None: ...
 def kernel_table(name: str, /) -> tuple[int, int]: ...
+def kv_append(
+    cache: NDArray[Any],
+    rows: ArrayLike,
+    pages: Any,
+    begins: NDArray[np.intp],
+    starts: NDArray[np.intp] | None,
+    /,
+) -> None: ...
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool, strict: bool, /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...

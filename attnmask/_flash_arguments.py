@@ -66,6 +66,11 @@ _FLOAT32, _FLOAT64 = (
 )
 
 
+def numbers_of(dtype: np.dtype[Any]) -> _Range:
+    """What logits can be, for queries of this type."""
+    return _FLOAT64 if dtype == np.float64 else _FLOAT32
+
+
 class Relative(NamedTuple):
     """The terms of the logits that follow from the distance k - q - offset of a pair."""
 
@@ -74,6 +79,16 @@ class Relative(NamedTuple):
     offsets: NDArray[np.intp]  # of all batch rows, or of each; of packed sequences, of each
     starts: NDArray[np.intp] | None  # of packed sequences
     low: int  # the distance that the table begins with
+
+
+class Pages(NamedTuple):
+    """Where the keys and values of sequences lie in a cache of pages."""
+
+    table: NDArray[np.int32]  # [sequences, pages of each]
+    used: NDArray[np.intp]  # the first token of each that any query may see
+    lengths: NDArray[np.intp]
+    starts: NDArray[np.intp] | None  # of packed sequences among the keys; None for batch rows
+    keys: int  # of the mask
 
 
 class Problem(NamedTuple):
@@ -91,6 +106,7 @@ class Problem(NamedTuple):
     dropout: float
     seed: int
     relative: Relative | None
+    pages: Pages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +238,7 @@ def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int
     return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
 
 
-def _scale(softmax_scale: Any, channels: int, numbers: _Range) -> float:
+def scale_of(softmax_scale: Any, channels: int, numbers: _Range) -> float:
     if softmax_scale is None:
         return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels
     scale = real(softmax_scale, "softmax_scale")
@@ -234,14 +250,14 @@ def _scale(softmax_scale: Any, channels: int, numbers: _Range) -> float:
     return scale
 
 
-def _cap(logits_soft_cap: Any, numbers: _Range) -> float:
+def cap_of(logits_soft_cap: Any, numbers: _Range) -> float:
     cap = 0.0 if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
         raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
     return 0.0 if cap == 0 or cap > numbers.greatest else max(cap, numbers.least)
 
 
-def _sinks(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
+def sinks_of(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
     """One row of sinks for each head, finite where they are; or None if there are none."""
     if softmax_aux is None:
         return None
@@ -313,7 +329,7 @@ def _for_all_rows(node: Node) -> Node:
     return (node[0], *shared)
 
 
-def _mask(attention_mask: Any, shape: Shape) -> Program:
+def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
@@ -442,7 +458,9 @@ def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> 
 
 def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
     """All conditions at once. Only the first, which may be a MaskInfo, may let many operands wait."""
-    nodes: list[Node] = [] if given["attention_mask"] is None else [*_mask(given["attention_mask"], shape)]
+    nodes: list[Node] = (
+        [] if given["attention_mask"] is None else [*mask_nodes(given["attention_mask"], shape)]
+    )
     q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
     terms = (
         None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, starts is not None),
@@ -454,7 +472,7 @@ def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offs
     return tuple(nodes) or (("all",),)
 
 
-def _slopes(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
+def slopes_of(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
     array = as_array(alibi_slopes, "alibi_slopes")
     if array.dtype.kind == "b" or not is_number(array.dtype):
         raise TypeError(f"alibi_slopes must be real numbers, got {describe(array)}")
@@ -489,7 +507,7 @@ def _relative(
     if abs(low) > FARTHEST:
         raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")
     rows, row = (shape[0], "B") if starts is None else (len(starts[0]) - 1, "sequences")
-    slopes = None if alibi_slopes is None else _slopes(alibi_slopes, rows, shape[1], row)
+    slopes = None if alibi_slopes is None else slopes_of(alibi_slopes, rows, shape[1], row)
     table = None if relative_bias is None else _table(relative_bias, shape[1])
     if starts is None:
         return Relative(slopes, table, np.array(offset, np.intp, ndmin=1), None, low)
@@ -589,7 +607,7 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]
     shape = (batch, heads, queries, keys)
-    numbers = _FLOAT64 if q.dtype == np.float64 else _FLOAT32
+    numbers = numbers_of(q.dtype)
     starts = _both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
     offset = _offset(given, starts, shape)
     nodes = _program(given, shape, starts, offset)
@@ -600,9 +618,9 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
         v,
         nodes,
         _bias(given["bias"], shape),
-        _scale(given["softmax_scale"], channels, numbers),
-        _cap(given["logits_soft_cap"], numbers),
-        _sinks(given["softmax_aux"], heads, numbers),
+        scale_of(given["softmax_scale"], channels, numbers),
+        cap_of(given["logits_soft_cap"], numbers),
+        sinks_of(given["softmax_aux"], heads, numbers),
         flag(given["normalize_output"], "normalize_output"),
         dropout,
         seed,
@@ -611,7 +629,7 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     return problem, batched
 
 
-def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
@@ -638,5 +656,5 @@ def check_apart(out: Any, given: Mapping[str, Any]) -> None:
     out = np.asarray(out)  # a subclass might override what NumPy asks below
     for name in ARRAYS:
         value = given[name]
-        if value is not None and any(_share_memory(out, array) for array in _arrays(value, name)):
+        if value is not None and any(share_memory(out, array) for array in _arrays(value, name)):
             raise ValueError(f"out must share no memory with {name}")

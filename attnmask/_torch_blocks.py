@@ -39,7 +39,7 @@ def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
 
 
 def _at(array: Any, *places: Any) -> Any:
-    """An entry; axes of length 1 are shared. FlexAttention may ask for places beyond the end, of which it makes no use."""
+    """An entry; axes of length 1 are shared. FlexAttention may ask for places beyond the end, and not use them."""
     return array[
         tuple(0 if size == 1 else place % size for size, place in zip(array.shape, places, strict=True))
     ]
@@ -84,7 +84,16 @@ def _dense(b: Any, h: Any, q: Any, k: Any, array: Any, q_shift: Any, k_shift: An
 
 
 def _tiles(
-    b: Any, h: Any, q: Any, k: Any, places: Any, q_size: int, k_size: int, bits: Any, q_shift: Any, k_shift: Any
+    b: Any,
+    h: Any,
+    q: Any,
+    k: Any,
+    places: Any,
+    q_size: int,
+    k_size: int,
+    bits: Any,
+    q_shift: Any,
+    k_shift: Any,
 ) -> Any:
     q, k = q + _of(q_shift, b), k + _of(k_shift, b)
     tile = [torch.div(place, size, rounding_mode="floor") for place, size in ((q, q_size), (k, k_size))]
@@ -143,7 +152,9 @@ def from_block_mask(block_mask: Any) -> MaskInfo:
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
         columns = -(-keys // k_size)
         live = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
-        live.scatter_(-1, torch.where(listed, indices, columns).long(), True)  # the last one is for the others
+        live.scatter_(
+            -1, torch.where(listed, indices, columns).long(), True
+        )  # the last one is for the others
         return MaskInfo.from_blocks(live[..., :-1].numpy(), (q_size, k_size), queries, keys)
 
     mask_mod = block_mask.mask_mod

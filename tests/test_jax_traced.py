@@ -61,7 +61,9 @@ MASKS = {
     "prefix": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().apply_prefix(np.array([2, 1])),
     "blocks": MaskInfo.from_blocks(DENSE[:, :, :3, :5], (3, 2), Q, K),
     "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], Q, K, B, H),
-    "slice of a function": MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > 0, 70, 90)[..., 60:69, 40:],
+    "slice of a function": MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 > 0, 70, 90)[
+        ..., 60:69, 40:
+    ],
 }
 
 

@@ -201,4 +201,4 @@ def test_many_threads_are_kept_busy(shape, options):
 def test_threads_are_an_integer(threads):
     q = np.zeros((1, 4, 1, 8), np.float32)
     with pytest.raises(TypeError):
-        _core.attention_schedule(q, q, q, (), None, 1.0, 0.0, None, True, 0.0, 0, threads)
+        _core.attention_schedule(q, q, q, (), None, 1.0, 0.0, None, True, 0.0, 0, None, None, threads)

@@ -5,13 +5,15 @@
 
 #include "bind/args.h"
 #include "bind/mask.h"
+#include "bind/pages.h"
 
 enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by distance */
 
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
     am_out out;
-    PyObject *nodes, *relative;
+    PyObject *nodes, *relative, *pages;
+    am_pages_arg paged;
     PyArrayObject *relative_arrays[RELATIVE_ARRAYS]; /* NULL: not given */
     Py_ssize_t low;                                  /* the distance that the table begins with */
     am_mask_arg mask;
@@ -50,11 +52,12 @@ static int check_inputs(const arguments *a)
 {
     PyArrayObject *const arrays[] = {a->query, a->key, a->value};
     static const char *const names[] = {"query", "key", "value"};
-    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
+    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query)), kv_type = am_dtype_of(PyArray_DESCR(a->key));
     for (int i = 0; i < 3; i++) {
-        if (PyArray_NDIM(arrays[i]) != 4 || !am_is_floating(type) ||
-            am_dtype_of(PyArray_DESCR(arrays[i])) != type)
-            return reject_array(PyExc_TypeError, names[i], "of four axes and query's floating-point type",
+        if (PyArray_NDIM(arrays[i]) != 4 || !am_is_floating(type) || !am_is_floating(kv_type) ||
+            (type == AM_FLOAT64) != (kv_type == AM_FLOAT64) ||
+            am_dtype_of(PyArray_DESCR(arrays[i])) != (i == 0 ? type : kv_type))
+            return reject_array(PyExc_TypeError, names[i], "of four axes and a floating-point type that fits",
                                 arrays[i]);
         for (int axis = 0; axis < 3; axis++) {
             if (PyArray_DIM(arrays[i], axis) > AM_LONGEST)
@@ -63,11 +66,27 @@ static int check_inputs(const arguments *a)
         }
     }
     const npy_intp *q = PyArray_DIMS(a->query), *k = PyArray_DIMS(a->key), *v = PyArray_DIMS(a->value);
-    if (k[0] != q[0] || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0))
+    if ((k[0] != q[0] && a->pages == Py_None) || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0))
         return reject_array(PyExc_ValueError, "key", "of a shape that fits query", a->key);
     if (!PyArray_CompareLists(k, v, 3))
         return reject_array(PyExc_ValueError, "value", "of a shape that fits key", a->value);
     return 0;
+}
+
+/* Reads the block table of keys and values in pages. */
+static int read_pages(arguments *a)
+{
+    am_pages_arg *p = &a->paged;
+    if (a->pages == Py_None) return 0;
+    if (am_read_pages(a->pages, PyArray_DIM(a->key, 0), PyArray_DIM(a->key, 1), p) < 0) return -1;
+    const npy_intp batch = PyArray_DIM(a->query, 0);
+    const ptrdiff_t *starts = p->pages.starts, n = p->pages.sequences;
+    bool fits = p->keys >= 0 && p->keys <= AM_LONGEST &&
+                (starts ? batch == 1 && starts[0] == 0 && starts[n] == p->keys : batch == n);
+    for (ptrdiff_t s = 0; fits && s < n; s++)
+        fits = starts ? starts[s + 1] - starts[s] == p->pages.lengths[s] : p->pages.lengths[s] <= p->keys;
+    if (!fits) PyErr_SetString(PyExc_ValueError, "pages must have as many keys as the mask");
+    return fits ? 0 : -1;
 }
 
 static int check_bias(const arguments *a)
@@ -199,6 +218,7 @@ static am_attn flash_of(arguments *a)
         .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
         .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
         .relative = relative_of(a),
+        .pages = a->paged.pages,
         .normalize = a->normalize,
         .dropout = a->dropout.value,
         .seed = a->seed,
@@ -247,24 +267,26 @@ fail:
 }
 
 /* The arguments that describe the problem, which come first in each function. */
-enum { PROBLEM_PARAMS = 12 };
+enum { PROBLEM_PARAMS = 13 };
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
         {"nodes", am_to_object, &(a).nodes}, {"bias", to_array_or_none, &(a).bias},                          \
         {"softmax_scale", am_to_scale, &(a).scale}, {"logits_soft_cap", am_to_scale, &(a).cap},              \
         {"softmax_aux", to_array_or_none, &(a).sinks}, {"normalize_output", am_to_bool, &(a).normalize},     \
         {"dropout_prob", am_to_scale, &(a).dropout}, {"dropout_seed", to_seed, &(a).seed},                   \
+        {"relative", am_to_object, &(a).relative},                                                           \
     {                                                                                                        \
-        "relative", am_to_object, &(a).relative                                                              \
+        "pages", am_to_object, &(a).pages                                                                    \
     }
 
 /* Checks these arguments after they are parsed, and reads the mask. */
 static int check_problem(arguments *a)
 {
-    if (check_inputs(a) < 0) return -1;
+    if (check_inputs(a) < 0 || read_pages(a) < 0) return -1;
     am_mask *mask = &a->mask.mask;
     mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
-    mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
+    mask->queries = PyArray_DIM(a->query, 1),
+    mask->keys = a->paged.table ? a->paged.keys : PyArray_DIM(a->key, 1);
     const int bad = am_read_nodes(&a->mask, a->nodes);
     return bad < 0 || read_relative(a) < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0
                ? -1
@@ -274,6 +296,7 @@ static int check_problem(arguments *a)
 static void release(arguments *a)
 {
     am_free_mask(&a->mask);
+    am_free_pages(&a->paged);
     Py_XDECREF(a->query);
     Py_XDECREF(a->key);
     Py_XDECREF(a->value);
@@ -430,6 +453,8 @@ static int check_backward(const backward_arguments *g)
 {
     const am_mask *mask = &g->a.mask.mask;
     am_dtype type = am_dtype_of(PyArray_DESCR(g->a.query));
+    if (g->a.paged.table || am_dtype_of(PyArray_DESCR(g->a.key)) != type)
+        return reject_array(PyExc_TypeError, "key", "of the query's dtype, and not in pages", g->a.key);
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
     npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(g->a.value, 3)};
     PyArrayObject *const results[] = {g->d_out, g->out}, *const row_stats[] = {g->lse, g->d_lse};

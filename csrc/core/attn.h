@@ -28,6 +28,17 @@ typedef struct {
     ptrdiff_t sequences;
 } am_relative;
 
+/* Keys and values in pages: token t of sequence s is token t % size of page table[s][t / size]. A batch row
+ * is a sequence; or packed sequences lie one behind the other in one row of keys. */
+typedef struct {
+    const int32_t *table;     /* NULL: keys and values are no pages */
+    ptrdiff_t table_step;     /* from sequence to sequence, in entries */
+    ptrdiff_t size;           /* tokens of a page */
+    const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */
+    const ptrdiff_t *starts;  /* of packed sequences among the keys, [sequences + 1]; NULL: batch rows */
+    ptrdiff_t sequences;
+} am_pages;
+
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
  *
  *     logit = q·k scale + bias + relative terms,  capped to cap tanh(logit / cap) if there is a cap
@@ -37,6 +48,7 @@ typedef struct {
 typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
     am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
+    am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
     am_mask *mask;          /* batch × heads × queries × keys */
     const char *bias;       /* NULL: none */
     am_dtype bias_type;

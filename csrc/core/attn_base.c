@@ -24,7 +24,7 @@ am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
 {
     const am_kernels *k = run->kernels;
     const bool wide = attn->q.type == AM_FLOAT64,
-               bf16x2 = attn->q.type == AM_BFLOAT16 && k->flash_bf16x2.panel > 0;
+               bf16x2 = attn->q.type == AM_BFLOAT16 && k->flash_bf16x2.kv[attn->k.type].pack_keys;
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
@@ -113,7 +113,10 @@ am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t h
     if (rows <= 0 || !am_is_plain(t)) return (am_prefetch_rows){0};
     ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one;
     bool side_by_side = one < all && all <= t->token;
-    return (am_prefetch_rows){am_token(t, b, head, token), t->token, side_by_side ? all : one, rows};
+    return (am_prefetch_rows){.at = am_token(t, b, head, token),
+                              .step = t->token,
+                              .length = side_by_side ? all : one,
+                              .rows = rows};
 }
 
 /* --- Memory --- */

@@ -157,7 +157,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
  * and the bias of its first block, `one`. */
 static void choose_prefetch(const forward *f, const position *here, const position *next, const item *one,
                             am_range tiles, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts,
-                            const am_kv_workspace *kv, am_flash_tile *tile)
+                            am_kv_workspace *kv, am_flash_tile *tile)
 {
     const am_attn_base *base = &f->base;
     const am_attn *attn = base->attn;
@@ -207,8 +207,8 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (!am_find_logit_terms(base, &it->at, keys, &it->terms, &terms)) continue;
                 some[live] = (am_flash_tile){
                     .live = terms.live, .kept = terms.kept, .bias = terms.bias, .bias_step = terms.bias_step};
-                step_unpacked =
-                    am_kv_tile(&f->kv, here->group, &it->at, tiles.begin, !terms.live, kv, &some[live]);
+                step_unpacked = am_kv_tile(&f->kv, here->group, &it->at, tiles.begin, !terms.live, it - first,
+                                           kv, &some[live]);
                 if (live == 0) /* for all */
                     choose_prefetch(f, here, next, it, tiles, count, part, parts, kv, some);
                 rows[live++] = here->split > 0 ? it->split : it->rows;

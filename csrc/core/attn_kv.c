@@ -2,8 +2,10 @@
 #include "core/attn_kv.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/convert.h"
+#include "core/packed.h"
 
 enum { TILE = AM_FLASH_TILE };
 
@@ -21,6 +23,75 @@ am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range k
                         .type = t->type,
                         .count = am_length(keys),
                         .depth = depth};
+}
+
+/* Tokens of one sequence that lie one after the other, from some key on. */
+typedef struct {
+    const char *data; /* NULL: they are behind the end of the sequence */
+    ptrdiff_t count;
+} key_run;
+
+static key_run run_of(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys)
+{
+    const am_pages *p = &f->pages;
+    const ptrdiff_t s = p->starts ? am_sequence_of(p->starts, p->sequences, keys.begin) : at->b,
+                    token = keys.begin - (p->starts ? p->starts[s] : 0),
+                    all = (p->starts ? am_min(keys.end, p->starts[s + 1]) : keys.end) - keys.begin,
+                    used = am_min(all, p->lengths[s] - token), inside = token % p->size;
+    if (used <= 0) return (key_run){NULL, all};
+    const int32_t *page = p->table + s * p->table_step + token / p->size;
+    const char *data = t->data + *page * t->batch + at->kv_head * t->head + inside * t->token;
+    ptrdiff_t count = p->size - inside;
+    for (; count < used && t->batch == p->size * t->token && page[1] == page[0] + 1; page++) count += p->size;
+    /* A page has memory behind the end of its sequence, which may be read as well. */
+    return (key_run){data, count >= all ? all : am_min(count, used)};
+}
+
+/* Where the rows of a whole tile begin in each page, for kernels that read them there: runs of `*rows` each,
+ * and behind them that of the next tile, to prefetch, or NULL if there is none. False if pages are too short
+ * or too long, or the tile does not begin with one. */
+static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys,
+                      const void *runs[AM_MOST_RUNS], ptrdiff_t *rows)
+{
+    const am_pages *p = &f->pages;
+    const ptrdiff_t s = p->starts ? am_sequence_of(p->starts, p->sequences, keys.begin) : at->b,
+                    token = keys.begin - (p->starts ? p->starts[s] : 0),
+                    end = am_min(p->lengths[s], token + am_length(keys)), inside = token % p->size;
+    *rows = am_min(p->size, TILE);
+    if (token >= end || TILE % *rows != 0 || *rows % 2 != 0) return false;
+    if (p->size > TILE ? inside + TILE > p->size : inside != 0) return false;
+    if (p->starts && keys.end > p->starts[s + 1]) return false;
+    const int32_t *page = p->table + s * p->table_step + token / p->size;
+    const char *data = t->data + at->kv_head * t->head + inside * t->token;
+    for (ptrdiff_t i = 0; i * *rows < TILE; i++) /* rows that are not there are dead, and may be any */
+        runs[i] = token + i * *rows < end ? data + page[i] * t->batch : runs[0];
+    const ptrdiff_t next = inside + TILE;
+    runs[TILE / *rows] = token + TILE < p->lengths[s]
+                             ? data + page[next / p->size] * t->batch + (next % p->size - inside) * t->token
+                             : NULL;
+    return true;
+}
+
+/* The same for pages: where rows lie, if they do so one after the other, else gathered in `scratch`. */
+static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys,
+                                ptrdiff_t depth, char *scratch)
+{
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = depth * size;
+    am_kv_rows rows = {scratch, row, size, t->type, am_length(keys), depth};
+    for (key_run run; keys.begin < keys.end; keys.begin += run.count, scratch += run.count * row) {
+        run = run_of(f, t, at, keys);
+        if (!run.data) {
+            memset(scratch, 0, (size_t)(run.count * row));
+        } else if (run.count == rows.count) {
+            rows.data = run.data, rows.step = t->token, rows.element = t->element;
+        } else if (t->element == size) {
+            for (ptrdiff_t r = 0; r < run.count; r++)
+                memcpy(scratch + r * row, run.data + r * t->token, (size_t)row);
+        } else {
+            am_copy_2d(scratch, row, size, run.data, t->token, t->element, run.count, depth, (size_t)size);
+        }
+    }
+    return rows;
 }
 
 /* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
@@ -103,25 +174,45 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
     return kv->shared.packed + index * (kv->schedule->k_bytes + kv->schedule->v_bytes);
 }
 
-/* The keys and values of a tile. */
+/* A tile as one of the items in a step sees it. */
 typedef struct {
-    am_kv_rows k, v;
-} tile_rows;
+    const am_kv *kv;
+    const am_attn_place *at;
+    am_range keys;
+    char *gathered; /* memory for its keys and then its values */
+    ptrdiff_t k_bytes;
+} tile_source;
+
+static am_kv_rows key_rows(const tile_source *s)
+{
+    const am_attn *f = s->kv->base->attn;
+    return f->pages.table ? rows_in_pages(f, &f->k, s->at, s->keys, f->depth, s->gathered)
+                          : am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
+}
+
+static am_kv_rows value_rows(const tile_source *s)
+{
+    const am_attn *f = s->kv->base->attn;
+    return f->pages.table ? rows_in_pages(f, &f->v, s->at, s->keys, f->value_depth, s->gathered + s->k_bytes)
+                          : am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
+}
 
 /* Finds a shared tile, and packs it if no other task has begun to. False if tiles are not shared, or another
  * task is packing it. */
-static bool find_shared(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
-                        const tile_rows *rows, char *scratch, am_flash_tile *tile)
+static bool find_shared(const tile_source *source, const am_scheduled *g, ptrdiff_t index, char *scratch,
+                        am_flash_tile *tile)
 {
+    const am_kv *kv = source->kv;
     atomic_uchar *state;
-    char *shared = shared_tile(kv, g, at, index, &state);
+    char *shared = shared_tile(kv, g, source->at, index, &state);
     if (!shared) return false;
     tile->k = shared, tile->v = shared + kv->schedule->k_bytes;
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == NOT_PACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        am_pack_keys(kv->base, rows->k, scratch, shared, 1);
-        found = am_pack_values(kv->base, rows->v, scratch, shared + kv->schedule->k_bytes) ? PACKED_FINITE
-                                                                                           : PACKED;
+        am_pack_keys(kv->base, key_rows(source), scratch, shared, 1);
+        found = am_pack_values(kv->base, value_rows(source), scratch, shared + kv->schedule->k_bytes)
+                    ? PACKED_FINITE
+                    : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
@@ -138,6 +229,12 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
     /* Tiles that are packed, or rows that kernels cannot read where they lie. */
     w->k = am_take(memory, used, am_max(s->local_tiles * s->k_bytes, am_row_scratch(TILE, f->depth)));
     w->v = am_take(memory, used, am_max(s->local_tiles * s->v_bytes, am_row_scratch(TILE, f->value_depth)));
+    const ptrdiff_t size = f->pages.table ? (ptrdiff_t)am_size_of(f->k.type) : 0;
+    w->k_bytes = am_ceil_div(TILE * f->depth * size, AM_LINE) * AM_LINE;
+    w->v_bytes = am_ceil_div(TILE * f->value_depth * size, AM_LINE) * AM_LINE;
+    w->gathered = am_take(memory, used, am_max(1, s->step_items) * (w->k_bytes + w->v_bytes));
+    const ptrdiff_t run_bytes = size ? s->step_items * (ptrdiff_t)sizeof *w->runs : 0;
+    w->runs = (const void *(*)[2][AM_MOST_RUNS])am_take(memory, used, run_bytes);
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
 }
 
@@ -153,53 +250,92 @@ static ptrdiff_t index_among_all(const am_kv *kv, const am_attn_place *at, ptrdi
     return at->kv_head * kv->groups->tiles.count + index;
 }
 
-static am_flash_step_unpacked *unpacked_tile(const am_attn_base *base, const tile_rows *rows,
-                                             am_kv_workspace *w, am_flash_tile *tile)
+/* Whether kernels can read rows of keys and values where they lie. */
+static bool can_read_runs(const am_attn_base *base)
 {
-    tile->k = read_rows(base, &rows->k, w->k, &tile->k_step);
-    tile->v = read_rows(base, &rows->v, w->v, &tile->v_step);
-    tile->value_depth = am_lanes(base, rows->v.depth);
-    return base->kernels->kv[rows->k.type].step_unpacked;
+    const am_attn *f = base->attn;
+    return base->bf16x2 ? am_is_plain_bf16x2(&f->k, f->depth) && am_is_plain_bf16x2(&f->v, f->value_depth)
+                        : am_is_plain(&f->k) && am_is_plain(&f->v);
+}
+
+static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_t item, am_kv_workspace *w,
+                                             am_flash_tile *tile)
+{
+    const am_attn_base *base = source->kv->base;
+    const am_attn *f = base->attn;
+    const void **k_runs = w->runs[item][0], **v_runs = w->runs[item][1];
+    if (f->pages.table && can_read_runs(base) &&
+        find_runs(f, &f->k, source->at, source->keys, k_runs, &tile->run) &&
+        find_runs(f, &f->v, source->at, source->keys, v_runs, &tile->run)) {
+        const ptrdiff_t size = base->bf16x2 ? base->size : (ptrdiff_t)am_size_of(f->k.type);
+        tile->k = k_runs[0], tile->k_runs = k_runs, tile->k_step = f->k.token / size;
+        tile->v = v_runs[0], tile->v_runs = v_runs, tile->v_step = f->v.token / size;
+        tile->value_depth = am_lanes(base, f->value_depth);
+        return base->kernels->kv[f->k.type].step_unpacked;
+    }
+    tile->run = 0;
+    const am_kv_rows k = key_rows(source), v = value_rows(source);
+    tile->k = read_rows(base, &k, w->k, &tile->k_step);
+    tile->v = read_rows(base, &v, w->v, &tile->v_step);
+    tile->value_depth = am_lanes(base, v.depth);
+    return base->kernels->kv[k.type].step_unpacked;
 }
 
 am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,
-                                   ptrdiff_t index, bool full, am_kv_workspace *w, am_flash_tile *tile)
+                                   ptrdiff_t index, bool full, ptrdiff_t item, am_kv_workspace *w,
+                                   am_flash_tile *tile)
 {
     const am_attn_base *base = kv->base;
     const am_attn *f = base->attn;
-    const am_range keys = am_range_at(&kv->groups->tiles, index);
-    const tile_rows rows = {am_kv_rows_of(&f->k, at, keys, f->depth),
-                            am_kv_rows_of(&f->v, at, keys, f->value_depth)};
-    if (g->shape.strategy == AM_UNPACKED) return unpacked_tile(base, &rows, w, tile);
-    if (find_shared(kv, g, at, index, &rows, w->row, tile)) return NULL;
+    const tile_source source = {.kv = kv,
+                                .at = at,
+                                .keys = am_range_at(&kv->groups->tiles, index),
+                                .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
+                                .k_bytes = w->k_bytes};
+    if (g->shape.strategy == AM_UNPACKED) return unpacked_tile(&source, item, w, tile);
+    if (find_shared(&source, g, index, w->row, tile)) return NULL;
     const ptrdiff_t among_all = index_among_all(kv, at, index), place = local_place(kv, g, index);
     char *k = w->k + place * kv->schedule->k_bytes, *v = w->v + place * kv->schedule->v_bytes;
     const bool in_place = g->shape.values_unpacked && full, known = w->local[place].tile == among_all;
-    tile->transposed = g->shape.strategy == AM_TRANSPOSED && full && rows.k.count == TILE;
-    if (tile->transposed)
-        tile->k = read_lanes(base, &rows.k, am_is_aligned_bf16x2(&f->k, f->depth), k, &tile->k_step);
-    else if (!known)
-        am_pack_keys(base, rows.k, w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
-    if (!known && !in_place) w->local[place].finite = am_pack_values(base, rows.v, w->row, v);
+    tile->transposed = g->shape.strategy == AM_TRANSPOSED && full && am_length(source.keys) == TILE;
+    if (tile->transposed) {
+        const am_kv_rows rows = key_rows(&source);
+        tile->k = read_lanes(base, &rows, am_is_aligned_bf16x2(&f->k, f->depth), k, &tile->k_step);
+    } else {
+        if (!known)
+            am_pack_keys(base, key_rows(&source), w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
+        tile->k = k;
+    }
+    tile->v = v, tile->v_step = 0;
+    if (in_place) {
+        const am_kv_rows rows = value_rows(&source);
+        tile->v = rows.data, tile->v_step = rows.step / base->size;
+    } else if (!known) {
+        w->local[place].finite = am_pack_values(base, value_rows(&source), w->row, v);
+    }
     w->local[place].tile = in_place || tile->transposed ? -1 : among_all;
-    if (!tile->transposed) tile->k = k;
-    tile->v = in_place ? rows.v.data : v;
-    tile->v_step = in_place ? rows.v.step / base->size : 0;
     tile->finite = w->local[place].finite;
     return NULL;
 }
 
-/* The `part`-th of `parts` of some tokens, to prefetch. */
-static am_prefetch_rows prefetch_part(const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
-                                      am_range keys, ptrdiff_t depth, ptrdiff_t part, ptrdiff_t parts)
+/* The `part`-th of `parts` of some tokens, to prefetch; of tokens in pages the first that lie one after the
+ * other. */
+static am_prefetch_rows prefetch_part(const am_attn *f, const am_tokens *t, const am_attn_place *at,
+                                      ptrdiff_t heads, am_range keys, ptrdiff_t depth, ptrdiff_t part,
+                                      ptrdiff_t parts)
 {
     const ptrdiff_t rows = am_length(keys), begin = rows * part / parts, end = rows * (part + 1) / parts;
-    return am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin + begin, end - begin, depth);
+    if (!f->pages.table)
+        return am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin + begin, end - begin, depth);
+    if (begin == end) return (am_prefetch_rows){0};
+    const key_run run = run_of(f, t, at, (am_range){keys.begin + begin, keys.begin + end});
+    am_tokens from = *t;
+    from.data = (char *)run.data;
+    return am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, depth);
 }
 
 void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *w,
-                    am_flash_tile *tile)
+                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, am_kv_workspace *w, am_flash_tile *tile)
 {
     const am_attn *f = kv->base->attn;
     atomic_uchar *state;
@@ -209,7 +345,14 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
         return;
     const am_range keys = am_range_at(&kv->groups->tiles, index);
     const ptrdiff_t bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
-    tile->prefetch[AM_PREFETCH_K] = prefetch_part(&f->k, at, heads, keys, f->depth, part, parts);
-    tile->prefetch[AM_PREFETCH_V] = prefetch_part(&f->v, at, heads, keys, f->value_depth, part, parts);
-    if (to) tile->prefetch[AM_PREFETCH_PACKED] = (am_prefetch_rows){to, bytes, bytes, 1};
+    am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
+    *next = prefetch_part(f, &f->k, at, heads, keys, f->depth, part, parts);
+    if (f->pages.table && g->shape.strategy == AM_UNPACKED && next->rows > 0 &&
+        find_runs(f, &f->k, at, keys, w->next_runs, &next->rows))
+        next->runs = w->next_runs,
+        next->run_count = TILE / next->rows + (w->next_runs[TILE / next->rows] != NULL);
+    tile->prefetch[AM_PREFETCH_V] = prefetch_part(f, &f->v, at, heads, keys, f->value_depth, part, parts);
+    if (to)
+        tile->prefetch[AM_PREFETCH_PACKED] =
+            (am_prefetch_rows){.at = to, .step = bytes, .length = bytes, .rows = 1};
 }

@@ -31,9 +31,17 @@ void am_shared_tiles_free(am_shared_tiles *tiles, const am_schedule *schedule, p
 /* Before a wave. */
 void am_shared_tiles_begin(am_shared_tiles *tiles, const am_wave *wave);
 
+enum {
+    AM_MOST_RUNS = AM_FLASH_TILE / 2 + 1
+}; /* of an unpacked tile, and the next one: their length is even */
+
 /* The memory of a task for tiles: those that it has packed, and which they are. */
 typedef struct {
-    char *k, *v, *row; /* row: scratch of am_row_scratch bytes */
+    char *k, *v, *row;          /* row: scratch of am_row_scratch bytes */
+    char *gathered;             /* keys and values of a tile that lie in several pages, for each item */
+    ptrdiff_t k_bytes, v_bytes; /* of these */
+    /* Where keys and values of a tile begin in each page, for each item; and the keys of the next one. */
+    const void *(*runs)[2][AM_MOST_RUNS], *next_runs[AM_MOST_RUNS];
     struct {
         ptrdiff_t tile; /* the index among all heads; -1: none */
         bool finite;
@@ -49,16 +57,16 @@ typedef struct {
     am_shared_tiles shared;
 } am_kv;
 
-/* Fills in the keys and values of a tile, by the strategy of the group. `full`: all its pairs are live.
- * Returns the step for it if it is unpacked, else NULL. */
+/* Fills in the keys and values of a tile for one of the items that take it in a step, by the strategy of the
+ * group. `full`: all its pairs are live. Returns the step for it if it is unpacked, else NULL. */
 am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *group, const am_attn_place *at,
-                                   ptrdiff_t index, bool full, am_kv_workspace *workspace,
+                                   ptrdiff_t index, bool full, ptrdiff_t item, am_kv_workspace *workspace,
                                    am_flash_tile *tile);
 
 /* The keys and values of a tile to prefetch, unless it is packed already: of `heads` key heads, the `part`-th
  * of `parts`. */
 void am_kv_prefetch(const am_kv *kv, const am_scheduled *group, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *workspace,
+                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, am_kv_workspace *workspace,
                     am_flash_tile *tile);
 
 #endif

@@ -20,7 +20,10 @@ am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place 
     if (!f->bias || at->heads > 1 || f->bias_column != size || keys.begin == keys.end)
         return (am_prefetch_rows){0};
     const char *first = f->bias + at->b * f->bias_batch + at->head * f->bias_head + at->q * f->bias_row;
-    return (am_prefetch_rows){first + keys.begin * size, f->bias_row, (keys.end - keys.begin) * size, rows};
+    return (am_prefetch_rows){.at = first + keys.begin * size,
+                              .step = f->bias_row,
+                              .length = (keys.end - keys.begin) * size,
+                              .rows = rows};
 }
 
 double am_sink_logit(const am_attn_base *base, ptrdiff_t head, ptrdiff_t i)

@@ -236,6 +236,7 @@ static void number(am_schedule *s, const am_attn_base *base)
             s->shared_tiles += base->attn->kv_heads * am_length(g->group.tiles);
         if (apart) s->partial_bytes += am_product(g->items, h->splits, bytes);
         if (h->strategy == AM_TRANSPOSED) s->packed_queries = am_max(s->packed_queries, am_lockstep(g));
+        if (h->strategy == AM_UNPACKED) s->step_items = am_max(s->step_items, am_lockstep(g));
         s->item_rows = am_max(s->item_rows, am_lockstep(g) * h->rows);
         /* A second one for the next split. */
         s->item_bytes = am_max(s->item_bytes, am_lockstep(g) * bytes * (h->splits > 1 && !apart ? 2 : 1));

@@ -61,6 +61,7 @@ typedef struct {
     ptrdiff_t item_rows;                          /* the most rows of items in lockstep */
     ptrdiff_t item_bytes;                         /* the most bytes of their accumulators */
     ptrdiff_t packed_queries;                     /* the most items in lockstep whose queries are packed */
+    ptrdiff_t step_items;                         /* the most items in one step: more than 1 if unpacked */
     ptrdiff_t local_tiles, shared_tiles, partial_bytes;
 } am_schedule;
 

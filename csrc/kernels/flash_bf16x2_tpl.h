@@ -133,14 +133,14 @@ static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdi
 
 /* --- Few rows: keys are read unpacked, and a few values at a time become bf16x2 --- */
 
-/* O + P V of an unpacked tile. It prefetches as many lines as it reads. */
-static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+/* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. It prefetches as
+ * many lines as it reads. */
+static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                              ptrdiff_t end, const float *values, prefetch_lines *prefetch)
 {
-    ptrdiff_t begin, end;
-    find_live(block, tile, &begin, &end);
     begin -= begin % 2;
     const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
-    const uint16_t *v = (const uint16_t *)tile->v + begin * step;
+    const uint16_t *v = (const uint16_t *)values + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
     prefetch_lines none = prefetch_nothing(v);

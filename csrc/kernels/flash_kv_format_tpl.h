@@ -81,11 +81,11 @@ static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdif
     return VOP(total)(nothing) == 0;
 }
 
-/* O + P V of an unpacked tile. Prefetches as many lines as it reads of values. */
-static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+/* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. Prefetches as
+ * many lines as it reads of values. */
+static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                             ptrdiff_t end, const S *values, prefetch_lines *prefetch)
 {
-    ptrdiff_t begin, end;
-    find_live(block, tile, &begin, &end);
     enum {
         BYTES = FN(PANEL) * sizeof(S),
         LINES = BYTES > CACHE_LINE ? BYTES / CACHE_LINE : 1,
@@ -95,7 +95,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     T *logits = (T *)block->logits + begin, panel[AM_FLASH_TILE * FN(PANEL)];
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
-        const S *v = (const S *)tile->v + begin * tile->v_step + column;
+        const S *v = values + begin * tile->v_step + column;
         T *out = (T *)block->out + column;
         const bool wide =
             block->rows <= STRIP / 2 && !tile->live && column + 2 * FN(PANEL) <= tile->value_depth;

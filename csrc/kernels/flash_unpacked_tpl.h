@@ -78,19 +78,56 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T 
 }
 #undef DOTS
 
-/* Logits of a tile. */
-static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+/* Logits of keys begin … end - 1 of a tile, whose key 0 would be at k. */
+static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                              ptrdiff_t end, const S *k, prefetch_lines *prefetch)
 {
     prefetch_lines none = prefetch_nothing(tile->k);
-    ptrdiff_t begin, end;
-    find_live(block, tile, &begin, &end);
-    const S *k = (const S *)tile->k + begin * tile->k_step;
     const T *q = block->q;
     T *logits = (T *)block->logits + begin;
+    k += begin * tile->k_step;
     for (ptrdiff_t r = 0; r < block->rows; r += 4) {
         FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
                    k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? prefetch : &none);
     }
+}
+
+/* Where row 0 of a tile would be if all were in the run of row i. */
+static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
+                                    ptrdiff_t step, ptrdiff_t i)
+{
+    if (tile->run == 0) return first;
+    const ptrdiff_t run = i / tile->run;
+    return (const S *)((uintptr_t)runs[run] - (uintptr_t)(run * tile->run * step) * sizeof(S));
+}
+
+/* The end of the run of row i, or `end`. */
+static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end)
+{
+    const ptrdiff_t next = tile->run ? (i / tile->run + 1) * tile->run : end;
+    return next < end ? next : end;
+}
+
+/* Lines of values of all heads, which lie side by side if there are several. */
+static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, ptrdiff_t heads)
+{
+    const am_flash_tile *last = &tiles[heads - 1];
+    const ptrdiff_t size = sizeof(S), step = tiles->v_step * size,
+                    head = (const char *)last->v - (const char *)tiles->v,
+                    length = head + tiles->value_depth * size;
+    if (tiles->run == 0) return prefetch_lines_of((uintptr_t)tiles->v, step, length, 0, EARLY_KEYS);
+    const ptrdiff_t runs = AM_FLASH_TILE / tiles->run;
+    return prefetch_runs_of(tiles->v_runs, runs + (tiles->v_runs[runs] != NULL), tiles->run, step, length,
+                            EARLY_KEYS);
+}
+
+static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile)
+{
+    const am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
+    if (next->rows <= 0) return prefetch_nothing(tile->k);
+    return next->runs ? prefetch_runs_of(next->runs, next->run_count, next->rows, next->step, next->length,
+                                         EARLY_KEYS)
+                      : prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
 }
 
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
@@ -98,12 +135,17 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
  * the order of memory. */
 static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
-    const am_flash_tile *last = &tiles[heads - 1];
-    const am_prefetch_rows *next = &tiles->prefetch[AM_PREFETCH_K];
-    const ptrdiff_t size = sizeof(S), v_bytes = (const char *)last->v - (const char *)tiles->v;
-    prefetch_lines prefetch = prefetch_lines_of((uintptr_t)tiles->v, tiles->v_step * size,
-                                                v_bytes + tiles->value_depth * size, 0, EARLY_KEYS);
-    for (ptrdiff_t h = 0; h < heads; h++) FROM(find_logits)(&blocks[h], &tiles[h], &prefetch);
+    prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads);
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        const am_flash_tile *tile = &tiles[h];
+        ptrdiff_t begin, end;
+        find_live(&blocks[h], tile, &begin, &end);
+        for (ptrdiff_t next; begin < end; begin = next) {
+            next = FROM(end_of_run)(tile, begin, end);
+            FROM(find_logits)(&blocks[h], tile, begin, next,
+                              FROM(origin)(tile, tile->k, tile->k_runs, tile->k_step, begin), &prefetch);
+        }
+    }
     for (ptrdiff_t h = 0; h < heads; h++) {
         if (STEP(softmax_whole)(&blocks[h], &tiles[h])) continue;
         ptrdiff_t begin, end;
@@ -112,10 +154,17 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
         end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
         STEP(softmax_rows)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
     }
-    prefetch = next->rows > 0
-                   ? prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS)
-                   : prefetch_nothing(tiles->k);
-    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_values)(&blocks[h], &tiles[h], &prefetch);
+    prefetch = FROM(lines_of_next_keys)(tiles);
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        const am_flash_tile *tile = &tiles[h];
+        ptrdiff_t begin, end;
+        find_live(&blocks[h], tile, &begin, &end);
+        for (ptrdiff_t next; begin < end; begin = next) {
+            next = FROM(end_of_run)(tile, begin, end);
+            FROM(add_values)(&blocks[h], tile, begin, next,
+                             FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin), &prefetch);
+        }
+    }
 }
 
 #undef S

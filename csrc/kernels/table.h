@@ -158,6 +158,8 @@ extern bool am_prefetch_near;
 typedef struct {
     const char *at;
     ptrdiff_t step, length, rows;
+    const void *const *runs; /* where all runs of so many rows begin, the first at `at`; NULL: there is one */
+    ptrdiff_t run_count;
 } am_prefetch_rows;
 enum {
     AM_PREFETCH_K,
@@ -185,6 +187,11 @@ typedef struct {
      * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
      * where a lane holds two numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
+    /* If unpacked, keys and values may lie in runs of `run` rows each, an even number, which begin at these
+     * addresses and not one behind the other; 0: they do not. Behind the last address is that of what follows
+     * the tile, or NULL. */
+    ptrdiff_t run;
+    const void *const *k_runs, *const *v_runs;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
