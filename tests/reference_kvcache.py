@@ -1,0 +1,192 @@
+"""Attention with a cache of keys and values in NumPy, which complements `reference_flash`: written to be read.
+
+It is the readable twin of `attnmask.flash_attention_with_kvcache`: one sequence at a time, in float64, over the numbers
+that the cache stands for. Nothing is checked.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import reference_flash as ref
+
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # magnitudes of quantized numbers, by the names of their types
+FAR = 2**60
+
+
+def flash_attention_with_kvcache(
+    query,
+    k_cache,
+    v_cache,
+    key=None,
+    value=None,
+    *,
+    cache_seqlens=None,
+    block_table=None,
+    cu_seqlens_q=None,
+    k_scale=None,
+    v_scale=None,
+    softmax_scale=None,
+    causal=True,
+    sliding_window=None,
+    logits_soft_cap=None,
+    softmax_aux=None,
+    alibi_slopes=None,
+    attention_mask=None,
+    return_lse=False,
+    out=None,
+):
+    """Appends `key` and `value` to the caches, and lets the queries attend to all tokens of their sequences.
+
+    Returns out in float64, and with `return_lse` the logsumexp, [B, H, Tq] or [H, total].
+    """
+    given = locals()
+    result = attention(**{name: given[name] for name in given if name not in ("return_lse", "out")})
+    if out is None:
+        out = result.out
+    else:
+        out[...] = result.out
+    return (out, result.lse) if return_lse else out
+
+
+def attention(
+    query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
+    softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
+) -> ref.Attention:  # fmt: skip
+    """The same with the sizes of what was summed, to which rounding errors are proportional."""
+    starts, flat, one_after_another = packed(query, cu_seqlens_q)
+    there = np.broadcast_to(k_cache.shape[1] if cache_seqlens is None else cache_seqlens, len(starts) - 1)
+    spans = [slice(*span) for span in pairwise(starts)]
+    lengths = [int(length) for length in there]
+    if key is not None:
+        for row, span in enumerate(spans):
+            length = lengths[row]
+            append(k_cache, k_scale, block_table, row, length, one_after_another(key)[span])
+            append(v_cache, v_scale, block_table, row, length, one_after_another(value)[span])
+            lengths[row] += span.stop - span.start
+
+    parts = [
+        ref.flash_attention(
+            query=flat[None, span],
+            key=tokens(k_cache, k_scale, block_table, row, length)[None],
+            value=tokens(v_cache, v_scale, block_table, row, length)[None],
+            attention_mask=mask_of(attention_mask, row, None if cu_seqlens_q is None else span, length),
+            bias=alibi(alibi_slopes, row, span.stop - span.start, length),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            causal_offset="bottom-right",
+            sliding_window=window(sliding_window),
+            logits_soft_cap=logits_soft_cap if logits_soft_cap and np.isfinite(logits_soft_cap) else None,
+            softmax_aux=softmax_aux,
+        )
+        for row, (span, length) in enumerate(zip(spans, lengths, strict=True))
+    ]
+    return joined(parts, query, v_cache)
+
+
+def packed(query, cu_seqlens_q):
+    """Where the queries of sequences start and end, the queries one after another, and what puts others so."""
+
+    def one_after_another(array):
+        return np.asarray(array).reshape(-1, *np.shape(array)[-2:])
+
+    if cu_seqlens_q is None:
+        starts = [row * query.shape[1] for row in range(query.shape[0] + 1)]
+    else:
+        starts = np.asarray(cu_seqlens_q).tolist()
+    return starts, one_after_another(query), one_after_another
+
+
+def joined(parts, query, v_cache) -> ref.Attention:
+    """The results of all sequences, in the shape of the query."""
+    heads, depth = query.shape[-2], v_cache.shape[-1]
+    out = np.concatenate([np.zeros((0, heads, depth)), *(part.out[0] for part in parts)])
+    out_size = np.concatenate([np.zeros((0, heads, depth)), *(part.out_size[0] for part in parts)])
+    lse = np.concatenate([np.zeros((heads, 0)), *(part.lse[0] for part in parts)], axis=1)
+    size = np.concatenate([np.zeros((heads, 0)), *(part.logit_size[0] for part in parts)], axis=1)
+    if query.ndim == 4:
+        out, out_size = (array.reshape(*query.shape[:3], depth) for array in (out, out_size))
+        lse, size = (array.reshape(heads, *query.shape[:2]).swapaxes(0, 1).copy() for array in (lse, size))
+    return ref.Attention(out, lse, out_size, size)
+
+
+# The cache
+
+
+def places(cache, block_table, row, start, end) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens of a sequence from `start` to `end` lie: the first two indices of a cache."""
+    positions = np.arange(start, end)
+    if block_table is None:
+        return np.full(len(positions), row), positions
+    page_size = cache.shape[1]
+    return np.asarray(block_table)[row, positions // page_size], positions % page_size
+
+
+def tokens(cache, scale, block_table, row, length) -> np.ndarray:
+    """The first tokens of one sequence, [length, Hkv, D]: the numbers that the cache stands for."""
+    where = places(cache, block_table, row, 0, length)
+    numbers = cache[where].astype(np.float64)
+    if scale is None:
+        return numbers
+    return numbers * np.broadcast_to(scale, (*cache.shape[:3], scale.shape[3]))[where].astype(np.float64)
+
+
+def append(cache, scale, block_table, row, length, new) -> None:
+    """Writes tokens [T, Hkv, D] behind the first `length` of a sequence."""
+    where = places(cache, block_table, row, length, length + len(new))
+    with np.errstate(over="ignore"):
+        if cache.dtype.name not in LARGEST:
+            cache[where] = new.astype(cache.dtype)
+            return
+        new = new.astype(np.float32)
+        if scale is not None and scale.shape == (*cache.shape[:3], 1):  # a token and head
+            scale[where] = own_scale(new, cache.dtype)
+        scales = 1 if scale is None else np.broadcast_to(scale, (*cache.shape[:3], scale.shape[3]))[where]
+        cache[where] = quantized(new / scales, cache.dtype)
+
+
+def own_scale(new, dtype) -> np.ndarray:
+    scale = abs(new).max(axis=-1, keepdims=True) / np.float32(LARGEST[dtype.name])
+    return np.where(scale == 0, np.float32(1), scale)
+
+
+def quantized(numbers, dtype) -> np.ndarray:
+    """To the nearest number of the type, ties to even; too large ones become the largest."""
+    clipped = np.clip(numbers, -LARGEST[dtype.name], LARGEST[dtype.name])
+    return (np.rint(clipped) if dtype == np.int8 else clipped).astype(dtype)
+
+
+# What goes into logits
+
+
+def window(sliding_window):
+    if sliding_window is None:
+        return None
+    sides = sliding_window if isinstance(sliding_window, (tuple, list)) else (sliding_window,) * 2
+    return tuple(FAR if side is None else side for side in sides)
+
+
+def mask_of(attention_mask, row, span, length):
+    """The mask of one sequence, [1, H, Tq, length], of one that broadcasts to [B, H, Tq, K] or [1, H, total, K].
+
+    `span` says which of packed queries are the sequence's; K may be longer than the sequence.
+    """
+    if attention_mask is None:
+        return None
+    mask = np.asarray(getattr(attention_mask, "attention_mask", attention_mask))
+    mask = mask[(None,) * (4 - mask.ndim)]
+    if span is not None:
+        mask = mask[:, :, span] if mask.shape[2] > 1 else mask
+    elif len(mask) > 1:
+        mask = mask[row : row + 1]
+    return mask[..., :length]
+
+
+def alibi(slopes, row, queries, keys):
+    """What ALiBi adds to the logits of one sequence, [1, H, Tq, K]."""
+    if slopes is None:
+        return None
+    slopes = np.asarray(slopes, np.float64)
+    if slopes.ndim == 2:
+        slopes = slopes[row if len(slopes) > 1 else 0]
+    distance = np.arange(keys)[None, :] - np.arange(queries)[:, None] - (keys - queries)
+    return -slopes[None, :, None, None] * abs(distance)
