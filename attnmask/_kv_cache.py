@@ -1,8 +1,20 @@
-"""Keys and values in numbers of eight bits."""
+"""Keys and values kept for decoding: pages that many sequences share, and numbers of eight bits.
+
+A sequence is a list of pages, of which the last one may be partly full. Forks share pages, and who writes to a page
+that others have too gets a copy of it::
+
+    page_size 4         a of 6 tokens       b = fork(a)         one more token for b
+
+                        a  [0 1 2 3] p0     a  p0 p1            a  p0 p1
+                           [4 5 . .] p1     b  p0 p1            b  p0 p2  [4 5 6 .]
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import array
+from itertools import accumulate, count, islice
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -12,13 +24,18 @@ from attnmask._arguments import (
     allocate,
     as_array,
     describe,
+    frozen,
     integer,
+    integer_array,
     is_floating,
+    per_row,
+    place,
 )
 
-__all__ = ["quantize_kv"]
+__all__ = ["KVCache", "KVCacheStep", "quantize_kv"]
 
 _LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # magnitudes, by the names of the types
+_MOST_TOKENS = 2**31 - 1  # lengths are int32
 
 
 def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
@@ -64,6 +81,10 @@ def quantize_kv(
         Of the same number of axes; those of `axis` are of length 1. It is finite and positive, and 1 where all numbers
         are 0.
 
+    See Also
+    --------
+    KVCache : quantizes what is appended to it.
+
     Examples
     --------
     >>> import numpy as np, attnmask
@@ -95,3 +116,529 @@ def quantize_kv(
     if target.name == "int8":
         np.rint(values, out=values)
     return values.astype(target), scale
+
+
+class _Sequence(NamedTuple):
+    """Neither it nor its list changes, so that forks and steps may share the list."""
+
+    pages: array.array[int]
+    length: int
+
+
+def _pages(*numbers: int) -> array.array[int]:
+    return array.array("i", numbers)  # of 256 pages, NumPy reads it ten times as fast as a list
+
+
+def _numbers(ids: ArrayLike) -> list[int]:
+    given = integer_array(ids, "ids")
+    if given.ndim != 1:
+        raise ValueError(f"ids must be [n], got {describe(given)}")
+    numbers: list[int] = given.tolist()
+    return numbers
+
+
+def _table(lists: list[array.array[int]]) -> NDArray[np.int32]:
+    table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
+    for row, pages in zip(table, lists, strict=True):
+        row[: len(pages)] = pages
+    return table
+
+
+class KVCache:
+    """Keys and values of many sequences, in pages.
+
+    Each step appends the next tokens of some sequences, and their queries attend to all tokens up to themselves::
+
+        with cache.step(ids, counts) as step:
+            for layer in range(layers):
+                ...
+                out = step.attend(layer, query, key, value)
+
+    A page belongs to as many sequences as `fork` has given it to. It is free again when the last one gives it back, by
+    `truncate` or `free`.
+
+    All memory is taken when the cache is made. Only one thread at a time may use a cache.
+
+    Parameters
+    ----------
+    kv_heads, depth : int
+        Hkv and D of the keys.
+    layers : int
+    pages : int
+        How many pages there are, each of which has all layers; ``pages * page_size`` is at most ``2**31 - 1``.
+    page_size : int
+        Tokens a page; 16 to 256 are fast.
+    dtype : dtype
+        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have a scale for each
+        token and head, as of `quantize_kv`.
+    value_depth : int, optional
+        Dv of the values; `depth` if not given.
+
+    Attributes
+    ----------
+    k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, depth] (or value_depth)
+    k_scales, v_scales : ndarray of float32, shape [layers, pages, page_size, kv_heads, 1], or None
+        Only of caches of eight bits.
+    page_size : int
+
+    See Also
+    --------
+    quantize_kv : numbers of eight bits.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> cache = attnmask.KVCache(2, 8, pages=16, page_size=4, dtype="float32")
+    >>> x = np.ones((6, 2, 8), np.float32)
+    >>> prompt = cache.new_sequence()
+    >>> with cache.step([prompt], 6) as step:
+    ...     out = step.attend(0, x, x, x)
+    >>> answers = [cache.fork(prompt) for _ in range(3)]
+    >>> with cache.step(answers, [1, 2, 3]) as step:
+    ...     out = step.attend(0, x, x, x)
+    >>> cache.lengths(answers)
+    array([7, 8, 9], dtype=int32)
+    >>> cache.block_table(answers)
+    array([[ 0,  2, -1],
+           [ 0,  3, -1],
+           [ 0,  4,  5]], dtype=int32)
+    >>> cache.free_pages
+    10
+    """
+
+    def __init__(
+        self,
+        kv_heads: int,
+        depth: int,
+        *,
+        layers: int = 1,
+        pages: int,
+        page_size: int = 64,
+        dtype: DTypeLike,
+        value_depth: int | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+        shape = tuple(integer(size, name, 1) for name, size in sizes.items())
+        k_depth = integer(depth, "depth", 1)
+        v_depth = k_depth if value_depth is None else integer(value_depth, "value_depth", 1)
+        tokens = shape[1] * shape[2]
+        if tokens > _MOST_TOKENS:
+            raise ValueError(f"pages * page_size must be at most {_MOST_TOKENS}, got {describe(tokens)}")
+        numbers = _dtype_of(dtype, floating=True)
+
+        def zeros(channels: int, dtype: DTypeLike) -> NDArray[Any]:
+            return allocate((*shape, channels), dtype, f"{', '.join(sizes)} and depth", np.zeros)
+
+        self.page_size = shape[2]
+        self.k_pages, self.v_pages = zeros(k_depth, numbers), zeros(v_depth, numbers)
+        self.k_scales: NDArray[np.float32] | None = None
+        self.v_scales: NDArray[np.float32] | None = None
+        if numbers.name in _LARGEST:
+            self.k_scales, self.v_scales = zeros(1, np.float32), zeros(1, np.float32)
+        self._returned: list[int] = []  # a stack: the last one is taken first
+        self._fresh = range(shape[1])  # pages that were never taken
+        self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
+        self._sequences: dict[int, _Sequence] = {}
+        self._ids = count()
+        self._step: KVCacheStep | None = None  # which is open
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages are free.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.KVCache(2, 8, pages=16, dtype="float32").free_pages
+        16
+        """
+        return len(self._returned) + len(self._fresh)
+
+    def new_sequence(self) -> int:
+        """A sequence without tokens.
+
+        Returns
+        -------
+        int
+            Its id. Ids are not used again.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.new_sequence(), cache.new_sequence()
+        (0, 1)
+        """
+        return self._add(_Sequence(_pages(), 0))
+
+    def fork(self, id: int) -> int:
+        """A sequence of the same tokens, which shares its pages until one of both writes to them.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+
+        Returns
+        -------
+        int
+            The id of the new one.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, x = cache.new_sequence(), np.ones((100, 1, 8), np.float32)
+        >>> with cache.step([a], 100) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> b = cache.fork(a)
+        >>> cache.block_table([a, b])
+        array([[0, 1],
+               [0, 1]], dtype=int32)
+        """
+        sequence = self._sequence(self._outside_step(id))
+        for page in sequence.pages:
+            self._owners[page] += 1
+        return self._add(sequence)
+
+    def truncate(self, id: int, length: int) -> None:
+        """Forget the last tokens of a sequence, such as drafts that were not accepted, and give back their pages.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+        length : int
+            How many tokens to keep.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, x = cache.new_sequence(), np.ones((100, 1, 8), np.float32)
+        >>> with cache.step([a], 100) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> cache.truncate(a, 64)
+        >>> cache.lengths([a]), cache.free_pages
+        (array([64], dtype=int32), 15)
+        """
+        number, keep = self._outside_step(id), integer(length, "length", 0)
+        pages, there = self._sequence(number)
+        if keep > there:
+            raise ValueError(f"length must be at most the sequence's {there}, got {describe(keep)}")
+        used = -(-keep // self.page_size)
+        self._sequences[number] = _Sequence(pages[:used], keep)
+        self._give_back(pages[used:])
+
+    def free(self, id: int) -> None:
+        """Forget a sequence, and give back its pages.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.free(cache.new_sequence())
+        """
+        number = self._outside_step(id)
+        self._give_back(self._sequence(number).pages)
+        del self._sequences[number]
+
+    def lengths(self, ids: ArrayLike) -> NDArray[np.int32]:
+        """How many tokens sequences have; those of an open step do not count yet.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            KeyError if one is of no sequence.
+
+        Returns
+        -------
+        ndarray of int32, shape [n]
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.lengths([cache.new_sequence()])
+        array([0], dtype=int32)
+        """
+        return np.array([self._sequence(number).length for number in _numbers(ids)], np.int32)
+
+    def block_table(self, ids: ArrayLike) -> NDArray[np.int32]:
+        """The pages of sequences, in the order of their tokens; those that an open step takes are not there yet.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            KeyError if one is of no sequence.
+
+        Returns
+        -------
+        ndarray of int32, shape [n, most pages]
+            Behind a sequence's pages stands -1.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, b, x = cache.new_sequence(), cache.new_sequence(), np.ones((101, 1, 8), np.float32)
+        >>> with cache.step([a, b], [100, 1]) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> cache.block_table([a, b])
+        array([[ 0,  1],
+               [ 2, -1]], dtype=int32)
+        """
+        return _table([self._sequence(number).pages for number in _numbers(ids)])
+
+    def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep:
+        """The next tokens of some sequences: to be used by ``with``, once, one step at a time.
+
+        When the block begins, all pages that it needs are taken; if there are not as many, a MemoryError says how many
+        are missing, and nothing has changed. Pages to write to that others have too are copied. When the block ends,
+        the sequences have become longer. If it raises, they are as before, and what was taken is given back. In the
+        block, other sequences may be made, forked, truncated and freed.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            Each at most once. KeyError if one is of no sequence.
+        counts : int or array_like of integers, shape [n]
+            How many tokens each sequence, or all of them, get; may be 0.
+
+        Returns
+        -------
+        KVCacheStep
+
+        Examples
+        --------
+        Some sequences begin with many tokens while others go on by one:
+
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, layers=2, pages=16, dtype="float32")
+        >>> a, b = cache.new_sequence(), cache.new_sequence()
+        >>> x = np.ones((6, 1, 8), np.float32)
+        >>> with cache.step([a, b], [1, 5]) as step:
+        ...     for layer in range(2):
+        ...         out = step.attend(layer, x, x, x)
+        >>> cache.lengths([a, b])
+        array([1, 5], dtype=int32)
+        """
+        return KVCacheStep(self, ids, counts)
+
+    def _add(self, sequence: _Sequence) -> int:
+        number = next(self._ids)
+        self._sequences[number] = sequence
+        return number
+
+    def _sequence(self, number: int) -> _Sequence:
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            raise KeyError(f"id must be of a sequence that was made and not freed, got {describe(number)}")
+        return sequence
+
+    def _outside_step(self, id: Any) -> int:
+        number = integer(id, "id")
+        if self._step is not None and number in self._step._ids:
+            raise RuntimeError(f"id must be of a sequence outside the open step, got {number}")
+        return number
+
+    def _check_no_step(self) -> None:
+        if self._step is not None:
+            raise RuntimeError("a step must wait until the block of the open one ends")
+
+    def _next_free(self, needed: int) -> list[int]:
+        """Pages that are about to be taken, in their order."""
+        there = self.free_pages
+        if needed > there:
+            missing, wanted = describe(needed - there), describe(needed)
+            raise MemoryError(f"missing pages: {missing} of the {wanted} that the step takes")
+        again = self._returned[: -needed - 1 : -1]
+        return [*again, *self._fresh[: needed - len(again)]]
+
+    def _take(self, pages: list[int]) -> None:
+        """Take what `_next_free` has told."""
+        again = min(len(pages), len(self._returned))
+        del self._returned[len(self._returned) - again :]
+        self._fresh = self._fresh[len(pages) - again :]
+        self._owners.update(dict.fromkeys(pages, 1))
+
+    def _give_back(self, pages: array.array[int] | list[int]) -> None:
+        for page in reversed(pages):  # so that they are taken again in their order
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                del self._owners[page]
+                self._returned.append(page)
+
+    def _copy(self, source: int, target: int, tokens: int) -> None:
+        for held in (self.k_pages, self.v_pages, self.k_scales, self.v_scales):
+            if held is not None:
+                held[:, target, :tokens] = held[:, source, :tokens]
+
+    def _who_copies(self, rows: list[_Sequence], counts: list[int]) -> list[int]:
+        """Which of the rows get a copy of their last page, as they write to it, and others have it too.
+
+        If all who have it write, one need not copy it. That is the longest one: it does not write over tokens that
+        the others come back to if the block raises.
+        """
+        sharing = [
+            i
+            for i, (row, more) in enumerate(zip(rows, counts, strict=True))
+            if more and row.length % self.page_size and self._owners[row.pages[-1]] > 1
+        ]
+        left = {rows[i].pages[-1]: self._owners[rows[i].pages[-1]] for i in sharing}
+        copying = []
+        for i in sorted(sharing, key=lambda i: rows[i].length):
+            page = rows[i].pages[-1]
+            if left[page] > 1:
+                left[page] -= 1
+                copying.append(i)
+        return copying
+
+
+class KVCacheStep:
+    """The next tokens of some sequences of a `KVCache`: what `KVCache.step` makes.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
+    >>> with cache.step(ids, 2) as step:
+    ...     step.attend(0, x, x, x).shape
+    (3, 2, 1, 8)
+    """
+
+    __slots__ = (
+        "_batched",
+        "_begun",
+        "_cache",
+        "_counts",
+        "_ids",
+        "_layouts",
+        "_packed",
+        "_replaced",
+        "_rows",
+        "_taken",
+    )
+
+    def __init__(self, cache: KVCache, ids: ArrayLike, counts: ArrayLike) -> None:
+        cache._check_no_step()
+        self._cache, self._begun = cache, False
+        self._ids = _numbers(ids)
+        n = len(self._ids)
+        if len(set(self._ids)) != n:
+            twice = next(number for number in self._ids if self._ids.count(number) > 1)
+            raise ValueError(f"ids must be different, got {twice} more than once")
+        each = per_row(counts, "counts", n, 0, "id")
+        self._counts: list[int] = [each] * n if isinstance(each, int) else each.tolist()
+        self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
+        if isinstance(each, int) or len(set(self._counts)) == 1:
+            self._layouts.append((n, each if isinstance(each, int) else self._counts[0]))
+
+    def __enter__(self) -> Self:
+        cache, counts = self._cache, self._counts
+        cache._check_no_step()
+        if self._begun:
+            raise RuntimeError("a step must be used once; write another cache.step(ids, counts)")
+        rows = [cache._sequence(number) for number in self._ids]
+        ends = [row.length + more for row, more in zip(rows, counts, strict=True)]
+        added = [-(-end // cache.page_size) - len(row.pages) for row, end in zip(rows, ends, strict=True)]
+        copying = cache._who_copies(rows, counts)
+        taken = cache._next_free(sum(added) + len(copying))
+
+        pool, lists = iter(taken), [row.pages for row in rows]
+        for i in copying:
+            page = next(pool)
+            cache._copy(lists[i][-1], page, rows[i].length % cache.page_size)
+            lists[i] = lists[i][:-1] + _pages(page)
+        for i, more in enumerate(added):
+            if more:
+                lists[i] = lists[i] + _pages(*islice(pool, more))
+
+        self._rows = [_Sequence(*row) for row in zip(lists, ends, strict=True)]
+        self._replaced = [rows[i].pages[-1] for i in copying]
+        self._batched: dict[str, Any] = {
+            "cache_seqlens": frozen(np.array([row.length for row in rows], np.int32)),
+            "block_table": frozen(_table(lists)),
+        }
+        starts = np.array([0, *accumulate(counts)], np.int32)
+        self._packed = self._batched | {"cu_seqlens_q": frozen(starts)}
+        self._taken = taken
+        cache._take(taken)
+        cache._step, self._begun = self, True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cache = self._cache
+        cache._step = None
+        if kind is None:
+            cache._sequences.update(zip(self._ids, self._rows, strict=True))
+        cache._give_back(self._replaced if kind is None else self._taken)
+
+    def attend(self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Any) -> Any:
+        """Append keys and values to one layer, and attend to all of its tokens, by `flash_attention_with_kvcache`.
+
+        Parameters
+        ----------
+        layer : int
+        query : array_like, shape [total, H, D], or [n, c, H, D] where all counts are c
+            The tokens of the first sequence of the step, then those of the second one, and so on.
+        key : array_like, shape [total, Hkv, D] or [n, c, Hkv, D]
+        value : array_like, shape [total, Hkv, Dv] or [n, c, Hkv, Dv]
+        **more
+            As of `flash_attention_with_kvcache`: `softmax_scale`, `causal`, `sliding_window`, `logits_soft_cap`,
+            `softmax_aux`, `alibi_slopes`, `attention_mask`, `return_lse`, `out`.
+
+        Returns
+        -------
+        out : ndarray, shape [total, H, Dv] or [n, c, H, Dv]
+            Of the query's type.
+        lse : ndarray, shape [H, total] or [n, H, c]
+            Only with `return_lse`.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float64", value_depth=1)
+        >>> a, zeros = cache.new_sequence(), np.zeros((3, 1, 8))  # all keys weigh the same
+        >>> with cache.step([a], 3) as step:
+        ...     step.attend(0, zeros, zeros, np.array([0.0, 1.0, 2.0]).reshape(3, 1, 1)).ravel()
+        array([0. , 0.5, 1. ])
+        >>> with cache.step([a], 1) as step:
+        ...     step.attend(0, zeros[:1], zeros[:1], np.array([[[5.0]]])).ravel()
+        array([2.])
+        """
+        from attnmask._flash_kvcache import flash_attention_with_kvcache
+
+        cache = self._cache
+        if cache._step is not self:
+            raise RuntimeError("a step must be used inside its with block")
+        index = place(layer, "layer", len(cache.k_pages))
+        q, k, v = self._tokens(query, "query"), self._tokens(key, "key"), self._tokens(value, "value")
+        return flash_attention_with_kvcache(
+            q,
+            cache.k_pages[index],
+            cache.v_pages[index],
+            k,
+            v,
+            k_scale=None if cache.k_scales is None else cache.k_scales[index],
+            v_scale=None if cache.v_scales is None else cache.v_scales[index],
+            **(self._packed if q.ndim == 3 else self._batched),
+            **more,
+        )
+
+    def _tokens(self, value: ArrayLike, name: str) -> NDArray[Any]:
+        given = as_array(value, name)
+        if given.shape[:-2] not in self._layouts:
+            expected = " or ".join(
+                f"[{', '.join(map(str, layout))}, heads, depth]" for layout in self._layouts
+            )
+            raise ValueError(f"{name} must be {expected}, got {describe(given)}")
+        return given
