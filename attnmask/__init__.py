@@ -24,6 +24,7 @@ from attnmask._flash import (
 )
 from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
 from attnmask._flash_kvcache import flash_attention_with_kvcache
+from attnmask._kv_cache import KVCache, quantize_kv
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_sharding import MaskSharding
 from attnmask._masks import (
@@ -62,6 +63,7 @@ __all__ = [
     "BwdParams",
     "FlashAttentionGrads",
     "FwdParams",
+    "KVCache",
     "MaskInfo",
     "MaskSharding",
     "__version__",
@@ -103,6 +105,7 @@ __all__ = [
     "qkv_cu_seqlens_to_attention_mask",
     "qkv_cu_seqlens_to_qkv_masks",
     "qkv_masks_to_cu_seqlens",
+    "quantize_kv",
     "segment_ids_to_cu_seqlens",
     "segment_ids_to_mask",
     "segment_ids_to_qkv_masks",

@@ -89,6 +89,10 @@ class Pages(NamedTuple):
     lengths: NDArray[np.intp]
     starts: NDArray[np.intp] | None  # of packed sequences among the keys; None for batch rows
     keys: int  # of the mask
+    k_scale: (
+        NDArray[np.float32] | None
+    )  # of a quantized cache, for each token and head or each head and channel
+    v_scale: NDArray[np.float32] | None
 
 
 class Problem(NamedTuple):

@@ -72,7 +72,8 @@ def flash_attention_with_kvcache(
     ----------
     query : array_like, shape [B, Tq, H, D], or [total, H, D] with `cu_seqlens_q`
     k_cache : ndarray, shape [B, Tmax, Hkv, D], or [pages, page_size, Hkv, D] with `block_table`
-        float16, bfloat16, float32 or float64, with any strides. Queries may be of another type, but for float64.
+        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``, with any strides. Queries may be of
+        another type, but float64 goes with float64 alone.
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
         Of the type of `k_cache`.
     key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional
@@ -82,6 +83,10 @@ def flash_attention_with_kvcache(
         Tokens that are there before the call. All of a contiguous cache if not given.
     block_table : array_like of integers, shape [B, max_pages], optional
         The pages of each sequence, in order. Entries behind its last token are not looked at.
+    k_scale, v_scale : ndarray of float32, optional
+        Of a quantized cache, whose numbers they are the factors of: one for each token and head, of shape ``[B, Tmax,
+        Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or for each head and channel, ``[1, 1, Hkv, D]``. 1 if not given.
+        New tokens get scales of their own, which are written, or are quantized by those of the channels.
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
         Where the queries of each sequence begin, and the keys and values with them: some may be one token, and others
         many.
@@ -132,9 +137,7 @@ def flash_attention_with_kvcache(
     """
     q, starts = _tokens(query, "query", "H, D", cu_seqlens_q)
     k, v = _caches(k_cache, v_cache, q)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            raise ValueError(f"{name} must be None for a cache of {k.dtype}, got {describe(scale)}")
+    scales = _scales(k_scale, k, "k_scale"), _scales(v_scale, v, "v_scale")
     batch = len(q) if starts is None else len(starts) - 1
     new = _new_tokens(key, value, (k, v), cu_seqlens_q, batch)
     counts = np.full(batch, q.shape[1], np.intp) if starts is None else np.diff(starts)
@@ -156,11 +159,11 @@ def flash_attention_with_kvcache(
     elif starts is not None:
         k_starts = np.concatenate([[0], np.cumsum(lengths)])
         nodes = (sequences(starts, k_starts, *(None if end is None else end + offsets for end in limits)),)
-        pages = Pages(table, used, lengths, k_starts, int(k_starts[-1]))
+        pages = Pages(table, used, lengths, k_starts, int(k_starts[-1]), *scales)
         relative = None if slopes is None else Relative(slopes, None, offsets, starts, 0)
     else:
         nodes = _row_nodes(attention_mask, shape, lengths, limits, offsets)
-        pages = Pages(table, used, lengths, None, longest)
+        pages = Pages(table, used, lengths, None, longest, *scales)
         relative = None if slopes is None else Relative(slopes, None, offsets, None, 0)
     numbers = numbers_of(q.dtype)
     options = (
@@ -178,9 +181,14 @@ def flash_attention_with_kvcache(
         _check_apart(v, "v_cache", inputs)
         _check_writeable(k_cache, k, "k_cache")
         _check_writeable(v_cache, v, "v_cache")
-        written = Pages(table, before, lengths, None, longest)
-        for cache, tokens in zip((k, v), new, strict=True):
-            _core.kv_append(cache, tokens, written, before, starts)
+        for given, scale, cache, name in (
+            (k_scale, scales[0], k, "k_scale"),
+            (v_scale, scales[1], v, "v_scale"),
+        ):
+            _check_own_scales(given, scale, cache, name)
+        for cache, tokens, scale in zip((k, v), new, scales, strict=True):
+            written = Pages(table, before, lengths, None, longest, scale, None)
+            _core.kv_append(_numbers(cache), tokens, written, before, starts)
     if apart:
         assert starts is not None
         target = np.empty((*q.shape[1:3], v.shape[3]), q.dtype) if out is None else out
@@ -192,6 +200,8 @@ def flash_attention_with_kvcache(
                 v,
                 cache_seqlens=lengths[s : s + 1],
                 block_table=table[s : s + 1],
+                k_scale=scales[0],
+                v_scale=scales[1],
                 softmax_scale=softmax_scale,
                 causal=causal,
                 sliding_window=sliding_window,
@@ -204,7 +214,7 @@ def flash_attention_with_kvcache(
             )
             lses.append(lse[0])
         return (target, np.concatenate(lses, axis=1)) if with_lse else target
-    problem = Problem(q, k, v, nodes, None, *options, True, 0.0, 0, relative, pages)
+    problem = Problem(q, _numbers(k), _numbers(v), nodes, None, *options, True, 0.0, 0, relative, pages)
     given = out if out is None or starts is None else out[None]
     result, lse = _core.flash_forward(*problem, with_lse, given)
     if starts is not None:
@@ -235,8 +245,9 @@ def _caches(k_cache: ArrayLike, v_cache: ArrayLike, query: NDArray[Any]) -> tupl
     k, v = as_array(k_cache, "k_cache"), as_array(v_cache, "v_cache")
     heads, channels = query.shape[2:]
     for name, cache in (("k_cache", k), ("v_cache", v)):
-        if not is_floating(cache.dtype):
-            raise TypeError(f"{name} must be of float16, bfloat16, float32 or float64, got {describe(cache)}")
+        if not (is_floating(cache.dtype) or _is_quantized(cache)):
+            expected = "float16, bfloat16, float32, float64, int8 or float8_e4m3fn"
+            raise TypeError(f"{name} must be of {expected}, got {describe(cache)}")
         if cache.ndim != 4:
             raise ValueError(
                 f"{name} must be [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D], got {describe(cache)}"
@@ -252,6 +263,51 @@ def _caches(k_cache: ArrayLike, v_cache: ArrayLike, query: NDArray[Any]) -> tupl
     if heads % k.shape[2] if k.shape[2] else heads:
         raise ValueError(f"k_cache must have heads that divide query's {heads}, got {describe(k)}")
     return k, v
+
+
+def _is_quantized(cache: NDArray[Any]) -> bool:
+    return cache.dtype == np.int8 or cache.dtype.type.__name__ == "float8_e4m3fn"
+
+
+def _numbers(cache: NDArray[Any]) -> NDArray[Any]:
+    """The cache as the core takes it: NumPy knows float8 by ml_dtypes alone, and so it goes as bytes."""
+    return cache.view(np.uint8) if cache.dtype.itemsize == 1 and cache.dtype != np.int8 else cache
+
+
+def _is_by_channel(scale: NDArray[np.float32], cache: NDArray[Any]) -> bool:
+    return scale.shape[:2] == (1, 1) and (cache.shape[:2] != (1, 1) or scale.shape[3] != 1)
+
+
+def _scales(scale: ArrayLike | None, cache: NDArray[Any], name: str) -> NDArray[np.float32] | None:
+    """Those of a quantized cache: of tokens and heads, or of heads and channels."""
+    if scale is None:
+        return None
+    array = as_array(scale, name)
+    if not _is_quantized(cache):
+        raise ValueError(f"{name} must be None for a cache of {cache.dtype}, got {describe(array)}")
+    if array.dtype != np.float32:
+        raise TypeError(f"{name} must be float32, got {describe(array)}")
+    fits = array.ndim == 4 and all(
+        size in (1, most) for size, most in zip(array.shape, cache.shape, strict=True)
+    )
+    if not fits or not (array.shape[3] == 1 or _is_by_channel(array, cache)):
+        tokens, channels = (*cache.shape[:3], 1), (1, 1, *cache.shape[2:])
+        raise ValueError(f"{name} must be of shape {tokens} or {channels}, got {describe(array)}")
+    if _is_by_channel(array, cache) and not (np.isfinite(array) & (array > 0)).all():
+        wrong = array[~(np.isfinite(array) & (array > 0))][0]
+        raise ValueError(f"{name} must be finite and positive for each channel, got {wrong}")
+    return array
+
+
+def _check_own_scales(given: Any, scale: NDArray[np.float32] | None, cache: NDArray[Any], name: str) -> None:
+    """New tokens have scales of their own, which are written."""
+    if scale is None or _is_by_channel(scale, cache):
+        return
+    if scale.shape != (*cache.shape[:3], 1):
+        raise ValueError(
+            f"{name} must be of shape {(*cache.shape[:3], 1)} to take new tokens, got {describe(scale)}"
+        )
+    _check_writeable(given, scale, name)
 
 
 def _new_tokens(

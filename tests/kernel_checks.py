@@ -24,7 +24,8 @@ def pick(rng, values):
 
 
 def numbers(rng, shape, dtype, scale: float = 1) -> np.ndarray:
-    return (scale * rng.standard_normal(shape)).astype(dtype)
+    values = scale * rng.standard_normal(shape)
+    return (np.rint(2 * values).clip(-127, 127) if dtype == np.int8 else values).astype(dtype)
 
 
 def suffix(kernel: Kernel) -> str:

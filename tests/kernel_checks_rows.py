@@ -3,6 +3,7 @@
 import ctypes
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 from kernel_checks import BF16, numbers, pick, same
 from kernel_table import CONSTANTS, Kernel, Memory, structure
@@ -55,6 +56,8 @@ FORMATS = {
         "AM_BFLOAT16": BF16,
         "AM_FLOAT32": np.float32,
         "AM_FLOAT64": np.float64,
+        "AM_INT8": np.int8,
+        "AM_FLOAT8": ml_dtypes.float8_e4m3fn,
     }.items()
 }
 
@@ -72,8 +75,15 @@ SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0]
 
 def some_special(rng, shape, dtype) -> np.ndarray:
     values = numbers(rng, shape, dtype)
-    values[rng.random(shape) < 0.1] = rng.choice(SPECIAL)
+    values[rng.random(shape) < 0.1] = rng.choice([-128, 127, 0] if dtype == np.int8 else SPECIAL)
     return values
+
+
+def some_scales(rng, arithmetic: Arithmetic, memory: Memory) -> np.ndarray | None:
+    """None, or a scale for each row of a tile, where a lane holds one number."""
+    if arithmetic.width == 2 or rng.random() < 0.5:
+        return None
+    return memory.read(rng.uniform(0.1, 2, TILE).astype(arithmetic.dtype))
 
 
 def check_merge(kernel: Kernel, rng) -> None:
@@ -223,10 +233,12 @@ def check_pack_keys(kernel: Kernel, rng) -> None:
                 values = some_special(rng, (rows, depth * width), source)
                 src, step = strided(memory, values, rng, width)
                 dst = memory.written(unwritten(TILE * depth, arithmetic.dtype))
-                kernel(dst, src, step // width, rows, depth, factor)
+                scales = some_scales(rng, arithmetic, memory)
+                kernel(dst, src, step // width, rows, depth, factor, scales)
                 memory.check(case)
-                expected = packed_keys(values.astype(factors), panel, width).view(factors)
-                same(dst.view(factors), expected * factors.type(factor), case)
+                sizes = factors.type(abs(factor)) * (1 if scales is None else scales[:rows, None])
+                expected = packed_keys(values.astype(factors) * sizes, panel, width).view(factors)
+                same(dst.view(factors), expected * factors.type(np.sign(factor)), case)
 
 
 def check_pack_values(kernel: Kernel, rng) -> None:
@@ -236,15 +248,17 @@ def check_pack_values(kernel: Kernel, rng) -> None:
         for rows in {1, 2, panel - 1, panel, panel + 1, 63, 64}:
             for special in (0.0, np.nan, np.inf):
                 case, memory, values = (depth, rows, special), Memory(), numbers(rng, (rows, depth), source)
-                if depth:
+                if depth and source != np.int8:
                     values[rng.integers(rows), rng.integers(depth)] = special
                 src, step = strided(memory, values, rng)
-                expected = packed_values(values.astype(factors), panel, width)
+                scales = some_scales(rng, arithmetic, memory)
+                scaled = values.astype(factors) * (1 if scales is None else scales[:rows, None])
+                expected = packed_values(scaled.astype(factors), panel, width)
                 dst = memory.written(unwritten(expected.shape, expected.dtype))
-                finite = kernel(dst, src, step, rows, depth)
+                finite = kernel(dst, src, step, rows, depth, scales)
                 memory.check(case)
                 same(dst.view(factors), expected.view(factors), case)
-                assert finite == np.isfinite(values).all(), case
+                assert finite == np.isfinite(values.astype(factors)).all(), case
 
 
 CHECKS = {

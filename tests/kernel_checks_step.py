@@ -106,10 +106,14 @@ def draw(rng, arithmetic: Arithmetic, shape: tuple[int, int, int, int], factors,
     (rows, depth, value_depth, columns), source = shape, source or arithmetic.factors
     q = numbers(rng, (rows, depth), arithmetic.factors, 3 / max(depth, 1) ** 0.5)
     k, v = numbers(rng, (columns, depth), source), numbers(rng, (columns, value_depth), source)
-    if rng.random() < 0.2:  # logits need no rounding, so that errors of powers are visible to the last digit
+    if (
+        source != np.int8 and rng.random() < 0.2
+    ):  # logits need no rounding, so that errors of powers are visible to the last digit
         q, k = (np.rint(8 * x.astype(np.float32)).astype(x.dtype) / x.dtype.type(8) for x in (q, k))
     terms = draw_terms(rng, rows, columns, arithmetic, factors)
     strange = pick(rng, ["nothing", "nothing", "dead keys", "dead pairs", "a query", "a key", "a value"])
+    if source == np.int8:  # which is never strange
+        strange = pick(rng, ["nothing", "a query"])
     c, special = rng.integers(columns), pick(rng, [np.nan, np.inf, -np.inf])
     if "dead" in strange and terms.live is not None and columns > 1:
         terms.live[rng.random(rows) < (2 if strange == "dead keys" else 0.5), c] = False
@@ -134,7 +138,14 @@ def prefetch_of(rng, memory: Memory):
     address = lines.ctypes.data
     return rows(
         *[
-            (address + int(rng.integers(64)), pick(rng, [1024, 1000, 24]), int(rng.integers(1, 600)), count)
+            (
+                address + int(rng.integers(64)),
+                pick(rng, [1024, 1000, 24]),
+                int(rng.integers(1, 600)),
+                count,
+                None,
+                0,
+            )
             for count in rng.choice([0, 1, 7, 64], CONSTANTS["AM_PREFETCH_KINDS"]).tolist()
         ]
     )
@@ -296,19 +307,46 @@ def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
         np.testing.assert_array_equal(one, other, err_msg=f"{name} depends on dead pairs: {p}")
 
 
-def run_unpacked(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, states: list) -> list[State]:
-    """Runs one step of several heads."""
+def in_runs(
+    memory: Memory, values: np.ndarray, rng, width: int, run: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of rows that lie anywhere, and their addresses; of runs that are not there that of the first."""
+    runs = [
+        memory.read(values[i : i + run], step, shift=pick(rng, [0, width - 1]) * 2)
+        for i in range(0, len(values), run)
+    ]
+    addresses = [array.ctypes.data for array in runs]
+    addresses += addresses[:1] * (TILE // run - len(runs)) + [pick(rng, [0, addresses[0]])]
+    return runs[0], np.array(addresses, np.uintp)
+
+
+def run_unpacked(
+    kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, states: list, run: int, scales: tuple
+) -> list[State]:
+    """Runs one step of several heads, whose keys and values lie in runs of so many rows, unless that is 0."""
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
+    kept = []
     for p, state in zip(problems, states, strict=True):
         block, accumulators = block_of(
             memory, arithmetic, p, state, -(-p.q.shape[1] // width), None, len(p.q)
         )
         k, k_step = strided(memory, p.k, rng, width)
         v, v_step = strided(memory, p.v, rng, width)
+        k_runs = v_runs = None
+        if run:
+            k_step, v_step = (x.shape[1] + 2 * width for x in (p.k, p.v))
+            k, k_runs = in_runs(memory, p.k, rng, width, run, k_step)
+            v, v_runs = in_runs(memory, p.v, rng, width, run, v_step)
+        kept += [k_runs, v_runs, *scales]
         tile = structure(
             "am_flash_tile",
             k=k,
             v=v,
+            run=run,
+            k_runs=k_runs,
+            v_runs=v_runs,
+            k_scales=scales[0],
+            v_scales=scales[1],
             **bias_in(memory, rng, p.terms),
             prefetch=prefetch_of(rng, memory),
             k_step=k_step // width,
@@ -323,6 +361,14 @@ def run_unpacked(kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, st
     return mine
 
 
+def scaled(p: Problem, scales: tuple) -> Problem:
+    """The problem whose keys and values are multiplied by the scales of their rows."""
+    if scales[0] is None:
+        return p
+    k, v = (wide(x) * scale[: len(x), None] for x, scale in zip((p.k, p.v), scales, strict=True))
+    return replace(p, k=k, v=v)
+
+
 def check_step_unpacked(kernel: Kernel, rng) -> None:
     arithmetic, source = arithmetic_of(kernel), format_of(kernel)
     half, width = arithmetic.panel // 2, arithmetic.width
@@ -334,8 +380,11 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         shape = (rows, depth, value_depth, draw_columns(rng, arithmetic))
         problems = [draw(rng, arithmetic, shape, factors_of(arithmetic), source) for _ in range(heads)]
         old = [draw_state(rng, arithmetic, rows, out_depth) for _ in range(heads)]
-        new = run_unpacked(kernel, rng, arithmetic, problems, old)
-        clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old)
+        run, scales = pick(rng, [0, 0, 2, 4, 16, 64]), (None, None)
+        if width == 1 and rng.random() < 0.3:
+            scales = tuple(rng.uniform(0.5, 2, TILE).astype(arithmetic.dtype) for _ in range(2))
+        new = run_unpacked(kernel, rng, arithmetic, problems, old, run, scales)
+        clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, run, scales)
         for p, before, after, beside in zip(problems, old, new, clean, strict=True):
-            check_state(arithmetic, p, before, after)
+            check_state(arithmetic, scaled(p, scales), before, after)
             check_dead_pairs(p, after, beside)

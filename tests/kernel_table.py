@@ -29,7 +29,7 @@ TYPEDEF = re.compile(
     r"|typedef (?P<result>\w+) (?P<function>\w+)\((?P<arguments>[^)]*)\);"
     r"|typedef (?P<known>\w+) (?P<alias>\w+);"
 )
-DECLARATOR = re.compile(r"(?P<pointer>\*?)(?P<name>\w+)(?:\[(?P<length>.+)\])?")
+DECLARATOR = re.compile(r"(?P<pointer>(?:\*(?:const )?)*)(?P<name>\w+)(?:\[(?P<length>.+)\])?")
 
 
 def read_constants(text: str) -> dict[str, int]:

@@ -23,7 +23,7 @@ LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at oth
 # The element types that each arithmetic reads and writes.
 UP_TO_FLOAT32 = ("AM_FLOAT16", "AM_BFLOAT16", "AM_FLOAT32")
 FORMATS = {
-    "flash_f32.kv": UP_TO_FLOAT32,
+    "flash_f32.kv": (*UP_TO_FLOAT32, "AM_INT8", "AM_FLOAT8"),
     "flash_f32.numbers": UP_TO_FLOAT32,
     "flash_f64.kv": ("AM_FLOAT64",),
     "flash_f64.numbers": ("AM_FLOAT64",),

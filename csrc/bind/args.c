@@ -111,6 +111,12 @@ am_dtype am_dtype_of(PyArray_Descr *dtype)
     }
 }
 
+am_dtype am_kv_dtype_of(PyArray_Descr *dtype)
+{
+    const am_dtype type = am_dtype_of(dtype);
+    return type == AM_UINT8 ? AM_FLOAT8 : type;
+}
+
 /* Whether addresses of elements are multiples of their size, as typed pointers and the kernels require. */
 static bool is_aligned(PyArrayObject *array)
 {

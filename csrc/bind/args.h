@@ -33,6 +33,7 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
              Py_ssize_t count);
 
 am_dtype am_dtype_of(PyArray_Descr *dtype);
+am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: bytes are float8 */
 
 /* PyArrayObject **: any array-like, as an array that can be read in place: aligned and in native byte order.
  * It is a new view of the base class. Another thread may change the shape, strides or dtype of the caller's

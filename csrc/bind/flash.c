@@ -52,11 +52,13 @@ static int check_inputs(const arguments *a)
 {
     PyArrayObject *const arrays[] = {a->query, a->key, a->value};
     static const char *const names[] = {"query", "key", "value"};
-    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query)), kv_type = am_dtype_of(PyArray_DESCR(a->key));
+    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query)),
+                   kv_type = am_kv_dtype_of(PyArray_DESCR(a->key));
+    const bool quantized = a->pages != Py_None && (kv_type == AM_INT8 || kv_type == AM_FLOAT8);
     for (int i = 0; i < 3; i++) {
-        if (PyArray_NDIM(arrays[i]) != 4 || !am_is_floating(type) || !am_is_floating(kv_type) ||
-            (type == AM_FLOAT64) != (kv_type == AM_FLOAT64) ||
-            am_dtype_of(PyArray_DESCR(arrays[i])) != (i == 0 ? type : kv_type))
+        if (PyArray_NDIM(arrays[i]) != 4 || !am_is_floating(type) ||
+            (!am_is_floating(kv_type) && !quantized) || (type == AM_FLOAT64) != (kv_type == AM_FLOAT64) ||
+            am_kv_dtype_of(PyArray_DESCR(arrays[i])) != (i == 0 ? type : kv_type))
             return reject_array(PyExc_TypeError, names[i], "of four axes and a floating-point type that fits",
                                 arrays[i]);
         for (int axis = 0; axis < 3; axis++) {
@@ -78,7 +80,7 @@ static int read_pages(arguments *a)
 {
     am_pages_arg *p = &a->paged;
     if (a->pages == Py_None) return 0;
-    if (am_read_pages(a->pages, PyArray_DIM(a->key, 0), PyArray_DIM(a->key, 1), p) < 0) return -1;
+    if (am_read_pages(a->pages, PyArray_DIMS(a->key), p) < 0) return -1;
     const npy_intp batch = PyArray_DIM(a->query, 0);
     const ptrdiff_t *starts = p->pages.starts, n = p->pages.sequences;
     bool fits = p->keys >= 0 && p->keys <= AM_LONGEST &&
@@ -183,7 +185,7 @@ static am_tokens tokens(PyArrayObject *array)
 {
     return (am_tokens){
         .data = PyArray_BYTES(array),
-        .type = am_dtype_of(PyArray_DESCR(array)),
+        .type = am_kv_dtype_of(PyArray_DESCR(array)),
         .batch = PyArray_STRIDE(array, 0),
         .token = PyArray_STRIDE(array, 1),
         .head = PyArray_STRIDE(array, 2),
@@ -219,6 +221,8 @@ static am_attn flash_of(arguments *a)
         .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
         .relative = relative_of(a),
         .pages = a->paged.pages,
+        .k_scales = a->paged.k_scales,
+        .v_scales = a->paged.v_scales,
         .normalize = a->normalize,
         .dropout = a->dropout.value,
         .seed = a->seed,

@@ -45,11 +45,39 @@ static int check_entries(const am_pages_arg *arg, npy_intp pages, npy_intp size)
     return 0;
 }
 
-int am_read_pages(PyObject *object, npy_intp pages, npy_intp size, am_pages_arg *arg)
+/* Reads the scales of a cache; a step of 0 repeats them. */
+static int read_scales(PyObject *object, const char *name, npy_intp const *shape, PyArrayObject **array,
+                       am_kv_scales *scales)
 {
     if (object == Py_None) return 0;
-    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 5)
-        return am_reject(PyExc_TypeError, "pages", "a tuple of five, or None", object);
+    PyArrayObject *given = PyArray_Check(object) ? (PyArrayObject *)object : NULL;
+    if (!given || PyArray_TYPE(given) != NPY_FLOAT32 || PyArray_NDIM(given) != 4 ||
+        !PyArray_ISBEHAVED_RO(given))
+        return am_reject(PyExc_TypeError, name, "an aligned float32 array of four axes", object);
+    *array = (PyArrayObject *)Py_NewRef(object);
+    ptrdiff_t steps[4];
+    bool fits = true;
+    for (int i = 0; i < 4; i++) {
+        fits &= PyArray_DIM(given, i) == 1 || PyArray_DIM(given, i) == shape[i];
+        steps[i] = PyArray_DIM(given, i) == 1 ? 0 : PyArray_STRIDE(given, i);
+    }
+    const bool by_channel = PyArray_DIM(given, 0) == 1 && PyArray_DIM(given, 1) == 1 &&
+                            (shape[0] != 1 || shape[1] != 1 || PyArray_DIM(given, 3) != 1);
+    if (!fits || (!by_channel && PyArray_DIM(given, 3) != 1))
+        return am_reject(PyExc_ValueError, name, "[pages, page_size, Hkv, 1] or [1, 1, Hkv, D]", object);
+    *scales = (am_kv_scales){PyArray_BYTES(given), by_channel, steps[0], steps[1], steps[2], steps[3]};
+    return 0;
+}
+
+int am_read_pages(PyObject *object, npy_intp const *shape, am_pages_arg *arg)
+{
+    const npy_intp pages = shape[0], size = shape[1];
+    if (object == Py_None) return 0;
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 7)
+        return am_reject(PyExc_TypeError, "pages", "a tuple of seven, or None", object);
+    if (read_scales(PyTuple_GET_ITEM(object, 5), "k_scale", shape, &arg->scales[0], &arg->k_scales) < 0 ||
+        read_scales(PyTuple_GET_ITEM(object, 6), "v_scale", shape, &arg->scales[1], &arg->v_scales) < 0)
+        return -1;
     if (read_array(PyTuple_GET_ITEM(object, 0), "block_table", NPY_INT32, 2, &arg->table) < 0 ||
         read_array(PyTuple_GET_ITEM(object, 1), "used", NPY_INTP, 1, &arg->used) < 0 ||
         read_array(PyTuple_GET_ITEM(object, 2), "lengths", NPY_INTP, 1, &arg->lengths) < 0)
@@ -81,6 +109,8 @@ void am_free_pages(am_pages_arg *arg)
     Py_XDECREF(arg->used);
     Py_XDECREF(arg->lengths);
     Py_XDECREF(arg->starts);
+    Py_XDECREF(arg->scales[0]);
+    Py_XDECREF(arg->scales[1]);
 }
 
 /* --- Appending --- */
@@ -134,9 +164,10 @@ static int check_writers(const append_arguments *a, const npy_intp *begins)
 
 static int check_append(const append_arguments *a)
 {
-    const am_dtype in = am_dtype_of(PyArray_DESCR(a->rows)), out = am_dtype_of(PyArray_DESCR(a->cache));
+    const am_dtype in = am_dtype_of(PyArray_DESCR(a->rows)), out = am_kv_dtype_of(PyArray_DESCR(a->cache));
+    const bool quantized = out == AM_INT8 || out == AM_FLOAT8;
     if (PyArray_NDIM(a->cache) != 4 || PyArray_NDIM(a->rows) != 4 || !am_is_floating(in) ||
-        !am_is_floating(out) || PyArray_DIM(a->cache, 2) != PyArray_DIM(a->rows, 2) ||
+        (!am_is_floating(out) && !quantized) || PyArray_DIM(a->cache, 2) != PyArray_DIM(a->rows, 2) ||
         PyArray_DIM(a->cache, 3) != PyArray_DIM(a->rows, 3) || !PyArray_ISWRITEABLE(a->cache)) {
         PyErr_SetString(PyExc_ValueError,
                         "rows must have the heads and channels of a cache that is writeable");
@@ -160,8 +191,9 @@ static int check_append(const append_arguments *a)
 
 static am_tokens tokens_of(PyArrayObject *array)
 {
-    return (am_tokens){PyArray_BYTES(array),     am_dtype_of(PyArray_DESCR(array)), PyArray_STRIDE(array, 0),
-                       PyArray_STRIDE(array, 1), PyArray_STRIDE(array, 2),          PyArray_STRIDE(array, 3)};
+    return (am_tokens){PyArray_BYTES(array),     am_kv_dtype_of(PyArray_DESCR(array)),
+                       PyArray_STRIDE(array, 0), PyArray_STRIDE(array, 1),
+                       PyArray_STRIDE(array, 2), PyArray_STRIDE(array, 3)};
 }
 
 static PyObject *kv_append(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -179,7 +211,7 @@ static PyObject *kv_append(PyObject *module, PyObject *const *args, Py_ssize_t n
     }
     if (read_array(begins, "begins", NPY_INTP, 1, &a.begins) < 0) goto fail;
     if (starts != Py_None && read_array(starts, "starts", NPY_INTP, 1, &a.starts) < 0) goto fail;
-    if (am_read_pages(pages, PyArray_DIM(a.cache, 0), PyArray_DIM(a.cache, 1), &a.pages) < 0) goto fail;
+    if (am_read_pages(pages, PyArray_DIMS(a.cache), &a.pages) < 0) goto fail;
     if (check_append(&a) < 0) goto fail;
     const am_kv_append append = {
         .cache = tokens_of(a.cache),
@@ -189,7 +221,14 @@ static PyObject *kv_append(PyObject *module, PyObject *const *args, Py_ssize_t n
         .pages = a.pages.pages,
         .begins = PyArray_DATA(a.begins),
         .starts = a.starts ? PyArray_DATA(a.starts) : NULL,
+        .scales = a.pages.k_scales,
     };
+    if (append.scales.data && !append.scales.by_channel &&
+        (PyArray_NDIM(a.pages.scales[0]) != 4 || !PyArray_ISWRITEABLE(a.pages.scales[0]) ||
+         !PyArray_CompareLists(PyArray_DIMS(a.pages.scales[0]), PyArray_DIMS(a.cache), 3))) {
+        PyErr_SetString(PyExc_ValueError, "scales must be writeable, one a token and head");
+        goto fail;
+    }
     am_call call;
     am_enter(&call, module, PyArray_SIZE(a.rows));
     const am_status status = am_kv_append_rows(&call.run, &append);

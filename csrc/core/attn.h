@@ -39,6 +39,14 @@ typedef struct {
     ptrdiff_t sequences;
 } am_pages;
 
+/* Factors of the numbers in memory, float32: one for each token and head, or for each head and channel, where
+ * steps from token to token are 0. In bytes. */
+typedef struct {
+    char *data; /* NULL: none */
+    bool by_channel;
+    ptrdiff_t batch, token, head, element;
+} am_kv_scales;
+
 /* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
  *
  *     logit = q·k scale + bias + relative terms,  capped to cap tanh(logit / cap) if there is a cap
@@ -47,10 +55,11 @@ typedef struct {
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
 typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
-    am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
-    am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
-    am_mask *mask;          /* batch × heads × queries × keys */
-    const char *bias;       /* NULL: none */
+    am_tokens q, k, v, out;          /* k and v of one type, q and out of another or the same */
+    am_pages pages;                  /* then the batch rows of k and v are pages; not for gradients */
+    am_kv_scales k_scales, v_scales; /* only of pages */
+    am_mask *mask;                   /* batch × heads × queries × keys */
+    const char *bias;                /* NULL: none */
     am_dtype bias_type;
     ptrdiff_t bias_batch, bias_head, bias_row, bias_column; /* in bytes, 0 along axes that are shared */
     am_relative relative;

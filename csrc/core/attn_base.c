@@ -119,6 +119,15 @@ am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t h
                               .rows = rows};
 }
 
+void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
+                       ptrdiff_t count, ptrdiff_t step)
+{
+    const char *head = scales->data + kv_head * scales->head;
+    for (ptrdiff_t r = 0; r < row_count; r++, rows += step) {
+        for (ptrdiff_t i = 0; i < count; i++) rows[i] *= *(const float *)(head + i * scales->element);
+    }
+}
+
 /* --- Memory --- */
 
 void *am_alloc_aligned(ptrdiff_t bytes)

@@ -136,6 +136,10 @@ static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
     return &base->kernels->kv[base->bf16x2 ? AM_BFLOAT16 : base->type];
 }
 
+/* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */
+void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
+                       ptrdiff_t count, ptrdiff_t step);
+
 /* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
 void *am_alloc_aligned(ptrdiff_t bytes);
 void am_free_aligned(void *memory, ptrdiff_t bytes);

@@ -50,6 +50,9 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
     const bool direct = out->element == size;
     am_flash_write *write = base->kernels->numbers[out->type].write;
     const char *row = block->out;
+    if (f->v_scales.by_channel)
+        am_scale_channels(&f->v_scales, at->kv_head, block->out, block->rows, f->value_depth,
+                          block->out_depth);
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         const ptrdiff_t head = at->head + h;
         char *dst = (char *)am_token(out, at->b, head, at->q);

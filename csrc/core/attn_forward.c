@@ -145,9 +145,11 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
             base->kernels->numbers[base->type].write(to, src, factor, depth);
     }
+    if (base->attn->k_scales.by_channel)
+        am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
     if (it->q_packed)
         am_kv_own(base)->pack_keys(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, f->schedule.lanes,
-                                   1);
+                                   1, NULL);
 }
 
 /* --- Tiles --- */

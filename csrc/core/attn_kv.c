@@ -77,7 +77,12 @@ static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_a
                                 ptrdiff_t depth, char *scratch)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = depth * size;
-    am_kv_rows rows = {scratch, row, size, t->type, am_length(keys), depth};
+    am_kv_rows rows = {.data = scratch,
+                       .step = row,
+                       .element = size,
+                       .type = t->type,
+                       .count = am_length(keys),
+                       .depth = depth};
     for (key_run run; keys.begin < keys.end; keys.begin += run.count, scratch += run.count * row) {
         run = run_of(f, t, at, keys);
         if (!run.data) {
@@ -92,6 +97,23 @@ static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_a
         }
     }
     return rows;
+}
+
+/* Copies the scales of a tile's tokens to `scratch`; NULL if tokens have none. What is behind the end has 0.
+ */
+static const float *token_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at,
+                                 am_range keys, float scratch[AM_FLASH_TILE])
+{
+    if (!scales->data || scales->by_channel) return NULL;
+    const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
+    ptrdiff_t i = 0;
+    for (key_run run; keys.begin < keys.end; keys.begin += run.count) {
+        run = run_of(f, &t, at, keys);
+        for (ptrdiff_t r = 0; r < run.count; r++)
+            scratch[i++] = run.data ? *(const float *)(run.data + r * t.token) : 0;
+    }
+    while (i < AM_FLASH_TILE) scratch[i++] = 0;
+    return scratch;
 }
 
 /* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
@@ -113,7 +135,8 @@ void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char
 {
     ptrdiff_t step;
     const char *src = read_rows(base, &rows, scratch, &step);
-    base->kernels->kv[rows.type].pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor);
+    base->kernels->kv[rows.type].pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor,
+                                           rows.scales);
 }
 
 bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to)
@@ -121,7 +144,7 @@ bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, ch
     ptrdiff_t step;
     const char *src = read_rows(base, &rows, scratch, &step);
     return base->kernels->kv[rows.type].pack_values(to, src, base->bf16x2 ? 2 * step : step, rows.count,
-                                                    rows.depth);
+                                                    rows.depth, rows.scales);
 }
 
 /* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
@@ -181,20 +204,25 @@ typedef struct {
     am_range keys;
     char *gathered; /* memory for its keys and then its values */
     ptrdiff_t k_bytes;
+    float (*scales)[AM_FLASH_TILE]; /* and for the scales of both */
 } tile_source;
 
 static am_kv_rows key_rows(const tile_source *s)
 {
     const am_attn *f = s->kv->base->attn;
-    return f->pages.table ? rows_in_pages(f, &f->k, s->at, s->keys, f->depth, s->gathered)
-                          : am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
+    if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
+    am_kv_rows rows = rows_in_pages(f, &f->k, s->at, s->keys, f->depth, s->gathered);
+    rows.scales = token_scales(f, &f->k_scales, s->at, s->keys, s->scales[0]);
+    return rows;
 }
 
 static am_kv_rows value_rows(const tile_source *s)
 {
     const am_attn *f = s->kv->base->attn;
-    return f->pages.table ? rows_in_pages(f, &f->v, s->at, s->keys, f->value_depth, s->gathered + s->k_bytes)
-                          : am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
+    if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
+    am_kv_rows rows = rows_in_pages(f, &f->v, s->at, s->keys, f->value_depth, s->gathered + s->k_bytes);
+    rows.scales = token_scales(f, &f->v_scales, s->at, s->keys, s->scales[1]);
+    return rows;
 }
 
 /* Finds a shared tile, and packs it if no other task has begun to. False if tiles are not shared, or another
@@ -235,6 +263,9 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
     w->gathered = am_take(memory, used, am_max(1, s->step_items) * (w->k_bytes + w->v_bytes));
     const ptrdiff_t run_bytes = size ? s->step_items * (ptrdiff_t)sizeof *w->runs : 0;
     w->runs = (const void *(*)[2][AM_MOST_RUNS])am_take(memory, used, run_bytes);
+    const bool scaled = f->k_scales.data || f->v_scales.data;
+    w->scales = (float (*)[2][AM_FLASH_TILE])am_take(
+        memory, used, scaled ? am_max(1, s->step_items) * (ptrdiff_t)sizeof *w->scales : 0);
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
 }
 
@@ -271,12 +302,15 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_
         tile->k = k_runs[0], tile->k_runs = k_runs, tile->k_step = f->k.token / size;
         tile->v = v_runs[0], tile->v_runs = v_runs, tile->v_step = f->v.token / size;
         tile->value_depth = am_lanes(base, f->value_depth);
+        tile->k_scales = token_scales(f, &f->k_scales, source->at, source->keys, source->scales[0]);
+        tile->v_scales = token_scales(f, &f->v_scales, source->at, source->keys, source->scales[1]);
         return base->kernels->kv[f->k.type].step_unpacked;
     }
     tile->run = 0;
     const am_kv_rows k = key_rows(source), v = value_rows(source);
     tile->k = read_rows(base, &k, w->k, &tile->k_step);
     tile->v = read_rows(base, &v, w->v, &tile->v_step);
+    tile->k_scales = k.scales, tile->v_scales = v.scales;
     tile->value_depth = am_lanes(base, v.depth);
     return base->kernels->kv[k.type].step_unpacked;
 }
@@ -291,7 +325,8 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
                                 .at = at,
                                 .keys = am_range_at(&kv->groups->tiles, index),
                                 .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
-                                .k_bytes = w->k_bytes};
+                                .k_bytes = w->k_bytes,
+                                .scales = w->scales[item]};
     if (g->shape.strategy == AM_UNPACKED) return unpacked_tile(&source, item, w, tile);
     if (find_shared(&source, g, index, w->row, tile)) return NULL;
     const ptrdiff_t among_all = index_among_all(kv, at, index), place = local_place(kv, g, index);

@@ -11,6 +11,7 @@ typedef struct {
     ptrdiff_t step, element; /* from token to token, and from number to number */
     am_dtype type;
     ptrdiff_t count, depth;
+    const float *scales; /* AM_FLASH_TILE factors of the tokens, or NULL */
 } am_kv_rows;
 am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t depth);
 
@@ -42,6 +43,7 @@ typedef struct {
     ptrdiff_t k_bytes, v_bytes; /* of these */
     /* Where keys and values of a tile begin in each page, for each item; and the keys of the next one. */
     const void *(*runs)[2][AM_MOST_RUNS], *next_runs[AM_MOST_RUNS];
+    float (*scales)[2][AM_FLASH_TILE]; /* of keys and values of a tile, for each item */
     struct {
         ptrdiff_t tile; /* the index among all heads; -1: none */
         bool finite;

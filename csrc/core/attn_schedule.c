@@ -45,7 +45,7 @@ static bool can_transpose(const am_schedule *s, const am_attn_base *base, const 
 {
     const am_attn *f = base->attn;
     if (h->head_blocks > 1 || f->depth == 0 || tiles <= FEW_TILES || h->rows <= FEW_ROWS_16) return false;
-    if (base->threshold || base->unit != 1) return false;
+    if (base->threshold || base->unit != 1 || !am_is_floating(f->k.type)) return false;
     if (base->bf16x2 && (s->factor <= 0 || base->kernels->amx)) return false;
     const ptrdiff_t panel = base->kernels->panel;
     const bool one_vector = f->k.type == base->type && h->rows <= panel / 2;
@@ -100,7 +100,7 @@ static void choose_splits(am_shape *h, const am_attn_base *base, const am_attn_g
 static bool can_read_directly(const am_schedule *s, const am_attn_base *base, const am_shape *h)
 {
     const am_tokens *q = &base->attn->q;
-    if (h->block_heads > 1 || q->token % L1_WAY == 0) return false;
+    if (h->block_heads > 1 || q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
     if (base->bf16x2) return am_is_aligned_bf16x2(q, base->attn->depth);
     return (h->scales_keys || s->factor == 1) && q->type == base->type && am_is_plain(q);
 }

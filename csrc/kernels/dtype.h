@@ -16,7 +16,8 @@ typedef enum {
     AM_BFLOAT16,
     AM_FLOAT32,
     AM_FLOAT64,
-    AM_OTHER, /* anything that the library does not compute with */
+    AM_FLOAT8, /* e4m3fn, only of keys and values */
+    AM_OTHER,  /* anything that the library does not compute with */
 } am_dtype;
 
 static inline int am_is_integer(am_dtype type) { return type >= AM_INT8 && type <= AM_UINT64; }

@@ -120,8 +120,10 @@ static inline __attribute__((always_inline)) void pack_panel_bf16x2(float *dst, 
     *prefetch = current;
 }
 
-static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+static bool pack_values_bf16x2(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+                               const void *scales)
 {
+    (void)scales;
     float *dst = to;
     vf nothing[] = {vf_set1(0), vf_set1(0)};
     prefetch_lines none = prefetch_nothing(from);
@@ -170,7 +172,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             pack_panel_bf16x2(panel, lanes, v + column, step, keys, columns, NULL, prefetch);
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
-            for (ptrdiff_t r = 0; r < rows; r++) live[r] = tile->live[r] >> begin;
+            for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->live[r], begin, end);
             add_live_rows_bf16x2(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
                                  block->out_depth, columns_at(block, column, PANEL_f32));
             continue;

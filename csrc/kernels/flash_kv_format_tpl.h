@@ -17,13 +17,14 @@ FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t r
 /* Packs one row of squares after the other: fewer rows at a time conflict less in the cache. With a factor of
  * 1 lanes may also be bf16x2. */
 static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
-                            double factor)
+                            double factor, const void *scales)
 {
-    const bool scaled = factor != 1;
-    const V scale = VOP(set1)((T)factor);
+    const bool scaled = factor != 1 || scales;
+    V scale = VOP(set1)((T)factor);
     for (ptrdiff_t row = 0; row < FN(whole_panels)(rows); row += LANES) {
         const S *src = (const S *)from + row * step;
         T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * depth + row % FN(PANEL);
+        if (scales) scale = VOP(mul)(VOP(set1)((T)factor), VOP(load)((const T *)scales + row));
         for (ptrdiff_t i = 0; i < depth; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
             V square[LANES];
             if (row + LANES <= rows && i + LANES <= depth) {
@@ -44,7 +45,7 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
  * finite.
  */
 static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns,
-                                 V nothing)
+                                 const T *scales, V nothing)
 {
     const V zero = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
@@ -57,6 +58,10 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
         } else {
             left = LOAD_PART(src, columns);
         }
+        if (scales) {
+            const V scale = VOP(set1)(scales[r]);
+            left = VOP(mul)(scale, left), right = VOP(mul)(scale, right);
+        }
         VOP(store)(dst, left);
         VOP(store)(dst + LANES, right);
         nothing = VOP(fma)(left, zero, nothing);
@@ -66,14 +71,16 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
 }
 
 /* Packs row by row, since rows may lie far apart. */
-static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth)
+static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+                              const void *scales)
 {
     T *dst = to;
     const S *src = from;
     V nothing = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
         for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
-            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i, nothing);
+            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i,
+                                       scales ? (const T *)scales + r : NULL, nothing);
     }
     for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
         memset(dst + i * AM_FLASH_TILE, 0,
@@ -107,11 +114,11 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         }
         bool packed = tile->live || column + width > tile->value_depth;
         if (packed) {
-            V nothing =
-                FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, VOP(set1)(0));
+            V nothing = FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, NULL,
+                                         VOP(set1)(0));
             if (tile->live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
-                for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = tile->live[r] >> begin;
+                for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
                 FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
                                   block->out_depth, width);
                 continue;

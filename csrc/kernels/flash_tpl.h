@@ -141,6 +141,30 @@ static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 #    define FROM(name) name##_bf16
 #    include "kernels/flash_numbers_tpl.h"
 #    include "kernels/flash_kv_format_tpl.h"
+#    define S int8_t
+#    define LOADS(b, b_row, vectors, left, right)                                                            \
+        left = vf_load_i8(b), right = vf_load_i8((b) + ((vectors) > 1) * LANES)
+#    define FMA vf_fma
+#    define TIMES vf_mul
+#    define FROM(name) name##_i8
+#    include "kernels/flash_product_of_tpl.h"
+#    define S int8_t
+#    define LOAD vf_load_i8
+#    define LOAD_PART vf_load_part_i8
+#    define FROM(name) name##_i8
+#    include "kernels/flash_kv_format_tpl.h"
+#    define S uint8_t
+#    define LOADS(b, b_row, vectors, left, right)                                                            \
+        left = vf_load_f8(b), right = vf_load_f8((b) + ((vectors) > 1) * LANES)
+#    define FMA vf_fma
+#    define TIMES vf_mul
+#    define FROM(name) name##_f8
+#    include "kernels/flash_product_of_tpl.h"
+#    define S uint8_t
+#    define LOAD vf_load_f8
+#    define LOAD_PART vf_load_part_f8
+#    define FROM(name) name##_f8
+#    include "kernels/flash_kv_format_tpl.h"
 #    ifdef V_BF16X2
 #        include "kernels/flash_bf16x2_tpl.h"
 #    endif

@@ -92,6 +92,29 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     }
 }
 
+static void FROM(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    if (STEP(softmax_whole)(block, tile)) return;
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    begin -= begin % FN(PANEL);
+    end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
+    STEP(softmax_rows)(block, tile, 0, block->rows, begin, end);
+}
+
+/* Multiplies products, or P, by the scales of their keys or values. P of a dead pair is 0, and stays so
+ * whatever is its scale. */
+static void FROM(scale_columns)(const am_flash_rows *block, const T *scales, bool keep_zeros)
+{
+    T *row = block->logits;
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            const V x = VOP(load)(row + i), zero = VOP(set1)(0), y = VOP(mul)(x, VOP(load)(scales + i));
+            VOP(store)(row + i, keep_zeros ? VOP(pick_equal)(x, zero, zero, y) : y);
+        }
+    }
+}
+
 /* Where row 0 of a tile would be if all were in the run of row i. */
 static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
                                     ptrdiff_t step, ptrdiff_t i)
@@ -147,12 +170,9 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
         }
     }
     for (ptrdiff_t h = 0; h < heads; h++) {
-        if (STEP(softmax_whole)(&blocks[h], &tiles[h])) continue;
-        ptrdiff_t begin, end;
-        find_live(&blocks[h], &tiles[h], &begin, &end);
-        begin -= begin % FN(PANEL);
-        end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
-        STEP(softmax_rows)(&blocks[h], &tiles[h], 0, blocks[h].rows, begin, end);
+        if (tiles[h].k_scales) FROM(scale_columns)(&blocks[h], tiles[h].k_scales, false);
+        FROM(find_p)(&blocks[h], &tiles[h]);
+        if (tiles[h].v_scales) FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
     }
     prefetch = FROM(lines_of_next_keys)(tiles);
     for (ptrdiff_t h = 0; h < heads; h++) {

@@ -9,6 +9,20 @@
 #include "kernels/table.h"
 #include "kernels/unroll.h"
 
+/* Missing lanes are 0. */
+static inline vf vf_load_part_i8(const int8_t *p, ptrdiff_t count)
+{
+    int8_t all[VF_LANES] = {0};
+    memcpy(all, p, (size_t)(count < 0 ? 0 : count < VF_LANES ? count : VF_LANES));
+    return vf_load_i8(all);
+}
+static inline vf vf_load_part_f8(const uint8_t *p, ptrdiff_t count)
+{
+    uint8_t all[VF_LANES] = {0};
+    memcpy(all, p, (size_t)(count < 0 ? 0 : count < VF_LANES ? count : VF_LANES));
+    return vf_load_f8(all);
+}
+
 #ifndef V_PARTS_16
 /* Copies count < VF_LANES elements in steps of constant sizes, which become single instructions. */
 static inline void copy_part(uint16_t *dst, const uint16_t *src, ptrdiff_t count)
@@ -153,6 +167,12 @@ enum {
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {
     return block->out_depth - column < panel ? block->out_depth - column : panel;
+}
+
+/* Bits begin … end - 1 of a word as its lowest, which are at least one. */
+static inline uint64_t live_between(uint64_t live, ptrdiff_t begin, ptrdiff_t end)
+{
+    return live >> begin & UINT64_MAX >> (64 - (end - begin));
 }
 
 /* Finds the columns of a tile from the first that is live in any row to the last: *begin … *end - 1. */
@@ -316,7 +336,9 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .merge = merge_f32,
             .kv = {[AM_FLOAT32] = KV_KERNELS(f32),
                    [AM_FLOAT16] = KV_KERNELS(f16),
-                   [AM_BFLOAT16] = KV_KERNELS(bf16)},
+                   [AM_BFLOAT16] = KV_KERNELS(bf16),
+                   [AM_INT8] = KV_KERNELS(i8),
+                   [AM_FLOAT8] = KV_KERNELS(f8)},
             .numbers = NUMBERS_F32,
             .backward = backward_f32,
             .find_row_max = find_row_max_f32,

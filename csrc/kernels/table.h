@@ -192,6 +192,7 @@ typedef struct {
      * the tile, or NULL. */
     ptrdiff_t run;
     const void *const *k_runs, *const *v_runs;
+    const void *k_scales, *v_scales; /* of unpacked rows, as when they are packed */
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
@@ -203,12 +204,13 @@ typedef void am_flash_merge(const am_flash_rows *whole, const am_flash_rows *spl
 
 /* Packs up to AM_FLASH_TILE keys or values, rows `step` elements apart, into panels: keys [panel of
  * rows][depth][row], times a factor, which is 1 where a lane holds two numbers, values [panel of
- * columns][AM_FLASH_TILE][column]. Missing columns are zero, and so are missing rows up to whole panels;
- * those behind are not written. Returns whether all values are finite. */
+ * columns][AM_FLASH_TILE][column]. Each row is multiplied by its scale; `scales` are AM_FLASH_TILE numbers of
+ * the arithmetic type, or NULL for 1, as where a lane holds two numbers. Missing columns are zero, and so are
+ * missing rows up to whole panels; those behind are not written. Returns whether all values are finite. */
 typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
-                                double factor);
-typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows,
-                                  ptrdiff_t depth);
+                                double factor, const void *scales);
+typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+                                  const void *scales);
 
 /* Reads up to AM_FLASH_TILE numbers of the bias as AM_FLASH_TILE of the arithmetic type; returned bits tell
  * which are -INFINITY. */

@@ -142,6 +142,21 @@ static inline __m128i v_to_bf16(vf v)
 static inline void vf_store_bf16(uint16_t *p, vf v) { _mm_storeu_si128((__m128i *)p, v_to_bf16(v)); }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { _mm_stream_si128((__m128i *)p, v_to_bf16(v)); }
 
+static inline vf vf_load_i8(const int8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+/* By way of float16, of which subnormal numbers are converted without delay. */
+static inline vf vf_load_f8(const uint8_t *p)
+{
+    __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    __m128i magnitude = _mm_and_si128(half, _mm_set1_epi16(0x3f80));
+    __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x3f80));
+    half = _mm_or_si128(magnitude, _mm_and_si128(half, _mm_set1_epi16((int16_t)0x8000)));
+    half = _mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(0x1p8f));
+}
+
 /* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
  * of x if bit i is set, else that of y. */
 static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -151,6 +166,10 @@ static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
 {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+static inline vf vf_pick_equal(vf a, vf b, vf x, vf y)
+{
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
 }
 static inline vf vf_select(uint64_t bits, vf x, vf y)
 {
@@ -226,6 +245,10 @@ static inline vd vd_max(vd a, vd b) { return _mm256_max_pd(a, b); }
 static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
 {
     return _mm256_blendv_pd(y, x, _mm256_cmp_pd(a, b, _CMP_LT_OQ));
+}
+static inline vd vd_pick_equal(vd a, vd b, vd x, vd y)
+{
+    return _mm256_blendv_pd(y, x, _mm256_cmp_pd(a, b, _CMP_EQ_OQ));
 }
 static inline vd vd_select(uint64_t bits, vd x, vd y)
 {

@@ -151,6 +151,21 @@ static inline void vf_store_part_bf16(uint16_t *p, vf v, ptrdiff_t count)
     _mm256_mask_storeu_epi16(p, v_mask_32(count), v_to_bf16(v));
 }
 
+static inline vf vf_load_i8(const int8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+/* By way of float16, of which subnormal numbers are converted without delay. */
+static inline vf vf_load_f8(const uint8_t *p)
+{
+    __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    half = _mm256_and_si256(half, _mm256_set1_epi16((int16_t)0xbf80));
+    __mmask16 is_finite =
+        _mm256_test_epi16_mask(_mm256_xor_si256(half, _mm256_set1_epi16(0x3f80)), _mm256_set1_epi16(0x3f80));
+    half = _mm256_mask_blend_epi16(is_finite, _mm256_set1_epi16(0x7e00), half);
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(0x1p8f));
+}
+
 /* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
  * of x if bit i is set, else that of y. */
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
@@ -160,6 +175,10 @@ static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vf vf_pick_equal(vf a, vf b, vf x, vf y)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x);
 }
 static inline vf vf_select(uint64_t bits, vf x, vf y) { return _mm512_mask_blend_ps((__mmask16)bits, y, x); }
 /* vf_take_whole subtracts the nearest whole number from *x and returns it. vf_times_power returns v times
@@ -236,6 +255,10 @@ static inline vd vd_max(vd a, vd b) { return _mm512_max_pd(a, b); }
 static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
 {
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vd vd_pick_equal(vd a, vd b, vd x, vd y)
+{
+    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ), y, x);
 }
 static inline vd vd_select(uint64_t bits, vd x, vd y) { return _mm512_mask_blend_pd((__mmask8)bits, y, x); }
 /* In float64 vd_take_whole rounds to eighths, whose powers are in a table. That saves four multiplications,

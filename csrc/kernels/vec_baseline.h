@@ -136,6 +136,12 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
 }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { vf_store_bf16(p, v); }
 
+static inline vf vf_load_i8(const int8_t *p) { return (vf){p[0], p[1], p[2], p[3]}; }
+static inline vf vf_load_f8(const uint8_t *p)
+{
+    return (vf){am_widen_one_f8(p[0]), am_widen_one_f8(p[1]), am_widen_one_f8(p[2]), am_widen_one_f8(p[3])};
+}
+
 /* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
  * of x if bit i is set, else that of y. */
 typedef uint32_t vf_mask __attribute__((vector_size(16)));
@@ -148,6 +154,11 @@ static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
     return (vf)((less & (vf_mask)x) | (~less & (vf_mask)y));
 }
 static inline vf vf_max(vf a, vf b) { return vf_pick_less(b, a, a, b); }
+static inline vf vf_pick_equal(vf a, vf b, vf x, vf y)
+{
+    vf_mask equal = (vf_mask)(a == b);
+    return (vf)((equal & (vf_mask)x) | (~equal & (vf_mask)y));
+}
 static inline vf vf_select(uint64_t bits, vf x, vf y)
 {
     const vf_mask own = {1, 2, 4, 8};
@@ -201,6 +212,11 @@ static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
     return (vd)((less & (vd_mask)x) | (~less & (vd_mask)y));
 }
 static inline vd vd_max(vd a, vd b) { return vd_pick_less(b, a, a, b); }
+static inline vd vd_pick_equal(vd a, vd b, vd x, vd y)
+{
+    vd_mask equal = (vd_mask)(a == b);
+    return (vd)((equal & (vd_mask)x) | (~equal & (vd_mask)y));
+}
 static inline vd vd_select(uint64_t bits, vd x, vd y)
 {
     const vd_mask own = {1, 2};
