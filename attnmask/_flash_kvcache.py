@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -153,9 +154,9 @@ def flash_attention_with_kvcache(
     heads, channels = q.shape[2:]
     shape = (len(q), heads, q.shape[1], longest)
     slopes = None if alibi_slopes is None else slopes_of(alibi_slopes, batch, heads, "B")
-    apart = starts is not None and attention_mask is not None  # keys of the mask are those of each sequence
-    if apart:
-        nodes, pages, relative = mask_nodes(_cut(attention_mask, longest), shape), None, None
+    apart = attention_mask if starts is not None else None  # whose keys are those of each sequence
+    if apart is not None:
+        nodes, pages, relative = mask_nodes(_cut(apart, longest), shape), None, None
     elif starts is not None:
         k_starts = np.concatenate([[0], np.cumsum(lengths)])
         nodes = (sequences(starts, k_starts, *(None if end is None else end + offsets for end in limits)),)
@@ -172,55 +173,72 @@ def flash_attention_with_kvcache(
         sinks_of(softmax_aux, heads, numbers),
     )
     with_lse = flag(return_lse, "return_lse")
-    inputs = {"query": q, "key": None if new is None else new[0], "value": None if new is None else new[1]}
     if out is not None:
         _check_out(out, (*q.shape[starts is not None : 3], v.shape[3]), q.dtype)
-        _check_apart(out, "out", inputs | {"k_cache": k, "v_cache": v})
+        _check_apart(out, "out", {"query": q, "key": key, "value": value, "k_cache": k, "v_cache": v})
     if new is not None:
-        _check_apart(k, "k_cache", inputs | {"v_cache": v})
-        _check_apart(v, "v_cache", inputs)
-        _check_writeable(k_cache, k, "k_cache")
-        _check_writeable(v_cache, v, "v_cache")
-        for given, scale, cache, name in (
-            (k_scale, scales[0], k, "k_scale"),
-            (v_scale, scales[1], v, "v_scale"),
+        _check_apart(k, "k_cache", {"query": q, "key": new[0], "value": new[1], "v_cache": v})
+        _check_apart(v, "v_cache", {"query": q, "key": new[0], "value": new[1]})
+        for given, cache, given_scale, scale, side in (
+            (k_cache, k, k_scale, scales[0], "k"),
+            (v_cache, v, v_scale, scales[1], "v"),
         ):
-            _check_own_scales(given, scale, cache, name)
+            _check_writeable(given, cache, f"{side}_cache")
+            _check_own_scales(given_scale, scale, cache, f"{side}_scale")
         for cache, tokens, scale in zip((k, v), new, scales, strict=True):
             written = Pages(table, before, lengths, None, longest, scale, None)
             _core.kv_append(_numbers(cache), tokens, written, before, starts)
-    if apart:
-        assert starts is not None
+    if apart is not None and starts is not None:
+        attend = partial(
+            flash_attention_with_kvcache,
+            k_cache=k,
+            v_cache=v,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            softmax_scale=softmax_scale,
+            causal=causal,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            softmax_aux=softmax_aux,
+            return_lse=True,
+        )
         target = np.empty((*q.shape[1:3], v.shape[3]), q.dtype) if out is None else out
-        lses = [np.empty((heads, 0), np.float64 if q.dtype == np.float64 else np.float32)]
-        for s, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
-            _, lse = flash_attention_with_kvcache(
-                q[:, begin:end],
-                k,
-                v,
-                cache_seqlens=lengths[s : s + 1],
-                block_table=table[s : s + 1],
-                k_scale=scales[0],
-                v_scale=scales[1],
-                softmax_scale=softmax_scale,
-                causal=causal,
-                sliding_window=sliding_window,
-                logits_soft_cap=logits_soft_cap,
-                softmax_aux=softmax_aux,
-                alibi_slopes=None if slopes is None else slopes[s % len(slopes)],
-                attention_mask=_of_queries(attention_mask, begin, end),
-                return_lse=True,
-                out=target[None, begin:end],
-            )
-            lses.append(lse[0])
-        return (target, np.concatenate(lses, axis=1)) if with_lse else target
+        rows = _Sequences(q, starts, table, lengths, slopes)
+        lses = _one_by_one(attend, rows, apart, target)
+        return (target, lses) if with_lse else target
     problem = Problem(q, _numbers(k), _numbers(v), nodes, None, *options, True, 0.0, 0, relative, pages)
-    given = out if out is None or starts is None else out[None]
-    result, lse = _core.flash_forward(*problem, with_lse, given)
+    result, lse = _core.flash_forward(*problem, with_lse, out if out is None or starts is None else out[None])
     if starts is not None:
         result, lse = result[0], None if lse is None else lse[0]
     result = result if out is None else out
     return (result, lse) if with_lse else result
+
+
+class _Sequences(NamedTuple):
+    query: NDArray[Any]  # [1, total, H, D]
+    starts: NDArray[np.int64]
+    table: NDArray[np.int32]
+    lengths: NDArray[np.intp]
+    slopes: NDArray[np.float64] | None
+
+
+def _one_by_one(
+    attend: Callable[..., Any], rows: _Sequences, mask: ArrayLike | MaskInfo, target: NDArray[Any]
+) -> NDArray[Any]:
+    """Attention under a mask of packed queries, whose keys count from the begin of each sequence. Returns the lse."""
+    slopes, lses = rows.slopes, []
+    for s, (begin, end) in enumerate(pairwise(rows.starts.tolist())):
+        _, lse = attend(
+            rows.query[:, begin:end],
+            cache_seqlens=rows.lengths[s : s + 1],
+            block_table=rows.table[s : s + 1],
+            alibi_slopes=None if slopes is None else slopes[s % len(slopes)],
+            attention_mask=_of_queries(mask, begin, end),
+            out=target[None, begin:end],
+        )
+        lses.append(lse[0])
+    heads, dtype = target.shape[1], np.float64 if target.dtype == np.float64 else np.float32
+    return np.concatenate(lses, axis=1) if lses else np.empty((heads, 0), dtype)
 
 
 def _tokens(

@@ -263,7 +263,7 @@ def _tiles_of(live: NDArray[Any], shape: tuple[int, int], known: dict[bytes, int
     plane = (1, 1, *shape)
     pairs = _core.mask_grid(plane, (("all",),), 0, 0, TILE, TILE)
     count = _core.mask_grid(plane, (dense(live[None, None]),), 0, 0, TILE, TILE)
-    places = (count == pairs).astype(np.int32)
+    places: NDArray[np.int32] = (count == pairs).astype(np.int32)
     mixed = np.argwhere((count > 0) & (count < pairs))
     bits = np.zeros((len(mixed), TILE, TILE), bool)
     wide = np.broadcast_to(live, shape)

@@ -101,6 +101,10 @@ CALLS = {
     "flash_attention_bwd": lambda x: attnmask.flash_attention_bwd(
         *map(x, (OUT, QUERY, KEY, VALUE, OUT, LSE)), dlse=x(LSE)
     ),
+    "flash_attention_with_kvcache": lambda x: attnmask.flash_attention_with_kvcache(
+        x(QUERY[:, :2]), x(KEY), x(VALUE), cache_seqlens=x(STARTS[1:2]), block_table=x(STARTS[None, :1])
+    ),
+    "quantize_kv": lambda x: attnmask.quantize_kv(x(KEY), "int8", -1),
     "merge_attention_states": lambda x: attnmask.merge_attention_states(*map(x, PARTS)),
     "merge_attention_states_vjp": lambda x: both_ways(
         attnmask.merge_attention_states_vjp([x(part) for part in PARTS[0]], [x(part) for part in PARTS[1]])
@@ -113,6 +117,7 @@ NOT_OF_ARRAYS = {
     "BwdParams",
     "FlashAttentionGrads",
     "FwdParams",
+    "KVCache",
     "MaskSharding",
     "__version__",
     "dropout_keep_mask",

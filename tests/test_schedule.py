@@ -1,12 +1,13 @@
 """How attention forward is divided: the strategy of each shape, and what the division may depend on."""
 
+import heapq
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from attnmask import _core
+from attnmask import MaskInfo, _core
 from attnmask._flash import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -195,6 +196,25 @@ def test_many_threads_are_kept_busy(shape, options):
         pytest.skip("there is not work enough")
     assert len(tasks) >= 56
     assert max(work) <= max(1.25 * sum(work) / 64, 64 * 64)
+
+
+@pytest.mark.parametrize("threads", [2, 8, 64])
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_caches_of_unequal_lengths_keep_threads_busy(threads, logarithmic):
+    """64 sequences of 1 to 32,768 keys, one query each; tasks are dealt as they are numbered."""
+    rng = np.random.default_rng(0)
+    lengths = rng.uniform(0, np.log(32768), 64) if logarithmic else rng.integers(1, 32769, 64)
+    lengths = np.exp(lengths).astype(int) if logarithmic else lengths
+    mask = MaskInfo.from_segments(np.zeros((64, 1), int), np.zeros((64, 32768), int)).apply_kv_lengths(
+        lengths
+    )
+    q, k = (np.broadcast_to(np.float32(0), (64, *shape)) for shape in ((1, 32, 128), (32768, 8, 128)))
+    tasks = _schedule(threads, query=q, key=k, value=k, attention_mask=mask)["tasks"]
+    work = [sum(max(tiles, 0) for _, tiles in items) for _, items in tasks]
+    ends = [0] * threads
+    for tiles in work:
+        heapq.heapreplace(ends, ends[0] + tiles)
+    assert sum(work) / threads >= 0.9 * max(ends)
 
 
 @pytest.mark.parametrize("threads", ["2", 2.0, None])
