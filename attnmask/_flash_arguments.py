@@ -4,7 +4,7 @@ Nothing here looks at tokens one by one. What was given is compared and describe
 axis for the batch; what `out` has to be is for the core to say.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import permutations
@@ -652,13 +652,13 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
             yield as_array(value, name)
 
 
-def check_apart(out: Any, given: Mapping[str, Any]) -> None:
+def check_apart(out: Any, given: Mapping[str, Any], names: Iterable[str] = ARRAYS) -> None:
     """What is written to may be none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
         hint = "; it takes the result alone, and the logsumexp is returned as a new array"
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
     out = np.asarray(out)  # a subclass might override what NumPy asks below
-    for name in ARRAYS:
+    for name in names:
         value = given[name]
         if value is not None and any(share_memory(out, array) for array in _arrays(value, name)):
             raise ValueError(f"out must share no memory with {name}")

@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask import _core
-from attnmask._arguments import as_array, describe, flag, integer_array, is_floating, per_row
+from attnmask._arguments import allocate, as_array, describe, flag, integer_array, is_floating, per_row
 from attnmask._flash_arguments import (
     Pages,
     Problem,
     Relative,
     cap_of,
+    check_apart,
     distances,
     mask_nodes,
     numbers_of,
@@ -136,6 +137,7 @@ def flash_attention_with_kvcache(
     >>> last.ravel()
     array([1., 4.])
     """
+    given = locals()
     q, starts = _tokens(query, "query", "H, D", cu_seqlens_q)
     k, v = _caches(k_cache, v_cache, q)
     scales = _scales(k_scale, k, "k_scale"), _scales(v_scale, v, "v_scale")
@@ -156,12 +158,14 @@ def flash_attention_with_kvcache(
     slopes = None if alibi_slopes is None else slopes_of(alibi_slopes, batch, heads, "B")
     apart = attention_mask if starts is not None else None  # whose keys are those of each sequence
     if apart is not None:
-        nodes, pages, relative = mask_nodes(_cut(apart, longest), shape), None, None
+        nodes, relative = mask_nodes(_cut(apart, longest), shape), None
+        pages = Pages(table, used, lengths, None, longest, *scales)
     elif starts is not None:
         k_starts = np.concatenate([[0], np.cumsum(lengths)])
         nodes = (sequences(starts, k_starts, *(None if end is None else end + offsets for end in limits)),)
         pages = Pages(table, used, lengths, k_starts, int(k_starts[-1]), *scales)
-        relative = None if slopes is None else Relative(slopes, None, offsets, starts, 0)
+        moved = offsets + k_starts[:-1] - starts[:-1]
+        relative = None if slopes is None else Relative(slopes, None, moved, starts, 0)
     else:
         nodes = _row_nodes(attention_mask, shape, lengths, limits, offsets)
         pages = Pages(table, used, lengths, None, longest, *scales)
@@ -175,16 +179,18 @@ def flash_attention_with_kvcache(
     with_lse = flag(return_lse, "return_lse")
     if out is not None:
         _check_out(out, (*q.shape[starts is not None : 3], v.shape[3]), q.dtype)
-        _check_apart(out, "out", {"query": q, "key": key, "value": value, "k_cache": k, "v_cache": v})
+        check_apart(out, given, _ARRAYS)
+    if new is not None or apart is not None:
+        _check_pages(k, pages, block_table)
     if new is not None:
-        _check_apart(k, "k_cache", {"query": q, "key": new[0], "value": new[1], "v_cache": v})
-        _check_apart(v, "v_cache", {"query": q, "key": new[0], "value": new[1]})
-        for given, cache, given_scale, scale, side in (
-            (k_cache, k, k_scale, scales[0], "k"),
-            (v_cache, v, v_scale, scales[1], "v"),
-        ):
-            _check_writeable(given, cache, f"{side}_cache")
-            _check_own_scales(given_scale, scale, cache, f"{side}_scale")
+        read = {"query": q, "key": new[0], "value": new[1], "block_table": table}
+        _check_apart(k, "k_cache", {**read, "v_cache": v})
+        _check_apart(v, "v_cache", read)
+        for side, cache, scale in (("k", k, scales[0]), ("v", v, scales[1])):
+            _check_writeable(given[f"{side}_cache"], cache, f"{side}_cache")
+            _check_own_scales(given[f"{side}_scale"], scale, cache, f"{side}_scale")
+        if out is None:
+            out = allocate((*q.shape[starts is not None : 3], v.shape[3]), q.dtype, "query")
         for cache, tokens, scale in zip((k, v), new, scales, strict=True):
             written = Pages(table, before, lengths, None, longest, scale, None)
             _core.kv_append(_numbers(cache), tokens, written, before, starts)
@@ -212,6 +218,12 @@ def flash_attention_with_kvcache(
         result, lse = result[0], None if lse is None else lse[0]
     result = result if out is None else out
     return (result, lse) if with_lse else result
+
+
+_ARRAYS = (
+    "query", "k_cache", "v_cache", "key", "value", "cache_seqlens", "block_table", "cu_seqlens_q", "k_scale",
+    "v_scale", "softmax_aux", "alibi_slopes", "attention_mask",
+)  # fmt: skip
 
 
 class _Sequences(NamedTuple):
@@ -367,6 +379,25 @@ def _table(block_table: ArrayLike | None, cache: NDArray[Any], batch: int) -> ND
     return np.ascontiguousarray(table)
 
 
+def _check_pages(cache: NDArray[Any], pages: Pages, block_table: ArrayLike | None) -> None:
+    """Check the entries of the table that are used, before anything is written."""
+    try:
+        _core.check_pages(_numbers(cache), pages)
+    except IndexError:
+        _name_entry(as_array(block_table, "block_table"), cache, pages)  # type: ignore[arg-type]
+        raise
+
+
+def _name_entry(table: NDArray[Any], cache: NDArray[Any], pages: Pages) -> None:
+    """Say what an entry is that does not fit int32."""
+    for s, (begin, end) in enumerate(zip(pages.used, pages.lengths, strict=True)):
+        for i in range(begin // cache.shape[1], -(-end // cache.shape[1])):
+            if len(cache) and not 0 <= table[s, i] < len(cache):
+                raise IndexError(
+                    f"block_table must be from 0 to {len(cache) - 1}, got {table[s, i]} at index ({s}, {i})"
+                ) from None
+
+
 def _before(
     cache_seqlens: ArrayLike | None, batch: int, cache: NDArray[Any], paged: bool
 ) -> NDArray[np.intp]:
@@ -440,6 +471,8 @@ def _check_apart(target: Any, name: str, others: Mapping[str, Any]) -> None:
 def _check_writeable(given: Any, cache: NDArray[Any], name: str) -> None:
     if not cache.flags.writeable:
         raise ValueError(f"{name} must be writeable to take new tokens, got a read-only array")
+    if cache.size == 0:
+        return
     in_place = given is cache or hasattr(given, "__dlpack__")
     if not in_place or (isinstance(given, np.ndarray) and not np.may_share_memory(given, cache)):
         raise ValueError(

@@ -48,17 +48,23 @@ class Expected:
 
 
 def expected(arguments: dict, keep=None, case=None) -> Expected:
-    """Results in at least float64; their error may be twice that of naive attention in the same dtype.
+    """Results in at least float64, and the errors that they may have."""
+    dtype = arguments["query"].dtype.newbyteorder("=") if arguments["query"].dtype != BF16 else BF16
+    return expected_by(functools.partial(ref.flash_attention, **arguments, keep=keep), dtype, case)
+
+
+def expected_by(attention, dtype, case=None) -> Expected:
+    """The results of `attention(dtype=...)`, which computes in that type; their error may be twice that of naive
+    attention in the type of the query.
 
     With few pairs the naive result is sometimes exact by luck: a weight is exactly 1, or logits need no rounding. So
     the error of a few roundings is always allowed: one of the result, relative to the size of what was summed; in the
     accumulator a few of weights and sums; and two of the logits (one of the scaled logit, one of its conversion to the
     base of the exponential), which the exponential turns from absolute into relative errors.
     """
-    dtype = arguments["query"].dtype.newbyteorder("=") if arguments["query"].dtype != BF16 else BF16
     wide = accumulator(dtype)
-    exact = ref.flash_attention(**arguments, keep=keep, dtype=np.longdouble if dtype == F64 else np.float64)
-    naive = ref.flash_attention(**arguments, keep=keep, dtype=wide)
+    exact = attention(dtype=np.longdouble if dtype == F64 else np.float64)
+    naive = attention(dtype=wide)
     with np.errstate(over="ignore"):
         rounded = naive.out.astype(dtype)
     logits = float(np.max(exact.logit_size, initial=0, where=np.isfinite(exact.logit_size)))

@@ -51,18 +51,19 @@ def flash_attention_with_kvcache(
 def attention(
     query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale,
     softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, attention_mask,
+    dtype=np.float64,
 ) -> ref.Attention:  # fmt: skip
-    """The same with the sizes of what was summed, to which rounding errors are proportional."""
-    starts, flat, one_after_another = packed(query, cu_seqlens_q)
+    """The same with the sizes of what was summed, to which rounding errors are proportional; computed in `dtype`."""
+    starts, flat = packed(query, cu_seqlens_q)
     there = np.broadcast_to(k_cache.shape[1] if cache_seqlens is None else cache_seqlens, len(starts) - 1)
     spans = [slice(*span) for span in pairwise(starts)]
     lengths = [int(length) for length in there]
     if key is not None:
         for row, span in enumerate(spans):
-            length = lengths[row]
-            append(k_cache, k_scale, block_table, row, length, one_after_another(key)[span])
-            append(v_cache, v_scale, block_table, row, length, one_after_another(value)[span])
-            lengths[row] += span.stop - span.start
+            length, own = lengths[row], row if cu_seqlens_q is None else span
+            append(k_cache, k_scale, block_table, row, length, np.asarray(key)[own])
+            append(v_cache, v_scale, block_table, row, length, np.asarray(value)[own])
+            lengths[row] += len(np.asarray(key)[own])
 
     parts = [
         ref.flash_attention(
@@ -77,6 +78,7 @@ def attention(
             sliding_window=window(sliding_window),
             logits_soft_cap=logits_soft_cap if logits_soft_cap and np.isfinite(logits_soft_cap) else None,
             softmax_aux=softmax_aux,
+            dtype=dtype,
         )
         for row, (span, length) in enumerate(zip(spans, lengths, strict=True))
     ]
@@ -84,16 +86,12 @@ def attention(
 
 
 def packed(query, cu_seqlens_q):
-    """Where the queries of sequences start and end, the queries one after another, and what puts others so."""
-
-    def one_after_another(array):
-        return np.asarray(array).reshape(-1, *np.shape(array)[-2:])
-
+    """Where the queries of sequences start and end, and the queries one after another."""
     if cu_seqlens_q is None:
         starts = [row * query.shape[1] for row in range(query.shape[0] + 1)]
     else:
         starts = np.asarray(cu_seqlens_q).tolist()
-    return starts, one_after_another(query), one_after_another
+    return starts, np.asarray(query).reshape(-1, *np.shape(query)[-2:])
 
 
 def joined(parts, query, v_cache) -> ref.Attention:

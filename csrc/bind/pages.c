@@ -21,6 +21,10 @@ static int read_array(PyObject *object, const char *name, int type, int ndim, Py
 static int reject_entry(const am_pages_arg *arg, npy_intp s, npy_intp i, npy_intp pages)
 {
     const int32_t page = arg->pages.table[s * arg->pages.table_step + i];
+    if (pages == 0) {
+        PyErr_SetString(PyExc_IndexError, "block_table must name pages, and the cache has none");
+        return -1;
+    }
     PyErr_Format(PyExc_IndexError, "block_table must be from 0 to %zd, got %d at index (%zd, %zd)", pages - 1,
                  (int)page, s, i);
     return -1;
@@ -96,6 +100,7 @@ int am_read_pages(PyObject *object, npy_intp const *shape, am_pages_arg *arg)
         .table = PyArray_DATA(arg->table),
         .table_step = PyArray_DIM(arg->table, 1),
         .size = size > 0 ? size : 1, /* no sequence has tokens in pages without any */
+        .used = PyArray_DATA(arg->used),
         .lengths = PyArray_DATA(arg->lengths),
         .starts = arg->starts ? PyArray_DATA(arg->starts) : NULL,
         .sequences = sequences,
@@ -152,10 +157,16 @@ static int check_writers(const append_arguments *a, const npy_intp *begins)
     int bad = 0;
     for (npy_intp i = 1; i < n && !bad; i++) {
         if (written[i][0] != written[i - 1][0]) continue;
-        PyErr_Format(PyExc_ValueError,
-                     "block_table must give each sequence pages of its own to write to, got page %d for "
-                     "sequences %d and %d",
-                     (int)written[i][0], (int)written[i - 1][1], (int)written[i][1]);
+        if (written[i][1] == written[i - 1][1])
+            PyErr_Format(
+                PyExc_ValueError,
+                "block_table must name a page once to write to it, got page %d twice for sequence %d",
+                (int)written[i][0], (int)written[i][1]);
+        else
+            PyErr_Format(PyExc_ValueError,
+                         "block_table must give each sequence pages of its own to write to, got page %d for "
+                         "sequences %d and %d",
+                         (int)written[i][0], (int)written[i - 1][1], (int)written[i][1]);
         bad = -1;
     }
     free(written);
@@ -243,7 +254,28 @@ fail:
     return result;
 }
 
+/* Checks what am_read_pages does, before anything is written. */
+static PyObject *check_pages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *cache = NULL;
+    PyObject *pages, *result = NULL;
+    am_pages_arg arg = {0};
+    const am_param params[] = {{"cache", am_to_array, &cache}, {"pages", am_to_object, &pages}};
+    (void)module;
+    if (am_parse("check_pages", args, nargs, params, 2) == 0) {
+        if (PyArray_NDIM(cache) != 4)
+            PyErr_SetString(PyExc_ValueError, "cache must have four axes");
+        else if (am_read_pages(pages, PyArray_DIMS(cache), &arg) == 0)
+            result = Py_NewRef(Py_None);
+    }
+    Py_XDECREF(cache);
+    am_free_pages(&arg);
+    return result;
+}
+
 PyMethodDef am_pages_methods[] = {
+    {"check_pages", (PyCFunction)(void *)check_pages, METH_FASTCALL,
+     "check_pages($module, cache, pages, /)\n--\n\n"},
     {"kv_append", (PyCFunction)(void *)kv_append, METH_FASTCALL,
      "kv_append($module, cache, rows, pages, begins, starts, /)\n--\n\n"},
     {.ml_name = NULL},

@@ -34,6 +34,7 @@ typedef struct {
     const int32_t *table;     /* NULL: keys and values are no pages */
     ptrdiff_t table_step;     /* from sequence to sequence, in entries */
     ptrdiff_t size;           /* tokens of a page */
+    const ptrdiff_t *used;    /* the first token of each sequence that may be read, and its page */
     const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */
     const ptrdiff_t *starts;  /* of packed sequences among the keys, [sequences + 1]; NULL: batch rows */
     ptrdiff_t sequences;

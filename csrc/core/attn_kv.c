@@ -27,7 +27,7 @@ am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range k
 
 /* Tokens of one sequence that lie one after the other, from some key on. */
 typedef struct {
-    const char *data; /* NULL: they are behind the end of the sequence */
+    const char *data; /* NULL: they are not to be read */
     ptrdiff_t count;
 } key_run;
 
@@ -39,6 +39,7 @@ static key_run run_of(const am_attn *f, const am_tokens *t, const am_attn_place 
                     all = (p->starts ? am_min(keys.end, p->starts[s + 1]) : keys.end) - keys.begin,
                     used = am_min(all, p->lengths[s] - token), inside = token % p->size;
     if (used <= 0) return (key_run){NULL, all};
+    if (token < p->used[s]) return (key_run){NULL, am_min(all, p->used[s] - token)};
     const int32_t *page = p->table + s * p->table_step + token / p->size;
     const char *data = t->data + *page * t->batch + at->kv_head * t->head + inside * t->token;
     ptrdiff_t count = p->size - inside;
@@ -63,8 +64,12 @@ static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place 
     if (p->starts && keys.end > p->starts[s + 1]) return false;
     const int32_t *page = p->table + s * p->table_step + token / p->size;
     const char *data = t->data + at->kv_head * t->head + inside * t->token;
-    for (ptrdiff_t i = 0; i * *rows < TILE; i++) /* rows that are not there are dead, and may be any */
-        runs[i] = token + i * *rows < end ? data + page[i] * t->batch : runs[0];
+    const ptrdiff_t first = am_max(0, p->used[s] - token) / *rows;
+    if (first * *rows >= end - token) return false;
+    for (ptrdiff_t i = 0; i * *rows < TILE; i++) { /* rows that are not to be read are dead, and may be any */
+        const bool there = i >= first && token + i * *rows < end;
+        runs[i] = data + page[there ? i : first] * t->batch;
+    }
     const ptrdiff_t next = inside + TILE;
     runs[TILE / *rows] = token + TILE < p->lengths[s]
                              ? data + page[next / p->size] * t->batch + (next % p->size - inside) * t->token

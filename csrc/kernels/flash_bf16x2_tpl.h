@@ -111,7 +111,7 @@ static inline __attribute__((always_inline)) void pack_panel_bf16x2(float *dst, 
             row[i] = r + i < rows ? vf_load_some_bf16x2(src + (r + i) * step, some) : vf_set1(0);
         }
         vf_interleave_bf16x2(row[0], row[1], &bf16x2[0], &bf16x2[1]);
-        prefetch_issue(&current, 2);
+        prefetch_some(&current, 2, true);
         for (ptrdiff_t i = 0; i < 2; i++) {
             vf_store(dst + i * VF_LANES, bf16x2[i]);
             if (nothing) nothing[i] = vf_fma_bf16x2(bf16x2[i], vf_set1(0), nothing[i]);
@@ -162,7 +162,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                 accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes,
                                        p + r * AM_FLASH_TILE, v + column, 2 * step,
                                        out + r * block->out_depth + column, block->out_depth, LINES,
-                                       r == 0 ? prefetch : &none);
+                                       r == 0 ? prefetch : &none, true);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};

@@ -45,7 +45,7 @@ static void FROM(pack_keys)(void *to, const void *from, ptrdiff_t step, ptrdiff_
  * finite.
  */
 static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns,
-                                 const T *scales, V nothing)
+                                 V nothing)
 {
     const V zero = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
@@ -58,14 +58,26 @@ static inline V FROM(pack_panel)(T *dst, const S *src, ptrdiff_t step, ptrdiff_t
         } else {
             left = LOAD_PART(src, columns);
         }
-        if (scales) {
-            const V scale = VOP(set1)(scales[r]);
-            left = VOP(mul)(scale, left), right = VOP(mul)(scale, right);
-        }
         VOP(store)(dst, left);
         VOP(store)(dst + LANES, right);
         nothing = VOP(fma)(left, zero, nothing);
         nothing = VOP(fma)(right, zero, nothing);
+    }
+    return nothing;
+}
+
+/* Multiplies packed values by the scales of their rows; adds 0 × the products to `nothing`. */
+static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t depth, const T *scales, V nothing)
+{
+    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL)) {
+        T *row = dst + i * AM_FLASH_TILE;
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            for (ptrdiff_t j = 0; j < FN(PANEL); j += LANES, row += LANES) {
+                const V x = VOP(mul)(VOP(set1)(scales[r]), VOP(load)(row));
+                VOP(store)(row, x);
+                nothing = VOP(fma)(x, VOP(set1)(0), nothing);
+            }
+        }
     }
     return nothing;
 }
@@ -79,12 +91,12 @@ static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdif
     V nothing = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
         for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
-            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i,
-                                       scales ? (const T *)scales + r : NULL, nothing);
+            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i, nothing);
     }
     for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
         memset(dst + i * AM_FLASH_TILE, 0,
                (size_t)((FN(whole_panels)(rows) - rows) * FN(PANEL)) * sizeof *dst);
+    if (scales) nothing = FROM(scale_packed)(to, rows, depth, scales, nothing);
     return VOP(total)(nothing) == 0;
 }
 
@@ -114,8 +126,8 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         }
         bool packed = tile->live || column + width > tile->value_depth;
         if (packed) {
-            V nothing = FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, NULL,
-                                         VOP(set1)(0));
+            V nothing =
+                FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, VOP(set1)(0));
             if (tile->live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
                 for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
@@ -133,9 +145,9 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             if (packed)
                 FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
             else if (width == FN(PANEL))
-                FROM(accumulate)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, lines);
+                FROM(accumulate)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, lines, true);
             else
-                FROM(accumulate)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, lines);
+                FROM(accumulate)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, lines, true);
             r += rows;
         }
     }

@@ -3,21 +3,25 @@
 
 enum { CACHE_LINE = 64 };
 
-/* Lines of some rows, in the order of memory. */
+/* Rows that lie in runs, which lie anywhere. */
 typedef struct {
-    uintptr_t at;    /* the next line; prefetching an address that is not mapped is harmless */
-    ptrdiff_t step;  /* bytes from line to line */
-    ptrdiff_t left;  /* lines left of this row */
-    ptrdiff_t row;   /* lines of a whole row */
-    ptrdiff_t gap;   /* bytes from behind a row's last line to the next row */
-    ptrdiff_t count; /* lines left of all rows, if the caller counts them */
-    uintptr_t early; /* bytes from a line to one that is prefetched with it, earlier than in order; a 0
-                      * costs less than a test for it */
-    bool near;       /* to the first-level cache */
-    /* Rows may lie in runs, which lie anywhere; without runs `rows` is too large to matter. */
     ptrdiff_t rows, run, runs; /* left of this run, of each run, and the runs after this one */
     const void *const *next;   /* where these begin */
-    ptrdiff_t early_rows;      /* `early` in rows */
+    ptrdiff_t early_rows;      /* how many rows earlier than in order a line is prefetched, too */
+} prefetch_runs;
+
+/* Lines of some rows, in the order of memory. */
+typedef struct {
+    uintptr_t at;        /* the next line; prefetching an address that is not mapped is harmless */
+    ptrdiff_t step;      /* bytes from line to line */
+    ptrdiff_t left;      /* lines left of this row */
+    ptrdiff_t row;       /* lines of a whole row */
+    ptrdiff_t gap;       /* bytes from behind a row's last line to the next row */
+    ptrdiff_t count;     /* lines left of all rows, if the caller counts them */
+    uintptr_t early;     /* bytes from a line to one that is prefetched with it, earlier than in order; a 0
+                          * costs less than a test for it */
+    bool near;           /* to the first-level cache */
+    prefetch_runs *runs; /* NULL: rows lie one behind the other */
 } prefetch_lines;
 
 /* Rows may begin and end within a line. */
@@ -30,58 +34,53 @@ static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptr
     if (alike && 0 < step && step < row * CACHE_LINE) row = step / CACHE_LINE; /* the next one has the rest */
     const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
     const ptrdiff_t gap = step - row * CACHE_LINE;
-    return (prefetch_lines){.at = at,
-                            .step = CACHE_LINE,
-                            .left = row,
-                            .row = row,
-                            .gap = gap,
-                            .count = row * rows,
-                            .early = early,
-                            .near = am_prefetch_near,
-                            .rows = PTRDIFF_MAX,
-                            .early_rows = early_rows};
+    return (prefetch_lines){at, CACHE_LINE, row, row, gap, row * rows, early, am_prefetch_near, NULL};
 }
 
 /* In the last rows of a run, lines of the next run are prefetched early, and behind the last run none. */
 static inline void prefetch_near_end(prefetch_lines *lines)
 {
-    lines->early = lines->runs > 0 ? (uintptr_t)*lines->next - lines->at : 0;
+    lines->early = lines->runs->runs > 0 ? (uintptr_t)*lines->runs->next - lines->at : 0;
 }
 
 /* The same of runs of `run` rows each, which begin at these addresses. */
-static inline prefetch_lines prefetch_runs_of(const void *const *at, ptrdiff_t count, ptrdiff_t run,
-                                              ptrdiff_t step, ptrdiff_t length, ptrdiff_t early_rows)
+static inline prefetch_lines prefetch_runs_of(prefetch_runs *runs, const void *const *at, ptrdiff_t count,
+                                              ptrdiff_t run, ptrdiff_t step, ptrdiff_t length,
+                                              ptrdiff_t early_rows)
 {
     prefetch_lines lines = prefetch_lines_of((uintptr_t)at[0], step, length, 0, early_rows);
-    lines.rows = lines.run = run, lines.runs = count - 1, lines.next = at + 1;
+    *runs = (prefetch_runs){run, run, count - 1, at + 1, early_rows};
+    lines.runs = runs;
     if (run <= early_rows) prefetch_near_end(&lines);
     return lines;
 }
 
-/* At the end of a row, when few are left of its run. */
+/* At the end of a row of a run. */
 static inline void prefetch_end_of_row(prefetch_lines *lines)
 {
-    if (lines->rows == lines->early_rows) prefetch_near_end(lines);
-    if (lines->rows > 0) return;
-    if (lines->runs == 0) { /* the last line once more */
+    prefetch_runs *runs = lines->runs;
+    if (--runs->rows == runs->early_rows) prefetch_near_end(lines);
+    if (runs->rows > 0) return;
+    if (runs->runs == 0) { /* the last line once more */
         lines->at -= (uintptr_t)(CACHE_LINE + lines->gap);
-        lines->step = 0, lines->gap = 0, lines->rows = PTRDIFF_MAX;
+        lines->step = 0, lines->gap = 0, runs->rows = PTRDIFF_MAX;
         return;
     }
-    lines->at = (uintptr_t)*lines->next++;
-    lines->runs--, lines->rows = lines->run;
-    lines->early = (uintptr_t)(lines->early_rows * (lines->row * CACHE_LINE + lines->gap));
-    if (lines->run <= lines->early_rows) prefetch_near_end(lines);
+    lines->at = (uintptr_t)*runs->next++;
+    runs->runs--, runs->rows = runs->run;
+    lines->early = (uintptr_t)(runs->early_rows * (lines->row * CACHE_LINE + lines->gap));
+    if (runs->run <= runs->early_rows) prefetch_near_end(lines);
 }
 
 /* The same line of mapped memory over and over, which costs little. */
 static inline prefetch_lines prefetch_nothing(const void *known)
 {
-    return (prefetch_lines){
-        .at = (uintptr_t)known, .left = PTRDIFF_MAX, .row = PTRDIFF_MAX, .rows = PTRDIFF_MAX};
+    return (prefetch_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0, false, NULL};
 }
 
-static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)
+/* The next lines; of rows in runs only if `runs`. */
+static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *lines, ptrdiff_t count,
+                                                                const bool runs)
 {
     for (; count > 0; count--) {
         if (lines->near) { /* compilers hoist this test and make two loops */
@@ -95,8 +94,12 @@ static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)
         if (--lines->left > 0) continue;
         lines->at += (uintptr_t)lines->gap;
         lines->left = lines->row;
-        if (--lines->rows <= lines->early_rows) prefetch_end_of_row(lines);
+        if (runs && lines->runs) prefetch_end_of_row(lines);
     }
+}
+static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)
+{
+    prefetch_some(lines, count, false);
 }
 
 /* What the products of one tile prefetch. */

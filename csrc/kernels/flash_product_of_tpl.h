@@ -31,7 +31,7 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
-                 const int lines, prefetch_lines *prefetch)
+                 const int lines, prefetch_lines *prefetch, const bool runs)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *row = c;
@@ -42,13 +42,13 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     }
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
-        prefetch_issue(&current, lines);
+        prefetch_some(&current, lines, runs);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
 #pragma GCC unroll 2
     for (; depth > 0; depth--, a += a_column, b += b_row) {
-        prefetch_issue(&current, lines);
+        prefetch_some(&current, lines, runs);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
     }
     if (lines) *prefetch = current;
@@ -71,7 +71,8 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     b += half, c += half;
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines, prefetch)
+    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,          \
+                     prefetch, false)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -110,15 +111,14 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
  * anywhere. With each row of b it prefetches `lines`. */
-static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
-                                                                   ptrdiff_t depth, const T *a, const S *b,
-                                                                   ptrdiff_t b_step, T *c, ptrdiff_t c_step,
-                                                                   const int lines, prefetch_lines *prefetch)
+static inline __attribute__((always_inline)) void
+FROM(accumulate)(ptrdiff_t rows, const int vectors, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                 T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch, const bool runs)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,          \
-                         prefetch);                                                                          \
+                         prefetch, runs);                                                                    \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -129,17 +129,17 @@ static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t row
 APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL, false);
 }
 APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
                           ptrdiff_t c_step)
 {
-    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL);
+    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false);
 }
 APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false);
 }
 
 /* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
@@ -163,7 +163,8 @@ static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const 
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch);     \
+        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
+                         true);                                                                              \
         break;
     switch (rows) {
         EACH_FEW_ROWS(ROWS)
@@ -177,7 +178,7 @@ static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t column
                                                 ptrdiff_t c_step)
 {
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL)
+    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \

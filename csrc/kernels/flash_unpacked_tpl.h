@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     for (; i + LANES <= depth; i += LANES) {
         UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
-        if (i * sizeof(S) % CACHE_LINE == 0) prefetch_issue(&current, keys);
+        if (i * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * depth + i);
@@ -132,25 +132,25 @@ static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i,
 }
 
 /* Lines of values of all heads, which lie side by side if there are several. */
-static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, ptrdiff_t heads)
+static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, ptrdiff_t heads,
+                                                   prefetch_runs *runs)
 {
-    const am_flash_tile *last = &tiles[heads - 1];
     const ptrdiff_t size = sizeof(S), step = tiles->v_step * size,
-                    head = (const char *)last->v - (const char *)tiles->v,
+                    head = (const char *)tiles[heads - 1].v - (const char *)tiles->v,
                     length = head + tiles->value_depth * size;
     if (tiles->run == 0) return prefetch_lines_of((uintptr_t)tiles->v, step, length, 0, EARLY_KEYS);
-    const ptrdiff_t runs = AM_FLASH_TILE / tiles->run;
-    return prefetch_runs_of(tiles->v_runs, runs + (tiles->v_runs[runs] != NULL), tiles->run, step, length,
-                            EARLY_KEYS);
+    const ptrdiff_t count = AM_FLASH_TILE / tiles->run;
+    return prefetch_runs_of(runs, tiles->v_runs, count + (tiles->v_runs[count] != NULL), tiles->run, step,
+                            length, EARLY_KEYS);
 }
 
-static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile)
+static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile, prefetch_runs *runs)
 {
     const am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
     if (next->rows <= 0) return prefetch_nothing(tile->k);
-    return next->runs ? prefetch_runs_of(next->runs, next->run_count, next->rows, next->step, next->length,
-                                         EARLY_KEYS)
-                      : prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
+    if (!next->runs) return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
+    return prefetch_runs_of(runs, next->runs, next->run_count, next->rows, next->step, next->length,
+                            EARLY_KEYS);
 }
 
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
@@ -158,7 +158,8 @@ static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile)
  * the order of memory. */
 static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
-    prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads);
+    prefetch_runs runs;
+    prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         const am_flash_tile *tile = &tiles[h];
         ptrdiff_t begin, end;
@@ -174,7 +175,7 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
         FROM(find_p)(&blocks[h], &tiles[h]);
         if (tiles[h].v_scales) FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
     }
-    prefetch = FROM(lines_of_next_keys)(tiles);
+    prefetch = FROM(lines_of_next_keys)(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         const am_flash_tile *tile = &tiles[h];
         ptrdiff_t begin, end;

@@ -1,0 +1,239 @@
+"""Arguments of attention over caches that must be refused, right ones to combine them with, and what errors say."""
+
+import math
+
+import numpy as np
+from flash_cases import F16, F32, F64, laid_out
+
+from attnmask import MaskInfo
+
+B, TQ, H, HKV, D, DV = 2, 3, 4, 2, 8, 5
+KINDS = ("rows", "paged", "packed", "packed, paged")  # of calls
+
+
+def zeros(*shape, dtype=F32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def good(kind: str, new: bool = True) -> dict:
+    """Arguments that are right, in which everything that could be written is 7 or 77."""
+    packed, paged = "packed" in kind, "paged" in kind
+    tokens = (B * TQ,) if packed else (B, TQ)
+    arguments = {"query": zeros(*tokens, H, D), "out": np.full((*tokens, H, DV), 77, F32)}
+    for name, depth in (("k_cache", D), ("v_cache", DV)):
+        arguments[name] = np.full((6, 4, HKV, depth) if paged else (B, 12, HKV, depth), 7, F32)
+    if new:
+        arguments |= {"key": zeros(*tokens, HKV, D), "value": zeros(*tokens, HKV, DV)}
+    arguments["cache_seqlens"] = np.array([4, 8], np.int32)
+    if paged:
+        arguments["block_table"] = np.array([[5, 1, -1], [0, 4, 2]], np.int32)
+    if packed:
+        arguments["cu_seqlens_q"] = np.array([0, 2, B * TQ], np.int32)
+    return arguments
+
+
+def table(*rows, dtype=np.int32) -> np.ndarray:
+    return np.array(rows, dtype)
+
+
+def read_only(*shape, dtype=F32) -> np.ndarray:
+    array = zeros(*shape, dtype=dtype)
+    array.flags.writeable = False
+    return array
+
+
+FLOATING = "must be of float16, bfloat16, float32 or float64, got"
+CACHED = "must be of float16, bfloat16, float32, float64, int8 or float8_e4m3fn, got"
+# The kind of call, what is wrong in it, the error, and what it says.
+BAD = [
+    # Queries
+    ("rows", {"query": zeros(B, TQ, H, D, dtype=np.int32)}, TypeError, f"query {FLOATING} int32 array"),
+    ("rows", {"query": zeros(B, TQ, H, D, dtype=bool)}, TypeError, f"query {FLOATING} bool array"),
+    ("rows", {"query": zeros(B, TQ, H, D, dtype=int).tolist()}, TypeError, f"query {FLOATING} int64 array"),
+    ("rows", {"query": zeros(B, TQ, H, D).tolist()}, TypeError, "query must be float32 as k_cache if"),
+    ("rows", {"query": None}, TypeError, f"query {FLOATING} None"),
+    ("rows", {"query": "x"}, TypeError, f"query {FLOATING} 'x'"),
+    ("rows", {"query": [[1.0], [1.0, 2.0]]}, ValueError, "query must be array_like"),
+    ("rows", {"query": zeros(B, TQ, H, D, dtype=F64)}, TypeError, "query must be float32 as k_cache if"),
+    ("rows", {"query": zeros(TQ, H, D)}, ValueError, r"query must be \[B, T, H, D\], got .*\(3, 4, 8\)"),
+    ("rows", {"query": zeros(1, B, TQ, H, D)}, ValueError, r"query must be \[B, T, H, D\]"),
+    ("packed", {"query": zeros(1, B * TQ, H, D)}, ValueError, r"query must be \[total, H, D\] with cu_seqlens_q"),
+    ("rows", {"query": zeros(B, TQ, H, D + 1)}, ValueError, r"k_cache must have D = 9 as query, got .*\(2, 12, 2, 8\)"),
+    ("rows", {"query": zeros(B, TQ, 3, D)}, ValueError, "k_cache must have heads that divide query's 3"),
+    ("rows", {"query": zeros(B + 1, TQ, H, D)}, ValueError, "(key must have batch size 3|k_cache must have 3 rows)"),
+    ("paged", {"query": zeros(B + 1, TQ, H, D)}, ValueError, r"(key must have batch size 3|block_table must .*\(3,)"),
+    # Caches
+    ("rows", {"k_cache": zeros(B, 12, HKV, D, dtype=np.int64)}, TypeError, f"k_cache {CACHED} int64 array"),
+    ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=np.int16)}, TypeError, f"v_cache {CACHED} int16 array"),
+    ("rows", {"k_cache": None}, TypeError, f"k_cache {CACHED} None"),
+    ("rows", {"v_cache": "x"}, TypeError, f"v_cache {CACHED} 'x'"),
+    ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=F16)}, TypeError, "v_cache must be float32 as k_cache, got"),
+    ("rows", {"k_cache": zeros(B, 12, HKV, D, dtype=F64)}, TypeError, "v_cache must be float64 as k_cache"),
+    ("rows", {"k_cache": zeros(12, HKV, D)}, ValueError, r"k_cache must be \[B, Tmax, Hkv, D\] or \[pages, "),
+    ("paged", {"v_cache": zeros(6, 4, HKV)}, ValueError, r"v_cache must be .* got float32 array of shape \(6, 4, 2\)"),
+    ("rows", {"v_cache": zeros(B, 11, HKV, DV)}, ValueError, r"v_cache must be of shape \(2, 12, 2\) and Dv as k_"),
+    ("paged", {"v_cache": zeros(5, 4, HKV, DV)}, ValueError, r"v_cache must be of shape \(6, 4, 2\) and Dv as k_"),
+    ("paged", {"v_cache": zeros(6, 4, 1, DV)}, ValueError, r"v_cache must be of shape \(6, 4, 2\) and Dv as k_"),
+    ("rows", {"k_cache": zeros(B, 12, 3, D), "v_cache": zeros(B, 12, 3, DV)}, ValueError, "k_cache must have heads"),
+    ("rows", {"k_cache": zeros(B, 12, 0, D), "v_cache": zeros(B, 12, 0, DV)}, ValueError, "k_cache must have heads"),
+    ("rows", {"k_cache": zeros(3, 12, HKV, D), "v_cache": zeros(3, 12, HKV, DV)}, ValueError,
+     r"k_cache must have 2 rows, one a sequence, got .*\(3, 12, 2, 8\)"),
+    ("packed", {"k_cache": zeros(1, 12, HKV, D), "v_cache": zeros(1, 12, HKV, DV)}, ValueError,
+     "k_cache must have 2 rows, one a sequence"),
+    # New keys and values
+    ("rows", {"key": None}, ValueError, "key must be given with value, got None"),
+    ("rows", {"value": None}, ValueError, "value must be given with key, got None"),
+    ("rows", {"key": zeros(B, TQ, HKV, D, dtype=int)}, TypeError, f"key {FLOATING} int64 array"),
+    ("rows", {"value": zeros(B, TQ, HKV, DV, dtype=complex)}, TypeError, f"value {FLOATING} complex128 array"),
+    ("rows", {"key": zeros(TQ, HKV, D)}, ValueError, r"key must be \[B, T, Hkv, D\]"),
+    ("packed", {"value": zeros(1, B * TQ, HKV, DV)}, ValueError, r"value must be \[total, Hkv, Dv\] with cu_seqlens_q"),
+    ("rows", {"key": zeros(B + 1, TQ, HKV, D)}, ValueError, "key must have batch size 2 as query"),
+    ("paged", {"value": zeros(1, TQ, HKV, DV)}, ValueError, "value must have batch size 2 as query"),
+    ("rows", {"key": zeros(B, TQ, H, D)}, ValueError, r"key must have 2 heads of 8 channels as its .*4, 8\)"),
+    ("rows", {"key": zeros(B, TQ, HKV, D + 1)}, ValueError, "key must have 2 heads of 8 channels as its cache"),
+    ("rows", {"value": zeros(B, TQ, HKV, D)}, ValueError, "value must have 2 heads of 5 channels as its cache"),
+    ("rows", {"value": zeros(B, TQ, 1, DV)}, ValueError, "value must have 2 heads of 5 channels as its cache"),
+    ("rows", {"value": zeros(B, TQ + 1, HKV, DV)}, ValueError, "value must have 3 tokens as key"),
+    ("packed", {"key": zeros(5, HKV, D)}, ValueError, "cu_seqlens_q must end at 5 tokens of key, got 6"),
+    ("packed", {"value": zeros(7, HKV, DV)}, ValueError, "cu_seqlens_q must end at 7 tokens of value, got 6"),
+    # Lengths
+    ("rows", {"cache_seqlens": 1.5}, TypeError, "cache_seqlens must be an integer or one for each .*, got 1.5"),
+    ("rows", {"cache_seqlens": True}, TypeError, "cache_seqlens must be an integer"),
+    ("rows", {"cache_seqlens": "x"}, TypeError, "cache_seqlens must be an integer"),
+    ("rows", {"cache_seqlens": np.array([4.0, 8.0])}, TypeError, "cache_seqlens must be an integer .* float64 array"),
+    ("rows", {"cache_seqlens": [4, 8, 0]}, ValueError, r"cache_seqlens must be an integer or of shape \(2,\), got"),
+    ("rows", {"cache_seqlens": [[4, 8]]}, ValueError, r"cache_seqlens must be an integer or of shape \(2,\), got"),
+    ("rows", {"cache_seqlens": -1}, ValueError, "cache_seqlens must be at least 0, got -1"),
+    ("paged", {"cache_seqlens": [4, -3]}, ValueError, "cache_seqlens must be at least 0, got -3 at index 1"),
+    ("rows", {"cache_seqlens": [13, 8]}, ValueError, "cache_seqlens must be .* room for, 12 .*, got 13 .* at index 0"),
+    ("rows", {"cache_seqlens": [4, 10]}, ValueError, "room for, 12 a sequence, got 10 and 3 new ones at index 1"),
+    ("paged", {"cache_seqlens": [4, 10]}, ValueError, "room for, 12 a sequence, got 10 and 3 new ones at index 1"),
+    ("packed", {"cache_seqlens": [4, 9]}, ValueError, "room for, 12 a sequence, got 9 and 4 new ones at index 1"),
+    ("rows", {"cache_seqlens": None}, ValueError, "room for, 12 a sequence, got 12 and 3 new ones at index 0"),
+    ("rows", {"cache_seqlens": 2**59}, ValueError, "cache_seqlens must be tokens that the cache has room for"),
+    ("rows", {"cache_seqlens": 2**63}, ValueError, "cache_seqlens must be at most"),
+    ("rows", {"cache_seqlens": np.array([4, 2**64 - 1], np.uint64)}, ValueError, "cache_seqlens must be at most"),
+    ("rows", {"cache_seqlens": 10**5000}, ValueError, "cache_seqlens must be .* an integer of 16610 bits"),
+    ("paged", {"cache_seqlens": None}, ValueError, "cache_seqlens must be given with block_table, got None"),
+    # Tables
+    ("paged", {"block_table": zeros(B, 3)}, TypeError, "block_table must be integers, got float32 array"),
+    ("paged", {"block_table": zeros(B, 3, dtype=bool)}, TypeError, "block_table must be integers, got bool array"),
+    ("paged", {"block_table": table(0, 1)}, ValueError, r"block_table must be of shape \(2, max_pages\), got"),
+    ("paged", {"block_table": table([0, 1, 2])}, ValueError, r"block_table must be of shape \(2, max_pages\), got"),
+    ("paged", {"block_table": table([[0, 1, 2]], [[3, 4, 5]])}, ValueError, r"block_table must be of shape \(2, max_p"),
+    ("packed, paged", {"block_table": table([0], [1], [2])}, ValueError, r"block_table must be of shape \(2, max_p"),
+    ("paged", {"block_table": table([5, 6, -1], [0, 4, 2])}, IndexError,
+     r"block_table must be from 0 to 5, got 6 at index \(0, 1\)"),
+    ("paged", {"block_table": table([5, 1, -1], [0, 4, -1])}, IndexError,
+     r"block_table must be from 0 to 5, got -1 at index \(1, 2\)"),
+    ("paged", {"block_table": table([5, 1, -1], [0, 4, 2**31 - 1])}, IndexError,
+     r"block_table must be from 0 to 5, got 2147483647 at index \(1, 2\)"),
+    ("paged", {"block_table": table([6, 1, -1], [0, 4, 2])}, IndexError,
+     r"block_table must be from 0 to 5, got 6 at index \(0, 0\)"),
+    ("paged", {"block_table": table([5, 1, -1], [0, -2, 2])}, IndexError,
+     r"block_table must be from 0 to 5, got -2 at index \(1, 1\)"),
+    ("packed, paged", {"block_table": table([5, 1, -1], [99, 4, 2])}, IndexError,
+     r"block_table must be from 0 to 5, got 99 at index \(1, 0\)"),
+    ("packed, paged", {"block_table": table([5, 1, -1], [99, 4, 2]), "attention_mask": np.ones((1, 1, 6, 12), bool)},
+     IndexError, r"block_table must be from 0 to 5, got 99 at index \(1, 0\)"),
+    ("paged", {"block_table": table([5, 2**40, -1], [0, 4, 2], dtype=np.int64)}, IndexError,
+     r"block_table must be from 0 to 5, got 1099511627776 at index \(0, 1\)"),
+    ("paged", {"block_table": table([-5, 1, -1], [0, 4, 2], dtype=np.int64)}, IndexError,
+     r"block_table must be from 0 to 5, got -5 at index \(0, 0\)"),
+    ("paged", {"block_table": table([5, 2, -1], [0, 4, 2])}, ValueError,
+     "block_table must give each sequence pages of its own to write to, got page 2 for sequences 0 and 1"),
+    ("packed, paged", {"block_table": table([5, 2, -1], [0, 4, 2])}, ValueError, "block_table must give each sequence"),
+    # Where queries begin
+    ("packed", {"cu_seqlens_q": np.array([0.0, 2, 6])}, TypeError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": np.array([1, 2, 6])}, ValueError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": np.array([0, 7, 6])}, ValueError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": np.array([0, -1, 6])}, ValueError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": np.array([[0, 2, 6]])}, ValueError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": 6}, ValueError, "cu_seqlens_q must"),
+    ("packed", {"cu_seqlens_q": np.array([0, 2, 5])}, ValueError, "cu_seqlens_q must end at 6 tokens of query, got 5"),
+    ("packed", {"cu_seqlens_q": np.array([0, 2, 7])}, ValueError, "cu_seqlens_q must end at 6 tokens of query, got 7"),
+    ("packed", {"cu_seqlens_q": np.array([0, 2, 4, 6])}, ValueError, "k_cache must have 3 rows, one a sequence"),
+    ("packed, paged", {"cu_seqlens_q": np.array([0, 6])}, ValueError, r"block_table must be of shape \(1, max_pages\)"),
+    ("rows", {"cu_seqlens_q": np.array([0, 3, 6])}, ValueError, r"query must be \[total, H, D\] with cu_seqlens_q"),
+    # Numbers and flags
+    ("rows", {"k_scale": zeros(1, 1, HKV, D)}, ValueError, "k_scale must be None for a cache of float32, got"),
+    ("paged", {"v_scale": zeros(6, 4, HKV, 1)}, ValueError, "v_scale must be None for a cache of float32, got"),
+    ("rows", {"softmax_scale": "x"}, TypeError, "softmax_scale must"),
+    ("rows", {"softmax_scale": math.nan}, ValueError, "softmax_scale must"),
+    ("rows", {"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite"),
+    ("rows", {"causal": 1}, TypeError, "causal must be True or False, got 1"),
+    ("rows", {"causal": None}, TypeError, "causal must be True or False, got None"),
+    ("rows", {"return_lse": "yes"}, TypeError, "return_lse must be True or False, got 'yes'"),
+    ("rows", {"sliding_window": 1.5}, TypeError, "sliding_window must be an integer, got 1.5"),
+    ("rows", {"sliding_window": -1}, ValueError, "sliding_window must be at least 0, got -1"),
+    ("packed", {"sliding_window": (4, -1)}, ValueError, r"sliding_window\[1\] must be at least 0, got -1"),
+    ("rows", {"sliding_window": (1, 2, 3)}, ValueError, "sliding_window must be an integer or a pair"),
+    ("rows", {"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap must not be negative"),
+    ("rows", {"logits_soft_cap": "x"}, TypeError, "logits_soft_cap must"),
+    ("rows", {"softmax_aux": zeros(3, 2)}, ValueError, "softmax_aux must be"),
+    ("rows", {"softmax_aux": np.float32(1)}, ValueError, "softmax_aux must be"),
+    ("rows", {"softmax_aux": zeros(1, H, 2)}, ValueError, "softmax_aux must be"),
+    ("rows", {"softmax_aux": "x"}, TypeError, "softmax_aux must be real numbers"),
+    ("rows", {"alibi_slopes": zeros(H + 1)}, ValueError, r"alibi_slopes must be \[H\] or \[B, H\] with H = 4, got"),
+    ("packed", {"alibi_slopes": zeros(3, H)}, ValueError, r"alibi_slopes must be \[H\] or \[B, H\] with H = 4, got"),
+    ("rows", {"alibi_slopes": np.array([0, 1, math.inf, 0])}, ValueError, "alibi_slopes must be finite, got inf"),
+    ("rows", {"alibi_slopes": "x"}, TypeError, "alibi_slopes must be real numbers"),
+    # Masks
+    ("rows", {"attention_mask": np.ones((TQ, 10), bool)}, ValueError, r"attention_mask must broadcast .*11\)"),
+    ("paged", {"attention_mask": np.ones((B, 1, 1, 10), bool)}, ValueError, r"attention_mask must broadcast .*11\)"),
+    ("packed", {"attention_mask": np.ones((1, 1, 6, 11), bool)}, ValueError, r"attention_mask must broadcast .*12\)"),
+    ("rows", {"attention_mask": np.ones((B + 1, 1, TQ, 12), bool)}, ValueError, "attention_mask must broadcast"),
+    ("rows", {"attention_mask": np.ones((B, 3, TQ, 12), bool)}, ValueError, "attention_mask must broadcast"),
+    ("rows", {"attention_mask": np.ones((B, H, TQ + 1, 12), bool)}, ValueError, "attention_mask must broadcast"),
+    ("rows", {"attention_mask": np.ones((1, B, H, TQ, 12), bool)}, ValueError, "attention_mask must broadcast"),
+    ("packed", {"attention_mask": np.ones((B, H, 6, 12), bool)}, ValueError, "attention_mask must broadcast"),
+    ("packed, paged", {"attention_mask": np.ones((1, H, TQ, 12), bool)}, ValueError, "attention_mask must broadcast"),
+    ("rows", {"attention_mask": "causal"}, TypeError, "attention_mask must be .*, got 'causal'"),
+    ("rows", {"attention_mask": np.ones((TQ, 12), complex)}, TypeError, "attention_mask must be"),
+    ("rows", {"attention_mask": np.full((TQ, 12), -1e9, F32)}, ValueError, "attention_mask must .*bias"),
+    ("packed", {"attention_mask": np.full((6, 12), -np.inf, F32)}, ValueError, "attention_mask must .*bias"),
+    ("rows", {"attention_mask": MaskInfo.from_attention_mask(np.ones((B, 1, TQ, 10), bool))}, ValueError,
+     "attention_mask must broadcast .* MaskInfo of shape"),
+    ("rows", {"attention_mask": MaskInfo.from_segments(np.zeros((B, TQ + 1), int), np.zeros((B, 12), int))}, ValueError,
+     "attention_mask must broadcast .* MaskInfo of shape"),
+    ("packed", {"attention_mask": MaskInfo.from_segments(np.zeros((B, 6), int), np.zeros((B, 12), int))}, ValueError,
+     "attention_mask must broadcast .* MaskInfo of shape"),
+    # The output
+    ("rows", {"out": [[1.0]]}, TypeError, "out must be a NumPy array or None"),
+    ("rows", {"out": "x"}, TypeError, "out must be a NumPy array or None"),
+    ("rows", {"out": zeros(B, TQ, H, DV + 1)}, ValueError, r"out must be an array of float32 of shape \(2, 3, 4, 5\)"),
+    ("rows", {"out": zeros(B * TQ, H, DV)}, ValueError, r"out must be an array of float32 of shape \(2, 3, 4, 5\)"),
+    ("packed", {"out": zeros(1, 6, H, DV)}, ValueError, r"out must be an array of float32 of shape \(6, 4, 5\)"),
+    ("rows", {"out": zeros(B, TQ, H, DV, dtype=F16)}, ValueError, "out must be an array of float32 .* got float16"),
+    ("rows", {"out": zeros(B, TQ, H, DV, dtype=">f4")}, ValueError, "out must be an array of float32"),
+    ("rows", {"out": read_only(B, TQ, H, DV)}, ValueError, "out must be writeable"),
+    ("packed", {"out": read_only(6, H, DV)}, ValueError, "out must be writeable"),
+    ("rows", {"out": np.broadcast_to(zeros(1, 1, 1, DV), (B, TQ, H, DV))}, ValueError, "out must be writeable"),
+    # Caches that cannot be written to
+    ("rows", {"k_cache": read_only(B, 12, HKV, D)}, ValueError, "k_cache must be writeable to take new tokens"),
+    ("paged", {"v_cache": read_only(6, 4, HKV, DV)}, ValueError, "v_cache must be writeable to take new tokens"),
+    ("rows", {"k_cache": zeros(B, 12, HKV, D, dtype=">f4")}, ValueError, "k_cache must be .* native byte order"),
+    ("rows", {"v_cache": zeros(B, 12, HKV, DV, dtype=">f4")}, ValueError, "v_cache must be .* native byte order"),
+    ("rows", {"k_cache": laid_out(zeros(B, 12, HKV, D), "misaligned")}, ValueError, "k_cache must be an aligned"),
+    ("paged", {"v_cache": laid_out(zeros(6, 4, HKV, DV), "misaligned")}, ValueError, "v_cache must be an aligned"),
+]  # fmt: skip
+
+# The same for calls without new tokens, of sequences of 4 and of 8 tokens.
+BAD_TO_READ = [
+    ("rows", {"cache_seqlens": [4, 13]}, ValueError, "room for, 12 a sequence, got 13 at index 1"),
+    ("paged", {"cache_seqlens": [13, 4]}, ValueError, "room for, 12 a sequence, got 13 at index 0"),
+    ("packed, paged", {"cache_seqlens": [4, -1]}, ValueError, "cache_seqlens must be at least 0, got -1 at index 1"),
+    ("paged", {"cache_seqlens": None}, ValueError, "cache_seqlens must be given with block_table, got None"),
+    ("paged", {"block_table": table([5, -1, -1], [0, 6, 2])}, IndexError,
+     r"block_table must be from 0 to 5, got 6 at index \(1, 1\)"),
+    ("packed, paged", {"block_table": table([5, -1, -1], [0, -1, 2])}, IndexError,
+     r"block_table must be from 0 to 5, got -1 at index \(1, 1\)"),
+    ("packed, paged", {"block_table": table([5, -1, -1], [0, 99, 2]), "attention_mask": np.ones((6, 12), bool)},
+     IndexError, r"block_table must be from 0 to 5, got 99 at index \(1, 1\)"),
+    ("rows", {"attention_mask": np.ones((TQ, 7), bool)}, ValueError, r"attention_mask must broadcast .* 8\), got"),
+    ("packed", {"attention_mask": np.ones((6, 7), bool)}, ValueError, r"attention_mask must broadcast .* 8\), got"),
+    ("packed", {"out": read_only(6, H, DV)}, ValueError, "out must be writeable"),
+    ("rows", {"k_scale": zeros(1, 1, HKV, D)}, ValueError, "k_scale must be None for a cache of float32"),
+    ("paged", {"k_cache": zeros(0, 4, HKV, D), "v_cache": zeros(0, 4, HKV, DV)}, IndexError, "block_table must"),
+]  # fmt: skip

@@ -1,0 +1,376 @@
+"""Cases that the tests of attention over caches share: sequences, and caches of any layout that hold them.
+
+What a sequence has is random by the seed of the case and the number of the sequence alone. So the same sequences can be
+put into batch rows or one after the other, into contiguous caches or pages, in any order, some or all of them.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import cycle, islice
+from typing import NamedTuple
+
+import numpy as np
+import reference_kvcache as twin
+from flash_cases import BF16, F16, F32, F64, bits_of, laid_out
+from flash_expected import Expected, expected_by
+
+import attnmask
+from attnmask import MaskInfo
+
+SHARED = 1000  # stands for the number of a sequence where all of them have the same
+GARBAGE = (-1, 2**31 - 1, -(2**31), 12345)  # entries of a table that nobody looks at
+PAGE_SIZES = (None, 1, 2, 7, 16, 48, 64, 100, 256)  # None: the cache is contiguous
+LAYOUTS = (
+    "contiguous",
+    "heads first",  # as vLLM's [pages, Hkv, page_size, D]
+    "keys beside values",  # both in one array
+    "reversed",
+    "sliced",
+    "tokens apart",
+    "strided",
+    "fortran",
+    "misaligned",  # without new tokens
+)
+FACTORS: dict[str, tuple] = {
+    "types": (
+        (F32, F32), (F16, F16), (BF16, BF16), (F64, F64), (F32, F16), (F32, BF16),
+        (F16, F32), (F16, BF16), (BF16, F32), (BF16, F16),
+    ),
+    "heads": ((8, 8), (8, 2), (4, 1), (1, 1)),
+    "depths": ((16, 16), (64, 64), (33, 33), (64, 40), (24, 129), (7, 5), (128, 128)),
+    "queries": (1, 2, 3, 17, 64, 65, (1, 17, 0, 64, 3, 2), (1, 1, 65, 1), (0, 2)),
+    "lengths": ((0, 1, 63), (64, 65, 200), (200, 0), (63,), (65, 1, 64, 0, 200, 63), (1, 2)),
+    "new": (None, "as many", "more", "fewer"),
+    "page_size": PAGE_SIZES,
+    "layout": LAYOUTS,
+    "token_layout": ("contiguous", "heads first", "strided", "reversed", "misaligned"),
+    "causal": (True, False),
+    "window": (None, 5, (20, 0), (0, 9), (70, None), (None, 3), (None, None)),
+    "soft_cap": (None, 2.0, 30.0),
+    "sinks": (None, "[S]", "[H, S]", "[S] with -inf"),
+    "slopes": (None, "[H]", "[B, H]", "[1, H]"),
+    "mask": (
+        None,
+        "[B, H, Tq, K] bool",
+        "[B, 1, 1, K] int32",
+        "[1, H, Tq, K] float32",
+        "[1, 1, Tq, 1] bool",
+        "info of [B, H, Tq, K]",
+        "info of [1, 1, Tq, K]",
+        "info of segments [B]",
+        "info of segments [1]",
+    ),
+    "scale": (None, 0.3, -0.05),
+    "return_lse": (True, False),
+    "out_layout": (None, "contiguous", "heads first", "strided", "reversed", "sliced"),
+    "threads": (1, 2, 3),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """One call. Its repr, which a failure shows, is enough to repeat it."""
+
+    types: tuple[np.dtype, np.dtype] = (F32, F32)  # of queries and of caches
+    heads: tuple[int, int] = (4, 2)
+    depths: tuple[int, int] = (16, 16)
+    queries: int | tuple[int, ...] = (
+        1  # of each sequence; packed if there are several numbers, which take turns
+    )
+    lengths: tuple[int, ...] = (0, 1, 63)  # before the call
+    new: str | None = None
+    page_size: int | None = None
+    layout: str = "contiguous"
+    token_layout: str = "contiguous"
+    causal: bool = True
+    window: int | tuple[int | None, int | None] | None = None
+    soft_cap: float | None = None
+    sinks: str | None = None
+    slopes: str | None = None
+    mask: str | None = None
+    scale: float | None = None
+    return_lse: bool = True
+    out_layout: str | None = None
+    threads: int = 1
+    seed: int = 0
+    order: int = 0  # the seed of what must not matter: of the table, and of types of integers
+    fill: float = np.nan  # where caches hold no tokens
+
+    def __repr__(self) -> str:
+        said = (f for f in fields(self) if repr(getattr(self, f.name)) != repr(f.default))
+        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in said)})"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """bfloat16 if anything is, since some levels of instruction sets have kernels for that alone."""
+        return BF16 if BF16 in self.types else self.types[0]
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.queries, tuple)
+
+    @property
+    def counts(self) -> list[int]:
+        """Queries of each sequence."""
+        return list(islice(cycle(self.queries if self.packed else [self.queries]), len(self.lengths)))
+
+    @property
+    def new_counts(self) -> list[int]:
+        """New tokens of each sequence. Of packed ones, there are as many as queries."""
+        if self.new is None:
+            return [0] * len(self.lengths)
+        if self.packed or self.new == "as many":
+            return self.counts
+        return [self.queries + 3 if self.new == "more" else self.queries // 2] * len(self.lengths)
+
+    @property
+    def after(self) -> list[int]:
+        return [length + count for length, count in zip(self.lengths, self.new_counts, strict=True)]
+
+    @property
+    def offsets(self) -> list[int]:
+        return [length - count for length, count in zip(self.after, self.counts, strict=True)]
+
+    @property
+    def mask_keys(self) -> int:
+        return max(self.after) + 10 * (self.seed % 3)
+
+
+def drawn(rng: np.random.Generator) -> Case:
+    """A case with random sizes, in which half of the options are left out."""
+
+    def one(choices):
+        return choices[rng.integers(len(choices))]
+
+    def sizes(most):
+        return tuple(rng.integers(0, most, rng.integers(1, 6)).tolist())
+
+    levels = {name: choices[0] if rng.random() < 0.5 else one(choices) for name, choices in FACTORS.items()}
+    levels |= {
+        "types": one(FACTORS["types"]),
+        "depths": tuple(rng.integers(1, 70, 2).tolist()),
+        "queries": one((int(rng.integers(40)), sizes(40))),
+        "lengths": sizes(200),
+        "page_size": one((*PAGE_SIZES, 4, 8, 32, int(rng.integers(1, 90)))),
+        "window": one((None, (one((None, 0, 3, 20, 64)), one((None, 0, 5))))),
+    }
+    seed, order = rng.integers(2**20, size=2).tolist()
+    return Case(**levels, seed=seed, order=order)
+
+
+class Tokens(NamedTuple):
+    """What one sequence has."""
+
+    query: np.ndarray  # [Tq, H, D]
+    old: tuple[np.ndarray, np.ndarray]  # keys and values that are there before the call, [T, Hkv, D]
+    new: tuple[np.ndarray, np.ndarray]
+    slopes: np.ndarray  # [H]
+
+
+def tokens_of(case: Case, s: int) -> Tokens:
+    rng = np.random.default_rng((case.seed, s))
+    (heads, kv_heads), (dtype, cache_dtype) = case.heads, case.types
+    new_dtype = dtype if case.seed % 2 else F64 if dtype == F64 else F32
+
+    def draw(count, heads, depth, dtype):
+        return rng.standard_normal((count, heads, depth)).astype(dtype)
+
+    query = draw(case.counts[s], heads, case.depths[0], dtype)
+    old, new = (
+        tuple(draw(count, kv_heads, depth, dtype) for depth in case.depths)
+        for count, dtype in ((case.lengths[s], cache_dtype), (case.new_counts[s], new_dtype))
+    )
+    return Tokens(query, old, new, rng.random(heads))
+
+
+def mask_of(case: Case, some: Sequence[int]):
+    """The mask of some sequences. A row that all of them share is that of the first."""
+    packed, keys, heads = case.packed, case.mask_keys, case.heads[0]
+    one_row = not packed and "[1" in case.mask
+
+    def rng_of(s, shared):
+        return np.random.default_rng((case.seed, SHARED if shared else s, 1))
+
+    if "segments" in case.mask:
+        q_ids = [np.sort(rng_of(s, one_row).integers(-1, 3, case.counts[s])) for s in some]
+        kv_ids = [np.sort(rng_of(s, packed or one_row).integers(-1, 3, keys)) for s in some]
+        if packed or one_row:
+            return MaskInfo.from_segments(
+                np.concatenate(q_ids if packed else q_ids[:1])[None], kv_ids[0][None]
+            )
+        return MaskInfo.from_segments(np.stack(q_ids), np.stack(kv_ids)).apply_sliding_window((150, 100))
+
+    axes = case.mask[case.mask.index("[") + 1 : case.mask.index("]")].split(", ")
+    shared = one_row or (packed and "Tq" not in axes)
+    rows = []
+    for s in some:
+        sizes = {"1": 1, "H": heads, "Tq": case.counts[s], "K": keys}
+        live = rng_of(s, shared).random([sizes[axis] for axis in axes[1:]]) < 0.8
+        live[:, live.shape[1] // 3 : live.shape[1] // 2] = False
+        rows.append(live)
+    mask = rows[0][None] if shared else np.concatenate(rows, axis=1)[None] if packed else np.stack(rows)
+    if "info" in case.mask:
+        return MaskInfo.from_attention_mask(mask)
+    dtype = case.mask.split()[-1]
+    return mask if dtype == "bool" else (mask * 3).astype(dtype)
+
+
+def table_of(case: Case, some: Sequence[int]) -> np.ndarray:
+    """Pages in any order, with garbage behind those of each sequence; some pages belong to nobody."""
+    rng = np.random.default_rng((case.order, 2))
+    used = [-(-case.after[s] // case.page_size) for s in some]
+    table = rng.choice(GARBAGE, (len(some), max(used) + case.order % 3))
+    pages = iter(rng.permutation(sum(used) + 3).tolist())
+    for row, count in enumerate(used):
+        table[row, :count] = list(islice(pages, count))
+    return laid_out(
+        table.astype((np.int32, np.int64)[case.order % 2]), ("contiguous", "strided")[case.order % 2]
+    )
+
+
+def caches_of(case: Case, some: Sequence[int], table: np.ndarray | None, tokens: list[Tokens]):
+    """The caches of keys and of values before the call; what they do not hold is `case.fill`."""
+    if table is None:
+        rows = len(some), max(case.after[s] for s in some) + (0, 5)[case.order % 2]
+    else:
+        rows = sum(-(-case.after[s] // case.page_size) for s in some) + 3, case.page_size
+    caches = []
+    for i, depth in enumerate(case.depths):
+        cache = np.full((*rows, case.heads[1], depth), case.fill).astype(case.types[1])
+        for row, s in enumerate(some):
+            cache[twin.places(cache, table, row, 0, case.lengths[s])] = tokens[row].old[i]
+        caches.append(cache)
+    return cache_layout(*caches, case.layout if case.layout != "misaligned" or not case.new else "contiguous")
+
+
+def cache_layout(k: np.ndarray, v: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Both caches in memory as `layout` says; the memory between tokens holds NaN."""
+    if layout == "keys beside values":
+        pages, size, heads = k.shape[:3]
+        both = np.full((pages, 2, size, heads, max(k.shape[3], v.shape[3])), np.nan).astype(k.dtype)
+        views = both[:, 0, ..., : k.shape[3]], both[:, 1, ..., : v.shape[3]]
+    elif layout == "tokens apart":
+        views = tuple(
+            np.full((len(x), 3 * x.shape[1] + 1, *x.shape[2:]), np.nan).astype(x.dtype)[:, 1::3]
+            for x in (k, v)
+        )
+    elif layout == "misaligned":
+        views = tuple(np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape) for x in (k, v))
+    else:
+        return laid_out(k, layout), laid_out(v, layout)
+    for view, values in zip(views, (k, v), strict=True):
+        view[...] = values
+    return views
+
+
+def arguments_of(case: Case, some: Sequence[int] | None = None) -> dict:
+    """Arguments for the package as well as the reference, with caches of their own, of all sequences or of some."""
+    some = range(len(case.lengths)) if some is None else some
+    tokens = [tokens_of(case, s) for s in some]
+    table = None if case.page_size is None else table_of(case, some)
+    caches = caches_of(case, some, table, tokens)
+
+    def joined(arrays, layout=case.token_layout):
+        return laid_out(np.concatenate(arrays) if case.packed else np.stack(arrays), layout)
+
+    new = [joined([those.new[i] for those in tokens]) for i in (0, 1)] if case.new else [None, None]
+    before = np.array([case.lengths[s] for s in some], (np.int32, np.int64)[case.order % 2])
+    arguments = {
+        "query": joined([those.query for those in tokens]),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "key": new[0],
+        "value": new[1],
+        "cache_seqlens": before if case.order % 3 else before.tolist(),
+        "block_table": table,
+        "cu_seqlens_q": None,
+        "k_scale": None,
+        "v_scale": None,
+        "softmax_scale": case.scale,
+        "causal": case.causal,
+        "sliding_window": case.window,
+        "logits_soft_cap": case.soft_cap,
+        "softmax_aux": None,
+        "alibi_slopes": None,
+        "attention_mask": None if case.mask is None else mask_of(case, some),
+    }
+    if case.packed:
+        arguments["cu_seqlens_q"] = np.cumsum([0, *(case.counts[s] for s in some)]).astype(before.dtype)
+    if case.slopes == "[B, H]":
+        arguments["alibi_slopes"] = np.stack([those.slopes for those in tokens])
+    elif case.slopes:
+        slopes = tokens_of(case, 0).slopes
+        arguments["alibi_slopes"] = slopes[None] if case.slopes == "[1, H]" else slopes.astype(F32)
+    if case.sinks is not None:
+        shape = (case.heads[0], 2) if case.sinks.startswith("[H") else (3,)
+        sinks = np.random.default_rng((case.seed, SHARED)).standard_normal(shape) * 2
+        if "-inf" in case.sinks:
+            sinks[..., 1:] = -np.inf
+        arguments["softmax_aux"] = sinks.astype(case.types[0] if case.seed % 2 else F32)
+    return arguments
+
+
+# Calls
+
+
+def memory(array: np.ndarray) -> np.ndarray:
+    """All of the memory that an array is a view of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def bits_of_memory(arguments: dict) -> dict[str, bytes]:
+    return {name: memory(x).tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
+
+
+def attend(arguments: dict, **more):
+    return attnmask.flash_attention_with_kvcache(**(arguments | more))
+
+
+class Right(NamedTuple):
+    """What a call has to give: results, and the bits of the caches after it."""
+
+    results: Expected
+    caches: list[bytes]
+
+
+def right(arguments, case: Case) -> Right:
+    """`arguments()` makes them anew."""
+    made = []
+
+    def attention(dtype):
+        made.append(arguments())
+        return twin.attention(**made[-1], dtype=dtype)
+
+    results = expected_by(attention, case.types[0], case)
+    return Right(results, [memory(made[-1][name]).tobytes() for name in ("k_cache", "v_cache")])
+
+
+@functools.lru_cache(maxsize=8)
+def right_of(case: Case) -> Right:
+    return right(functools.partial(arguments_of, case), case)
+
+
+def check(case: Case, wanted: Right, arguments: dict) -> None:
+    """Calls the function, and compares its results and all memory that it could have written to."""
+    more = {}
+    if case.out_layout is not None:
+        shape = (*arguments["query"].shape[:-1], case.depths[1])
+        more["out"] = laid_out(np.full(shape, 77).astype(case.types[0]), case.out_layout)
+    inputs = {name: x for name, x in arguments.items() if name not in ("k_cache", "v_cache")}
+    before = bits_of(inputs)
+    got = attend(arguments, return_lse=case.return_lse, **more)
+    out, lse = got if case.return_lse else (got, None)
+    assert bits_of(inputs) == before, case
+    for name, bits in zip(("k_cache", "v_cache"), wanted.caches, strict=True):
+        assert memory(arguments[name]).tobytes() == bits, (name, case)
+    assert type(out) is np.ndarray, case
+    assert out.dtype == case.types[0], (out.dtype, case)
+    if more:
+        assert out is more["out"], case
+    else:
+        assert out.flags.c_contiguous, case
+    assert lse is None or (type(lse) is np.ndarray and lse.flags.c_contiguous), case
+    wanted.results.check(out, lse)
