@@ -143,8 +143,6 @@ def prefetch_of(rng, memory: Memory):
                 pick(rng, [1024, 1000, 24]),
                 int(rng.integers(1, 600)),
                 count,
-                None,
-                0,
             )
             for count in rng.choice([0, 1, 7, 64], CONSTANTS["AM_PREFETCH_KINDS"]).tolist()
         ]

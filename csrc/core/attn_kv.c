@@ -388,9 +388,10 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
     *next = prefetch_part(f, &f->k, at, heads, keys, f->depth, part, parts);
     if (f->pages.table && g->shape.strategy == AM_UNPACKED && next->rows > 0 &&
-        find_runs(f, &f->k, at, keys, w->next_runs, &next->rows))
-        next->runs = w->next_runs,
-        next->run_count = TILE / next->rows + (w->next_runs[TILE / next->rows] != NULL);
+        find_runs(f, &f->k, at, keys, w->next_runs, &next->rows)) {
+        tile->next_runs = w->next_runs;
+        tile->next_run_count = TILE / next->rows + (w->next_runs[TILE / next->rows] != NULL);
+    }
     tile->prefetch[AM_PREFETCH_V] = prefetch_part(f, &f->v, at, heads, keys, f->value_depth, part, parts);
     if (to)
         tile->prefetch[AM_PREFETCH_PACKED] =

@@ -148,8 +148,9 @@ static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile,
 {
     const am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
     if (next->rows <= 0) return prefetch_nothing(tile->k);
-    if (!next->runs) return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
-    return prefetch_runs_of(runs, next->runs, next->run_count, next->rows, next->step, next->length,
+    if (!tile->next_runs)
+        return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
+    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->step, next->length,
                             EARLY_KEYS);
 }
 

@@ -158,8 +158,6 @@ extern bool am_prefetch_near;
 typedef struct {
     const char *at;
     ptrdiff_t step, length, rows;
-    const void *const *runs; /* where all runs of so many rows begin, the first at `at`; NULL: there is one */
-    ptrdiff_t run_count;
 } am_prefetch_rows;
 enum {
     AM_PREFETCH_K,
@@ -193,6 +191,10 @@ typedef struct {
     ptrdiff_t run;
     const void *const *k_runs, *const *v_runs;
     const void *k_scales, *v_scales; /* of unpacked rows, as when they are packed */
+    /* Where the runs of the keys to prefetch begin, of which each has the rows of that entry; NULL: there is
+     * one. */
+    const void *const *next_runs;
+    ptrdiff_t next_run_count;
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
