@@ -382,7 +382,7 @@ def _table(block_table: ArrayLike | None, cache: NDArray[Any], batch: int) -> ND
 def _check_pages(cache: NDArray[Any], pages: Pages, block_table: ArrayLike | None) -> None:
     """Check the entries of the table that are used, before anything is written."""
     try:
-        _core.check_pages(_numbers(cache), pages)
+        _core.check_pages(_numbers(cache), pages._replace(k_scale=None, v_scale=None))
     except IndexError:
         _name_entry(as_array(block_table, "block_table"), cache, pages)  # type: ignore[arg-type]
         raise

@@ -80,7 +80,7 @@ static int read_pages(arguments *a)
 {
     am_pages_arg *p = &a->paged;
     if (a->pages == Py_None) return 0;
-    if (am_read_pages(a->pages, PyArray_DIMS(a->key), p) < 0) return -1;
+    if (am_read_pages(a->pages, PyArray_DIMS(a->key), PyArray_DIM(a->value, 3), p) < 0) return -1;
     const npy_intp batch = PyArray_DIM(a->query, 0);
     const ptrdiff_t *starts = p->pages.starts, n = p->pages.sequences;
     bool fits = p->keys >= 0 && p->keys <= AM_LONGEST &&

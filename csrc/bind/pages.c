@@ -73,14 +73,14 @@ static int read_scales(PyObject *object, const char *name, npy_intp const *shape
     return 0;
 }
 
-int am_read_pages(PyObject *object, npy_intp const *shape, am_pages_arg *arg)
+int am_read_pages(PyObject *object, npy_intp const *shape, npy_intp value_depth, am_pages_arg *arg)
 {
-    const npy_intp pages = shape[0], size = shape[1];
+    const npy_intp pages = shape[0], size = shape[1], value_shape[4] = {pages, size, shape[2], value_depth};
     if (object == Py_None) return 0;
     if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 7)
         return am_reject(PyExc_TypeError, "pages", "a tuple of seven, or None", object);
     if (read_scales(PyTuple_GET_ITEM(object, 5), "k_scale", shape, &arg->scales[0], &arg->k_scales) < 0 ||
-        read_scales(PyTuple_GET_ITEM(object, 6), "v_scale", shape, &arg->scales[1], &arg->v_scales) < 0)
+        read_scales(PyTuple_GET_ITEM(object, 6), "v_scale", value_shape, &arg->scales[1], &arg->v_scales) < 0)
         return -1;
     if (read_array(PyTuple_GET_ITEM(object, 0), "block_table", NPY_INT32, 2, &arg->table) < 0 ||
         read_array(PyTuple_GET_ITEM(object, 1), "used", NPY_INTP, 1, &arg->used) < 0 ||
@@ -222,7 +222,7 @@ static PyObject *kv_append(PyObject *module, PyObject *const *args, Py_ssize_t n
     }
     if (read_array(begins, "begins", NPY_INTP, 1, &a.begins) < 0) goto fail;
     if (starts != Py_None && read_array(starts, "starts", NPY_INTP, 1, &a.starts) < 0) goto fail;
-    if (am_read_pages(pages, PyArray_DIMS(a.cache), &a.pages) < 0) goto fail;
+    if (am_read_pages(pages, PyArray_DIMS(a.cache), 0, &a.pages) < 0) goto fail;
     if (check_append(&a) < 0) goto fail;
     const am_kv_append append = {
         .cache = tokens_of(a.cache),
@@ -265,7 +265,7 @@ static PyObject *check_pages(PyObject *module, PyObject *const *args, Py_ssize_t
     if (am_parse("check_pages", args, nargs, params, 2) == 0) {
         if (PyArray_NDIM(cache) != 4)
             PyErr_SetString(PyExc_ValueError, "cache must have four axes");
-        else if (am_read_pages(pages, PyArray_DIMS(cache), &arg) == 0)
+        else if (am_read_pages(pages, PyArray_DIMS(cache), 0, &arg) == 0)
             result = Py_NewRef(Py_None);
     }
     Py_XDECREF(cache);

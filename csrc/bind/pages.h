@@ -13,7 +13,8 @@ typedef struct {
     npy_intp keys; /* of the mask */
 } am_pages_arg;
 
-/* Reads None, which leaves all NULL, or a tuple for a cache of this shape, pages, tokens and key heads:
+/* Reads None, which leaves all NULL, or a tuple for a cache of keys of this shape, and of values of this
+ * depth:
  *
  *     (table int32 [sequences, pages], used int64 [sequences], lengths int64 [sequences],
  *      starts int64 [sequences + 1] or None, keys, k_scale, v_scale)
@@ -23,7 +24,7 @@ typedef struct {
  *
  * A sequence uses the entries of its table from that of token `used` to that of its last token; they are
  * checked, and no others are read. 0 or -1. */
-int am_read_pages(PyObject *object, npy_intp const *shape, am_pages_arg *arg);
+int am_read_pages(PyObject *object, npy_intp const *shape, npy_intp value_depth, am_pages_arg *arg);
 void am_free_pages(am_pages_arg *arg);
 
 #endif

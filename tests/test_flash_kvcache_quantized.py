@@ -1,0 +1,177 @@
+"""Attention over caches of int8 and float8, by the float64 twin over the numbers that they stand for."""
+
+import inspect
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_kvcache as twin
+
+import attnmask
+
+INT8, FLOAT8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FORMATS = [INT8, FLOAT8]
+H, HKV, D, DV = 8, 2, 64, 40
+LENGTHS = np.array([0, 70, 200, 64, 1])
+
+
+def cache_of(rng, dtype, scale, page_size):
+    """Caches in shuffled pages with room for 70 more tokens, and their scales; what is free is as bad as can be."""
+    batch = len(LENGTHS)
+    per_row = -(-(int(LENGTHS.max()) + 70) // page_size)
+    table = rng.permutation(batch * per_row + 3)[: batch * per_row].reshape(batch, per_row).astype(np.int32)
+    pages = batch * per_row + 3
+    caches, scales = [], []
+    for depth in (D, DV):
+        worst = 127 if dtype == INT8 else np.nan
+        cache = np.full((pages, page_size, HKV, depth), worst, np.float32).astype(dtype)
+        sizes = np.full((pages, page_size, HKV, 1), np.nan, np.float32)
+        tokens = rng.standard_normal((batch, int(LENGTHS.max()), HKV, depth)) * rng.uniform(
+            0.1, 3, (1, 1, HKV, depth)
+        )
+        if scale == "channels":
+            values, sizes = attnmask.quantize_kv(tokens, dtype, (0, 1))
+        elif scale == "tokens":
+            values, own = attnmask.quantize_kv(tokens, dtype, -1)
+        else:
+            values, sizes = (tokens * 9).round().clip(-127, 127).astype(dtype), None
+        for b, length in enumerate(LENGTHS):
+            for t in range(length):
+                at = table[b, t // page_size], t % page_size
+                cache[at] = values[b, t]
+                if scale == "tokens":
+                    sizes[at] = own[b, t]
+        caches.append(cache)
+        scales.append(sizes)
+    return table, caches, scales
+
+
+def everything(**given):
+    """All arguments of the twin but the type that it computes in."""
+    names = [name for name in inspect.signature(twin.attention).parameters if name != "dtype"]
+    return {name: given.get(name, True if name == "causal" else None) for name in names}
+
+
+OPTIONS = [
+    {},
+    {"sliding_window": (20, None)},
+    {"logits_soft_cap": 5.0, "softmax_aux": np.array([0.3, -1.0])},
+    {"alibi_slopes": np.linspace(0.1, 1, H), "softmax_scale": 0.1},
+    {"attention_mask": np.random.default_rng(3).random((1, H, 1, 300)) < 0.7, "causal": False},
+]
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("scale", ["tokens", "channels", None])
+@pytest.mark.parametrize("queries", [1, 20, 70])
+@pytest.mark.parametrize("page_size", [7, 16, 128])
+def test_over_the_numbers_that_they_stand_for(isa, dtype, scale, queries, page_size):
+    rng = np.random.default_rng(queries)
+    for i, options in enumerate(OPTIONS):
+        if (i + queries + page_size) % 2:  # half of the options with each shape
+            continue
+        table, (k_cache, v_cache), (k_scale, v_scale) = cache_of(rng, dtype, scale, page_size)
+        query_type = [np.float32, BF16, np.float16][i % 3]
+        query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(query_type)
+        key, value = (
+            rng.standard_normal((len(LENGTHS), queries, HKV, d)).astype(np.float32) for d in (D, DV)
+        )
+        options = options | {"k_scale": k_scale, "v_scale": v_scale}
+        mine = {"k_cache": k_cache.copy(), "v_cache": v_cache.copy()}
+        others = {"k_cache": k_cache, "v_cache": v_cache}
+        if scale == "tokens":
+            mine |= {"k_scale": k_scale.copy(), "v_scale": v_scale.copy()}
+        given = {"query": query, "key": key, "value": value, "cache_seqlens": LENGTHS, "block_table": table}
+        out, lse = attnmask.flash_attention_with_kvcache(**given | options | mine, return_lse=True)
+        expected = twin.attention(**everything(**given | options | others))
+        error = 2e-4 if query_type == np.float32 else 2e-2  # of a result that is rounded to sixteen bits
+        np.testing.assert_allclose(out.astype(np.float64), expected.out, rtol=error, atol=error * 10)
+        np.testing.assert_allclose(lse, expected.lse, rtol=2e-4, atol=2e-3)
+        for name in ("k_cache", "v_cache"):
+            assert mine[name].tobytes() == others[name].tobytes(), "what is written"
+        if scale == "tokens":
+            for name in ("k_scale", "v_scale"):
+                np.testing.assert_array_equal(mine[name], options[name])
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_same_bits_contiguous_and_paged(isa, dtype, queries):
+    rng = np.random.default_rng(0)
+    table, caches, scales = cache_of(rng, dtype, "tokens", 16)
+    query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(np.float32)
+    paged = attnmask.flash_attention_with_kvcache(
+        query, *caches, k_scale=scales[0], v_scale=scales[1], cache_seqlens=LENGTHS, block_table=table
+    )
+    rows = [array[table].reshape(len(table), -1, *array.shape[2:]) for array in (*caches, *scales)]
+    contiguous = attnmask.flash_attention_with_kvcache(
+        query, *rows[:2], k_scale=rows[2], v_scale=rows[3], cache_seqlens=LENGTHS
+    )
+    assert paged.tobytes() == contiguous.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, dtype, side, queries):
+    rng = np.random.default_rng(0)
+    table, caches, scales = cache_of(rng, dtype, "tokens", 16)
+    query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(np.float32)
+    given = {"cache_seqlens": LENGTHS, "block_table": table, "sliding_window": (30, 0)}
+    clean = attnmask.flash_attention_with_kvcache(
+        query, *caches, k_scale=scales[0], v_scale=scales[1], **given
+    )
+    scales[side == "v_scale"][table[2, 190 // 16], 190 % 16, 1] = np.nan  # of one head of keys
+    out = attnmask.flash_attention_with_kvcache(query, *caches, k_scale=scales[0], v_scale=scales[1], **given)
+    places = LENGTHS[2] - queries + np.arange(queries)
+    sees = np.zeros(out.shape, bool)
+    sees[2, (places >= 190) & (places <= 220), H // HKV :] = True
+    assert np.isnan(out[sees]).all()
+    assert out[~sees].tobytes() == clean[~sees].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"k_scale": np.ones((3, 4, 2, 1))}, TypeError, "k_scale must be float32"),
+        ({"k_scale": np.ones((3, 4, 1, 8), np.float32)}, ValueError, "k_scale must be of shape"),
+        ({"v_scale": np.ones((4, 2, 1), np.float32)}, ValueError, "v_scale must be of shape"),
+        (
+            {"v_scale": np.zeros((1, 1, 2, 8), np.float32)},
+            ValueError,
+            "finite and positive for each channel, got 0",
+        ),
+        ({"k_scale": np.full((1, 1, 2, 8), -1, np.float32)}, ValueError, "finite and positive"),
+        ({"k_scale": np.full((1, 1, 2, 8), np.nan, np.float32)}, ValueError, "finite and positive"),
+        ({"k_scale": np.full((1, 1, 2, 8), np.inf, np.float32)}, ValueError, "finite and positive"),
+        ({"k_scale": np.ones((3, 1, 2, 1), np.float32)}, ValueError, "to take new tokens"),
+        ({"query": np.zeros((1, 1, 4, 8))}, TypeError, "query must be"),
+    ],
+)
+def test_bad_scales(change, error, words):
+    def given():
+        caches = {name: np.zeros((3, 4, 2, 8), np.int8) for name in ("k_cache", "v_cache")}
+        scales = {name: np.ones((3, 4, 2, 1), np.float32) for name in ("k_scale", "v_scale")}
+        key = np.ones((1, 1, 2, 8), np.float32)
+        query = np.zeros((1, 1, 4, 8), np.float32)
+        more = {"cache_seqlens": [3], "block_table": [[1]], "key": key, "value": key, "query": query}
+        return caches | scales | more
+
+    arguments = given() | change
+    with pytest.raises(error, match=words):
+        attnmask.flash_attention_with_kvcache(**arguments)
+    for name, before in given().items():
+        if name not in change:
+            np.testing.assert_array_equal(arguments[name], before, err_msg=f"{name} was written to")
+
+
+def test_read_only_scales_take_no_tokens():
+    cache, scale = np.zeros((1, 4, 1, 8), np.int8), np.ones((1, 4, 1, 1), np.float32)
+    scale.setflags(write=False)
+    key = np.ones((1, 1, 1, 8), np.float32)
+    given = {"k_scale": scale, "v_scale": scale, "cache_seqlens": 1}
+    attnmask.flash_attention_with_kvcache(key, cache, cache.copy(), **given)
+    with pytest.raises(ValueError, match="k_scale must be writeable"):
+        attnmask.flash_attention_with_kvcache(key, cache, cache.copy(), key, key, **given)
+    assert not cache.any()
