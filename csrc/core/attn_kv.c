@@ -104,13 +104,15 @@ static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_a
     return rows;
 }
 
-/* Copies the scales of a tile's tokens to `scratch`; NULL if tokens have none. What is behind the end has 0.
+/* Copies the scales of a tile's tokens to `scratch`; NULL if tokens have none. What is not to be read has 0.
+ * `first`: no other head of the step has read their neighbours, and so those of the next tile are prefetched.
  */
 static const float *token_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at,
-                                 am_range keys, float scratch[AM_FLASH_TILE])
+                                 am_range keys, float scratch[AM_FLASH_TILE], bool first)
 {
     if (!scales->data || scales->by_channel) return NULL;
     const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
+    const am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
     ptrdiff_t i = 0;
     for (key_run run; keys.begin < keys.end; keys.begin += run.count) {
         run = run_of(f, &t, at, keys);
@@ -118,6 +120,11 @@ static const float *token_scales(const am_attn *f, const am_kv_scales *scales, c
             scratch[i++] = run.data ? *(const float *)(run.data + r * t.token) : 0;
     }
     while (i < AM_FLASH_TILE) scratch[i++] = 0;
+    for (am_range left = next; first && left.begin < left.end;) {
+        const key_run run = run_of(f, &t, at, left);
+        for (ptrdiff_t r = 0; run.data && r < run.count; r++) __builtin_prefetch(run.data + r * t.token);
+        left.begin += run.count;
+    }
     return scratch;
 }
 
@@ -210,6 +217,7 @@ typedef struct {
     char *gathered; /* memory for its keys and then its values */
     ptrdiff_t k_bytes;
     float (*scales)[AM_FLASH_TILE]; /* and for the scales of both */
+    bool first;                     /* of the items in a step */
 } tile_source;
 
 static am_kv_rows key_rows(const tile_source *s)
@@ -217,7 +225,7 @@ static am_kv_rows key_rows(const tile_source *s)
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
     am_kv_rows rows = rows_in_pages(f, &f->k, s->at, s->keys, f->depth, s->gathered);
-    rows.scales = token_scales(f, &f->k_scales, s->at, s->keys, s->scales[0]);
+    rows.scales = token_scales(f, &f->k_scales, s->at, s->keys, s->scales[0], s->first);
     return rows;
 }
 
@@ -226,7 +234,7 @@ static am_kv_rows value_rows(const tile_source *s)
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
     am_kv_rows rows = rows_in_pages(f, &f->v, s->at, s->keys, f->value_depth, s->gathered + s->k_bytes);
-    rows.scales = token_scales(f, &f->v_scales, s->at, s->keys, s->scales[1]);
+    rows.scales = token_scales(f, &f->v_scales, s->at, s->keys, s->scales[1], s->first);
     return rows;
 }
 
@@ -307,8 +315,10 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_
         tile->k = k_runs[0], tile->k_runs = k_runs, tile->k_step = f->k.token / size;
         tile->v = v_runs[0], tile->v_runs = v_runs, tile->v_step = f->v.token / size;
         tile->value_depth = am_lanes(base, f->value_depth);
-        tile->k_scales = token_scales(f, &f->k_scales, source->at, source->keys, source->scales[0]);
-        tile->v_scales = token_scales(f, &f->v_scales, source->at, source->keys, source->scales[1]);
+        tile->k_scales =
+            token_scales(f, &f->k_scales, source->at, source->keys, source->scales[0], source->first);
+        tile->v_scales =
+            token_scales(f, &f->v_scales, source->at, source->keys, source->scales[1], source->first);
         return base->kernels->kv[f->k.type].step_unpacked;
     }
     tile->run = 0;
@@ -331,7 +341,8 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
                                 .keys = am_range_at(&kv->groups->tiles, index),
                                 .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
                                 .k_bytes = w->k_bytes,
-                                .scales = w->scales[item]};
+                                .scales = w->scales[item],
+                                .first = item == 0};
     if (g->shape.strategy == AM_UNPACKED) return unpacked_tile(&source, item, w, tile);
     if (find_shared(&source, g, index, w->row, tile)) return NULL;
     const ptrdiff_t among_all = index_among_all(kv, at, index), place = local_place(kv, g, index);
