@@ -621,17 +621,18 @@ fail:
 PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, return_lse, out, /)\n--\n\n"},
+     "relative, pages, return_lse, out, /)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
-     "seed, relative, threads, /)\n--\n\nHow attention forward divides its work for that many threads:\n\n"
+     "seed, relative, pages, threads, /)\n--\n\nHow attention forward divides its work for that many "
+     "threads:\n\n"
      "groups   a dict for each group of queries: its queries, keys, strategy\n"
      "tasks    (index of the group, [(rows, tiles) of each item])\n"
      "waves    (tasks, tasks that one thread takes in order) of each parallel loop\n"
      "scratch  bytes of memory in addition to the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
      "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
+     "relative, pages, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
     {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
      "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
     {.ml_name = NULL},
