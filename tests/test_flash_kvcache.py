@@ -3,10 +3,10 @@
 import functools
 import itertools
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -306,9 +306,8 @@ def attend_with_garbage_left_of_the_window() -> None:
 def test_pages_left_of_the_window_are_not_read():
     """In a process of its own, since to read them would be its end."""
     code = f"import {__name__} as tests; tests.attend_with_garbage_left_of_the_window()"
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
 
 

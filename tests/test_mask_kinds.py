@@ -423,6 +423,16 @@ def test_bad_slices(index, error, words):
         MaskInfo.from_attention_mask(DENSE)[index]
 
 
+def test_a_slice_of_no_heads():
+    info = MaskInfo.from_segments(np.zeros((2, 3, 4), int)).apply_causal()[:, 3:]
+    assert info.attention_mask.shape == (2, 0, 4, 4)
+    assert info.q_segment_ids.shape == (2, 0, 4)
+    assert info.q_lens.tolist() == [0, 0]
+    assert info.density() == 0.0
+    query = np.ones((2, 4, 0, 8), np.float32)
+    assert attnmask.flash_attention(query, query, query, attention_mask=info).shape == query.shape
+
+
 def test_nothing_to_slice():
     with pytest.raises(ValueError, match="cannot slice it"):
         MaskInfo()[0]
