@@ -77,7 +77,7 @@ static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place 
     return true;
 }
 
-/* The same for pages: where rows lie, if they do so one after the other, else gathered in `scratch`. */
+/* Rows of a paged cache where they lie, if they do so one after the other, else gathered in `scratch`. */
 static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys,
                                 ptrdiff_t depth, char *scratch)
 {
