@@ -167,7 +167,8 @@ class KVCache:
     pages : int
         How many pages there are, each of which has all layers; ``pages * page_size`` is at most ``2**31 - 1``.
     page_size : int
-        Tokens a page; 16 to 256 are fast.
+        Tokens a page. Powers of two from 16 to 256 are fast: a few queries read such pages where they lie, and copy
+        tokens of others first.
     dtype : dtype
         float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have a scale for each
         token and head, as of `quantize_kv`.
