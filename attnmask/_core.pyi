@@ -52,7 +52,6 @@ def flash_backward(
     dropout: float,
     seed: int,
     relative: Any,
-    pages: Any,
     dout: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
@@ -82,10 +81,31 @@ def attention_schedule(
     dropout: float,
     seed: int,
     relative: Any,
-    pages: Any,
     threads: int,
     /,
 ) -> dict[str, Any]: ...
+def flash_kvcache(
+    query: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    key: ArrayLike | None,
+    value: ArrayLike | None,
+    cache_seqlens: ArrayLike | None,
+    block_table: ArrayLike | None,
+    cu_seqlens_q: ArrayLike | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
+    softmax_scale: float | None,
+    causal: bool,
+    sliding_window: Any,
+    logits_soft_cap: float | None,
+    softmax_aux: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    attention_mask: Any,
+    return_lse: bool,
+    out: NDArray[Any] | None,
+    /,
+) -> Any: ...
 def flash_forward(
     query: ArrayLike,
     key: ArrayLike,
@@ -99,7 +119,6 @@ def flash_forward(
     dropout: float,
     seed: int,
     relative: Any,
-    pages: Any,
     return_lse: bool,
     out: NDArray[Any] | None,
     /,
@@ -108,15 +127,6 @@ def get_num_threads() -> int: ...
 def int32_copy(array: ArrayLike, name: str, /) -> NDArray[Any]: ...
 def check_mask(array: ArrayLike, name: str, /) -> None: ...
 def kernel_table(name: str, /) -> tuple[int, int]: ...
-def check_pages(cache: NDArray[Any], pages: Any, /) -> None: ...
-def kv_append(
-    cache: NDArray[Any],
-    rows: ArrayLike,
-    pages: Any,
-    begins: NDArray[np.intp],
-    starts: NDArray[np.intp] | None,
-    /,
-) -> None: ...
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool, strict: bool, /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...

@@ -81,20 +81,6 @@ class Relative(NamedTuple):
     low: int  # the distance that the table begins with
 
 
-class Pages(NamedTuple):
-    """Where the keys and values of sequences lie in a cache of pages."""
-
-    table: NDArray[np.int32]  # [sequences, pages of each]
-    used: NDArray[np.intp]  # the first token of each that any query may see
-    lengths: NDArray[np.intp]
-    starts: NDArray[np.intp] | None  # of packed sequences among the keys; None for batch rows
-    keys: int  # of the mask
-    k_scale: (
-        NDArray[np.float32] | None
-    )  # of a quantized cache, for each token and head or each head and channel
-    v_scale: NDArray[np.float32] | None
-
-
 class Problem(NamedTuple):
     """The first arguments of the core's functions, in their order."""
 
@@ -110,7 +96,6 @@ class Problem(NamedTuple):
     dropout: float
     seed: int
     relative: Relative | None
-    pages: Pages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from attnmask._arguments import (
     per_row,
     place,
 )
+from attnmask._flash_kvcache import flash_attention_with_kvcache
 
 __all__ = ["KVCache", "KVCacheStep", "quantize_kv"]
 
@@ -616,13 +617,12 @@ class KVCacheStep:
         ...     step.attend(0, zeros[:1], zeros[:1], np.array([[[5.0]]])).ravel()
         array([2.])
         """
-        from attnmask._flash_kvcache import flash_attention_with_kvcache
-
         cache = self._cache
         if cache._step is not self:
             raise RuntimeError("a step must be used inside its with block")
         index = place(layer, "layer", len(cache.k_pages))
         q, k, v = self._tokens(query, "query"), self._tokens(key, "key"), self._tokens(value, "value")
+        places = self._packed if q.ndim == 3 else self._batched
         return flash_attention_with_kvcache(
             q,
             cache.k_pages[index],
@@ -631,7 +631,7 @@ class KVCacheStep:
             v,
             k_scale=None if cache.k_scales is None else cache.k_scales[index],
             v_scale=None if cache.v_scales is None else cache.v_scales[index],
-            **(self._packed if q.ndim == 3 else self._batched),
+            **places,
             **more,
         )
 

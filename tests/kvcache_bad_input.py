@@ -206,7 +206,7 @@ BAD = [
     ("rows", {"out": zeros(B * TQ, H, DV)}, ValueError, r"out must be an array of float32 of shape \(2, 3, 4, 5\)"),
     ("packed", {"out": zeros(1, 6, H, DV)}, ValueError, r"out must be an array of float32 of shape \(6, 4, 5\)"),
     ("rows", {"out": zeros(B, TQ, H, DV, dtype=F16)}, ValueError, "out must be an array of float32 .* got float16"),
-    ("rows", {"out": zeros(B, TQ, H, DV, dtype=">f4")}, ValueError, "out must be an array of float32"),
+    ("rows", {"out": zeros(B, TQ, H, DV, dtype=">f4")}, ValueError, "out must be aligned and in native byte order"),
     ("rows", {"out": read_only(B, TQ, H, DV)}, ValueError, "out must be writeable"),
     ("packed", {"out": read_only(6, H, DV)}, ValueError, "out must be writeable"),
     ("rows", {"out": np.broadcast_to(zeros(1, 1, 1, DV), (B, TQ, H, DV))}, ValueError, "out must be writeable"),

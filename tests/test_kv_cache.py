@@ -1,9 +1,6 @@
 """KVCache: what it holds after any series of calls, compared with a dictionary of arrays; its errors."""
 
 import contextlib
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +9,7 @@ import reference_flash as ref
 import reference_kvcache as twin
 from conftest import SANITIZED
 
-import attnmask
+from attnmask import _kv_cache
 from attnmask._kv_cache import KVCache, quantize_kv
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -24,15 +21,7 @@ HEADS, KV_HEADS, DEPTH, VALUE_DEPTH, LAYERS, PAGE_SIZE = 2, 2, 8, 3, 2, 4
 
 
 def attend_by(monkeypatch, function) -> None:
-    module = SimpleNamespace(flash_attention_with_kvcache=function)
-    monkeypatch.setitem(sys.modules, "attnmask._flash_kvcache", module)
-
-
-@pytest.fixture(autouse=True)
-def _twin(monkeypatch):
-    """It stands in where the package does not have the function."""
-    if not Path(attnmask.__file__).with_name("_flash_kvcache.py").exists():
-        attend_by(monkeypatch, twin.flash_attention_with_kvcache)
+    monkeypatch.setattr(_kv_cache, "flash_attention_with_kvcache", function)
 
 
 def cache_of(dtype="float32", pages=24, **more) -> KVCache:

@@ -221,4 +221,4 @@ def test_caches_of_unequal_lengths_keep_threads_busy(threads, logarithmic):
 def test_threads_are_an_integer(threads):
     q = np.zeros((1, 4, 1, 8), np.float32)
     with pytest.raises(TypeError):
-        _core.attention_schedule(q, q, q, (), None, 1.0, 0.0, None, True, 0.0, 0, None, None, threads)
+        _core.attention_schedule(q, q, q, (), None, 1.0, 0.0, None, True, 0.0, 0, None, threads)

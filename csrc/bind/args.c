@@ -5,6 +5,18 @@
 
 #include "core/convert.h"
 
+/* Calls a function of attnmask/_arguments.py, with a name or without. */
+static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
+{
+    PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
+    if (!arguments) return NULL;
+    PyObject *answer = PyObject_CallMethod(arguments, function, name ? "Os" : "O", object, name);
+    Py_DECREF(arguments);
+    return answer;
+}
+
+PyObject *am_describe(PyObject *object) { return call_arguments("describe", object, NULL); }
+
 /* An array that is written to must not share memory with any other argument. The caller's own arrays are
  * checked, since converters may have copied them. */
 static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
@@ -33,21 +45,6 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
             return -1;
     }
     return 0;
-}
-
-PyObject *am_describe(PyObject *object)
-{
-    if (PyArray_Check(object)) {
-        PyArrayObject *array = (PyArrayObject *)object;
-        PyObject *shape = PyArray_IntTupleFromIntp(PyArray_NDIM(array), PyArray_DIMS(array));
-        if (!shape) return NULL;
-        PyObject *text =
-            PyUnicode_FromFormat("%S array of shape %R", (PyObject *)PyArray_DESCR(array), shape);
-        Py_DECREF(shape);
-        return text;
-    }
-    if (PyArray_IsAnyScalar(object) || object == Py_None) return PyUnicode_FromFormat("%.200R", object);
-    return PyUnicode_FromFormat("an object of type %s", Py_TYPE(object)->tp_name);
 }
 
 int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
@@ -81,12 +78,12 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
     return -1;
 }
 
-/* bfloat16 is a type of ml_dtypes, which may not be installed, so it is recognized by its name. */
-static bool is_bfloat16(PyArray_Descr *dtype)
+/* Types of ml_dtypes, which may not be installed, are recognized by their names. */
+static bool is_of_ml_dtypes(PyArray_Descr *dtype, const char *wanted, npy_intp size)
 {
     const char *name = dtype->typeobj->tp_name, *dot = strrchr(name, '.');
-    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == 2 &&
-           strcmp(dot ? dot + 1 : name, "bfloat16") == 0;
+    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == size &&
+           strcmp(dot ? dot + 1 : name, wanted) == 0;
 }
 
 am_dtype am_dtype_of(PyArray_Descr *dtype)
@@ -107,14 +104,13 @@ am_dtype am_dtype_of(PyArray_Descr *dtype)
     case NPY_HALF: return AM_FLOAT16;
     case NPY_FLOAT: return AM_FLOAT32;
     case NPY_DOUBLE: return AM_FLOAT64;
-    default: return is_bfloat16(dtype) ? AM_BFLOAT16 : AM_OTHER;
+    default: return is_of_ml_dtypes(dtype, "bfloat16", 2) ? AM_BFLOAT16 : AM_OTHER;
     }
 }
 
 am_dtype am_kv_dtype_of(PyArray_Descr *dtype)
 {
-    const am_dtype type = am_dtype_of(dtype);
-    return type == AM_UINT8 ? AM_FLOAT8 : type;
+    return is_of_ml_dtypes(dtype, "float8_e4m3fn", 1) ? AM_FLOAT8 : am_dtype_of(dtype);
 }
 
 /* Whether addresses of elements are multiples of their size, as typed pointers and the kernels require. */
@@ -134,16 +130,6 @@ static PyArrayObject *plain_view(PyArrayObject *array)
     return (PyArrayObject *)PyArray_View(array, NULL, &PyArray_Type);
 }
 
-/* Calls a function of attnmask/_arguments.py. */
-static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
-{
-    PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
-    if (!arguments) return NULL;
-    PyObject *array = PyObject_CallMethod(arguments, function, "Os", object, name);
-    Py_DECREF(arguments);
-    return array;
-}
-
 /* NumPy converts lists and numbers. Arrays of other libraries, and what NumPy rejects, go to as_array, whose
  * errors say more. */
 static PyArrayObject *convert_array_like(PyObject *object, const char *name)
@@ -156,8 +142,8 @@ static PyArrayObject *convert_array_like(PyObject *object, const char *name)
     return (PyArrayObject *)call_arguments("as_array", object, name);
 }
 
-/* As am_to_array, but with `allow_same` the result may be the caller's own object. */
-static int to_array(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
+/* As am_to_readable, but with `allow_same` the result may be the caller's own object. */
+static int to_readable(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
 {
     PyArrayObject *array =
         PyArray_Check(object) ? (PyArrayObject *)Py_NewRef(object) : convert_array_like(object, name);
@@ -165,12 +151,6 @@ static int to_array(PyObject *object, const char *name, bool allow_same, PyArray
     if (array && (!PyArray_CheckExact(array) || (!allow_same && Py_REFCNT(array) > 1)))
         Py_SETREF(array, plain_view(array));
     if (!array) return -1;
-    if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
-        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
-                  (PyObject *)array);
-        Py_DECREF(array);
-        return -1;
-    }
     if (!PyArray_ISNOTSWAPPED(array) || !is_aligned(array)) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
         PyArrayObject *copy =
@@ -182,6 +162,26 @@ static int to_array(PyObject *object, const char *name, bool allow_same, PyArray
     }
     *dst = array;
     return 0;
+}
+
+/* As am_to_array, but with `allow_same` the result may be the caller's own object. */
+static int to_array(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
+{
+    PyArrayObject *array = NULL;
+    if (to_readable(object, name, allow_same, &array) < 0) return -1;
+    if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
+        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
+                  (PyObject *)array);
+        Py_DECREF(array);
+        return -1;
+    }
+    *dst = array;
+    return 0;
+}
+
+int am_to_readable(PyObject *object, const char *name, void *dst)
+{
+    return to_readable(object, name, false, dst);
 }
 
 int am_to_array(PyObject *object, const char *name, void *dst) { return to_array(object, name, false, dst); }

@@ -33,12 +33,14 @@ int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, cons
              Py_ssize_t count);
 
 am_dtype am_dtype_of(PyArray_Descr *dtype);
-am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: bytes are float8 */
+am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: knows float8, too */
 
 /* PyArrayObject **: any array-like, as an array that can be read in place: aligned and in native byte order.
  * It is a new view of the base class. Another thread may change the shape, strides or dtype of the caller's
  * object at any time, and a subclass may override methods; neither affects the view. */
 am_to am_to_array;
+/* The same of any dtype. */
+am_to am_to_readable;
 /* The same for a mask: floating-point types that the core does not know become bool. Call am_check_mask on
  * it. */
 am_to am_to_mask;

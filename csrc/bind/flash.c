@@ -5,15 +5,14 @@
 
 #include "bind/args.h"
 #include "bind/mask.h"
-#include "bind/pages.h"
+#include "bind/tokens.h"
 
 enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by distance */
 
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
     am_out out;
-    PyObject *nodes, *relative, *pages;
-    am_pages_arg paged;
+    PyObject *nodes, *relative;
     PyArrayObject *relative_arrays[RELATIVE_ARRAYS]; /* NULL: not given */
     Py_ssize_t low;                                  /* the distance that the table begins with */
     am_mask_arg mask;
@@ -52,14 +51,11 @@ static int check_inputs(const arguments *a)
 {
     PyArrayObject *const arrays[] = {a->query, a->key, a->value};
     static const char *const names[] = {"query", "key", "value"};
-    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query)),
-                   kv_type = am_kv_dtype_of(PyArray_DESCR(a->key));
-    const bool quantized = a->pages != Py_None && (kv_type == AM_INT8 || kv_type == AM_FLOAT8);
+    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
     for (int i = 0; i < 3; i++) {
         if (PyArray_NDIM(arrays[i]) != 4 || !am_is_floating(type) ||
-            (!am_is_floating(kv_type) && !quantized) || (type == AM_FLOAT64) != (kv_type == AM_FLOAT64) ||
-            am_kv_dtype_of(PyArray_DESCR(arrays[i])) != (i == 0 ? type : kv_type))
-            return reject_array(PyExc_TypeError, names[i], "of four axes and a floating-point type that fits",
+            am_dtype_of(PyArray_DESCR(arrays[i])) != type)
+            return reject_array(PyExc_TypeError, names[i], "of four axes and the query's floating-point type",
                                 arrays[i]);
         for (int axis = 0; axis < 3; axis++) {
             if (PyArray_DIM(arrays[i], axis) > AM_LONGEST)
@@ -68,27 +64,11 @@ static int check_inputs(const arguments *a)
         }
     }
     const npy_intp *q = PyArray_DIMS(a->query), *k = PyArray_DIMS(a->key), *v = PyArray_DIMS(a->value);
-    if ((k[0] != q[0] && a->pages == Py_None) || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0))
+    if (k[0] != q[0] || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0))
         return reject_array(PyExc_ValueError, "key", "of a shape that fits query", a->key);
     if (!PyArray_CompareLists(k, v, 3))
         return reject_array(PyExc_ValueError, "value", "of a shape that fits key", a->value);
     return 0;
-}
-
-/* Reads the block table of keys and values in pages. */
-static int read_pages(arguments *a)
-{
-    am_pages_arg *p = &a->paged;
-    if (a->pages == Py_None) return 0;
-    if (am_read_pages(a->pages, PyArray_DIMS(a->key), PyArray_DIM(a->value, 3), p) < 0) return -1;
-    const npy_intp batch = PyArray_DIM(a->query, 0);
-    const ptrdiff_t *starts = p->pages.starts, n = p->pages.sequences;
-    bool fits = p->keys >= 0 && p->keys <= AM_LONGEST &&
-                (starts ? batch == 1 && starts[0] == 0 && starts[n] == p->keys : batch == n);
-    for (ptrdiff_t s = 0; fits && s < n; s++)
-        fits = starts ? starts[s + 1] - starts[s] == p->pages.lengths[s] : p->pages.lengths[s] <= p->keys;
-    if (!fits) PyErr_SetString(PyExc_ValueError, "pages must have as many keys as the mask");
-    return fits ? 0 : -1;
 }
 
 static int check_bias(const arguments *a)
@@ -181,18 +161,6 @@ static int check_numbers(const arguments *a)
     return -1;
 }
 
-static am_tokens tokens(PyArrayObject *array)
-{
-    return (am_tokens){
-        .data = PyArray_BYTES(array),
-        .type = am_kv_dtype_of(PyArray_DESCR(array)),
-        .batch = PyArray_STRIDE(array, 0),
-        .token = PyArray_STRIDE(array, 1),
-        .head = PyArray_STRIDE(array, 2),
-        .element = PyArray_STRIDE(array, 3),
-    };
-}
-
 /* The stride of an axis in bytes, 0 where the bias is broadcast. */
 static ptrdiff_t bias_step(PyArrayObject *bias, int axis)
 {
@@ -211,18 +179,15 @@ static am_attn flash_of(arguments *a)
         .keys = mask->keys,
         .depth = PyArray_DIM(a->query, 3),
         .value_depth = PyArray_DIM(a->value, 3),
-        .q = tokens(a->query),
-        .k = tokens(a->key),
-        .v = tokens(a->value),
+        .q = am_tokens_of(a->query),
+        .k = am_tokens_of(a->key),
+        .v = am_tokens_of(a->value),
         .mask = &a->mask.mask,
         .scale = a->scale.value,
         .cap = a->cap.value,
         .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
         .sink_count = a->sinks ? PyArray_DIM(a->sinks, 1) : 0,
         .relative = relative_of(a),
-        .pages = a->paged.pages,
-        .k_scales = a->paged.k_scales,
-        .v_scales = a->paged.v_scales,
         .normalize = a->normalize,
         .dropout = a->dropout.value,
         .seed = a->seed,
@@ -252,7 +217,7 @@ static PyObject *compute(PyObject *module, arguments *a)
         if (!lse) goto fail;
     }
     am_attn flash = flash_of(a);
-    flash.out = tokens(out);
+    flash.out = am_tokens_of(out);
     flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
@@ -271,26 +236,24 @@ fail:
 }
 
 /* The arguments that describe the problem, which come first in each function. */
-enum { PROBLEM_PARAMS = 13 };
+enum { PROBLEM_PARAMS = 12 };
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
         {"nodes", am_to_object, &(a).nodes}, {"bias", to_array_or_none, &(a).bias},                          \
         {"softmax_scale", am_to_scale, &(a).scale}, {"logits_soft_cap", am_to_scale, &(a).cap},              \
         {"softmax_aux", to_array_or_none, &(a).sinks}, {"normalize_output", am_to_bool, &(a).normalize},     \
         {"dropout_prob", am_to_scale, &(a).dropout}, {"dropout_seed", to_seed, &(a).seed},                   \
-        {"relative", am_to_object, &(a).relative},                                                           \
     {                                                                                                        \
-        "pages", am_to_object, &(a).pages                                                                    \
+        "relative", am_to_object, &(a).relative                                                              \
     }
 
 /* Checks these arguments after they are parsed, and reads the mask. */
 static int check_problem(arguments *a)
 {
-    if (check_inputs(a) < 0 || read_pages(a) < 0) return -1;
+    if (check_inputs(a) < 0) return -1;
     am_mask *mask = &a->mask.mask;
     mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
-    mask->queries = PyArray_DIM(a->query, 1),
-    mask->keys = a->paged.table ? a->paged.keys : PyArray_DIM(a->key, 1);
+    mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
     const int bad = am_read_nodes(&a->mask, a->nodes);
     return bad < 0 || read_relative(a) < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0
                ? -1
@@ -300,7 +263,6 @@ static int check_problem(arguments *a)
 static void release(arguments *a)
 {
     am_free_mask(&a->mask);
-    am_free_pages(&a->paged);
     Py_XDECREF(a->query);
     Py_XDECREF(a->key);
     Py_XDECREF(a->value);
@@ -457,8 +419,6 @@ static int check_backward(const backward_arguments *g)
 {
     const am_mask *mask = &g->a.mask.mask;
     am_dtype type = am_dtype_of(PyArray_DESCR(g->a.query));
-    if (g->a.paged.table || am_dtype_of(PyArray_DESCR(g->a.key)) != type)
-        return reject_array(PyExc_TypeError, "key", "of the query's dtype, and not in pages", g->a.key);
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
     npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(g->a.value, 3)};
     PyArrayObject *const results[] = {g->d_out, g->out}, *const row_stats[] = {g->lse, g->d_lse};
@@ -524,14 +484,14 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
         .forward = flash_of(a),
         .lse = row_stats(g->lse),
         .d_lse = row_stats(g->d_lse),
-        .d_out = tokens(g->d_out),
-        .d_q = tokens(made[0]),
-        .d_k = tokens(made[1]),
-        .d_v = tokens(made[2]),
+        .d_out = am_tokens_of(g->d_out),
+        .d_q = am_tokens_of(made[0]),
+        .d_k = am_tokens_of(made[1]),
+        .d_v = am_tokens_of(made[2]),
         .d_sinks = made[4] ? PyArray_DATA(made[4]) : NULL,
         .d_table = made[5] ? PyArray_DATA(made[5]) : NULL,
     };
-    problem.forward.out = tokens(g->out);
+    problem.forward.out = am_tokens_of(g->out);
     if (made[3]) {
         problem.d_bias = PyArray_BYTES(made[3]);
         for (int i = 0; i < 4; i++) problem.bias_shape[i] = PyArray_DIM(made[3], i);
@@ -621,10 +581,10 @@ fail:
 PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, pages, return_lse, out, /)\n--\n\n"},
+     "relative, return_lse, out, /)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
-     "seed, relative, pages, threads, /)\n--\n\nHow attention forward divides its work for that many "
+     "seed, relative, threads, /)\n--\n\nHow attention forward divides its work for that many "
      "threads:\n\n"
      "groups   a dict for each group of queries: its queries, keys, strategy\n"
      "tasks    (index of the group, [(rows, tiles) of each item])\n"
@@ -632,7 +592,7 @@ PyMethodDef am_flash_methods[] = {
      "scratch  bytes of memory in addition to the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
      "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, pages, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
+     "relative, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
     {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
      "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
     {.ml_name = NULL},

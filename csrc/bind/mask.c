@@ -381,7 +381,7 @@ static ptrdiff_t count_nodes(PyObject *object)
     return prepared->mask.node_count;
 }
 
-int am_read_nodes(am_mask_arg *arg, PyObject *nodes)
+int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *more, int more_count)
 {
     const am_mask *mask = &arg->mask;
     const ptrdiff_t lengths[4] = {mask->batch, mask->heads, mask->queries, mask->keys};
@@ -390,9 +390,9 @@ int am_read_nodes(am_mask_arg *arg, PyObject *nodes)
         PyErr_Format(PyExc_ValueError, "shape must be from 0 to 2**56 along each axis, got %zd", lengths[i]);
         return -1;
     }
-    if (!PyTuple_Check(nodes)) return am_reject(PyExc_TypeError, "nodes", "a tuple", nodes);
-    const Py_ssize_t count = PyTuple_GET_SIZE(nodes);
-    ptrdiff_t capacity = 1;
+    if (nodes && !PyTuple_Check(nodes)) return am_reject(PyExc_TypeError, "nodes", "a tuple", nodes);
+    const Py_ssize_t count = nodes ? PyTuple_GET_SIZE(nodes) : 0;
+    ptrdiff_t capacity = 1 + 2 * more_count;
     for (Py_ssize_t i = 0; i < count; i++) capacity += count_nodes(PyTuple_GET_ITEM(nodes, i));
     arg->mask.nodes = PyMem_Calloc((size_t)capacity, sizeof *arg->mask.nodes);
     if (!arg->mask.nodes) {
@@ -412,8 +412,18 @@ int am_read_nodes(am_mask_arg *arg, PyObject *nodes)
         if (depth < 0) return -1;
         arg->mask.node_count++;
     }
-    return depth == 1 ? 0 : reject("an expression must come to one mask");
+    if (nodes && depth != 1) return reject("an expression must come to one mask");
+    am_node *next = &arg->mask.nodes[arg->mask.node_count];
+    for (int i = 0; i < more_count; i++) {
+        *next++ = more[i];
+        if (nodes || i > 0) *next++ = (am_node){.kind = AM_AND};
+    }
+    if (!nodes && more_count == 0) *next++ = (am_node){.kind = AM_TERM_ALL};
+    arg->mask.node_count = next - arg->mask.nodes;
+    return 0;
 }
+
+int am_read_nodes(am_mask_arg *arg, PyObject *nodes) { return am_read_nodes_and(arg, nodes, NULL, 0); }
 
 static int read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
 {

@@ -24,6 +24,8 @@ typedef struct {
 
 /* Reads the terms of a mask whose shape is set already; 0 or -1. */
 int am_read_nodes(am_mask_arg *arg, PyObject *nodes);
+/* The same where `nodes` may be NULL; further terms are joined to them by "and". */
+int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *terms, int count);
 void am_free_mask(am_mask_arg *arg);
 
 #endif

@@ -1,0 +1,109 @@
+/* kv_cache.c – where the tokens of sequences lie in a cache, and what their queries see. */
+#include "core/kv_cache.h"
+
+#include <stdlib.h>
+
+#include "core/arithmetic.h"
+
+enum { ARRAYS = 9 }; /* of a number for each sequence */
+#define MOST_KEYS ((ptrdiff_t)1 << 56)
+
+am_status am_kv_cache_make(am_kv_cache *c, ptrdiff_t n)
+{
+    ptrdiff_t **const arrays[ARRAYS] = {&c->before,  &c->lengths, &c->used,     &c->low,  &c->high,
+                                        &c->offsets, &c->moved,   &c->k_starts, &c->zeros};
+    c->sequences = n;
+    if (n > INT32_MAX) return AM_NO_MEMORY;
+    c->memory = calloc((size_t)n + 1, ARRAYS * sizeof *c->memory + sizeof *c->rows);
+    if (!c->memory) return AM_NO_MEMORY;
+    for (int i = 0; i < ARRAYS; i++) *arrays[i] = c->memory + i * (n + 1);
+    c->rows = (int32_t *)(c->memory + ARRAYS * (n + 1));
+    return AM_OK;
+}
+
+void am_kv_cache_free(am_kv_cache *c) { free(c->memory); }
+
+ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity, const am_kv_limits *limits)
+{
+    const ptrdiff_t *starts = c->q_starts;
+    c->longest = 0;
+    for (ptrdiff_t s = 0; s < c->sequences; s++) {
+        const ptrdiff_t queries = starts ? starts[s + 1] - starts[s] : c->queries,
+                        length = c->before[s] + (starts && more ? queries : more), offset = length - queries;
+        if (length > capacity) return s;
+        c->lengths[s] = length, c->offsets[s] = offset;
+        c->low[s] = limits->has_low ? limits->low + offset : -AM_FAR;
+        c->high[s] = limits->has_high ? limits->high + offset : AM_FAR;
+        c->used[s] = limits->has_low ? am_max(0, limits->low + offset) : 0;
+        c->moved[s] = offset;
+        if (starts) {
+            c->moved[s] += c->k_starts[s] - starts[s];
+            c->k_starts[s + 1] = c->k_starts[s] + length;
+            if (c->k_starts[s + 1] > MOST_KEYS) return s;
+        }
+        c->rows[s] = (int32_t)s;
+        c->longest = am_max(c->longest, length);
+    }
+    c->keys = starts ? c->k_starts[c->sequences] : c->longest;
+    return -1;
+}
+
+int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node terms[2])
+{
+    int count = 0;
+    if (c->q_starts) {
+        terms[count++] = (am_node){.kind = AM_TERM_SEQUENCES,
+                                   .sequences = {c->sequences, c->q_starts, c->k_starts, c->low, c->high}};
+        return count;
+    }
+    bool ragged = false;
+    for (ptrdiff_t s = 0; s < c->sequences; s++) ragged |= c->lengths[s] != c->longest;
+    if (ragged) terms[count++] = (am_node){.kind = AM_TERM_KEYS, .keys = {c->zeros, c->lengths}};
+    if (limits->has_low || limits->has_high)
+        terms[count++] = (am_node){.kind = AM_TERM_BAND, .band = {c->low, c->high, 1, 0}};
+    return count;
+}
+
+bool am_kv_pages_fit(const am_pages *p, ptrdiff_t pages, ptrdiff_t *sequence, ptrdiff_t *index)
+{
+    for (ptrdiff_t s = 0; s < p->sequences; s++) {
+        const int32_t *row = p->table + s * p->table_step;
+        for (ptrdiff_t i = p->used[s] / p->size; i * p->size < p->lengths[s]; i++) {
+            if (row[i] >= 0 && row[i] < pages) continue;
+            *sequence = s, *index = i;
+            return false;
+        }
+    }
+    return true;
+}
+
+static int compare_pages(const void *a, const void *b)
+{
+    const int32_t *x = a, *y = b;
+    return x[0] != y[0] ? (x[0] < y[0] ? -1 : 1) : (x[1] > y[1]) - (x[1] < y[1]);
+}
+
+am_status am_kv_find_writers(const am_pages *p, const ptrdiff_t *before, am_kv_writers *found)
+{
+    enum { FEW = 64 };
+    int32_t few[FEW][2], (*written)[2] = few; /* a page and its sequence */
+    ptrdiff_t count = 0, n = 0;
+    for (ptrdiff_t s = 0; s < p->sequences; s++) {
+        if (before[s] < p->lengths[s]) count += (p->lengths[s] - 1) / p->size - before[s] / p->size + 1;
+    }
+    if (count > FEW) written = calloc((size_t)count, sizeof *written);
+    if (!written) return AM_NO_MEMORY;
+    for (ptrdiff_t s = 0; s < p->sequences; s++) {
+        for (ptrdiff_t i = before[s] / p->size; before[s] < p->lengths[s] && i * p->size < p->lengths[s];
+             i++, n++)
+            written[n][0] = p->table[s * p->table_step + i], written[n][1] = (int32_t)s;
+    }
+    qsort(written, (size_t)n, sizeof *written, compare_pages);
+    *found = (am_kv_writers){.page = -1};
+    for (ptrdiff_t i = n - 1; i > 0; i--) { /* the first one is found last */
+        if (written[i][0] == written[i - 1][0])
+            *found = (am_kv_writers){written[i][0], written[i - 1][1], written[i][1]};
+    }
+    if (written != few) free(written);
+    return AM_OK;
+}
