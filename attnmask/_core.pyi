@@ -84,6 +84,21 @@ def attention_schedule(
     threads: int,
     /,
 ) -> dict[str, Any]: ...
+def flash_usual(
+    return_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    scale: Any,
+    causal: Any,
+    offset: Any,
+    out: Any,
+    normalize: Any,
+    dropout: Any,
+    low: Any,
+    /,
+    *others: Any,
+) -> Any: ...
 def flash_kvcache(
     query: ArrayLike,
     k_cache: ArrayLike,

@@ -7,6 +7,7 @@ may have fewer heads than queries, which then share them: query head ``h`` reads
 from __future__ import annotations
 
 from inspect import signature
+from operator import itemgetter
 from typing import Any, Protocol, SupportsIndex, Unpack
 
 import numpy as np
@@ -46,10 +47,22 @@ def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
     return target[None]
 
 
-def _forward(
-    problem: Problem, batched: bool, return_lse: bool, given: dict[str, Any]
-) -> tuple[NDArray[Any], NDArray[Any] | None]:
+# What the core takes without looks at it in Python; all arguments from the mask on have to be None.
+_USUAL = itemgetter(
+    "query", "key", "value", "softmax_scale", "causal", "causal_offset", "out", "normalize_output", "dropout_prob",
+    "relative_low", "attention_mask", "bias", "dropout_seed", "cum_seqlens_q", "cum_seqlens_k", "sliding_window",
+    "fwd_params", "bwd_params", "logits_soft_cap", "softmax_aux", "precision", "logits_dtype", "q_segment_ids",
+    "kv_segment_ids", "alibi_slopes", "relative_bias",
+)  # fmt: skip
+
+
+def _attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Attention into `out` of the arguments `given`, which may be None and may share no memory with the others."""
+    usual = _core.flash_usual(return_lse, *_USUAL(given))
+    if usual is not NotImplemented:
+        return usual  # type: ignore[no-any-return]
+    problem, batched = read_problem(given)
+    return_lse = flag(return_lse, "return_lse")
     out = given["out"]
     if out is not None:
         check_apart(out, given)
@@ -225,10 +238,8 @@ def flash_attention(
     given = locals()
     if unknown:
         reject_unknown(flash_attention, unknown)
-    problem, batched = read_problem(given)
-    with_lse = flag(return_lse, "return_lse")
-    result, lse = _forward(problem, batched, with_lse, given)
-    return (result, lse) if with_lse else result
+    both = _attend(given, return_lse)
+    return both if return_lse else both[0]
 
 
 @attention_function
@@ -285,8 +296,7 @@ def flash_attention_fwd(
     given = locals()
     if unknown:
         reject_unknown(flash_attention_fwd, unknown)
-    problem, batched = read_problem(given)
-    return _forward(problem, batched, True, given)  # type: ignore[return-value]
+    return _attend(given, True)  # type: ignore[return-value]
 
 
 def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from flash_cases import F32, F64, FLOATS, tensors
 from flash_expected import attend, expected
 
 import attnmask
+from attnmask import _flash
 
 # Forms
 
@@ -47,6 +48,29 @@ def test_flash_attention_fwd_gives_the_same(isa, dtype):
         both = attend(arguments, **more), attnmask.flash_attention_fwd(**arguments, **more)
         for one, other in zip(*both, strict=True):
             assert one.tobytes() == other.tobytes(), (isa, dtype, more)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_calls_that_the_core_takes_by_itself(monkeypatch, dtype):
+    """The usual ones are not looked at in Python, and give the same as the others."""
+    arguments = tensors(dtype=dtype)
+    cases = [
+        {},
+        {"causal": True},
+        {"causal": True, "causal_offset": 7, "softmax_scale": 0.3},
+        {"causal": True, "causal_offset": -(2**40)},
+        {"causal": True, "causal_offset": "bottom-right"},
+        {"softmax_scale": 0.0},
+    ]
+    subclass = {name: array.view(np.recarray) for name, array in arguments.items()}
+    expected_ones = [attend(subclass, **more) for more in cases]
+    monkeypatch.setattr(_flash, "read_problem", None)
+    for more, right in zip(cases, expected_ones, strict=True):
+        out = np.empty_like(right[0])
+        both = attend(arguments, **more), attend(arguments, **more, out=out)
+        assert both[1][0] is out
+        for got in both:
+            assert [x.tobytes() for x in got] == [x.tobytes() for x in right], more
 
 
 def test_lists_subclasses_and_numpy_scalars(isa):

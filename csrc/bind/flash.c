@@ -6,6 +6,7 @@
 #include "bind/args.h"
 #include "bind/mask.h"
 #include "bind/tokens.h"
+#include "core/arithmetic.h"
 
 enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by distance */
 
@@ -45,30 +46,37 @@ static int reject_array(PyObject *exception, const char *name, const char *expec
     return am_reject(exception, name, expected, (PyObject *)got);
 }
 
-/* Python checks arguments first, with better messages; these checks only keep memory accesses within
- * bounds. */
+static const char *const input_names[] = {"query", "key", "value"};
+
+static bool fits(const arguments *a)
+{
+    const npy_intp *q = PyArray_DIMS(a->query), *k = PyArray_DIMS(a->key), *v = PyArray_DIMS(a->value);
+    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
+    bool same = am_is_floating(type) && am_dtype_of(PyArray_DESCR(a->key)) == type &&
+                am_dtype_of(PyArray_DESCR(a->value)) == type;
+    for (int axis = 0; axis < 3; axis++)
+        same &= q[axis] <= AM_LONGEST && k[axis] <= AM_LONGEST && v[axis] <= AM_LONGEST;
+    return same && k[0] == q[0] && k[3] == q[3] && (k[2] == 0 ? q[2] == 0 : q[2] % k[2] == 0) &&
+           PyArray_CompareLists(k, v, 3);
+}
+
+/* Python checks arguments first, with better messages; this only keeps memory accesses within bounds. */
 static int check_inputs(const arguments *a)
 {
-    PyArrayObject *const arrays[] = {a->query, a->key, a->value};
-    static const char *const names[] = {"query", "key", "value"};
-    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
-    for (int i = 0; i < 3; i++) {
-        if (PyArray_NDIM(arrays[i]) != 4 || !am_is_floating(type) ||
-            am_dtype_of(PyArray_DESCR(arrays[i])) != type)
-            return reject_array(PyExc_TypeError, names[i], "of four axes and the query's floating-point type",
-                                arrays[i]);
-        for (int axis = 0; axis < 3; axis++) {
-            if (PyArray_DIM(arrays[i], axis) > AM_LONGEST)
-                return reject_array(PyExc_ValueError, names[i], "of at most 2**56 rows, tokens and heads",
-                                    arrays[i]);
-        }
-    }
-    const npy_intp *q = PyArray_DIMS(a->query), *k = PyArray_DIMS(a->key), *v = PyArray_DIMS(a->value);
-    if (k[0] != q[0] || k[3] != q[3] || (k[2] == 0 ? q[2] != 0 : q[2] % k[2] != 0))
-        return reject_array(PyExc_ValueError, "key", "of a shape that fits query", a->key);
-    if (!PyArray_CompareLists(k, v, 3))
-        return reject_array(PyExc_ValueError, "value", "of a shape that fits key", a->value);
-    return 0;
+    const bool axes = PyArray_NDIM(a->query) == 4 && PyArray_NDIM(a->key) == 4 && PyArray_NDIM(a->value) == 4;
+    if (axes && fits(a)) return 0;
+    PyErr_SetString(
+        PyExc_ValueError,
+        "query, key and value must have four axes of at most 2**56 entries, one type, and shapes that fit");
+    return -1;
+}
+
+/* Sets the shape of the mask. */
+static void set_shape(arguments *a)
+{
+    am_mask *mask = &a->mask.mask;
+    mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
+    mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
 }
 
 static int check_bias(const arguments *a)
@@ -251,9 +259,7 @@ enum { PROBLEM_PARAMS = 12 };
 static int check_problem(arguments *a)
 {
     if (check_inputs(a) < 0) return -1;
-    am_mask *mask = &a->mask.mask;
-    mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
-    mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
+    set_shape(a);
     const int bad = am_read_nodes(&a->mask, a->nodes);
     return bad < 0 || read_relative(a) < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0
                ? -1
@@ -283,6 +289,82 @@ static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize
     PyObject *result = NULL;
     if (am_parse("flash_forward", args, nargs, params, PROBLEM_PARAMS + 2) == 0 && check_problem(&a) == 0)
         result = compute(module, &a);
+    release(&a);
+    return result;
+}
+
+/* --- Usual calls --- */
+
+/* Reads an array that can be taken as it is; NULL if it cannot. */
+static PyArrayObject *usual_tokens(PyObject *object)
+{
+    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
+    return array && PyArray_NDIM(array) == 4 && PyArray_ISBEHAVED_RO(array) ? array : NULL;
+}
+
+/* Sets the limit of a causal mask; false if the offset is unusual. */
+static bool usual_diagonal(const arguments *a, PyObject *offset, bool causal, ptrdiff_t *high)
+{
+    const npy_intp queries = PyArray_DIM(a->query, 1), keys = PyArray_DIM(a->key, 1);
+    if (PyUnicode_Check(offset)) {
+        *high = keys - queries;
+        return PyUnicode_CompareWithASCIIString(offset, "bottom-right") == 0;
+    }
+    if (!PyLong_Check(offset) || PyBool_Check(offset)) return false;
+    *high = PyLong_AsSsize_t(offset);
+    if (*high == -1) PyErr_Clear();
+    const bool warns = causal && !PyLong_CheckExact(offset) && queries == 1 && keys > 1; /* of the default */
+    return am_abs(*high) < AM_FAR / 2 && !warns;
+}
+
+/* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
+ * are, with a causal mask or none. All arguments after the ones that have names here are None. Returns
+ * NotImplemented if anything is unusual, or wrong. */
+static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { RETURN_LSE, QUERY, KEY, VALUE, SCALE, CAUSAL, OFFSET, OUT, NORMALIZE, DROPOUT, LOW, NAMED };
+    if (nargs < NAMED) {
+        PyErr_Format(PyExc_TypeError, "flash_usual() takes %d arguments or more, got %zd", NAMED, nargs);
+        return NULL;
+    }
+    bool usual = args[NORMALIZE] == Py_True && PyFloat_CheckExact(args[DROPOUT]) &&
+                 PyFloat_AS_DOUBLE(args[DROPOUT]) == 0 && PyLong_CheckExact(args[LOW]) &&
+                 PyObject_Not(args[LOW]);
+    for (Py_ssize_t i = NAMED; i < nargs; i++) usual &= args[i] == Py_None;
+    if (!usual) Py_RETURN_NOTIMPLEMENTED;
+    PyObject *const flags[] = {args[CAUSAL], args[RETURN_LSE]}, *scale = args[SCALE];
+    arguments a = {.query = usual_tokens(args[QUERY]),
+                   .key = usual_tokens(args[KEY]),
+                   .value = usual_tokens(args[VALUE]),
+                   .cap.value = 0,
+                   .normalize = true,
+                   .return_lse = args[RETURN_LSE] == Py_True};
+    if (!a.query || !a.key || !a.value || !fits(&a)) Py_RETURN_NOTIMPLEMENTED;
+    for (int i = 0; i < 2; i++) {
+        if (flags[i] != Py_True && flags[i] != Py_False) Py_RETURN_NOTIMPLEMENTED;
+    }
+    const npy_intp depth = PyArray_DIM(a.query, 3);
+    a.scale.value = scale != Py_None ? PyFloat_CheckExact(scale) ? PyFloat_AS_DOUBLE(scale) : INFINITY
+                    : depth > 0      ? 1 / sqrt((double)depth)
+                                     : 1;
+    const ptrdiff_t low = -AM_FAR;
+    ptrdiff_t high;
+    if (!(fabs(a.scale.value) < 1e30) || !usual_diagonal(&a, args[OFFSET], args[CAUSAL] == Py_True, &high))
+        Py_RETURN_NOTIMPLEMENTED;
+    if (args[OUT] != Py_None) {
+        PyArrayObject *const inputs[] = {a.query, a.key, a.value};
+        a.out = (am_out){args[OUT], (PyArrayObject *)usual_tokens(args[OUT])};
+        if (!a.out.array) Py_RETURN_NOTIMPLEMENTED;
+        npy_intp const dims[4] = {PyArray_DIM(a.query, 0), PyArray_DIM(a.query, 1), PyArray_DIM(a.query, 2),
+                                  PyArray_DIM(a.value, 3)};
+        if (am_check_out(a.out.array, "out", 4, dims, PyArray_DESCR(a.query), inputs, input_names, 3) < 0)
+            return NULL;
+    }
+    Py_INCREF(a.query), Py_INCREF(a.key), Py_INCREF(a.value), Py_XINCREF(a.out.array);
+    const am_node band = {.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
+    set_shape(&a);
+    PyObject *result =
+        am_read_nodes_and(&a.mask, NULL, &band, args[CAUSAL] == Py_True) < 0 ? NULL : compute(module, &a);
     release(&a);
     return result;
 }
@@ -582,6 +664,9 @@ PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
      "relative, return_lse, out, /)\n--\n\n"},
+    {"flash_usual", (PyCFunction)(void *)flash_usual, METH_FASTCALL,
+     "flash_usual($module, return_lse, query, key, value, scale, causal, offset, out, normalize, dropout, "
+     "low, /, *others)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
      "seed, relative, threads, /)\n--\n\nHow attention forward divides its work for that many "
