@@ -141,24 +141,29 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
         )
     torch = sys.modules["torch"]
     try:
-        if tensor.dtype is not torch.bfloat16:
-            array: NDArray[Any] = tensor.numpy()
-            return array
-        return tensor.view(torch.int16).numpy().view(bfloat16(name))  # type: ignore[no-any-return]
+        if tensor.dtype is torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(bfloat16(name))  # type: ignore[no-any-return]
+        if tensor.dtype is torch.float8_e4m3fn:
+            return tensor.view(torch.uint8).numpy().view(of_ml_dtypes("float8_e4m3fn", name))  # type: ignore[no-any-return]
+        array: NDArray[Any] = tensor.numpy()
+        return array
     except (RuntimeError, TypeError) as error:  # the tensor is sparse, or its class wraps other tensors
         raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}") from error
 
 
 def bfloat16(name: str) -> np.dtype[Any]:
-    """NumPy knows it by a package that is not always there."""
+    return of_ml_dtypes("bfloat16", name)
+
+
+def of_ml_dtypes(dtype: str, name: str) -> np.dtype[Any]:
+    """A type that NumPy knows by a package that is not always there."""
     try:
         import ml_dtypes
     except ImportError as error:
         raise ImportError(
-            f"{name} is of bfloat16, for which NumPy needs ml_dtypes: pip install ml_dtypes"
+            f"{name} is of {dtype}, for which NumPy needs ml_dtypes: pip install ml_dtypes"
         ) from error
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
+    return np.dtype(getattr(ml_dtypes, dtype))
 
 
 def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:

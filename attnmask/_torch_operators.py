@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from attnmask import _flash as flash
 from attnmask._arguments import as_array, describe
 from attnmask._flash_arguments import ARRAYS, LEARNED, check_layout
@@ -55,6 +57,11 @@ def needs_operator(arguments: Iterable[Any]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(isinstance(x, torch.Tensor) and not (type(x) in _PLAIN and x.is_cpu) for x in arguments)
     )
+
+
+def operand(x: Any) -> "torch.Tensor | None":
+    """An argument of an operator, of any array."""
+    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
 
 
 def check_no_tangents(names: Iterable[str], tensors: Iterable[Any]) -> None:
@@ -154,6 +161,10 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
     query, key, value = (given[name] for name in LEARNED[:3])
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     check_layout((query, key, value), packed, _TYPES.__contains__)
+    return new_results(query, value)
+
+
+def new_results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value))
 
 
@@ -346,16 +357,39 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
+def without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
 def _cast(query: Any, key: Any, value: Any, *more: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with without_autocast():
         return torch.ops.attnmask.flash_attention(*map(autocast, (query, key, value)), *more)
 
 
 # Registration
 
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # tensors are read as they lie
+
+
+def register(
+    name: str,
+    parameters: str,
+    on_cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    autograd: Callable[..., Any],
+    autocast: Callable[..., Any],
+) -> None:
+    """An operator that returns out and lse, and has no gradient."""
+    _library.define(f"{name}({parameters}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+    _library.impl(name, on_cpu, "CPU")
+    torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    _library.impl(name, autocast, "AutocastCPU")
+
 
 def _register() -> None:
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # tensors are read as they lie
+    tags = _TAGS
     forward, backward = "flash_attention", "flash_attention_backward"
     results = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
     _library.define(f"{forward}({_PARAMETERS}) -> (Tensor out, Tensor lse)", tags=tags)

@@ -11,10 +11,18 @@ from attnmask._flash_arguments import ARRAYS, LEARNED, check_hints
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
 from attnmask._torch_install import install, uninstall
+from attnmask._torch_kvcache import flash_attention_with_kvcache
 from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
-from attnmask._torch_operators import check_no_tangents, check_tensor, detached, needs_operator
+from attnmask._torch_operators import check_no_tangents, check_tensor, detached, needs_operator, operand
 
-__all__ = ["MaskTensors", "flash_attention", "install", "mask_tensors", "uninstall"]
+__all__ = [
+    "MaskTensors",
+    "flash_attention",
+    "flash_attention_with_kvcache",
+    "install",
+    "mask_tensors",
+    "uninstall",
+]
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
@@ -52,10 +60,6 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         grads = operators.gradients(dout, dlse, out, lse, given, wanted)
         pairs: Any = zip(grads, wanted, strict=True)
         return *(to_tensor(grad) if needed else None for grad, needed in pairs), None
-
-
-def _operand(x: Any) -> "torch.Tensor | None":
-    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
 
 
 def _seed(dropout_seed: Any) -> "int | None":
@@ -108,16 +112,16 @@ def _operands(
             causal_offset = arrays["key"].shape[1] - arrays["query"].shape[1]
         else:
             q_lengths, k_lengths = (
-                torch.diff(_operand(x if x is not None else y)) for x, y in (starts, starts[::-1])
+                torch.diff(operand(x if x is not None else y)) for x, y in (starts, starts[::-1])
             )
             causal_offset = k_lengths - q_lengths
     is_number = isinstance(causal_offset, (int, torch.SymInt, np.integer))
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     return (
-        *(_operand(arrays.get(name)) for name in LEARNED),
-        None if isinstance(mask, MaskTensors) else _operand(mask),
-        *(_operand(arrays.get(name)) for name in ARRAYS[len(LEARNED) + 1 : -1]),
-        None if is_number else _operand(causal_offset),
+        *(operand(arrays.get(name)) for name in LEARNED),
+        None if isinstance(mask, MaskTensors) else operand(mask),
+        *(operand(arrays.get(name)) for name in ARRAYS[len(LEARNED) + 1 : -1]),
+        None if is_number else operand(causal_offset),
         list(tensors),
         specification,
         causal_offset if is_number else 0,

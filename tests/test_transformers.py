@@ -544,7 +544,7 @@ def test_names(monkeypatch):
 
 def test_bad_tensors():
     query = torch.zeros(1, 2, 6, 8)
-    with pytest.raises(TypeError, match=r"query must be .*Float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"query must be .*float8_e4m3fn"):
         attention(torch.nn.Identity(), *[query.to(torch.float8_e4m3fn)] * 3, None)
     with pytest.raises(TypeError, match="query must be on the CPU, got a tensor on meta"):
         attention(torch.nn.Identity(), *[query.to("meta")] * 3, None)
