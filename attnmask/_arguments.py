@@ -163,7 +163,8 @@ def of_ml_dtypes(dtype: str, name: str) -> np.dtype[Any]:
         raise ImportError(
             f"{name} is of {dtype}, for which NumPy needs ml_dtypes: pip install ml_dtypes"
         ) from error
-    return np.dtype(getattr(ml_dtypes, dtype))
+    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+    return known
 
 
 def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:

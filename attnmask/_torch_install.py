@@ -14,6 +14,7 @@ from typing import Any
 from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
 
 from attnmask import _flash as flash
+from attnmask import _flash_kvcache as kvcache
 from attnmask._arguments import as_array
 from attnmask._flash_backward import flash_attention_bwd
 from attnmask._torch_import import torch
@@ -75,46 +76,42 @@ def _sdpa_backward(
 # torch.nn.attention.varlen
 
 
+def _window(left: "int | None", right: "int | None") -> "tuple[int | None, int | None] | None":
+    """-1 is no limit."""
+    ends = tuple(None if end is None or end < 0 else end for end in (left, right))
+    return None if ends == (None, None) else (ends[0], ends[1])
+
+
 def _places(
     is_causal: bool, left: "int | None", right: "int | None", starts: tuple[Any, Any], scale: "float | None"
 ) -> dict[str, Any]:
-    """What FlashAttention's arguments are here: it counts from the bottom right, and -1 is no limit."""
-    ends = tuple(None if end is None or end < 0 else end for end in (left, right))
+    """What FlashAttention's arguments are here: it counts from the bottom right."""
     return {
         "cum_seqlens_q": starts[0],
         "cum_seqlens_k": starts[1],
         "causal": is_causal,
         "causal_offset": "bottom-right",
-        "sliding_window": None if ends == (None, None) else ends,
+        "sliding_window": _window(left, right),
         "softmax_scale": scale,
     }
 
 
-def _used(key: Any, value: Any, starts: Any, lengths: Any, pages: Any) -> tuple[Any, Any, Any]:
-    """The first keys of each sequence, so many as are used, one sequence after the other; and where they start."""
-    if lengths is None:
-        if pages is not None:
-            raise ValueError("seqused_k must be given with block_table, got None")
-        return key, value, starts
-    size = key.shape[1] if pages is not None else 0
-    rows = []
-    for sequence, length in enumerate(lengths.tolist()):
-        places = torch.arange(length)
-        if pages is not None:
-            rows.append(pages[sequence].long()[places // size] * size + places % size)
-        else:
-            rows.append(int(starts[sequence]) + places)
-    index = torch.cat(rows) if rows else torch.arange(0)
-    if pages is not None:
-        key, value = key.flatten(0, 1), value.flatten(0, 1)
-    return key[index], value[index], torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
+def _first_keys(lengths: Any, q_starts: Any, k_starts: Any) -> dict[str, Any]:
+    """Only the first keys of each sequence are used, and the last of them is at the bottom right."""
+    starts = k_starts.long()
+    ids = torch.zeros(1, int(starts[-1]), dtype=torch.int32)
+    for begin, end in zip((starts[:-1] + lengths).tolist(), starts[1:].tolist(), strict=True):
+        ids[0, begin:end] = -1
+    return {
+        "causal_offset": lengths.long() - q_starts.long().diff(),
+        "q_segment_ids": torch.zeros(1, int(q_starts[-1]), dtype=torch.int32),
+        "kv_segment_ids": ids,
+    }
 
 
-def _check(dropout: float, slopes: Any) -> None:
+def _check(dropout: float) -> None:
     if dropout:
         raise NotImplementedError(f"dropout_p must be 0 where attnmask is installed, got {dropout}")
-    if slopes is not None:
-        raise NotImplementedError("alibi_slopes must be None where attnmask is installed, got a tensor")
 
 
 def _varlen_into(
@@ -124,11 +121,38 @@ def _varlen_into(
     alibi_slopes: Any = None, block_table: Any = None, num_splits: "int | None" = None,
 ) -> Any:  # fmt: skip
     """The logsumexp; and the result in `out`. `num_splits` changes nothing: no sequence's bits depend on others."""
-    _check(dropout, alibi_slopes)
-    query, key, value = query.detach(), key.detach(), value.detach()
-    key, value, k_starts = _used(key, value, k_starts, seqused_k, block_table)
-    places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
-    _, lse = flash.flash_attention_fwd(query, key, value, **places, out=as_array(out.detach(), "out"))
+    _check(dropout)
+    if (
+        alibi_slopes is not None
+        and torch.is_grad_enabled()
+        and torch._C._any_requires_grad(query, key, value)
+    ):
+        raise NotImplementedError(
+            "alibi_slopes have no gradients in PyTorch: it must be under torch.no_grad()"
+        )
+    query, key, value, into = query.detach(), key.detach(), value.detach(), as_array(out.detach(), "out")
+    if block_table is not None:
+        if seqused_k is None:
+            raise ValueError("seqused_k must be given with block_table, got None")
+        _, lse = kvcache.flash_attention_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=seqused_k,
+            block_table=block_table,
+            cu_seqlens_q=q_starts,
+            softmax_scale=scale,
+            causal=is_causal,
+            sliding_window=_window(window_size_left, window_size_right),
+            alibi_slopes=alibi_slopes,
+            return_lse=True,
+            out=into,
+        )
+    else:
+        places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
+        if seqused_k is not None:
+            places |= _first_keys(seqused_k, q_starts, k_starts)
+        _, lse = flash.flash_attention_fwd(query, key, value, alibi_slopes=alibi_slopes, **places, out=into)
     return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
 
 
@@ -144,7 +168,7 @@ def _varlen_backward(
     max_q: int, max_k: int, dropout: float, is_causal: bool, rng_state: Any, unused: Any, *,
     scale: "float | None" = None, window_size_left: "int | None" = None, window_size_right: "int | None" = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    _check(dropout, None)
+    _check(dropout)
     places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
     tensors = (x.detach() for x in (dout, query, key, value, out, lse.masked_fill(lse == inf, -inf)))
     return tuple(map(to_tensor, flash_attention_bwd(*tensors, **places)[:3]))

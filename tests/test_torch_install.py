@@ -4,8 +4,9 @@ import itertools
 import subprocess
 import sys
 
-import numpy as np
 import pytest
+
+import attnmask
 
 
 @pytest.fixture
@@ -301,26 +302,91 @@ def test_varlen_attn_out(torch):
     assert torch.equal(out, varlen_attn(*tensors, *starts, 5, 5, window_size=(-1, 0)))
 
 
+USED = (3, 70, 0, 5, 129)
+
+
+def used_keys(torch, starts, used):
+    """Where the first keys of each sequence are, so many as are used."""
+    parts = [torch.arange(begin, begin + n) for begin, n in zip(starts.tolist(), used, strict=False)]
+    return torch.cat(parts), torch.tensor([0, *itertools.accumulate(used)])
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0), (2, 3)])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+def test_varlen_attn_of_a_cache(torch, monkeypatch, page_size, window):
+    """Of each sequence's keys only the first are used, one after the other or in pages, and read where they lie."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+    from attnmask import _torch_install
+
+    (query, key, value), starts = packed(torch, (1, 2, 1, 7, 70), [192] * 5)
+    short, k_starts = used_keys(torch, starts[1], USED)
+    right = one_by_one(torch, (query, key[short], value[short]), (starts[0], k_starts), window)
+    more = {}
+    unused = torch.ones(len(key), dtype=torch.bool)
+    unused[short] = False
+    key, value = (x.detach().masked_fill(unused[:, None, None], float("nan")) for x in (key, value))
+    if page_size is not None:
+        count = 192 // page_size
+        order = torch.randperm(5 * count)
+        key, value = (x.unflatten(0, (5 * count, page_size))[order] for x in (key, value))
+        table = order.argsort().reshape(5, count).int()
+        for row, length in zip(table, USED, strict=True):
+            row[-(-length // page_size) :] = torch.tensor([-1, 2**31 - 1])[len(row) % 2]
+        more["block_table"] = table
+    seen = []
+    for module, name in ((_torch_install.flash, "flash_attention_fwd"),
+                         (_torch_install.kvcache, "flash_attention_with_kvcache")):  # fmt: skip
+        function = getattr(module, name)
+
+        def watched(*tensors, _function=function, **given):
+            seen.append([x.data_ptr() for x in tensors[1:]])
+            return _function(*tensors, **given)
+
+        monkeypatch.setattr(module, name, watched)
+    more |= {"window_size": window, "seqused_k": torch.tensor(USED, dtype=torch.int32), "enable_gqa": True}
+    more["return_aux"] = AuxRequest(lse=True)
+    with torch.no_grad():
+        got = varlen_attn(query, key, value, *starts, 70, 192, **more)
+        into = torch.full_like(query, 7)
+        again = varlen_attn_out(into, query, key, value, *starts, 70, 192, **more)
+    for one, other, expected in zip(got, again, right, strict=True):
+        torch.testing.assert_close(one, expected)
+        assert torch.equal(one, other)
+    assert torch.equal(into, got[0])
+    assert seen == [[key.data_ptr(), value.data_ptr()]] * 2
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("paged", [False, True])
-def test_varlen_attn_of_a_cache(torch, paged):
-    """Of each sequence's keys only the first are used, one after the other or in pages."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    (query, key, value), starts = packed(torch, (1, 2, 1), (6, 6, 6), kv_heads=4)
-    used = torch.tensor([3, 6, 5], dtype=torch.int32)
-    parts = [torch.arange(6 * i, 6 * i + n) for i, n in enumerate(used.tolist())]
-    short = torch.cat(parts)
-    k_starts = torch.tensor(np.cumsum([0, 3, 6, 5]))
-    right, _ = one_by_one(torch, (query, key[short], value[short]), (starts[0], k_starts), (-1, 0))
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_slopes(torch, rows, paged):
+    """ALiBi counts from the bottom right, too."""
+    (query, key, value), starts = packed(torch, (1, 3, 5), (16, 16, 32), heads=2)
+    used = (9, 16, 20) if paged else (16, 16, 32)
+    slopes = torch.rand(2) if rows is None else torch.rand(rows, 2)
+    short, k_starts = used_keys(torch, starts[1], used)
+    bias = torch.zeros(1, 2, 9, len(short), dtype=torch.float64)
+    for s, (q, k) in enumerate(
+        zip(*(itertools.pairwise(x.tolist()) for x in (starts[0], k_starts)), strict=True)
+    ):
+        places = torch.arange(k[1] - k[0]) - torch.arange(k[1] - k[0] - q[1] + q[0], k[1] - k[0])[:, None]
+        each = slopes.expand(3, 2)[s]
+        bias[0, :, slice(*q), slice(*k)] = -each[:, None, None] * places.abs()
+    places = {"cum_seqlens_q": starts[0], "cum_seqlens_k": k_starts}
+    args = query.detach(), key.detach()[short], value.detach()[short]
+    right = attnmask.torch.flash_attention(*args, bias=bias, **places)
     more = {}
-    if paged:  # of two tokens, in any order
-        order = torch.randperm(9)
-        key, value = (x.unflatten(0, (9, 2))[order] for x in (key, value))
-        more["block_table"] = order.argsort().reshape(3, 3).int()
+    if paged:
+        key, value = (x.unflatten(0, (4, 16)) for x in (key, value))
+        more = {"block_table": torch.tensor([[0, -1], [1, -1], [2, 3]]), "seqused_k": torch.tensor(used)}
+    forward = torch.ops.aten._flash_attention_forward
     with torch.no_grad():
-        out = varlen_attn(query, key, value, *starts, 2, 6, window_size=(-1, 0), seqused_k=used, **more)
+        out, *_ = forward(query, key, value, *starts, 5, 32, 0.0, False, False, alibi_slopes=slopes, **more)
     torch.testing.assert_close(out, right)
+    with pytest.raises(NotImplementedError, match="alibi_slopes have no gradients in PyTorch"):
+        forward(query, key, value, *starts, 5, 32, 0.0, False, False, alibi_slopes=slopes, **more)
 
 
 @pytest.mark.usefixtures("installed")
@@ -347,7 +413,7 @@ def test_what_flash_attention_has_and_attnmask_has_not(torch):
         NotImplementedError, match=r"dropout_p must be 0 where attnmask is installed, got 0\.5"
     ):
         forward(query, key, value, *starts, 5, 5, 0.5, False, False)
-    with pytest.raises(NotImplementedError, match="alibi_slopes must be None"):
-        forward(query, key, value, *starts, 5, 5, 0.0, False, False, alibi_slopes=torch.ones(4))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"alibi_slopes must be .* with H = 4"):
+        forward(query, key, value, *starts, 5, 5, 0.0, False, False, alibi_slopes=torch.ones(5))
     with pytest.raises(ValueError, match="seqused_k must be given with block_table, got None"):
         forward(query, key, value, *starts, 5, 5, 0.0, False, False, block_table=torch.zeros(2, 1))

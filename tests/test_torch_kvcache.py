@@ -5,7 +5,7 @@ import io
 import ml_dtypes
 import numpy as np
 import pytest
-from kvcache_bad_input import B, D, H, HKV, TQ, good
+from kvcache_bad_input import HKV, TQ, B, D, H, good
 from kvcache_cases import BF16, F16, F32, F64, Case, arguments_of
 
 import attnmask
@@ -296,9 +296,7 @@ def test_autograd_knows_of_writes(torch):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     with torch.inference_mode():
-        arguments = {
-            name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
-        }
+        arguments = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
         attnmask.torch.flash_attention_with_kvcache(**arguments)
 
 
@@ -385,7 +383,11 @@ def test_wrong_shapes_are_told_when_tracing(torch):
         out, lse = attnmask.torch.flash_attention_with_kvcache(**fakes, return_lse=True)
         assert (out.shape, lse.shape) == ((B, TQ, H, fakes["v_cache"].shape[3]), (B, H, TQ))
         for name, x, words in (
-            ("query", fakes["query"][0], r"query must be \[B, T, H, D\], got float32 tensor of shape \(3, 4, 8\)"),
+            (
+                "query",
+                fakes["query"][0],
+                r"query must be \[B, T, H, D\], got float32 tensor of shape \(3, 4, 8\)",
+            ),
             ("k_cache", fakes["k_cache"][0], r"k_cache must be \[B, Tmax, Hkv, D\] or"),
             ("cu_seqlens_q", torch.zeros(3), r"query must be \[total, H, D\] with cu_seqlens_q"),
         ):
