@@ -27,7 +27,7 @@ _MUST_BE = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")
 _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
-def _check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
+def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
     check_no_tangents(tensors, tensors.values())
     if not torch.is_grad_enabled():
         return
@@ -110,7 +110,7 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _autograd(keyset: Any, *arguments: Any) -> Any:
-    _check_no_gradient(_tensors(dict(zip(_NAMES, arguments, strict=True))))
+    check_no_gradient(_tensors(dict(zip(_NAMES, arguments, strict=True))))
     with torch._C._AutoDispatchBelowAutograd():
         operator = torch.ops.attnmask.flash_attention_with_kvcache.default
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
@@ -213,7 +213,7 @@ def flash_attention_with_kvcache(
             return torch.compiler.disable(flash_attention_with_kvcache)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
         both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
         return both if with_lse else both[0]
-    _check_no_gradient(tensors)
+    check_no_gradient(tensors)
     if needs_operator(tensors.values()):
         both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
         return both if with_lse else both[0]

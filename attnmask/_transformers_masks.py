@@ -11,6 +11,7 @@ from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program, Terms
 from attnmask._mask_state import State
 from attnmask._mask_terms import band, dense, equal
+from attnmask._torch_described import DescribedTensor
 from attnmask._torch_import import torch
 
 try:
@@ -30,7 +31,7 @@ from transformers import masking_utils  # type: ignore[import-not-found, unused-
 __all__ = ["SymbolicMask", "masking_utils", "symbolic_mask", "transformers"]
 
 
-class SymbolicMask(torch.Tensor):  # type: ignore[misc, unused-ignore]
+class SymbolicMask(DescribedTensor):
     """A `MaskInfo` where a model expects a tensor of bool, of shape [B, 1, Q, K].
 
     Whatever is computed with it is computed with that tensor, which is made then.
@@ -55,23 +56,11 @@ class SymbolicMask(torch.Tensor):  # type: ignore[misc, unused-ignore]
     def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
         return f"SymbolicMask({self.info!r})"
 
-    def __setitem__(self, *_: Any) -> None:
-        raise TypeError("a SymbolicMask cannot be written to: clone it")
+    def copied(self) -> "SymbolicMask":
+        return SymbolicMask(self.info, self.complete)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].info, args[0].complete)
-        if function._schema.is_mutable and isinstance(args[0], cls):
-            raise TypeError(f"a SymbolicMask cannot be written to, as by {function}: clone it")
-        args, kwargs = torch.utils._pytree.tree_map(_written_out, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def _written_out(x: Any) -> Any:
-    return torch.from_numpy(x.info.attention_mask.copy()) if isinstance(x, SymbolicMask) else x
+    def written_out(self) -> torch.Tensor:
+        return torch.from_numpy(self.info.attention_mask.copy())
 
 
 class _Place(NamedTuple):

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from attnmask._arguments import describe
 from attnmask._torch_import import torch
+from attnmask._transformers_cache import PagedCache, PagedTensor, Pages
 from attnmask._transformers_masks import SymbolicMask, masking_utils, symbolic_mask, transformers
 from attnmask.torch import flash_attention
 
-__all__ = ["attention", "attention_mask", "register"]
+__all__ = ["PagedCache", "attention", "attention_mask", "register"]
 
 _logger = transformers.utils.logging.get_logger(__name__)
 
@@ -76,6 +77,28 @@ def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "ND
     if (np.diff(positions)[~first[:, 1:]] != 1).any():
         return None
     return np.broadcast_to(first.cumsum(axis=1), (len(query), query.shape[2]))
+
+
+def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
+    """How far from its own place a query sees, if that is all that a mask says."""
+    lows: list[int] = []
+    highs: list[int] = []
+    for node in mask.info._state.program:
+        if isinstance(node, tuple) and node[0] == "band" and node[3] == 0:
+            lows += [] if node[1] is None else [node[1]]
+            highs += [] if node[2] is None else [node[2]]
+        elif node not in ("and", ("all",)):
+            raise NotImplementedError(
+                f"in a step of a PagedCache masks must be causal or windows, got one of {node[0]}"
+            )
+    return (-max(lows) if lows else None), min(highs, default=None)
+
+
+def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
+    """Where a cache of pages has both."""
+    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages:
+        return key.pages
+    return None
 
 
 def attention(
@@ -143,11 +166,15 @@ def attention(
     """
     if more.get("output_attentions"):
         _logger.warning_once("attnmask computes no attention weights, which output_attentions=True asks for")
+    pages = _pages_of(key, value)
+    in_step = pages is not None and pages.packed
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     bias, complete = position_bias, False
     given: dict[str, Any] = {}
-    if isinstance(attention_mask, SymbolicMask):
+    if isinstance(attention_mask, SymbolicMask) and in_step:
+        given |= {"sliding_window": _limits(attention_mask), "causal": False}
+    elif isinstance(attention_mask, SymbolicMask):
         given["attention_mask"], complete = attention_mask.info, attention_mask.complete
     elif attention_mask is None:
         given["causal"] = causal
@@ -161,22 +188,27 @@ def attention(
         given["attention_mask"] = attention_mask
     if packed:
         given |= {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
-    elif causal and not complete and not _is_traced():
+    elif causal and not complete and not _is_traced() and not in_step:
         given["q_segment_ids"] = _sequences(position_ids, query, key)
     if dropout:
         given |= {"dropout_prob": dropout, "dropout_seed": int(torch.randint(2**62, ()))}
+    given |= {
+        "softmax_scale": scaling,
+        "logits_soft_cap": softcap,
+        "softmax_aux": None if s_aux is None else s_aux[:, None],
+    }
+    if (
+        pages is not None
+        and bias is None
+        and not dropout
+        and not packed
+        and given.get("q_segment_ids") is None
+    ):
+        return pages.attend(query, **given), None
+    if in_step:
+        raise NotImplementedError("in a step of a PagedCache attention must have no bias and no dropout")
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    out = flash_attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        softmax_scale=scaling,
-        logits_soft_cap=softcap,
-        softmax_aux=None if s_aux is None else s_aux[:, None],
-        **given,
-    )
-    return out, None
+    return flash_attention(query, key, value, bias=bias, **given), None
 
 
 def register(name: str = "attnmask") -> None:

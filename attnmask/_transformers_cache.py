@@ -1,0 +1,423 @@
+"""A cache of transformers whose keys and values are in the pages of a `KVCache`.
+
+A model gives each layer's new keys and values to ``update``, which appends them, and gets two ``PagedTensor`` back.
+Attention of this package reads the pages of these where they lie; whatever else computes with them computes with all
+keys, copied one behind the other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask import _flash_kvcache as kvcache
+from attnmask._arguments import describe, frozen
+from attnmask._kv_cache import KVCache, KVCacheStep
+from attnmask._packed import prepare_position_ids
+from attnmask._torch_described import DescribedTensor
+from attnmask._torch_import import torch
+from attnmask._torch_kvcache import check_no_gradient
+from attnmask._torch_masks import to_tensor
+from attnmask._torch_operators import detached
+from attnmask._transformers_masks import masking_utils, transformers
+
+from transformers.cache_utils import (  # type: ignore[import-not-found, unused-ignore] # isort: skip
+    Cache,
+    CacheLayerMixin,
+)
+
+__all__ = ["PagedCache", "PagedTensor"]
+
+_NAME = "cache" if "cache" in signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the keys and values of one layer are after new ones have been appended."""
+
+    arrays: dict[str, Any]  # k_cache, v_cache, k_scale and v_scale
+    places: dict[str, Any]  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
+
+    @property
+    def packed(self) -> bool:
+        return "cu_seqlens_q" in self.places
+
+    def attend(
+        self, query: torch.Tensor, *, causal: bool = False, softmax_aux: Any = None, **more: Any
+    ) -> torch.Tensor:
+        """Of queries [B, H, Tq, D], which are the last tokens; the result is [B, Tq, H, Dv]."""
+        check_no_gradient({"query": query})
+        more.pop("causal_offset", None)
+        more.pop("q_segment_ids", None)
+        rows = detached(query).transpose(1, 2)
+        out = kvcache.flash_attention_with_kvcache(
+            rows[0] if self.packed else rows,
+            **self.arrays,
+            **self.places,
+            causal=causal,
+            softmax_aux=detached(softmax_aux),
+            **more,
+        )
+        return to_tensor(out[None] if self.packed else out)
+
+    def gathered(self, side: str) -> NDArray[Any]:
+        """Keys or values, [B, T, Hkv, D]."""
+        if self.packed:
+            raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
+        table = self.places["block_table"]
+        length = int(self.places["cache_seqlens"].max(initial=0))
+
+        def of(pages: NDArray[Any]) -> NDArray[Any]:
+            rows = pages[table]
+            joined: NDArray[Any] = rows.reshape(len(table), -1, *rows.shape[3:])
+            return joined[:, :length]
+
+        numbers, scale = of(self.arrays[f"{side}_cache"]), self.arrays[f"{side}_scale"]
+        if scale is not None:
+            numbers = numbers.astype(np.float32) * of(scale)
+        return numbers
+
+
+class PagedTensor(DescribedTensor):
+    """Keys or values of a layer of a `PagedCache` where a model expects a tensor [B, Hkv, T, D]."""
+
+    pages: Pages
+    side: str
+
+    def __new__(cls, pages: Pages, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> "PagedTensor":
+        tensor: PagedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        tensor.pages, tensor.side = pages, side
+        return tensor
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
+        return f"PagedTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def copied(self) -> "PagedTensor":
+        return PagedTensor(self.pages, self.side, tuple(self.shape), self.dtype)
+
+    def written_out(self) -> torch.Tensor:
+        return to_tensor(self.pages.gathered(self.side)).to(self.dtype).transpose(1, 2)
+
+
+@dataclass
+class _Step:
+    """One call of the model."""
+
+    step: KVCacheStep
+    packed: bool
+    before: dict[str, Any]
+    after: dict[str, Any]
+    written: set[int] = field(default_factory=set)  # these layers have appended
+
+
+class _Store:
+    """What the layers of a cache share."""
+
+    def __init__(self, kv: KVCache, writers: int) -> None:
+        self.kv, self.writers = kv, writers
+        self.rows: list[int] = []  # the sequences of a batch, if it is one
+        self.now: _Step | None = None
+
+    def begin(self, ids: ArrayLike, counts: ArrayLike, packed: bool) -> _Step:
+        step = self.kv.step(ids, counts)
+        step.__enter__()
+        before = step._packed if packed else step._batched
+        ends = frozen(before["cache_seqlens"] + np.array(step._counts, np.int32))
+        self.now = _Step(step, packed, before, before | {"cache_seqlens": ends})
+        return self.now
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Sequences have become longer, or with an error are as before."""
+        if self.now is not None:
+            step, self.now = self.now.step, None
+            step.__exit__(None if error is None else type(error), error, None)
+
+    def length(self, layer: int) -> int:
+        """Of all rows. The sequences of a packed step are described as if each began with it."""
+        now = self.now
+        if now is not None and now.packed:
+            return 0
+        there = int(self.kv.lengths(self.rows[:1])[0]) if self.rows else 0
+        return there + (now.step._counts[0] if now is not None and layer in now.written else 0)
+
+    def check_complete(self) -> None:
+        if self.now is not None and self.now.packed:
+            raise RuntimeError("the sequences of a batch cannot be changed inside of a step")
+        if self.now is not None:
+            raise RuntimeError(
+                f"the last call of the model has appended to {len(self.now.written)} of {self.writers} layers: "
+                "reset() the cache"
+            )
+
+    def free(self) -> None:
+        for row in self.rows:
+            self.kv.free(row)
+        self.rows = []
+
+    def begin_rows(self, count: int, tokens: int) -> _Step:
+        made = not self.rows
+        if made:
+            self.rows = [self.kv.new_sequence() for _ in range(count)]
+        try:
+            if len(self.rows) != count:
+                raise ValueError(f"the cache has {len(self.rows)} rows, and not {count}: reset() it")
+            return self.begin(self.rows, tokens, packed=False)
+        except BaseException:
+            if made:
+                self.free()
+            raise
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pages:
+        check_no_gradient({"key": key, "value": value})
+        now = self.now or self.begin_rows(key.shape[0], key.shape[2])
+        if layer in now.written and not now.packed:
+            self.check_complete()
+        try:
+            if layer in now.written:
+                raise RuntimeError("the model must be called once in a step")
+            if now.packed and key.shape[0] != 1:
+                raise ValueError(f"tokens must be [1, total] in a step, got {key.shape[0]} rows")
+            rows = (detached(x).transpose(1, 2) for x in (key, value))
+            k, v = (
+                now.step._tokens(x[0] if now.packed else x, name)
+                for x, name in zip(rows, ("key", "value"), strict=True)
+            )
+            kv = self.kv
+            arrays = {
+                "k_cache": kv.k_pages[layer],
+                "v_cache": kv.v_pages[layer],
+                "k_scale": None if kv.k_scales is None else kv.k_scales[layer],
+                "v_scale": None if kv.v_scales is None else kv.v_scales[layer],
+            }
+            no_heads = np.empty((*k.shape[:-2], 0, kv.k_pages.shape[-1]), k.dtype)  # nothing attends yet
+            kvcache.flash_attention_with_kvcache(no_heads, key=k, value=v, **arrays, **now.before)
+        except BaseException as error:
+            if not now.packed:  # the block of a step ends it itself
+                self.end(error)
+                if not self.length(0):
+                    self.free()
+            raise
+        now.written.add(layer)
+        if len(now.written) == self.writers and not now.packed:
+            self.end()
+        return Pages(arrays, now.after)
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+    """One layer, as transformers wants it. All tokens are kept, also those before a window."""
+
+    supports_early_init = False
+    is_croppable = True
+
+    def __init__(self, store: _Store, index: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._store, self._index = store, index
+
+    def lazy_initialization(self, *_: Any) -> None:
+        pass
+
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        pages = self._store.append(self._index, key_states, value_states)
+        tokens = key_states.shape[2] if pages.packed else int(pages.places["cache_seqlens"].max(initial=0))
+        k, v = (
+            PagedTensor(pages, side, (*x.shape[:2], tokens, x.shape[3]), x.dtype)
+            for side, x in (("k", key_states), ("v", value_states))
+        )
+        return k, v
+
+    def get_seq_length(self) -> int:
+        return self._store.length(self._index)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        # The first versions of transformers give the places of the queries.
+        queries = query_length if isinstance(query_length, int) else len(query_length)
+        return self.get_seq_length() + queries, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # as the first versions call it
+
+
+class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
+    """A cache of transformers on pages: ``model.generate(…, past_key_values=PagedCache(model.config, pages=…))``.
+
+    With ``attn_implementation="attnmask"``, attention reads the pages where they lie. Beams of a search share pages.
+    Sequences of any lengths are computed together without padding in a `step`.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        Of the model, all layers of which are layers of attention with keys of the same shape.
+    pages, page_size : int
+        As of `attnmask.KVCache`: all memory is taken when the cache is made.
+    dtype : dtype or str, optional
+        float16, bfloat16, float32, float64, int8 or float8_e4m3fn; that of the model if not given.
+
+    Attributes
+    ----------
+    kv : KVCache
+        It makes the sequences of steps (``kv.new_sequence()``), forks, truncates and frees them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.transformers
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    ... )
+    >>> attnmask.transformers.register()
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+    >>> cache = attnmask.transformers.PagedCache(model.config, pages=16, page_size=16)
+    >>> prompt = torch.tensor([[3, 1, 4]])
+    >>> model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0).shape
+    torch.Size([1, 8])
+    >>> cache.get_seq_length()  # the last token has not been read
+    7
+    """
+
+    def __init__(self, config: Any, *, pages: int, page_size: int = 64, dtype: Any = None) -> None:
+        if not isinstance(config, transformers.PreTrainedConfig):
+            raise TypeError(f"config must be that of a model, got {describe(config)}")
+        decoder = config.get_text_config(decoder=True)
+        layers, heads = decoder.num_hidden_layers, decoder.num_attention_heads
+        if getattr(decoder, "kv_lora_rank", None):
+            raise ValueError("config must have keys of heads, got latent attention, whose keys are made anew")
+        for kind in getattr(decoder, "layer_types", None) or ():
+            if kind not in _KINDS:
+                raise ValueError(f"config must have layers of attention only, got {kind!r:.200}")
+        if dtype is None:
+            dtype = decoder.dtype or torch.get_default_dtype()
+        if isinstance(dtype, torch.dtype):
+            dtype = str(dtype).removeprefix("torch.")
+        kv = KVCache(
+            getattr(decoder, "num_key_value_heads", None) or heads,
+            getattr(decoder, "head_dim", None) or decoder.hidden_size // heads,
+            layers=layers,
+            pages=pages,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        self._store = _Store(kv, layers - (getattr(decoder, "num_kv_shared_layers", None) or 0))
+        super().__init__(layers=[_PagedLayer(self._store, index) for index in range(layers)])
+
+    @property
+    def kv(self) -> KVCache:
+        """The pages.
+
+        Examples
+        --------
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> attnmask.transformers.PagedCache(config, pages=16).kv.free_pages
+        16
+        """
+        return self._store.kv
+
+    @contextmanager
+    def step(self, ids: ArrayLike, counts: ArrayLike) -> Iterator[dict[str, Any]]:
+        """The next tokens of some sequences of `kv`, as one row without padding: some begin while others go on.
+
+        The block calls the model once. When it ends, the sequences have become longer; if it raises, they are as
+        before. `KVCache.step` says more.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+        counts : int or array_like of integers, shape [n]
+            How many tokens each sequence gets.
+
+        Yields
+        ------
+        dict
+            Arguments for the model: the positions of the tokens, and the cache. It takes tokens ``[1, total]`` and
+            returns ``[1, total, …]``: those of the first sequence, then those of the second one, and so on. Masks are
+            those of the model alone, causal ones and windows.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+        ... )
+        >>> attnmask.transformers.register()
+        >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+        >>> cache = attnmask.transformers.PagedCache(model.config, pages=16, page_size=16)
+        >>> a, b = cache.kv.new_sequence(), cache.kv.new_sequence()
+        >>> with torch.no_grad(), cache.step([a], [3]) as inputs:
+        ...     logits = model(torch.tensor([[3, 1, 4]]), **inputs).logits
+        >>> with torch.no_grad(), cache.step([a, b], [1, 2]) as inputs:  # b joins
+        ...     logits = model(torch.tensor([[1, 5, 2]]), **inputs).logits
+        >>> inputs["position_ids"]
+        tensor([[3, 0, 1]])
+        >>> cache.kv.lengths([a, b])
+        array([4, 2], dtype=int32)
+        """
+        store = self._store
+        store.check_complete()
+        now = store.begin(ids, counts, packed=True)
+        begins = np.repeat(now.before["cache_seqlens"], now.step._counts)
+        positions = prepare_position_ids(now.before["cu_seqlens_q"]) + begins
+        try:
+            yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], _NAME: self}
+            if len(now.written) != store.writers:
+                raise RuntimeError(
+                    f"the model must be called in a step, with its arguments: {len(now.written)} of "
+                    f"{store.writers} layers have appended"
+                )
+        except BaseException as error:
+            store.end(error)
+            raise
+        store.end()
+
+    def reset(self) -> None:
+        """Forget all rows of the batch, also after a call of the model that has failed."""
+        store = self._store
+        if store.now is not None and store.now.packed:
+            store.check_complete()
+        store.end(RuntimeError())
+        store.free()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens of all rows back.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Below 0: ``-3`` takes three tokens back. Above 0, it is how many to keep, as in the first versions of
+            transformers.
+        """
+        store = self._store
+        store.check_complete()
+        there = store.length(0)
+        keep = min(there, tokens_to_remove) if tokens_to_remove > 0 else max(0, there + tokens_to_remove)
+        for row in store.rows:
+            store.kv.truncate(row, keep)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = range(len(self._store.rows))
+        self.batch_select_indices([row for row in rows for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Rows of the batch instead of all of them; those that are there more than once share pages."""
+        store = self._store
+        store.check_complete()
+        rows = np.arange(len(store.rows))[np.asarray(indices)].tolist()
+        if rows == list(range(len(store.rows))):
+            return
+        chosen = [store.kv.fork(store.rows[row]) for row in rows]
+        store.free()
+        store.rows = chosen

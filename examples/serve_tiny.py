@@ -1,0 +1,139 @@
+"""Prompts of several lengths served together, with Hugging Face transformers on a CPU: python examples/serve_tiny.py
+
+Requests arrive over time at a tiny Llama with random weights. With attnmask's `PagedCache` the tokens of all sequences
+lie in one row without padding: a prompt that has just arrived is read while the others go on by one token. Beside it,
+transformers' own ``generate`` answers one prompt after the other, and all of them at once behind padding, which must
+wait until the last one has arrived. All give the same tokens, which is asserted before anything is measured.
+"""
+
+import argparse
+import time
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnmask.transformers
+
+VOCABULARY, PAGE_SIZE, TOGETHER = 512, 16, 8
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def tiny_llama():
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    attnmask.transformers.register()
+    return LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+
+
+def made_up_prompts(count, longest):
+    """Most of them are short."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(longest, rng.lognormal(3.5, 1, count).astype(int) + 1)
+    return [torch.from_numpy(rng.integers(1, VOCABULARY, length)) for length in lengths]
+
+
+def served(model, prompts, new_tokens, dtype, every=2, watch=lambda done: None):
+    """The answers to requests, one of which arrives every few steps, and up to so many are answered together."""
+    longest = max(map(len, prompts)) + new_tokens
+    cache = attnmask.transformers.PagedCache(
+        model.config, pages=TOGETHER * -(-longest // PAGE_SIZE), page_size=PAGE_SIZE, dtype=dtype
+    )
+    answers, sequences, arrived, steps = [[] for _ in prompts], {}, 0, 0
+    while arrived < len(prompts) or sequences:
+        if arrived < len(prompts) and len(sequences) < TOGETHER and steps % every == 0:
+            sequences[arrived] = cache.kv.new_sequence()
+            arrived += 1
+        steps += 1
+        if not sequences:
+            continue
+        new = [torch.tensor(answers[i][-1:]) if answers[i] else prompts[i] for i in sequences]
+        counts = [len(tokens) for tokens in new]
+        last = torch.tensor(counts).cumsum(0) - 1  # of each sequence, whose logits are needed
+        with torch.no_grad(), cache.step(list(sequences.values()), counts) as inputs:
+            logits = model(torch.cat(new)[None], **inputs, logits_to_keep=last).logits[0]
+        for i, token in zip(list(sequences), logits.argmax(-1).tolist(), strict=True):
+            answers[i].append(token)
+            if len(answers[i]) == new_tokens:
+                cache.kv.free(sequences.pop(i))
+                watch(sum(len(answer) == new_tokens for answer in answers))
+    return answers
+
+
+def one_by_one(model, prompts, new_tokens, watch=lambda done: None):
+    answers = []
+    for prompt in prompts:
+        tokens = model.generate(prompt[None], max_new_tokens=new_tokens, **GREEDY)
+        answers.append(tokens[0, len(prompt) :].tolist())
+        watch(len(answers))
+    return answers
+
+
+def padded(model, prompts, new_tokens, watch=lambda done: None):
+    """In batches, the prompts of each behind padding."""
+    answers = []
+    for begin in range(0, len(prompts), TOGETHER):
+        part = prompts[begin : begin + TOGETHER]
+        longest = max(map(len, part))
+        tokens, mask = torch.zeros(2, len(part), longest, dtype=torch.long)
+        for row, live, prompt in zip(tokens, mask, part, strict=True):
+            row[longest - len(prompt) :], live[longest - len(prompt) :] = prompt, 1
+        out = model.generate(tokens, attention_mask=mask, max_new_tokens=new_tokens, **GREEDY)
+        answers += out[:, longest:].tolist()
+        watch(len(answers))
+    return answers
+
+
+def progress(name, count, show):
+    return lambda done: show and print(f"\r{name:12} {done:4} of {count} requests", end="", flush=True)
+
+
+def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
+    """Tokens that are generated in a second, by each way."""
+    model, prompts = tiny_llama(), made_up_prompts(requests, longest)
+    lengths = sorted(map(len, prompts))
+    report(f"{requests} prompts of {lengths[0]} to {lengths[-1]} tokens, {new_tokens} new ones each")
+    ways = {
+        "one by one": one_by_one,
+        "padded": padded,
+        **{
+            dtype: lambda *given, dtype=dtype, **more: served(*given, dtype, **more)
+            for dtype in ("float32", "bfloat16", "int8")
+        },
+    }
+    few = prompts[:3], min(new_tokens, 8)
+    plain = one_by_one(model, *few)
+    for name in ("padded", "float32"):
+        assert ways[name](model, *few) == plain, f"{name} gives other tokens"
+    for name in ("bfloat16", "int8"):  # rounded keys may give other tokens, but not other ones beside neighbours
+        alone = [ways[name](model, [prompt], few[1])[0] for prompt in few[0]]
+        assert ways[name](model, *few) == alone, f"{name} gives other tokens beside other sequences"
+    speeds = {}
+    for name, way in ways.items():
+        begin = time.perf_counter()
+        answers = way(model, prompts, new_tokens, watch=progress(name, requests, show))
+        seconds = time.perf_counter() - begin
+        assert all(len(answer) == new_tokens for answer in answers)
+        speeds[name] = requests * new_tokens / seconds
+        what = "PagedCache, one row" if name in ("float32", "bfloat16", "int8") else "generate"
+        begin_of_line = "\r" if show else ""
+        report(f"{begin_of_line}{name:12} {what:20} {seconds:7.2f} s {speeds[name]:9.1f} tokens/s")
+    return speeds
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Serve prompts of several lengths by a tiny Llama.")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt")
+    given = parser.parse_args()
+    serve(given.requests, given.new_tokens, given.longest, show=True)
