@@ -1,8 +1,8 @@
 """A cache of transformers whose keys and values are in the pages of a `KVCache`.
 
-A model gives each layer's new keys and values to ``update``, which appends them, and gets two ``PagedTensor`` back.
-Attention of this package reads the pages of these where they lie; whatever else computes with them computes with all
-keys, copied one behind the other.
+A model gives each layer's new keys and values to ``update``, and gets two ``PagedTensor`` back. Attention of this
+package appends the new ones and reads the pages where they lie, in one call; whatever else computes with these tensors
+computes with all keys, copied one behind the other.
 """
 
 from collections.abc import Iterator
@@ -36,16 +36,35 @@ _NAME = "cache" if "cache" in signature(masking_utils.create_causal_mask).parame
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pages:
-    """Where the keys and values of one layer are after new ones have been appended."""
+    """Where the keys and values of one layer are, and new ones that the first call appends."""
 
-    arrays: dict[str, Any]  # k_cache, v_cache, k_scale and v_scale
-    places: dict[str, Any]  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
+    kv: KVCache
+    layer: int
+    before: dict[str, Any]  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
+    after: dict[str, Any]
+    new: dict[str, Any]  # key and value; empty when they have been appended
 
     @property
     def packed(self) -> bool:
-        return "cu_seqlens_q" in self.places
+        return "cu_seqlens_q" in self.after
+
+    def _held(self) -> dict[str, Any]:
+        kv = self.kv
+        held = {"k_cache": kv.k_pages, "v_cache": kv.v_pages, "k_scale": kv.k_scales, "v_scale": kv.v_scales}
+        return {name: None if x is None else x[self.layer] for name, x in held.items()}
+
+    def _attend(self, query: Any, **more: Any) -> NDArray[Any]:
+        places = self.before if self.new else self.after
+        out = kvcache.flash_attention_with_kvcache(query, **self.new, **self._held(), **places, **more)
+        self.new = {}
+        return out  # type: ignore[no-any-return]
+
+    def append(self) -> None:
+        """By queries of no heads, if nothing has attended."""
+        if self.new:
+            self._attend(self.new["key"][..., :0, :])
 
     def attend(
         self, query: torch.Tensor, *, causal: bool = False, softmax_aux: Any = None, **more: Any
@@ -55,13 +74,8 @@ class Pages:
         more.pop("causal_offset", None)
         more.pop("q_segment_ids", None)
         rows = detached(query).transpose(1, 2)
-        out = kvcache.flash_attention_with_kvcache(
-            rows[0] if self.packed else rows,
-            **self.arrays,
-            **self.places,
-            causal=causal,
-            softmax_aux=detached(softmax_aux),
-            **more,
+        out = self._attend(
+            rows[0] if self.packed else rows, causal=causal, softmax_aux=detached(softmax_aux), **more
         )
         return to_tensor(out[None] if self.packed else out)
 
@@ -69,15 +83,17 @@ class Pages:
         """Keys or values, [B, T, Hkv, D]."""
         if self.packed:
             raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
-        table = self.places["block_table"]
-        length = int(self.places["cache_seqlens"].max(initial=0))
+        self.append()
+        table = self.after["block_table"]
+        length = int(self.after["cache_seqlens"].max(initial=0))
 
         def of(pages: NDArray[Any]) -> NDArray[Any]:
             rows = pages[table]
             joined: NDArray[Any] = rows.reshape(len(table), -1, *rows.shape[3:])
             return joined[:, :length]
 
-        numbers, scale = of(self.arrays[f"{side}_cache"]), self.arrays[f"{side}_scale"]
+        held = self._held()
+        numbers, scale = of(held[f"{side}_cache"]), held[f"{side}_scale"]
         if scale is not None:
             numbers = numbers.astype(np.float32) * of(scale)
         return numbers
@@ -112,7 +128,7 @@ class _Step:
     packed: bool
     before: dict[str, Any]
     after: dict[str, Any]
-    written: set[int] = field(default_factory=set)  # these layers have appended
+    layers: dict[int, Pages] = field(default_factory=dict)  # those that have got their keys and values
 
 
 class _Store:
@@ -121,20 +137,30 @@ class _Store:
     def __init__(self, kv: KVCache, writers: int) -> None:
         self.kv, self.writers = kv, writers
         self.rows: list[int] = []  # the sequences of a batch, if it is one
-        self.now: _Step | None = None
+        self.now: _Step | None = None  # which is open
+        self.last: _Step | None = None
 
     def begin(self, ids: ArrayLike, counts: ArrayLike, packed: bool) -> _Step:
+        self.append_all()
         step = self.kv.step(ids, counts)
         step.__enter__()
         before = step._packed if packed else step._batched
         ends = frozen(before["cache_seqlens"] + np.array(step._counts, np.int32))
-        self.now = _Step(step, packed, before, before | {"cache_seqlens": ends})
+        self.now = self.last = _Step(step, packed, before, before | {"cache_seqlens": ends})
         return self.now
+
+    def append_all(self) -> None:
+        """What nothing has attended to. Pages may be shared, copied and given back then."""
+        if self.last is not None:
+            for pages in self.last.layers.values():
+                pages.append()
 
     def end(self, error: BaseException | None = None) -> None:
         """Sequences have become longer, or with an error are as before."""
         if self.now is not None:
             step, self.now = self.now.step, None
+            if error is not None:
+                self.last = None
             step.__exit__(None if error is None else type(error), error, None)
 
     def length(self, layer: int) -> int:
@@ -143,21 +169,22 @@ class _Store:
         if now is not None and now.packed:
             return 0
         there = int(self.kv.lengths(self.rows[:1])[0]) if self.rows else 0
-        return there + (now.step._counts[0] if now is not None and layer in now.written else 0)
+        return there + (now.step._counts[0] if now is not None and layer in now.layers else 0)
 
     def check_complete(self) -> None:
         if self.now is not None and self.now.packed:
             raise RuntimeError("the sequences of a batch cannot be changed inside of a step")
         if self.now is not None:
             raise RuntimeError(
-                f"the last call of the model has appended to {len(self.now.written)} of {self.writers} layers: "
+                f"the last call of the model has appended to {len(self.now.layers)} of {self.writers} layers: "
                 "reset() the cache"
             )
+        self.append_all()
 
     def free(self) -> None:
         for row in self.rows:
             self.kv.free(row)
-        self.rows = []
+        self.rows, self.last = [], None
 
     def begin_rows(self, count: int, tokens: int) -> _Step:
         made = not self.rows
@@ -175,10 +202,10 @@ class _Store:
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pages:
         check_no_gradient({"key": key, "value": value})
         now = self.now or self.begin_rows(key.shape[0], key.shape[2])
-        if layer in now.written and not now.packed:
+        if layer in now.layers and not now.packed:
             self.check_complete()
         try:
-            if layer in now.written:
+            if layer in now.layers:
                 raise RuntimeError("the model must be called once in a step")
             if now.packed and key.shape[0] != 1:
                 raise ValueError(f"tokens must be [1, total] in a step, got {key.shape[0]} rows")
@@ -187,25 +214,21 @@ class _Store:
                 now.step._tokens(x[0] if now.packed else x, name)
                 for x, name in zip(rows, ("key", "value"), strict=True)
             )
-            kv = self.kv
-            arrays = {
-                "k_cache": kv.k_pages[layer],
-                "v_cache": kv.v_pages[layer],
-                "k_scale": None if kv.k_scales is None else kv.k_scales[layer],
-                "v_scale": None if kv.v_scales is None else kv.v_scales[layer],
-            }
-            no_heads = np.empty((*k.shape[:-2], 0, kv.k_pages.shape[-1]), k.dtype)  # nothing attends yet
-            kvcache.flash_attention_with_kvcache(no_heads, key=k, value=v, **arrays, **now.before)
+            for tokens, name, held in ((k, "key", self.kv.k_pages), (v, "value", self.kv.v_pages)):
+                if tokens.shape[-2:] != held.shape[-2:]:
+                    expected = f"{held.shape[-2]} heads of {held.shape[-1]} channels as its cache"
+                    raise ValueError(f"{name} must have {expected}, got {describe(tokens)}")
         except BaseException as error:
             if not now.packed:  # the block of a step ends it itself
                 self.end(error)
                 if not self.length(0):
                     self.free()
             raise
-        now.written.add(layer)
-        if len(now.written) == self.writers and not now.packed:
+        pages = Pages(self.kv, layer, now.before, now.after, {"key": k, "value": v})
+        now.layers[layer] = pages
+        if len(now.layers) == self.writers and not now.packed:
             self.end()
-        return Pages(arrays, now.after)
+        return pages
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
@@ -224,7 +247,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         pages = self._store.append(self._index, key_states, value_states)
-        tokens = key_states.shape[2] if pages.packed else int(pages.places["cache_seqlens"].max(initial=0))
+        tokens = key_states.shape[2] if pages.packed else int(pages.after["cache_seqlens"].max(initial=0))
         k, v = (
             PagedTensor(pages, side, (*x.shape[:2], tokens, x.shape[3]), x.dtype)
             for side, x in (("k", key_states), ("v", value_states))
@@ -370,11 +393,12 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         positions = prepare_position_ids(now.before["cu_seqlens_q"]) + begins
         try:
             yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], _NAME: self}
-            if len(now.written) != store.writers:
+            if len(now.layers) != store.writers:
                 raise RuntimeError(
-                    f"the model must be called in a step, with its arguments: {len(now.written)} of "
+                    f"the model must be called in a step, with its arguments: {len(now.layers)} of "
                     f"{store.writers} layers have appended"
                 )
+            store.append_all()
         except BaseException as error:
             store.end(error)
             raise

@@ -114,7 +114,10 @@ def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
     plain = one_by_one(model, *few)
     for name in ("padded", "float32"):
         assert ways[name](model, *few) == plain, f"{name} gives other tokens"
-    for name in ("bfloat16", "int8"):  # rounded keys may give other tokens, but not other ones beside neighbours
+    for name in (
+        "bfloat16",
+        "int8",
+    ):  # rounded keys may give other tokens, but not other ones beside neighbours
         alone = [ways[name](model, [prompt], few[1])[0] for prompt in few[0]]
         assert ways[name](model, *few) == alone, f"{name} gives other tokens beside other sequences"
     speeds = {}

@@ -311,6 +311,41 @@ def test_a_copy_is_another_cache():
     assert torch.equal(got, right)
 
 
+def test_keys_that_nothing_has_attended_to():
+    """They are appended all the same, before anything else is done with their pages."""
+    cache = paged(model_of("Llama"), dtype="float32", pages=8)
+    sides = torch.randn(2, 1, 2, 5, 8)
+    more = torch.randn(2, 1, 2, 1, 8)
+
+    def update(tokens):
+        return [cache.update(*tokens, layer)[0] for layer in range(2)][-1]
+
+    update(sides)
+    assert torch.equal(update(more).clone(), torch.cat([sides[0], more[0]], dim=2))
+    cache.reset()
+    assert not cache.kv.k_pages[:, 2:].any()
+    update(sides)
+    cache.batch_repeat_interleave(2)
+    keys = update(more.expand(2, 2, 2, 1, 8).contiguous()).clone()
+    assert torch.equal(keys, torch.cat([sides[0], more[0]], dim=2).expand(2, -1, -1, -1))
+    cache.reset()
+    update(sides)
+    cache.crop(-1)
+    assert torch.equal(update(more).clone(), torch.cat([sides[0][:, :, :-1], more[0]], dim=2))
+    cache.reset()
+    update(sides)
+    cache.reset()
+    other, before = cache.kv.new_sequence(), None
+    x = np.ones((8, 2, 8), np.float32)
+    with cache.kv.step([other], 8) as step:
+        for layer in range(2):
+            step.attend(layer, x, x, x)
+    before = cache.kv.k_pages.copy()
+    update(sides)
+    table = cache.kv.block_table([other])[0]
+    assert np.array_equal(cache.kv.k_pages[:, table], before[:, table])
+
+
 def test_documents_in_one_row():
     """Positions that begin again tell documents apart, as with other caches."""
     model, ids = ready("Llama"), random_ids(1, 8)
