@@ -28,7 +28,7 @@ test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transform
 	$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks
 
 frameworks: $(VENV)/test.txt $(VENV)/frameworks.txt # with the package that is built where it lies
-	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers.py tests/test_ejkernel.py
+	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done

@@ -5,10 +5,11 @@ package appends the new ones and reads the pages where they lie, in one call; wh
 computes with all keys, copied one behind the other.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from attnmask._torch_import import torch
 from attnmask._torch_kvcache import check_no_gradient
 from attnmask._torch_masks import to_tensor
 from attnmask._torch_operators import detached
-from attnmask._transformers_masks import masking_utils, transformers
+from attnmask._transformers_masks import CACHE, transformers
 
 from transformers.cache_utils import (  # type: ignore[import-not-found, unused-ignore] # isort: skip
     Cache,
@@ -32,7 +33,6 @@ from transformers.cache_utils import (  # type: ignore[import-not-found, unused-
 
 __all__ = ["PagedCache", "PagedTensor"]
 
-_NAME = "cache" if "cache" in signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -105,7 +105,7 @@ class PagedTensor(DescribedTensor):
     pages: Pages
     side: str
 
-    def __new__(cls, pages: Pages, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> "PagedTensor":
+    def __new__(cls, pages: Pages, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> PagedTensor:
         tensor: PagedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
         tensor.pages, tensor.side = pages, side
         return tensor
@@ -113,7 +113,7 @@ class PagedTensor(DescribedTensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
         return f"PagedTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def copied(self) -> "PagedTensor":
+    def copied(self) -> PagedTensor:
         return PagedTensor(self.pages, self.side, tuple(self.shape), self.dtype)
 
     def written_out(self) -> torch.Tensor:
@@ -269,7 +269,12 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
 
 
 class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
-    """A cache of transformers on pages: ``model.generate(…, past_key_values=PagedCache(model.config, pages=…))``.
+    """A cache of transformers on pages.
+
+    ::
+
+        cache = attnmask.transformers.PagedCache(model.config, pages=512)
+        model.generate(..., past_key_values=cache)  # cache=cache in later versions of transformers
 
     With ``attn_implementation="attnmask"``, attention reads the pages where they lie. Beams of a search share pages.
     Sequences of any lengths are computed together without padding in a `step`.
@@ -299,11 +304,11 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     >>> attnmask.transformers.register()
     >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
     >>> cache = attnmask.transformers.PagedCache(model.config, pages=16, page_size=16)
-    >>> prompt = torch.tensor([[3, 1, 4]])
-    >>> model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0).shape
-    torch.Size([1, 8])
-    >>> cache.get_seq_length()  # the last token has not been read
-    7
+    >>> sequence = cache.kv.new_sequence()
+    >>> with torch.no_grad(), cache.step([sequence], [3]) as inputs:
+    ...     logits = model(torch.tensor([[3, 1, 4]]), **inputs).logits
+    >>> logits.shape, cache.kv.lengths([sequence])
+    (torch.Size([1, 3, 9]), array([3], dtype=int32))
     """
 
     def __init__(self, config: Any, *, pages: int, page_size: int = 64, dtype: Any = None) -> None:
@@ -392,7 +397,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         begins = np.repeat(now.before["cache_seqlens"], now.step._counts)
         positions = prepare_position_ids(now.before["cu_seqlens_q"]) + begins
         try:
-            yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], _NAME: self}
+            yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], CACHE: self}
             if len(now.layers) != store.writers:
                 raise RuntimeError(
                     f"the model must be called in a step, with its arguments: {len(now.layers)} of "
@@ -405,7 +410,20 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         store.end()
 
     def reset(self) -> None:
-        """Forget all rows of the batch, also after a call of the model that has failed."""
+        """Forget all rows of the batch, also after a call of the model that has failed.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.reset()
+        >>> cache.get_seq_length(), cache.kv.free_pages
+        (0, 8)
+        """
         store = self._store
         if store.now is not None and store.now.packed:
             store.check_complete()
@@ -420,6 +438,18 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         tokens_to_remove : int
             Below 0: ``-3`` takes three tokens back. Above 0, it is how many to keep, as in the first versions of
             transformers.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.crop(-3)
+        >>> cache.get_seq_length()
+        3
         """
         store = self._store
         store.check_complete()
@@ -429,14 +459,67 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
             store.kv.truncate(row, keep)
 
     def reorder_cache(self, beam_idx: Any) -> None:
+        """As `batch_select_indices`, of a search with beams.
+
+        Parameters
+        ----------
+        beam_idx : Tensor of integers
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.reorder_cache(torch.tensor([1, 1]))  # which share pages
+        >>> cache.kv.free_pages
+        6
+        """
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch so many times; they share pages.
+
+        Parameters
+        ----------
+        repeats : int
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.batch_repeat_interleave(3)
+        >>> cache.kv.free_pages
+        4
+        """
         rows = range(len(self._store.rows))
         self.batch_select_indices([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Rows of the batch instead of all of them; those that are there more than once share pages."""
+        """Rows of the batch instead of all of them; those that are chosen more than once share pages.
+
+        Parameters
+        ----------
+        indices : Tensor of integers, or of bools for each row
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.batch_select_indices(torch.tensor([0]))
+        >>> cache.kv.free_pages
+        6
+        """
         store = self._store
         store.check_complete()
         rows = np.arange(len(store.rows))[np.asarray(indices)].tolist()

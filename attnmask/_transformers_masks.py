@@ -1,6 +1,7 @@
 """Masks of transformers' models as descriptions: what their mask functions say, where those are known."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,10 @@ if transformers.__version__.split(".")[0] != "5":
 
 from transformers import masking_utils  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["SymbolicMask", "masking_utils", "symbolic_mask", "transformers"]
+__all__ = ["CACHE", "SymbolicMask", "masking_utils", "symbolic_mask", "transformers"]
+
+# What models call a cache among their arguments.
+CACHE = "cache" if "cache" in signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 
 
 class SymbolicMask(DescribedTensor):

@@ -3,11 +3,13 @@
 Requests arrive over time at a tiny Llama with random weights. With attnmask's `PagedCache` the tokens of all sequences
 lie in one row without padding: a prompt that has just arrived is read while the others go on by one token. Beside it,
 transformers' own ``generate`` answers one prompt after the other, and all of them at once behind padding, which must
-wait until the last one has arrived. All give the same tokens, which is asserted before anything is measured.
+wait until the last one has arrived: here they are all there. That tokens are the same is asserted before anything is
+measured.
 """
 
 import argparse
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ VOCABULARY, PAGE_SIZE, TOGETHER = 512, 16, 8
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def tiny_llama():
+def tiny_llama(implementation):
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
@@ -32,7 +34,7 @@ def tiny_llama():
     )
     torch.manual_seed(0)
     attnmask.transformers.register()
-    return LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+    return LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
 
 
 def made_up_prompts(count, longest):
@@ -42,8 +44,8 @@ def made_up_prompts(count, longest):
     return [torch.from_numpy(rng.integers(1, VOCABULARY, length)) for length in lengths]
 
 
-def served(model, prompts, new_tokens, dtype, every=2, watch=lambda done: None):
-    """The answers to requests, one of which arrives every few steps, and up to so many are answered together."""
+def served(model, dtype, prompts, new_tokens, every=2, watch=lambda done: None):
+    """The answers to requests, one of which arrives every few steps; some of them are answered together."""
     longest = max(map(len, prompts)) + new_tokens
     cache = attnmask.transformers.PagedCache(
         model.config, pages=TOGETHER * -(-longest // PAGE_SIZE), page_size=PAGE_SIZE, dtype=dtype
@@ -99,35 +101,29 @@ def progress(name, count, show):
 
 def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
     """Tokens that are generated in a second, by each way."""
-    model, prompts = tiny_llama(), made_up_prompts(requests, longest)
+    prompts = made_up_prompts(requests, longest)
     lengths = sorted(map(len, prompts))
     report(f"{requests} prompts of {lengths[0]} to {lengths[-1]} tokens, {new_tokens} new ones each")
-    ways = {
-        "one by one": one_by_one,
-        "padded": padded,
-        **{
-            dtype: lambda *given, dtype=dtype, **more: served(*given, dtype, **more)
-            for dtype in ("float32", "bfloat16", "int8")
-        },
-    }
-    few = prompts[:3], min(new_tokens, 8)
-    plain = one_by_one(model, *few)
+    plain, own = tiny_llama("sdpa"), tiny_llama("attnmask")  # of the same weights
+    ways = {"one by one": partial(one_by_one, plain), "padded": partial(padded, plain)}
+    ways |= {dtype: partial(served, own, dtype) for dtype in ("float32", "bfloat16", "int8")}
+
+    few, count = prompts[:3], min(new_tokens, 8)
+    right = one_by_one(plain, few, count)
     for name in ("padded", "float32"):
-        assert ways[name](model, *few) == plain, f"{name} gives other tokens"
-    for name in (
-        "bfloat16",
-        "int8",
-    ):  # rounded keys may give other tokens, but not other ones beside neighbours
-        alone = [ways[name](model, [prompt], few[1])[0] for prompt in few[0]]
-        assert ways[name](model, *few) == alone, f"{name} gives other tokens beside other sequences"
+        assert ways[name](few, count) == right, f"{name} gives other tokens"
+    for name in ("bfloat16", "int8"):  # which round keys: they give what they give to each prompt alone
+        alone = [ways[name]([prompt], count)[0] for prompt in few]
+        assert ways[name](few, count) == alone, f"{name} gives other tokens beside other sequences"
+
     speeds = {}
     for name, way in ways.items():
         begin = time.perf_counter()
-        answers = way(model, prompts, new_tokens, watch=progress(name, requests, show))
+        answers = way(prompts, new_tokens, watch=progress(name, requests, show))
         seconds = time.perf_counter() - begin
         assert all(len(answer) == new_tokens for answer in answers)
         speeds[name] = requests * new_tokens / seconds
-        what = "PagedCache, one row" if name in ("float32", "bfloat16", "int8") else "generate"
+        what = "generate, sdpa" if name in ("one by one", "padded") else "PagedCache, one row"
         begin_of_line = "\r" if show else ""
         report(f"{begin_of_line}{name:12} {what:20} {seconds:7.2f} s {speeds[name]:9.1f} tokens/s")
     return speeds

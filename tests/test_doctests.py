@@ -46,15 +46,20 @@ def modules():
 
 
 def public():
-    """What the package offers: by module, its functions and classes, and what these offer in turn."""
+    """What the package offers: by module, its functions and classes, and what these offer in turn, but not what they
+    inherit from another package.
+    """
     for module in (attnmask, *(m for m in modules() if m.__name__ in OFFERED)):
         for name in module.__all__:
             thing = getattr(module, name)
             if isinstance(thing, str):
                 continue
             yield module, name, thing
-            for member, held in inspect.getmembers_static(thing) if inspect.isclass(thing) else ():
-                if isinstance(held, MEMBERS) and not member.startswith("_") and not hasattr(tuple, member):
+            bases = [base for base in getattr(thing, "__mro__", ()) if base.__module__.startswith("attnmask")]
+            own = set().union(*map(vars, bases)) if inspect.isclass(thing) else set()
+            for member, held in inspect.getmembers_static(thing) if own else ():
+                inherited = member not in own or hasattr(tuple, member)
+                if isinstance(held, MEMBERS) and not member.startswith("_") and not inherited:
                     yield module, f"{name}.{member}", getattr(thing, member)
 
 
@@ -97,8 +102,15 @@ def test_the_reference_has_everything_public():
     offered = {
         "ejkernel": ["register"],
         "jax": ["flash_attention", "register"],
-        "torch": ["flash_attention", "mask_tensors", "MaskTensors", "install", "uninstall"],
-        "transformers": ["attention", "attention_mask", "register"],
+        "torch": [
+            "flash_attention",
+            "flash_attention_with_kvcache",
+            "mask_tensors",
+            "MaskTensors",
+            "install",
+            "uninstall",
+        ],
+        "transformers": ["PagedCache", "attention", "attention_mask", "register"],
     }
     frameworks = {f"attnmask.{module}.{name}" for module, names in offered.items() for name in names}
     expected = frameworks | {
