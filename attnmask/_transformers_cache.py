@@ -66,6 +66,7 @@ class Pages:
         if self.new:
             self._attend(self.new["key"][..., :0, :])
 
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
     def attend(
         self, query: torch.Tensor, *, causal: bool = False, softmax_aux: Any = None, **more: Any
     ) -> torch.Tensor:
@@ -245,6 +246,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     def lazy_initialization(self, *_: Any) -> None:
         pass
 
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         pages = self._store.append(self._index, key_states, value_states)
         tokens = key_states.shape[2] if pages.packed else int(pages.after["cache_seqlens"].max(initial=0))
@@ -254,9 +256,11 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         )
         return k, v
 
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
     def get_seq_length(self) -> int:
         return self._store.length(self._index)
 
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # The first versions of transformers give the places of the queries.
         queries = query_length if isinstance(query_length, int) else len(query_length)

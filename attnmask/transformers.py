@@ -94,11 +94,11 @@ def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
     return (-max(lows) if lows else None), min(highs, default=None)
 
 
+@torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
     """Where a cache of pages has both."""
-    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages:
-        return key.pages
-    return None
+    both = isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages
+    return key.pages if both else None
 
 
 def attention(
@@ -166,7 +166,7 @@ def attention(
     """
     if more.get("output_attentions"):
         _logger.warning_once("attnmask computes no attention weights, which output_attentions=True asks for")
-    pages = _pages_of(key, value)
+    pages = _pages_of(key, value) if isinstance(key, PagedTensor) else None
     in_step = pages is not None and pages.packed
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
@@ -174,6 +174,8 @@ def attention(
     given: dict[str, Any] = {}
     if isinstance(attention_mask, SymbolicMask) and in_step:
         given |= {"sliding_window": _limits(attention_mask), "causal": False}
+    elif attention_mask is not None and in_step:
+        raise NotImplementedError("in a step of a PagedCache masks must be the model's own, got a tensor")
     elif isinstance(attention_mask, SymbolicMask):
         given["attention_mask"], complete = attention_mask.info, attention_mask.complete
     elif attention_mask is None:

@@ -207,6 +207,13 @@ def test_a_step_that_fails_changes_nothing():
         cache.step([a], 5) as inputs,
     ):
         model(prompt[None], **inputs, attention_mask=mask)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    with (
+        pytest.raises(NotImplementedError, match="masks must be the model's own, got a tensor"),
+        torch.no_grad(),
+        cache.step([a], 5) as inputs,
+    ):
+        model(prompt[None], **inputs, attention_mask=mask)
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -236,6 +243,19 @@ def test_chunks_are_not_for_steps():
 
 
 # What transformers does with caches
+
+
+def test_compiled():
+    """The cache is outside of the graphs."""
+    model, ids = ready("Llama", num_hidden_layers=1), random_ids(2, 6)
+    cache = paged(model)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        right = model(ids).logits
+        compiled = torch.compile(model, backend="eager")
+        got = [compiled(part, past_key_values=cache).logits for part in ids.split((4, 2), 1)]
+    assert_close({"logits": torch.cat(got, dim=1)}, {"logits": right})
+    assert cache.get_seq_length() == 6
 
 
 def test_a_chat_goes_on():
