@@ -94,6 +94,24 @@ def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
     return (-max(lows) if lows else None), min(highs, default=None)
 
 
+def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor | None":
+    """The numbers of a bias [1, H, Tq, Tk] by the distance k - q, from 1 - Tq on, if it follows from that.
+
+    Layers share one bias, and so the answer is kept with it, as long as nobody writes to it.
+    """
+    if bias.shape[2:] != (queries, keys) or bias.shape[0] != 1 or queries == 1 or _is_traced():
+        return None
+    asked = bias._version, bias.requires_grad and torch.is_grad_enabled()
+    kept: Any = getattr(bias, "_attnmask_by_distance", None)
+    if kept is not None and kept[0] == asked:
+        return kept[1]  # type: ignore[no-any-return]
+    numbers = None
+    if torch.equal(bias[:, :, 1:, 1:], bias[:, :, :-1, :-1]):
+        numbers = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], dim=-1)
+    bias._attnmask_by_distance = asked, numbers  # type: ignore[attr-defined, unused-ignore]
+    return numbers
+
+
 @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
     """Where a cache of pages has both."""
@@ -141,6 +159,7 @@ def attention(
     s_aux : Tensor, shape [H], optional
         A sink for each head.
     position_bias : Tensor, broadcasts to [B, H, Tq, Tk], optional
+        That of T5, which follows from the distances of tokens, is read as numbers by distance.
     position_ids : Tensor, shape [B, T], optional
         Where sequences are packed, positions begin again at 0. This counts for causal attention of a whole sequence
         without padding.
@@ -172,6 +191,10 @@ def attention(
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     bias, complete = position_bias, False
     given: dict[str, Any] = {}
+    if bias is not None and not packed and pages is None:
+        by_distance = _by_distance(bias, query.shape[2], key.shape[2])
+        if by_distance is not None:
+            bias, given["relative_bias"], given["relative_low"] = None, by_distance, 1 - query.shape[2]
     if isinstance(attention_mask, SymbolicMask) and in_step:
         given |= {"sliding_window": _limits(attention_mask), "causal": False}
     elif attention_mask is not None and in_step:

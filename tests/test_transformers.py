@@ -572,6 +572,42 @@ def test_versions_and_none():
         )
 
 
+def test_the_bias_of_t5_is_taken_by_distance(monkeypatch):
+    """Gradients of the buckets are those of eager attention; decoding by one query has the bias as it is."""
+    model, calls, function = model_of("T5"), [], attnmask.transformers.flash_attention
+
+    def record(*tensors, **named):
+        calls.append(named)
+        return function(*tensors, **named)
+
+    monkeypatch.setattr(attnmask.transformers, "flash_attention", record)
+    inputs = {"input_ids": random_ids(2, TOKENS), "decoder_input_ids": random_ids(2, TOKENS)}
+    expected, actual = by_both(model, lambda: logits_and_gradients(model, torch.ones(2, TOKENS), **inputs))
+    assert_close(actual, expected)
+    assert any("relative_attention_bias" in name for name in actual)
+    assert all(named["bias"] is None and named["relative_bias"].ndim == 2 for named in calls)
+    # The layers of the encoder share one bias; the decoder has one of its own, and one of zeros for the encoder's keys.
+    assert len({id(named["relative_bias"]) for named in calls}) == 3
+
+
+def test_a_bias_that_is_written_to_is_read_again():
+    query = torch.randn(1, 2, 5, 8)
+    distance = torch.arange(7)[None] - torch.arange(5)[:, None]
+    bias = torch.randn(2, 11)[None, :, distance + 4]
+
+    def both():
+        got, _ = attention(torch.nn.Identity(), query, *keys, None, is_causal=False, position_bias=bias)
+        right = torch.nn.functional.scaled_dot_product_attention(query, *keys, attn_mask=bias)
+        return got, right.transpose(1, 2)
+
+    keys = torch.randn(2, 1, 2, 7, 8)
+    torch.testing.assert_close(*both())
+    bias[0, 1, 2, 3] += 4.0  # no longer by distance
+    torch.testing.assert_close(*both())
+    bias.zero_()
+    torch.testing.assert_close(*both())
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (32, 64), (16, 20), (33, 128), (8, 9)])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (1, 700), (700, 1)])
