@@ -11,8 +11,8 @@ from pathlib import Path
 import harness
 import numpy as np
 from flash_cases import Case
-from harness import Call, Times, digits, race
-from workers import Remote, Worker, WorkerError
+from harness import Call, Times, difference, digits, percent, race
+from workers import Remote, Worker, WorkerError, started
 
 import attnmask
 
@@ -78,10 +78,6 @@ class Outcome:
 COLUMNS = ("attnmask", "out=", "GFLOP/s", "of peak", *PEERS, "ratio")
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}%"
-
-
 class Bench:
     def __init__(self, description: str, name: str, title: str) -> None:
         self.options = harness.arguments(description)
@@ -92,13 +88,7 @@ class Bench:
         self.peers = {peer: Worker(WORKER, peer, threads) for peer in asked}
         if self.options.quick and not self.options.only:
             self.peers.pop("flex", None)  # its compiler takes about ten seconds a case
-        for peer, worker in list(self.peers.items()):
-            try:
-                worker.ask("start")
-            except WorkerError as error:
-                print(f"without {peer}: {error}", file=sys.stderr)
-                worker.close()
-                del self.peers[peer]
+        self.peers = started(self.peers)
         self.mistakes: list[str] = []
 
     def table(
@@ -149,7 +139,7 @@ class Bench:
             except WorkerError as error:
                 print(f"{case.name} without {name}: {error}"[:300], file=sys.stderr)
                 continue
-            error = difference(result, expected)
+            error = float(np.max([*map(difference, result, expected)]))
             if error <= TOLERANCE[case.dtype]:
                 contenders[name] = call
             else:
@@ -167,12 +157,6 @@ class Bench:
     def close(self) -> None:
         for worker in (self.mine, *self.peers.values()):
             worker.close()
-
-
-def difference(got: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> float:
-    """The largest difference, relative to the largest number; NaN if there is a NaN."""
-    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, wanted, strict=True)]
-    return float(np.max(errors))
 
 
 # Forward

