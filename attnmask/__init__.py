@@ -56,6 +56,7 @@ from attnmask._packed import (
 )
 from attnmask._relative_bias import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
+from attnmask._shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
 from attnmask._warnings import AttnmaskWarning
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "KVCache",
     "MaskInfo",
     "MaskSharding",
+    "ShardPlan",
     "__version__",
     "attention_mask_to_padding_segment_ids",
     "attention_mask_to_qkv_cu_seqlens",
@@ -93,6 +95,7 @@ __all__ = [
     "merge_attention_states",
     "merge_attention_states_vjp",
     "pairs_to_cu_seqlens",
+    "plan_shards",
     "positions_from_segment_ids",
     "prepare_chunk_indices",
     "prepare_chunk_offsets",
@@ -111,9 +114,11 @@ __all__ = [
     "segment_ids_to_qkv_masks",
     "set_debug_mode",
     "set_num_threads",
+    "shard_sequence",
     "show_config",
     "t5_relative_bias",
     "t5_relative_bias_vjp",
+    "unshard_sequence",
 ]
 
 for _name in __all__:  # so that messages, pictures of types and pickles name what users import

@@ -361,7 +361,7 @@ def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: boo
     return equal(q_ids, kv_ids)
 
 
-def _starts(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
+def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     """Where sequences start, and where the last one ends, which is the number of tokens."""
     starts = _core.checked_starts(as_array(value, name), name)
     if starts[-1] != tokens:
@@ -382,12 +382,12 @@ def _both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts
         missing = "cum_seqlens_k" if cum_seqlens_k is None else "cum_seqlens_q"
         raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
     if cum_seqlens_q is None:
-        k_starts = _starts(cum_seqlens_k, "cum_seqlens_k", keys)
+        k_starts = starts_of(cum_seqlens_k, "cum_seqlens_k", keys)
         return k_starts, k_starts
-    q_starts = _starts(cum_seqlens_q, "cum_seqlens_q", queries)
+    q_starts = starts_of(cum_seqlens_q, "cum_seqlens_q", queries)
     if cum_seqlens_k is None or (cum_seqlens_k is cum_seqlens_q and queries == keys):
         return q_starts, q_starts
-    k_starts = _starts(cum_seqlens_k, "cum_seqlens_k", keys)
+    k_starts = starts_of(cum_seqlens_k, "cum_seqlens_k", keys)
     if len(k_starts) != len(q_starts):
         raise ValueError(
             f"cum_seqlens_k must have {len(q_starts)} entries as cum_seqlens_q, got {len(k_starts)}"

@@ -1,0 +1,328 @@
+"""Attention over a sequence that several processes share: who computes what, and who sends which keys to whom.
+
+The path of one call, on each of W processes::
+
+    arguments, a plan of shards              the same on each process
+      ▼
+    Ring          for any two processes the rectangles of pairs, of the queries of one and the keys of the other, in
+      │           which something may be live: chunk by chunk, narrowed to what the diagonal, the window, the
+      │           documents and the mask leave. No process asks another for it.
+      ▼
+    W rounds      in round d process r computes with the keys of process r - d. Those that its queries see came in
+      │           while it computed round d - 1, and in the meantime it sends process r + d + 1 what that one sees.
+      ▼
+    calls         the rectangles of a round as few calls of `flash_attention`: as packed sequences, each with its own
+      │           offset of the diagonal, or one by one as slices of a mask
+      ▼
+    merged        the results of calls by their logsumexp, which begins as that of the sinks
+
+Backward goes the same rounds. It takes the merged result and logsumexp, which make the gradients of each rectangle
+their parts of those of the whole. The gradients of keys and values go back to the process that the keys came from,
+while the next round is computed, and are added up there in the order of the rounds.
+
+Two designs were weighed. In a ring of whole shards each process hands on to its neighbour what it got from the other
+one, and gradients go around with the keys. What nobody needs any more goes on all the same, unless everybody knows what
+is needed further on, and a window or documents save little. Here keys go straight from their owner to those who see
+them. Over a switch that takes the same time where everything is live, it is no more code, and only what is live is ever
+sent: under a causal mask with zigzag shards a quarter less, under a window only its edges, of whole documents nothing.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask import _core
+from attnmask._mask_info import MaskInfo
+from attnmask._shard_plan import ShardPlan, joined_ranges, layout_plan
+
+Table = NDArray[np.int64]
+
+
+class Conditions(NamedTuple):
+    """What makes a pair of tokens live, but for the mask."""
+
+    low: int | None  # limits of k - q, None for none
+    high: int | None
+    by_distance: bool  # whether logits depend on k - q
+    one_by_one: bool  # whether each rectangle is a call of its own
+
+
+class Call(NamedTuple):
+    """One call of attention: tokens of the process, tokens among the keys of the round, and more arguments.
+
+    `place` is that of its first query and first key in the sequence.
+    """
+
+    queries: slice
+    keys: slice
+    place: tuple[int, int]
+    arguments: dict[str, Any]
+
+
+class Ring:
+    """What each process does, for shards of a sequence and conditions of live pairs.
+
+    Arguments `queries` and `keys` are the processes that have them.
+    """
+
+    def __init__(
+        self, shards: ShardPlan, documents: Table | None, mask: MaskInfo | None, conditions: Conditions
+    ) -> None:
+        self.shards, self.mask, self.conditions = shards, mask, conditions
+        self.documents = np.array([0, shards.length]) if documents is None else documents
+        self._chunks: dict[int, Table] = {}
+        self._rectangles: dict[tuple[int, int], Table] = {}
+
+    def chunks(self, rank: int) -> Table:
+        """The tokens of a process as rows of begin, end, document."""
+        if rank not in self._chunks:
+            begin, end = self.shards.ranges(rank).T
+            first, last = (np.searchsorted(self.documents, at, "right") - 1 for at in (begin, end - 1))
+            which, document = _counted(first, last + 1 - first)
+            cut = np.maximum(begin[which], self.documents[document])
+            until = np.minimum(end[which], self.documents[document + 1])
+            table = np.stack([cut, until, document], axis=1)
+            self._chunks[rank] = table[cut < until]
+        return self._chunks[rank]
+
+    def rectangles(self, queries: int, keys: int) -> Table:
+        """What may be live, as rows of begin and end among queries, begin and end among keys; sorted."""
+        if (queries, keys) not in self._rectangles:
+            self._rectangles[queries, keys] = self._narrowed(
+                _of_same_documents(self.chunks(queries), self.chunks(keys))
+            )
+        return self._rectangles[queries, keys]
+
+    def _narrowed(self, table: Table) -> Table:
+        q_begin, q_end, k_begin, k_end = table.T
+        low, high = self.conditions.low, self.conditions.high
+        if low is not None:
+            k_begin, q_end = np.maximum(k_begin, q_begin + low), np.minimum(q_end, k_end - low)
+        if high is not None:
+            k_end, q_begin = np.minimum(k_end, q_end + high), np.maximum(q_begin, table[:, 2] - high)
+        table = np.stack([q_begin, q_end, k_begin, k_end], axis=1)
+        table = table[(q_begin < q_end) & (k_begin < k_end)]
+        if self.mask is None:
+            return table
+        live = [row for row in (self._of_mask(*row) for row in table.tolist()) if row is not None]
+        return np.array(live, np.int64).reshape(-1, 4)
+
+    def _of_mask(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> tuple[int, ...] | None:
+        """A rectangle without the queries and keys at its edges that have no live pair; None if nothing is left."""
+        assert self.mask is not None
+        part = self.mask[:, :, q_begin:q_end, k_begin:k_end]
+        sides = _core.mask_any(*part._state.described("divide it"))
+        q_live, k_live = (np.flatnonzero(side.any(axis=(0, 1))) for side in sides)
+        if not len(q_live):
+            return None
+        return (
+            q_begin + int(q_live[0]),
+            q_begin + int(q_live[-1]) + 1,
+            k_begin + int(k_live[0]),
+            k_begin + int(k_live[-1]) + 1,
+        )
+
+    def sent(self, queries: int, keys: int) -> Table:
+        """The tokens whose keys and values the one sends the other, as ranges of the sequence."""
+        ranges = self.rectangles(queries, keys)[:, 2:]
+        return joined_ranges(ranges[np.argsort(ranges[:, 0], kind="stable")])
+
+    def sent_places(self, queries: int, keys: int) -> Table:
+        """The same, as ranges of the tokens that the sender has."""
+        ranges = self.sent(queries, keys)
+        begin = _local(self.shards.ranges(keys), ranges[:, 0])
+        return joined_ranges(np.stack([begin, begin + ranges[:, 1] - ranges[:, 0]], axis=1))
+
+    def live_pairs(self, queries: int, keys: int) -> int:
+        """How many pairs are live, of all heads that the mask tells apart."""
+        table = self.rectangles(queries, keys)
+        if self.mask is None:
+            low, high = self.conditions.low, self.conditions.high
+            q_count, k_count = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
+            count = q_count * k_count if high is None else _pairs_up_to(table, high)
+            return int((count if low is None else count - _pairs_up_to(table, low - 1)).sum())
+        total = 0
+        for q_begin, q_end, k_begin, k_end in table.tolist():
+            part = self.mask[:, :, q_begin:q_end, k_begin:k_end]
+            total += int(_core.mask_count(*part._state.described("count live pairs")).sum())
+        return total
+
+    def calls(self, queries: int, keys: int, rows: int = 1) -> list[Call]:
+        """What `queries` computes with the keys that it has from `keys`, which lie one after the other as they were
+        `sent`; with its own in place. Unless rectangles go one by one, so many batch rows lie one after the other, too.
+        """
+        table = self.rectangles(queries, keys)
+        if not len(table):
+            return []
+        mine = self.shards.ranges(queries)
+        theirs = mine if queries == keys else self.sent(queries, keys)
+        blocks = (
+            table.copy()
+        )  # the places where the process has them, and how far the diagonal is moved there
+        blocks[:, :2] += (_local(mine, table[:, 0]) - table[:, 0])[:, None]
+        blocks[:, 2:] += (_local(theirs, table[:, 2]) - table[:, 2])[:, None]
+        offsets = table[:, 0] - table[:, 2]
+        low, high, by_distance, one_by_one = self.conditions
+        if one_by_one:
+            return [self._slice(*rows) for rows in zip(table.tolist(), blocks.tolist(), strict=True)]
+        documents = np.searchsorted(self.documents, table[:, 0], "right")
+        if low is None and high in (None, 0) and not by_distance:
+            if queries == keys and high == 0:  # the order of tokens is all that matters
+                first = np.append(True, documents[1:] != documents[:-1])
+                begin, end = blocks[first, 0], np.maximum.reduceat(blocks[:, 1], np.flatnonzero(first))
+                blocks, offsets = np.stack([begin, end, begin, end], axis=1), np.zeros(len(begin), np.int64)
+            else:
+                full = np.full(len(table), True) if high is None else table[:, 3] - 1 <= table[:, 0]
+                blocks, offsets = _joined(blocks, offsets, documents, full)
+        q_count, k_count = (int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in (mine, theirs))
+        return [
+            self._packed(blocks[chain], offsets[chain], (q_count, k_count), rows) for chain in _chains(blocks)
+        ]
+
+    def _band(self) -> dict[str, Any]:
+        low, high = self.conditions.low, self.conditions.high
+        if low is None and high in (None, 0):
+            return {"causal": high == 0}
+        return {"sliding_window": (None if low is None else -low, high)}
+
+    def _slice(self, table: list[int], block: list[int]) -> Call:
+        q_begin, q_end, k_begin, k_end = table
+        arguments: dict[str, Any] = {"causal_offset": q_begin - k_begin}
+        if self.mask is None:
+            arguments |= self._band()
+        else:
+            arguments["attention_mask"] = self.mask[:, :, q_begin:q_end, k_begin:k_end]
+        return Call(slice(*block[:2]), slice(*block[2:]), (q_begin, k_begin), arguments)
+
+    def _packed(self, blocks: Table, offsets: Table, counts: tuple[int, int], rows: int) -> Call:
+        """Blocks, in each row, as packed sequences; between them are some without keys and some without queries."""
+        step = np.arange(rows)[:, None, None] * np.repeat(counts, 2)
+        q_begin, q_end, k_begin, k_end = (blocks + step).reshape(-1, 4).T
+        before = np.append(k_begin[:1], k_end[:-1])
+        q_cuts = np.stack([q_begin, q_begin, q_end], axis=1).ravel()
+        k_cuts = np.stack([before, k_begin, k_end], axis=1).ravel()
+        moved = np.zeros((rows, len(blocks), 3), np.int64)
+        moved[:, :, 2] = offsets
+        starts = [np.append(cuts[0], cuts) - cuts[0] for cuts in (q_cuts, k_cuts)]
+        there = np.append(True, (np.diff(starts[0]) > 0) | (np.diff(starts[1]) > 0))
+        arguments = self._band() | {
+            "cum_seqlens_q": starts[0][there],
+            "cum_seqlens_k": starts[1][there],
+            "causal_offset": moved.ravel()[there[1:]],
+        }
+        queries, keys = slice(int(q_begin[0]), int(q_end[-1])), slice(int(k_begin[0]), int(k_end[-1]))
+        return Call(queries, keys, (0, 0), arguments)
+
+
+def _counted(first: Table, counts: Table) -> tuple[Table, Table]:
+    """``first[i], first[i] + 1, ...``, as many as `counts` says, and each with its i."""
+    which = np.repeat(np.arange(len(first)), counts)
+    return which, np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+
+
+def _of_same_documents(queries: Table, keys: Table) -> Table:
+    """Rectangles of all chunks of queries by all chunks of keys of the same document."""
+    first, last = (np.searchsorted(keys[:, 2], queries[:, 2], side) for side in ("left", "right"))
+    q, k = _counted(first, last - first)
+    return np.concatenate([queries[q, :2], keys[k, :2]], axis=1)
+
+
+def _local(ranges: Table, places: Table) -> Table:
+    """Where the tokens at these places of the sequence lie, if those of `ranges` lie one after the other."""
+    lengths = ranges[:, 1] - ranges[:, 0]
+    which = np.searchsorted(ranges[:, 0], places, "right") - 1
+    local: Table = (np.cumsum(lengths) - lengths)[which] + places - ranges[which, 0]
+    return local
+
+
+def _pairs_up_to(table: Table, limit: int) -> Table:
+    """How many pairs of each rectangle have k - q <= limit: the sum over queries of how many keys are so near."""
+    q_begin, q_end, k_begin, k_end = table.T
+
+    def sums(first: Table) -> Table:
+        """Of ``max(0, x)`` for as many x from `first` on as there are queries."""
+        before, last = (np.maximum(x, 0) for x in (first - 1, first + q_end - q_begin - 1))
+        total: Table = last * (last + 1) // 2 - before * (before + 1) // 2
+        return total
+
+    near = q_begin + limit + 1 - k_begin
+    return sums(near) - sums(near - (k_end - k_begin))
+
+
+def _joined(blocks: Table, offsets: Table, documents: Table, full: NDArray[np.bool_]) -> tuple[Table, Table]:
+    """Blocks that are full, and neighbours along one side and equal along the other, as one: first neighbouring
+    queries, then neighbouring keys. The diagonal of a full one is moved out of the way.
+    """
+    offsets = np.where(full, blocks[:, 3] - blocks[:, 2], offsets)
+    for begin, end, other in ((0, 1, slice(2, 4)), (2, 3, slice(0, 2))):
+        order = np.lexsort((blocks[:, begin], blocks[:, other.start], documents))
+        blocks, offsets, documents, full = blocks[order], offsets[order], documents[order], full[order]
+        joins = (
+            (documents[1:] == documents[:-1])
+            & (blocks[1:, other] == blocks[:-1, other]).all(axis=1)
+            & (blocks[1:, begin] == blocks[:-1, end])
+            & full[1:]
+            & full[:-1]
+        )
+        first, last = np.append(True, ~joins), np.append(~joins, True)
+        ends = blocks[last, end]
+        blocks, offsets, documents, full = blocks[first], offsets[first], documents[first], full[first]
+        blocks[:, end] = ends
+        offsets = np.where(full, blocks[:, 3] - blocks[:, 2], offsets)
+    order = np.lexsort((blocks[:, 2], blocks[:, 0]))
+    return blocks[order], offsets[order]
+
+
+def _chains(blocks: Table) -> list[Any]:
+    """Blocks as few lists of indices, along each of which both queries and keys go on."""
+    if ((blocks[1:, 0] >= blocks[:-1, 1]) & (blocks[1:, 2] >= blocks[:-1, 3])).all():
+        return [slice(None)]
+    chains: list[list[int]] = []
+    ends: list[tuple[int, int]] = []
+    for index, (q_begin, q_end, k_begin, k_end) in enumerate(blocks.tolist()):
+        fits = (i for i, (q_last, k_last) in enumerate(ends) if q_last <= q_begin and k_last <= k_begin)
+        chain = next(fits, len(chains))
+        if chain == len(chains):
+            chains.append([])
+            ends.append((0, 0))
+        chains[chain].append(index)
+        ends[chain] = q_end, k_end
+    return chains
+
+
+_KEPT = 32  # plans that are kept, as each layer asks for the same
+
+
+@lru_cache(_KEPT)
+def _without_mask(
+    layout: str | ShardPlan, length: int, world: int, starts: bytes | None, conditions: Conditions
+) -> Ring:
+    documents = None if starts is None else np.frombuffer(starts, np.int64)
+    return Ring(layout_plan(layout, length, world, documents), documents, None, conditions)
+
+
+def ring_of(
+    layout: str | ShardPlan,
+    length: int,
+    world: int,
+    starts: Table | None,
+    mask: MaskInfo | None,
+    conditions: Conditions,
+) -> Ring:
+    """The ring of these arguments. It is kept: that of a mask with the mask."""
+    asked = layout, length, world, None if starts is None else starts.tobytes(), conditions
+    if mask is None:
+        return _without_mask(*asked)
+    rings: dict[Any, Ring] = mask._state.once("rings", dict)
+    if asked not in rings:
+        low, high, *_ = conditions
+        whole = mask
+        if (low, high) != (None, None):
+            whole = mask.apply_sliding_window((None if low is None else -low, high))
+        if len(rings) >= _KEPT:
+            rings.clear()
+        shards = layout_plan(layout, length, world, starts)
+        rings[asked] = Ring(shards, starts, whole, conditions._replace(one_by_one=True))
+    return rings[asked]

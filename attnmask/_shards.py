@@ -1,0 +1,246 @@
+"""A sequence divided among processes, and put together again: arrays, tensors of PyTorch and arrays of JAX."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask._arguments import as_array, describe, integer, place
+from attnmask._flash_arguments import starts_of
+from attnmask._mask_info import MaskInfo
+from attnmask._shard_plan import ShardPlan, layout_plan
+
+__all__ = ["ShardPlan", "plan_shards", "shard_sequence", "unshard_sequence"]
+
+_Array = TypeVar("_Array")
+
+
+def _is_of(x: Any, package: str, name: str) -> bool:
+    module = sys.modules.get(package)
+    return module is not None and isinstance(x, getattr(module, name, ()))
+
+
+def _array(x: Any, name: str) -> Any:
+    """A tensor of PyTorch or an array of JAX as it is, all else as an array of NumPy."""
+    return x if _is_of(x, "torch", "Tensor") or _is_of(x, "jax", "Array") else as_array(x, name)
+
+
+def _axis(x: Any, name: str) -> int:
+    if x.ndim == 0:
+        hint = "; write mask[:, :, begin:end] for a part of its queries" if _is_mask(x) else ""
+        raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}{hint}")
+    return 0 if x.ndim in (1, 3) else 1
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.ndim == 0 and isinstance(x.item(), MaskInfo)
+
+
+def _taken(x: Any, places: NDArray[np.int64], axis: int) -> Any:
+    if _is_of(x, "torch", "Tensor"):
+        return x.index_select(axis, sys.modules["torch"].from_numpy(places).to(x.device))
+    if _is_of(x, "jax", "Array"):
+        small = places.astype(np.int32) if x.shape[axis] < 2**31 else places
+        return sys.modules["jax"].numpy.take(x, small, axis=axis)
+    return np.take(x, places, axis=axis)
+
+
+def _concatenated(parts: Sequence[Any], axis: int) -> Any:
+    if _is_of(parts[0], "torch", "Tensor"):
+        return sys.modules["torch"].cat(parts, dim=axis)
+    if any(_is_of(part, "jax", "Array") for part in parts):
+        return sys.modules["jax"].numpy.concatenate(parts, axis=axis)
+    return np.concatenate(parts, axis=axis)
+
+
+def shard_sequence(
+    x: _Array,
+    world: int,
+    rank: int,
+    layout: str | ShardPlan = "zigzag",
+    cu_seqlens: ArrayLike | None = None,
+) -> _Array:
+    """The tokens of a sequence that one of several processes has.
+
+    ::
+
+        contiguous, 2 processes            zigzag, 2 processes
+
+        tokens   0 1 2 3 4 5 6 7           tokens   0 1 2 3 4 5 6 7
+        process  0 0 0 0 1 1 1 1           process  0 0 1 1 1 1 0 0
+
+    Contiguous: chunk i of `world` is from token ``T * i // world`` to before ``T * (i + 1) // world``, and process i
+    has it. Zigzag: of ``2 * world`` chunks process i has two, i and ``2 * world - 1 - i``. Then all of them have the
+    same work under a causal mask, where later queries see more keys.
+
+    Parameters
+    ----------
+    x : array_like, Tensor or jax.Array
+        What there is for each token: queries, keys, ids, positions, masks of tokens. Tokens are along axis 1, or
+        along axis 0 of arrays of one or three axes.
+    world : int
+        How many processes there are.
+    rank : int
+        Which one it is, from 0.
+    layout : {"zigzag", "contiguous"} or ShardPlan
+    cu_seqlens : array_like of integers, shape [sequences + 1], optional
+        Packed sequences, each of which is divided by itself: where they start, from 0 to T, never decreasing. A plan
+        needs none.
+
+    Returns
+    -------
+    ndarray, Tensor or jax.Array
+        A copy, in the order of the sequence.
+
+    See Also
+    --------
+    unshard_sequence : the sequence of the parts.
+    plan_shards : a layout for documents of different lengths.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.shard_sequence(np.arange(8), 2, 0), attnmask.shard_sequence(np.arange(8), 2, 1)
+    (array([0, 1, 6, 7]), array([2, 3, 4, 5]))
+    >>> attnmask.shard_sequence(np.arange(8), 2, 0, "contiguous", cu_seqlens=[0, 2, 8])
+    array([0, 2, 3, 4])
+    """
+    array: Any = _array(x, "x")
+    axis = _axis(array, "x")
+    length = array.shape[axis]
+    count, number = _process(world, rank)
+    starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
+    return _taken(array, layout_plan(layout, length, count, starts).tokens(number), axis)  # type: ignore[no-any-return]
+
+
+def _process(world: int, rank: int) -> tuple[int, int]:
+    count = integer(world, "world", 1)
+    return count, place(rank, "rank", count)
+
+
+def unshard_sequence(
+    shards: Sequence[_Array], layout: str | ShardPlan = "zigzag", cu_seqlens: ArrayLike | None = None
+) -> _Array:
+    """A sequence, of the parts that all processes have.
+
+    Parameters
+    ----------
+    shards : sequence of array_like, Tensor or jax.Array
+        What `shard_sequence` gives process 0, 1, and so on.
+    layout, cu_seqlens
+        As of `shard_sequence`.
+
+    Returns
+    -------
+    ndarray, Tensor or jax.Array
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> shards = [attnmask.shard_sequence(np.arange(7), 2, rank) for rank in range(2)]
+    >>> shards
+    [array([0, 5, 6]), array([1, 2, 3, 4])]
+    >>> attnmask.unshard_sequence(shards)
+    array([0, 1, 2, 3, 4, 5, 6])
+    """
+    if not isinstance(shards, (list, tuple)):
+        raise TypeError(f"shards must be a list or tuple of arrays, got {describe(shards)}")
+    if not shards:
+        raise ValueError("shards must be one of each process, got none")
+    parts = [_array(shard, f"shards[{rank}]") for rank, shard in enumerate(shards)]
+    axis = _axis(parts[0], "shards[0]")
+    others = _others(parts[0], axis)
+    for rank, part in enumerate(parts):
+        if _others(part, axis) != others:
+            expected = f"a {parts[0].dtype} array like shards[0] but for its tokens, {describe(parts[0])}"
+            raise ValueError(f"shards[{rank}] must be {expected}, got {describe(part)}")
+    lengths = [part.shape[axis] for part in parts]
+    length = sum(lengths)
+    starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
+    plan = layout_plan(layout, length, len(parts), starts)
+    for rank, expected in enumerate(plan.lengths):
+        if lengths[rank] != expected:
+            raise ValueError(f"shards[{rank}] must have {expected} tokens, got {describe(parts[rank])}")
+    order = np.concatenate([plan.tokens(rank) for rank in range(len(parts))])
+    return _taken(_concatenated(parts, axis), np.argsort(order), axis)  # type: ignore[no-any-return]
+
+
+def _others(part: Any, axis: int) -> tuple[Any, ...]:
+    """What parts of one sequence have in common."""
+    return part.dtype, *part.shape[:axis], None, *part.shape[axis + 1 :]
+
+
+_PIECES = 8  # a process has about so many, of documents that are longer
+_CELLS = 2**14  # live pairs are counted for so many ranges of queries, and divided evenly within
+
+
+def plan_shards(mask: MaskInfo, world: int) -> ShardPlan:
+    """A layout by which processes have nearly as many live pairs, and nearly as many tokens, as each other.
+
+    Zigzag does it for one causal sequence, and for packed ones that are long. Where documents are short or differ, or
+    under masks of other kinds, this does better; and most documents stay in one process, which then needs no keys of
+    the others. Shards may differ in length.
+
+    Parameters
+    ----------
+    mask : MaskInfo
+        Of the whole sequence, with all that tells which pairs are live.
+    world : int
+        How many processes there are.
+
+    Returns
+    -------
+    ShardPlan
+        The same for the same arguments, in every process.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> mask = attnmask.MaskInfo.from_cu_seqlens([0, 6, 8, 11, 12], packed=True).apply_causal()
+    >>> plan = attnmask.plan_shards(mask, 2)
+    >>> plan.lengths
+    array([6, 6])
+    >>> attnmask.unshard_sequence([plan.tokens(0), plan.tokens(1)], plan)
+    array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
+    """
+    if not isinstance(mask, MaskInfo):
+        raise TypeError(f"mask must be a MaskInfo, got {describe(mask)}")
+    batch, heads, queries, keys = mask._state.shape("plan shards")
+    if queries != keys:
+        raise ValueError(f"mask must have as many keys as queries, {queries}, got {keys}")
+    count = integer(world, "world", 1)
+    documents = _documents(mask, queries)
+    pieces = np.maximum(1, -(-np.diff(documents) * _PIECES * count // max(queries, 1)))
+    which = np.repeat(np.arange(len(pieces)), pieces)
+    index = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.append(documents[which] + np.diff(documents)[which] * index // pieces[which], queries)
+
+    cell = max(1, -(-queries // _CELLS))
+    planes = ((b, h) for b in range(batch) for h in range(heads))
+    live = sum((mask.grid(*plane, cell, max(keys, 1)).sum(axis=1) for plane in planes), np.zeros(1))
+    edges = np.minimum(np.arange(len(live) + 1) * cell, queries)
+    pairs = np.diff(np.interp(starts, edges, np.append(0, np.cumsum(live))))
+
+    weights = np.stack([np.diff(starts) / max(queries, 1), pairs / max(pairs.sum(), 1)], axis=1)
+    owners, loads = np.zeros(len(weights), np.int64), np.zeros((count, 2))
+    for piece in np.argsort(
+        -weights.max(axis=1), kind="stable"
+    ):  # the largest first, to whom then has the least
+        owners[piece] = owner = int((loads + weights[piece]).max(axis=1).argmin())
+        loads[owner] += weights[piece]
+    return ShardPlan(starts, owners, count)
+
+
+def _documents(mask: MaskInfo, length: int) -> NDArray[np.int64]:
+    """Where segments begin in any batch row, as far as the mask tells, and where the last one ends."""
+    labels = mask._state.labels
+    ids = labels.get()[0] if labels.complete else None
+    inner: Any = []
+    if ids is not None and ids.size:
+        rows = ids.reshape(-1, ids.shape[-1])
+        inner = np.flatnonzero((rows[:, 1:] != rows[:, :-1]).any(axis=0)) + 1
+    return np.concatenate([[0], inner, [length]]).astype(np.int64)
