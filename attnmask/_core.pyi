@@ -52,6 +52,7 @@ def flash_backward(
     dropout: float,
     seed: int,
     relative: Any,
+    part: tuple[int, int] | None,
     dout: ArrayLike,
     out: ArrayLike,
     lse: ArrayLike,
@@ -81,6 +82,7 @@ def attention_schedule(
     dropout: float,
     seed: int,
     relative: Any,
+    part: tuple[int, int] | None,
     threads: int,
     /,
 ) -> dict[str, Any]: ...
@@ -134,6 +136,7 @@ def flash_forward(
     dropout: float,
     seed: int,
     relative: Any,
+    part: tuple[int, int] | None,
     return_lse: bool,
     out: NDArray[Any] | None,
     /,

@@ -96,6 +96,9 @@ class Problem(NamedTuple):
     dropout: float
     seed: int
     relative: Relative | None
+    # Of a part of a larger problem, the places of its first query and its first key there, from which dropout counts;
+    # results, to be added to those of other parts, are then float32 for types of 16 bits.
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,12 @@ def _backward(
         dkey,
         dvalue,
         None if extras.bias is None or dbias is None else dbias.reshape(extras.bias.shape),
-        None if extras.softmax_aux is None else _like_sinks(dsinks, extras.softmax_aux),
-        None if extras.relative_bias is None else _like_table(dtable, extras.relative_bias),
+        None if extras.softmax_aux is None else like_sinks(dsinks, extras.softmax_aux),
+        None if extras.relative_bias is None else like_table(dtable, extras.relative_bias),
     )
 
 
-def _like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -> NDArray[Any]:
+def like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -> NDArray[Any]:
     """The gradient of `softmax_aux`, from the sums of each head; None says that there are no sinks."""
     dtype = softmax_aux.dtype if is_floating(softmax_aux.dtype) else np.dtype(np.float64)
     if dsinks is None:
@@ -101,7 +101,7 @@ def _like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -
         return (dsinks.sum(axis=0).reshape(softmax_aux.shape) if shared else dsinks).astype(dtype)
 
 
-def _like_table(dtable: NDArray[np.float64] | None, relative_bias: NDArray[Any]) -> NDArray[Any]:
+def like_table(dtable: NDArray[np.float64] | None, relative_bias: NDArray[Any]) -> NDArray[Any]:
     """The gradient of `relative_bias`; None says that there are no sequences."""
     if dtable is None:
         return np.zeros_like(relative_bias)

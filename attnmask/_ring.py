@@ -50,15 +50,13 @@ class Conditions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of attention: tokens of the process, tokens among the keys of the round, and more arguments.
-
-    `place` is that of its first query and first key in the sequence.
-    """
+    """One call of attention: tokens of the process, tokens among the keys of the round, and more arguments."""
 
     queries: slice
     keys: slice
-    place: tuple[int, int]
     arguments: dict[str, Any]
+    rows: Any  # of each of its sequences the batch row, or the document; of one rectangle, an index
+    place: tuple[int, int] | None  # of one rectangle, its first query and its first key in the sequence
 
 
 class Ring:
@@ -71,6 +69,7 @@ class Ring:
         self, shards: ShardPlan, documents: Table | None, mask: MaskInfo | None, conditions: Conditions
     ) -> None:
         self.shards, self.mask, self.conditions = shards, mask, conditions
+        self.packed = documents is not None
         self.documents = np.array([0, shards.length]) if documents is None else documents
         self._chunks: dict[int, Table] = {}
         self._rectangles: dict[tuple[int, int], Table] = {}
@@ -165,20 +164,23 @@ class Ring:
         blocks[:, 2:] += (_local(theirs, table[:, 2]) - table[:, 2])[:, None]
         offsets = table[:, 0] - table[:, 2]
         low, high, by_distance, one_by_one = self.conditions
+        documents = np.searchsorted(self.documents, table[:, 0], "right") - 1
         if one_by_one:
-            return [self._slice(*rows) for rows in zip(table.tolist(), blocks.tolist(), strict=True)]
-        documents = np.searchsorted(self.documents, table[:, 0], "right")
+            each = zip(table.tolist(), blocks.tolist(), documents, strict=True)
+            return [self._slice(*of_one) for of_one in each]
         if low is None and high in (None, 0) and not by_distance:
             if queries == keys and high == 0:  # the order of tokens is all that matters
                 first = np.append(True, documents[1:] != documents[:-1])
                 begin, end = blocks[first, 0], np.maximum.reduceat(blocks[:, 1], np.flatnonzero(first))
                 blocks, offsets = np.stack([begin, end, begin, end], axis=1), np.zeros(len(begin), np.int64)
+                documents = documents[first]
             else:
                 full = np.full(len(table), True) if high is None else table[:, 3] - 1 <= table[:, 0]
-                blocks, offsets = _joined(blocks, offsets, documents, full)
-        q_count, k_count = (int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in (mine, theirs))
+                blocks, offsets, documents = _joined(blocks, offsets, documents, full)
+        counts = [int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in (mine, theirs)]
         return [
-            self._packed(blocks[chain], offsets[chain], (q_count, k_count), rows) for chain in _chains(blocks)
+            self._packed(blocks[chain], offsets[chain], documents[chain], counts, rows)
+            for chain in _chains(blocks)
         ]
 
     def _band(self) -> dict[str, Any]:
@@ -187,33 +189,35 @@ class Ring:
             return {"causal": high == 0}
         return {"sliding_window": (None if low is None else -low, high)}
 
-    def _slice(self, table: list[int], block: list[int]) -> Call:
+    def _slice(self, table: list[int], block: list[int], document: int) -> Call:
         q_begin, q_end, k_begin, k_end = table
         arguments: dict[str, Any] = {"causal_offset": q_begin - k_begin}
         if self.mask is None:
             arguments |= self._band()
         else:
             arguments["attention_mask"] = self.mask[:, :, q_begin:q_end, k_begin:k_end]
-        return Call(slice(*block[:2]), slice(*block[2:]), (q_begin, k_begin), arguments)
+        row = slice(document, document + 1) if self.packed else slice(None)
+        return Call(slice(*block[:2]), slice(*block[2:]), arguments, row, (q_begin, k_begin))
 
-    def _packed(self, blocks: Table, offsets: Table, counts: tuple[int, int], rows: int) -> Call:
+    def _packed(self, blocks: Table, offsets: Table, documents: Table, counts: list[int], rows: int) -> Call:
         """Blocks, in each row, as packed sequences; between them are some without keys and some without queries."""
         step = np.arange(rows)[:, None, None] * np.repeat(counts, 2)
         q_begin, q_end, k_begin, k_end = (blocks + step).reshape(-1, 4).T
         before = np.append(k_begin[:1], k_end[:-1])
         q_cuts = np.stack([q_begin, q_begin, q_end], axis=1).ravel()
         k_cuts = np.stack([before, k_begin, k_end], axis=1).ravel()
-        moved = np.zeros((rows, len(blocks), 3), np.int64)
-        moved[:, :, 2] = offsets
+        numbers = np.zeros((2, rows, len(blocks), 3), np.int64)
+        numbers[0] = offsets[:, None]
+        numbers[1] = documents[:, None] if self.packed else np.arange(rows)[:, None, None]
         starts = [np.append(cuts[0], cuts) - cuts[0] for cuts in (q_cuts, k_cuts)]
         there = np.append(True, (np.diff(starts[0]) > 0) | (np.diff(starts[1]) > 0))
         arguments = self._band() | {
             "cum_seqlens_q": starts[0][there],
             "cum_seqlens_k": starts[1][there],
-            "causal_offset": moved.ravel()[there[1:]],
+            "causal_offset": numbers[0].ravel()[there[1:]],
         }
         queries, keys = slice(int(q_begin[0]), int(q_end[-1])), slice(int(k_begin[0]), int(k_end[-1]))
-        return Call(queries, keys, (0, 0), arguments)
+        return Call(queries, keys, arguments, numbers[1].ravel()[there[1:]], None)
 
 
 def _counted(first: Table, counts: Table) -> tuple[Table, Table]:
@@ -251,7 +255,9 @@ def _pairs_up_to(table: Table, limit: int) -> Table:
     return sums(near) - sums(near - (k_end - k_begin))
 
 
-def _joined(blocks: Table, offsets: Table, documents: Table, full: NDArray[np.bool_]) -> tuple[Table, Table]:
+def _joined(
+    blocks: Table, offsets: Table, documents: Table, full: NDArray[np.bool_]
+) -> tuple[Table, Table, Table]:
     """Blocks that are full, and neighbours along one side and equal along the other, as one: first neighbouring
     queries, then neighbouring keys. The diagonal of a full one is moved out of the way.
     """
@@ -272,7 +278,7 @@ def _joined(blocks: Table, offsets: Table, documents: Table, full: NDArray[np.bo
         blocks[:, end] = ends
         offsets = np.where(full, blocks[:, 3] - blocks[:, 2], offsets)
     order = np.lexsort((blocks[:, 2], blocks[:, 0]))
-    return blocks[order], offsets[order]
+    return blocks[order], offsets[order], documents[order]
 
 
 def _chains(blocks: Table) -> list[Any]:

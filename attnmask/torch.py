@@ -14,6 +14,7 @@ from attnmask._torch_install import install, uninstall
 from attnmask._torch_kvcache import flash_attention_with_kvcache
 from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
 from attnmask._torch_operators import check_no_tangents, check_tensor, detached, needs_operator, operand
+from attnmask._torch_ring import ring_attention
 
 __all__ = [
     "MaskTensors",
@@ -21,6 +22,7 @@ __all__ = [
     "flash_attention_with_kvcache",
     "install",
     "mask_tensors",
+    "ring_attention",
     "uninstall",
 ]
 

@@ -13,13 +13,14 @@ enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by dis
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
     am_out out;
-    PyObject *nodes, *relative;
+    PyObject *nodes, *relative, *part;
     PyArrayObject *relative_arrays[RELATIVE_ARRAYS]; /* NULL: not given */
     Py_ssize_t low;                                  /* the distance that the table begins with */
     am_mask_arg mask;
     am_scale scale, cap, dropout;
     bool normalize, return_lse;
     uint64_t seed;
+    ptrdiff_t first_query, first_key; /* of a part of a larger problem, their places in it */
 } arguments;
 
 static int to_seed(PyObject *object, const char *name, void *dst)
@@ -157,6 +158,28 @@ static int check_sinks(const arguments *a)
     return 0;
 }
 
+/* Reads where a part of a larger problem begins: None, or a tuple of its first query and its first key. */
+static int read_part(arguments *a)
+{
+    if (a->part == Py_None) return 0;
+    if (!PyTuple_Check(a->part))
+        return am_reject(PyExc_TypeError, "part", "a tuple of two, or None", a->part);
+    if (!PyArg_ParseTuple(a->part, "nn;part must be two integers", &a->first_query, &a->first_key)) return -1;
+    if (a->first_query >= 0 && a->first_query <= AM_LONGEST && a->first_key >= 0 &&
+        a->first_key <= AM_LONGEST)
+        return 0;
+    return am_reject(PyExc_ValueError, "part", "two places from 0 to 2**56", a->part);
+}
+
+/* The type of the results: the query's, but of a part, which will be added to others, that of the arithmetic.
+ */
+static PyArray_Descr *result_dtype(const arguments *a, PyArrayObject *like)
+{
+    PyArray_Descr *dtype = PyArray_DESCR(like);
+    const bool widens = a->part != Py_None && am_dtype_of(dtype) != AM_FLOAT64;
+    return widens ? PyArray_DescrFromType(NPY_FLOAT32) : (PyArray_Descr *)Py_NewRef(dtype);
+}
+
 static int check_numbers(const arguments *a)
 {
     if (isnan(a->scale.value) || isnan(a->cap.value) || a->cap.value < 0) {
@@ -199,6 +222,8 @@ static am_attn flash_of(arguments *a)
         .normalize = a->normalize,
         .dropout = a->dropout.value,
         .seed = a->seed,
+        .first_query = a->first_query,
+        .first_key = a->first_key,
     };
     if (a->bias) {
         flash.bias = PyArray_BYTES(a->bias);
@@ -215,9 +240,9 @@ static PyObject *compute(PyObject *module, arguments *a)
     PyArrayObject *lse = NULL;
     PyObject *result = NULL;
     npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(a->value, 3)};
-    PyArray_Descr *dtype = PyArray_DESCR(a->query);
-    PyArrayObject *out = am_target(&a->out, 4, dims, dtype);
-    if (!out) return NULL;
+    PyArray_Descr *dtype = result_dtype(a, a->query);
+    PyArrayObject *out = dtype ? am_target(&a->out, 4, dims, dtype) : NULL;
+    if (!out) goto fail;
     if (a->out.given && am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
     if (a->return_lse) {
         npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
@@ -238,21 +263,23 @@ static PyObject *compute(PyObject *module, arguments *a)
     else
         am_raise(status, NULL);
 fail:
+    Py_XDECREF(dtype);
     Py_XDECREF(out);
     Py_XDECREF(lse);
     return result;
 }
 
 /* The arguments that describe the problem, which come first in each function. */
-enum { PROBLEM_PARAMS = 12 };
+enum { PROBLEM_PARAMS = 13 };
 #define PROBLEM(a)                                                                                           \
     {"query", am_to_array, &(a).query}, {"key", am_to_array, &(a).key}, {"value", am_to_array, &(a).value},  \
         {"nodes", am_to_object, &(a).nodes}, {"bias", to_array_or_none, &(a).bias},                          \
         {"softmax_scale", am_to_scale, &(a).scale}, {"logits_soft_cap", am_to_scale, &(a).cap},              \
         {"softmax_aux", to_array_or_none, &(a).sinks}, {"normalize_output", am_to_bool, &(a).normalize},     \
         {"dropout_prob", am_to_scale, &(a).dropout}, {"dropout_seed", to_seed, &(a).seed},                   \
+        {"relative", am_to_object, &(a).relative},                                                           \
     {                                                                                                        \
-        "relative", am_to_object, &(a).relative                                                              \
+        "part", am_to_object, &(a).part                                                                      \
     }
 
 /* Checks these arguments after they are parsed, and reads the mask. */
@@ -261,7 +288,8 @@ static int check_problem(arguments *a)
     if (check_inputs(a) < 0) return -1;
     set_shape(a);
     const int bad = am_read_nodes(&a->mask, a->nodes);
-    return bad < 0 || read_relative(a) < 0 || check_bias(a) < 0 || check_sinks(a) < 0 || check_numbers(a) < 0
+    return bad < 0 || read_relative(a) < 0 || read_part(a) < 0 || check_bias(a) < 0 || check_sinks(a) < 0 ||
+                   check_numbers(a) < 0
                ? -1
                : 0;
 }
@@ -336,7 +364,7 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
     arguments a = {.query = usual_tokens(args[QUERY]),
                    .key = usual_tokens(args[KEY]),
                    .value = usual_tokens(args[VALUE]),
-                   .cap.value = 0,
+                   .part = Py_None,
                    .normalize = true,
                    .return_lse = args[RETURN_LSE] == Py_True};
     if (!a.query || !a.key || !a.value || !fits(&a)) Py_RETURN_NOTIMPLEMENTED;
@@ -541,11 +569,6 @@ static am_row_stats row_stats(PyArrayObject *array)
                           PyArray_STRIDE(array, 2)};
 }
 
-static PyArrayObject *new_like(PyArrayObject *array)
-{
-    return am_new_array(PyArray_NDIM(array), PyArray_DIMS(array), PyArray_DESCR(array));
-}
-
 enum { RESULTS = 6 }; /* query, key, value, bias, sinks, relative bias */
 
 static PyObject *compute_backward(PyObject *module, backward_arguments *g)
@@ -560,7 +583,12 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
     PyObject *result = NULL;
     PyArrayObject *made[RESULTS] = {NULL};
     for (int i = 0; i < RESULTS; i++) {
-        if (like[i] && !(made[i] = new_like(like[i]))) goto fail;
+        if (!like[i]) continue;
+        PyArray_Descr *dtype =
+            i < 3 ? result_dtype(a, like[i]) : (PyArray_Descr *)Py_NewRef(PyArray_DESCR(like[i]));
+        if (dtype) made[i] = am_new_array(PyArray_NDIM(like[i]), PyArray_DIMS(like[i]), dtype);
+        Py_XDECREF(dtype);
+        if (!made[i]) goto fail;
     }
     am_attn_gradients problem = {
         .forward = flash_of(a),
@@ -663,13 +691,13 @@ fail:
 PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, return_lse, out, /)\n--\n\n"},
+     "relative, part, return_lse, out, /)\n--\n\n"},
     {"flash_usual", (PyCFunction)(void *)flash_usual, METH_FASTCALL,
      "flash_usual($module, return_lse, query, key, value, scale, causal, offset, out, normalize, dropout, "
      "low, /, *others)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
-     "seed, relative, threads, /)\n--\n\nHow attention forward divides its work for that many "
+     "seed, relative, part, threads, /)\n--\n\nHow attention forward divides its work for that many "
      "threads:\n\n"
      "groups   a dict for each group of queries: its queries, keys, strategy\n"
      "tasks    (index of the group, [(rows, tiles) of each item])\n"
@@ -677,7 +705,7 @@ PyMethodDef am_flash_methods[] = {
      "scratch  bytes of memory in addition to the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,
      "flash_backward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
-     "relative, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
+     "relative, part, dout, out, lse, dlse, want_bias, want_sinks, want_table, /)\n--\n\n"},
     {"dropout_keep_mask", (PyCFunction)(void *)dropout_keep_mask, METH_FASTCALL,
      "dropout_keep_mask($module, seed, prob, shape, out, /)\n--\n\n"},
     {.ml_name = NULL},

@@ -70,6 +70,7 @@ typedef struct {
     bool normalize;
     double dropout; /* the probability, below 1 */
     uint64_t seed;
+    ptrdiff_t first_query, first_key; /* dropout counts places from these */
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
 } am_attn;
 

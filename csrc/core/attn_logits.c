@@ -180,7 +180,8 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
     }
     if (kind == AM_DEAD) return false;
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
-        scratch->kept[r] = base->all_kernels->keep_bits(scratch->row_keys[r], (uint32_t)k, base->threshold);
+        scratch->kept[r] = base->all_kernels->keep_bits(
+            scratch->row_keys[r], (uint32_t)(k + base->attn->first_key), base->threshold);
     *terms = (am_logit_terms){.live = kind == AM_FULL ? NULL : scratch->live,
                               .kept = base->threshold ? scratch->kept : NULL,
                               .bias = bias,
@@ -209,7 +210,8 @@ static uint64_t row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q)
 void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am_logit_scratch *scratch)
 {
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
-        scratch->row_keys[r] = row_key(base->attn->seed, at->b, am_head_of(at, r), am_query_of(at, r));
+        scratch->row_keys[r] =
+            row_key(base->attn->seed, at->b, am_head_of(at, r), base->attn->first_query + am_query_of(at, r));
 }
 
 typedef struct {

@@ -1,0 +1,582 @@
+"""`ring_attention` for PyTorch: the messages of a process group, and attention of a process for itself in between.
+
+What is computed and sent is said by `attnmask._ring`. A call begins with one small message of all to all, by which they
+know how long the sequence is, and that their arguments are good and the same; or all raise an error. What breaks later,
+in one of them, ends in an error of gloo in the others, at the latest after the timeout of the group.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.autograd.function import once_differentiable  # type: ignore[import-not-found, unused-ignore]
+
+from attnmask import _core
+from attnmask import _torch_operators as operators
+from attnmask._arguments import as_array, describe, flag
+from attnmask._flash import flash_attention
+from attnmask._flash_arguments import (
+    Problem,
+    distances,
+    numbers_of,
+    read_problem,
+    sinks_of,
+    slopes_of,
+    starts_of,
+)
+from attnmask._flash_backward import like_sinks, like_table
+from attnmask._mask_info import MaskInfo
+from attnmask._ring import Call, Conditions, Ring, ring_of
+from attnmask._shard_plan import ShardPlan
+from attnmask._torch_import import torch
+from attnmask._torch_masks import to_tensor
+
+_DEFAULTS = {name: parameter.default for name, parameter in signature(flash_attention).parameters.items()}
+_OPTIONS = (  # of each call, as they are
+    "softmax_scale",
+    "logits_soft_cap",
+    "dropout_prob",
+    "dropout_seed",
+    "relative_low",
+)
+
+
+class _Task(NamedTuple):
+    """One call of `ring_attention`, in this process. Unless rectangles go one by one, its batch rows lie one after the
+    other, as one row.
+    """
+
+    ring: Ring
+    group: Any
+    rank: int
+    batch: int
+    options: dict[str, Any]  # more arguments of each call of attention
+    slopes: NDArray[np.float64] | None  # of ALiBi, if they differ among batch rows or documents
+
+    @property
+    def world(self) -> int:
+        return self.ring.shards.world
+
+    def peers(self, distance: int) -> tuple[int, int]:
+        """To whom keys go in a round, and whose come."""
+        return (self.rank + distance) % self.world, (self.rank - distance) % self.world
+
+    def calls(self, step: "_Round") -> list[Call]:
+        return self.ring.calls(self.rank, step.source, self.batch) if step.tensors else []
+
+    def in_row(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] as calls have it."""
+        return tensor if self.ring.conditions.one_by_one else tensor.flatten(0, 1)[None]
+
+    def stats_in_row(self, stats: torch.Tensor) -> torch.Tensor:
+        """[B, H, T] as calls have it."""
+        return stats if self.ring.conditions.one_by_one else stats.transpose(0, 1).flatten(1, 2)[None]
+
+    def stats(self, in_row: torch.Tensor) -> torch.Tensor:
+        """[B, H, T] again."""
+        if self.ring.conditions.one_by_one:
+            return in_row
+        tokens = int(self.ring.shards.lengths[self.rank])
+        return in_row.view(in_row.shape[1], self.batch, tokens).transpose(0, 1).contiguous()
+
+
+# The beginning of a call
+
+
+def _digest(given: Mapping[str, Any]) -> int:
+    """A number for the arguments that have to be the same in all processes, as far as they can be compared fast."""
+    said: list[Any] = []
+    for name, value in sorted(given.items()):
+        if isinstance(value, MaskInfo):
+            said.append((name, value.shape, value.heads))
+        elif isinstance(value, ShardPlan):
+            said.append((name, value.world, value.starts.tobytes(), value.owners.tobytes()))
+        elif isinstance(value, (np.ndarray, torch.Tensor)):
+            said.append((name, tuple(value.shape), as_array(value, name).astype(np.int64).tobytes()))
+        else:
+            said.append((name, repr(value)))
+    return zlib.crc32(repr(said).encode())
+
+
+_NUMBERS = 8  # tokens, batch rows, heads, channels, heads of keys, channels of values, type, digest
+_TYPES = {dtype: number for number, dtype in enumerate(operators._TYPES)}
+
+
+def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
+    """How many tokens each process has, if all have the same `numbers` but for the first one, which is that; None says
+    that the arguments of this one are refused.
+    """
+    rank = torch.distributed.get_rank(group)
+    mine = torch.tensor([0] * (1 + _NUMBERS) if numbers is None else [1, *numbers])
+    all_of_them = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(all_of_them, mine, group=group)
+    if numbers is None:
+        return []
+    rows = [of_one.tolist() for of_one in all_of_them]
+    for other, row in enumerate(rows):
+        if not row[0]:
+            raise RuntimeError(
+                f"ring_attention was refused in process {other} of the group; see the error there"
+            )
+    for other, row in enumerate(rows):
+        if row[2:] != rows[rank][2:]:
+            raise ValueError(
+                f"query, key, value and all else must be alike in all processes, but process {other} of the group has "
+                f"shapes, types or arguments that differ from those of process {rank}"
+            )
+    return [row[1] for row in rows]
+
+
+def _checked(tensors: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse what `attnmask.flash_attention` refuses, of the arguments that do not depend on the whole sequence."""
+    for name in ("query", "key", "value"):
+        operators.check_tensor(tensors[name], name)
+        if tensors[name].ndim != 4:
+            raise ValueError(f"{name} must be [B, T, H, D], got {describe(tensors[name])}")
+    query, key = tensors["query"], tensors["key"]
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(f"key must have {query.shape[1]} tokens as query, got {describe(key)}")
+    names = (*_OPTIONS, "causal", "sliding_window")
+    arguments = {name: operators.detached(x) for name, x in tensors.items()}
+    read_problem(_DEFAULTS | arguments | {name: given[name] for name in names})
+    if given["attention_mask"] is not None and not isinstance(given["attention_mask"], MaskInfo):
+        hint = "; write MaskInfo.from_attention_mask(array) of that of the whole sequence"
+        raise TypeError(
+            f"attention_mask must be a MaskInfo or None, got {describe(given['attention_mask'])}{hint}"
+        )
+    if given["cu_seqlens"] is not None and query.shape[0] != 1:
+        raise ValueError(f"query must have batch size 1 with cu_seqlens, got {query.shape[0]}")
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        if given[name] is not None and given["attention_mask"] is not None:
+            raise ValueError(
+                f"{name} must be None with an attention_mask; write MaskInfo.from_segments(ids) & mask"
+            )
+
+
+def _task(tensors: Mapping[str, Any], given: Mapping[str, Any], group: Any) -> _Task:
+    """The call with these arguments, once all processes know each other's."""
+    query = tensors["query"]
+    world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    try:
+        _checked(tensors, given)
+        shapes = [*query.shape[0:1], *query.shape[2:], *tensors["value"].shape[2:]]
+        numbers = [query.shape[1], *shapes, _TYPES[query.dtype], _digest(given)]
+    except BaseException:
+        _agreed(group, None)
+        raise
+    lengths = _agreed(group, numbers)
+    length, batch, heads = sum(lengths), query.shape[0], query.shape[2]
+
+    starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
+    mask = given["attention_mask"]
+    q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
+    if q_ids is not None or kv_ids is not None:
+        mask = MaskInfo.from_segments(kv_ids if q_ids is None else q_ids, kv_ids)
+    if mask is not None:
+        b, h, q_len, kv_len = mask._state.shape("attend by it")
+        if (q_len, kv_len) != (length, length) or b not in (1, batch) or h not in (1, heads):
+            expected = (
+                f"of {batch} batch rows, {heads} heads, {length} queries and keys in the whole sequence"
+            )
+            raise ValueError(f"attention_mask must be {expected}, got {(b, h, q_len, kv_len)}")
+    slopes, options = given["alibi_slopes"], {name: given[name] for name in _OPTIONS}
+    if slopes is not None:
+        rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
+        slopes = slopes_of(slopes, rows, heads, row)
+        if len(slopes) == 1:
+            slopes, options["alibi_slopes"] = None, slopes
+    by_distance = given["alibi_slopes"] is not None or tensors["relative_bias"] is not None
+    low, high = distances(given)
+    conditions = Conditions(low, high, by_distance, mask is not None or given["dropout_prob"] > 0)
+    ring = ring_of(given["layout"], length, world, starts, mask, conditions)
+    if ring.shards.lengths.tolist() != lengths:
+        expected = f"those of shard_sequence, {ring.shards.lengths.tolist()} tokens"
+        raise ValueError(f"query must have in each process {expected}, got {lengths}")
+    return _Task(ring, group, rank, batch, options, slopes)
+
+
+# Messages
+
+
+class _Messages:
+    """Messages on their way in and out. Tensors that are sent have to stay as they are until they are `finished`."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.incoming: list[Any] = []
+        self.outgoing: list[Any] = []
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        work = torch.distributed.isend(tensor, group=self.group, group_dst=peer, tag=tag)
+        self.outgoing.append((work, tensor))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
+        """The same tensor, which is filled once this has `arrived`."""
+        self.incoming.append(torch.distributed.irecv(tensor, group=self.group, group_src=peer, tag=tag))
+        return tensor
+
+    def arrived(self) -> None:
+        while self.incoming:
+            self.incoming.pop().wait()
+
+    def finished(self) -> None:
+        self.arrived()
+        while self.outgoing:
+            self.outgoing.pop()[0].wait()
+
+
+class _Round(NamedTuple):
+    source: int  # the process whose keys and values they are
+    to: int  # the process that has those of this one
+    tensors: list[torch.Tensor]  # keys and values, as far as this process sees them; none if it does not
+
+
+def _rounds(task: _Task, own: list[torch.Tensor]) -> Iterator[_Round]:
+    """The rounds of a call. While one is computed, the keys and values of the next one travel."""
+    current, before = own, _Messages(task.group)
+    for distance in range(task.world):
+        to, source = task.peers(distance)
+        upcoming, messages = _exchange(task, distance + 1, own)
+        yield _Round(source, to, current)
+        before.finished()
+        messages.arrived()
+        current, before = upcoming, messages
+    before.finished()
+
+
+def _exchange(task: _Task, distance: int, own: list[torch.Tensor]) -> tuple[list[torch.Tensor], _Messages]:
+    """Begin to send the keys and values of a round, and to receive them."""
+    messages = _Messages(task.group)
+    received: list[torch.Tensor] = []
+    if distance == task.world:
+        return received, messages
+    to, source = task.peers(distance)
+    tokens = _count(task.ring.sent(task.rank, source))
+    if tokens:
+        received = [
+            messages.receive(x.new_empty((x.shape[0], tokens, *x.shape[2:])), source, tag)
+            for tag, x in enumerate(own)
+        ]
+    places = task.ring.sent_places(to, task.rank)
+    for tag, x in enumerate(own):
+        if len(places):
+            messages.send(_taken(x, places), to, tag)
+    return received, messages
+
+
+def _count(ranges: NDArray[np.int64]) -> int:
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
+def _taken(tensor: torch.Tensor, ranges: NDArray[np.int64]) -> torch.Tensor:
+    """The tokens of these ranges, in one piece of memory."""
+    parts = [tensor[:, begin:end] for begin, end in ranges.tolist()]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+# One process
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _problem(task: _Task, call: Call, query: Any, keys: list[Any], relative_bias: Any) -> Problem:
+    """A call for the core, of tensors whose batch rows lie as the call has them."""
+    key, value = (x[:, call.keys] for x in keys)
+    arguments = {"query": query[:, call.queries], "key": key, "value": value, "relative_bias": relative_bias}
+    if task.slopes is not None:
+        arguments["alibi_slopes"] = task.slopes[call.rows]
+    problem, _ = read_problem(_DEFAULTS | task.options | arguments | call.arguments)
+    return problem._replace(part=call.place or (0, 0))
+
+
+class _Merged:
+    """Attention over parts of the keys, merged as they come. It begins with the sinks, which have no value."""
+
+    def __init__(self, query: torch.Tensor, channels: int, sinks: "torch.Tensor | None") -> None:
+        batch, tokens, heads, _ = query.shape
+        self.out = query.new_zeros((batch, tokens, heads, channels), dtype=_wide(query.dtype))
+        self.lse = self.out.new_full((batch, heads, tokens), -math.inf)
+        if sinks is not None:
+            self.lse[:] = torch.logsumexp(sinks, dim=1)[:, None]
+
+    def add(self, queries: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+        for begin in range(queries.start, queries.stop, _ROWS):
+            here = slice(begin, min(begin + _ROWS, queries.stop))
+            part = slice(begin - queries.start, here.stop - queries.start)
+            old, new = self.lse[:, :, here], lse[:, :, part]
+            both = torch.logaddexp(old, new)
+            kept, added = (
+                torch.where(x == -math.inf, 0.0, torch.exp(x - both)).transpose(1, 2)[..., None]
+                for x in (old, new)
+            )
+            self.out[:, here].mul_(kept).addcmul_(out[:, part], added)
+            old.copy_(both)
+
+
+_ROWS = 512  # that are merged at once, and stay in the cache
+
+
+class _Sum:
+    """A sum of tensors that each have some of the tokens; the first may be the sum itself."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self.tensor: torch.Tensor | None = None
+
+    def add(self, tokens: slice, part: torch.Tensor) -> None:
+        if self.tensor is None and part.shape == self.like.shape:
+            self.tensor = part
+        else:
+            self.total()[:, tokens] += part
+
+    def total(self) -> torch.Tensor:
+        if self.tensor is None:
+            self.tensor = torch.zeros_like(self.like, dtype=_wide(self.like.dtype))
+        return self.tensor
+
+
+def _forward(
+    task: _Task, tensors: list[torch.Tensor], sinks: "torch.Tensor | None", table: "torch.Tensor | None"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` and `lse`."""
+    query, *own = tensors
+    row = task.in_row(query)
+    merged = _Merged(row, own[1].shape[3], sinks)
+    for step in _rounds(task, own):
+        keys = [task.in_row(x) for x in step.tensors]
+        for call in task.calls(step):
+            out, lse = _core.flash_forward(*_problem(task, call, row, keys, table), True, None)
+            merged.add(call.queries, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
+    return merged.out.to(query.dtype).view(*query.shape[:3], own[1].shape[3]), task.stats(merged.lse)
+
+
+def _backward(
+    task: _Task,
+    tensors: list[torch.Tensor],
+    table: "torch.Tensor | None",
+    results: tuple[torch.Tensor, torch.Tensor],
+    gradients: "tuple[torch.Tensor, torch.Tensor | None]",
+    table_wanted: bool,
+) -> tuple[list[torch.Tensor], Any]:
+    """The gradients of query, key and value, and this process's part of that of the table, if it is wanted."""
+    query, *own = tensors
+    row = task.in_row(query)
+    of_row = [task.in_row(x) for x in (gradients[0], results[0])]
+    stats = [None if x is None else task.stats_in_row(x) for x in (results[1], gradients[1])]
+    d_query, d_own = _Sum(row), [_Sum(x) for x in own]
+    d_table: Any = 0.0
+    returning = _Returning(task, d_own)
+    for step in _rounds(task, own):
+        keys = [task.in_row(x) for x in step.tensors]
+        d_keys = [_Sum(x) for x in keys]
+        for call in task.calls(step):
+            queries = call.queries
+            dout, out = (as_array(x[:, queries], "out") for x in of_row)
+            lse, dlse = (None if x is None else as_array(x[:, :, queries], "lse") for x in stats)
+            problem = _problem(task, call, row, keys, table)
+            grads = _core.flash_backward(*problem, dout, out, lse, dlse, False, False, table_wanted)  # type: ignore[arg-type]
+            d_query.add(queries, to_tensor(grads[0]))
+            for d_key, grad in zip(d_keys, grads[1:3], strict=True):
+                d_key.add(call.keys, to_tensor(grad))
+            d_table = d_table + grads[5] if table_wanted else None
+        returning.next(
+            step, [d_key.total().view(x.shape) for d_key, x in zip(d_keys, step.tensors, strict=True)]
+        )
+    returning.finish()
+    return [d_query.total().view(query.shape), *(x.total() for x in d_own)], d_table
+
+
+class _Returning:
+    """Gradients of keys and values on their way to the process that has them, and those of this one added up."""
+
+    def __init__(self, task: _Task, totals: list[_Sum]) -> None:
+        self.task, self.totals = task, totals
+        self.messages = _Messages(task.group)
+        self.arriving: list[torch.Tensor] = []
+        self.places = np.zeros((0, 2), np.int64)
+
+    def next(self, step: _Round, gradients: list[torch.Tensor]) -> None:
+        """Those of one round; meanwhile those of the round before have come."""
+        self.finish()
+        if step.source == self.task.rank:
+            for total, gradient in zip(self.totals, gradients, strict=True):
+                total.add(slice(0, gradient.shape[1]), gradient)
+            return
+        self.messages = _Messages(self.task.group)
+        for tag, gradient in enumerate(gradients, len(self.totals)):
+            self.messages.send(gradient, step.source, tag)
+        self.places = self.task.ring.sent_places(step.to, self.task.rank)
+        if len(self.places):
+            for tag, total in enumerate(self.totals, len(self.totals)):
+                batch, _, *others = total.like.shape
+                shape = batch, _count(self.places), *others
+                tensor = total.like.new_empty(shape, dtype=_wide(total.like.dtype))
+                self.arriving.append(self.messages.receive(tensor, step.to, tag))
+
+    def finish(self) -> None:
+        self.messages.finished()
+        for total, part in zip(self.totals, self.arriving, strict=False):
+            before = 0
+            for begin, end in self.places.tolist():
+                total.add(slice(begin, end), part[:, before : before + end - begin])
+                before += end - begin
+        self.arriving = []
+
+
+def _d_sinks(
+    sinks: torch.Tensor,
+    results: tuple[torch.Tensor, torch.Tensor],
+    gradients: "tuple[torch.Tensor, torch.Tensor | None]",
+) -> NDArray[np.float64]:
+    """[H, S]. The weight of a sink adds nothing to the result, and takes its part of all other weights."""
+    (out, lse), (dout, dlse) = results, gradients
+    lost = -(dout.to(lse.dtype) * out).sum(dim=-1).transpose(1, 2)  # [B, H, T]
+    if dlse is not None:
+        lost = lost + dlse
+    grads = torch.zeros(sinks.shape, dtype=torch.float64)
+    for i, sink in enumerate(sinks.T):
+        live = (sink != -math.inf)[:, None] & (lse != -math.inf)
+        weights = torch.where(live, lost * torch.exp(sink[:, None] - lse), 0.0)
+        grads[:, i] = weights.sum(dim=(0, 2), dtype=torch.float64)
+    of_heads: NDArray[np.float64] = grads.numpy()
+    return of_heads
+
+
+# The function
+
+
+class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *tensors, task = inputs
+        query, key, value, softmax_aux, table = map(operators.detached, tensors)
+        sinks = _sinks(softmax_aux, query)
+        results = _forward(task, [query, key, value], sinks, table)
+        ctx.task = task
+        ctx.save_for_backward(*tensors, *results)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        *tensors, softmax_aux, table, out, lse = map(operators.detached, ctx.saved_tensors)
+        wanted = ctx.needs_input_grad
+        given = torch.zeros_like(out) if dout is None else dout, dlse
+        grads, d_table = _backward(ctx.task, tensors, table, (out, lse), given, wanted[4])
+        d_sinks: Any = None
+        if wanted[3]:
+            sinks = _sinks(softmax_aux, out)
+            of_heads = None if sinks is None else _d_sinks(sinks, (out, lse), given)
+            d_sinks = to_tensor(like_sinks(of_heads, as_array(softmax_aux, "softmax_aux")))
+        if wanted[4]:
+            whole = np.broadcast_to(d_table, table.shape)  # zero without any call
+            d_table = to_tensor(like_table(whole, as_array(table, "relative_bias")))
+        else:
+            d_table = None
+        typed = (grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))
+        return *typed, d_sinks, d_table, None
+
+
+def _sinks(softmax_aux: Any, query: torch.Tensor) -> "torch.Tensor | None":
+    wide = torch.empty(0, dtype=_wide(query.dtype))
+    sinks = sinks_of(softmax_aux, query.shape[2], numbers_of(wide.numpy().dtype))
+    return None if sinks is None else torch.from_numpy(sinks).to(wide.dtype)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: Any = None,
+    layout: str | ShardPlan = "zigzag",
+    cu_seqlens: Any = None,
+    attention_mask: MaskInfo | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    alibi_slopes: Any = None,
+    relative_bias: Any = None,
+    relative_low: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a sequence that is divided among the processes of a group, each of which has a shard.
+
+    All processes of the group call it together, with shards as `attnmask.shard_sequence` makes them, and get theirs of
+    the result: that of `flash_attention` of the whole sequence, merged in float32. Keys and values travel, in the
+    background, to those processes whose queries see any of them; what is seen follows from the arguments alone. There
+    are gradients of `query`, `key` and `value`, once the call is differentiated in all processes; and of `softmax_aux`
+    and `relative_bias` this process's part, to be summed up over the group like the gradients of other parameters.
+
+    Arguments that disagree between processes, or are refused in one, are errors in all. If a process fails or is late,
+    the others have an error when the timeout of the group is over, or before.
+
+    Parameters
+    ----------
+    query, key, value : Tensor, shape [B, T of the shard, H, D], [B, T of the shard, Hkv, D (Dv)]
+        On the CPU.
+    group : ProcessGroup or DeviceMesh of one dimension, optional
+        The processes that share the sequence, in the order of its shards; of ``torch.distributed``, with gloo. All if
+        not given.
+    layout : {"zigzag", "contiguous"} or ShardPlan
+        As of `attnmask.shard_sequence`.
+    cu_seqlens : array_like of integers, shape [sequences + 1], optional
+        Of packed sequences: those of the whole sequence, the same in each process.
+    attention_mask : MaskInfo, optional
+        Of the whole sequence, the same in each process. Only the parts that this process needs are looked at.
+    softmax_aux : Tensor or array_like, shape [S], [1, S] or [H, S], optional
+        Sinks, which count once.
+    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
+        The same in each process.
+    alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
+    softmax_scale, dropout_prob, causal, dropout_seed, sliding_window, logits_soft_cap, relative_bias, relative_low
+        As of `attnmask.flash_attention`. Dropout is that of the whole sequence.
+    return_lse : bool
+
+    Returns
+    -------
+    Tensor, or tuple of two Tensors if `return_lse`
+        Of shape [B, T of the shard, H, Dv], and [B, H, T of the shard].
+
+    Examples
+    --------
+    A group of one process; more are started by ``torchrun``:
+
+    >>> import torch
+    >>> import attnmask.torch
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> query, value = torch.zeros(1, 3, 1, 8), torch.arange(3.0).reshape(1, 3, 1, 1)
+    >>> attnmask.torch.ring_attention(query, query, value, causal=True).flatten().tolist()
+    [0.0, 0.5, 1.0]
+    >>> torch.distributed.destroy_process_group()
+    """
+    with_lse = flag(return_lse, "return_lse")
+    if isinstance(group, torch.distributed.DeviceMesh):
+        group = group.get_group()
+    if torch.distributed.get_rank(group) < 0:
+        raise ValueError("group must be one that this process is in")
+    given = dict(locals())
+    tensors = {name: given.pop(name) for name in ("query", "key", "value", "softmax_aux", "relative_bias")}
+    del given["group"], given["with_lse"], given["return_lse"]
+    for name in ("softmax_aux", "relative_bias"):
+        if tensors[name] is not None and not isinstance(tensors[name], torch.Tensor):
+            tensors[name] = to_tensor(as_array(tensors[name], name).copy())
+    if torch.is_autocast_enabled("cpu"):
+        tensors |= {name: operators.autocast(tensors[name]) for name in ("query", "key", "value")}
+    task = _task(tensors, given, group)
+    out, lse = _RingAttention.apply(*tensors.values(), task)
+    return (out, lse) if with_lse else out
