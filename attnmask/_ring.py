@@ -8,8 +8,8 @@ The path of one call, on each of W processes::
       │           which something may be live: chunk by chunk, narrowed to what the diagonal, the window, the
       │           documents and the mask leave. No process asks another for it.
       ▼
-    W rounds      in round d process r computes with the keys of process r - d. Those that its queries see came in
-      │           while it computed round d - 1, and in the meantime it sends process r + d + 1 what that one sees.
+    W rounds      in round d process r computes with the keys of process r - d, of which it has those that its queries
+      │           see, and sends its own to process r + d; both while the rounds before are computed.
       ▼
     calls         the rectangles of a round as few calls of `flash_attention`: as packed sequences, each with its own
       │           offset of the diagonal, or one by one as slices of a mask
@@ -27,6 +27,7 @@ them. Over a switch that takes the same time where everything is live, it is no 
 sent: under a causal mask with zigzag shards a quarter less, under a window only its edges, of whole documents nothing.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,11 +59,40 @@ class Call(NamedTuple):
     rows: Any  # of each of its sequences the batch row, or the document; of one rectangle, an index
     place: tuple[int, int] | None  # of one rectangle, its first query and its first key in the sequence
 
+    def in_blocks(self, most: int) -> "Iterator[Call]":
+        """The same as calls of so many queries each, whose results take less memory at a time."""
+        if self.queries.stop - self.queries.start <= most:
+            yield self
+            return
+        for begin in range(self.queries.start, self.queries.stop, most):
+            block = slice(begin, min(begin + most, self.queries.stop))
+            cut = slice(block.start - self.queries.start, block.stop - self.queries.start)
+            if self.place is not None:
+                place = self.place[0] + cut.start, self.place[1]
+                arguments = self.arguments | {"causal_offset": place[0] - place[1]}
+                if "attention_mask" in arguments:
+                    arguments["attention_mask"] = arguments["attention_mask"][:, :, cut]
+                yield Call(block, self.keys, arguments, self.rows, place)
+                continue
+            q_starts, k_starts = self.arguments["cum_seqlens_q"], self.arguments["cum_seqlens_k"]
+            clipped = np.clip(q_starts, cut.start, cut.stop)
+            seen = np.flatnonzero(np.diff(clipped))
+            first, last = seen[0], seen[-1] + 1
+            keys = slice(self.keys.start + int(k_starts[first]), self.keys.start + int(k_starts[last]))
+            if keys.start == keys.stop:
+                continue
+            arguments = self.arguments | {
+                "cum_seqlens_q": clipped[first : last + 1] - cut.start,
+                "cum_seqlens_k": k_starts[first : last + 1] - k_starts[first],
+                "causal_offset": (self.arguments["causal_offset"] + (clipped - q_starts)[:-1])[first:last],
+            }
+            yield Call(block, keys, arguments, self.rows[first:last], None)
+
 
 class Ring:
     """What each process does, for shards of a sequence and conditions of live pairs.
 
-    Arguments `queries` and `keys` are the processes that have them.
+    Arguments `queries` and `keys` are the processes that have them; None for keys of all.
     """
 
     def __init__(
@@ -71,13 +101,14 @@ class Ring:
         self.shards, self.mask, self.conditions = shards, mask, conditions
         self.packed = documents is not None
         self.documents = np.array([0, shards.length]) if documents is None else documents
-        self._chunks: dict[int, Table] = {}
-        self._rectangles: dict[tuple[int, int], Table] = {}
+        self._chunks: dict[int | None, Table] = {}
+        self._rectangles: dict[tuple[int, int | None], Table] = {}
 
-    def chunks(self, rank: int) -> Table:
-        """The tokens of a process as rows of begin, end, document."""
+    def chunks(self, rank: int | None) -> Table:
+        """The tokens of a process, or of all, as rows of begin, end, document."""
         if rank not in self._chunks:
-            begin, end = self.shards.ranges(rank).T
+            whole = np.array([[0, self.shards.length]])
+            begin, end = (whole if rank is None else self.shards.ranges(rank)).T
             first, last = (np.searchsorted(self.documents, at, "right") - 1 for at in (begin, end - 1))
             which, document = _counted(first, last + 1 - first)
             cut = np.maximum(begin[which], self.documents[document])
@@ -86,7 +117,7 @@ class Ring:
             self._chunks[rank] = table[cut < until]
         return self._chunks[rank]
 
-    def rectangles(self, queries: int, keys: int) -> Table:
+    def rectangles(self, queries: int, keys: int | None) -> Table:
         """What may be live, as rows of begin and end among queries, begin and end among keys; sorted."""
         if (queries, keys) not in self._rectangles:
             self._rectangles[queries, keys] = self._narrowed(
@@ -134,7 +165,7 @@ class Ring:
         begin = _local(self.shards.ranges(keys), ranges[:, 0])
         return joined_ranges(np.stack([begin, begin + ranges[:, 1] - ranges[:, 0]], axis=1))
 
-    def live_pairs(self, queries: int, keys: int) -> int:
+    def live_pairs(self, queries: int, keys: int | None) -> int:
         """How many pairs are live, of all heads that the mask tells apart."""
         table = self.rectangles(queries, keys)
         if self.mask is None:
@@ -148,9 +179,10 @@ class Ring:
             total += int(_core.mask_count(*part._state.described("count live pairs")).sum())
         return total
 
-    def calls(self, queries: int, keys: int, rows: int = 1) -> list[Call]:
-        """What `queries` computes with the keys that it has from `keys`, which lie one after the other as they were
-        `sent`; with its own in place. Unless rectangles go one by one, so many batch rows lie one after the other, too.
+    def calls(self, queries: int, keys: int, rows: int = 1, part: slice | None = None) -> list[Call]:
+        """What `queries` computes with the keys that it has from `keys`, or with a part of them. They lie one after the
+        other as they were `sent`, its own as it has them. Unless rectangles go one by one, so many batch rows lie one
+        after the other, too.
         """
         table = self.rectangles(queries, keys)
         if not len(table):
@@ -162,13 +194,11 @@ class Ring:
         )  # the places where the process has them, and how far the diagonal is moved there
         blocks[:, :2] += (_local(mine, table[:, 0]) - table[:, 0])[:, None]
         blocks[:, 2:] += (_local(theirs, table[:, 2]) - table[:, 2])[:, None]
+        counts = [int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in (mine, theirs)]
         offsets = table[:, 0] - table[:, 2]
-        low, high, by_distance, one_by_one = self.conditions
         documents = np.searchsorted(self.documents, table[:, 0], "right") - 1
-        if one_by_one:
-            each = zip(table.tolist(), blocks.tolist(), documents, strict=True)
-            return [self._slice(*of_one) for of_one in each]
-        if low is None and high in (None, 0) and not by_distance:
+        low, high, by_distance, one_by_one = self.conditions
+        if low is None and high in (None, 0) and not by_distance and not one_by_one:
             if queries == keys and high == 0:  # the order of tokens is all that matters
                 first = np.append(True, documents[1:] != documents[:-1])
                 begin, end = blocks[first, 0], np.maximum.reduceat(blocks[:, 1], np.flatnonzero(first))
@@ -177,7 +207,23 @@ class Ring:
             else:
                 full = np.full(len(table), True) if high is None else table[:, 3] - 1 <= table[:, 0]
                 blocks, offsets, documents = _joined(blocks, offsets, documents, full)
-        counts = [int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in (mine, theirs)]
+        if part is not None:
+            counts[1] = part.stop - part.start
+            clipped = np.clip(blocks[:, 2:], part.start, part.stop)
+            offsets = offsets + blocks[:, 2] - clipped[:, 0]
+            there = clipped[:, 0] < clipped[:, 1]
+            blocks = np.concatenate([blocks[:, :2], clipped - part.start], axis=1)[there]
+            offsets, documents, table = (
+                offsets[there],
+                documents[there],
+                table[there] if one_by_one else table,
+            )
+        if not len(blocks):
+            return []
+        if one_by_one:
+            first_queries = table[:, 0].tolist()
+            each = zip(first_queries, offsets.tolist(), blocks.tolist(), documents.tolist(), strict=True)
+            return [self._slice(*of_one) for of_one in each]
         return [
             self._packed(blocks[chain], offsets[chain], documents[chain], counts, rows)
             for chain in _chains(blocks)
@@ -189,13 +235,15 @@ class Ring:
             return {"causal": high == 0}
         return {"sliding_window": (None if low is None else -low, high)}
 
-    def _slice(self, table: list[int], block: list[int], document: int) -> Call:
-        q_begin, q_end, k_begin, k_end = table
-        arguments: dict[str, Any] = {"causal_offset": q_begin - k_begin}
+    def _slice(self, q_begin: int, offset: int, block: list[int], document: int) -> Call:
+        k_begin, (q_count, k_count) = q_begin - offset, (block[1] - block[0], block[3] - block[2])
+        arguments: dict[str, Any] = {"causal_offset": offset}
         if self.mask is None:
             arguments |= self._band()
         else:
-            arguments["attention_mask"] = self.mask[:, :, q_begin:q_end, k_begin:k_end]
+            arguments["attention_mask"] = self.mask[
+                :, :, q_begin : q_begin + q_count, k_begin : k_begin + k_count
+            ]
         row = slice(document, document + 1) if self.packed else slice(None)
         return Call(slice(*block[:2]), slice(*block[2:]), arguments, row, (q_begin, k_begin))
 

@@ -61,12 +61,11 @@ class _Task(NamedTuple):
     def world(self) -> int:
         return self.ring.shards.world
 
-    def peers(self, distance: int) -> tuple[int, int]:
-        """To whom keys go in a round, and whose come."""
-        return (self.rank + distance) % self.world, (self.rank - distance) % self.world
-
-    def calls(self, step: "_Round") -> list[Call]:
-        return self.ring.calls(self.rank, step.source, self.batch) if step.tensors else []
+    def calls(self, step: "_Step", most: int) -> Iterator[Call]:
+        """Those with the keys of a step, with at most so many queries each."""
+        part = None if step.source == self.rank else step.keys
+        for call in self.ring.calls(self.rank, step.source, self.batch, part):
+            yield from call.in_blocks(most)
 
     def in_row(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] as calls have it."""
@@ -229,42 +228,62 @@ class _Messages:
             self.outgoing.pop()[0].wait()
 
 
-class _Round(NamedTuple):
+class _Step(NamedTuple):
+    """A round, or a part of one that has fewer keys."""
+
     source: int  # the process whose keys and values they are
-    to: int  # the process that has those of this one
-    tensors: list[torch.Tensor]  # keys and values, as far as this process sees them; none if it does not
+    to: int  # the process that gets those of this one
+    keys: slice  # of those that the source sends in the round
+    sent: NDArray[np.int64]  # ranges of tokens of this process
 
 
-def _rounds(task: _Task, own: list[torch.Tensor]) -> Iterator[_Round]:
-    """The rounds of a call. While one is computed, the keys and values of the next one travel."""
-    current, before = own, _Messages(task.group)
-    for distance in range(task.world):
-        to, source = task.peers(distance)
-        upcoming, messages = _exchange(task, distance + 1, own)
-        yield _Round(source, to, current)
-        before.finished()
+def _steps(task: _Task, most: int) -> list[_Step]:
+    """The steps of a call, with at most so many keys from others each. All processes divide rounds alike."""
+    own = int(task.ring.shards.lengths[task.rank])
+    steps = [_Step(task.rank, task.rank, slice(0, own), np.zeros((0, 2), np.int64))]
+    for distance in range(1, task.world):
+        to, source = (task.rank + distance) % task.world, (task.rank - distance) % task.world
+        count, places = _count(task.ring.sent(task.rank, source)), task.ring.sent_places(to, task.rank)
+        for begin in range(0, max(count, _count(places), 1), most):
+            keys = slice(min(begin, count), min(begin + most, count))
+            steps.append(_Step(source, to, keys, _part_of(places, begin, begin + most)))
+    return steps
+
+
+def _part_of(ranges: NDArray[np.int64], begin: int, end: int) -> NDArray[np.int64]:
+    """The tokens from `begin` to before `end`, as all those of the ranges are counted."""
+    lengths = ranges[:, 1] - ranges[:, 0]
+    before = (np.cumsum(lengths) - lengths)[:, None]
+    parts: NDArray[np.int64] = np.clip(ranges - ranges[:, :1] + before, begin, end) - before + ranges[:, :1]
+    return parts[parts[:, 0] < parts[:, 1]]
+
+
+def _travel(
+    task: _Task, steps: list[_Step], own: list[torch.Tensor]
+) -> Iterator[tuple[_Step, list[torch.Tensor]]]:
+    """Each step with its keys and values, or none. What comes next, up to the next that there is, travels meanwhile."""
+    on_the_way: list[tuple[list[torch.Tensor], _Messages]] = [(own, _Messages(task.group))]
+    for index, step in enumerate(steps):
+        while len(on_the_way) < len(steps) and not any(tensors for tensors, _ in on_the_way[index + 1 :]):
+            on_the_way.append(_exchange(task, steps[len(on_the_way)], own))
+        tensors, messages = on_the_way[index]
         messages.arrived()
-        current, before = upcoming, messages
-    before.finished()
+        yield step, tensors
+        messages.finished()
+        on_the_way[index] = [], messages
 
 
-def _exchange(task: _Task, distance: int, own: list[torch.Tensor]) -> tuple[list[torch.Tensor], _Messages]:
-    """Begin to send the keys and values of a round, and to receive them."""
+def _exchange(task: _Task, step: _Step, own: list[torch.Tensor]) -> tuple[list[torch.Tensor], _Messages]:
+    """Begin to send and to receive the keys and values of a step."""
     messages = _Messages(task.group)
     received: list[torch.Tensor] = []
-    if distance == task.world:
-        return received, messages
-    to, source = task.peers(distance)
-    tokens = _count(task.ring.sent(task.rank, source))
-    if tokens:
-        received = [
-            messages.receive(x.new_empty((x.shape[0], tokens, *x.shape[2:])), source, tag)
-            for tag, x in enumerate(own)
-        ]
-    places = task.ring.sent_places(to, task.rank)
+    tokens = step.keys.stop - step.keys.start
     for tag, x in enumerate(own):
-        if len(places):
-            messages.send(_taken(x, places), to, tag)
+        if tokens:
+            tensor = x.new_empty((x.shape[0], tokens, *x.shape[2:]))
+            received.append(messages.receive(tensor, step.source, tag))
+        if len(step.sent):
+            messages.send(_taken(x, step.sent), step.to, tag)
     return received, messages
 
 
@@ -319,7 +338,9 @@ class _Merged:
             old.copy_(both)
 
 
-_ROWS = 512  # that are merged at once, and stay in the cache
+_ROWS = 512  # queries whose results are merged at once, and stay in the cache
+_QUERIES = 2048  # of a call forward, whose results take memory until they are merged
+_PARTS, _KEYS = 8, 1024  # backward, keys travel in so many parts of a shard, but in no smaller ones
 
 
 class _Sum:
@@ -342,15 +363,15 @@ class _Sum:
 
 
 def _forward(
-    task: _Task, tensors: list[torch.Tensor], sinks: "torch.Tensor | None", table: "torch.Tensor | None"
+    task: _Task, given: list[torch.Tensor], sinks: "torch.Tensor | None", table: "torch.Tensor | None"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse`."""
-    query, *own = tensors
+    query, *own = given
     row = task.in_row(query)
     merged = _Merged(row, own[1].shape[3], sinks)
-    for step in _rounds(task, own):
-        keys = [task.in_row(x) for x in step.tensors]
-        for call in task.calls(step):
+    for step, tensors in _travel(task, _steps(task, max(1, task.ring.shards.length)), own):
+        keys = [task.in_row(x) for x in tensors]
+        for call in task.calls(step, _QUERIES):
             out, lse = _core.flash_forward(*_problem(task, call, row, keys, table), True, None)
             merged.add(call.queries, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
     return merged.out.to(query.dtype).view(*query.shape[:3], own[1].shape[3]), task.stats(merged.lse)
@@ -358,24 +379,25 @@ def _forward(
 
 def _backward(
     task: _Task,
-    tensors: list[torch.Tensor],
+    given: list[torch.Tensor],
     table: "torch.Tensor | None",
     results: tuple[torch.Tensor, torch.Tensor],
     gradients: "tuple[torch.Tensor, torch.Tensor | None]",
     table_wanted: bool,
 ) -> tuple[list[torch.Tensor], Any]:
     """The gradients of query, key and value, and this process's part of that of the table, if it is wanted."""
-    query, *own = tensors
+    query, *own = given
     row = task.in_row(query)
     of_row = [task.in_row(x) for x in (gradients[0], results[0])]
     stats = [None if x is None else task.stats_in_row(x) for x in (results[1], gradients[1])]
     d_query, d_own = _Sum(row), [_Sum(x) for x in own]
     d_table: Any = 0.0
     returning = _Returning(task, d_own)
-    for step in _rounds(task, own):
-        keys = [task.in_row(x) for x in step.tensors]
+    most = max(_KEYS, -(-int(task.ring.shards.lengths.max()) // _PARTS))
+    for step, tensors in _travel(task, _steps(task, most), own):
+        keys = [task.in_row(x) for x in tensors]
         d_keys = [_Sum(x) for x in keys]
-        for call in task.calls(step):
+        for call in task.calls(step, row.shape[1]):
             queries = call.queries
             dout, out = (as_array(x[:, queries], "out") for x in of_row)
             lse, dlse = (None if x is None else as_array(x[:, :, queries], "lse") for x in stats)
@@ -385,9 +407,7 @@ def _backward(
             for d_key, grad in zip(d_keys, grads[1:3], strict=True):
                 d_key.add(call.keys, to_tensor(grad))
             d_table = d_table + grads[5] if table_wanted else None
-        returning.next(
-            step, [d_key.total().view(x.shape) for d_key, x in zip(d_keys, step.tensors, strict=True)]
-        )
+        returning.next(step, [d_key.total().view(x.shape) for d_key, x in zip(d_keys, tensors, strict=True)])
     returning.finish()
     return [d_query.total().view(query.shape), *(x.total() for x in d_own)], d_table
 
@@ -401,7 +421,7 @@ class _Returning:
         self.arriving: list[torch.Tensor] = []
         self.places = np.zeros((0, 2), np.int64)
 
-    def next(self, step: _Round, gradients: list[torch.Tensor]) -> None:
+    def next(self, step: _Step, gradients: list[torch.Tensor]) -> None:
         """Those of one round; meanwhile those of the round before have come."""
         self.finish()
         if step.source == self.task.rank:
@@ -411,7 +431,7 @@ class _Returning:
         self.messages = _Messages(self.task.group)
         for tag, gradient in enumerate(gradients, len(self.totals)):
             self.messages.send(gradient, step.source, tag)
-        self.places = self.task.ring.sent_places(step.to, self.task.rank)
+        self.places = step.sent
         if len(self.places):
             for tag, total in enumerate(self.totals, len(self.totals)):
                 batch, _, *others = total.like.shape

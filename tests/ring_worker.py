@@ -14,6 +14,7 @@ import torch
 import attnmask
 import attnmask.torch
 from attnmask import MaskInfo, shard_sequence
+from attnmask import _torch_ring as torch_ring
 
 RANK, WORLD, FILE, SCENARIO = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 TIMEOUT = 5 if SCENARIO in ("killed", "late") else 120
@@ -139,6 +140,8 @@ def same():
         {"dropout_prob": 0.3, "attention_mask": masks["dense"], "dtype": torch.bfloat16},
     ]
     for index, case in enumerate(cases):
+        # Calls of few queries and steps of few keys; or all at once.
+        torch_ring._QUERIES, torch_ring._KEYS = (40, 16) if index % 3 else (2048, 1024)
         layouts = ["zigzag", ("contiguous", plans(length, WORLD))[index % 2]]
         for layout in layouts:
             check(length, layout, **case)
@@ -237,14 +240,14 @@ def errors():
 
 def broken(stop):
     """The last process stops, in the middle of a call: the others have an error, and do not wait for ever."""
-    exchange, begin = attnmask._torch_ring._exchange, time.monotonic()
+    exchange, begin = torch_ring._exchange, time.monotonic()
 
     def stopping(*arguments):
         if RANK == WORLD - 1:
             stop()
         return exchange(*arguments)
 
-    attnmask._torch_ring._exchange = stopping
+    torch_ring._exchange = stopping
     x = shard_sequence(torch.ones(1, 64, 2, 8), WORLD, RANK)
     try:
         attnmask.torch.ring_attention(x, x, x, causal=True)

@@ -41,6 +41,23 @@ def expected(length, cu_seqlens, low, high):
     return (document[:, None] == document) & near
 
 
+def pairs_are_those_of_parts(ring, queries, keys, whole, count):
+    """Whether keys that come in parts have the same live pairs."""
+    tokens, step = len(ring.shards.tokens(queries)), 5
+    live = np.zeros((2, tokens, count), int)
+    for call in whole:
+        q, k = (slice(x.start, x.stop) for x in (call.queries, call.keys))
+        live[0, q, k] += pairs_of(call.arguments, q.stop - q.start, k.stop - k.start)
+    for begin in range(0, count, step):
+        part = slice(begin, min(begin + step, count))
+        for call in ring.calls(queries, keys, 1, part):
+            k = slice(call.keys.start + begin, call.keys.stop + begin)
+            live[1, call.queries, k] += pairs_of(
+                call.arguments, call.queries.stop - call.queries.start, k.stop - k.start
+            )
+    return (live[0] == live[1]).all()
+
+
 def computed(ring, rows=1):
     """How often each pair of each row is computed; and it is checked what is sent."""
     length = ring.shards.length
@@ -49,8 +66,11 @@ def computed(ring, rows=1):
         mine = ring.shards.tokens(queries)
         for keys in range(ring.shards.world):
             theirs = places_of_keys(ring, queries, keys)
-            calls = ring.calls(queries, keys, rows)
-            for call in calls:
+            whole = ring.calls(queries, keys, rows)
+            assert (
+                rows > 1 or whole == [] or pairs_are_those_of_parts(ring, queries, keys, whole, len(theirs))
+            )
+            for call in (block for of_round in whole for block in of_round.in_blocks(7)):
                 row_of_q, row_of_k = (np.repeat(np.arange(rows), len(x)) for x in (mine, theirs))
                 q, k = np.tile(mine, rows)[call.queries], np.tile(theirs, rows)[call.keys]
                 live = pairs_of(call.arguments, len(q), len(k))
