@@ -339,8 +339,8 @@ class _Merged:
 
 
 _ROWS = 512  # queries whose results are merged at once, and stay in the cache
-_QUERIES = 2048  # of a call forward, whose results take memory until they are merged
-_PARTS, _KEYS = 8, 1024  # backward, keys travel in so many parts of a shard, but in no smaller ones
+_QUERIES = 2048  # of a call forward, twice as many backward: results take memory until they are merged
+_PARTS, _KEYS = 16, 512  # backward, keys travel in so many parts of a shard, but in no smaller ones
 
 
 class _Sum:
@@ -397,7 +397,7 @@ def _backward(
     for step, tensors in _travel(task, _steps(task, most), own):
         keys = [task.in_row(x) for x in tensors]
         d_keys = [_Sum(x) for x in keys]
-        for call in task.calls(step, row.shape[1]):
+        for call in task.calls(step, row.shape[1] if step.source == task.rank else 2 * _QUERIES):
             queries = call.queries
             dout, out = (as_array(x[:, queries], "out") for x in of_row)
             lse, dlse = (None if x is None else as_array(x[:, :, queries], "lse") for x in stats)

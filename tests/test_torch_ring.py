@@ -59,3 +59,23 @@ def test_a_process_that_stops_is_an_error_in_the_others(tmp_path, scenario):
         assert (code, out) == (0, "error\n"), errors
     if scenario == "killed":
         assert last[0] == -9
+
+
+def test_the_example_has_the_losses_of_one_process():
+    """By ``torchrun``, with both layouts."""
+    example = Path(__file__).parent.parent / "examples" / "ring_train.py"
+    if not example.exists():
+        pytest.skip("the tests run without the examples")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    losses = []
+    for command in ([sys.executable, example], [*torchrun, example], [*torchrun, example, "--planned"]):
+        done = subprocess.run(
+            [*command, "--steps", "25"], capture_output=True, text=True, env=environment, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append([line.split()[3] for line in done.stdout.splitlines() if line.startswith("step")])
+    assert len(losses[0]) == 2
+    assert float(losses[0][1]) < float(losses[0][0]) - 1
+    for others in losses[1:]:
+        assert [float(x) for x in others] == pytest.approx([float(x) for x in losses[0]], abs=2e-3)
