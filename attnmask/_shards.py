@@ -174,7 +174,7 @@ def _others(part: Any, axis: int) -> tuple[Any, ...]:
     return part.dtype, *part.shape[:axis], None, *part.shape[axis + 1 :]
 
 
-_PIECES = 8  # a process has about so many, of documents that are longer
+_PIECES = 16  # a process has about so many of long documents
 _CELLS = 2**14  # live pairs are counted for so many ranges of queries, and divided evenly within
 
 
@@ -213,19 +213,22 @@ def plan_shards(mask: MaskInfo, world: int) -> ShardPlan:
     if queries != keys:
         raise ValueError(f"mask must have as many keys as queries, {queries}, got {keys}")
     count = integer(world, "world", 1)
-    documents = _documents(mask, queries)
-    pieces = np.maximum(1, -(-np.diff(documents) * _PIECES * count // max(queries, 1)))
-    which = np.repeat(np.arange(len(pieces)), pieces)
-    index = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.append(documents[which] + np.diff(documents)[which] * index // pieces[which], queries)
-
     cell = max(1, -(-queries // _CELLS))
     planes = ((b, h) for b in range(batch) for h in range(heads))
     live = sum((mask.grid(*plane, cell, max(keys, 1)).sum(axis=1) for plane in planes), np.zeros(1))
-    edges = np.minimum(np.arange(len(live) + 1) * cell, queries)
-    pairs = np.diff(np.interp(starts, edges, np.append(0, np.cumsum(live))))
+    edges, up_to = np.minimum(np.arange(len(live) + 1) * cell, queries), np.append(0, np.cumsum(live))
 
-    weights = np.stack([np.diff(starts) / max(queries, 1), pairs / max(pairs.sum(), 1)], axis=1)
+    def shares(starts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of all tokens and of all live pairs."""
+        pairs = np.diff(np.interp(starts, edges, up_to))
+        return np.stack([np.diff(starts) / max(queries, 1), pairs / max(up_to[-1], 1)], axis=1)
+
+    documents = _documents(mask, queries)
+    pieces = np.maximum(1, np.ceil(shares(documents).max(axis=1) * _PIECES * count)).astype(np.int64)
+    which = np.repeat(np.arange(len(pieces)), pieces)
+    index = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.append(documents[which] + np.diff(documents)[which] * index // pieces[which], queries)
+    weights = shares(starts)
     owners, loads = np.zeros(len(weights), np.int64), np.zeros((count, 2))
     for piece in np.argsort(
         -weights.max(axis=1), kind="stable"

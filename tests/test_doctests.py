@@ -105,6 +105,7 @@ def test_the_reference_has_everything_public():
         "torch": [
             "flash_attention",
             "flash_attention_with_kvcache",
+            "ring_attention",
             "mask_tensors",
             "MaskTensors",
             "install",
