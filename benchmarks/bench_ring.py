@@ -6,7 +6,7 @@ Simulated are 2 to 256 processes, for sequences of 131,072 and 1,048,576 tokens:
 - balance: the mean number of live pairs of a process, relative to the largest;
 - sent: what the busiest of the processes looked at sends, keys and values forward, and with their gradients;
 - hidden: the share of the time of messages forward during which the process computes, at 1, 10 and 100 Gb/s. Those of a
-  round travel while the round before is computed, at the rate that is measured here for one call of attention.
+  round travel while the last one that had any is computed, at the rate that is measured here for one call of attention.
 
 Real are processes of one thread each, over loopback, against one process of one thread: causal attention over 16,384
 tokens, forward alone and with backward. They need PyTorch.
@@ -34,7 +34,7 @@ LENGTHS = (131_072, 1_048_576)
 HEADS, KV_HEADS, DEPTH = 32, 8, 128
 SAMPLED = 8  # processes whose messages are looked at
 GIGABITS = (1, 10, 100)
-REAL = (16_384, 4, 64)  # tokens, heads, depth
+REAL = (16_384, 8, 64)  # tokens, heads, depth
 
 
 def documents(length: int, count: int) -> np.ndarray:
@@ -77,9 +77,10 @@ def simulated(ring: Ring, pairs_a_second: float) -> tuple[float, float, float, l
     sent, waits, messages = [], np.zeros(len(GIGABITS)), np.zeros(len(GIGABITS))
     token = 2 * KV_HEADS * DEPTH * 4  # bytes of a key and a value, float32
     for rank in sorted({world * i // SAMPLED for i in range(SAMPLED)}):
-        sources = [(rank - distance) % world for distance in range(world)]
-        work = [ring.live_pairs(rank, source) / pairs_a_second for source in sources]
-        received = np.array([tokens_sent(ring, rank, source) * token for source in sources[1:]])
+        sources = [(rank - distance) % world for distance in range(1, world)]
+        live = [source for source in sources if len(ring.sent(rank, source))]
+        work = [ring.live_pairs(rank, source) / pairs_a_second for source in (rank, *live)]
+        received = np.array([tokens_sent(ring, rank, source) * token for source in live])
         sent.append(sum(tokens_sent(ring, (rank + i) % world, rank) for i in range(1, world)) * token)
         for index, gigabits in enumerate(GIGABITS):
             travel = received / (gigabits * 1e9 / 8)
@@ -184,7 +185,7 @@ def real(quick: bool) -> None:
         if world > (os.cpu_count() or 1):
             print(f"| {world} | more than processors | | |")
             continue
-        forward, both, memory = measured(world, 1 if quick else 5)
+        forward, both, memory = measured(world, 1 if quick else 4)
         one = one if one is not None else (forward, both, memory)
         print(
             f"| {world} | {forward:.2f} s, {one[0] / forward:.2f}x | {both:.2f} s, {one[1] / both:.2f}x "
