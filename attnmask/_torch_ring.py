@@ -130,12 +130,19 @@ def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
     return [row[1] for row in rows]
 
 
-def _checked(tensors: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse what `attnmask.flash_attention` refuses, of the arguments that do not depend on the whole sequence."""
+def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse what `attnmask.flash_attention` refuses, of the arguments that do not depend on the whole sequence.
+    Afterwards `tensors` holds tensors, of the types that are computed with.
+    """
     for name in ("query", "key", "value"):
         operators.check_tensor(tensors[name], name)
         if tensors[name].ndim != 4:
             raise ValueError(f"{name} must be [B, T, H, D], got {describe(tensors[name])}")
+        if torch.is_autocast_enabled("cpu"):
+            tensors[name] = operators.autocast(tensors[name])
+    for name in ("softmax_aux", "relative_bias"):
+        if tensors[name] is not None and not isinstance(tensors[name], torch.Tensor):
+            tensors[name] = to_tensor(as_array(tensors[name], name).copy())
     query, key = tensors["query"], tensors["key"]
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key must have {query.shape[1]} tokens as query, got {describe(key)}")
@@ -156,12 +163,12 @@ def _checked(tensors: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             )
 
 
-def _task(tensors: Mapping[str, Any], given: Mapping[str, Any], group: Any) -> _Task:
+def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Task:
     """The call with these arguments, once all processes know each other's."""
-    query = tensors["query"]
     world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     try:
-        _checked(tensors, given)
+        _check(tensors, given)
+        query = tensors["query"]
         shapes = [*query.shape[0:1], *query.shape[2:], *tensors["value"].shape[2:]]
         numbers = [query.shape[1], *shapes, _TYPES[query.dtype], _digest(given)]
     except BaseException:
@@ -510,7 +517,6 @@ def _sinks(softmax_aux: Any, query: torch.Tensor) -> "torch.Tensor | None":
     return None if sinks is None else torch.from_numpy(sinks).to(wide.dtype)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -584,19 +590,39 @@ def ring_attention(
     [0.0, 0.5, 1.0]
     >>> torch.distributed.destroy_process_group()
     """
-    with_lse = flag(return_lse, "return_lse")
+    tensors = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "softmax_aux": softmax_aux,
+        "relative_bias": relative_bias,
+    }
+    given = {  # locals() would have more under a compiler
+        "layout": layout,
+        "cu_seqlens": cu_seqlens,
+        "attention_mask": attention_mask,
+        "softmax_scale": softmax_scale,
+        "dropout_prob": dropout_prob,
+        "causal": causal,
+        "dropout_seed": dropout_seed,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "q_segment_ids": q_segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "alibi_slopes": alibi_slopes,
+        "relative_low": relative_low,
+    }
+    if torch.compiler.is_dynamo_compiling():  # messages do not go into a graph
+        results = torch.compiler.disable(_attend)(tensors, given, group)  # type: ignore[no-untyped-call, unused-ignore]
+    else:
+        results = _attend(tensors, given, group)
+    return results if flag(return_lse, "return_lse") else results[0]
+
+
+def _attend(tensors: dict[str, Any], given: dict[str, Any], group: Any) -> Any:
     if isinstance(group, torch.distributed.DeviceMesh):
         group = group.get_group()
     if torch.distributed.get_rank(group) < 0:
         raise ValueError("group must be one that this process is in")
-    given = dict(locals())
-    tensors = {name: given.pop(name) for name in ("query", "key", "value", "softmax_aux", "relative_bias")}
-    del given["group"], given["with_lse"], given["return_lse"]
-    for name in ("softmax_aux", "relative_bias"):
-        if tensors[name] is not None and not isinstance(tensors[name], torch.Tensor):
-            tensors[name] = to_tensor(as_array(tensors[name], name).copy())
-    if torch.is_autocast_enabled("cpu"):
-        tensors |= {name: operators.autocast(tensors[name]) for name in ("query", "key", "value")}
     task = _task(tensors, given, group)
-    out, lse = _RingAttention.apply(*tensors.values(), task)
-    return (out, lse) if with_lse else out
+    return _RingAttention.apply(*tensors.values(), task)

@@ -163,6 +163,7 @@ def same():
         150, "contiguous", cu_seqlens=np.array([0, 75, 150]), causal=True
     )  # with two processes nothing is sent
     garbage()
+    compiled()
     groups()
 
 
@@ -176,6 +177,16 @@ def garbage():
     out[shard_sequence(torch.tensor(ids), WORLD, RANK) == 0].sum().backward()
     assert torch.isfinite(out).all()
     assert torch.isfinite(mine.grad).all()
+
+
+def compiled():
+    """A call ends the graph, and has the same result."""
+
+    def attend(x):
+        return 2 * attnmask.torch.ring_attention(x, x, x, causal=True)
+
+    x = shard_sequence(torch.linspace(-1, 1, 60 * 2 * 8).reshape(1, 60, 2, 8), WORLD, RANK)
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(x), attend(x))
 
 
 def groups():
