@@ -34,7 +34,7 @@ LENGTHS = (131_072, 1_048_576)
 HEADS, KV_HEADS, DEPTH = 32, 8, 128
 SAMPLED = 8  # processes whose messages are looked at
 GIGABITS = (1, 10, 100)
-REAL = (16_384, 8, 64)  # tokens, heads, depth
+REAL = (16_384, 4, 64)  # tokens, heads, depth
 
 
 def documents(length: int, count: int) -> np.ndarray:
