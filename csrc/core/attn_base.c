@@ -20,6 +20,21 @@ uint32_t am_threshold_of(double probability)
     return scaled >= 0x1p32 ? UINT32_MAX : scaled < 1 && probability > 0 ? 1 : (uint32_t)scaled;
 }
 
+/* Whether logits can be in units of ln 2: not if what is added to products might then be too large. */
+static bool is_small(const am_attn *f)
+{
+    const am_relative *x = &f->relative;
+    if (f->bias || f->cap > 0 || x->table) return false;
+    const ptrdiff_t rows = x->q_starts ? x->sequences : f->batch;
+    for (ptrdiff_t i = 0; x->slopes && i < rows; i++) {
+        const double farthest = (double)(f->queries + f->keys) + fabs((double)x->offsets[i * x->offset_step]);
+        for (ptrdiff_t h = 0; h < f->heads; h++) {
+            if (!(fabs(x->slopes[i * x->slope_step + h]) * farthest < 1e30)) return false;
+        }
+    }
+    return true;
+}
+
 am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
 {
     const am_kernels *k = run->kernels;
@@ -35,7 +50,7 @@ am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
         .size = wide ? 8 : 4,
         .bf16x2 = bf16x2,
         .group = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
-        .unit = am_adds_to_products(attn) || attn->cap > 0 ? AM_LOG2_E : 1,
+        .unit = is_small(attn) ? 1 : AM_LOG2_E,
         .by_head = am_mask_is_by_head(attn->mask),
         .threshold = attn->dropout > 0 ? am_threshold_of(attn->dropout) : 0,
     };

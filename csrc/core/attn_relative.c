@@ -49,22 +49,28 @@ static void add_table(const am_relative *x, const double *table, ptrdiff_t dista
     for (ptrdiff_t i = end; i < count; i++) terms[i] += *last;
 }
 
-/* Fills in the terms of `count` distances; returns whether any is -INFINITY. */
+/* Fills in the terms of `count` distances, in the unit of logits; returns whether any is -INFINITY. */
 static bool fill_window(const am_attn_base *base, const row_run *run, ptrdiff_t distance, ptrdiff_t count,
                         void *window)
 {
     const am_relative *x = &base->attn->relative;
-    const double first = (double)distance;
+    const double first = (double)distance, slope = run->slope * (AM_LOG2_E / base->unit);
     double terms[WINDOW];
-    for (int i = 0; i < count; i++) terms[i] = -run->slope * fabs(first + i);
+    float *narrow = window;
+    for (int i = 0; i < count; i++) terms[i] = -slope * fabs(first + i);
     if (x->table) add_table(x, x->table + run->head * x->length, distance, count, terms);
     if (base->type == AM_FLOAT64)
         memcpy(window, terms, (size_t)count * sizeof *terms);
     else
-        for (int i = 0; i < count; i++) ((float *)window)[i] = (float)terms[i];
-    double least = 0;
-    for (int i = 0; i < count; i++) least = terms[i] < least ? terms[i] : least;
-    return (base->type == AM_FLOAT64 ? least : (double)(float)least) == -INFINITY;
+        for (int i = 0; i < count; i++) narrow[i] = (float)terms[i];
+    if (!x->table)
+        return am_number(base, window, 0) == -INFINITY || am_number(base, window, count - 1) == -INFINITY;
+    int any = 0;
+    if (base->type == AM_FLOAT64)
+        for (int i = 0; i < count; i++) any |= terms[i] == -INFINITY;
+    else
+        for (int i = 0; i < count; i++) any |= narrow[i] == -INFINITY;
+    return any;
 }
 
 bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k,

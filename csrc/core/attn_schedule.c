@@ -45,7 +45,7 @@ static bool can_transpose(const am_schedule *s, const am_attn_base *base, const 
 {
     const am_attn *f = base->attn;
     if (h->head_blocks > 1 || f->depth == 0 || tiles <= FEW_TILES || h->rows <= FEW_ROWS_16) return false;
-    if (base->threshold || base->unit != 1 || !am_is_floating(f->k.type)) return false;
+    if (base->threshold || f->cap > 0 || am_adds_to_products(f) || !am_is_floating(f->k.type)) return false;
     if (base->bf16x2 && (s->factor <= 0 || base->kernels->amx)) return false;
     const ptrdiff_t panel = base->kernels->panel;
     const bool one_vector = f->k.type == base->type && h->rows <= panel / 2;

@@ -124,47 +124,60 @@ static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile
     return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->kept && !tile->bias;
 }
 
-/* Turns some products of such a tile into logits, and splits off their whole numbers. The call for column
- * `begin` first rescales the row if needed. `unit`: NULL for 1, and if `row_max` is not needed. */
-static inline __attribute__((always_inline)) void
-STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row, const uint64_t *live, const V *unit,
-                  ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int count, V *x, V *whole)
+/* Turns some products of such a tile, or of one with a bias, into logits, and splits off their whole numbers.
+ * The call for column `begin` first rescales the row if needed. `bias`: of this row, or NULL. `unit`: NULL
+ * for 1, and if `row_max` is not needed. */
+static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
+                                                                    const uint64_t *live, const T *bias,
+                                                                    const V *unit, ptrdiff_t begin,
+                                                                    ptrdiff_t end, ptrdiff_t column,
+                                                                    const int count, V *x, V *whole)
 {
-    const T *logits = (const T *)block->logits + row * AM_FLASH_TILE,
-            *ref_max = (const T *)block->ref_max + row;
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    const T *ref_max = (const T *)block->ref_max + row;
     const V factor = VOP(set1)((T)block->factor);
+    const bool all = end - begin == count * LANES; /* of the row's vectors, which need no memory */
     if (column == begin) {
         V most = VOP(set1)(-(T)INFINITY);
         UNROLL(16)
         for (ptrdiff_t i = begin; i < end; i += LANES) {
             V s = VOP(load)(logits + i);
+            if (bias) {
+                s = VOP(add)(WIDTH > 1 ? VOP(mul)(factor, s) : s, VOP(load)(bias + i));
+                if (all)
+                    x[(i - begin) / LANES] = s;
+                else
+                    VOP(store)(logits + i, s);
+            }
             if (live) s = VOP(select)(live[row] >> i, s, VOP(set1)(-(T)INFINITY));
             most = VOP(max)(s, most);
         }
-        if (WIDTH > 1) most = VOP(mul)(factor, most);
+        if (WIDTH > 1 && !bias) most = VOP(mul)(factor, most);
         if (unit) STEP(update_row_max)(block, row, most);
         if (STEP(exceeds_ref_max)(most, ref_max)) STEP(rescale)(block, row, VOP(highest)(most));
     }
     const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
     UNROLL(16)
     for (int j = 0; j < count; j++) {
-        x[j] = VOP(load)(logits + column + j * LANES);
-        x[j] = WIDTH > 1 ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
+        if (!bias || !all) x[j] = VOP(load)(logits + column + j * LANES);
+        x[j] = WIDTH > 1 && !bias ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
         if (unit) x[j] = VOP(mul)(x[j], *unit);
     }
     FN(exp2_begin)(x, whole, count);
 }
 
 /* `softmax_rows` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL
- * if all pairs are so. The next vectors are begun before the powers of these are taken, whose steps wait for
- * one another. */
+ * if all pairs are so; `bias`: NULL if there is none. The next vectors are begun before the powers of these
+ * are taken, whose steps wait for one another. */
 static inline __attribute__((always_inline)) void
-STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const V *unit,
-                    ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, const int count)
+STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const T *bias,
+                    ptrdiff_t bias_step, const V *unit, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin,
+                    ptrdiff_t end, const int count)
 {
+#define BIAS_OF(row) (bias ? bias + (row) * bias_step : NULL)
     const ptrdiff_t last = row + rows, some = count * LANES;
     V next[FN(IN_FLIGHT)], next_whole[FN(IN_FLIGHT)];
-    STEP(begin_plain)(block, row, live, unit, begin, end, begin, count, next, next_whole);
+    STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, begin, count, next, next_whole);
     while (row < last) {
         const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
         V lanes[LANES];
@@ -177,9 +190,11 @@ STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint
                 UNROLL(16)
                 for (int j = 0; j < count; j++) p[j] = next[j], whole[j] = next_whole[j];
                 if (i + some < end)
-                    STEP(begin_plain)(block, row, live, unit, begin, end, i + some, count, next, next_whole);
+                    STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, i + some, count, next,
+                                      next_whole);
                 else if (row + 1 < last)
-                    STEP(begin_plain)(block, row + 1, live, unit, begin, end, begin, count, next, next_whole);
+                    STEP(begin_plain)(block, row + 1, live, BIAS_OF(row + 1), unit, begin, end, begin, count,
+                                      next, next_whole);
                 FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
                 UNROLL(16)
                 for (int j = 0; j < count; j++) {
@@ -193,21 +208,30 @@ STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint
         }
         STEP(add_lanes)((T *)block->sum + first, lanes, row - first);
     }
+#undef BIAS_OF
 }
 
-/* The same for whole tiles that are not plain: the logit terms are applied first. */
+/* The same for whole tiles that are not plain: terms other than a bias are applied first. */
 APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     const V unit = VOP(set1)((T)block->unit);
+    const ptrdiff_t rows = block->rows, step = tile->bias_step;
     am_flash_rows with_terms = *block;
-    if (tile->bias || block->cap > 0 || block->factor <= 0) {
+    const T *bias = tile->bias;
+    if (block->cap > 0 || block->factor <= 0) {
         T *logits = block->logits;
-        for (ptrdiff_t r = 0; r < block->rows; r++)
+        for (ptrdiff_t r = 0; r < rows; r++)
             FN(apply_logit_terms)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
-        with_terms.factor = 1;
+        with_terms.factor = 1, bias = NULL;
     }
-    STEP(softmax_plain)(&with_terms, tile->live, tile->kept, &unit, 0, block->rows, 0, AM_FLASH_TILE,
-                        FN(IN_FLIGHT));
+    if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
+        STEP(softmax_plain)(block, NULL, NULL, bias, step, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+    else if (bias)
+        STEP(softmax_plain)(block, tile->live, tile->kept, bias, step, &unit, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
+    else
+        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, NULL, 0, &unit, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
 }
 
 /* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
@@ -219,9 +243,9 @@ static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile 
     if (!STEP(is_plain)(block, tile))
         STEP(softmax_with_terms)(block, tile);
     else if (tile->live)
-        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     else
-        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     return true;
 }
 
@@ -233,7 +257,8 @@ APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block
 {
 #define VECTORS(n)                                                                                           \
     case n:                                                                                                  \
-        STEP(softmax_plain)(block, live, NULL, NULL, s->row, s->rows, begin, begin + (n) * LANES, n);        \
+        STEP(softmax_plain)(block, live, NULL, NULL, 0, NULL, s->row, s->rows, begin, begin + (n) * LANES,   \
+                            n);                                                                              \
         break;
     switch ((end - begin) / LANES) {
         VECTORS(1)
