@@ -59,7 +59,9 @@ static am_strategy choose_strategy(const am_schedule *s, const am_attn_base *bas
 {
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
     if (can_transpose(s, base, h, tiles)) return AM_TRANSPOSED;
-    if (h->rows <= (base->attn->k.type == base->type ? FEW_ROWS : FEW_ROWS_16)) return AM_UNPACKED;
+    const bool can_widen = base->attn->k.type != AM_FLOAT8 || base->attn->depth <= AM_MOST_WIDENED;
+    if (can_widen && h->rows <= (base->attn->k.type == base->type ? FEW_ROWS : FEW_ROWS_16))
+        return AM_UNPACKED;
     return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
 }
 

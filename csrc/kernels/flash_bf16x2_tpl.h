@@ -185,8 +185,10 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 }
 
 #define S float
-#define LOAD vf_load
-#define LOAD_PART vf_load_part
+#define W S
+#define UNIT 1
+#define LOAD_WIDE vf_load
+#define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2

@@ -1,5 +1,15 @@
 /* flash_kv_format_tpl.h – the kernels for keys and values whose elements in memory are S. LOAD and LOAD_PART
- * load lanes of them. Keys and values are packed for many rows, and read unpacked for few. */
+ * load lanes of them. Keys and values are packed for many rows, and read unpacked for few. Rows of some types
+ * are widened before they are read unpacked: then WIDEN writes the numbers of some rows as W, each 1 / UNIT
+ * of what it is, and functions named by WIDE read them. */
+
+#ifndef WIDEN
+#    define W S
+#    define WIDE(name) FROM(name)
+#    define LOAD_WIDE LOAD
+#    define LOAD_PART_WIDE LOAD_PART
+#    define UNIT 1
+#endif
 
 /* Loads a square of lanes and transposes it; missing rows and columns are zero. */
 static inline __attribute__((always_inline)) void
@@ -112,22 +122,33 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     };
     prefetch_lines none = prefetch_nothing(tile->k);
     T *logits = (T *)block->logits + begin, panel[AM_FLASH_TILE * FN(PANEL)];
+#ifdef WIDEN
+    W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
+#endif
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
-        const S *v = values + begin * tile->v_step + column;
+        const S *rows_of_v = values + begin * tile->v_step + column;
+        const ptrdiff_t columns = tile->value_depth - column;
         T *out = (T *)block->out + column;
-        const bool wide =
-            block->rows <= STRIP / 2 && !tile->live && column + 2 * FN(PANEL) <= tile->value_depth;
+        const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
+#ifdef WIDEN
+        const ptrdiff_t v_step = 2 * FN(PANEL);
+        const W *v = widened + column % v_step;
+        if (column % v_step == 0)
+            WIDEN(widened, v_step, rows_of_v, tile->v_step, keys, columns < v_step ? columns : v_step);
+#else
+        const W *v = rows_of_v;
+        const ptrdiff_t v_step = tile->v_step;
+#endif
         if (wide) {
-            FROM(accumulate_wide)(block->rows, keys, logits, v, tile->v_step, out, block->out_depth,
-                                  WIDE_LINES, prefetch);
+            WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_depth, WIDE_LINES,
+                                  prefetch);
             continue;
         }
-        bool packed = tile->live || column + width > tile->value_depth;
+        bool packed = tile->live || width > columns;
         if (packed) {
-            V nothing =
-                FROM(pack_panel)(panel, v, tile->v_step, keys, tile->value_depth - column, VOP(set1)(0));
+            V nothing = WIDE(pack_panel)(panel, v, v_step, keys, columns, VOP(set1)(0));
             if (tile->live && VOP(total)(nothing) != 0) {
                 uint64_t live[AM_FLASH_ROWS];
                 for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
@@ -145,9 +166,9 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             if (packed)
                 FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
             else if (width == FN(PANEL))
-                FROM(accumulate)(rows, 2, keys, p, v, tile->v_step, to, block->out_depth, LINES, lines, true);
+                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_depth, LINES, lines, true);
             else
-                FROM(accumulate)(rows, 1, keys, p, v, tile->v_step, to, block->out_depth, 1, lines, true);
+                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_depth, 1, lines, true);
             r += rows;
         }
     }

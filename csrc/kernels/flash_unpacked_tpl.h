@@ -5,13 +5,13 @@
 /* Logits of up to four rows, and of so many keys that their sums fit the registers and do not wait for each
  * other; keys behind the last are read as the last. It prefetches as many lines as it reads of keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                ptrdiff_t depth, const T *q, const S *k,
+                                                                ptrdiff_t depth, const T *q, const W *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
                                                                 prefetch_lines *prefetch)
 {
     prefetch_lines current = *prefetch;
     V sums[DOT_SUMS + LANES], x[DOT_SUMS];
-    const S *key[DOT_SUMS];
+    const W *key[DOT_SUMS];
     UNROLL(32)
     for (ptrdiff_t j = 0; j < keys; j++) key[j] = k + (j < last ? j : last) * step;
     UNROLL(64)
@@ -19,7 +19,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     ptrdiff_t i = 0;
     for (; i + LANES <= depth; i += LANES) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD(key[j] + i);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(key[j] + i);
         if (i * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
@@ -30,7 +30,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     }
     if (i < depth) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(key[j] + i, depth - i);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(key[j] + i, depth - i);
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load_part)(q + r * depth + i, depth - i);
@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
             keys -= taken, k += taken * step, logits += taken;                                               \
         }                                                                                                    \
         break;
-static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const S *k,
+static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
                        ptrdiff_t step, T *logits, prefetch_lines *prefetch)
 {
     switch (rows) {
@@ -86,9 +86,24 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     const T *q = block->q;
     T *logits = (T *)block->logits + begin;
     k += begin * tile->k_step;
-    for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-        FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, end - begin, block->depth, q + r * block->depth,
-                   k, tile->k_step, logits + r * AM_FLASH_TILE, r == 0 ? prefetch : &none);
+#ifdef WIDEN
+    W widened[SOME_KEYS * AM_MOST_WIDENED];
+    const ptrdiff_t some = SOME_KEYS, k_step = whole_f8(block->depth);
+#else
+    const ptrdiff_t some = end - begin, k_step = tile->k_step;
+#endif
+    for (ptrdiff_t keys; begin < end; begin += keys, k += keys * tile->k_step, logits += keys) {
+        keys = end - begin < some ? end - begin : some;
+#ifdef WIDEN
+        const W *from = widened;
+        WIDEN(widened, k_step, k, tile->k_step, keys, block->depth);
+#else
+        const W *from = k;
+#endif
+        for (ptrdiff_t r = 0; r < block->rows; r += 4) {
+            FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, keys, block->depth, q + r * block->depth,
+                       from, k_step, logits + r * AM_FLASH_TILE, r == 0 ? prefetch : &none);
+        }
     }
 }
 
@@ -102,14 +117,17 @@ static void FROM(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
     STEP(softmax_rows)(block, tile, 0, block->rows, begin, end);
 }
 
-/* Multiplies products, or P, by the scales of their keys or values. P of a dead pair is 0, and stays so
- * whatever is its scale. */
-static void FROM(scale_columns)(const am_flash_rows *block, const T *scales, bool keep_zeros)
+/* Multiplies products, or P, by UNIT and the scales of their keys or values. P of a dead pair is 0, and stays
+ * so whatever is its scale. */
+static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_flash_rows *block,
+                                                                      const T *scales, const bool keep_zeros)
 {
     T *row = block->logits;
+    if (UNIT == 1 && !scales) return;
     for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-            const V x = VOP(load)(row + i), zero = VOP(set1)(0), y = VOP(mul)(x, VOP(load)(scales + i));
+            const V unit = VOP(set1)(UNIT), scale = scales ? VOP(mul)(unit, VOP(load)(scales + i)) : unit,
+                    x = VOP(load)(row + i), zero = VOP(set1)(0), y = VOP(mul)(x, scale);
             VOP(store)(row + i, keep_zeros ? VOP(pick_equal)(x, zero, zero, y) : y);
         }
     }
@@ -172,9 +190,9 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
         }
     }
     for (ptrdiff_t h = 0; h < heads; h++) {
-        if (tiles[h].k_scales) FROM(scale_columns)(&blocks[h], tiles[h].k_scales, false);
+        FROM(scale_columns)(&blocks[h], tiles[h].k_scales, false);
         FROM(find_p)(&blocks[h], &tiles[h]);
-        if (tiles[h].v_scales) FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
+        FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
     }
     prefetch = FROM(lines_of_next_keys)(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
@@ -190,6 +208,12 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
 }
 
 #undef S
+#undef W
+#undef WIDE
+#undef WIDEN
+#undef UNIT
+#undef LOAD_WIDE
+#undef LOAD_PART_WIDE
 #undef LOAD
 #undef LOAD_PART
 #undef FMA

@@ -159,6 +159,7 @@ enum {
     /* Unpacked keys and values are prefetched this number of rows early, and a second time in order:
      * prefetching only once would be 0.8 times as fast. */
     EARLY_KEYS = 8,
+    SOME_KEYS = 8,                             /* unpacked keys that are widened at once */
     DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* sums of products of a row and unpacked keys: as many as fit
                                                   the registers, or fill whole vectors */
 };

@@ -198,7 +198,9 @@ typedef struct {
 } am_flash_tile;
 typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile);
 
-/* For few rows, and unpacked keys and values: of several heads, which may lie side by side. */
+/* For few rows, and unpacked keys and values: of several heads, which may lie side by side. Keys of float8
+ * have at most AM_MOST_WIDENED numbers. */
+enum { AM_MOST_WIDENED = 1024 };
 typedef void am_flash_step_unpacked(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
 
 /* Adds the accumulators of the same rows over other keys to those of `whole`. */

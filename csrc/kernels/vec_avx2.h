@@ -156,6 +156,25 @@ static inline vf vf_load_f8(const uint8_t *p)
     half = _mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00)));
     return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(0x1p8f));
 }
+/* Turns so many float8 at once into float16 of 2^-8 their value, subnormal ones too. For NaN it writes 1.875,
+ * and sets a byte of `most` to 255. */
+#define V_F8 32
+typedef __m256i v_bytes;
+static inline void v_f8_to_f16(uint16_t *to, const uint8_t *from, v_bytes *most)
+{
+    *most = _mm256_max_epu8(
+        *most, _mm256_or_si256(_mm256_loadu_si256((const __m256i *)from), _mm256_set1_epi8(-128)));
+    for (int i = 0; i < V_F8; i += 16) {
+        __m256i half =
+            _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(from + i))), 7);
+        half = _mm256_and_si256(half, _mm256_set1_epi16((int16_t)0xbf80));
+        _mm256_storeu_si256((__m256i *)(to + i), half);
+    }
+}
+static inline bool v_any_255(v_bytes most)
+{
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8(-1))) != 0;
+}
 
 /* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
  * of x if bit i is set, else that of y. */

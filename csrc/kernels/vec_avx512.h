@@ -165,6 +165,20 @@ static inline vf vf_load_f8(const uint8_t *p)
     half = _mm256_mask_blend_epi16(is_finite, _mm256_set1_epi16(0x7e00), half);
     return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(0x1p8f));
 }
+/* Turns so many float8 at once into float16 of 2^-8 their value, subnormal ones too. For NaN it writes 1.875,
+ * and sets a byte of `most` to 255. */
+#define V_F8 64
+typedef __m512i v_bytes;
+static inline void v_f8_to_f16(uint16_t *to, const uint8_t *from, v_bytes *most)
+{
+    *most = _mm512_max_epu8(*most, _mm512_or_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128)));
+    for (int i = 0; i < V_F8; i += 32) {
+        __m512i half =
+            _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from + i))), 7);
+        _mm512_storeu_si512(to + i, _mm512_and_si512(half, _mm512_set1_epi16((int16_t)0xbf80)));
+    }
+}
+static inline bool v_any_255(v_bytes most) { return _mm512_cmpeq_epi8_mask(most, _mm512_set1_epi8(-1)) != 0; }
 
 /* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
  * of x if bit i is set, else that of y. */
