@@ -112,6 +112,18 @@ def test_same_bits_contiguous_and_paged(isa, dtype, queries):
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("depth", [1024, 1025, 2100])  # rows of float8 are read unpacked up to some depth
+def test_long_keys(isa, dtype, depth):
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((1, 1, H, depth), np.float32)
+    caches = [(rng.standard_normal((1, 70, HKV, depth), np.float32) * 9).astype(dtype) for _ in range(2)]
+    out = attnmask.flash_attention_with_kvcache(query, *caches, softmax_scale=0.002)
+    wide = [cache.astype(np.float32) for cache in caches]
+    expected = attnmask.flash_attention_with_kvcache(query, *wide, softmax_scale=0.002)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("side", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("queries", [1, 20, 70])
 def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, dtype, side, queries):
