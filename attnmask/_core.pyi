@@ -123,6 +123,28 @@ def flash_kvcache(
     out: NDArray[Any] | None,
     /,
 ) -> Any: ...
+def check_kvcache(
+    query: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    key: ArrayLike | None,
+    value: ArrayLike | None,
+    cache_seqlens: ArrayLike | None,
+    block_table: ArrayLike | None,
+    cu_seqlens_q: ArrayLike | None,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
+    softmax_scale: float | None,
+    causal: bool,
+    sliding_window: Any,
+    logits_soft_cap: float | None,
+    softmax_aux: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    attention_mask: Any,
+    return_lse: bool,
+    out: NDArray[Any] | None,
+    /,
+) -> None: ...
 def flash_forward(
     query: ArrayLike,
     key: ArrayLike,
@@ -220,4 +242,4 @@ def segment_lens(ids: NDArray[Any], /) -> NDArray[Any]: ...
 def segment_ids_to_token_mask(ids: NDArray[Any], dtype: DTypeLike, /) -> NDArray[Any]: ...
 def set_num_threads(n: int, /) -> None: ...
 def use_isa(name: str, /) -> str: ...
-def xla_handlers() -> tuple[Any, Any]: ...
+def xla_handlers() -> tuple[Any, Any, Any]: ...

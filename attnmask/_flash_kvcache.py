@@ -198,10 +198,10 @@ def mask_program(
 ) -> Program:
     """The mask of some of the queries. It may have more keys than there are."""
     mask = attention_mask if (begin, end) == (0, queries) else _of_queries(attention_mask, begin, end)
-    return mask_nodes(_cut(mask, keys), (batch, heads, end - begin, keys))
+    return mask_nodes(cut(mask, keys), (batch, heads, end - begin, keys))
 
 
-def _cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
+def cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
     """The mask of the first keys, of which it may have more."""
     if isinstance(mask, MaskInfo):
         return mask[..., :keys] if mask.kv_len is not None and mask.kv_len > keys else mask

@@ -9,13 +9,28 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._arguments import is_number
+from attnmask._arguments import is_floating, is_number
 from attnmask._flash_arguments import ARRAYS, LEARNED, Problem, distances, read_problem
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Leaf, Program
 from attnmask._mask_terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
 
-__all__ = ["LEARNED", "TRACED", "Spec", "Wide", "check", "is_traced", "specify"]
+__all__ = [
+    "LEARNED",
+    "TRACED",
+    "Arrays",
+    "Spec",
+    "Wide",
+    "check",
+    "is_traced",
+    "like",
+    "mask_like",
+    "mask_terms",
+    "sinks_of",
+    "slopes_of",
+    "specify",
+    "starts_like",
+]
 
 TRACED = (*ARRAYS, "dropout_seed")  # arguments that may be traced
 
@@ -70,31 +85,31 @@ def check(given: Mapping[str, Any]) -> tuple[Problem, bool]:
         if not is_traced(value):
             continue
         if isinstance(value, MaskInfo):
-            known[name] = _mask_like(value)
+            known[name] = mask_like(value)
         elif name in ("cum_seqlens_q", "cum_seqlens_k"):
-            known[name] = _starts_like(value, tokens["query" if name == "cum_seqlens_q" else "key"])
+            known[name] = starts_like(value, tokens["query" if name == "cum_seqlens_q" else "key"])
         elif name == "dropout_seed":
             known[name] = np.zeros(value.shape, value.dtype)[()]
         else:
-            known[name] = _like(value)
+            known[name] = like(value)
     return read_problem(known)
 
 
-def _like(value: Any) -> NDArray[Any]:
+def like(value: Any) -> NDArray[Any]:
     """An array of this type and shape that needs no memory."""
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
-def _starts_like(value: Any, tokens: int) -> NDArray[Any]:
+def starts_like(value: Any, tokens: int) -> NDArray[Any]:
     """Starts of as many sequences, all of whose tokens the last one has."""
     if value.dtype.kind not in "iu":
-        return _like(value)
+        return like(value)
     starts = np.zeros(value.shape, np.int64)
     starts[..., -1:] = tokens
     return starts
 
 
-def _mask_like(info: MaskInfo) -> MaskInfo:
+def mask_like(info: MaskInfo) -> MaskInfo:
     aux, leaves = _tree(info)
     *_, queries, keys, _, _, program = aux
     known = [
@@ -104,7 +119,7 @@ def _mask_like(info: MaskInfo) -> MaskInfo:
     for node in program:
         for field, operand in operands(node):
             if isinstance(operand, Leaf) and field in (QUERY_STARTS, KEY_STARTS):
-                known[operand.place] = _starts_like(
+                known[operand.place] = starts_like(
                     leaves[operand.place], queries if field is QUERY_STARTS else keys
                 )
     return MaskInfo.tree_unflatten(aux, tuple(known))
@@ -113,8 +128,8 @@ def _mask_like(info: MaskInfo) -> MaskInfo:
 # What is static, and the arrays
 
 
-class _Arrays:
-    """Those that a call takes beside the ones that are learned, each once."""
+class Arrays:
+    """Those that a call takes beside its first arguments, each once."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []  # kept, so that an id is its own
@@ -143,7 +158,7 @@ def _pairs(value: Any) -> Any:
 
 def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]]:
     """The arguments `given`, of which `check` has made `problem`."""
-    arrays = _Arrays()
+    arrays = Arrays()
     program = tuple(_nodes(given, problem))
     nodes = tuple(
         node if isinstance(node, str) else (node[0], *map(arrays.place, node[1:])) for node in program
@@ -165,14 +180,26 @@ def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]
     return spec, arrays.taken
 
 
+def sinks_of(softmax_aux: Any) -> Any:
+    """As the core takes them: one row that all heads share has one axis."""
+    wide = is_floating(softmax_aux.dtype) and softmax_aux.dtype.itemsize >= 4
+    sinks = softmax_aux if wide else softmax_aux.astype(np.float32)
+    return sinks[0] if sinks.ndim == 2 and sinks.shape[0] == 1 else sinks
+
+
+def slopes_of(alibi_slopes: Any, heads: int) -> Any:
+    """Traced ones as the core takes them."""
+    wide = alibi_slopes.dtype == np.float64
+    return alibi_slopes.reshape(-1, heads).astype(np.float64 if wide else np.float32)
+
+
 def _relative(given: Mapping[str, Any], problem: Problem, program: Program) -> tuple[Any, ...] | None:
     if problem.relative is None:
         return None
     slopes, _, offsets, starts, low = problem.relative
     given_slopes, offset = given["alibi_slopes"], given["causal_offset"]
     if is_traced(given_slopes):
-        wide = given_slopes.dtype == np.float64
-        slopes = given_slopes.reshape(-1, problem.query.shape[2]).astype(np.float64 if wide else np.float32)
+        slopes = slopes_of(given_slopes, problem.query.shape[2])
     if starts is None:
         return None, jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, slopes, low
     sequences: Any = [node for node in program if node[0] == "sequences"][-1]
@@ -188,10 +215,8 @@ def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
     for node in problem.nodes:
         if isinstance(node, str):
             yield node
-        elif not isinstance(node, tuple):
-            yield from _mask_nodes(mask)
-        elif node[0] == "dense":
-            yield ("dense", _dense(mask if isinstance(mask, jax.Array) else node[1]), 0, 0)
+        elif not isinstance(node, tuple) or node[0] == "dense":
+            yield from mask_terms(mask, node)
         elif node[0] == "equal":
             yield _equal(given, node)
         elif node[0] == "band":
@@ -203,7 +228,15 @@ def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
             yield node
 
 
-def _mask_nodes(info: MaskInfo) -> Iterator[Node]:
+def mask_terms(mask: Any, node: Node) -> Iterator[Node]:
+    """The terms of `attention_mask`, which came to `node` in a program."""
+    if isinstance(mask, MaskInfo):
+        yield from _terms_of(mask)
+    else:
+        yield ("dense", _dense(mask if isinstance(mask, jax.Array) else node[1]), 0, 0)
+
+
+def _terms_of(info: MaskInfo) -> Iterator[Node]:
     aux, leaves = _tree(info) if is_traced(info) else ((info._state.program,), ())
     for node in aux[-1]:
         if isinstance(node, str):

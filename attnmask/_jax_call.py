@@ -3,7 +3,7 @@
 import struct
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax  # type: ignore[import-not-found, unused-ignore]
@@ -11,11 +11,26 @@ import numpy as np
 
 from attnmask import _core
 from attnmask._jax_arguments import LEARNED, Spec, Wide
-from attnmask._mask_program import Leaf
+from attnmask._mask_program import Leaf, Program
 
-__all__ = ["TARGETS", "alike", "backward", "forward", "registered", "struct_like"]
+__all__ = [
+    "TARGETS",
+    "alike",
+    "backward",
+    "call_handler",
+    "first_words",
+    "forward",
+    "mask_words",
+    "operand_words",
+    "registered",
+    "struct_like",
+]
 
-TARGETS = ("attnmask_flash_forward", "attnmask_flash_backward")  # names of the handlers
+TARGETS = (  # names of the handlers
+    "attnmask_flash_forward",
+    "attnmask_flash_backward",
+    "attnmask_flash_kvcache",
+)
 _VERSION = 1  # of the words
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
 _TABLE, _GRAD_TABLE, _RELATIVE, _PACKED = (1 << i for i in range(6, 10))
@@ -48,7 +63,7 @@ def registered() -> bool:
         return _accepted
 
 
-def _operand(value: Any) -> tuple[int, int]:
+def operand_words(value: Any) -> tuple[int, int]:
     if value is None:
         return _NOTHING, 0
     if isinstance(value, (Leaf, Wide)):
@@ -56,20 +71,29 @@ def _operand(value: Any) -> tuple[int, int]:
     return _INTEGER, int(value)
 
 
-def _words(spec: Spec, flags: int) -> Any:
-    doubles = struct.unpack("3q", struct.pack("3d", spec.scale, spec.cap, spec.dropout))
-    relative = spec.relative
-    if relative is not None:
-        flags |= _RELATIVE | _PACKED * (relative[0] is not None)
-    words = [_VERSION, flags | _NORMALIZE * spec.normalize, *doubles, *_operand(spec.seed)]
-    for value in () if relative is None else relative[relative[0] is None :]:
-        words += _operand(value)
-    for node in spec.nodes:
+def first_words(flags: int, scale: float, cap: float, dropout: float) -> list[int]:
+    return [_VERSION, flags, *struct.unpack("3q", struct.pack("3d", scale, cap, dropout))]
+
+
+def mask_words(nodes: Program) -> list[int]:
+    words: list[int] = []
+    for node in nodes:
         kind, *values = (node,) if isinstance(node, str) else node
         words.append(_KINDS.index(kind))
         for value in values:
-            words += _operand(value)
-    return np.array(words, np.int64)
+            words += operand_words(value)
+    return words
+
+
+def _words(spec: Spec, flags: int) -> Any:
+    relative = spec.relative
+    if relative is not None:
+        flags |= _RELATIVE | _PACKED * (relative[0] is not None)
+    words = first_words(flags | _NORMALIZE * spec.normalize, spec.scale, spec.cap, spec.dropout)
+    words += operand_words(spec.seed)
+    for value in () if relative is None else relative[relative[0] is None :]:
+        words += operand_words(value)
+    return np.array(words + mask_words(spec.nodes), np.int64)
 
 
 def _varying(array: Any) -> frozenset[Any]:
@@ -104,21 +128,35 @@ def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
-def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, ...]:
+def call_handler(
+    name: str,
+    words: Any,
+    arrays: Sequence[Any],
+    shapes: Sequence[Any],
+    no_gradients: str,
+    vmap_method: str = "expand_dims",
+    written: Mapping[int, int] | None = None,
+) -> tuple[Any, ...]:
+    """The results of a handler. `written` are arrays that it writes to, and the results that they become."""
     arrays = alike([jax.numpy.asarray(array) for array in arrays])
     results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
-    words = _words(spec, flags)
+    more = {"input_output_aliases": dict(written)} if written else {}
 
     @jax.custom_jvp  # type: ignore[untyped-decorator, unused-ignore]
     def call(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(jax.ffi.ffi_call(name, results, vmap_method="expand_dims")(*arrays, words=words))
+        return tuple(jax.ffi.ffi_call(name, results, vmap_method=vmap_method, **more)(*arrays, words=words))
 
     @call.defjvp  # type: ignore[untyped-decorator, unused-ignore]
     def refuse(*_: Any) -> Any:
-        raise NotImplementedError("attnmask.jax.flash_attention has gradients, but no gradients of these")
+        raise NotImplementedError(no_gradients)
 
     found: tuple[Any, ...] = call(*arrays)
     return found
+
+
+def _call(name: str, spec: Spec, flags: int, arrays: Sequence[Any], shapes: Sequence[Any]) -> tuple[Any, ...]:
+    no_gradients = "attnmask.jax.flash_attention has gradients, but no gradients of these"
+    return call_handler(name, _words(spec, flags), arrays, shapes, no_gradients)
 
 
 def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:

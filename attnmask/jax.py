@@ -44,12 +44,15 @@ if not hasattr(jax, "typeof"):
 from attnmask import _flash as flash
 from attnmask import _jax_call as call
 from attnmask import _jax_callback as in_python
-from attnmask._arguments import describe, flag, is_floating
-from attnmask._jax_arguments import LEARNED, TRACED, check, is_traced, specify
+from attnmask import _jax_kvcache as kvcache
+from attnmask._arguments import as_array, describe, flag
+from attnmask._flash_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
+from attnmask._jax_arguments import LEARNED, TRACED, check, is_traced, sinks_of, specify
+from attnmask._jax_kvcache import KVCacheResult
 from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
 
-__all__ = ["flash_attention", "register"]
+__all__ = ["KVCacheResult", "flash_attention", "flash_attention_with_kvcache", "register"]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
@@ -58,6 +61,11 @@ _DEFAULTS = {
     for name, parameter in signature(flash.flash_attention).parameters.items()
     if name != "out"
 }
+
+
+def _check_known(value: Any, name: str) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
 
 
 def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
@@ -73,8 +81,7 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
             raise TypeError(
                 f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}{hint}"
             )
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
-            raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
+        _check_known(x, name)
 
 
 def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +90,11 @@ def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
     if "bias" in learned:
         bias = learned["bias"]
         arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    for name in ("softmax_aux", "relative_bias"):
-        if name in learned:
-            numbers = learned[name]
-            wide = is_floating(numbers.dtype) and numbers.dtype.itemsize >= 4
-            arranged[name] = numbers if wide else numbers.astype(np.float32)
+    if "softmax_aux" in learned:
+        arranged["softmax_aux"] = sinks_of(learned["softmax_aux"])
+    if "relative_bias" in learned:
+        table = learned["relative_bias"]
+        arranged["relative_bias"] = table if table.dtype.itemsize >= 4 else table.astype(np.float32)
     return arranged
 
 
@@ -179,6 +186,108 @@ def flash_attention(
     results = _attention(engine, spec, with_lse)(*jax.tree.unflatten(structure, call.alike(leaves)))
     results = results if batched else tuple(x[0] for x in results)
     return results if with_lse else results[0]
+
+
+def flash_attention_with_kvcache(
+    query: Any,
+    k_cache: Any,
+    v_cache: Any,
+    key: Any = None,
+    value: Any = None,
+    *,
+    cache_seqlens: Any = None,
+    block_table: Any = None,
+    cu_seqlens_q: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Any = None,
+    alibi_slopes: Any = None,
+    attention_mask: Any = None,
+    return_lse: bool = False,
+) -> KVCacheResult:
+    """`attnmask.flash_attention_with_kvcache` as a function of JAX, which returns the caches with the new tokens.
+
+    A compiled function that is given its caches for good, by ``donate_argnums``, and a loop that carries them, write to
+    them in place. All others copy them, and so does an eager call. There are no gradients.
+
+    Parameters
+    ----------
+    query, k_cache, v_cache, key, value : array
+        As of `attnmask.flash_attention_with_kvcache`.
+    cache_seqlens, block_table, cu_seqlens_q : array, optional
+        They may be traced, as all arrays may. What is wrong in their numbers is an error when the function runs.
+    k_scale, v_scale, softmax_aux, alibi_slopes : array, optional
+    softmax_scale, causal, sliding_window, logits_soft_cap, return_lse
+        Known when a function is compiled.
+    attention_mask : array or MaskInfo, optional
+        Not with `cu_seqlens_q` in a compiled function.
+
+    Returns
+    -------
+    KVCacheResult
+        ``out``, ``lse``, and ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale`` as they are after the call.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> @partial(jax.jit, donate_argnums=0)
+    ... def step(caches, token, length):
+    ...     result = attnmask.jax.flash_attention_with_kvcache(token, *caches, token, token, cache_seqlens=length)
+    ...     return (result.k_cache, result.v_cache), result.out
+    >>> caches = jnp.zeros((1, 64, 1, 8)), jnp.zeros((1, 64, 1, 8))
+    >>> for length in range(3):
+    ...     caches, out = step(caches, jnp.full((1, 1, 1, 8), length, jnp.float32), length)
+    >>> caches[0][0, :4, 0, 0].tolist()
+    [0.0, 1.0, 2.0, 0.0]
+    """
+    given = {
+        "query": query,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "key": key,
+        "value": value,
+        "cache_seqlens": cache_seqlens,
+        "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "softmax_aux": softmax_aux,
+        "alibi_slopes": alibi_slopes,
+        "attention_mask": attention_mask,
+        "return_lse": return_lse,
+    }
+    for name, x in given.items():
+        if name not in kvcache.TRACED:
+            _check_known(x, name)
+    if not any(map(is_traced, given.values())):
+        return _eager(given)
+    register()
+    return kvcache.attend(given)
+
+
+def _eager(given: dict[str, Any]) -> KVCacheResult:
+    """By NumPy, with a copy of caches that are written to."""
+    arrays: dict[str, Any] = {
+        name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()
+    }
+    caches = {name: given[name] for name in KVCacheResult._fields[2:]}
+    copies = {}
+    if given["key"] is not None:
+        copies = {name: np.array(arrays[name]) for name, cache in caches.items() if cache is not None}
+    found = kvcache_in_numpy(**arrays | copies)
+    out, *lse = found if given["return_lse"] else (found,)
+    caches |= {name: _to_jax(copy) for name, copy in copies.items()}
+    return KVCacheResult(_to_jax(out), _to_jax(lse[0]) if lse else None, **caches)
 
 
 def register() -> tuple[str, ...]:

@@ -213,6 +213,15 @@ def test_attention_in_16_bits(jax, arrays, dtype):
     assert grad.dtype == dtype
 
 
+def test_sinks_that_heads_share(jax, arrays):
+    """[S] and [1, S] are the same."""
+    attend = jax.jit(lambda sinks: attnmask.jax.flash_attention(*arrays[:3], softmax_aux=sinks))
+    grad = jax.jit(jax.grad(lambda sinks: attend(sinks).sum()))
+    sinks = np.array([0.5, -1, 2], np.float32)
+    np.testing.assert_array_equal(attend(sinks), attend(sinks[None]))
+    np.testing.assert_array_equal(grad(sinks), grad(sinks[None])[0])
+
+
 def test_a_seed_for_each_step(jax, arrays):
     attend = jax.jit(
         lambda seed: attnmask.jax.flash_attention(*arrays[:3], dropout_prob=0.5, dropout_seed=seed)

@@ -75,7 +75,22 @@ VALUES = {
     "MAJOR": "API_MAJOR",
 } | {
     name: f"DataType_{name}"
-    for name in ("PRED", "S8", "S16", "S32", "S64", "U8", "U16", "U32", "U64", "F16", "F32", "F64", "BF16")
+    for name in (
+        "PRED",
+        "S8",
+        "S16",
+        "S32",
+        "S64",
+        "U8",
+        "U16",
+        "U32",
+        "U64",
+        "F16",
+        "F32",
+        "F64",
+        "BF16",
+        "F8E4M3FN",
+    )
 }
 
 
@@ -147,7 +162,7 @@ class CallFrame(ctypes.Structure):
     ]
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
 def test_metadata(index):
     """The version is one that every jaxlib takes; what is not ours is left alone, as older ones have no such field."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -220,6 +220,9 @@ static int read_scales(arguments *a, int side)
     if (!fits || (PyArray_DIM(array, 3) != 1 && !by_channel))
         return complain(PyExc_ValueError, array, "%s must be of shape (%zd, %zd, %zd, 1) or (1, 1, %zd, %zd)",
                         name, cache[0], cache[1], cache[2], cache[2], cache[3]);
+    if (a->arrays[KEY] && !by_channel && !PyArray_CompareLists(PyArray_DIMS(array), cache, 3))
+        return complain(PyExc_ValueError, array, "%s must be of shape (%zd, %zd, %zd, 1) to take new tokens",
+                        name, cache[0], cache[1], cache[2]);
     a->scales[side] =
         (am_kv_scales){PyArray_BYTES(array), by_channel, steps[0], steps[1], steps[2], steps[3]};
     return by_channel ? check_channel_scales(array, name) : 0;
@@ -431,15 +434,9 @@ static int check_written(const arguments *a)
         }
     }
     for (int side = 0; side < 2; side++) {
-        PyArrayObject *scale = a->arrays[K_SCALE + side];
-        const npy_intp *cache = shape_of(a, K_CACHE + side);
-        if (check_in_place(a, K_CACHE + side) < 0) return -1;
-        if (!scale || a->scales[side].by_channel) continue;
-        if (!PyArray_CompareLists(PyArray_DIMS(scale), cache, 3))
-            return complain(PyExc_ValueError, scale,
-                            "%s must be of shape (%zd, %zd, %zd, 1) to take new tokens",
-                            a->names[K_SCALE + side], cache[0], cache[1], cache[2]);
-        if (check_in_place(a, K_SCALE + side) < 0) return -1;
+        const bool by_token = a->arrays[K_SCALE + side] && !a->scales[side].by_channel;
+        if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
+            return -1;
     }
     am_kv_writers found;
     const am_status status = am_kv_find_writers(&a->pages, a->cache.before, &found);
@@ -490,6 +487,7 @@ static int to_given(PyObject *object, const char *name, void *dst)
     return 0;
 }
 
+/* Checks all but what depends on lengths and pages. */
 static int check_all(arguments *a)
 {
     if (check_tokens(a, QUERY, "H, D") < 0 || check_caches(a) < 0 || read_scales(a, 0) < 0 ||
@@ -501,10 +499,8 @@ static int check_all(arguments *a)
         am_raise(status, NULL);
         return -1;
     }
-    return check_new_tokens(a) < 0 || read_table(a) < 0 || read_lengths(a) < 0 || read_options(a) < 0 ||
-                   place_tokens(a) < 0
-               ? -1
-               : 0;
+    return check_new_tokens(a) < 0 || read_table(a) < 0 || read_lengths(a) < 0 || read_options(a) < 0 ? -1
+                                                                                                      : 0;
 }
 
 /* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
@@ -594,7 +590,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     const ptrdiff_t count = queries.end - queries.begin,
                     size = all->q.type == AM_FLOAT64 ? sizeof(double) : sizeof(float);
     const am_kv_cache own = {.sequences = 1,
-                             .longest = cache->lengths[s],
+                             .keys = cache->lengths[s],
                              .lengths = cache->lengths + s,
                              .low = cache->low + s,
                              .high = cache->high + s};
@@ -663,7 +659,9 @@ fail:
     return result;
 }
 
-static PyObject *flash_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* Computes, or checks only what check_all does. */
+static PyObject *call(PyObject *module, const char *function, PyObject *const *args, Py_ssize_t nargs,
+                      bool only_check)
 {
     arguments a = {0};
     PyObject *result = NULL;
@@ -689,12 +687,16 @@ static PyObject *flash_kvcache(PyObject *module, PyObject *const *args, Py_ssize
         [OUT] = {"out", am_to_out, &a.out},
     };
     for (Py_ssize_t i = 0; i < ARGUMENTS && i < nargs; i++) a.given[i] = args[i], a.names[i] = params[i].name;
-    if (am_parse("flash_kvcache", args, nargs, params, ARGUMENTS) < 0 || check_all(&a) < 0) goto fail;
+    if (am_parse(function, args, nargs, params, ARGUMENTS) < 0 || check_all(&a) < 0) goto fail;
+    if (only_check) {
+        result = Py_NewRef(Py_None);
+        goto fail;
+    }
     const npy_intp *q = token_shape(&a, QUERY), *whole = shape_of(&a, QUERY),
                    depth = shape_of(&a, V_CACHE)[3];
     npy_intp const shape[4] = {whole[0], is_packed(&a) ? q[1] : q[0], is_packed(&a) ? depth : q[1], depth};
-    if (read_whole_mask(&a) < 0 || check_table(&a) < 0 || check_result(&a, shape) < 0 ||
-        (a.arrays[KEY] && check_written(&a) < 0))
+    if (place_tokens(&a) < 0 || read_whole_mask(&a) < 0 || check_table(&a) < 0 ||
+        check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0))
         goto fail;
     result = compute(module, &a, shape);
 fail:
@@ -707,10 +709,25 @@ fail:
     return result;
 }
 
+static PyObject *flash_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return call(module, "flash_kvcache", args, nargs, false);
+}
+
+static PyObject *check_kvcache(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return call(module, "check_kvcache", args, nargs, true);
+}
+
+#define PARAMETERS                                                                                           \
+    "($module, query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, k_scale, "     \
+    "v_scale, softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, "           \
+    "attention_mask, return_lse, out, /)\n--\n\n"
+
 PyMethodDef am_kvcache_methods[] = {
-    {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL,
-     "flash_kvcache($module, query, k_cache, v_cache, key, value, cache_seqlens, block_table, cu_seqlens_q, "
-     "k_scale, v_scale, softmax_scale, causal, sliding_window, logits_soft_cap, softmax_aux, alibi_slopes, "
-     "attention_mask, return_lse, out, /)\n--\n\n"},
+    {"flash_kvcache", (PyCFunction)(void *)flash_kvcache, METH_FASTCALL, "flash_kvcache" PARAMETERS},
+    {"check_kvcache", (PyCFunction)(void *)check_kvcache, METH_FASTCALL,
+     "check_kvcache" PARAMETERS
+     "Check arguments of flash_kvcache, but for what depends on lengths, pages and the mask."},
     {.ml_name = NULL},
 };

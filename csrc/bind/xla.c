@@ -27,7 +27,7 @@
 #include <string.h>
 
 #include "bind/state.h"
-#include "bind/xla_buffers.h"
+#include "bind/xla.h"
 #include "core/arithmetic.h"
 #include "core/attn.h"
 #include "core/blocks.h"
@@ -63,7 +63,7 @@ static bool broadcasts(const am_xla_call *c, const am_xla_view *v)
     return fits;
 }
 
-static am_tokens tokens(const am_xla_view *v)
+am_tokens am_xla_tokens(const am_xla_view *v)
 {
     return (am_tokens){v->data,
                        v->type,
@@ -75,19 +75,13 @@ static am_tokens tokens(const am_xla_view *v)
 
 /* --- Attention --- */
 
-static const am_xla_buffer *argument(const am_xla_call *c, int64_t i)
-{
-    return c->frame->arguments.buffers[i];
-}
-static const am_xla_buffer *result(const am_xla_call *c, int64_t i) { return c->frame->results.buffers[i]; }
-
 /* Query, key and value. */
 static bool read_tokens(am_xla_call *c)
 {
     am_attn *attn = &c->attn;
     am_xla_view q, k, v;
-    if (!am_xla_look(c, argument(c, 0), true, &q) || !am_xla_look(c, argument(c, 1), true, &k) ||
-        !am_xla_look(c, argument(c, 2), true, &v))
+    if (!am_xla_look(c, am_xla_argument(c, 0), true, &q) ||
+        !am_xla_look(c, am_xla_argument(c, 1), true, &k) || !am_xla_look(c, am_xla_argument(c, 2), true, &v))
         return false;
     const bool same = am_is_floating(q.type) && k.type == q.type && v.type == q.type && q.axes == 4 &&
                       k.axes == 4 && v.axes == 4;
@@ -100,7 +94,7 @@ static bool read_tokens(am_xla_call *c)
     c->mask.heads = attn->heads = q.shape[2], attn->kv_heads = k.shape[2], attn->batch = c->mask.batch;
     c->mask.queries = attn->queries = q.shape[1], c->mask.keys = attn->keys = k.shape[1];
     attn->depth = q.shape[3], attn->value_depth = v.shape[3];
-    attn->q = tokens(&q), attn->k = tokens(&k), attn->v = tokens(&v);
+    attn->q = am_xla_tokens(&q), attn->k = am_xla_tokens(&k), attn->v = am_xla_tokens(&v);
     return true;
 }
 
@@ -137,8 +131,7 @@ static double *doubles(am_xla_call *c, am_xla_view *v, bool wide, const char *na
     return numbers;
 }
 
-/* [S] or [H, S], as a row for each head, finite where they are. */
-static bool read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
+bool am_xla_read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
 {
     am_xla_view v;
     if (!am_xla_look(c, buffer, false, &v)) return false;
@@ -156,6 +149,23 @@ static bool read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
     c->attn.sinks = count ? sinks : NULL;
     c->attn.sink_count = count;
     return sinks;
+}
+
+bool am_xla_read_slopes(am_xla_call *c, const am_xla_operand *slopes, bool by_row, ptrdiff_t rows)
+{
+    am_relative *relative = &c->attn.relative;
+    am_xla_view v;
+    if (!slopes->buffer) return true;
+    if (!am_xla_look(c, slopes->buffer, by_row, &v)) return false;
+    const double *numbers = doubles(c, &v, slopes->kind == AM_XLA_WIDE, "alibi_slopes");
+    if (!numbers) return false;
+    if (v.axes != 2 || (v.shape[0] != 1 && v.shape[0] != rows) || v.shape[1] != c->mask.heads)
+        return am_xla_fail(c, "alibi_slopes has a shape that does not fit");
+    for (ptrdiff_t i = 0; i < v.shape[0] * v.shape[1]; i++) {
+        if (!isfinite(numbers[i])) return am_xla_fail(c, "alibi_slopes must be finite, got %g", numbers[i]);
+    }
+    relative->slopes = numbers, relative->slope_step = v.shape[0] == 1 ? 0 : v.shape[1];
+    return true;
 }
 
 /* The terms by distance; `table` is NULL where there is no relative bias. */
@@ -181,18 +191,7 @@ static bool read_relative(am_xla_call *c, const am_xla_buffer *table)
     relative->offsets = am_xla_integers(c, &offsets, !packed, rows, 0);
     relative->offset_step = 1;
     if (!relative->offsets) return false;
-    if (slopes.buffer) {
-        if (!am_xla_look(c, slopes.buffer, !packed, &v)) return false;
-        const double *numbers = doubles(c, &v, slopes.kind == AM_XLA_WIDE, "alibi_slopes");
-        if (!numbers) return false;
-        if (v.axes != 2 || (v.shape[0] != 1 && v.shape[0] != rows) || v.shape[1] != c->mask.heads)
-            return am_xla_fail(c, "alibi_slopes has a shape that does not fit");
-        for (ptrdiff_t i = 0; i < v.shape[0] * v.shape[1]; i++) {
-            if (!isfinite(numbers[i]))
-                return am_xla_fail(c, "alibi_slopes must be finite, got %g", numbers[i]);
-        }
-        relative->slopes = numbers, relative->slope_step = v.shape[0] == 1 ? 0 : v.shape[1];
-    }
+    if (!am_xla_read_slopes(c, &slopes, !packed, rows)) return false;
     if (!table) return true;
     if (!am_xla_look(c, table, false, &v)) return false;
     if (v.axes != 2 || v.shape[0] != c->mask.heads || v.shape[1] < 1)
@@ -209,20 +208,27 @@ static bool next_double(am_xla_call *c, double *number)
     return found;
 }
 
+bool am_xla_read_numbers(am_xla_call *c)
+{
+    am_attn *attn = &c->attn;
+    int64_t version;
+    *attn = (am_attn){.mask = &c->mask};
+    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
+    if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
+    if (!next_double(c, &attn->scale) || !next_double(c, &attn->cap) || !next_double(c, &attn->dropout))
+        return false;
+    return isnan(attn->scale) || !(attn->cap >= 0) || !(attn->dropout >= 0 && attn->dropout < 1)
+               ? am_xla_fail(c, "words: a number is out of its range")
+               : true;
+}
+
 /* The arguments that say what attention is asked for, and the mask prepared. `own` of them are the
  * gradient's. */
 static bool read_attention(am_xla_call *c, int own)
 {
     am_attn *attn = &c->attn;
     am_xla_operand seed;
-    *attn = (am_attn){.mask = &c->mask};
-    int64_t version;
-    if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
-    if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
-    if (!next_double(c, &attn->scale) || !next_double(c, &attn->cap) || !next_double(c, &attn->dropout))
-        return false;
-    if (isnan(attn->scale) || !(attn->cap >= 0) || !(attn->dropout >= 0 && attn->dropout < 1))
-        return am_xla_fail(c, "words: a number is out of its range");
+    if (!am_xla_read_numbers(c)) return false;
     attn->normalize = (c->flags & NORMALIZE) != 0;
     if (own) own += (c->flags & GRAD_LSE) != 0;
     const bool bias = (c->flags & BIAS) != 0, sinks = (c->flags & SINKS) != 0,
@@ -236,8 +242,8 @@ static bool read_attention(am_xla_call *c, int own)
         return false;
     }
     if (!read_tokens(c)) return false;
-    if (bias && !read_bias(c, argument(c, 3))) return false;
-    if (sinks && !read_sinks(c, argument(c, 3 + bias))) return false;
+    if (bias && !read_bias(c, am_xla_argument(c, 3))) return false;
+    if (sinks && !am_xla_read_sinks(c, am_xla_argument(c, 3 + bias))) return false;
     if (!am_xla_next_operand(c, &seed)) return false;
     attn->seed = (uint64_t)seed.number;
     if (seed.buffer) {
@@ -248,9 +254,9 @@ static bool read_attention(am_xla_call *c, int own)
         if (!number) return false;
         attn->seed = (uint64_t)*number;
     }
-    const am_xla_buffer *relative_bias = table ? argument(c, 3 + bias + sinks) : NULL;
+    const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
     if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
-    return am_xla_read_mask(c) && am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask));
+    return am_xla_read_mask(c, NULL, 0) && am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask));
 }
 
 static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
@@ -258,7 +264,7 @@ static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const ch
 {
     am_xla_view v;
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
-    *to = tokens(&v);
+    *to = am_xla_tokens(&v);
     return v.type == c->attn.q.type ? true : am_xla_fail(c, "%s must have the type of query", name);
 }
 
@@ -276,9 +282,9 @@ static bool forward(am_xla_call *c)
     am_xla_view lse;
     if (!read_attention(c, 0)) return false;
     const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_depth};
-    if (!look_at_tokens(c, result(c, 0), "out", shape, &attn->out)) return false;
+    if (!look_at_tokens(c, am_xla_result(c, 0), "out", shape, &attn->out)) return false;
     if (c->frame->results.count > 1) {
-        if (!look_at_rows(c, result(c, 1), "lse", &lse)) return false;
+        if (!look_at_rows(c, am_xla_result(c, 1), "lse", &lse)) return false;
         attn->lse = lse.data;
     }
     return am_xla_fail_status(c, am_attn_forward(&c->run, attn));
@@ -334,20 +340,20 @@ static bool backward(am_xla_call *c)
                     k[4] = {attn->batch, attn->keys, attn->kv_heads, attn->depth},
                     v[4] = {attn->batch, attn->keys, attn->kv_heads, attn->value_depth};
     am_attn_gradients problem = {.forward = *attn};
-    if (!look_at_tokens(c, argument(c, own), "dout", out, &problem.d_out) ||
-        !look_at_tokens(c, argument(c, own + 1), "out", out, &problem.forward.out) ||
-        !look_at_rows(c, argument(c, own + 2), "lse", &lse) ||
-        !look_at_tokens(c, result(c, 0), "dquery", q, &problem.d_q) ||
-        !look_at_tokens(c, result(c, 1), "dkey", k, &problem.d_k) ||
-        !look_at_tokens(c, result(c, 2), "dvalue", v, &problem.d_v))
+    if (!look_at_tokens(c, am_xla_argument(c, own), "dout", out, &problem.d_out) ||
+        !look_at_tokens(c, am_xla_argument(c, own + 1), "out", out, &problem.forward.out) ||
+        !look_at_rows(c, am_xla_argument(c, own + 2), "lse", &lse) ||
+        !look_at_tokens(c, am_xla_result(c, 0), "dquery", q, &problem.d_q) ||
+        !look_at_tokens(c, am_xla_result(c, 1), "dkey", k, &problem.d_k) ||
+        !look_at_tokens(c, am_xla_result(c, 2), "dvalue", v, &problem.d_v))
         return false;
     problem.lse = row_stats(&lse);
     if (c->flags & GRAD_LSE) {
-        if (!look_at_rows(c, argument(c, own + 3), "dlse", &d_lse)) return false;
+        if (!look_at_rows(c, am_xla_argument(c, own + 3), "dlse", &d_lse)) return false;
         problem.d_lse = row_stats(&d_lse);
     }
     if (want_bias) {
-        if (!am_xla_look(c, result(c, next_result++), true, &d_bias)) return false;
+        if (!am_xla_look(c, am_xla_result(c, next_result++), true, &d_bias)) return false;
         if (d_bias.type != attn->bias_type || !broadcasts(c, &d_bias))
             return am_xla_fail(c, "dbias does not fit");
         problem.d_bias = d_bias.data;
@@ -355,12 +361,13 @@ static bool backward(am_xla_call *c)
     }
     double *sinks = NULL, *table = NULL;
     if (want_sinks) {
-        sinks = look_at_numbers(c, result(c, next_result++), "dsoftmax_aux", attn->sink_count, &d_sinks);
+        sinks =
+            look_at_numbers(c, am_xla_result(c, next_result++), "dsoftmax_aux", attn->sink_count, &d_sinks);
         if (!sinks) return false;
         problem.d_sinks = attn->sinks ? sinks : NULL;
     }
     if (want_table) {
-        const am_xla_buffer *to = result(c, next_result);
+        const am_xla_buffer *to = am_xla_result(c, next_result);
         const ptrdiff_t length = attn->relative.table ? attn->relative.length : to->shape[to->rank - 1];
         table = look_at_numbers(c, to, "drelative_bias", length, &d_table);
         if (!table) return false;
@@ -401,13 +408,13 @@ static void advise_pages(const am_xla_buffer *buffer)
 static bool find_calls(am_xla_call *c)
 {
     const am_xla_call_frame *frame = c->frame;
-    if (frame->arguments.count < 3 || frame->results.count < 1 || result(c, 0)->rank < 4)
+    if (frame->arguments.count < 3 || frame->results.count < 1 || am_xla_result(c, 0)->rank < 4)
         return am_xla_fail(c, "there are too few arguments or results");
-    c->vmap_axes = result(c, 0)->rank - 4;
-    c->vmap_shape = result(c, 0)->shape;
+    c->vmap_axes = am_xla_result(c, 0)->rank - 4;
+    c->vmap_shape = am_xla_result(c, 0)->shape;
     c->calls = 1;
     for (int64_t i = 0; i < c->vmap_axes; i++) c->calls *= c->vmap_shape[i];
-    for (int64_t i = 0; i < frame->results.count; i++) advise_pages(result(c, i));
+    for (int64_t i = 0; i < frame->results.count; i++) advise_pages(am_xla_result(c, i));
     return true;
 }
 
@@ -419,7 +426,7 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
     const int64_t *words = c->words;
     c->call = call;
     c->apart = false;
-    c->mask.batch = result(c, 0)->shape[c->vmap_axes] * (call == AM_XLA_ALL_CALLS ? c->calls : 1);
+    c->mask.batch = am_xla_result(c, 0)->shape[c->vmap_axes] * (call == AM_XLA_ALL_CALLS ? c->calls : 1);
     const bool done = compute(c);
     am_xla_release(c);
     c->words = words;
@@ -464,6 +471,7 @@ static am_xla_error *handle(const am_xla_call_frame *frame, do_call *compute)
 
 static am_xla_error *forward_handler(am_xla_call_frame *frame) { return handle(frame, forward); }
 static am_xla_error *backward_handler(am_xla_call_frame *frame) { return handle(frame, backward); }
+static am_xla_error *kvcache_handler(am_xla_call_frame *frame) { return handle(frame, am_xla_kvcache); }
 
 static PyObject *xla_handlers(PyObject *module, PyObject *unused)
 {
@@ -472,23 +480,24 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
         Py_INCREF(module); /* XLA keeps handlers for good */
         state = am_state_of(module);
     }
-    am_xla_handler *const handlers[2] = {forward_handler, backward_handler};
-    PyObject *capsules[2] = {NULL};
-    for (int i = 0; i < 2; i++) {
+    am_xla_handler *const handlers[] = {forward_handler, backward_handler, kvcache_handler};
+    enum { COUNT = sizeof handlers / sizeof *handlers };
+    PyObject *capsules = PyTuple_New(COUNT);
+    for (int i = 0; capsules && i < COUNT; i++) {
         void *pointer;
         memcpy(&pointer, &handlers[i], sizeof pointer);
-        capsules[i] = PyCapsule_New(pointer, NULL, NULL);
-        if (!capsules[i]) {
-            Py_XDECREF(capsules[0]);
-            return NULL;
-        }
+        PyObject *capsule = PyCapsule_New(pointer, NULL, NULL);
+        if (capsule)
+            PyTuple_SET_ITEM(capsules, i, capsule);
+        else
+            Py_CLEAR(capsules);
     }
-    return Py_BuildValue("NN", capsules[0], capsules[1]);
+    return capsules;
 }
 
 PyMethodDef am_xla_methods[] = {
     {"xla_handlers", xla_handlers, METH_NOARGS,
-     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, forward and "
-     "backward, as capsules."},
+     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, as capsules: forward, "
+     "backward and over a cache."},
     {.ml_name = NULL},
 };

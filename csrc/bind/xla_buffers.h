@@ -36,6 +36,15 @@ bool am_xla_fail_status(am_xla_call *c, am_status status); /* true for AM_OK */
 void *am_xla_keep(am_xla_call *c, ptrdiff_t count, size_t size);
 void am_xla_release(am_xla_call *c);
 
+static inline const am_xla_buffer *am_xla_argument(const am_xla_call *c, int64_t i)
+{
+    return c->frame->arguments.buffers[i];
+}
+static inline const am_xla_buffer *am_xla_result(const am_xla_call *c, int64_t i)
+{
+    return c->frame->results.buffers[i];
+}
+
 /* A buffer as one call, or all, see it. */
 enum { AM_XLA_MOST_AXES = 4 };
 typedef struct {
@@ -73,7 +82,7 @@ ptrdiff_t *am_xla_integers(am_xla_call *c, const am_xla_operand *o, bool by_row,
 /* The next operand as starts of sequences of so many tokens; `count` of sequences is -1 until it is known. */
 const ptrdiff_t *am_xla_read_starts(am_xla_call *c, const char *name, ptrdiff_t length, ptrdiff_t *count);
 
-/* The rest of the words. */
-bool am_xla_read_mask(am_xla_call *c);
+/* The rest of the words, and more terms that are joined to them by "and". */
+bool am_xla_read_mask(am_xla_call *c, const am_node *more, int more_count);
 
 #endif

@@ -234,6 +234,7 @@ static bool read_dense(am_xla_call *c, am_node *node)
     if (!am_xla_next_operand(c, &o)) return false;
     if (!o.buffer) return am_xla_fail(c, "attention_mask must be an array");
     if (!am_xla_look(c, o.buffer, true, &v)) return false;
+    if (v.type == AM_FLOAT8) return am_xla_fail(c, "attention_mask has a type that does not fit");
     for (int i = 0; i < 4; i++) {
         const bool fits =
             v.axes == 4 && (v.shape[i] == 1 || (i < 2 ? v.shape[i] == wanted[i] : v.shape[i] >= wanted[i]));
@@ -286,10 +287,11 @@ static read_term *const terms[AM_TERM_KINDS] = {
     [AM_TERM_DENSE] = read_dense, [AM_TERM_TILES] = read_tiles,
 };
 
-bool am_xla_read_mask(am_xla_call *c)
+bool am_xla_read_mask(am_xla_call *c, const am_node *more, int more_count)
 {
     int waiting = 0; /* operands of an operator */
-    c->mask.nodes = am_xla_keep(c, c->words_end - c->words, sizeof *c->mask.nodes);
+    const bool given = c->words < c->words_end || more_count == 0;
+    c->mask.nodes = am_xla_keep(c, c->words_end - c->words + 2 * more_count, sizeof *c->mask.nodes);
     if (!c->mask.nodes) return false;
     while (c->words < c->words_end) {
         const int64_t kind = *c->words++;
@@ -302,5 +304,10 @@ bool am_xla_read_mask(am_xla_call *c)
         if (taken == 0 && !terms[kind](c, node)) return false;
         c->mask.node_count++;
     }
-    return waiting == 1 ? true : am_xla_fail(c, "words: the mask is no expression");
+    if (given && waiting != 1) return am_xla_fail(c, "words: the mask is no expression");
+    for (int i = 0; i < more_count; i++) {
+        c->mask.nodes[c->mask.node_count++] = more[i];
+        if (given || i > 0) c->mask.nodes[c->mask.node_count++] = (am_node){.kind = AM_AND};
+    }
+    return true;
 }

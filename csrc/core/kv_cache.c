@@ -57,7 +57,7 @@ int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node 
         return count;
     }
     bool ragged = false;
-    for (ptrdiff_t s = 0; s < c->sequences; s++) ragged |= c->lengths[s] != c->longest;
+    for (ptrdiff_t s = 0; s < c->sequences; s++) ragged |= c->lengths[s] != c->keys;
     if (ragged) terms[count++] = (am_node){.kind = AM_TERM_KEYS, .keys = {c->zeros, c->lengths}};
     if (limits->has_low || limits->has_high)
         terms[count++] = (am_node){.kind = AM_TERM_BAND, .band = {c->low, c->high, 1, 0}};
