@@ -53,6 +53,7 @@ class Spec(NamedTuple):
     dropout: float
     seed: int | Leaf | Wide
     relative: tuple[Any, ...] | None  # of the terms by distance: starts, offsets, slopes, the least distance
+    part: tuple[int, int] | None = None  # as of `Problem`
 
 
 def is_traced(value: Any) -> bool:

@@ -33,7 +33,7 @@ TARGETS = (  # names of the handlers
 )
 _VERSION = 1  # of the words
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
-_TABLE, _GRAD_TABLE, _RELATIVE, _PACKED = (1 << i for i in range(6, 10))
+_TABLE, _GRAD_TABLE, _RELATIVE, _PACKED, _PART = (1 << i for i in range(6, 11))
 # Terms and operators by the number that the core has for them.
 _KINDS = ("all", "band", "chunk", "keys", "equal", "sequences", "dense", "tiles", "not", "and", "or", "xor")
 _NOTHING, _INTEGER, _NARROW, _WIDE = range(4)
@@ -89,8 +89,9 @@ def _words(spec: Spec, flags: int) -> Any:
     relative = spec.relative
     if relative is not None:
         flags |= _RELATIVE | _PACKED * (relative[0] is not None)
+    flags |= _PART * (spec.part is not None)
     words = first_words(flags | _NORMALIZE * spec.normalize, spec.scale, spec.cap, spec.dropout)
-    words += operand_words(spec.seed)
+    words += [*operand_words(spec.seed), *(spec.part or ())]
     for value in () if relative is None else relative[relative[0] is None :]:
         words += operand_words(value)
     return np.array(words + mask_words(spec.nodes), np.int64)
@@ -173,9 +174,12 @@ def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], with_lse
     arrays, flags = _split(learned)
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
-    shapes: list[Any] = [((batch, queries, heads, value.shape[3]), query.dtype)]
+    wide = np.float64 if query.dtype == np.float64 else np.float32
+    shapes: list[Any] = [
+        ((batch, queries, heads, value.shape[3]), query.dtype if spec.part is None else wide)
+    ]
     if with_lse:
-        shapes.append(((batch, heads, queries), np.float64 if query.dtype == np.float64 else np.float32))
+        shapes.append(((batch, heads, queries), wide))
     return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes)
 
 
@@ -194,7 +198,8 @@ def backward(
     flags |= _GRAD_TABLE * ("relative_bias" in wanted)
     flags |= _GRAD_LSE * (len(of_result) == 4)
     names = [*LEARNED[:3], *(name for name in LEARNED[3:] if name in wanted)]
-    shapes = [(learned[name].shape, learned[name].dtype) for name in names]
+    narrow = spec.part is not None and learned["query"].dtype != np.float64
+    shapes = [(learned[name].shape, np.float32 if narrow else learned[name].dtype) for name in names]
 
     gradients = _call(TARGETS[1], spec, flags, [*arrays, *others, *of_result], shapes)
     found = dict(zip(names, gradients, strict=True))

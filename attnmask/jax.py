@@ -45,14 +45,16 @@ from attnmask import _flash as flash
 from attnmask import _jax_call as call
 from attnmask import _jax_callback as in_python
 from attnmask import _jax_kvcache as kvcache
+from attnmask import _jax_ring as ring
 from attnmask._arguments import as_array, describe, flag
 from attnmask._flash_kvcache import flash_attention_with_kvcache as kvcache_in_numpy
 from attnmask._jax_arguments import LEARNED, TRACED, check, is_traced, sinks_of, specify
 from attnmask._jax_kvcache import KVCacheResult
 from attnmask._keywords import advice
 from attnmask._mask_info import MaskInfo
+from attnmask._shard_plan import ShardPlan
 
-__all__ = ["KVCacheResult", "flash_attention", "flash_attention_with_kvcache", "register"]
+__all__ = ["KVCacheResult", "flash_attention", "flash_attention_with_kvcache", "register", "ring_attention"]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 
@@ -288,6 +290,86 @@ def _eager(given: dict[str, Any]) -> KVCacheResult:
     out, *lse = found if given["return_lse"] else (found,)
     caches |= {name: _to_jax(copy) for name, copy in copies.items()}
     return KVCacheResult(_to_jax(out), _to_jax(lse[0]) if lse else None, **caches)
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: Any,
+    layout: str | ShardPlan = "zigzag",
+    cu_seqlens: Any = None,
+    attention_mask: MaskInfo | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    alibi_slopes: Any = None,
+    relative_bias: Any = None,
+    relative_low: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a sequence that is divided along an axis of a mesh, inside of `jax.shard_map`.
+
+    Each device calls it with shards as `attnmask.shard_sequence` makes them, all of one length, and gets its own of the
+    result: that of `flash_attention` of the whole sequence, merged in float32. Keys and values travel to those devices
+    whose queries see any of them. There are gradients of `query`, `key`, `value`, `softmax_aux` and `relative_bias`,
+    once.
+
+    Parameters
+    ----------
+    query, key, value : array, shape [B, T of the shard, H, D], [B, T of the shard, Hkv, D (Dv)]
+    axis_name : str or tuple of str
+        Of the mesh; shards are in the order of its devices.
+    layout : {"zigzag", "contiguous"} or ShardPlan
+        As of `attnmask.shard_sequence`.
+    cu_seqlens : array_like of integers, shape [sequences + 1], optional
+        Of packed sequences: those of the whole sequence.
+    attention_mask : MaskInfo, optional
+        Of the whole sequence.
+    softmax_aux : array, shape [S], [1, S] or [H, S], optional
+        Sinks, which count once.
+    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
+    alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
+    dropout_seed : int, optional
+        The same on each device. It may be traced, as may `softmax_aux` and `relative_bias`; all else but query, key and
+        value is known when a function is compiled.
+    softmax_scale, dropout_prob, causal, sliding_window, logits_soft_cap, relative_bias, relative_low
+        As of `attnmask.flash_attention`. Dropout is that of the whole sequence.
+    return_lse : bool
+
+    Returns
+    -------
+    array, or tuple of two if `return_lse`
+        Of shape [B, T of the shard, H, Dv], and [B, H, T of the shard].
+
+    Examples
+    --------
+    A mesh of one device; as many are used as there are:
+
+    >>> from functools import partial
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> mesh = jax.make_mesh((1,), ("ring",))
+    >>> spec = jax.sharding.PartitionSpec(None, "ring")
+    >>> attend = partial(attnmask.jax.ring_attention, axis_name="ring", causal=True)
+    >>> attend = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
+    >>> query, value = jnp.zeros((1, 4, 1, 8)), jnp.arange(4.0).reshape(1, 4, 1, 1)
+    >>> attend(query, query, value).ravel().tolist()
+    [0.0, 0.5, 1.0, 1.5]
+    """
+    with_lse = flag(return_lse, "return_lse")
+    given = dict(locals())
+    learned = {name: given.pop(name) for name in LEARNED if name in given}
+    learned = {name: jax.numpy.asarray(x) for name, x in learned.items() if x is not None}
+    register()
+    return ring.attend(learned, given, with_lse)
 
 
 def register() -> tuple[str, ...]:

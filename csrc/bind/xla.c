@@ -6,6 +6,7 @@
  * (attnmask/_jax_call.py):
  *
  *     VERSION, flags, the bits of the doubles scale, cap and dropout; the operand seed;
+ *     if PART the places of the first query and the first key in the larger problem;
  *     if RELATIVE the operands starts (if PACKED), offsets, slopes and low of am_relative;
  *     the mask in postfix order: of each term or operator its am_node_kind, and the operands of a term in the
  *     order of its reader
@@ -35,7 +36,7 @@
 
 enum { VERSION = 1 }; /* of the words: programs are exported and kept */
 enum { NORMALIZE = 1, BIAS = 2, SINKS = 4, GRAD_BIAS = 8, GRAD_SINKS = 16, GRAD_LSE = 32 }; /* flags */
-enum { TABLE = 64, GRAD_TABLE = 128, RELATIVE = 256, PACKED = 512 };                        /* more of them */
+enum { TABLE = 64, GRAD_TABLE = 128, RELATIVE = 256, PACKED = 512, PART = 1024 };           /* more of them */
 
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
@@ -222,6 +223,17 @@ bool am_xla_read_numbers(am_xla_call *c)
                : true;
 }
 
+/* Where a part of a larger problem begins. */
+static bool read_part(am_xla_call *c)
+{
+    int64_t query, key;
+    if (!am_xla_next_word(c, &query) || !am_xla_next_word(c, &key)) return false;
+    if (query < 0 || query > AM_FAR || key < 0 || key > AM_FAR)
+        return am_xla_fail(c, "words: a number is out of its range");
+    c->attn.first_query = query, c->attn.first_key = key;
+    return true;
+}
+
 /* The arguments that say what attention is asked for, and the mask prepared. `own` of them are the
  * gradient's. */
 static bool read_attention(am_xla_call *c, int own)
@@ -254,6 +266,7 @@ static bool read_attention(am_xla_call *c, int own)
         if (!number) return false;
         attn->seed = (uint64_t)*number;
     }
+    if ((c->flags & PART) && !read_part(c)) return false;
     const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
     if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
     return am_xla_read_mask(c, NULL, 0) && am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask));
@@ -266,6 +279,17 @@ static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const ch
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
     *to = am_xla_tokens(&v);
     return v.type == c->attn.q.type ? true : am_xla_fail(c, "%s must have the type of query", name);
+}
+
+/* The same of a result: that of a part, which will be added to others, has the type of the arithmetic. */
+static bool look_at_result(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
+                           const ptrdiff_t shape[4], am_tokens *to)
+{
+    am_xla_view v;
+    const am_dtype type = (c->flags & PART) && c->attn.q.type != AM_FLOAT64 ? AM_FLOAT32 : c->attn.q.type;
+    if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
+    *to = am_xla_tokens(&v);
+    return v.type == type ? true : am_xla_fail(c, "%s has a type that does not fit", name);
 }
 
 static bool look_at_rows(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_xla_view *v)
@@ -282,7 +306,7 @@ static bool forward(am_xla_call *c)
     am_xla_view lse;
     if (!read_attention(c, 0)) return false;
     const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_depth};
-    if (!look_at_tokens(c, am_xla_result(c, 0), "out", shape, &attn->out)) return false;
+    if (!look_at_result(c, am_xla_result(c, 0), "out", shape, &attn->out)) return false;
     if (c->frame->results.count > 1) {
         if (!look_at_rows(c, am_xla_result(c, 1), "lse", &lse)) return false;
         attn->lse = lse.data;
@@ -343,9 +367,9 @@ static bool backward(am_xla_call *c)
     if (!look_at_tokens(c, am_xla_argument(c, own), "dout", out, &problem.d_out) ||
         !look_at_tokens(c, am_xla_argument(c, own + 1), "out", out, &problem.forward.out) ||
         !look_at_rows(c, am_xla_argument(c, own + 2), "lse", &lse) ||
-        !look_at_tokens(c, am_xla_result(c, 0), "dquery", q, &problem.d_q) ||
-        !look_at_tokens(c, am_xla_result(c, 1), "dkey", k, &problem.d_k) ||
-        !look_at_tokens(c, am_xla_result(c, 2), "dvalue", v, &problem.d_v))
+        !look_at_result(c, am_xla_result(c, 0), "dquery", q, &problem.d_q) ||
+        !look_at_result(c, am_xla_result(c, 1), "dkey", k, &problem.d_k) ||
+        !look_at_result(c, am_xla_result(c, 2), "dvalue", v, &problem.d_v))
         return false;
     problem.lse = row_stats(&lse);
     if (c->flags & GRAD_LSE) {
