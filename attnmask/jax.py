@@ -356,7 +356,7 @@ def ring_attention(
     >>> from functools import partial
     >>> import jax, jax.numpy as jnp
     >>> import attnmask.jax
-    >>> mesh = jax.make_mesh((1,), ("ring",))
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "ring")
     >>> spec = jax.sharding.PartitionSpec(None, "ring")
     >>> attend = partial(attnmask.jax.ring_attention, axis_name="ring", causal=True)
     >>> attend = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
