@@ -4,6 +4,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 VENV := .venv
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks frameworks bench docs wheel lint format stubs sanitize tsan werror clean
+.PHONY: help demo test test-frameworks frameworks fuzz bench docs wheel lint format stubs sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,6 +30,9 @@ test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transform
 
 frameworks: $(VENV)/test.txt $(VENV)/frameworks.txt # with the package that is built where it lies
 	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
+
+fuzz: $(VENV)/installed $(VENV)/test.txt ## call everything with hostile arguments (FUZZ_ARGS='--seed 7 --table')
+	$(BIN)/python tests/fuzz --calls 200000 $(FUZZ_ARGS)
 
 bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BENCH_ARGS=--quick)
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done

@@ -239,7 +239,7 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
 def windows(sliding_window: Any, heads: int) -> tuple[Limit, Limit]:
     """The same, where each may be an array of one for each head; if `heads` is 1, there may be any number of them."""
     left, right = (
-        _side(side, name) if side is None or np.ndim(side) == 0 else _by_head(side, name, heads)
+        _side(side, name) if side is None or as_array(side, name).ndim == 0 else _by_head(side, name, heads)
         for side, name in _sides(sliding_window)
     )
     return left, right
@@ -262,13 +262,13 @@ def _side(side: Any, name: str) -> int | None:
 
 def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
     lengths = integer_array(side, name)
-    if lengths.ndim != 1 or (heads != 1 and len(lengths) not in (1, heads)):
+    if lengths.ndim != 1 or not len(lengths) or (heads != 1 and len(lengths) not in (1, heads)):
         expected = "[H]" if heads == 1 else f"of shape ({heads},), one for each head"
         raise ValueError(f"{name} must be an integer or {expected}, got {describe(lengths)}")
     if lengths.size and lengths.min() < 0:
         index = int((lengths < 0).argmax())
         raise ValueError(f"{name} must be at least 0, got {lengths[index]} at index {index}")
-    clipped = np.minimum(lengths, FARTHEST).astype(np.int64)
+    clipped = np.minimum(lengths.astype(np.uint64), FARTHEST).astype(np.int64)
     return int(clipped[0]) if len(clipped) == 1 else frozen(clipped)
 
 

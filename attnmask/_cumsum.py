@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from attnmask import _core
-from attnmask._arguments import as_array
+from attnmask._arguments import as_array, flag
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -50,9 +50,12 @@ def _with_parameters(function: _Function) -> _Function:
 
 
 def _check_rank(array: ArrayLike, name: str, rank: int, head_first: bool) -> None:
-    ndim = np.ndim(array)
+    # A subclass may override what np.ndim asks it for.
+    ndim = np.ndarray.ndim.__get__(array) if isinstance(array, np.ndarray) else as_array(array, name).ndim
     if ndim != rank and ndim in (3, 4):  # the core refuses all other ranks
-        layout = ("[B, H, T" if head_first else "[B, T, H") + (", S]" if rank == 4 else "]")
+        layout = ("[B, H, T" if flag(head_first, "head_first") else "[B, T, H") + (
+            ", S]" if rank == 4 else "]"
+        )
         raise ValueError(f"{name} must be {layout}, got {ndim} dimensions")
 
 

@@ -101,6 +101,7 @@ def quantize_kv(
     if not is_floating(given.dtype):
         raise TypeError(f"x must be of float16, bfloat16, float32 or float64, got {describe(given)}")
     axes = tuple(integer(each, "axis") for each in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+    axes = tuple(max(-given.ndim - 1, min(each, given.ndim)) for each in axes)  # NumPy takes 32 bits
     axes = normalize_axis_tuple(axes, given.ndim, "axis")
     limit = np.float32(_LARGEST[target.name])
     with np.errstate(all="ignore"):

@@ -195,9 +195,11 @@ def plane_labels(state: State, batch: int, head: int) -> tuple[Ids, Ids] | None:
     batch, head = place(batch, "batch", shape[0]), place(head, "head", shape[1])
     if not state.labels.complete and shape[1] * shape[2] * shape[3] > _LABELLED_PAIRS:
         return None
+    labels = segment_ids(state, per_head=shape[1] > 1)
+    if any(ids.ndim == 3 and ids.shape[1] == 0 for ids in labels):
+        return None
     q_ids, kv_ids = (
-        ids[batch] if ids.ndim == 2 else ids[batch, min(head, ids.shape[1] - 1)]
-        for ids in segment_ids(state, per_head=shape[1] > 1)
+        ids[batch] if ids.ndim == 2 else ids[batch, min(head, ids.shape[1] - 1)] for ids in labels
     )
     return q_ids, kv_ids
 

@@ -151,6 +151,18 @@ def of_cu_seqlens(
     return replace(state, cu_seqlens_q=q_cu, cu_seqlens_kv=kv_cu)
 
 
+def _seed(value: Any) -> Any:
+    """What NumPy may be given: it asks a subclass of arrays, and follows lists in lists without an end."""
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
+    if isinstance(value, (list, tuple)):
+        return [integer(each, "seed") for each in value]
+    known = (int, np.integer, np.random.SeedSequence, np.random.BitGenerator, np.random.Generator)
+    if value is not None and not isinstance(value, (*known, np.random.RandomState)):
+        raise TypeError
+    return value
+
+
 def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: Any) -> State:
     batch_size, q_len = integer(batch_size, "batch_size", 0), integer(q_len, "q_len", 0)
     kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", 0)
@@ -158,8 +170,8 @@ def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, 
         raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")
-    try:  # NumPy's generator does not expect a subclass of arrays
-        rng = np.random.default_rng(np.asarray(seed) if isinstance(seed, np.ndarray) else seed)
+    try:
+        rng = np.random.default_rng(_seed(seed))
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
@@ -242,7 +254,10 @@ def _index(begin: int, count: int, axis: int) -> NDArray[np.int64]:
     """Of a slab's rows, heads, queries or keys. The function that is asked can write to none of them."""
     shape = [1, 1, 1, 1]
     shape[axis] = count
-    return frozen(np.arange(begin, begin + count).reshape(shape))
+    name = ("batch", "heads", "q_len", "kv_len")[axis]
+    return frozen(
+        allocate(tuple(shape), np.int64, name, lambda *_: np.arange(begin, begin + count).reshape(shape))
+    )
 
 
 def _asked(f: Callable[..., Any], index: tuple[NDArray[np.int64], ...], slab: Shape) -> NDArray[Any]:

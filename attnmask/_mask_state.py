@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
-from attnmask._arguments import AxisName, axis_name, describe, flag, frozen, integers, mask_array
+from attnmask._arguments import AxisName, allocate, axis_name, describe, flag, frozen, integers, mask_array
 from attnmask._mask_program import Program, Shape, Terms, agree, arrays, extents, words
 from attnmask._mask_terms import Extent, Node, dense, equal, ids_of_sequences, tokens_extent
 
@@ -95,7 +95,7 @@ class Labels:
 
 def ids_of_tokens(valid: Any) -> Ids:
     """0 for tokens and -1 for padding."""
-    ids: Ids = np.subtract(valid, 1, dtype=np.int32)
+    ids: Ids = np.subtract(valid, 1, out=allocate(np.shape(valid), np.int32, "padding"), casting="unsafe")
     return frozen(ids)
 
 

@@ -39,6 +39,7 @@ from attnmask._arguments import (
     as_array,
     describe,
     frozen,
+    integer_array,
     mask_array,
     per_row,
     read_only,
@@ -152,7 +153,11 @@ def _checked_heads(value: Any) -> PerRow:
 
 
 def _checked_places(value: Any) -> NDArray[np.int32]:
-    return shared_integers(value, PLACES.words, ("[B, H, Q, K]",))
+    array = integer_array(value, PLACES.words)
+    if array.ndim != 4:
+        raise ValueError(f"{PLACES.words} must be [B, H, Q, K], got {describe(array)}")
+    planes = array.reshape(-1, *array.shape[2:])
+    return shared_integers(planes, PLACES.words, ("[B * H, Q, K]",)).reshape(array.shape)
 
 
 def _checked_bits(value: Any) -> NDArray[np.uint8]:

@@ -290,7 +290,15 @@ class _IdentityDtypeConvert(Generic[_T]):
 
     def vjp(self, x: _T) -> tuple[_T, Callable[[ArrayLike], NDArray[Any]]]:
         """Return `x` itself, and a function that casts a gradient to the chosen type."""
-        return x, lambda gradient: as_array(gradient, "gradient").astype(self.dtype, copy=False)
+
+        def pullback(gradient: ArrayLike) -> NDArray[Any]:
+            given = as_array(gradient, "gradient")
+            try:
+                return given.astype(self.dtype, copy=False)
+            except (TypeError, ValueError):
+                raise TypeError(f"gradient must be numbers, got {describe(given)}") from None
+
+        return x, pullback
 
     def __repr__(self) -> str:
         return f"identity_dtype_convert({self.dtype})"

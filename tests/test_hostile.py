@@ -262,3 +262,109 @@ def test_long_rows_of_integers_are_narrowed_in_pieces(threads, set_threads):
         ValueError, match=r"q_segment_ids must fit int32, got -1099511627776 at index \(0, 70000\)"
     ):
         MaskInfo.from_segments(wide)
+
+
+# What calls with hostile arguments have found (tests/fuzz)
+
+
+def nested_without_end() -> list:
+    items: list = []
+    items.append(items)
+    return items
+
+
+class Described:
+    """Says of itself only what an interface of arrays says."""
+
+    def __init__(self, interface):
+        self.__array_interface__ = interface
+
+
+LIVE = np.ones((1, 1, 6, 6), bool)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (TypeError, "seed must be", lambda: MaskInfo.from_random(1, 2, seed=nested_without_end())),
+        (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=2**62)),
+        (
+            ValueError,
+            "axis",
+            lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=(-(2**64), 0)),
+        ),
+        (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](np.void(b"abc"))),
+        (
+            ValueError,
+            "sliding_window must be an integer or",
+            lambda: MaskInfo(LIVE).apply_sliding_window(np.zeros(0, int)),
+        ),
+        (
+            ValueError,
+            "sliding_window must be array_like",
+            lambda: MaskInfo(LIVE).apply_sliding_window(Described({})),
+        ),
+        (ValueError, "g must be array_like", lambda: attnmask.chunk_local_cumsum_vector(Described("x"), 2)),
+        (
+            TypeError,
+            "head_first must be True or False",
+            lambda: attnmask.chunk_global_cumsum_vector(np.zeros((1, 2, 3)), head_first=np.zeros(0)),
+        ),
+        (
+            TypeError,
+            "preserved_indices must be",
+            lambda: OperationRegistry.create("flash").create_stable_sharding(("dp",), np.array(None)),
+        ),
+    ],
+)
+def test_an_error_names_its_argument(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: attnmask.segment_ids_to_mask(huge("i1", 2, 0, WIDE)),
+        lambda: attnmask.cdiv(huge("u1", 2**61), 3),
+        lambda: attnmask.prepare_lens(huge(">i8", 2**58)),
+        lambda: MaskInfo.from_cu_seqlens(np.zeros(0, int), max_q_len=2**63 - 1),
+        lambda: MaskInfo.from_function(lambda b, h, q, k: True, 5, 7, batch=2**63),
+    ],
+)
+def test_what_numpy_calls_too_big_fits_no_memory(call):
+    with pytest.raises(MemoryError):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint64])
+def test_windows_by_head_of_any_type_of_integers(dtype):
+    windows = np.array([1, 3], dtype)
+    mask = MaskInfo(np.ones((1, 2, 6, 6), bool)).apply_sliding_window((windows, None)).attention_mask
+    reach = np.arange(6)[:, None] - np.arange(6)
+    np.testing.assert_array_equal(mask[0], [reach <= 1, reach <= 3])
+
+
+@pytest.mark.parametrize("copy", [np.array, np.asfortranarray])
+def test_tiles_that_were_copied_are_restored(copy):
+    """As JAX does with the leaves of a tree."""
+    for info in (
+        MaskInfo.from_blocks(np.eye(3, dtype=bool)[None, None], 4),
+        MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3, 100, 130, 2),
+    ):
+        leaves, aux = info.tree_flatten()
+        copied = tuple(None if leaf is None else copy(leaf) for leaf in leaves)
+        assert MaskInfo.tree_unflatten(aux, copied) == info
+
+
+def test_labels_of_no_heads():
+    info = MaskInfo(LIVE).replace(
+        q_segment_ids=np.zeros((1, 6), int), kv_segment_ids=np.zeros((1, 0, 6), int)
+    )
+    assert info.labels(0, 0) is None
+    assert info._repr_html_().startswith("<svg ")
+
+
+def test_the_mode_of_a_subclass():
+    assert OperationRegistry.create("flash").get_mode(restless(np.zeros((2, 1, 3, 4)))) == "decode"

@@ -123,6 +123,8 @@ class OperationOutput(NamedTuple):
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
     """The lengths of an array, of which nothing else may be known yet."""
+    if isinstance(value, np.ndarray):
+        value = np.asarray(value)  # a subclass may override any attribute
     shape = getattr(value, "shape", None)
     return shape if isinstance(shape, tuple) else as_array(value, name).shape
 
@@ -167,7 +169,9 @@ def _kept(
     names: tuple[AxisName, ...], source: tuple[AxisName, ...], preserved_indices: Any
 ) -> tuple[AxisName, ...]:
     """As many as `names`: those of `source` where they are preserved, else None."""
-    if not isinstance(preserved_indices, (Sequence, np.ndarray)) or isinstance(preserved_indices, str):
+    if isinstance(preserved_indices, np.ndarray):
+        preserved_indices = np.asarray(preserved_indices).tolist()
+    if not isinstance(preserved_indices, Sequence) or isinstance(preserved_indices, str):
         raise TypeError(f"preserved_indices must be integers or None, got {describe(preserved_indices)}")
     kept: list[AxisName] = [None] * len(names)
     shorter = min(len(names), len(source))

@@ -154,7 +154,7 @@ static int to_readable(PyObject *object, const char *name, bool allow_same, PyAr
     if (!PyArray_ISNOTSWAPPED(array) || !is_aligned(array)) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
         PyArrayObject *copy =
-            native ? (PyArrayObject *)PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0) : NULL;
+            native ? am_of_memory(PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0)) : NULL;
         if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
         Py_DECREF(array);
         if (!copy) return -1;

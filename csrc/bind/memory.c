@@ -41,6 +41,18 @@ static PyDataMem_Handler large_handler = {
                   .free = large_free},
 };
 
+PyArrayObject *am_of_memory(PyObject *array)
+{
+    if (!array && PyErr_ExceptionMatches(PyExc_ValueError)) PyErr_NoMemory();
+    return (PyArrayObject *)array;
+}
+
+/* Steals a reference to the dtype, even if it fails. */
+static PyArrayObject *new_of_numpy(int ndim, npy_intp const *shape, PyArray_Descr *dtype)
+{
+    return am_of_memory(PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL));
+}
+
 PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
     Py_INCREF(dtype);
@@ -56,10 +68,7 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
             Py_DECREF(dtype);
             return NULL;
         }
-        PyArrayObject *array =
-            (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
-        if (!array && PyErr_ExceptionMatches(PyExc_ValueError))
-            PyErr_NoMemory(); /* NumPy calls it "array is too big" */
+        PyArrayObject *array = new_of_numpy(ndim, shape, dtype);
         PyObject *ours = PyDataMem_SetHandler(previous);
         Py_XDECREF(ours);
         Py_DECREF(previous);
@@ -67,7 +76,7 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
         if (!ours) Py_CLEAR(array);
         return array;
     }
-    return (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
+    return new_of_numpy(ndim, shape, dtype);
 }
 
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num)

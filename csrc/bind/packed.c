@@ -270,7 +270,7 @@ static int to_integers(PyObject *object, const char *name, void *dst)
 static PyArrayObject *widened(PyArrayObject *array)
 {
     PyArray_Descr *wide = PyArray_DescrFromType(PyArray_ISSIGNED(array) ? NPY_INT64 : NPY_UINT64);
-    return (PyArrayObject *)PyArray_FromArray(array, wide, NPY_ARRAY_CARRAY_RO);
+    return am_of_memory(PyArray_FromArray(array, wide, NPY_ARRAY_CARRAY_RO));
 }
 
 /* NumPy's rule: a Python integer takes the dtype of the array that it meets. */

@@ -1,0 +1,1007 @@
+"""What the fuzzer calls: every public function, method, property and operator, each with a maker of right arguments."""
+
+import contextlib
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import attnmask
+from attnmask import KVCache, MaskInfo, operations
+
+Rng = np.random.Generator
+Arguments = dict[str, Any]
+FLOATS = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
+
+
+class Target(NamedTuple):
+    name: str
+    arguments: Callable[[Rng], Arguments]  # right ones
+    call: Callable[..., Any]
+    written: frozenset[str] = frozenset({"out"})  # what a call that succeeds writes to
+    kept: frozenset[str] = frozenset()  # what stays right: it is no argument of the function
+    subclasses: bool = True  # whether subclasses of arrays are asked nothing
+    same_bits: bool = True  # whether layouts change none
+    pullback: bool = False  # a function and then its pullback, which may fail when `out` is written
+
+
+TARGETS: dict[str, Target] = {}
+
+
+def target(name: str, arguments: Callable[[Rng], Arguments], call: Callable[..., Any], **more: Any) -> None:
+    assert name not in TARGETS
+    TARGETS[name] = Target(name, arguments, call, **more)
+
+
+# Makers of parts
+
+
+def coin(rng: Rng, chance: float = 0.5) -> bool:
+    return bool(rng.random() < chance)
+
+
+def pick(rng: Rng, values: Any) -> Any:
+    return values[int(rng.integers(len(values)))]
+
+
+def some(rng: Rng, optional: dict[str, Callable[[], Any]], chance: float = 0.25) -> Arguments:
+    return {name: make() for name, make in optional.items() if coin(rng, chance)}
+
+
+def floats(rng: Rng, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def starts(rng: Rng, total: int, dtype: Any = None) -> np.ndarray:
+    inner = np.sort(rng.integers(0, total + 1, int(rng.integers(0, 4))))
+    return np.array([0, *inner, total], dtype or pick(rng, [np.int32, np.int64, np.uint16]))
+
+
+def pairs(rng: Rng, length: int) -> np.ndarray:
+    return np.sort(rng.integers(0, length + 1, 2 * int(rng.integers(1, 4)))).astype(
+        pick(rng, [np.int32, np.int64])
+    )
+
+
+def ids(rng: Rng, *shape: int) -> np.ndarray:
+    return np.sort(rng.integers(-1, 4, shape), axis=-1).astype(pick(rng, [np.int32, np.int64, np.int8]))
+
+
+def mask(rng: Rng, *shape: int) -> np.ndarray:
+    return (rng.random(shape) < 0.7).astype(pick(rng, [np.bool_, np.int32, np.float32, np.uint8]))
+
+
+def sizes(rng: Rng, count: int, largest: int = 9) -> list[int]:
+    return [int(size) for size in rng.integers(1, largest, count)]
+
+
+# Packed sequences
+
+for _name in ("prepare_lens", "prepare_position_ids", "prepare_sequence_ids", "prepare_token_indices"):
+    target(_name, lambda rng: {"cu_seqlens": starts(rng, 20)}, getattr(attnmask, _name))
+for _name in ("prepare_chunk_indices", "prepare_chunk_offsets"):
+    target(
+        _name,
+        lambda rng: {"cu_seqlens": starts(rng, 20), "chunk_size": pick(rng, [1, 2, 3, 64])},
+        getattr(attnmask, _name),
+    )
+target("cu_seqlens_to_pairs", lambda rng: {"cu_seqlens": starts(rng, 20)}, attnmask.cu_seqlens_to_pairs)
+target(
+    "pairs_to_cu_seqlens",
+    lambda rng: {"pairs": starts(rng, 20).repeat(2)[1:-1]},
+    attnmask.pairs_to_cu_seqlens,
+)
+target(
+    "prepare_lens_from_mask", lambda rng: {"mask": mask(rng, *sizes(rng, 2))}, attnmask.prepare_lens_from_mask
+)
+target(
+    "prepare_cu_seqlens_from_mask",
+    lambda rng: {"mask": mask(rng, *sizes(rng, 2)), "out_dtype": pick(rng, [np.int32, np.int64])},
+    attnmask.prepare_cu_seqlens_from_mask,
+)
+target(
+    "cdiv",
+    lambda rng: {
+        "a": pick(
+            rng, [np.int64(7), np.int32(-7), rng.integers(-99, 99, (3, 4)), rng.integers(0, 9, 4, np.uint8)]
+        ),
+        "b": pick(rng, [np.int64(3), rng.integers(1, 9, 4), np.int16(5)]),
+    },
+    attnmask.cdiv,
+)
+target(
+    "identity_dtype_convert",
+    lambda rng: {"dtype": pick(rng, FLOATS), "x": floats(rng, 3), "g": floats(rng, 3)},
+    lambda dtype, x, g: attnmask.identity_dtype_convert(dtype).vjp(x)[1](g),
+)
+
+# Cumulative sums
+
+
+def cumsum_arguments(rng: Rng, first: str, kind: str, local: bool) -> Arguments:
+    batch, steps, heads, depth = 1 if coin(rng) else 2, *sizes(rng, 3, 20)
+    head_first = coin(rng, 0.3)
+    shape = (batch, heads, steps) if head_first else (batch, steps, heads)
+    if kind == "_vector" or (kind != "_scalar" and coin(rng)):
+        shape = (*shape, depth)
+    arguments: Arguments = {first: floats(rng, *shape, dtype=pick(rng, FLOATS)), "head_first": head_first}
+    if local:
+        arguments["chunk_size"] = pick(rng, [1, 2, 4, 64])
+    if batch == 1 and coin(rng):
+        arguments["cu_seqlens"] = starts(rng, steps)
+    arguments |= some(
+        rng,
+        {
+            "reverse": lambda: True,
+            "softmax_scale": lambda: 0.5,
+            "output_dtype": lambda: np.float64,
+        },
+    )
+    if coin(rng, 0.4):
+        arguments["out"] = np.zeros(shape, arguments.get("output_dtype", np.float32))
+        arguments["output_dtype"] = arguments["out"].dtype.type
+    return arguments
+
+
+def pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives a result and a pullback, called with a gradient."""
+
+    def call(dout: Any = None, **arguments: Any) -> Any:
+        out, vjp = function(**arguments)
+        gradient = vjp(out if dout is None else dout)
+        return out, gradient
+
+    return call
+
+
+for _kind in ("", "_scalar", "_vector"):
+    for _first, _local in (("g", True), ("s", False)):
+        _name = f"chunk_{'local' if _local else 'global'}_cumsum{_kind}"
+        target(
+            _name,
+            lambda rng, a=(_first, _kind, _local): cumsum_arguments(rng, *a),
+            getattr(attnmask, _name),
+            same_bits=False,
+        )
+for _name, _first, _local in (("chunk_local_cumsum_vjp", "g", True), ("chunk_global_cumsum_vjp", "s", False)):
+
+    def _with_dout(rng: Rng, a: Any = (_first, "", _local)) -> Arguments:
+        arguments = cumsum_arguments(rng, *a)
+        return arguments | {"dout": floats(rng, *arguments[a[0]].shape)}
+
+    target(_name, _with_dout, pulled_back(getattr(attnmask, _name)), pullback=True, same_bits=False)
+
+# Masks
+
+target(
+    "mask_to_segment_ids",
+    lambda rng: {
+        "mask": mask(rng, *sizes(rng, pick(rng, [2, 3, 4]))),
+        "per_head": coin(rng),
+        "strict": False,
+    },
+    attnmask.mask_to_segment_ids,
+)
+target(
+    "segment_ids_to_cu_seqlens",
+    lambda rng: {
+        "segment_ids": ids(rng, *sizes(rng, 2)),
+        "out_dtype": np.int32,
+        "max_segments": pick(rng, [None, 128, 4]),
+    },
+    attnmask.segment_ids_to_cu_seqlens,
+)
+target(
+    "positions_from_segment_ids",
+    lambda rng: {"segment_ids": ids(rng, *sizes(rng, 2)), "pad_value": pick(rng, [-1, 0])},
+    attnmask.positions_from_segment_ids,
+)
+target(
+    "attention_mask_to_padding_segment_ids",
+    lambda rng: {"attention_mask": mask(rng, *sizes(rng, pick(rng, [2, 3, 4])))},
+    attnmask.attention_mask_to_padding_segment_ids,
+)
+target(
+    "attention_mask_to_qkv_cu_seqlens",
+    lambda rng: {
+        "attention_mask": mask(rng, *sizes(rng, 4)),
+        "reduce_heads": pick(rng, ["any", "all", "first"]),
+        "out_dtype": np.int64,
+    },
+    attnmask.attention_mask_to_qkv_cu_seqlens,
+)
+target(
+    "qkv_masks_to_cu_seqlens",
+    lambda rng: {"q_mask": mask(rng, 2, 5), "kv_mask": mask(rng, 2, 7), "out_dtype": np.int32},
+    attnmask.qkv_masks_to_cu_seqlens,
+)
+target(
+    "segment_ids_to_mask",
+    lambda rng: (
+        {
+            "segment_ids": pick(rng, [ids(rng, 2, 5), (ids(rng, 2, 5), ids(rng, 2, 5)), ids(rng, 2, 3, 5)]),
+            "return_separate_masks": coin(rng, 0.3),
+        }
+        | some(rng, {"dtype": lambda: np.float32})
+    ),
+    attnmask.segment_ids_to_mask,
+)
+target(
+    "segment_ids_to_mask, out",
+    lambda rng: {
+        "segment_ids": ids(rng, 2, 5),
+        "dtype": np.float32,
+        "out": np.zeros((2, 1, 5, 5), np.float32),
+    },
+    attnmask.segment_ids_to_mask,
+)
+target(
+    "segment_ids_to_qkv_masks",
+    lambda rng: {
+        "q_segment_ids": ids(rng, 2, 5),
+        "kv_segment_ids": ids(rng, 2, 7),
+        "dtype": np.int32,
+        "out": np.zeros((2, 1, 5, 7), np.int32),
+    },
+    attnmask.segment_ids_to_qkv_masks,
+)
+target(
+    "cu_seqlens_to_mask",
+    lambda rng: (
+        {"cu_seqlens": pairs(rng, 9), "max_len": 9, "dtype": np.bool_}
+        if coin(rng)
+        else {
+            "cu_seqlens": np.array([0, 4, 5, 8]),
+            "max_len": 8,
+            "dtype": np.bool_,
+            "out": np.zeros((2, 8), bool),
+        }
+    ),
+    attnmask.cu_seqlens_to_mask,
+)
+for _name in ("qkv_cu_seqlens_to_qkv_masks", "qkv_cu_seqlens_to_attention_mask"):
+    target(
+        _name,
+        lambda rng: {
+            "cu_seqlens_q": np.array([0, 4, 5, 8]),
+            "max_q_len": 8,
+            "cu_seqlens_kv": np.array([0, 2, 4, 9], np.int32),
+            "max_kv_len": 9,
+            "dtype": pick(rng, [np.bool_, np.float32]),
+        },
+        getattr(attnmask, _name),
+    )
+target(
+    "qkv_cu_seqlens_to_attention_mask, out",
+    lambda rng: {"cu_seqlens_q": np.array([0, 4, 5, 8]), "max_q_len": 8, "out": np.zeros((2, 1, 8, 8), bool)},
+    attnmask.qkv_cu_seqlens_to_attention_mask,
+)
+
+# Attention
+
+B, TQ, TK, H, HKV, D, DV = 2, 6, 7, 4, 2, 8, 5
+
+
+def attention_arguments(rng: Rng, more: Callable[[Rng, Any, int], Arguments] | None = None) -> Arguments:
+    """Query, key and value, and some of the rest."""
+    dtype = pick(rng, FLOATS)
+    tokens = 70 if coin(rng, 0.1) else TQ
+    packed = coin(rng, 0.25)
+    arguments: Arguments = {
+        "query": floats(rng, 1 if packed else B, tokens, H, D, dtype=dtype),
+        "key": floats(rng, 1 if packed else B, TK, HKV, D, dtype=dtype),
+        "value": floats(rng, 1 if packed else B, TK, HKV, DV, dtype=dtype),
+    }
+    batch = 1 if packed else B
+    if packed:
+        arguments["cum_seqlens_q"] = np.array([0, 2, tokens], np.int32)
+        arguments["cum_seqlens_k"] = np.array([0, 3, TK], np.int64)
+    elif coin(rng, 0.25):
+        arguments["q_segment_ids"] = ids(rng, batch, tokens)
+        arguments["kv_segment_ids"] = ids(rng, batch, TK)
+    arguments |= some(
+        rng,
+        {
+            "attention_mask": lambda: pick(
+                rng,
+                [mask(rng, tokens, TK), mask(rng, batch, H, tokens, TK), any_mask(rng, batch, tokens, TK)],
+            ),
+            "bias": lambda: floats(rng, *pick(rng, [(tokens, TK), (1, H, 1, TK)]), dtype=pick(rng, FLOATS)),
+            "softmax_scale": lambda: 0.5,
+            "causal": lambda: True,
+            "causal_offset": lambda: pick(rng, [1, -2, "bottom-right"]),
+            "sliding_window": lambda: pick(rng, [2, (1, 0), (None, 3), 0]),
+            "fwd_params": lambda: attnmask.FwdParams(16, 32),
+            "bwd_params": lambda: attnmask.BwdParams(16, 32),
+            "logits_soft_cap": lambda: 5.0,
+            "softmax_aux": lambda: floats(rng, H, 1),
+            "normalize_output": lambda: coin(rng),
+            "precision": lambda: "highest",
+            "logits_dtype": lambda: np.float32,
+            "alibi_slopes": lambda: np.linspace(0, 1, H),
+            "relative_bias": lambda: floats(rng, H, 5),
+        },
+        0.15,
+    )
+    if arguments.get("normalize_output", True) and coin(rng, 0.2):
+        arguments |= {"dropout_prob": 0.25, "dropout_seed": 3}
+    if "relative_bias" in arguments:
+        arguments["relative_low"] = -2
+    return arguments | (more(rng, arguments, tokens) if more else {})
+
+
+def any_mask(rng: Rng, batch: int, queries: int, keys: int) -> MaskInfo:
+    """A MaskInfo of this shape, of any base, with some terms."""
+    info = pick(
+        rng,
+        [
+            lambda: MaskInfo.from_segments(ids(rng, batch, queries), ids(rng, batch, keys)),
+            lambda: MaskInfo.from_attention_mask(mask(rng, batch, 1, queries, keys)),
+            lambda: MaskInfo.from_random(batch, queries, keys, 0.4, 1),
+            lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3, queries, keys, batch),
+            lambda: MaskInfo.from_blocks(
+                mask(rng, batch, 1, -(-queries // 3), -(-keys // 4)), (3, 4), queries, keys
+            ),
+        ],
+    )()
+    changes: list[Callable[[MaskInfo], MaskInfo]] = [
+        lambda info: info.apply_causal(1),
+        lambda info: info.apply_sliding_window((3, 2)),
+        lambda info: info.apply_chunked(4),
+        lambda info: info.apply_prefix(np.array([2] * batch)),
+        lambda info: info.apply_token_type_ids((ids(rng, batch, queries), ids(rng, batch, keys))),
+        lambda info: ~info,
+    ]
+    for change in changes:
+        if coin(rng, 0.2):
+            with contextlib.suppress(ValueError):  # prefixes are of segments
+                info = change(info)
+    if coin(rng, 0.2):
+        info.get_or_compute_attention_mask()
+    return info
+
+
+def forward_more(rng: Rng, arguments: Arguments, tokens: int) -> Arguments:
+    more: Arguments = {}
+    if coin(rng, 0.3):
+        more["out"] = np.zeros((*arguments["query"].shape[:-1], DV), arguments["query"].dtype)
+    return more
+
+
+def backward_more(rng: Rng, arguments: Arguments, tokens: int) -> Arguments:
+    query = arguments["query"]
+    arguments.pop("softmax_aux", None)
+    more: Arguments = {
+        "dout": floats(rng, *query.shape[:-1], DV, dtype=query.dtype),
+        "out": floats(rng, *query.shape[:-1], DV, dtype=query.dtype),
+        "lse": floats(
+            rng, len(query), H, tokens, dtype=np.float64 if query.dtype == np.float64 else np.float32
+        ),
+    }
+    if coin(rng, 0.3):
+        more["dlse"] = more["lse"].copy()
+    if "bias" in arguments and coin(rng):
+        more["grad_bias"] = True
+    if "relative_bias" in arguments and coin(rng):
+        more["grad_relative_bias"] = True
+    return more
+
+
+def vjp_more(rng: Rng, arguments: Arguments, tokens: int) -> Arguments:
+    wants = [
+        ("bias", "grad_bias"),
+        ("softmax_aux", "grad_softmax_aux"),
+        ("relative_bias", "grad_relative_bias"),
+    ]
+    return {grad: True for name, grad in wants if name in arguments and coin(rng)} | {
+        "dout": floats(rng, *arguments["query"].shape[:-1], DV, dtype=arguments["query"].dtype)
+    }
+
+
+target(
+    "flash_attention",
+    lambda rng: attention_arguments(rng, lambda *a: forward_more(*a) | {"return_lse": coin(rng)}),
+    attnmask.flash_attention,
+)
+target(
+    "flash_attention_fwd", lambda rng: attention_arguments(rng, forward_more), attnmask.flash_attention_fwd
+)
+target(
+    "flash_attention_bwd",
+    lambda rng: attention_arguments(rng, backward_more),
+    attnmask.flash_attention_bwd,
+    written=frozenset(),
+)
+target(
+    "flash_attention_vjp",
+    lambda rng: attention_arguments(rng, vjp_more),
+    pulled_back(attnmask.flash_attention_vjp),
+)
+target(
+    "dropout_keep_mask",
+    lambda rng: (
+        {"seed": pick(rng, [None, 3]), "prob": 0.3, "shape": (1, 2, 5, 7)}
+        | some(rng, {"out": lambda: np.zeros((1, 2, 5, 7), bool)})
+    ),
+    attnmask.dropout_keep_mask,
+)
+
+
+def states(rng: Rng) -> Arguments:
+    dtype = pick(rng, FLOATS)
+    outs = floats(rng, 3, 2, 5, 4, 8, dtype=dtype)
+    lses = floats(rng, 3, 2, 4, 5, dtype=np.float64 if dtype is np.float64 else np.float32)
+    return {"outs": list(outs), "lses": list(lses)} if coin(rng) else {"outs": outs, "lses": lses}
+
+
+def merge_vjp(outs: Any, lses: Any, dout: Any, dlse: Any = None) -> Any:
+    merged, vjp = attnmask.merge_attention_states_vjp(outs, lses)
+    return merged, vjp(dout, dlse)
+
+
+target("merge_attention_states", states, attnmask.merge_attention_states)
+target(
+    "merge_attention_states_vjp",
+    lambda rng: (a := states(rng)) | {"dout": floats(rng, 2, 5, 4, 8, dtype=a["outs"][0].dtype)},
+    merge_vjp,
+)
+for _name in ("FwdParams", "BwdParams"):
+    target(_name, lambda rng: {"q_blocksize": 16, "kv_blocksize": 64}, getattr(attnmask, _name))
+
+
+def t5_arguments(rng: Rng) -> Arguments:
+    return {
+        "table": floats(rng, 8, H, dtype=pick(rng, FLOATS)),
+        "q_len": 5,
+        "kv_len": 7,
+        "bidirectional": coin(rng),
+        "max_distance": 32,
+    }
+
+
+target("t5_relative_bias", t5_arguments, attnmask.t5_relative_bias)
+target(
+    "t5_relative_bias_vjp",
+    lambda rng: t5_arguments(rng) | {"d_relative_bias": None},
+    lambda d_relative_bias=None, **arguments: (
+        (made := attnmask.t5_relative_bias_vjp(**arguments))[0],
+        made[1](made[0][0] if d_relative_bias is None else d_relative_bias),
+    ),
+)
+
+# Caches
+
+
+def cache_arguments(rng: Rng) -> Arguments:
+    low = pick(rng, [None, None, np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)])
+    dtype = pick(rng, FLOATS if low is None else [np.float16, np.float32, ml_dtypes.bfloat16])
+    packed, paged = coin(rng), coin(rng)
+    rows = (2 * 3,) if packed else (2, 3)
+    arguments: Arguments = {"query": floats(rng, *rows, H, D, dtype=dtype)}
+    for name, depth in (("k", D), ("v", DV)):
+        shape = (6, 4, HKV, depth) if paged else (2, 12, HKV, depth)
+        arguments[f"{name}_cache"] = (3 * floats(rng, *shape)).astype(low or dtype)
+        if low is not None:
+            scale = (*shape[:3], 1) if coin(rng, 0.8) else (1, 1, HKV, depth)
+            arguments[f"{name}_scale"] = rng.random(scale, np.float32) + np.float32(0.5)
+    if coin(rng):
+        arguments |= {
+            "key": floats(rng, *rows, HKV, D, dtype=dtype),
+            "value": floats(rng, *rows, HKV, DV, dtype=dtype),
+        }
+    arguments["cache_seqlens"] = np.array([4, 8], np.int32)
+    if paged:
+        arguments["block_table"] = np.array([[5, 1, -1], [0, 4, 2]], np.int32)
+    if packed:
+        arguments["cu_seqlens_q"] = np.array([0, 2, 6], np.int32)
+    arguments |= some(
+        rng,
+        {
+            "softmax_scale": lambda: 0.3,
+            "causal": lambda: False,
+            "sliding_window": lambda: (3, 0),
+            "logits_soft_cap": lambda: 9.0,
+            "softmax_aux": lambda: floats(rng, H, 1),
+            "alibi_slopes": lambda: np.linspace(0, 1, H),
+            "attention_mask": lambda: mask(rng, 1, 1, 1, 12),
+            "return_lse": lambda: True,
+            "out": lambda: np.zeros((*rows, H, DV), dtype),
+        },
+        0.15,
+    )
+    return arguments
+
+
+target(
+    "flash_attention_with_kvcache",
+    cache_arguments,
+    attnmask.flash_attention_with_kvcache,
+    written=frozenset({"out", "k_cache", "v_cache", "k_scale", "v_scale"}),
+    subclasses=False,
+)
+target(
+    "quantize_kv",
+    lambda rng: {
+        "x": floats(rng, 2, 5, 3, 4, dtype=pick(rng, FLOATS)),
+        "dtype": pick(rng, [np.int8, ml_dtypes.float8_e4m3fn]),
+        "axis": pick(rng, [-1, (0, 1), 2]),
+    },
+    attnmask.quantize_kv,
+)
+
+
+def used_cache(dtype: Any = np.float32) -> KVCache:
+    """Sequence 0 of six tokens, 1 a fork of it, and 2 that was freed."""
+    cache = KVCache(HKV, D, layers=2, pages=8, page_size=4, dtype=dtype, value_depth=DV)
+    first = cache.new_sequence()
+    rng = np.random.default_rng(0)
+    with cache.step([first], [6]) as step:
+        for layer in range(2):
+            step.attend(layer, *step_tokens(rng, 6).values())
+    cache.fork(first)
+    cache.free(cache.new_sequence())
+    return cache
+
+
+def step_tokens(rng: Rng, total: int) -> Arguments:
+    return {
+        "query": floats(rng, total, H, D),
+        "key": floats(rng, total, HKV, D),
+        "value": floats(rng, total, HKV, DV),
+    }
+
+
+def contents(cache: KVCache) -> Any:
+    """What a cache says of itself, which an error must not have changed."""
+    return cache.free_pages, cache.lengths([0, 1]), cache.block_table([0, 1])
+
+
+def step_attend(cache: KVCache, ids: Any, counts: Any, **arguments: Any) -> Any:
+    before = contents(cache)
+    try:
+        with cache.step(ids, counts) as step:
+            out = step.attend(**arguments)
+    except Exception:
+        for old, new in zip(before, contents(cache), strict=True):
+            np.testing.assert_array_equal(old, new)
+        raise
+    return out, contents(cache)
+
+
+target(
+    "KVCache",
+    lambda rng: {
+        "kv_heads": HKV, "depth": D, "layers": 2, "pages": 4, "page_size": 4,
+        "dtype": pick(rng, [np.float32, np.int8, "bfloat16"]), "value_depth": pick(rng, [None, 3]),
+    },
+    lambda **a: contents_of_new(KVCache(**a)),
+)  # fmt: skip
+
+
+def contents_of_new(cache: KVCache) -> Any:
+    number = cache.new_sequence()
+    return cache.lengths([number]), cache.block_table([number]), cache.free_pages
+
+
+_CACHE = frozenset({"cache"})
+for _name, _arguments in {
+    "block_table": lambda rng: {"ids": pick(rng, [[0, 1], np.array([1]), [0, 0]])},
+    "lengths": lambda rng: {"ids": pick(rng, [[0, 1], np.array([1], np.int8), []])},
+    "fork": lambda rng: {"id": pick(rng, [0, 1])},
+    "free": lambda rng: {"id": pick(rng, [0, 1])},
+    "truncate": lambda rng: {"id": pick(rng, [0, 1]), "length": pick(rng, [0, 3, 6])},
+}.items():
+    target(
+        f"KVCache.{_name}",
+        lambda rng, make=_arguments: {"cache": used_cache()} | make(rng),
+        lambda cache, name=_name, **a: (getattr(cache, name)(**a), cache.free_pages),
+        kept=_CACHE,
+    )
+target(
+    "KVCache.step",
+    lambda rng: (
+        {"cache": used_cache(), "ids": np.array([1, 0]), "counts": np.array([2, 3])}
+        | {"layer": pick(rng, [0, 1])}
+        | step_tokens(rng, 5)
+        | some(
+            rng,
+            {
+                "softmax_scale": lambda: 0.5,
+                "causal": lambda: False,
+                "sliding_window": lambda: 3,
+                "logits_soft_cap": lambda: 5.0,
+                "softmax_aux": lambda: floats(rng, H, 1),
+                "alibi_slopes": lambda: np.linspace(0, 1, H),
+                "return_lse": lambda: True,
+            },
+        )
+    ),
+    step_attend,
+    kept=_CACHE,
+)
+
+# MaskInfo: constructors, whose result is looked at in every way; and methods
+
+PROPERTIES = sorted(
+    name for name in dir(MaskInfo) if name[0] != "_" and isinstance(getattr(MaskInfo, name), property)
+)
+
+
+def look_at(info: MaskInfo) -> Any:
+    """All that can be asked of a mask without an argument."""
+    seen: list[Any] = [info.shape, info.heads, repr(info)]
+    if np.prod([float(size) for size in (*info.shape[:1], info.heads or 1, *info.shape[1:])]) > 1e5:
+        return seen
+    seen += [info.density(), info._repr_html_(), info.is_self_attention()]
+    if all(info.shape) and info.heads:
+        seen.append(info.visualize(return_str=True))
+    for name in PROPERTIES:
+        try:
+            seen.append(getattr(info, name))
+        except (ValueError, OverflowError) as error:  # no ids reproduce some masks
+            seen.append(str(error))
+    seen.append(info == MaskInfo.tree_unflatten(*reversed(info.tree_flatten())))
+    with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+        seen.append(pickle.loads(pickle.dumps(info)) == info)
+    seen.append(copy.copy(info) == info)
+    return seen
+
+
+def constructor(name: str, arguments: Callable[[Rng], Arguments]) -> None:
+    target(f"MaskInfo.{name}", arguments, lambda **a: look_at(getattr(MaskInfo, name)(**a)))
+
+
+AXES = {
+    "batch_axis_name": lambda: ("dp", "fsdp"),
+    "qheads_axis_name": lambda: "tp",
+    "kvheads_axis_name": lambda: None,
+    "sequence_axis_name": lambda: "sp",
+}
+
+
+def positions(rng: Rng, queries: int = 5, keys: int = 7) -> Arguments:
+    return some(
+        rng,
+        {
+            "q_positions": lambda: np.arange(queries)[None].repeat(2, 0),
+            "kv_positions": lambda: np.arange(keys, dtype=np.int32)[None].repeat(2, 0),
+        }
+        | AXES,
+    )
+
+
+target(
+    "MaskInfo",
+    lambda rng: (
+        pick(
+            rng,
+            [
+                lambda: {"attention_mask": mask(rng, 2, 1, 5, 7)},
+                lambda: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)},
+                lambda: {"attention_mask": mask(rng, 1, 1, 5, 7), "cu_seqlens_q": starts(rng, 5)},
+            ],
+        )()
+        | some(rng, {"causal_mask_baked_in": lambda: True, "sliding_window_baked_in": lambda: True})
+        | positions(rng)
+    ),
+    lambda **a: look_at(MaskInfo(**a)),
+)
+constructor(
+    "from_segments",
+    lambda rng: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)} | positions(rng),
+)
+constructor(
+    "from_attention_mask",
+    lambda rng: (
+        {"attention_mask": mask(rng, *pick(rng, [(2, 1, 5, 7), (2, 5, 7), (2, 3, 5, 7)]))} | positions(rng)
+    ),
+)
+constructor(
+    "from_cu_seqlens",
+    lambda rng: pick(
+        rng,
+        [
+            lambda: {"cu_seqlens_q": starts(rng, 9), "packed": True},
+            lambda: {"cu_seqlens_q": starts(rng, 9), "packed": True, "max_q_len": 12},
+            lambda: {"cu_seqlens_q": np.array([0, 3, 5, 8]), "max_q_len": 9},
+            lambda: {
+                "cu_seqlens_q": np.array([0, 3, 5, 8]),
+                "max_q_len": 9,
+                "cu_seqlens_kv": np.array([0, 3, 2, 8]),
+                "max_kv_len": 8,
+            },
+        ],
+    )(),
+)
+constructor(
+    "from_random",
+    lambda rng: {"batch_size": 2, "q_len": 5, "kv_len": 7, "sparsity": 0.3, "seed": [1]} | positions(rng),
+)
+constructor(
+    "dynamic_init",
+    lambda rng: pick(
+        rng,
+        [
+            lambda: {"mask_info": any_mask(rng, 2, 5, 5)},
+            lambda: {"input_ids": rng.integers(0, 9, (2, 5))},
+            lambda: {"inputs_embeds": floats(rng, 2, 5, 3)},
+            lambda: {"input_ids": rng.integers(0, 9, (2, 5)), "attention_mask": mask(rng, 2, 5)},
+        ],
+    )(),
+)
+constructor(
+    "from_blocks",
+    lambda rng: {
+        "blocks": mask(rng, 2, 1, 2, 3),
+        "block_size": pick(rng, [4, (3, 5)]),
+        "q_len": 6,
+        "kv_len": 11,
+    },
+)
+
+
+class Function:
+    """A mask as a function of places, whose result can be of any kind."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) if self.result is None else self.result
+
+
+constructor(
+    "from_function",
+    lambda rng: {"f": None, "q_len": 5, "kv_len": 7, "batch": 2, "heads": pick(rng, [1, 2])},
+)
+TARGETS["MaskInfo.from_function"] = TARGETS["MaskInfo.from_function"]._replace(
+    call=lambda f=None, **a: look_at(MaskInfo.from_function(f if callable(f) else Function(f), **a))
+)
+
+
+def method(
+    name: str, arguments: Callable[[Rng], Arguments] = lambda rng: {}, label: str = "", **more: Any
+) -> None:
+    """Of a mask of two rows, five queries and seven keys."""
+
+    def call(info: MaskInfo, **a: Any) -> Any:
+        result = getattr(info, name)(**a)
+        return look_at(result) if isinstance(result, MaskInfo) else result
+
+    target(
+        f"MaskInfo.{name}{label}",
+        lambda rng: {"info": any_mask(rng, 2, 5, 7)} | arguments(rng),
+        call,
+        kept=frozenset({"info"}),
+        **more,
+    )
+
+
+method("apply_causal", lambda rng: {"offset": pick(rng, [0, 2, np.array([1, -1])])})
+method(
+    "apply_sliding_window",
+    lambda rng: {
+        "sliding_window": pick(rng, [2, (1, None), np.array([2]), (None, np.array([1]))]),
+        "offset": pick(rng, [0, np.array([1, -1])]),
+        "mode": pick(rng, [None, "default"]),
+    },
+)
+method(
+    "apply_sliding_window",
+    lambda rng: {"sliding_window": 2, "mode": pick(rng, ["decode", "prefill"]), "index": np.array([3, 4])},
+    ", mode",
+)
+method(
+    "apply_chunked",
+    lambda rng: {"chunk_size": 3, "offset": pick(rng, [0, np.array([1, 2])]), "within_segments": False},
+)
+method("apply_prefix", lambda rng: {"lengths": np.array([1, 3])})
+method(
+    "apply_kv_lengths",
+    lambda rng: (
+        {"kv_lengths": np.array([3, 7])} | some(rng, {"q_len": lambda: 2, "sliding_window": lambda: 3})
+    ),
+)
+method(
+    "apply_token_type_ids",
+    lambda rng: {
+        "token_type_ids": (ids(rng, 2, 5), ids(rng, 2, 7)),
+        "combine": pick(rng, ["union", "intersect", "replace"]),
+        "zero_policy": pick(rng, ["q", "kv", "both", "none"]),
+    },
+)
+method("__getitem__", lambda rng: {"index": pick(rng, INDICES)})
+TARGETS["MaskInfo.__getitem__"] = TARGETS["MaskInfo.__getitem__"]._replace(
+    call=lambda info, index: look_at(info[index])
+)
+INDICES = [0, slice(None), (slice(None), 0), (0, 0, slice(1, 4), slice(2, None)), (Ellipsis, slice(-3, None))]
+for _name in ("__and__", "__or__"):
+    method(_name, lambda rng: {"other": any_mask(rng, 2, 5, 7)})
+    TARGETS[f"MaskInfo.{_name}"] = TARGETS[f"MaskInfo.{_name}"]._replace(
+        call=lambda info, other, name=_name: look_at(info & other if name == "__and__" else info | other)
+    )
+method("__eq__", lambda rng: {"other": any_mask(rng, 2, 5, 7)})
+method("__invert__")
+method("create_bias", lambda rng: {"dtype": pick(rng, FLOATS)})
+method(
+    "create_bias",
+    lambda rng: {"dtype": np.float32, "out": np.zeros((2, 1, 5, 7), np.float32)},
+    ", out",
+)
+method("get_or_compute_attention_mask", lambda rng: {"dtype": pick(rng, [np.bool_, np.int8, np.float16])})
+method(
+    "get_or_compute_attention_mask",
+    lambda rng: {"dtype": np.bool_, "out": np.zeros((2, 1, 5, 7), np.bool_)},
+    ", out",
+)
+method("get_or_compute_positions")
+method("get_or_compute_segment_ids", lambda rng: {"per_head": coin(rng)})
+method(
+    "get_or_compute_qkv_cu_seqlens",
+    lambda rng: {"out_dtype": np.int64, "max_segments": pick(rng, [None, 99])},
+)
+method("get_qkv_masks", lambda rng: {"dtype": pick(rng, [np.bool_, np.int8])})
+method(
+    "get_shardings",
+    lambda rng: {"sequence_parallel": coin(rng), "mesh": {"dp": 2, "tp": 1, "sp": 1, "fsdp": 1}},
+)
+method("grid", lambda rng: {"batch": 1, "head": 0, "q_cell": 2, "k_cell": 3})
+method("labels", lambda rng: {"batch": 1, "head": 0})
+method("is_self_attention")
+method("density")
+method("materialize_attention_mask", lambda rng: {"dtype": pick(rng, [np.bool_, np.int8])})
+method("materialize_segment_ids", lambda rng: {"per_head": coin(rng)})
+method("to_dtype", lambda rng: {"dtype": pick(rng, [np.bool_, np.float32])})
+method("tree_flatten")
+method("__reduce__")
+method("__repr__")
+method("_repr_html_")
+for _name in PROPERTIES:
+    target(
+        f"MaskInfo.{_name}",
+        lambda rng: {"info": any_mask(rng, 2, 5, 7)},
+        lambda info, name=_name: getattr(info, name),
+        kept=frozenset({"info"}),
+    )
+method(
+    "replace",
+    lambda rng: pick(
+        rng,
+        [
+            lambda: {"attention_mask": mask(rng, 2, 1, 5, 7)},
+            lambda: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)},
+            lambda: {"q_positions": np.arange(10).reshape(2, 5), "batch_axis_name": "dp"},
+            lambda: {"causal_mask_baked_in": True},
+        ],
+    )(),
+)
+method(
+    "visualize",
+    lambda rng: {
+        "block_size": pick(rng, [2, (1, 3)]), "batch": 1, "head": 0, "fit_in_screen": coin(rng), "max_rows": 4,
+        "max_cols": 4, "charset": pick(rng, ["unicode", "ascii"]), "show_segments": coin(rng), "return_str": True,
+    },
+)  # fmt: skip
+target(
+    "MaskInfo.create_chunked_attention_mask",
+    lambda rng: (
+        {"chunk_size": 3, "q_len": 5, "kv_len": 7, "offset": 1, "dtype": np.bool_}
+        | some(rng, {"out": lambda: np.zeros((5, 7), bool)})
+    ),
+    MaskInfo.create_chunked_attention_mask,
+)
+target("MaskInfo.get_empty_sharding", lambda rng: {}, MaskInfo.get_empty_sharding)
+target(
+    "MaskInfo.tree_unflatten",
+    lambda rng: dict(zip(("children", "aux_data"), any_mask(rng, 2, 5, 7).tree_flatten(), strict=True)),
+    lambda children, aux_data: look_at(MaskInfo.tree_unflatten(aux_data, children)),
+)
+
+# The operator layer
+
+
+def operator_arguments(rng: Rng) -> Arguments:
+    arguments = {
+        name: value for name, value in attention_arguments(rng).items() if name in ("query", "key", "value")
+    }
+    batch, tokens = arguments["query"].shape[:2]
+    return arguments | some(
+        rng,
+        {
+            "mask": lambda: pick(rng, [mask(rng, batch, 1, tokens, TK), any_mask(rng, batch, tokens, TK)]),
+            "bias": lambda: floats(rng, 1, H, tokens, TK, dtype=arguments["query"].dtype),
+            "causal": lambda: True,
+            "sliding_window": lambda: 3,
+            "softmax_aux": lambda: floats(rng, H, 1),
+        },
+    )
+
+
+for _name in ("flash", "vanilla"):
+    target(
+        f"operations.{_name}",
+        operator_arguments,
+        lambda name=_name, **a: operations.OperationRegistry.create(name)(**a),
+    )
+target(
+    "OperationMetadata",
+    lambda rng: {
+        "runtime_dtype": pick(rng, [None, np.float32]), "runtime_softmax_dtype": None, "softmax_scale": 0.5,
+        "dropout_prob": 0.0, "backend": None, "mesh": None, "query": floats(rng, 1, 3, 2, 4),
+    },
+    lambda query, **a: operations.OperationRegistry.create("vanilla", operations.OperationMetadata(**a))(
+        query, query, query
+    ),
+    kept=frozenset({"query"}),
+)  # fmt: skip
+target("OperationRegistry.get", lambda rng: {"impl_name": "flash"}, operations.OperationRegistry.get)
+target(
+    "OperationRegistry.create",
+    lambda rng: {"impl_name": "flash", "metadata": None},
+    lambda **a: type(operations.OperationRegistry.create(**a)),
+)
+
+
+_numbers = itertools.count()
+
+
+def new_operation(rng: Rng) -> Arguments:
+    name = f"own {next(_numbers)}"
+    return {
+        "operation": type("Own", (operations.FlashAttention,), {"get_impl_name": staticmethod(lambda: name)})
+    }
+
+
+target(
+    "OperationRegistry.register",
+    new_operation,
+    lambda operation: operations.OperationRegistry.register(operation) is operation,
+)
+target("OperationRegistry.list", lambda rng: {}, operations.OperationRegistry.list)
+_operation = operations.FlashAttention()
+for _name, _arguments in {
+    "get_mode": lambda rng: {"query": floats(rng, 2, 1, 3, 4), "BTHD": coin(rng)},
+    "split_attention_mask": lambda rng: {"attn_mask": pick(rng, [mask(rng, 2, 1, 5, 7), mask(rng, 2, 5, 7)])},
+    "combine_query_kv_masks": lambda rng: {"q_mask": mask(rng, 2, 5), "kv_mask": mask(rng, 2, 7)},
+    "create_causal_mask": lambda rng: {"qseq": 5},
+    "repeat_kv_heads": lambda rng: {"k": floats(rng, 2, 5, 2, 3), "v": floats(rng, 2, 5, 2, 4), "num_reps": 2},
+    "handle_kvhead": lambda rng: {
+        "array": pick(rng, [None, floats(rng, 2, 2, 5, 7)]), "num_q_heads": 4, "num_kv_heads": 2,
+    },
+}.items():  # fmt: skip
+    target(f"OperationImpl.{_name}", _arguments, getattr(_operation, _name))
+target(
+    "OperationImpl.create_stable_sharding",
+    lambda rng: {"state_ps": ("dp", None, "tp"), "preserved_indices": [0, 2], "clone_ps": None, "dep": True},
+    _operation.create_stable_sharding,
+)
+
+# The runtime
+
+
+def with_threads(n: Any) -> int:
+    before = attnmask.get_num_threads()
+    try:
+        attnmask.set_num_threads(n)
+        return attnmask.get_num_threads()
+    finally:
+        attnmask.set_num_threads(before)
+
+
+def with_debug_mode(enabled: Any) -> bool:
+    try:
+        attnmask.set_debug_mode(enabled)
+        return attnmask.get_debug_mode()
+    finally:
+        attnmask.set_debug_mode(False)
+
+
+target("set_num_threads", lambda rng: {"n": 2}, with_threads)
+target("get_num_threads", lambda rng: {}, attnmask.get_num_threads)
+target("set_debug_mode", lambda rng: {"enabled": True}, with_debug_mode)
+target("get_debug_mode", lambda rng: {}, attnmask.get_debug_mode)
+target("show_config", lambda rng: {"mode": "dict"}, lambda mode: sorted(attnmask.show_config(mode) or ()))
