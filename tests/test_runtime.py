@@ -739,6 +739,9 @@ def long_calls() -> dict:
     ids = np.broadcast_to(np.int64(1), (1, 2**30))
     segments = attnmask.MaskInfo.from_segments(np.zeros((1, 2**14 if SANITIZED else 2**16), np.int32))
     windows = as_strided(np.ones(2**20, np.float32), (2**16, 2**16), (4, 4))
+    patches = np.lib.stride_tricks.sliding_window_view(np.arange(2**21) % 5 > 0, 2**15)[
+        ::32
+    ]  # of unlike rows
     row, heads = np.broadcast_to(ones, (1, 2**15, 1, 1)), np.broadcast_to(ones, (1, 2**15, 256, 64))
     operation, vanilla = OperationImpl, OperationRegistry.create("vanilla")
     return {
@@ -763,6 +766,11 @@ def long_calls() -> dict:
         "heads repeated": lambda out: operation.repeat_kv_heads(heads, row, 4),
         "pairs of tokens": lambda out: operation.combine_query_kv_masks(ids[:, : 2**15], ids[:, : 2**15]),
         "attention in NumPy": lambda out: vanilla(row, row, row),
+        "rows grouped": lambda out: attnmask.mask_to_segment_ids(patches),
+        "a drawing": lambda out: one_row.visualize(return_str=True),
+        "a function of places": lambda out: attnmask.MaskInfo.from_function(
+            lambda b, h, q, k: q % 7 == k % 5, 2**18, 2**18
+        ),
         "one long row of dropout": lambda out: attnmask.dropout_keep_mask(0, 0.5, (1, 1, 1, 2**31)),
     }
 

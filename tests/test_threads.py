@@ -526,3 +526,39 @@ def test_a_signal_ends_a_call_whose_last_task_is_anothers(set_threads):
     with pytest.raises(Alarm), alarm(ring, 0.1):
         attnmask.prepare_lens_from_mask(mask)
     assert time.perf_counter() - begin < 0.6
+
+
+# Threads that cannot be created
+
+
+@on_linux
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.parametrize("megabytes", [12, 30])
+@pytest.mark.parametrize("forked", [False, True])
+def test_fewer_threads_where_the_system_creates_no_more(megabytes, forked):
+    """No memory is left for their stacks: calls compute with those that there are."""
+    code = f"""
+import resource
+values = np.random.default_rng(0).standard_normal((4, 100_000, 4)).astype(np.float32)
+out, expected = np.empty((2, *values.shape), np.float32)
+attnmask.set_num_threads(1)
+attnmask.chunk_global_cumsum(values, out=expected)
+attnmask.set_num_threads({2 if forked else 1})
+attnmask.chunk_global_cumsum(values, out=out)
+child = os.fork() if {forked} else 0
+if child == 0:
+    with open("/proc/self/statm") as statm:
+        size = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + ({megabytes} << 20), resource.RLIM_INFINITY))
+    attnmask.set_num_threads(16)
+    for _ in range(3):
+        out[...] = 0
+        attnmask.chunk_global_cumsum(values, out=out)
+        assert (out == expected).all()
+    attnmask.set_num_threads(2)
+    attnmask.chunk_global_cumsum(values, out=out)
+    print((out == expected).all(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    assert told(COUNT + code) == ["True"]

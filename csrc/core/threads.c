@@ -273,6 +273,36 @@ static void leave_if_forked(am_team *team)
     if (am_forks() != team->forks) _longjmp(*team->region_end, 1);
 }
 
+static void *wait_for_lock(void *lock)
+{
+    pthread_mutex_lock(lock);
+    pthread_mutex_unlock(lock);
+    return NULL;
+}
+
+/* How many threads the system creates, up to `wanted`: they are there at the same time, and end. */
+static int creatable_threads(int wanted)
+{
+    pthread_t threads[AM_MAX_THREADS];
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    int count = 0;
+    pthread_mutex_lock(&lock);
+    while (count < wanted && pthread_create(&threads[count], NULL, wait_for_lock, &lock) == 0) count++;
+    pthread_mutex_unlock(&lock);
+    for (int i = 0; i < count; i++) pthread_join(threads[i], NULL);
+    pthread_mutex_destroy(&lock);
+    return count;
+}
+
+/* The size of a region that the calling thread can begin: runtimes end the process if they cannot create a
+ * thread. They keep those of the last region, so only what it did not have is tried. */
+static int possible_members(int members)
+{
+    static _Thread_local int last = 1;
+    if (members > last) members = last + creatable_threads(members - last);
+    return last = members;
+}
+
 static void run_region(am_team *team)
 {
     jmp_buf region_end;
@@ -295,7 +325,7 @@ static void run_region(am_team *team)
 static void run_region_of_others(void *arg)
 {
     am_team *team = arg;
-    const int others = team->members - 1;
+    const int others = possible_members(team->members - 1);
     if (others == 1) {
         run_member(team, 1);
         return;
@@ -308,6 +338,7 @@ static void run_team(am_team *team)
 {
     team->processor = this_processor();
     if (!am_survived_fork()) {
+        team->members = possible_members(team->members);
         run_region(team);
     } else if (am_region_thread_start(run_region_of_others, team)) {
         run_parts(team, 0);
