@@ -1,6 +1,7 @@
 """The fuzzer: hostile calls of everything (`make fuzz` makes more of them), and that it notices what is wrong."""
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -51,6 +52,34 @@ def test_everything_public_is_called():
     helpers = {f"OperationImpl.{name}" for name in vars(operations.OperationImpl) if name[0] != "_"}
     forms = {"OperationImpl.get_impl_name", "OperationImpl.forward_native", "OperationImpl.forward_cpu"}
     assert helpers - called == forms  # which an operator is called by
+
+
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer has its own memory")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "OperationRegistry.register"])
+def test_no_call_and_no_error_loses_objects(name):
+    """ATTNMASK_TEST_CALLS right calls, and as many in which each argument in turn is wrong."""
+    calls = int(os.environ.get("ATTNMASK_TEST_CALLS", 50))
+    target = TARGETS[name]
+
+    def round_of_calls(index: int) -> None:
+        arguments = target.arguments(np.random.default_rng(index % 10))
+        for wrong in (None, *arguments):
+            changed = arguments if wrong is None else arguments | {wrong: object()}
+            with contextlib.suppress(Exception):
+                target.call(**changed)
+
+    grown = []
+    for _ in range(20):  # caches of Python and of the library grow for some time
+        gc.collect()
+        before = sys.getallocatedblocks()
+        for index in range(calls):
+            round_of_calls(index)
+        gc.collect()
+        grown.append(sys.getallocatedblocks() - before)
+        if grown[-1] < calls // 2:
+            return
+    pytest.fail(f"objects more after each {calls} rounds: {grown}")
 
 
 def write(x):

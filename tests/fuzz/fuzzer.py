@@ -322,7 +322,7 @@ def child(options: argparse.Namespace) -> int:
     for number in range(options.first, options.first + options.calls):
         progress[:] = number.to_bytes(8, "little")
         if number % 64 == 0:
-            faulthandler.dump_traceback_later(300, exit=True)
+            faulthandler.dump_traceback_later(900, exit=True)  # of the clock: the process may wait for others
         try:
             case = Case(options.seed, number, options.target)
         except MemoryError:
