@@ -130,12 +130,12 @@ def test_what_is_wrong_is_noticed(problem, monkeypatch):
 
 
 CRASH = """
-import ctypes, sys, time
+import ctypes, sys
 sys.path.insert(0, {folder!r})
 import fuzzer, targets
 
 def call(x):
-    if x.__class__.__name__ == "ndarray" and x.ndim == 1:
+    if type(x).__name__ != "ndarray" or x.shape != (3, 4):
         {act}
 
 targets.target("bad", lambda rng: {{"x": targets.floats(rng, 3, 4)}}, call)
@@ -151,7 +151,7 @@ sys.exit(fuzzer.main())
     [
         ("ctypes.string_at(0)", "(-11)"),
         (
-            "while True:\n            try: time.sleep(0.001); sum(range(9999))\n            except BaseException: pass",
+            "while True:\n            try: sum(range(9999))\n            except BaseException: pass",
             "(-26)",
         ),
     ],
@@ -162,7 +162,7 @@ def test_a_crash_and_a_hang_are_told_with_their_call(act, status, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, str(script), "--target", "bad", "--seed", "0"]
     result = subprocess.run(
-        [*command, "--calls", "12"], capture_output=True, text=True, timeout=200, env=environment
+        [*command, "--calls", "5"], capture_output=True, text=True, timeout=200, env=environment
     )
     assert result.returncode == 1, result.stderr
     told = [line for line in result.stdout.splitlines() if f"ended the process {status}" in line]
