@@ -286,6 +286,12 @@ LIVE = np.ones((1, 1, 6, 6), bool)
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
+        (
+            TypeError,
+            "out must be a NumPy array or None, got an object of type tuple",
+            lambda: attnmask.flash_attention_with_kvcache(*[np.zeros((1, 2, 1, 4), F32)] * 3, out=(1, 2)),
+        ),
+        (TypeError, "chunk_size must be", lambda: attnmask.prepare_chunk_indices([0, 2], (1, 2))),
         (TypeError, "seed must be", lambda: MaskInfo.from_random(1, 2, seed=nested_without_end())),
         (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=2**62)),
         (

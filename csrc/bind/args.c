@@ -10,7 +10,7 @@ static PyObject *call_arguments(const char *function, PyObject *object, const ch
 {
     PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
     if (!arguments) return NULL;
-    PyObject *answer = PyObject_CallMethod(arguments, function, name ? "Os" : "O", object, name);
+    PyObject *answer = PyObject_CallMethod(arguments, function, name ? "(Os)" : "(O)", object, name);
     Py_DECREF(arguments);
     return answer;
 }

@@ -521,7 +521,6 @@ target(
     cache_arguments,
     attnmask.flash_attention_with_kvcache,
     written=frozenset({"out", "k_cache", "v_cache", "k_scale", "v_scale"}),
-    subclasses=False,
 )
 target(
     "quantize_kv",
