@@ -265,10 +265,13 @@ def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
     if lengths.ndim != 1 or not len(lengths) or (heads != 1 and len(lengths) not in (1, heads)):
         expected = "[H]" if heads == 1 else f"of shape ({heads},), one for each head"
         raise ValueError(f"{name} must be an integer or {expected}, got {describe(lengths)}")
+    clipped = allocate(
+        lengths.shape, np.int64, name
+    )  # comes first: NumPy would look at any number of entries
     if lengths.size and lengths.min() < 0:
         index = int((lengths < 0).argmax())
         raise ValueError(f"{name} must be at least 0, got {lengths[index]} at index {index}")
-    clipped = np.minimum(lengths.astype(np.uint64), FARTHEST).astype(np.int64)
+    clipped[:] = np.minimum(lengths.astype(np.uint64), FARTHEST)
     return int(clipped[0]) if len(clipped) == 1 else frozen(clipped)
 
 

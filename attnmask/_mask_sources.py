@@ -166,7 +166,9 @@ def _seed(value: Any) -> Any:
 def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: Any) -> State:
     batch_size, q_len = integer(batch_size, "batch_size", 0), integer(q_len, "q_len", 0)
     kv_len = q_len if kv_len is None else integer(kv_len, "kv_len", 0)
-    if not isinstance(sparsity, (int, float, np.integer, np.floating)):
+    if not isinstance(sparsity, (int, float, np.integer, np.floating)) or isinstance(
+        sparsity, np.timedelta64
+    ):
         raise TypeError(f"sparsity must be a number, got {describe(sparsity)}")
     if not 0 <= sparsity <= 1:
         raise ValueError(f"sparsity must be from 0 to 1, got {sparsity}")

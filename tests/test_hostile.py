@@ -292,6 +292,12 @@ LIVE = np.ones((1, 1, 6, 6), bool)
             lambda: attnmask.flash_attention_with_kvcache(*[np.zeros((1, 2, 1, 4), F32)] * 3, out=(1, 2)),
         ),
         (TypeError, "chunk_size must be", lambda: attnmask.prepare_chunk_indices([0, 2], (1, 2))),
+        (
+            ValueError,
+            "kv_mask must broadcast",
+            lambda: OperationImpl.combine_query_kv_masks(np.ones((2, 5)), np.ones((1,) * 64)),
+        ),
+        (TypeError, "sparsity must be", lambda: MaskInfo.from_random(1, 2, sparsity=np.timedelta64(1))),
         (TypeError, "seed must be", lambda: MaskInfo.from_random(1, 2, seed=nested_without_end())),
         (ValueError, "axis", lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=2**62)),
         (
@@ -334,6 +340,8 @@ def test_an_error_names_its_argument(error, match, call):
     [
         lambda: attnmask.segment_ids_to_mask(huge("i1", 2, 0, WIDE)),
         lambda: attnmask.cdiv(huge("u1", 2**61), 3),
+        lambda: MaskInfo(LIVE).apply_sliding_window(huge("i8", 2**40)),
+        lambda: attnmask.t5_relative_bias(np.zeros((8, 2)), 2**63, 2, max_distance=2**62),
         lambda: attnmask.prepare_lens(huge(">i8", 2**58)),
         lambda: MaskInfo.from_cu_seqlens(np.zeros(0, int), max_q_len=2**63 - 1),
         lambda: MaskInfo.from_function(lambda b, h, q, k: True, 5, 7, batch=2**63),

@@ -431,7 +431,7 @@ class OperationImpl(ABC):
         k_pairs = keys[..., None, :] if keys.ndim <= 2 else keys
         try:
             q_pairs, k_pairs = np.broadcast_arrays(q_pairs, k_pairs)
-        except ValueError:
+        except (ValueError, RuntimeError):  # the latter for more than 32 axes
             raise ValueError(
                 f"kv_mask must broadcast with q_mask, of shape {queries.shape}, got {describe(keys)}"
             ) from None
