@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._arguments import allocate, as_array, describe, flag, integer, is_floating
+from attnmask._arguments import FARTHEST, allocate, as_array, describe, flag, integer, is_floating
 
 __all__ = ["t5_relative_bias", "t5_relative_bias_vjp"]
 
@@ -44,7 +44,7 @@ def _buckets_and_low(
         raise ValueError(f"table must have at least {least} buckets, got {describe(array)}")
     exact = len(array) // least
     q_len, kv_len = integer(q_len, "q_len", 0), integer(kv_len, "kv_len", 0)
-    farthest = integer(max_distance, "max_distance", exact + 1)
+    farthest = min(integer(max_distance, "max_distance", exact + 1), FARTHEST)
     low, high = -min(max(q_len - 1, 0), farthest), min(max(kv_len - 1, 0), farthest)
     distances = allocate((high + 1 - low,), np.int64, "q_len and kv_len", lambda *_: np.arange(low, high + 1))
     return array, _bucket(distances, len(array), both, farthest), low

@@ -372,6 +372,14 @@ def test_tiles_that_were_copied_are_restored(copy):
         assert MaskInfo.tree_unflatten(aux, copied) == info
 
 
+def test_a_largest_distance_beyond_all_numbers():
+    table = np.arange(16.0).reshape(8, 2)
+    far, low = attnmask.t5_relative_bias(table, 5, 7, max_distance=10**400)
+    expected, expected_low = attnmask.t5_relative_bias(table, 5, 7, max_distance=2**59)
+    np.testing.assert_array_equal(far, expected)
+    assert low == expected_low
+
+
 def test_labels_of_no_heads():
     info = MaskInfo(LIVE).replace(
         q_segment_ids=np.zeros((1, 6), int), kv_segment_ids=np.zeros((1, 0, 6), int)

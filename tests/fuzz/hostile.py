@@ -443,7 +443,7 @@ def break_one(rng: Rng, name: str, arguments: Arguments) -> Any:
         if arrays and kind < 0.15:
             return overlap(rng, value, pick(rng, arrays))
         broken = pick(rng, ARRAYS)(rng, value)
-        again = isinstance(broken, np.ndarray) and broken.nbytes < 1 << 20 and coin(rng, 0.2)
+        again = isinstance(broken, np.ndarray) and 0 < broken.nbytes < 1 << 20 and coin(rng, 0.2)
         return pick(rng, ARRAYS)(rng, broken) if again else broken
     if isinstance(value, (list, tuple)) and value and kind < 0.6:
         items = list(value)
