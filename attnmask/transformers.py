@@ -104,7 +104,7 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
     asked = bias._version, bias.requires_grad and torch.is_grad_enabled()
     kept: Any = getattr(bias, "_attnmask_by_distance", None)
     if kept is not None and kept[0] == asked:
-        return kept[1]  # type: ignore[no-any-return]
+        return kept[1]  # type: ignore[no-any-return, unused-ignore]
     numbers = None
     if torch.equal(bias[:, :, 1:, 1:], bias[:, :, :-1, :-1]):
         numbers = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], dim=-1)

@@ -39,7 +39,8 @@ PyObject *am_raise(am_status status, const char *overflow);
 PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype);
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num);
 
-/* The array that NumPy has made. If it has not, because "array is too big", the exception becomes MemoryError. */
+/* The array that NumPy has made. If it has not, because "array is too big", the exception becomes
+ * MemoryError. */
 PyArrayObject *am_of_memory(PyObject *array);
 
 /* The methods of each topic, which its file adds to the module. */
