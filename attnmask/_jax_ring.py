@@ -14,9 +14,10 @@ This is the second one. Of 8 devices it has up to 64 calls, which with their gra
 to compile. What one device sends in a round is as long as what any of them sends, as shapes are those of the program.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax  # type: ignore[import-not-found, unused-ignore]
@@ -201,7 +202,7 @@ def _moved(task: _Task, round: _Round, x: Any, back: bool = False) -> Any:
     return jax.lax.ppermute(x, task.axis_name, [pair[::-1] for pair in pairs] if back else pairs)
 
 
-def _sent(task: _Task, round: _Round, x: Any) -> Any:
+def _sent(task: _Task, round: _Round, x: Any, never: Any) -> Any:
     """The tokens that this device needs in a round, with some behind them that mean nothing."""
     if round.distance == 0:
         return x
@@ -215,25 +216,45 @@ def _sent(task: _Task, round: _Round, x: Any) -> Any:
         taken = x[:, : round.longest]
     else:
         taken = task.by_rank([partial(take, ranges) for ranges in round.places], x)
-    return _moved(task, round, taken)
+    return _moved(task, round, jax.numpy.where(never, 0, taken))
 
 
-def _returned(task: _Task, round: _Round, total: Any, x: Any) -> Any:
-    """`total`, of this device's own tokens, with what comes back of those that it sent."""
+def _added(round: _Round, rank: int, totals: dict[str, Any], arrived: dict[str, Any]) -> dict[str, Any]:
+    """`totals`, of the tokens of a device, with what has come back of those that it sent in a round."""
     if round.distance == 0:
-        return total + x
-    x = _moved(task, round, x, back=True)
+        return {name: total + arrived[name] for name, total in totals.items()}
+    totals, before = dict(totals), 0
+    for begin, end in round.places[rank].tolist():
+        for name, total in totals.items():
+            totals[name] = total.at[:, begin:end].add(arrived[name][:, before : before + end - begin])
+        before += end - begin
+    return totals
 
-    def add(ranges: NDArray[np.int64], total: Any, x: Any) -> Any:
-        before = 0
-        for begin, end in ranges.tolist():
-            total = total.at[:, begin:end].add(x[:, before : before + end - begin])
-            before += end - begin
-        return total
 
-    if round.prefixes:  # zeros have come from those that got nothing, and behind what was sent
-        return total.at[:, : round.longest].add(x)
-    return task.by_rank([partial(add, ranges) for ranges in round.places], total, x)
+class _Travel:
+    """Rounds with their keys and values. The next ones travel meanwhile, and no others: they would take memory."""
+
+    def __init__(self, task: _Task, own: dict[str, Any]) -> None:
+        self.task, self.own = task, own
+        self.never: Any = False  # which is known once a round is computed
+
+    def __iter__(self) -> Iterator[tuple[_Round, dict[str, Any]]]:
+        rounds = _rounds(self.task.ring)
+        keys = [self._sent(round) for round in rounds[:1]]
+        for round, coming in zip_longest(rounds, rounds[1:]):
+            keys += [] if coming is None else [self._sent(coming)]
+            yield round, keys.pop(0)
+
+    def _sent(self, round: _Round) -> dict[str, Any]:
+        return {name: _sent(self.task, round, x, self.never) for name, x in self.own.items()}
+
+    def after(self, results: Any) -> Any:
+        """The results of a round, before which nothing is sent that has not been sent yet. XLA would send all at once,
+        and ignores its own barriers here: it has to need a result.
+        """
+        one = jax.tree.leaves(results)[0]
+        self.never = one[(0,) * one.ndim] > np.inf
+        return results
 
 
 # Calls
@@ -303,10 +324,10 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
     results = tuple(engine.alike([out, lse, query])[:2])
     own = {name: learned[name] for name in ("key", "value")}
     tables = {} if table is None else {"relative_bias": table}
-    for round in _rounds(task.ring):
-        keys = {name: _sent(task, round, x) for name, x in own.items()}
+    travel = _Travel(task, own)
+    for round, keys in travel:
         branches = [partial(compute, rank, round) for rank in range(task.world)]
-        results = task.by_rank(branches, results, query, keys, tables, seed)
+        results = travel.after(task.by_rank(branches, results, query, keys, tables, seed))
     out, lse = results
     shape = (*learned["query"].shape[:3], value.shape[3])
     return out.astype(query.dtype).reshape(shape), task.stats(lse)
@@ -326,9 +347,11 @@ def _backward(
     wanted = ("query", "key", "value", *tables)
 
     def compute(
-        rank: int, round: _Round, d_query: Any, d_tables: Any, query: Any, keys: Any, tables: Any, seed: Any,
-        of_rows: Any, stats: Any
+        rank: int, round: _Round, last: _Round | None, d_query: Any, d_own: Any, d_tables: Any, arrived: Any,
+        query: Any, keys: Any, tables: Any, seed: Any, of_rows: Any, stats: Any,
     ) -> Any:  # fmt: skip
+        # Here, as XLA would add them all up at the end.
+        d_own = d_own if last is None else _added(last, rank, d_own, arrived)
         calls, count = _calls(task, rank, round)
         rows = {name: task.in_row(x[:, :count]) for name, x in keys.items()}
         d_rows = {name: jax.numpy.zeros_like(x, wide) for name, x in rows.items()}
@@ -345,16 +368,23 @@ def _backward(
         for name, x in keys.items():
             whole = jax.numpy.zeros_like(x, wide)
             d_keys[name] = whole.at[:, :count].set(d_rows[name].reshape(whole[:, :count].shape))
-        return d_query, d_keys, d_tables
+        return d_query, d_own, d_tables, d_keys
 
     d_query, d_own, d_tables = jax.tree.map(lambda x: jax.numpy.zeros_like(x, wide), (query, own, tables))
-    for round in _rounds(task.ring):
-        keys = {name: _sent(task, round, x) for name, x in own.items()}
-        branches = [partial(compute, rank, round) for rank in range(task.world)]
-        d_query, d_keys, d_tables = task.by_rank(
-            branches, d_query, d_tables, query, keys, tables, seed, of_rows, stats
+    travel = _Travel(task, own)
+    last: _Round | None = None
+    arrived: dict[str, Any] = {}
+    for round, keys in travel:
+        branches = [partial(compute, rank, round, last) for rank in range(task.world)]
+        operands = arrived, query, keys, tables, seed, of_rows, stats
+        d_query, d_own, d_tables, d_keys = travel.after(
+            task.by_rank(branches, d_query, d_own, d_tables, *operands)
         )
-        d_own = {name: _returned(task, round, total, d_keys[name]) for name, total in d_own.items()}
+        last, arrived = round, d_keys
+        if round.distance:
+            arrived = {name: _moved(task, round, x, back=True) for name, x in d_keys.items()}
+    if last is not None:
+        d_own = task.by_rank([partial(_added, last, rank) for rank in range(task.world)], d_own, arrived)
     grads = {"query": d_query.reshape(learned["query"].shape)} | d_own | d_tables
     if "softmax_aux" in learned:
         grads["softmax_aux"] = _d_sinks(learned["softmax_aux"], results, given)

@@ -232,6 +232,19 @@ def messages():
     assert sent(text()) == ["64"] * 2 * (WORLD - 1)
 
 
+def memory():
+    """Keys and gradients of one round at a time, or of two: what all rounds have would be twice as many shards."""
+    x = np.zeros((1, 512 * WORLD, 4, 64), np.float32)
+    attend = mapped(lambda q, k, v: attnmask.jax.ring_attention(q, k, v, axis_name="ring", causal=True))
+    gradients = jax.jit(jax.grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2)))
+    shards = [
+        function.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes / (x.nbytes / WORLD)
+        for function in (attend, gradients)
+    ]
+    assert shards[0] < 10, shards
+    assert shards[1] < 19, shards
+
+
 def errors():
     length = 8 * WORLD
     x = np.zeros((2, length, 4, 16), np.float32)

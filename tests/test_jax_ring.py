@@ -48,5 +48,9 @@ def test_what_is_sent(world):
     run((world, "messages"))
 
 
+def test_memory_does_not_grow_with_the_number_of_devices():
+    run(("8", "memory"))
+
+
 def test_errors():
     run(("2", "errors"))
