@@ -28,7 +28,6 @@ sent: under a causal mask with zigzag shards a quarter less, under a window only
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -346,15 +345,8 @@ def _chains(blocks: Table) -> list[Any]:
     return chains
 
 
-_KEPT = 32  # plans that are kept, as each layer asks for the same
-
-
-@lru_cache(_KEPT)
-def _without_mask(
-    layout: str | ShardPlan, length: int, world: int, starts: bytes | None, conditions: Conditions
-) -> Ring:
-    documents = None if starts is None else np.frombuffer(starts, np.int64)
-    return Ring(layout_plan(layout, length, world, documents), documents, None, conditions)
+_KEPT = 32  # rings that are kept, as each layer asks for the same
+_without_mask: dict[Any, Ring] = {}
 
 
 def ring_of(
@@ -366,17 +358,17 @@ def ring_of(
     conditions: Conditions,
 ) -> Ring:
     """The ring of these arguments. It is kept: that of a mask with the mask."""
+    rings: dict[Any, Ring] = _without_mask if mask is None else mask._state.once("rings", dict)
     asked = layout, length, world, None if starts is None else starts.tobytes(), conditions
-    if mask is None:
-        return _without_mask(*asked)
-    rings: dict[Any, Ring] = mask._state.once("rings", dict)
-    if asked not in rings:
-        low, high, *_ = conditions
-        whole = mask
-        if (low, high) != (None, None):
-            whole = mask.apply_sliding_window((None if low is None else -low, high))
+    ring = rings.get(asked)
+    if ring is None:
+        if mask is not None:
+            low, high, *_ = conditions
+            conditions = conditions._replace(one_by_one=True)
+            if (low, high) != (None, None):
+                mask = mask.apply_sliding_window((None if low is None else -low, high))
+        ring = Ring(layout_plan(layout, length, world, starts), starts, mask, conditions)
         if len(rings) >= _KEPT:
             rings.clear()
-        shards = layout_plan(layout, length, world, starts)
-        rings[asked] = Ring(shards, starts, whole, conditions._replace(one_by_one=True))
-    return rings[asked]
+        rings[asked] = ring
+    return ring
