@@ -156,7 +156,7 @@ def _checked_places(value: Any) -> NDArray[np.int32]:
     array = integer_array(value, PLACES.words)
     if array.ndim != 4:
         raise ValueError(f"{PLACES.words} must be [B, H, Q, K], got {describe(array)}")
-    planes = array.reshape(-1, *array.shape[2:])
+    planes = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
     return shared_integers(planes, PLACES.words, ("[B * H, Q, K]",)).reshape(array.shape)
 
 

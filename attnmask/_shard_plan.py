@@ -23,6 +23,16 @@ from attnmask._arguments import as_array, describe, frozen, integer, integer_arr
 LAYOUTS = ("zigzag", "contiguous")
 
 
+_MOST_PROCESSES = 2**20  # there are arrays of a number for each
+
+
+def processes(world: int) -> int:
+    count = integer(world, "world", 1)
+    if count > _MOST_PROCESSES:
+        raise ValueError(f"world must be at most {_MOST_PROCESSES} processes, got {describe(count)}")
+    return count
+
+
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
     """Which process has which tokens of a sequence: chunks, and whom each belongs to.
@@ -51,7 +61,7 @@ class ShardPlan:
     world: int
 
     def __post_init__(self) -> None:
-        world = integer(self.world, "world", 1)
+        world = processes(self.world)
         starts = _core.checked_starts(as_array(self.starts, "starts"), "starts")
         owners = integer_array(self.owners, "owners")
         if owners.shape != (len(starts) - 1,):

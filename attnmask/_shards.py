@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._arguments import as_array, describe, integer, place
+from attnmask._arguments import as_array, describe, place
 from attnmask._flash_arguments import starts_of
 from attnmask._mask_info import MaskInfo
-from attnmask._shard_plan import ShardPlan, layout_plan
+from attnmask._shard_plan import ShardPlan, layout_plan, processes
 
 __all__ = ["ShardPlan", "plan_shards", "shard_sequence", "unshard_sequence"]
 
@@ -118,7 +118,7 @@ def shard_sequence(
 
 
 def _process(world: int, rank: int) -> tuple[int, int]:
-    count = integer(world, "world", 1)
+    count = processes(world)
     return count, place(rank, "rank", count)
 
 
@@ -171,7 +171,7 @@ def unshard_sequence(
 
 def _others(part: Any, axis: int) -> tuple[Any, ...]:
     """What parts of one sequence have in common."""
-    return part.dtype, *part.shape[:axis], None, *part.shape[axis + 1 :]
+    return part.dtype, part.ndim, *part.shape[:axis], *part.shape[axis + 1 :]
 
 
 _PIECES = 16  # a process has about so many of long documents
@@ -212,7 +212,7 @@ def plan_shards(mask: MaskInfo, world: int) -> ShardPlan:
     batch, heads, queries, keys = mask._state.shape("plan shards")
     if queries != keys:
         raise ValueError(f"mask must have as many keys as queries, {queries}, got {keys}")
-    count = integer(world, "world", 1)
+    count = processes(world)
     cell = max(1, -(-queries // _CELLS))
     planes = ((b, h) for b in range(batch) for h in range(heads))
     live = sum((mask.grid(*plane, cell, max(keys, 1)).sum(axis=1) for plane in planes), np.zeros(1))

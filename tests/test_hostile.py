@@ -365,6 +365,7 @@ def test_tiles_that_were_copied_are_restored(copy):
     """As JAX does with the leaves of a tree."""
     for info in (
         MaskInfo.from_blocks(np.eye(3, dtype=bool)[None, None], 4),
+        MaskInfo.from_blocks(np.zeros((1, 1, 0, 0), bool), 1),
         MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3, 100, 130, 2),
     ):
         leaves, aux = info.tree_flatten()

@@ -119,13 +119,17 @@ NOT_OF_ARRAYS = {
     "FwdParams",
     "KVCache",
     "MaskSharding",
+    "ShardPlan",
     "__version__",
     "dropout_keep_mask",
     "get_debug_mode",
     "get_num_threads",
+    "plan_shards",
     "set_debug_mode",
     "set_num_threads",
+    "shard_sequence",  # gives back what it is given
     "show_config",
+    "unshard_sequence",
 }
 
 

@@ -105,7 +105,7 @@ def test_jax_arrays():
         (ValueError, "cu_seqlens must never decrease", {"cu_seqlens": [0, 5, 3, 8]}),
         (ValueError, r"x must have an axis of tokens, got int64 array of shape \(\)", {"x": 3}),
         (ValueError, r"write mask\[:, :, begin:end\]", {"x": MaskInfo.from_segments([[0] * 8])}),
-        (MemoryError, "a layout of 1152921504606846976 processes", {"world": 2**60}),
+        (ValueError, "world must be at most 1048576 processes, got 1152921504606846976", {"world": 2**60}),
     ],
 )  # fmt: skip
 def test_errors_of_sharding(error, words, change):
@@ -122,6 +122,7 @@ def test_errors_of_sharding(error, words, change):
         (ValueError, r"shards\[0\] must have 2 tokens, got int64 array of shape \(1,\)", [np.arange(1), np.arange(3)]),
         (ValueError, r"shards\[1\] must be a int64 array like shards\[0\]", [np.arange(2), np.arange(2.0)]),
         (ValueError, r"shards\[1\] must be a int64 array like", [np.zeros((1, 2), int), np.zeros((2, 2), int)]),
+        (ValueError, r"shards\[1\] must be a int64 array like", [np.zeros((1, 2), int), np.zeros(1, int)]),
     ],
 )  # fmt: skip
 def test_errors_of_unsharding(error, words, shards):
@@ -137,6 +138,7 @@ def test_errors_of_unsharding(error, words, shards):
         (ValueError, "owners must be from 0 to 1, got 2 at index 1", ([0, 2, 3], [0, 2], 2)),
         (TypeError, "owners must be integers", ([0, 2], [0.5], 2)),
         (ValueError, "world must be at least 1, got 0", ([0], [], 0)),
+        (ValueError, "world must be at most 1048576 processes", ([0], [], 2**63)),
     ],
 )
 def test_errors_of_plans(error, words, arguments):
@@ -197,6 +199,7 @@ def test_plans_of_short_documents_keep_them_whole():
         (ValueError, "cannot plan shards", MaskInfo(), 2),
         (ValueError, "mask must have as many keys as queries, 1, got 2", MaskInfo.from_segments([[0]], [[0, 0]]), 2),
         (ValueError, "world must be at least 1, got 0", MaskInfo.from_segments([[0]]), 0),
+        (ValueError, "world must be at most 1048576 processes", MaskInfo.from_segments([[0]]), 2**64 - 1),
     ],
 )  # fmt: skip
 def test_errors_of_planning(error, words, mask, world):

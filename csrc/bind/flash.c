@@ -64,11 +64,18 @@ static bool fits(const arguments *a)
 /* Python checks arguments first, with better messages; this only keeps memory accesses within bounds. */
 static int check_inputs(const arguments *a)
 {
-    const bool axes = PyArray_NDIM(a->query) == 4 && PyArray_NDIM(a->key) == 4 && PyArray_NDIM(a->value) == 4;
-    if (axes && fits(a)) return 0;
-    PyErr_SetString(
-        PyExc_ValueError,
-        "query, key and value must have four axes of at most 2**56 entries, one type, and shapes that fit");
+    PyArrayObject *const arrays[] = {a->query, a->key, a->value};
+    for (int i = 0; i < 3; i++) {
+        for (int axis = 0; axis < PyArray_NDIM(arrays[i]); axis++) {
+            if (PyArray_DIM(arrays[i], axis) > AM_LONGEST)
+                return reject_array(PyExc_ValueError, input_names[i], "of at most 2**56 along each axis",
+                                    arrays[i]);
+        }
+        if (PyArray_NDIM(arrays[i]) != 4)
+            return reject_array(PyExc_ValueError, input_names[i], "of four axes", arrays[i]);
+    }
+    if (fits(a)) return 0;
+    PyErr_SetString(PyExc_ValueError, "query, key and value must have one type, and shapes that fit");
     return -1;
 }
 
@@ -340,7 +347,10 @@ static bool usual_diagonal(const arguments *a, PyObject *offset, bool causal, pt
     }
     if (!PyLong_Check(offset) || PyBool_Check(offset)) return false;
     *high = PyLong_AsSsize_t(offset);
-    if (*high == -1) PyErr_Clear();
+    if (*high == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
     const bool warns = causal && !PyLong_CheckExact(offset) && queries == 1 && keys > 1; /* of the default */
     return am_abs(*high) < AM_FAR / 2 && !warns;
 }

@@ -979,6 +979,36 @@ target(
     _operation.create_stable_sharding,
 )
 
+# Sequences that processes share
+
+
+def shard_arguments(rng: Rng) -> Arguments:
+    tokens = int(rng.integers(0, 20))
+    return {
+        "x": pick(rng, [floats(rng, 2, tokens), ids(rng, tokens), floats(rng, tokens, 2, 3)]),
+        "world": 3,
+        "rank": int(rng.integers(3)),
+    } | some(rng, {"layout": lambda: "contiguous", "cu_seqlens": lambda: starts(rng, tokens)}, 0.5)
+
+
+def unshard_arguments(rng: Rng) -> Arguments:
+    x, layout = floats(rng, 2, int(rng.integers(0, 20))), pick(rng, ["zigzag", "contiguous"])
+    return {"shards": [attnmask.shard_sequence(x, 3, rank, layout) for rank in range(3)], "layout": layout}
+
+
+target("shard_sequence", shard_arguments, attnmask.shard_sequence)
+target("unshard_sequence", unshard_arguments, attnmask.unshard_sequence)
+target(
+    "plan_shards",
+    lambda rng: {"mask": any_mask(rng, 1, 12, 12), "world": int(rng.integers(1, 5))},
+    lambda mask, world: attnmask.plan_shards(mask, world).tokens(0),
+)
+target(
+    "ShardPlan",
+    lambda rng: {"starts": np.array([0, 3, 3, 9]), "owners": np.array([0, 1, 0]), "world": 2},
+    lambda starts, owners, world: attnmask.ShardPlan(starts, owners, world).lengths,
+)
+
 # The runtime
 
 
