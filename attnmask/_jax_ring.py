@@ -27,15 +27,12 @@ from numpy.typing import NDArray
 from attnmask import _jax_call as engine
 from attnmask._arguments import describe
 from attnmask._flash import flash_attention
-from attnmask._flash_arguments import distances, slopes_of, starts_of
 from attnmask._jax_arguments import check, is_traced, sinks_of, specify
-from attnmask._mask_info import MaskInfo
-from attnmask._ring import Call, Conditions, Ring, ring_of
+from attnmask._ring import OPTIONS, Call, Ring, check_whole, described
 
 __all__ = ["attend"]
 
 _DEFAULTS = {name: parameter.default for name, parameter in signature(flash_attention).parameters.items()}
-_OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "relative_low")  # of each call, as they are
 _KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment_ids", "alibi_slopes")
 
 
@@ -115,53 +112,16 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
     (batch, tokens, heads, _), length = query.shape, query.shape[1] * world
     if value.shape[1] != tokens:
         raise ValueError(f"value must have {tokens} tokens as query, got {describe(value)}")
-    names = (*_OPTIONS, "dropout_seed", "causal", "sliding_window")
+    names = (*OPTIONS, "causal", "sliding_window")
     check(_DEFAULTS | dict(learned) | {name: given[name] for name in names})
-    if given["cu_seqlens"] is not None and batch != 1:
-        raise ValueError(f"query must have batch size 1 with cu_seqlens, got {batch}")
-
-    starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
-    mask = _mask(given, (batch, heads, length))
-    slopes, options = given["alibi_slopes"], {name: given[name] for name in (*_OPTIONS, "dropout_seed")}
-    if slopes is not None:
-        rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
-        slopes = slopes_of(slopes, rows, heads, row)
-        if len(slopes) == 1:
-            slopes, options["alibi_slopes"] = None, slopes
-    by_distance = given["alibi_slopes"] is not None or "relative_bias" in learned
-    one_by_one = mask is not None or given["dropout_prob"] > 0
-    conditions = Conditions(*distances(given), by_distance, one_by_one)
-    ring = ring_of(given["layout"], length, world, starts, mask, conditions)
+    check_whole(given, batch)
+    ring, options, slopes = described(given, (batch, heads, length), world, "relative_bias" in learned)
     if (ring.shards.lengths != tokens).any():
         raise ValueError(
             f"query must have shards of one length, as devices have, got {length} tokens that are divided into "
             f"{ring.shards.lengths.tolist()}; pad the sequence, or each that is packed, to a multiple of {2 * world}"
         )
     return _Task(ring, given["axis_name"], batch, options, slopes)
-
-
-def _mask(given: Mapping[str, Any], shape: tuple[int, int, int]) -> MaskInfo | None:
-    """The mask of the whole sequence."""
-    mask: MaskInfo | None
-    mask, ids = given["attention_mask"], (given["q_segment_ids"], given["kv_segment_ids"])
-    batch, heads, length = shape
-    if mask is not None and not isinstance(mask, MaskInfo):
-        hint = "; write MaskInfo.from_attention_mask(array) of that of the whole sequence"
-        raise TypeError(f"attention_mask must be a MaskInfo or None, got {describe(mask)}{hint}")
-    if any(x is not None for x in ids):
-        if mask is not None:
-            name = "kv_segment_ids" if ids[0] is None else "q_segment_ids"
-            raise ValueError(
-                f"{name} must be None with an attention_mask; write MaskInfo.from_segments(ids) & mask"
-            )
-        mask = MaskInfo.from_segments(ids[1] if ids[0] is None else ids[0], ids[1])
-    if mask is None:
-        return None
-    b, h, q_len, kv_len = mask._state.shape("attend by it")
-    if (q_len, kv_len) != (length, length) or b not in (1, batch) or h not in (1, heads):
-        expected = f"of {batch} batch rows, {heads} heads, {length} queries and keys in the whole sequence"
-        raise ValueError(f"attention_mask must be {expected}, got {(b, h, q_len, kv_len)}")
-    return mask
 
 
 # Rounds

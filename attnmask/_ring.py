@@ -27,13 +27,15 @@ them. Over a switch that takes the same time where everything is live, it is no 
 sent: under a causal mask with zigzag shards a quarter less, under a window only its edges, of whole documents nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
+from attnmask._arguments import describe
+from attnmask._flash_arguments import distances, slopes_of, starts_of
 from attnmask._mask_info import MaskInfo
 from attnmask._shard_plan import ShardPlan, joined_ranges, layout_plan
 
@@ -372,3 +374,63 @@ def ring_of(
             rings.clear()
         rings[asked] = ring
     return ring
+
+
+# Arguments of `ring_attention`, by their names
+
+OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "dropout_seed", "relative_low")  # of each call
+
+
+def check_whole(given: Mapping[str, Any], batch: int) -> None:
+    """Refuse descriptions of the whole sequence that no sequence fits."""
+    mask = given["attention_mask"]
+    if mask is not None and not isinstance(mask, MaskInfo):
+        hint = "; write MaskInfo.from_attention_mask(array) of that of the whole sequence"
+        raise TypeError(f"attention_mask must be a MaskInfo or None, got {describe(mask)}{hint}")
+    if given["cu_seqlens"] is not None and batch != 1:
+        raise ValueError(f"query must have batch size 1 with cu_seqlens, got {batch}")
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        if given[name] is not None and mask is not None:
+            raise ValueError(
+                f"{name} must be None with an attention_mask; write MaskInfo.from_segments(ids) & mask"
+            )
+
+
+def _whole_mask(given: Mapping[str, Any], batch: int, heads: int, length: int) -> MaskInfo | None:
+    mask: MaskInfo | None = given["attention_mask"]
+    ids = [given[name] for name in ("q_segment_ids", "kv_segment_ids") if given[name] is not None]
+    if ids:
+        mask = MaskInfo.from_segments(*ids)
+    if mask is None:
+        return None
+    rows, planes, *sides = mask._state.shape("attend by it")
+    if sides != [length, length] or rows not in (1, batch) or planes not in (1, heads):
+        expected = f"of {batch} batch rows, {heads} heads, {length} queries and keys in the whole sequence"
+        raise ValueError(f"attention_mask must be {expected}, got {(rows, planes, *sides)}")
+    return mask
+
+
+class Described(NamedTuple):
+    """A call of `ring_attention`, as far as it is the same in all processes."""
+
+    ring: Ring
+    options: dict[str, Any]  # more arguments of each call of attention
+    slopes: NDArray[np.float64] | None  # of ALiBi, if they differ among batch rows or documents
+
+
+def described(
+    given: Mapping[str, Any], shape: tuple[int, int, int], world: int, by_distance: bool
+) -> Described:
+    """Of the shape [batch, heads, length] of the whole; `by_distance` if logits depend on it by more than slopes."""
+    batch, heads, length = shape
+    starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
+    mask = _whole_mask(given, *shape)
+    slopes, options = given["alibi_slopes"], {name: given[name] for name in OPTIONS}
+    if slopes is not None:
+        by_distance = True
+        rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
+        slopes = slopes_of(slopes, rows, heads, row)
+        if len(slopes) == 1:
+            slopes, options["alibi_slopes"] = None, slopes
+    conditions = Conditions(*distances(given), by_distance, mask is not None or given["dropout_prob"] > 0)
+    return Described(ring_of(given["layout"], length, world, starts, mask, conditions), options, slopes)

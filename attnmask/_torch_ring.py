@@ -21,28 +21,18 @@ from attnmask._arguments import as_array, describe, flag
 from attnmask._flash import flash_attention
 from attnmask._flash_arguments import (
     Problem,
-    distances,
     numbers_of,
     read_problem,
     sinks_of,
-    slopes_of,
-    starts_of,
 )
 from attnmask._flash_backward import like_sinks, like_table
 from attnmask._mask_info import MaskInfo
-from attnmask._ring import Call, Conditions, Ring, ring_of
+from attnmask._ring import OPTIONS, Call, Ring, check_whole, described
 from attnmask._shard_plan import ShardPlan
 from attnmask._torch_import import torch
 from attnmask._torch_masks import to_tensor
 
 _DEFAULTS = {name: parameter.default for name, parameter in signature(flash_attention).parameters.items()}
-_OPTIONS = (  # of each call, as they are
-    "softmax_scale",
-    "logits_soft_cap",
-    "dropout_prob",
-    "dropout_seed",
-    "relative_low",
-)
 
 
 class _Task(NamedTuple):
@@ -146,21 +136,10 @@ def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
     query, key = tensors["query"], tensors["key"]
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key must have {query.shape[1]} tokens as query, got {describe(key)}")
-    names = (*_OPTIONS, "causal", "sliding_window")
+    names = (*OPTIONS, "causal", "sliding_window")
     arguments = {name: operators.detached(x) for name, x in tensors.items()}
     read_problem(_DEFAULTS | arguments | {name: given[name] for name in names})
-    if given["attention_mask"] is not None and not isinstance(given["attention_mask"], MaskInfo):
-        hint = "; write MaskInfo.from_attention_mask(array) of that of the whole sequence"
-        raise TypeError(
-            f"attention_mask must be a MaskInfo or None, got {describe(given['attention_mask'])}{hint}"
-        )
-    if given["cu_seqlens"] is not None and query.shape[0] != 1:
-        raise ValueError(f"query must have batch size 1 with cu_seqlens, got {query.shape[0]}")
-    for name in ("q_segment_ids", "kv_segment_ids"):
-        if given[name] is not None and given["attention_mask"] is not None:
-            raise ValueError(
-                f"{name} must be None with an attention_mask; write MaskInfo.from_segments(ids) & mask"
-            )
+    check_whole(given, query.shape[0])
 
 
 def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Task:
@@ -176,29 +155,8 @@ def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Tas
         raise
     lengths = _agreed(group, numbers)
     length, batch, heads = sum(lengths), query.shape[0], query.shape[2]
-
-    starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
-    mask = given["attention_mask"]
-    q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
-    if q_ids is not None or kv_ids is not None:
-        mask = MaskInfo.from_segments(kv_ids if q_ids is None else q_ids, kv_ids)
-    if mask is not None:
-        b, h, q_len, kv_len = mask._state.shape("attend by it")
-        if (q_len, kv_len) != (length, length) or b not in (1, batch) or h not in (1, heads):
-            expected = (
-                f"of {batch} batch rows, {heads} heads, {length} queries and keys in the whole sequence"
-            )
-            raise ValueError(f"attention_mask must be {expected}, got {(b, h, q_len, kv_len)}")
-    slopes, options = given["alibi_slopes"], {name: given[name] for name in _OPTIONS}
-    if slopes is not None:
-        rows, row = (batch, "B") if starts is None else (len(starts) - 1, "sequences")
-        slopes = slopes_of(slopes, rows, heads, row)
-        if len(slopes) == 1:
-            slopes, options["alibi_slopes"] = None, slopes
-    by_distance = given["alibi_slopes"] is not None or tensors["relative_bias"] is not None
-    low, high = distances(given)
-    conditions = Conditions(low, high, by_distance, mask is not None or given["dropout_prob"] > 0)
-    ring = ring_of(given["layout"], length, world, starts, mask, conditions)
+    relative = tensors["relative_bias"] is not None
+    ring, options, slopes = described(given, (batch, heads, length), world, relative)
     if ring.shards.lengths.tolist() != lengths:
         expected = f"those of shard_sequence, {ring.shards.lengths.tolist()} tokens"
         raise ValueError(f"query must have in each process {expected}, got {lengths}")
