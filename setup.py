@@ -31,7 +31,7 @@ CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
 # Kernel file -> flags. Levels in the order in which the dispatcher climbs them.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-AVX512BF16 = [*AVX512, "-mavx512bf16"]
+AVX512BF16 = [*AVX512, "-mavx512vnni", "-mavx512bf16"]
 AMX = [*AVX512BF16, "-mamx-tile", "-mamx-bf16"]
 X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512BF16, "amx": AMX}
 # GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.

@@ -15,7 +15,7 @@ pytest.register_assert_rewrite(
     "flash_expected", "flash_backward_expected", "kernel_checks", "reference_kernels"
 )
 
-ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
+ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 
 # Sanitizers change times and the use of memory, so neither is tested under them.
 SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
@@ -85,10 +85,13 @@ def parameters(item) -> dict:
 
 
 def may_differ_from_lower_level(item) -> bool:
-    """Whether the level of a test may differ from the one below it: avx512bf16 and amx only alter bfloat16, amx only in
-    attention. test_kernel looks at the kernels of all types at every level but amx.
+    """Whether the level of a test may differ from the one below it: avx512vnni only alters int8, avx512bf16 and amx
+    only bfloat16, amx only in attention. test_kernel looks at the kernels of all types at every level but amx and
+    avx512vnni, whose kernels are those of avx512bf16.
     """
     params = parameters(item)
+    if params.get("isa") == "avx512vnni":
+        return "quantized" in item.path.name
     dtype = str(params.get("dtype", getattr(params.get("case", params.get("steady")), "dtype", None)))
     if params.get("isa") == "avx512bf16":
         return dtype in ("None", "bfloat16") or "slot" in params

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from kernel_checks import BF16, numbers, pick, same
 from kernel_table import CONSTANTS, Kernel, Memory, structure
-from reference_kernels import Bounded, packed_keys, packed_values, unwritten
+from reference_kernels import MOST_I16, Bounded, packed_keys, packed_values, unwritten
 
 TILE = CONSTANTS["AM_FLASH_TILE"]
 
@@ -261,10 +261,35 @@ def check_pack_values(kernel: Kernel, rng) -> None:
                 assert finite == np.isfinite(values.astype(factors)).all(), case
 
 
+def most_in_i16(depth: int) -> float:
+    """The greatest number of a row of queries that become sixteen-bit integers, whose sums have 32 bits."""
+    return float(min(MOST_I16, (2**31 - 1) // (128 * max(depth, 1))))
+
+
+def check_pack_queries(kernel: Kernel, rng) -> None:
+    """Rows become integers and their unit, which is NaN if the greatest number is, or is not finite."""
+    for depth in (*DEPTHS[1:], 600, 1100):
+        rows, memory, lanes = pick(rng, [1, 2, 5, 64]), Memory(), -(-depth // 32) * 16
+        values = some_special(rng, (rows, depth), np.dtype(np.float32))
+        values[rng.integers(rows)] *= pick(rng, [1, 0, 1e-20, 1e-40, 1e30])
+        step = depth + pick(rng, [0, 3])
+        dst = memory.written(unwritten((rows, lanes + 16), np.float32))
+        kernel(dst, memory.read(values, step), step, rows, depth)
+        memory.check(depth)
+        greatest, most = abs(values).max(1), most_in_i16(depth)
+        usual = np.isfinite(values).all(1) & ((greatest == 0) | (greatest > 2.0**-100))
+        same(dst[:, lanes], np.where(usual, (greatest / np.float32(most)).astype(np.float32), np.nan), depth)
+        packed = dst[usual].view(np.int16)[:, : 2 * lanes].astype(np.float64)
+        assert not packed[:, depth:].any(), depth
+        difference = abs(packed[:, :depth] * dst[usual, lanes, None] - values[usual])
+        assert (difference <= 0.51 * greatest[usual, None] / most).all(), depth
+
+
 CHECKS = {
     "am_add_rows": check_add_rows,
     "am_dot_rows": check_dot_rows,
     "am_flash_pack_keys": check_pack_keys,
+    "am_flash_pack_queries": check_pack_queries,
     "am_flash_pack_values": check_pack_values,
     "am_flash_read_bias": check_read_bias,
     "am_flash_merge": check_merge,

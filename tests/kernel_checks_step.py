@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from kernel_checks import numbers, pick
-from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of, format_of, strided
+from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of, format_of, most_in_i16, strided
 from kernel_table import CONSTANTS, TYPES, Kernel, Memory, structure
 from reference_kernels import (
     Bounded,
@@ -212,12 +212,15 @@ def padded_columns(values: np.ndarray, count: int) -> np.ndarray:
     return np.pad(values, ((0, 0), (0, count - values.shape[1])))
 
 
-def check_state(arithmetic: Arithmetic, p: Problem, old: State, new: State) -> None:
+def check_state(arithmetic: Arithmetic, p: Problem, old: State, new: State, i16_scales=None) -> None:
+    """`i16_scales`: those of values, if queries and P become sixteen-bit integers."""
     v = padded_columns(whole_rows(p.v), old.out.shape[1])
     q, k, v = (Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k), v))
+    if i16_scales is not None:
+        q = q.to_i16(most_in_i16(p.q.shape[1]))
     s = p.terms.logits(q, k)
     check_maxima(old, new, s, p.terms, p)
-    expected = forward(old, new.ref_max, s, v, p.terms, arithmetic.width == 2)
+    expected = forward(old, new.ref_max, s, v, p.terms, arithmetic.width == 2, i16_scales)
     expected.sum.check(new.sum, ("sum", p))
     expected.out.check(new.out, ("out", p))
 
@@ -318,16 +321,23 @@ def in_runs(
     return runs[0], np.array(addresses, np.uintp)
 
 
+def query_packer(kernel: Kernel) -> Kernel:
+    """What packs queries for a step over unpacked keys; NULL if it takes them as they are."""
+    return Kernel(kernel.slot.replace("step_unpacked", "pack_queries"), kernel.table)
+
+
 def run_unpacked(
     kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, states: list, run: int, scales: tuple
 ) -> list[State]:
     """Runs one step of several heads, whose keys and values lie in runs of so many rows, unless that is 0."""
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
-    kept = []
+    kept, packer = [], query_packer(kernel)
     for p, state in zip(problems, states, strict=True):
-        block, accumulators = block_of(
-            memory, arithmetic, p, state, -(-p.q.shape[1] // width), None, len(p.q)
-        )
+        q_packed, (rows, depth) = None, p.q.shape
+        if packer.address:
+            q_packed = memory.written(np.full((rows, -(-depth // 32) * 16 + 16), np.nan, np.float32))
+            packer(q_packed, memory.read(p.q), depth, rows, depth)
+        block, accumulators = block_of(memory, arithmetic, p, state, -(-depth // width), q_packed, rows)
         k, k_step = strided(memory, p.k, rng, width)
         v, v_step = strided(memory, p.v, rng, width)
         k_runs = v_runs = None
@@ -384,5 +394,8 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         new = run_unpacked(kernel, rng, arithmetic, problems, old, run, scales)
         clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, run, scales)
         for p, before, after, beside in zip(problems, old, new, clean, strict=True):
-            check_state(arithmetic, scaled(p, scales), before, after)
+            i16_scales = None
+            if query_packer(kernel).address:
+                i16_scales = np.ones(TILE) if scales[1] is None else wide(scales[1])
+            check_state(arithmetic, scaled(p, scales), before, after, i16_scales)
             check_dead_pairs(p, after, beside)

@@ -11,6 +11,7 @@ import numpy as np
 
 WIDE = {4: np.float64, 8: np.longdouble}  # wide type by the size of the kernels' numbers
 BF16_ROUNDING = 2.0**-8
+MOST_I16 = 2**15 - 1
 
 # Multiples of 1/8 have products that are multiples of 1/64, and sums of these below 2^16 fit float32.
 COARSE, COARSE_SUM = 8, 2**16
@@ -121,6 +122,12 @@ class Bounded:
         rounding = BF16_ROUNDING * (abs(self.value) + self.error)
         return Bounded(self.value, self.error + rounding + self.tiny, self.size)
 
+    def to_i16(self, most: float, factors: float | np.ndarray = 1) -> "Bounded":
+        """Rounds numbers times `factors` to multiples of a unit, of which the greatest of each row has `most`."""
+        greatest = (abs(self.value * factors) + self.error * factors).max(-1, initial=0, keepdims=True)
+        rounding = (0.5 + 4 * most * self.unit) * greatest / most / factors
+        return Bounded(self.value, self.error + np.where(self.value == 0, 0, rounding), self.size)
+
     def check(self, got: np.ndarray, case) -> None:
         """The bound is extended by the rounding of the wider arithmetic."""
         assert got.shape == self.value.shape, (got.shape, self.value.shape)
@@ -191,8 +198,12 @@ def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None
             assert new.row_max[r] == old.row_max[r], (r, case)
 
 
-def forward(old: State, ref_max: np.ndarray, s: Bounded, v: Bounded, terms: Terms, bf16x2: bool) -> State:
-    """The expected accumulators after the step, given the `ref_max` that the kernel has chosen."""
+def forward(
+    old: State, ref_max: np.ndarray, s: Bounded, v: Bounded, terms: Terms, bf16x2: bool, scales=None
+) -> State:
+    """The expected accumulators after the step, given the `ref_max` that the kernel has chosen. `scales`: of values,
+    if P times these is rounded to sixteen-bit integers.
+    """
     size, unit = s.size, s.constant(terms.unit)
     exact = Bounded.exact(ref_max, size)
     base = Bounded.exact(np.maximum(ref_max, np.finfo(ref_max.dtype).min), size)
@@ -206,7 +217,11 @@ def forward(old: State, ref_max: np.ndarray, s: Bounded, v: Bounded, terms: Term
     total = Bounded.exact(old.sum, size) * factor + p.sum()
     if terms.kept is not None:
         p = p.where(terms.kept)
-    out = (p.to_bf16() if bf16x2 else p).dot(v, terms.live, rescaled)
+    if bf16x2:
+        p = p.to_bf16()
+    elif scales is not None:
+        p = p.to_i16(MOST_I16, scales)
+    out = p.dot(v, terms.live, rescaled)
     return State(out, ref_max, total, None)
 
 

@@ -42,6 +42,19 @@ typedef struct {
     ptrdiff_t split;
 } position;
 
+/* Packs queries of sixteen bits for keys as they lie in memory; NULL: queries are read as they are. */
+static am_flash_pack_queries *query_packer(const am_attn_base *base)
+{
+    const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
+    return narrow ? base->kernels->kv[base->attn->k.type].pack_queries : NULL;
+}
+
+/* The bytes of a row of queries that it packs. */
+static ptrdiff_t packed_query_bytes(const am_attn_base *base)
+{
+    return query_packer(base) ? am_packed_query_lanes(base->attn->depth) * (ptrdiff_t)sizeof(float) : 0;
+}
+
 /* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
 static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
 {
@@ -50,7 +63,8 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
     const am_attn *attn = f->base.attn;
     ptrdiff_t used = 0;
     w->q = am_take(memory, &used, s->item_rows * attn->depth * size);
-    w->q_packed = am_take(memory, &used, s->packed_queries * s->k_bytes);
+    w->q_packed = am_take(
+        memory, &used, am_max(s->packed_queries * s->k_bytes, s->item_rows * packed_query_bytes(&f->base)));
     w->logits = am_take(memory, &used, tile);
     am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
     w->accumulators = am_take(memory, &used, s->item_bytes);
@@ -105,8 +119,10 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
                     tile_row = g->shape.strategy == AM_UNPACKED ? row : 0;
     item it = {.at = am_item_place(&f->base, &f->groups, g, index),
                .q = w->q + row * f->schedule.lanes * size,
-               .q_packed = g->shape.strategy == AM_TRANSPOSED ? w->q_packed + i * f->schedule.k_bytes : NULL,
                .terms = w->terms};
+    if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
+    if (g->shape.strategy == AM_UNPACKED && query_packer(&f->base))
+        it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
     if (am_adds_to_products(f->base.attn)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
     char *own =
@@ -147,7 +163,9 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     }
     if (base->attn->k_scales.by_channel)
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
-    if (it->q_packed)
+    if (it->q_packed && g->shape.strategy == AM_UNPACKED)
+        query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
+    else if (it->q_packed)
         am_kv_own(base)->pack_keys(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, f->schedule.lanes,
                                    1, NULL);
 }

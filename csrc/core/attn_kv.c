@@ -125,6 +125,7 @@ static const float *token_scales(const am_attn *f, const am_kv_scales *scales, c
     if (!scales->data || scales->by_channel) return NULL;
     const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
     const am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
+    const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1; /* tokens in a line */
     ptrdiff_t i = 0;
     for (key_run run; keys.begin < keys.end; keys.begin += run.count) {
         run = run_of(f, &t, at, keys);
@@ -134,7 +135,8 @@ static const float *token_scales(const am_attn *f, const am_kv_scales *scales, c
     while (i < AM_FLASH_TILE) scratch[i++] = 0;
     for (am_range left = next; first && left.begin < left.end;) {
         const key_run run = run_of(f, &t, at, left);
-        for (ptrdiff_t r = 0; run.data && r < run.count; r++) __builtin_prefetch(run.data + r * t.token);
+        for (ptrdiff_t r = 0; run.data && r < run.count; r += some)
+            __builtin_prefetch(run.data + r * t.token);
         left.begin += run.count;
     }
     return scratch;

@@ -13,6 +13,7 @@
 static const unsigned LEAF1_ECX = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
 static const unsigned LEAF7_EBX_AVX2 = 1u << 3 | 1u << 5 | 1u << 8;          /* BMI1, AVX2, BMI2 */
 static const unsigned LEAF7_EBX_AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F, DQ, BW, VL */
+static const unsigned LEAF7_ECX_VNNI = 1u << 11;
 static const unsigned LEAF7_1_EAX_BF16 = 1u << 5;
 static const unsigned XCR0_YMM = 0x6;  /* the system saves the XMM and YMM registers */
 static const unsigned XCR0_ZMM = 0xe6; /* and the mask and ZMM registers */
@@ -49,8 +50,9 @@ static int highest_level(void)
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & LEAF7_EBX_AVX2) != LEAF7_EBX_AVX2) return 0;
     if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM) return 1;
     const unsigned leaf7_edx = d;
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & LEAF7_1_EAX_BF16)) return 2;
-    return has_tiles(leaf7_edx) ? 4 : 3;
+    if (!(c & LEAF7_ECX_VNNI) || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & LEAF7_1_EAX_BF16))
+        return 2;
+    return has_tiles(leaf7_edx) ? 5 : 4;
 }
 
 /* Intel's processors start a dot product of bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of
@@ -66,12 +68,20 @@ static int highest_level(void) { return 0; }
 static bool has_slow_bf16(void) { return false; }
 #endif
 
+#ifdef AM_HAVE_AVX512BF16
+static am_kernels avx512vnni;
+#endif
 #ifdef AM_HAVE_AMX
 static am_kernels amx;
 #endif
 
 void am_isa_begin(void)
 {
+#ifdef AM_HAVE_AVX512BF16
+    avx512vnni = am_kernels_avx512bf16;
+    avx512vnni.name = "avx512vnni";
+    avx512vnni.flash_bf16x2 = (am_flash_kernels){0};
+#endif
 #ifdef AM_HAVE_AMX
     amx = am_kernels_avx512bf16;
     amx.name = "amx";
@@ -95,6 +105,7 @@ static const am_kernels *const ladder[] = {
     &am_kernels_avx512,
 #endif
 #ifdef AM_HAVE_AVX512BF16
+    &avx512vnni, /* what multiplies integers of the next level, without its bfloat16 */
     &am_kernels_avx512bf16,
 #endif
 #ifdef AM_HAVE_AMX

@@ -153,6 +153,9 @@ static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 #    define LOAD_PART vf_load_part_i8
 #    define FROM(name) name##_i8
 #    include "kernels/flash_kv_format_tpl.h"
+#    ifdef V_I16X2
+#        include "kernels/flash_i16x2_tpl.h"
+#    endif
 #    ifdef V_F8
 /* Rows of float8 as float16 of 2^-8 their value, which are converted in fewer steps. A row has room for
  * multiples of V_F8. */

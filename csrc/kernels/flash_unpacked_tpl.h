@@ -1,6 +1,15 @@
 /* flash_unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
  * LOAD_PART load lanes of keys, FMA multiplies and adds them, STEP names the functions that turn logits into
- * P, and add_values adds P V. */
+ * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says where such queries
+ * are, and by what the sums of a row are multiplied. */
+
+#ifndef NUMBERS
+#    define NUMBERS 1
+#    define QUERIES(block) ((const T *)(block)->q)
+#    define QUERY_STEP(depth) (depth)
+#    define TOTALS VOP(totals)
+#    define ROW_UNIT(block, r) UNIT
+#endif
 
 /* Logits of up to four rows, and of so many keys that their sums fit the registers and do not wait for each
  * other; keys behind the last are read as the last. It prefetches as many lines as it reads of keys. */
@@ -9,6 +18,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
                                                                 prefetch_lines *prefetch)
 {
+    const ptrdiff_t q_step = QUERY_STEP(depth);
     prefetch_lines current = *prefetch;
     V sums[DOT_SUMS + LANES], x[DOT_SUMS];
     const W *key[DOT_SUMS];
@@ -17,23 +27,23 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     UNROLL(64)
     for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
     ptrdiff_t i = 0;
-    for (; i + LANES <= depth; i += LANES) {
+    for (; (i + LANES) * NUMBERS <= depth; i += LANES) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(key[j] + i);
-        if (i * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(key[j] + i * NUMBERS);
+        if (i * NUMBERS * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = VOP(load)(q + r * depth + i);
+            V y = VOP(load)(q + r * q_step + i);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
     }
-    if (i < depth) {
+    if (i * NUMBERS < depth) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(key[j] + i, depth - i);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(key[j] + i * NUMBERS, depth - i * NUMBERS);
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = VOP(load_part)(q + r * depth + i, depth - i);
+            V y = NUMBERS > 1 ? VOP(load)(q + r * q_step + i) : VOP(load_part)(q + r * q_step + i, depth - i);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
@@ -41,7 +51,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     T dots[DOT_SUMS + LANES];
     UNROLL(32)
     for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
-        VOP(store)(dots + begin, VOP(totals)(sums + begin));
+        VOP(store)(dots + begin, TOTALS(sums + begin));
     UNROLL(4)
     for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE) {
         if (last + 1 >= keys) {
@@ -83,7 +93,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
                               ptrdiff_t end, const S *k, prefetch_lines *prefetch)
 {
     prefetch_lines none = prefetch_nothing(tile->k);
-    const T *q = block->q;
+    const T *q = QUERIES(block);
     T *logits = (T *)block->logits + begin;
     k += begin * tile->k_step;
 #ifdef WIDEN
@@ -101,8 +111,9 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
         const W *from = k;
 #endif
         for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-            FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, keys, block->depth, q + r * block->depth,
-                       from, k_step, logits + r * AM_FLASH_TILE, r == 0 ? prefetch : &none);
+            FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, keys, block->depth,
+                       q + r * QUERY_STEP(block->depth), from, k_step, logits + r * AM_FLASH_TILE,
+                       r == 0 ? prefetch : &none);
         }
     }
 }
@@ -117,18 +128,19 @@ static void FROM(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
     STEP(softmax_rows)(block, tile, 0, block->rows, begin, end);
 }
 
-/* Multiplies products, or P, by UNIT and the scales of their keys or values. P of a dead pair is 0, and stays
- * so whatever is its scale. */
+/* Multiplies products by the units of their rows, or P by UNIT, and both by the scales of keys or values. P
+ * of a dead pair is 0, and stays so whatever is its scale. */
 static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_flash_rows *block,
-                                                                      const T *scales, const bool keep_zeros)
+                                                                      const T *scales, const bool of_p)
 {
     T *row = block->logits;
-    if (UNIT == 1 && !scales) return;
+    if (UNIT == 1 && (NUMBERS == 1 || of_p) && !scales) return;
     for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        const V unit = VOP(set1)(of_p ? UNIT : ROW_UNIT(block, r));
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
-            const V unit = VOP(set1)(UNIT), scale = scales ? VOP(mul)(unit, VOP(load)(scales + i)) : unit,
-                    x = VOP(load)(row + i), zero = VOP(set1)(0), y = VOP(mul)(x, scale);
-            VOP(store)(row + i, keep_zeros ? VOP(pick_equal)(x, zero, zero, y) : y);
+            const V scale = scales ? VOP(mul)(unit, VOP(load)(scales + i)) : unit, x = VOP(load)(row + i),
+                    zero = VOP(set1)(0), y = VOP(mul)(x, scale);
+            VOP(store)(row + i, of_p ? VOP(pick_equal)(x, zero, zero, y) : y);
         }
     }
 }
@@ -172,6 +184,21 @@ static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile,
                             EARLY_KEYS);
 }
 
+#if NUMBERS == 1
+/* O + P V of all runs of a tile. */
+static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile,
+                                  prefetch_lines *prefetch)
+{
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    for (ptrdiff_t next; begin < end; begin = next) {
+        next = FROM(end_of_run)(tile, begin, end);
+        FROM(add_values)(block, tile, begin, next,
+                         FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin), prefetch);
+    }
+}
+#endif
+
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
  * prefetch them. So the loop over keys prefetches their values, and the loop over values the next keys, in
  * the order of memory. */
@@ -195,18 +222,14 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
         FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
     }
     prefetch = FROM(lines_of_next_keys)(tiles, &runs);
-    for (ptrdiff_t h = 0; h < heads; h++) {
-        const am_flash_tile *tile = &tiles[h];
-        ptrdiff_t begin, end;
-        find_live(&blocks[h], tile, &begin, &end);
-        for (ptrdiff_t next; begin < end; begin = next) {
-            next = FROM(end_of_run)(tile, begin, end);
-            FROM(add_values)(&blocks[h], tile, begin, next,
-                             FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin), &prefetch);
-        }
-    }
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(&blocks[h], &tiles[h], &prefetch);
 }
 
+#undef NUMBERS
+#undef QUERIES
+#undef QUERY_STEP
+#undef TOTALS
+#undef ROW_UNIT
 #undef S
 #undef W
 #undef WIDE

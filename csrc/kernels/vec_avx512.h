@@ -241,26 +241,33 @@ static inline void vf_transpose(vf v[VF_LANES])
         v[i + 12] = _mm512_shuffle_f32x4(low, high, 0xdd);
     }
 }
-/* Lane i of the result is the sum of the lanes of vector i. */
-static inline vf vf_totals(const vf v[VF_LANES])
+/* Lane i of the result is the sum of the lanes of vector i, which hold integers of 32 bits if `integers`. */
+static inline vf v_add_lanes(vf a, vf b, const bool integers)
+{
+    return integers ? _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)))
+                    : vf_add(a, b);
+}
+static inline __attribute__((always_inline)) vf v_totals(const vf v[VF_LANES], const bool integers)
 {
     vf fours[8], twos[4], sums[2];
     UNROLL(16)
     for (int i = 0; i < 8; i++)
-        fours[i] =
-            vf_add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+        fours[i] = v_add_lanes(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                               _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]), integers);
     UNROLL(16)
     for (int i = 0; i < 4; i++) {
-        twos[i] = vf_add(_mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
-                         _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));
+        twos[i] = v_add_lanes(_mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
+                              _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee), integers);
     }
     UNROLL(16)
     for (int i = 0; i < 2; i++) {
-        sums[i] = vf_add(_mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0xdd));
+        sums[i] = v_add_lanes(_mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0x88),
+                              _mm512_shuffle_f32x4(twos[2 * i], twos[2 * i + 1], 0xdd), integers);
     }
-    return vf_add(_mm512_shuffle_f32x4(sums[0], sums[1], 0x88), _mm512_shuffle_f32x4(sums[0], sums[1], 0xdd));
+    return v_add_lanes(_mm512_shuffle_f32x4(sums[0], sums[1], 0x88),
+                       _mm512_shuffle_f32x4(sums[0], sums[1], 0xdd), integers);
 }
+static inline vf vf_totals(const vf v[VF_LANES]) { return v_totals(v, false); }
 
 static inline vd vd_sub(vd a, vd b) { return _mm512_sub_pd(a, b); }
 static inline vd vd_div(vd a, vd b) { return _mm512_div_pd(a, b); }
@@ -336,6 +343,54 @@ static inline vd vd_totals(const vd v[VD_LANES])
     }
     return vd_add(_mm512_shuffle_f64x2(sums[0], sums[1], 0x88), _mm512_shuffle_f64x2(sums[0], sums[1], 0xdd));
 }
+
+#ifdef __AVX512VNNI__
+/* Two sixteen-bit integers in a lane, with sums of 32 bits. vf_fma_i16x2 adds both products of a lane to c.
+ */
+#    define V_I16X2
+static inline vf vf_fma_i16x2(vf a, vf b, vf c)
+{
+    return _mm512_castsi512_ps(
+        _mm512_dpwssd_epi32(_mm512_castps_si512(c), _mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+static inline __m512i v_load_i16(const int8_t *p)
+{
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline vf vf_load_i16x2(const int8_t *p) { return _mm512_castsi512_ps(v_load_i16(p)); }
+static inline vf vf_load_part_i16x2(const int8_t *p, ptrdiff_t count)
+{
+    const __mmask32 some = (__mmask32)((UINT64_C(1) << count) - 1);
+    return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
+}
+/* Joins each number of the row at a with that of the row at b. Of four neighbours the first go to `first`,
+ * the next four to `second`, and so on; vf_straighten_i32 puts sums of these in order, as numbers. */
+static inline void vf_join_i16x2(const int8_t *a, const int8_t *b, vf *first, vf *second)
+{
+    const __m512i x = v_load_i16(a), y = v_load_i16(b);
+    *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
+    *second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+}
+static inline void vf_straighten_i32(vf *first, vf *second)
+{
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+                  high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512i x = _mm512_castps_si512(*first), y = _mm512_castps_si512(*second);
+    *first = _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, low, y));
+    *second = _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, high, y));
+}
+static inline vf vf_totals_i32(const vf v[VF_LANES])
+{
+    return _mm512_cvtepi32_ps(_mm512_castps_si512(v_totals(v, true)));
+}
+/* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers. */
+static inline vf vf_narrow_i16x2(vf first, vf second)
+{
+    const __m256i low = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(first)),
+                  high = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(second));
+    return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+#endif
 
 #ifdef __AVX512BF16__
 /* Two bfloat16 in a lane. vf_fma_bf16x2 adds both products of a lane to c; subnormal numbers count as 0. */

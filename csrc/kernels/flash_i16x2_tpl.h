@@ -1,0 +1,201 @@
+/* flash_i16x2_tpl.h – attention of few rows to int8 keys and values by the processor's own dot products of
+ * sixteen-bit integers, where it has some. A lane of float32 holds two of them (i16x2), sums are int32. In
+ * queries and keys the two are neighbours in depth, in P and values neighbouring keys.
+ *
+ * Keys and values become such integers as they are. Each row of queries, and each row of P of a tile, is
+ * rounded to multiples of a unit, of which its greatest number has MOST_I16; that is finer than bfloat16.
+ * Rows whose greatest number is NaN or Inf, or about the least there is, are multiplied in float32.
+ */
+
+enum { MOST_I16 = INT16_MAX };
+
+/* The greatest magnitude of some vectors, or NaN. */
+static inline float greatest_of(const float *numbers, ptrdiff_t count)
+{
+    const vf zero = vf_set1(0);
+    vf most = zero, nothing = zero;
+    for (ptrdiff_t i = 0; i < count; i += VF_LANES) {
+        const vf x = i + VF_LANES <= count ? vf_load(numbers + i) : vf_load_part(numbers + i, count - i);
+        most = vf_max(vf_max(x, vf_sub(zero, x)), most);
+        nothing = vf_fma(x, zero, nothing);
+    }
+    return vf_highest(most) + vf_total(nothing);
+}
+static inline bool has_unit(float greatest)
+{
+    return greatest == 0 || (0x1p-100f < greatest && greatest < (float)INFINITY);
+}
+
+/* A row that has no unit gets NaN as that. */
+static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t depth)
+{
+    const ptrdiff_t step = am_packed_query_lanes(depth), lanes = step - VF_LANES;
+    const double room = (double)INT32_MAX / (128 * (double)depth); /* so that sums do not overflow */
+    const float most = (float)(room < MOST_I16 ? (int)room : MOST_I16);
+    float *to = dst;
+    const float *from = q;
+    for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
+        const float greatest = greatest_of(from, depth);
+        const vf factor = vf_set1(greatest > 0 ? most / greatest : 0);
+        to[lanes] = has_unit(greatest) ? greatest / most : NAN;
+        if (!has_unit(greatest)) continue;
+        for (ptrdiff_t lane = 0; lane < lanes; lane += VF_LANES) {
+            const ptrdiff_t i = 2 * lane, left = depth - i;
+            const vf first = left >= VF_LANES ? vf_load(from + i) : vf_load_part(from + i, left),
+                     second = left >= 2 * VF_LANES ? vf_load(from + i + VF_LANES)
+                              : left > VF_LANES    ? vf_load_part(from + i + VF_LANES, left - VF_LANES)
+                                                   : vf_set1(0);
+            vf_store(to + lane, vf_narrow_i16x2(vf_mul(first, factor), vf_mul(second, factor)));
+        }
+    }
+}
+
+static inline float unit_of_query(const am_flash_rows *block, ptrdiff_t row)
+{
+    const ptrdiff_t step = am_packed_query_lanes(block->depth);
+    return ((const float *)block->q_packed)[row * step + step - VF_LANES];
+}
+
+/* Turns P into i16x2, and returns whether all rows have a unit; else it leaves them. The last lane of a row
+ * gets its unit. */
+static bool narrow_p_i16x2(const am_flash_rows *block, ptrdiff_t begin, ptrdiff_t end)
+{
+    float greatest[AM_FLASH_ROWS], *row = block->logits;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        greatest[r] = greatest_of(row + r * AM_FLASH_TILE + begin, end - begin);
+        if (!has_unit(greatest[r])) return false;
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        const vf factor = vf_set1(greatest[r] > 0 ? MOST_I16 / greatest[r] : 0);
+        for (ptrdiff_t i = begin; i < end; i += PANEL_f32) {
+            const vf first = vf_mul(vf_load(row + i), factor),
+                     second = vf_mul(vf_load(row + i + VF_LANES), factor);
+            vf_store(row + i / 2, vf_narrow_i16x2(first, second));
+        }
+        row[AM_FLASH_TILE - 1] = greatest[r] / MOST_I16;
+    }
+    return true;
+}
+
+#define S int8_t
+#define LOADS(b, b_row, vectors, left, right) vf_join_i16x2(b, (b) + (b_row) / 2, &left, &right)
+#define FMA vf_fma_i16x2
+#define TIMES(x, y) vf_fma_i16x2(x, y, vf_set1(0))
+#define FROM(name) name##_i16x2
+#include "kernels/flash_product_of_tpl.h"
+
+enum { WIDE_I16X2 = 2 * PANEL_f32 };
+
+/* sums + P V of values begin … end - 1, of one panel of columns or two. */
+static inline __attribute__((always_inline)) void
+add_rows_i16x2(ptrdiff_t rows, const bool wide, ptrdiff_t begin, ptrdiff_t end, const float *p,
+               const int8_t *v, ptrdiff_t step, float *sums, prefetch_lines *prefetch)
+{
+    const ptrdiff_t pairs = (end - begin) / 2;
+    p += begin / 2, v += begin * step;
+    if (wide)
+        accumulate_wide_i16x2(rows, pairs, p, v, 2 * step, sums, WIDE_I16X2, 2, prefetch);
+    else
+        accumulate_i16x2(rows, 2, pairs, p, v, 2 * step, sums, WIDE_I16X2, 2, prefetch, true);
+    if ((end - begin) % 2 == 0) return;
+    /* P is 0 for the key behind the last one, which may not be there. */
+    prefetch_lines none = prefetch_nothing(p);
+    p += pairs, v += 2 * pairs * step;
+    for (ptrdiff_t i = 0; i < (wide ? 2 : 1); i++)
+        accumulate_i16x2(rows, 2, 1, p, v + i * PANEL_f32, 0, sums + i * PANEL_f32, WIDE_I16X2, 0, &none,
+                         false);
+}
+
+static inline const int8_t *origin_i16x2(const am_flash_tile *tile, const void *first,
+                                         const void *const *runs, ptrdiff_t step, ptrdiff_t i);
+static inline ptrdiff_t end_of_run_i16x2(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
+
+/* O + P V of some rows and of one or two panels of columns. The sums of all runs are taken as integers, so
+ * that runs do not alter a bit. */
+static inline __attribute__((always_inline)) void
+add_panels_i16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
+                 ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const bool wide, prefetch_lines *prefetch)
+{
+    const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
+    const ptrdiff_t columns = tile->value_depth - column, width = wide ? WIDE_I16X2 : PANEL_f32;
+    float sums[V_STRIP * WIDE_I16X2];
+    int8_t panel[AM_FLASH_TILE * PANEL_f32];
+    for (ptrdiff_t r = 0; r < rows; r++) memset(sums + r * WIDE_I16X2, 0, (size_t)width * sizeof *sums);
+    for (ptrdiff_t next; begin < end; begin = next) {
+        next = end_of_run_i16x2(tile, begin, end);
+        const int8_t *v = origin_i16x2(tile, tile->v, tile->v_runs, tile->v_step, begin) + column;
+        ptrdiff_t step = tile->v_step;
+        if (columns < PANEL_f32) {
+            memset(panel, 0, sizeof panel);
+            for (ptrdiff_t i = begin; i < next; i++)
+                memcpy(panel + i * PANEL_f32, v + i * step, (size_t)columns);
+            v = panel, step = PANEL_f32;
+        }
+        add_rows_i16x2(rows, wide, begin, next, p, v, step, sums, prefetch);
+    }
+    const ptrdiff_t left = block->out_depth - column;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        float *out = (float *)block->out + (row + r) * block->out_depth + column;
+        const vf unit = vf_set1(p[r * AM_FLASH_TILE + AM_FLASH_TILE - 1]);
+        for (ptrdiff_t i = 0; i < width; i += PANEL_f32) {
+            vf first = vf_load(sums + r * WIDE_I16X2 + i),
+               second = vf_load(sums + r * WIDE_I16X2 + i + VF_LANES);
+            vf_straighten_i32(&first, &second);
+            vf_store(out + i, vf_fma(unit, first, vf_load(out + i)));
+            if (i + VF_LANES < left)
+                vf_store(out + i + VF_LANES, vf_fma(unit, second, vf_load(out + i + VF_LANES)));
+        }
+    }
+}
+
+static void add_tile_i16x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+{
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    if (!narrow_p_i16x2(block, begin - begin % PANEL_f32, (end + PANEL_f32 - 1) / PANEL_f32 * PANEL_f32)) {
+        add_tile_i8(block, tile, prefetch);
+        return;
+    }
+    begin -= begin % 2;
+    const ptrdiff_t rows = block->rows;
+    prefetch_lines none = prefetch_nothing(tile->v);
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
+        const bool wide = rows <= V_STRIP / 2 && tile->value_depth - column >= WIDE_I16X2;
+        width = wide ? WIDE_I16X2 : PANEL_f32;
+        if (wide) {
+            add_panels_i16x2(block, tile, 0, rows, begin, end, column, true, prefetch);
+            continue;
+        }
+        for (ptrdiff_t row = 0; row < rows; row += V_STRIP)
+            add_panels_i16x2(block, tile, row, rows - row < V_STRIP ? rows - row : V_STRIP, begin, end,
+                             column, false, row == 0 ? prefetch : &none);
+    }
+}
+
+#define S int8_t
+#define W S
+#define WIDE(name) FROM(name)
+#define UNIT 1
+#define NUMBERS 2
+#define QUERIES(block) ((const float *)(block)->q_packed)
+#define QUERY_STEP am_packed_query_lanes
+#define TOTALS(sums) vf_totals_i32(sums)
+#define ROW_UNIT unit_of_query
+#define LOAD_WIDE vf_load_i16x2
+#define LOAD_PART_WIDE vf_load_part_i16x2
+#define FMA vf_fma_i16x2
+#define STEP(name) name##_f32
+#define FROM(name) name##_i16x2
+#include "kernels/flash_unpacked_tpl.h"
+
+static void step_i16x2(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
+{
+    bool have_units = blocks->q_packed != NULL;
+    for (ptrdiff_t h = 0; have_units && h < heads; h++) {
+        for (ptrdiff_t r = 0; r < blocks[h].rows; r++) have_units &= !isnan(unit_of_query(&blocks[h], r));
+    }
+    if (have_units)
+        step_unpacked_i16x2(blocks, tiles, heads);
+    else
+        step_unpacked_i8(blocks, tiles, heads);
+}
