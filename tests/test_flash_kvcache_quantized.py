@@ -125,21 +125,22 @@ def test_long_keys(isa, dtype, depth):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("side", ["k_scale", "v_scale"])
-@pytest.mark.parametrize("queries", [1, 20, 70])
-def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, dtype, side, queries):
+@pytest.mark.parametrize(("queries", "token"), [(1, 190), (2, 199), (20, 190), (70, 190)])
+@pytest.mark.parametrize("query_type", [np.float32, BF16])
+def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, dtype, side, queries, token, query_type):
     rng = np.random.default_rng(0)
     table, caches, scales = cache_of(rng, dtype, "tokens", 16)
-    query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(np.float32)
+    query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(query_type)
     given = {"cache_seqlens": LENGTHS, "block_table": table, "sliding_window": (30, 0)}
     clean = attnmask.flash_attention_with_kvcache(
         query, *caches, k_scale=scales[0], v_scale=scales[1], **given
     )
-    scales[side == "v_scale"][table[2, 190 // 16], 190 % 16, 1] = np.nan  # of one head of keys
+    scales[side == "v_scale"][table[2, token // 16], token % 16, 1] = np.nan  # of one head of keys
     out = attnmask.flash_attention_with_kvcache(query, *caches, k_scale=scales[0], v_scale=scales[1], **given)
     places = LENGTHS[2] - queries + np.arange(queries)
     sees = np.zeros(out.shape, bool)
-    sees[2, (places >= 190) & (places <= 220), H // HKV :] = True
-    assert np.isnan(out[sees]).all()
+    sees[2, (places >= token) & (places <= token + 30), H // HKV :] = True
+    assert np.isnan(out[sees].astype(np.float32)).all()
     assert out[~sees].tobytes() == clean[~sees].tobytes()
 
 

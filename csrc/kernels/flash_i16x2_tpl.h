@@ -9,7 +9,7 @@
 
 enum { MOST_I16 = INT16_MAX };
 
-/* The greatest magnitude of some vectors, or NaN. */
+/* The greatest magnitude of some numbers, or NaN if one is not finite. */
 static inline float greatest_of(const float *numbers, ptrdiff_t count)
 {
     const vf zero = vf_set1(0);
@@ -21,10 +21,7 @@ static inline float greatest_of(const float *numbers, ptrdiff_t count)
     }
     return vf_highest(most) + vf_total(nothing);
 }
-static inline bool has_unit(float greatest)
-{
-    return greatest == 0 || (0x1p-100f < greatest && greatest < (float)INFINITY);
-}
+static inline bool has_unit(float greatest) { return greatest == 0 || greatest > 0x1p-100f; }
 
 /* A row that has no unit gets NaN as that. */
 static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t depth)
@@ -56,25 +53,37 @@ static inline float unit_of_query(const am_flash_rows *block, ptrdiff_t row)
     return ((const float *)block->q_packed)[row * step + step - VF_LANES];
 }
 
-/* Turns P into i16x2, and returns whether all rows have a unit; else it leaves them. The last lane of a row
- * gets its unit. */
-static bool narrow_p_i16x2(const am_flash_rows *block, ptrdiff_t begin, ptrdiff_t end)
+/* O + P V of one row in float32. */
+static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row)
 {
-    float greatest[AM_FLASH_ROWS], *row = block->logits;
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        greatest[r] = greatest_of(row + r * AM_FLASH_TILE + begin, end - begin);
-        if (!has_unit(greatest[r])) return false;
-    }
+    am_flash_rows one = *block;
+    one.rows = 1;
+    one.logits = (float *)block->logits + row * AM_FLASH_TILE;
+    one.out = (float *)block->out + row * block->out_depth;
+    am_flash_tile its = *tile;
+    if (tile->live) its.live += row;
+    prefetch_lines none = prefetch_nothing(tile->v);
+    if (!its.live || *its.live) add_tile_i8(&one, &its, &none);
+}
+
+/* Turns P begin … end - 1 into i16x2. The last lane of a row gets its unit. Values are added to rows that
+ * have none here, as numbers of float32. */
+static void narrow_p_i16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                           ptrdiff_t end)
+{
+    float *row = block->logits;
     for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
-        const vf factor = vf_set1(greatest[r] > 0 ? MOST_I16 / greatest[r] : 0);
+        const float greatest = greatest_of(row + begin, end - begin);
+        const bool usual = has_unit(greatest);
+        if (!usual) add_row_apart(block, tile, r);
+        const vf factor = vf_set1(usual && greatest > 0 ? MOST_I16 / greatest : 0);
         for (ptrdiff_t i = begin; i < end; i += PANEL_f32) {
             const vf first = vf_mul(vf_load(row + i), factor),
                      second = vf_mul(vf_load(row + i + VF_LANES), factor);
-            vf_store(row + i / 2, vf_narrow_i16x2(first, second));
+            vf_store(row + i / 2, usual ? vf_narrow_i16x2(first, second) : vf_set1(0));
         }
-        row[AM_FLASH_TILE - 1] = greatest[r] / MOST_I16;
+        row[AM_FLASH_TILE - 1] = usual ? greatest / MOST_I16 : 0;
     }
-    return true;
 }
 
 #define S int8_t
@@ -120,7 +129,9 @@ add_panels_i16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
     const ptrdiff_t columns = tile->value_depth - column, width = wide ? WIDE_I16X2 : PANEL_f32;
     float sums[V_STRIP * WIDE_I16X2];
     int8_t panel[AM_FLASH_TILE * PANEL_f32];
-    for (ptrdiff_t r = 0; r < rows; r++) memset(sums + r * WIDE_I16X2, 0, (size_t)width * sizeof *sums);
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        for (ptrdiff_t i = 0; i < width; i += VF_LANES) vf_store(sums + r * WIDE_I16X2 + i, vf_set1(0));
+    }
     for (ptrdiff_t next; begin < end; begin = next) {
         next = end_of_run_i16x2(tile, begin, end);
         const int8_t *v = origin_i16x2(tile, tile->v, tile->v_runs, tile->v_step, begin) + column;
@@ -152,10 +163,7 @@ static void add_tile_i16x2(const am_flash_rows *block, const am_flash_tile *tile
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
-    if (!narrow_p_i16x2(block, begin - begin % PANEL_f32, (end + PANEL_f32 - 1) / PANEL_f32 * PANEL_f32)) {
-        add_tile_i8(block, tile, prefetch);
-        return;
-    }
+    narrow_p_i16x2(block, tile, begin - begin % PANEL_f32, (end + PANEL_f32 - 1) / PANEL_f32 * PANEL_f32);
     begin -= begin % 2;
     const ptrdiff_t rows = block->rows;
     prefetch_lines none = prefetch_nothing(tile->v);
