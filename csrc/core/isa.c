@@ -55,17 +55,14 @@ static int highest_level(void)
     return has_tiles(leaf7_edx) ? 5 : 4;
 }
 
-/* Intel's processors start a dot product of bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of
- * float32 every cycle, which are as many products in half the time. Measured without tiles: attention
- * takes 1.3 to 1.5 times as long as by float32. */
-static bool has_slow_bf16(void)
+static bool is_intel(void)
 {
     unsigned a, b, c, d;
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
 }
 #else
 static int highest_level(void) { return 0; }
-static bool has_slow_bf16(void) { return false; }
+static bool is_intel(void) { return false; }
 #endif
 
 #ifdef AM_HAVE_AVX512BF16
@@ -91,7 +88,7 @@ void am_isa_begin(void)
     amx.flash_bf16x2.find_row_max = am_kernels_amx.find_row_max;
 #endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
-    am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+    am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 && !is_intel();
 #endif
 }
 
@@ -119,12 +116,15 @@ const am_kernels *am_isa_level(int level)
     return level < built && level <= highest_level() ? ladder[level] : NULL;
 }
 
+/* Intel's processors start a dot product of bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of
+ * float32 every cycle, which are as many products in half the time. Measured without tiles: attention
+ * takes 1.3 to 1.5 times as long as by float32. */
 const am_kernels *am_isa_best(void)
 {
     int level = 0;
     while (am_isa_level(level + 1)) level++;
     const bool by_bf16 = strcmp(ladder[level]->name, "avx512bf16") == 0;
-    return ladder[by_bf16 && has_slow_bf16() ? level - 1 : level];
+    return ladder[by_bf16 && is_intel() ? level - 1 : level];
 }
 
 const am_kernels *am_isa_find(const char *name)

@@ -149,8 +149,9 @@ typedef struct {
 } am_flash_rows;
 
 /* Whether kernels prefetch to the first-level cache, else to the second; the core sets it before any runs.
- * Where the first has 48 KB (Zen 5), that is up to 1.1 times as fast; where it has 32 KB (Zen 4), 0.9 times,
- * and 0.6 times for few queries. */
+ * Where the first has 48 KB, that is up to 1.1 times as fast on Zen 5, and 0.64 to 0.95 times for few queries
+ * on Intel's processors, whose first level waits for few lines at once. Where it has 32 KB (Zen 4), it is 0.9
+ * times as fast, and 0.6 times for few queries. */
 extern bool am_prefetch_near;
 
 /* Rows of memory to prefetch: they may lie a page apart, where hardware does not prefetch. Steps and lengths
