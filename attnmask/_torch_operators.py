@@ -7,7 +7,10 @@ are always there::
     out, lse = torch.ops.attnmask.flash_attention(query, key, value, ...)
     gradients = torch.ops.attnmask.flash_attention_backward(dout, dlse, out, lse, query, key, value, ..., wanted)
 
-`wanted` says of query, key, value, bias and softmax_aux whether their gradients are to be returned.
+`wanted` says of query, key, value, bias and softmax_aux whether their gradients are to be returned. Compiled calls that
+ask for little go to ``attnmask::flash_attention_plain``, which is sooner called and knows no gradient::
+
+    out = torch.ops.attnmask.flash_attention_plain(query, key, value, causal, offset, softmax_scale)
 """
 
 import itertools
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnmask import _flash as flash
 from attnmask._arguments import as_array, describe
@@ -37,7 +41,8 @@ TENSORS = len(ARRAYS)  # the first of them
 _forward_ad = torch.autograd.forward_ad
 _EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OF_NUMPY = (torch.float32, torch.float16, torch.float64)
+_TYPES = (*_OF_NUMPY, torch.bfloat16)
 _NO_FORWARD = "attnmask.torch.flash_attention has no forward-mode derivative"
 NO_SECOND = "attnmask.torch.flash_attention has no second derivative"
 
@@ -84,6 +89,16 @@ def check_tensor(x: Any, name: str) -> None:
 # On the CPU
 
 
+def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
+    """`as_array`, sooner where there is nothing to see to."""
+    return x.numpy() if x.dtype in _OF_NUMPY and x.layout is torch.strided else as_array(x, name)  # type: ignore[no-any-return, unused-ignore]
+
+
+def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with query, key and value as NumPy's arrays, of which the core reads a plain call in a short way."""
+    return given | {name: _in_place(given[name], name) for name in LEARNED[:3]}
+
+
 def _given(arguments: Sequence[Any]) -> dict[str, Any]:
     """The arguments of `attnmask.flash_attention` that those of an operator stand for."""
     check_no_tangents(NAMES, arguments)
@@ -102,12 +117,24 @@ def _given(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = flash.flash_attention_fwd(**given)
+    out, lse = flash.flash_attention_fwd(**in_arrays(given))
     return to_tensor(out), to_tensor(lse)
 
 
 def _on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return attend(_given(arguments))
+
+
+def _plain_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    offset: int,
+    scale: "float | None",
+) -> torch.Tensor:
+    arrays = _in_place(query, "query"), _in_place(key, "key"), _in_place(value, "value")
+    return to_tensor(flash.flash_attention(*arrays, causal=causal, causal_offset=offset, softmax_scale=scale))
 
 
 def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -166,6 +193,11 @@ def _fake(*arguments: Any) -> tuple[Any, ...]:
 
 def new_results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value))
+
+
+def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    check_layout((query, key, value), False, _TYPES.__contains__)
+    return new_results(query, value)[0]
 
 
 def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -344,6 +376,25 @@ def is_differentiated() -> bool:
     return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
 
 
+# In compiled calls
+
+_PLAIN_TYPES = {"causal": (bool,), "causal_offset": (int, torch.SymInt), "softmax_scale": (float,)}
+
+
+def is_plain(given: dict[str, Any]) -> bool:
+    """Whether ``attnmask::flash_attention_plain`` does for a call that is compiled."""
+    tensors = [given[name] for name in LEARNED[:3]]
+    return (
+        all(
+            x is None or name in LEARNED[:3] or type(x) in _PLAIN_TYPES.get(name, ())
+            for name, x in given.items()
+        )
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_exporting()  # into a program that may be trained
+    )
+
+
 # Under torch.autocast
 
 
@@ -396,7 +447,13 @@ def _register() -> None:
     # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
     _library.define(f"{forward}.out({_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()", tags=tags)
     _library.define(f"{backward}({results}, {_PARAMETERS}, bool[] wanted) -> Tensor[]", tags=tags)
+    _library.define(
+        f"{forward}_plain(Tensor query, Tensor key, Tensor value, bool causal, SymInt offset, float? softmax_scale)"
+        " -> Tensor",
+        tags=tags,
+    )
     for name, on_cpu, fake in (
+        (f"{forward}_plain", _plain_on_cpu, _plain_fake),
         (forward, _on_cpu, _fake),
         (f"{forward}.out", _into, _fake_into),
         (backward, _backward_on_cpu, _backward_fake),

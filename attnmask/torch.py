@@ -203,6 +203,15 @@ def flash_attention(
     if compiling and (isinstance(attention_mask, MaskInfo) or torch._C._are_functorch_transforms_active()):
         # Neither goes into a graph: a MaskInfo is no tensor, and operators have no gradients for torch.func.
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
+    if compiling and not with_lse and operators.is_plain(given):
+        return torch.ops.attnmask.flash_attention_plain(
+            query,
+            key,
+            value,
+            flag(more.get("causal", False), "causal"),
+            more.get("causal_offset", 0),
+            more.get("softmax_scale"),
+        )
     if not compiling:
         check_no_tangents(given, given.values())
     if compiling or needs_operator(given.values()):
@@ -228,5 +237,5 @@ def flash_attention(
         inputs = [given.pop(name) for name in LEARNED]
         both = _FlashAttention.apply(*inputs, given)  # type: ignore[no-untyped-call, unused-ignore]
         return both if with_lse else both[0]
-    result = flash.flash_attention(**given, return_lse=with_lse)
+    result = flash.flash_attention(**operators.in_arrays(given), return_lse=with_lse)
     return tuple(map(to_tensor, result)) if with_lse else to_tensor(result)

@@ -131,6 +131,64 @@ def operands(torch, arguments, wanting):
     return [x.detach() if isinstance(x, torch.Tensor) else x for x in operands]
 
 
+PLAIN = (
+    {},
+    {"causal": True, "softmax_scale": 0.5, "bias": None},
+    {"causal": True, "causal_offset": 2},
+)
+NOT_PLAIN = (
+    {"return_lse": True},
+    {"sliding_window": 2},
+    {"causal": True, "causal_offset": "bottom-right"},
+    {"normalize_output": False},
+    {"logits_soft_cap": 2.0},
+)
+
+
+@pytest.mark.parametrize("more", PLAIN + NOT_PLAIN, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_calls_that_ask_for_little(torch, more, dtype):
+    """They go to an operator of few arguments, unless a gradient is wanted."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    class Attention(torch.nn.Module):
+        def forward(self, *tensors):
+            return attnmask.torch.flash_attention(*tensors, **more)
+
+    attend = Attention()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
+    for shape in (2, 5, 2, 8), (1, 7, 2, 8):
+        given = [x.detach().to(getattr(torch, dtype)) for x in tensors(torch, *[shape] * 3)]
+        got, right = compiled(*given), attend(*given)
+        assert_same(
+            torch, got if more.get("return_lse") else [got], right if more.get("return_lse") else [right]
+        )
+    assert all(("flash_attention_plain" in code) == (more in PLAIN) for code in graphs)
+    graphs.clear()
+    given[1].requires_grad_()
+    compiled(*given)
+    with torch.autocast("cpu"):
+        compiled(*given)
+    exported = torch.export.export(attend, tuple(x.detach() for x in given), strict=True)
+    assert not any("flash_attention_plain" in code for code in (*graphs, exported.graph_module.code))
+
+
+def test_the_operator_of_few_arguments(torch):
+    given = [x.detach() for x in tensors(torch, (2, 5, 2, 8), (2, 6, 1, 8), (2, 6, 1, 4))]
+    operator = torch.ops.attnmask.flash_attention_plain.default
+    for more in (False, 0, None), (True, 1, 0.5):
+        torch.library.opcheck(operator, (*given, *more))
+        causal, offset, scale = more
+        right = attnmask.torch.flash_attention(
+            *given, causal=causal, causal_offset=offset, softmax_scale=scale
+        )
+        assert_same(torch, [operator(*given, *more)], [right])
+
+
 def test_operators(torch, arguments):
     """opcheck calls them with shapes that may change, too."""
     operators = torch.ops.attnmask
