@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks frameworks fuzz bench docs wheel lint format stubs sanitize tsan werror clean
+.PHONY: help demo test test-frameworks test-frameworks-quick frameworks frameworks-installed fuzz bench docs wheel lint format stubs sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -25,11 +25,19 @@ test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_AR
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 # PyTorch for the CPU alone: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'.
-test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transformers or JAX, in an environment with all
+test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transformers, JAX or ejKernel, with all of these
 	$(MAKE) --no-print-directory VENV=.venv-frameworks frameworks
 
-frameworks: $(VENV)/test.txt $(VENV)/frameworks.txt # with the package that is built where it lies
+# The short ones, with the oldest PyTorch that is supported, where these packages are to be had.
+test-frameworks-quick: $(VENV)/installed
+	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed || \
+	    { echo 'no PyTorch or JAX to be had: skipped'; exit 0; }; \
+	$(MAKE) --no-print-directory VENV=.venv-frameworks PYTEST_ARGS='-m "not long" -n $(JOBS) --dist worksteal' frameworks
+
+frameworks: frameworks-installed # with the package that is built where it lies
 	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
+
+frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 
 fuzz: $(VENV)/installed $(VENV)/test.txt ## call everything with hostile arguments (FUZZ_ARGS='--seed 7 --table')
 	$(BIN)/python tests/fuzz --calls 200000 $(FUZZ_ARGS)

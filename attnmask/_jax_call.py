@@ -123,9 +123,9 @@ def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
     aval = jax.typeof(array)
     if not _varying(array):
         return jax.ShapeDtypeStruct(shape, dtype)
-    if not hasattr(aval, "manual_axis_type"):
-        return jax.ShapeDtypeStruct(shape, dtype, vma=aval.vma)
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec())
+    if not hasattr(aval, "manual_axis_type"):
+        return aval.update(shape=shape, dtype=np.dtype(dtype), sharding=sharding, weak_type=False)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 

@@ -36,9 +36,9 @@ try:
     from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
-if not hasattr(jax, "typeof"):
+if jax.__version_info__ < (0, 8):
     raise ImportError(
-        f"attnmask.jax needs JAX 0.6 or a later one, got {jax.__version__}: pip install --upgrade jax"
+        f"attnmask.jax needs JAX 0.8 or a later one, got {jax.__version__}: pip install --upgrade jax"
     )
 
 from attnmask import _flash as flash

@@ -43,6 +43,7 @@ def run(code, devices=1):
     return finish(start(code, devices))
 
 
+@pytest.mark.long
 def test_jax_takes_the_handlers_once_it_has_started():
     """To import the module starts nothing; the first traced call does."""
     out = run(

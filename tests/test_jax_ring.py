@@ -30,12 +30,14 @@ def run(*processes):
         assert (process.returncode, out.split()[-1:]) == (0, ["done"]), errors  # gloo says something, too
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["same", "edges"])
 @pytest.mark.parametrize("world", ["2", "4"])
 def test_the_same_as_one_device(world, scenario):
     run((world, scenario))
 
 
+@pytest.mark.long
 def test_devices_of_two_processes():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -43,11 +45,13 @@ def test_devices_of_two_processes():
     run(("4", "shared", port, "0"), ("4", "shared", port, "1"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", ["2", "4"])
 def test_what_is_sent(world):
     run((world, "messages"))
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_devices():
     run(("8", "memory"))
 

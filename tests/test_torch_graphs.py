@@ -621,6 +621,7 @@ def test_compiled_transformer(torch, backend):
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_transformer(torch, strict):
     model = transformer(torch)

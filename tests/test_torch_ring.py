@@ -41,6 +41,7 @@ def run(tmp_path, world, scenario):
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_same_as_one_process(tmp_path, world):
     for code, out, errors in run(tmp_path, world, "same"):
@@ -52,6 +53,7 @@ def test_errors_are_raised_in_all_processes(tmp_path):
         assert (code, out) == (0, "done\n"), errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["killed", "late"])
 def test_a_process_that_stops_is_an_error_in_the_others(tmp_path, scenario):
     *others, last = run(tmp_path, 3, scenario)
@@ -61,6 +63,7 @@ def test_a_process_that_stops_is_an_error_in_the_others(tmp_path, scenario):
         assert last[0] == -9
 
 
+@pytest.mark.long
 def test_the_example_has_the_losses_of_one_process():
     """By ``torchrun``, with both layouts."""
     example = Path(__file__).parent.parent / "examples" / "ring_train.py"

@@ -245,6 +245,7 @@ def test_chunks_are_not_for_steps():
 # What transformers does with caches
 
 
+@pytest.mark.long
 def test_compiled():
     """The cache is outside of the graphs."""
     model, ids = ready("Llama", num_hidden_layers=1), random_ids(2, 6)
@@ -496,6 +497,7 @@ def test_configs():
 EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_tiny.py"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="the tests run without the examples")
 def test_the_example():
     """It compares tokens itself, before it measures."""

@@ -79,8 +79,9 @@ am_dtype am_xla_type_of(am_xla_dtype type)
 
 bool am_xla_look(am_xla_call *c, const am_xla_buffer *buffer, bool by_row, am_xla_view *v)
 {
+    static char nothing[1]; /* of empty buffers, which jaxlib 0.8 gives as NULL */
     const int64_t axes = buffer->rank - c->vmap_axes;
-    *v = (am_xla_view){.data = buffer->data,
+    *v = (am_xla_view){.data = buffer->data ? buffer->data : nothing,
                        .type = am_xla_type_of(buffer->dtype),
                        .axes = (int)axes,
                        .shape = {1, 1, 1, 1}};
