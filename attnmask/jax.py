@@ -36,7 +36,7 @@ try:
     from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
 except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
-if jax.__version_info__ < (0, 8):
+if not hasattr(jax, "enable_x64"):
     raise ImportError(
         f"attnmask.jax needs JAX 0.8 or a later one, got {jax.__version__}: pip install --upgrade jax"
     )

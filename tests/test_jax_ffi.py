@@ -238,8 +238,7 @@ def test_the_callback_where_asked_for():
 def test_a_jax_that_is_too_old(monkeypatch):
     jax = pytest.importorskip("jax")
     monkeypatch.delitem(sys.modules, "attnmask.jax", raising=False)
-    monkeypatch.setattr(jax, "__version__", "0.7.2")
-    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    with pytest.raises(ImportError, match=r"attnmask\.jax needs JAX 0\.8 or a later one, got 0\.7\.2"):
+    monkeypatch.delattr(jax, "enable_x64")
+    with pytest.raises(ImportError, match=r"attnmask\.jax needs JAX 0\.8 or a later one, got \d"):
         import attnmask.jax  # noqa: F401
     assert "attnmask.jax" not in sys.modules
