@@ -87,6 +87,7 @@ def random_cases(count: int) -> list[Case]:
     return [case for case in cases if not (case.packed and case.mask)][:count]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", random_cases(60), ids=lambda case: str(case.seed))
 def test_random_arguments(case):
     with jax.enable_x64(F64 in case.types):

@@ -79,6 +79,7 @@ def compare(arguments, mapped, **fixed):
         "all",
     ],
 )
+@pytest.mark.long
 def test_what_is_mapped(batch, left_out, extra):
     arguments = mapped_arguments(batch)
     tensors = {"query", "key", "value"} - set(left_out)

@@ -62,6 +62,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("more", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_gradients_by_differences(torch, inputs, more, return_lse):

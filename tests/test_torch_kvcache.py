@@ -131,6 +131,7 @@ def test_the_operator(torch, name):
     assert tuple(written) == WRITTEN
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled(torch, name, backend):
     if backend == "inductor" and name not in ("rows", "packed", "int8", "both in one"):

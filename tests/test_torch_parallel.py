@@ -43,6 +43,7 @@ print("same")
 """
 
 
+@pytest.mark.long
 def test_distributed_data_parallel():
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():

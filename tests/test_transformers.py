@@ -271,6 +271,7 @@ def test_checkpointing_and_dropout():
         assert_close(compute(0), expected, 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Llama", pytest.param("GptOss", marks=later)])
 def test_compiled(name):
     """In one graph, where masks are arrays."""
