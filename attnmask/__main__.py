@@ -320,6 +320,8 @@ def main() -> int:
         "python -m attnmask", argparse.SUPPRESS, "Show what the library does. There is nothing to choose."
     )
     parser.parse_args()
+    if sys.stdout is None:
+        parser.error("there is no output to write to")
     status = 0
     try:
         try:
@@ -328,7 +330,9 @@ def main() -> int:
             status = 130  # what a shell reports of a program that SIGINT ended
             put("")
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # whose readers have seen what they wanted
+            print(f"{parser.prog}: error: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         status = status or 1
     return status

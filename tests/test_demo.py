@@ -128,6 +128,19 @@ def test_a_closed_pipe_ends_it_silently():
     assert process.returncode == 1
 
 
+@once
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [(">&-", 2, "there is no output to write to"), (">/dev/full", 1, "No space left on device")],
+)
+def test_an_output_that_takes_nothing(redirection, code, message):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND]
+    result = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
+    assert (result.returncode, result.stderr) == (code, f"python -m attnmask: error: {message}\n")
+
+
 @contextlib.contextmanager
 def terminal(**changes: str):
     """A run on a pseudo-terminal, and what reads from it until the end or until something has been shown."""
