@@ -8,6 +8,7 @@ in one of them, ends in an error of gloo in the others, at the latest after the 
 import math
 import zlib
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -31,6 +32,11 @@ from attnmask._ring import OPTIONS, Call, Ring, check_whole, described
 from attnmask._shard_plan import ShardPlan
 from attnmask._torch_import import torch
 from attnmask._torch_masks import to_tensor
+
+if torch.distributed.is_available() and not torch.distributed.is_initialized():
+    # Otherwise the first optimizer imports it. Its functions have the default group as a default argument: one that is
+    # there already would be kept for ever. Its threads would go on while Python ends, and at times abort the process.
+    import_module("torch.distributed.nn.functional")
 
 _DEFAULTS = {name: parameter.default for name, parameter in signature(flash_attention).parameters.items()}
 

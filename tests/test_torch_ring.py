@@ -63,6 +63,27 @@ def test_a_process_that_stops_is_an_error_in_the_others(tmp_path, scenario):
         assert last[0] == -9
 
 
+def test_a_group_that_is_destroyed_has_no_threads_any_more():
+    """Whatever an optimizer imports in between: threads that run while Python ends may abort it."""
+    program = """
+import sys, weakref
+import torch
+import attnmask.torch
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+group = weakref.ref(torch.distributed.group.WORLD)
+torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+assert "torch._dynamo" in sys.modules
+torch.distributed.destroy_process_group()
+assert group() is None
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.long
 def test_the_example_has_the_losses_of_one_process():
     """By ``torchrun``, with both layouts."""
