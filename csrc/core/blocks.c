@@ -4,13 +4,14 @@
  * seventh of the time to write it. Programs that call in a loop need blocks of the same sizes again. So a few
  * freed blocks are kept: their pages are mapped, and may still be in the cache.
  */
-#define _DEFAULT_SOURCE /* madvise */
+#define _DEFAULT_SOURCE /* madvise, MAP_ANONYMOUS */
 #include "core/blocks.h"
 
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #ifdef __linux__
 #    include <sys/mman.h>
 #endif
@@ -49,6 +50,51 @@ static size_t whole_pages(size_t size)
     return size ? (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE : LARGE_PAGE;
 }
 
+/* On Linux a block is mapped by itself, and given back to the system when it is freed. A heap keeps it, but
+ * has ever more gaps between blocks of many sizes. The page before a block has its size. */
+#if defined(__linux__) && !SANITIZED
+enum { BEFORE = 4096 };
+
+static size_t *size_of(void *block) { return (size_t *)((char *)block - BEFORE); }
+
+static void *new_memory(size_t size)
+{
+    const size_t bytes = BEFORE + size + LARGE_PAGE;
+    char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
+    const size_t gap = LARGE_PAGE - ((uintptr_t)memory + BEFORE) % LARGE_PAGE;
+    if (gap < LARGE_PAGE) munmap(memory, gap);
+    char *block = memory + BEFORE + gap % LARGE_PAGE;
+    if (block + size < memory + bytes) munmap(block + size, (size_t)(memory + bytes - block) - size);
+    *size_of(block) = size;
+    return block;
+}
+
+static void free_memory(void *block)
+{
+    if (block) munmap(size_of(block), BEFORE + *size_of(block));
+}
+
+static void *resized_memory(void *block, size_t size)
+{
+    void *resized = new_memory(size);
+    if (!resized) return NULL;
+    memcpy(resized, block, size < *size_of(block) ? size : *size_of(block));
+    free_memory(block);
+    return resized;
+}
+#else
+static void *new_memory(size_t size)
+{
+    void *block;
+    return posix_memalign(&block, LARGE_PAGE, size) == 0 ? block : NULL;
+}
+
+static void *resized_memory(void *block, size_t size) { return realloc(block, size); }
+
+static void free_memory(void *block) { free(block); }
+#endif
+
 /* Takes a kept block of exactly this size; NULL if there is none. */
 static void *take(size_t size)
 {
@@ -59,7 +105,7 @@ static void *take(size_t size)
         if (!fits && atomic_compare_exchange_strong(&kept[i], &empty, block)) continue;
         atomic_fetch_sub(&kept_bytes, block->size);
         if (fits) return block;
-        free(block);
+        free_memory(block);
     }
     return NULL;
 }
@@ -69,7 +115,7 @@ static void replace(kept_block *block)
 {
     kept_block *old = atomic_exchange(&kept[atomic_fetch_add(&next_kept, 1) % KEPT], block);
     if (old) atomic_fetch_sub(&kept_bytes, old->size);
-    free(old);
+    free_memory(old);
 }
 
 void *am_block_new(size_t size)
@@ -78,8 +124,8 @@ void *am_block_new(size_t size)
     size = whole_pages(size);
     void *block = take(size);
     if (block) return block;
-    if (posix_memalign(&block, LARGE_PAGE, size) != 0) return NULL;
-    am_block_advise(block, size);
+    block = new_memory(size);
+    if (block) am_block_advise(block, size);
     return block;
 }
 
@@ -96,7 +142,7 @@ void am_block_advise(void *memory, size_t size)
 
 void *am_block_resize(void *block, size_t size)
 {
-    return size > PTRDIFF_MAX - LARGE_PAGE ? NULL : realloc(block, whole_pages(size));
+    return size > PTRDIFF_MAX - LARGE_PAGE ? NULL : resized_memory(block, whole_pages(size));
 }
 
 void am_block_free(void *block, size_t size)
@@ -104,7 +150,7 @@ void am_block_free(void *block, size_t size)
     size = whole_pages(size);
     /* A resized block may not be aligned. */
     if (!block || size > KEPT_BYTES || (uintptr_t)block % LARGE_PAGE != 0 || SANITIZED) {
-        free(block);
+        free_memory(block);
         return;
     }
     kept_block *freed = block;
@@ -116,7 +162,7 @@ void am_block_free(void *block, size_t size)
     }
     if (others + size > KEPT_BYTES) { /* other threads are about to keep blocks */
         atomic_fetch_sub(&kept_bytes, size);
-        free(block);
+        free_memory(block);
         return;
     }
     for (int i = 0; i < KEPT; i++) {
