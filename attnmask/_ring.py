@@ -20,6 +20,10 @@ Backward goes the same rounds. It takes the merged result and logsumexp, which m
 their parts of those of the whole. The gradients of keys and values go back to the process that the keys came from,
 while the next round is computed, and are added up there in the order of the rounds.
 
+In PyTorch a round is cut into parts, of few heads and, where there are not enough heads, of some keys. Less is received
+at a time, and fewer results are there before they are added up. A call with few keys takes a tenth longer, one with few
+heads does not. All processes have as many parts, as each waits for the other before the next one.
+
 Two designs were weighed. In a ring of whole shards each process hands on to its neighbour what it got from the other
 one, and gradients go around with the keys. What nobody needs any more goes on all the same, unless everybody knows what
 is needed further on, and a window or documents save little. Here keys go straight from their owner to those who see

@@ -5,6 +5,7 @@ know how long the sequence is, and that their arguments are good and the same; o
 in one of them, ends in an error of gloo in the others, at the latest after the timeout of the group.
 """
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -57,10 +58,13 @@ class _Task(NamedTuple):
     def world(self) -> int:
         return self.ring.shards.world
 
-    def calls(self, step: "_Step", most: int) -> Iterator[Call]:
-        """Those with the keys of a step, with at most so many queries each."""
-        part = None if step.source == self.rank else step.keys
-        for call in self.ring.calls(self.rank, step.source, self.batch, part):
+    def calls(self, step: "_Step", heads: int) -> Iterator[Call]:
+        """Those with the keys of a step, of so many heads in all; with those of others, of few queries each."""
+        if step.source == self.rank:
+            yield from self.ring.calls(self.rank, step.source, self.batch)
+            return
+        most = _QUERIES * heads // max(1, step.keys.shape[1])
+        for call in self.ring.calls(self.rank, step.source, self.batch, step.keys.tokens):
             yield from call.in_blocks(most)
 
     def in_row(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -199,63 +203,130 @@ class _Messages:
             self.outgoing.pop()[0].wait()
 
 
+class _Part(NamedTuple):
+    """Some keys of all that one process sends another."""
+
+    tokens: slice
+    heads: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tokens.stop - self.tokens.start, self.heads.stop - self.heads.start
+
+
+_NOTHING = _Part(slice(0, 0), slice(0, 0))
+
+
 class _Step(NamedTuple):
-    """A round, or a part of one that has fewer keys."""
+    """A part of a round: what this process computes with, and what it sends meanwhile."""
 
     source: int  # the process whose keys and values they are
     to: int  # the process that gets those of this one
-    keys: slice  # of those that the source sends in the round
+    keys: _Part
     sent: NDArray[np.int64]  # ranges of tokens of this process
+    sent_heads: slice
+
+    @property
+    def sent_shape(self) -> tuple[int, int]:
+        return _count(self.sent), self.sent_heads.stop - self.sent_heads.start
 
 
-def _steps(task: _Task, most: int) -> list[_Step]:
-    """The steps of a call, with at most so many keys from others each. All processes divide rounds alike."""
-    own = int(task.ring.shards.lengths[task.rank])
-    steps = [_Step(task.rank, task.rank, slice(0, own), np.zeros((0, 2), np.int64))]
+# Parts of a round, forward and backward. With half as many a process takes a tenth more memory.
+_PARTS = 8, 16
+_KEYS = 256  # of a part with all heads, at least
+_QUERIES = (
+    2048  # with all heads, of a call with the keys of others: results take memory until they are added up
+)
+
+
+def _steps(task: _Task, key: torch.Tensor, parts: int) -> list[_Step]:
+    """The steps of a call, of so many parts of each round. All processes have as many: so all compute as long in a
+    step, and none waits for messages.
+    """
+    tokens, heads = key.shape[1:3]
+    everything = _Part(slice(0, tokens), slice(0, heads))
+    steps = [_Step(task.rank, task.rank, everything, np.zeros((0, 2), np.int64), _NOTHING.heads)]
+    groups = (
+        1 if task.options["dropout_prob"] else heads
+    )  # which entries are dropped depends on the head's index
     for distance in range(1, task.world):
         to, source = (task.rank + distance) % task.world, (task.rank - distance) % task.world
-        count, places = _count(task.ring.sent(task.rank, source)), task.ring.sent_places(to, task.rank)
-        for begin in range(0, max(count, _count(places), 1), most):
-            keys = slice(min(begin, count), min(begin + most, count))
-            steps.append(_Step(source, to, keys, _part_of(places, begin, begin + most)))
+        places = task.ring.sent_places(to, task.rank)
+        counts = _count(task.ring.sent(task.rank, source)), _count(places)
+        both = (_parts(count, heads, parts, groups) for count in counts)
+        for keys, sent in itertools.zip_longest(*both, fillvalue=_NOTHING):
+            steps.append(_Step(source, to, keys, _part_of(places, sent.tokens), sent.heads))
     return steps
 
 
-def _part_of(ranges: NDArray[np.int64], begin: int, end: int) -> NDArray[np.int64]:
-    """The tokens from `begin` to before `end`, as all those of the ranges are counted."""
+def _parts(count: int, heads: int, most: int, most_groups: int) -> list[_Part]:
+    """So many keys of so many heads in equal parts: with few heads each, as kernels take longer with few keys."""
+    number = min(most, -(-count // _KEYS))
+    groups = min(most_groups, number)
+    if groups == 0:
+        return []
+    cuts = [
+        [size * i // pieces for i in range(pieces + 1)]
+        for size, pieces in ((heads, groups), (count, number // groups))
+    ]
+    heads_of, tokens_of = ([slice(*ends) for ends in itertools.pairwise(cut)] for cut in cuts)
+    return [_Part(tokens, of_part) for of_part in heads_of for tokens in tokens_of]
+
+
+def _part_of(ranges: NDArray[np.int64], part: slice) -> NDArray[np.int64]:
+    """Some of the tokens, as all those of the ranges are counted."""
     lengths = ranges[:, 1] - ranges[:, 0]
     before = (np.cumsum(lengths) - lengths)[:, None]
-    parts: NDArray[np.int64] = np.clip(ranges - ranges[:, :1] + before, begin, end) - before + ranges[:, :1]
+    parts: NDArray[np.int64] = (
+        np.clip(ranges - ranges[:, :1] + before, part.start, part.stop) - before + ranges[:, :1]
+    )
     return parts[parts[:, 0] < parts[:, 1]]
 
 
 def _travel(
     task: _Task, steps: list[_Step], own: list[torch.Tensor]
 ) -> Iterator[tuple[_Step, list[torch.Tensor]]]:
-    """Each step with its keys and values, or none. What comes next, up to the next that there is, travels meanwhile."""
+    """Each step with its keys and values, or none. What comes next, up to the next that there is, travels meanwhile.
+    What was sent before is let go first: parts of the heads are copies.
+    """
+    largest = max((math.prod(step.keys.shape) for step in steps[1:]), default=0)
+    memory = itertools.cycle([[_Buffer(x, x.dtype, largest) for x in own] for _ in range(2)])
     on_the_way: list[tuple[list[torch.Tensor], _Messages]] = [(own, _Messages(task.group))]
     for index, step in enumerate(steps):
+        on_the_way[index][1].finished()
         while len(on_the_way) < len(steps) and not any(tensors for tensors, _ in on_the_way[index + 1 :]):
-            on_the_way.append(_exchange(task, steps[len(on_the_way)], own))
-        tensors, messages = on_the_way[index]
-        messages.arrived()
-        yield step, tensors
-        messages.finished()
-        on_the_way[index] = [], messages
+            on_the_way.append(_exchange(task, steps[len(on_the_way)], own, memory))
+        yield step, on_the_way[index][0]
 
 
-def _exchange(task: _Task, step: _Step, own: list[torch.Tensor]) -> tuple[list[torch.Tensor], _Messages]:
+def _exchange(
+    task: _Task, step: _Step, own: list[torch.Tensor], memory: "Iterator[list[_Buffer]]"
+) -> tuple[list[torch.Tensor], _Messages]:
     """Begin to send and to receive the keys and values of a step."""
     messages = _Messages(task.group)
     received: list[torch.Tensor] = []
-    tokens = step.keys.stop - step.keys.start
-    for tag, x in enumerate(own):
-        if tokens:
-            tensor = x.new_empty((x.shape[0], tokens, *x.shape[2:]))
-            received.append(messages.receive(tensor, step.source, tag))
-        if len(step.sent):
-            messages.send(_taken(x, step.sent), step.to, tag)
+    if step.keys != _NOTHING:
+        received = [buffer.of(*step.keys.shape) for buffer in next(memory)]
+    for tag, tensor in enumerate(received):
+        messages.receive(tensor, step.source, tag)
+    if len(step.sent):
+        for tag, x in enumerate(own):
+            messages.send(_taken(x[:, :, step.sent_heads], step.sent), step.to, tag)
     return received, messages
+
+
+class _Buffer:
+    """Memory of messages that come one after the other, like a tensor but for their tokens and heads, of which
+    there are at most so many pairs.
+    """
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype, largest: int) -> None:
+        self.batch, self.channels = like.shape[0], like.shape[3]
+        self.memory = torch.empty(self.batch * largest * self.channels, dtype=dtype)
+
+    def of(self, tokens: int, heads: int) -> torch.Tensor:
+        shape = self.batch, tokens, heads, self.channels
+        return self.memory[: math.prod(shape)].view(shape)
 
 
 def _count(ranges: NDArray[np.int64]) -> int:
@@ -275,62 +346,71 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _problem(task: _Task, call: Call, query: Any, keys: list[Any], relative_bias: Any) -> Problem:
-    """A call for the core, of tensors whose batch rows lie as the call has them."""
+def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any], table: Any) -> Problem:
+    """A call for the core, of some heads of queries, and of tensors whose batch rows lie as the call has them."""
     key, value = (x[:, call.keys] for x in keys)
-    arguments = {"query": query[:, call.queries], "key": key, "value": value, "relative_bias": relative_bias}
+    arguments = (
+        task.options | call.arguments | {"query": query[:, call.queries, heads], "key": key, "value": value}
+    )
     if task.slopes is not None:
         arguments["alibi_slopes"] = task.slopes[call.rows]
-    problem, _ = read_problem(_DEFAULTS | task.options | arguments | call.arguments)
+    if "alibi_slopes" in arguments:
+        arguments["alibi_slopes"] = arguments["alibi_slopes"][:, heads]
+    if table is not None:
+        arguments["relative_bias"] = table[heads]
+    mask = arguments.get("attention_mask")
+    if mask is not None and mask._state.shape("attend by it")[1] > 1:
+        arguments["attention_mask"] = mask[:, heads]
+    problem, _ = read_problem(_DEFAULTS | arguments)
     return problem._replace(part=call.place or (0, 0))
 
 
 class _Merged:
-    """Attention over parts of the keys, merged as they come. It begins with the sinks, which have no value."""
+    """Attention over parts of the keys, merged as they come. It begins with the sinks, which have no value; or is the
+    first part.
+    """
 
     def __init__(self, query: torch.Tensor, channels: int, sinks: "torch.Tensor | None") -> None:
-        batch, tokens, heads, _ = query.shape
-        self.out = query.new_zeros((batch, tokens, heads, channels), dtype=_wide(query.dtype))
-        self.lse = self.out.new_full((batch, heads, tokens), -math.inf)
-        if sinks is not None:
-            self.lse[:] = torch.logsumexp(sinks, dim=1)[:, None]
+        self.shape, self.dtype, self.sinks = (*query.shape[:3], channels), _wide(query.dtype), sinks
+        self.results: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, queries: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        for begin in range(queries.start, queries.stop, _ROWS):
-            here = slice(begin, min(begin + _ROWS, queries.stop))
-            part = slice(begin - queries.start, here.stop - queries.start)
-            old, new = self.lse[:, :, here], lse[:, :, part]
-            both = torch.logaddexp(old, new)
-            kept, added = (
-                torch.where(x == -math.inf, 0.0, torch.exp(x - both)).transpose(1, 2)[..., None]
-                for x in (old, new)
-            )
-            self.out[:, here].mul_(kept).addcmul_(out[:, part], added)
-            old.copy_(both)
+    def add(self, queries: slice, heads: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+        first = self.results is None and self.sinks is None
+        if first and out.shape == self.shape and out.dtype == self.dtype:
+            self.results = out, lse
+            return
+        total, total_lse = self.total()
+        old = total_lse[:, heads, queries]
+        both = torch.logaddexp(old, lse)
+        kept, added = (
+            torch.where(x == -math.inf, 0.0, torch.exp(x - both)).transpose(1, 2)[..., None]
+            for x in (old, lse)
+        )
+        total[:, queries, heads].mul_(kept).addcmul_(out, added)
+        old.copy_(both)
 
-
-_ROWS = 512  # queries whose results are merged at once, and stay in the cache
-_QUERIES = (
-    8192  # of a call, whose results take memory until they are merged; with 2,048 it takes a tenth longer
-)
-_PARTS, _KEYS = (
-    4,
-    2048,
-)  # backward, keys travel in so many parts of a shard, but in no smaller ones: with 512 likewise
+    def total(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.results is None:
+            batch, tokens, heads, _ = self.shape
+            lse = torch.full((batch, heads, tokens), -math.inf, dtype=self.dtype)
+            if self.sinks is not None:
+                lse[:] = torch.logsumexp(self.sinks, dim=1)[:, None]
+            self.results = torch.zeros(self.shape, dtype=self.dtype), lse
+        return self.results
 
 
 class _Sum:
-    """A sum of tensors that each have some of the tokens; the first may be the sum itself."""
+    """A sum of tensors that each have some of the tokens and heads; the first may be the sum itself."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
         self.tensor: torch.Tensor | None = None
 
-    def add(self, tokens: slice, part: torch.Tensor) -> None:
+    def add(self, tokens: slice, heads: slice, part: torch.Tensor) -> None:
         if self.tensor is None and part.shape == self.like.shape:
             self.tensor = part
         else:
-            self.total()[:, tokens] += part
+            self.total()[:, tokens, heads] += part
 
     def total(self) -> torch.Tensor:
         if self.tensor is None:
@@ -345,12 +425,13 @@ def _forward(
     query, *own = given
     row = task.in_row(query)
     merged = _Merged(row, own[1].shape[3], sinks)
-    for step, tensors in _travel(task, _steps(task, max(1, task.ring.shards.length)), own):
-        keys = [task.in_row(x) for x in tensors]
-        for call in task.calls(step, _QUERIES):
-            out, lse = _core.flash_forward(*_problem(task, call, row, keys, table), True, None)
-            merged.add(call.queries, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
-    return merged.out.to(query.dtype).view(*query.shape[:3], own[1].shape[3]), task.stats(merged.lse)
+    for step, tensors in _travel(task, _steps(task, own[0], _PARTS[0]), own):
+        keys, heads = [task.in_row(x) for x in tensors], _of_queries(step.keys.heads, query, own[0])
+        for call in task.calls(step, own[0].shape[2]):
+            out, lse = _core.flash_forward(*_problem(task, call, heads, row, keys, table), True, None)
+            merged.add(call.queries, heads, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
+    total, lse = merged.total()
+    return total.to(query.dtype).view(*query.shape[:3], own[1].shape[3]), task.stats(lse)
 
 
 def _backward(
@@ -367,60 +448,67 @@ def _backward(
     of_row = [task.in_row(x) for x in (gradients[0], results[0])]
     stats = [None if x is None else task.stats_in_row(x) for x in (results[1], gradients[1])]
     d_query, d_own = _Sum(row), [_Sum(x) for x in own]
-    d_table: Any = 0.0
-    returning = _Returning(task, d_own)
-    most = max(_KEYS, -(-int(task.ring.shards.lengths.max()) // _PARTS))
-    for step, tensors in _travel(task, _steps(task, most), own):
-        keys = [task.in_row(x) for x in tensors]
+    d_table = np.zeros(table.shape) if table is not None and table_wanted else None
+    steps = _steps(task, own[0], _PARTS[1])
+    returning = _Returning(task, d_own, steps)
+    for step, tensors in _travel(task, steps, own):
+        keys, heads = [task.in_row(x) for x in tensors], _of_queries(step.keys.heads, query, own[0])
         d_keys = [_Sum(x) for x in keys]
-        for call in task.calls(step, row.shape[1] if step.source == task.rank else _QUERIES):
+        for call in task.calls(step, own[0].shape[2]):
             queries = call.queries
-            dout, out = (as_array(x[:, queries], "out") for x in of_row)
-            lse, dlse = (None if x is None else as_array(x[:, :, queries], "lse") for x in stats)
-            problem = _problem(task, call, row, keys, table)
+            dout, out = (as_array(x[:, queries, heads], "out") for x in of_row)
+            lse, dlse = (None if x is None else as_array(x[:, heads, queries], "lse") for x in stats)
+            problem = _problem(task, call, heads, row, keys, table)
             grads = _core.flash_backward(*problem, dout, out, lse, dlse, False, False, table_wanted)  # type: ignore[arg-type]
-            d_query.add(queries, to_tensor(grads[0]))
+            d_query.add(queries, heads, to_tensor(grads[0]))
             for d_key, grad in zip(d_keys, grads[1:3], strict=True):
-                d_key.add(call.keys, to_tensor(grad))
-            d_table = d_table + grads[5] if table_wanted else None
+                d_key.add(call.keys, slice(None), to_tensor(grad))
+            if d_table is not None:
+                d_table[heads] += grads[5]
         returning.next(step, [d_key.total().view(x.shape) for d_key, x in zip(d_keys, tensors, strict=True)])
     returning.finish()
     return [d_query.total().view(query.shape), *(x.total() for x in d_own)], d_table
 
 
+def _of_queries(heads: slice, query: torch.Tensor, key: torch.Tensor) -> slice:
+    """The heads of queries that have these heads of keys."""
+    group = query.shape[2] // max(1, key.shape[2])
+    return slice(group * heads.start, group * heads.stop)
+
+
 class _Returning:
     """Gradients of keys and values on their way to the process that has them, and those of this one added up."""
 
-    def __init__(self, task: _Task, totals: list[_Sum]) -> None:
+    def __init__(self, task: _Task, totals: list[_Sum], steps: list[_Step]) -> None:
         self.task, self.totals = task, totals
+        largest = max(math.prod(step.sent_shape) for step in steps)
+        self.memory = [_Buffer(total.like, _wide(total.like.dtype), largest) for total in totals]
         self.messages = _Messages(task.group)
         self.arriving: list[torch.Tensor] = []
-        self.places = np.zeros((0, 2), np.int64)
+        self.of = steps[0]  # the step whose gradients arrive
 
     def next(self, step: _Step, gradients: list[torch.Tensor]) -> None:
         """Those of one round; meanwhile those of the round before have come."""
         self.finish()
         if step.source == self.task.rank:
             for total, gradient in zip(self.totals, gradients, strict=True):
-                total.add(slice(0, gradient.shape[1]), gradient)
+                total.add(*step.keys, gradient)
             return
         self.messages = _Messages(self.task.group)
         for tag, gradient in enumerate(gradients, len(self.totals)):
             self.messages.send(gradient, step.source, tag)
-        self.places = step.sent
-        if len(self.places):
-            for tag, total in enumerate(self.totals, len(self.totals)):
-                batch, _, *others = total.like.shape
-                shape = batch, _count(self.places), *others
-                tensor = total.like.new_empty(shape, dtype=_wide(total.like.dtype))
+        self.of = step
+        if len(step.sent):
+            for tag, buffer in enumerate(self.memory, len(self.totals)):
+                tensor = buffer.of(*step.sent_shape)
                 self.arriving.append(self.messages.receive(tensor, step.to, tag))
 
     def finish(self) -> None:
         self.messages.finished()
         for total, part in zip(self.totals, self.arriving, strict=False):
             before = 0
-            for begin, end in self.places.tolist():
-                total.add(slice(begin, end), part[:, before : before + end - begin])
+            for begin, end in self.of.sent.tolist():
+                total.add(slice(begin, end), self.of.sent_heads, part[:, before : before + end - begin])
                 before += end - begin
         self.arriving = []
 
@@ -472,10 +560,7 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-igno
             of_heads = None if sinks is None else _d_sinks(sinks, (out, lse), given)
             d_sinks = to_tensor(like_sinks(of_heads, as_array(softmax_aux, "softmax_aux")))
         if wanted[4]:
-            whole = np.broadcast_to(d_table, table.shape)  # zero without any call
-            d_table = to_tensor(like_table(whole, as_array(table, "relative_bias")))
-        else:
-            d_table = None
+            d_table = to_tensor(like_table(d_table, as_array(table, "relative_bias")))
         typed = (grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True))
         return *typed, d_sinks, d_table, None
 
