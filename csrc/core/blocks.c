@@ -51,9 +51,9 @@ static size_t whole_pages(size_t size)
 }
 
 /* On Linux a block is mapped by itself, and given back to the system when it is freed. A heap keeps it, but
- * has ever more gaps between blocks of many sizes. The page before a block has its size. */
+ * has ever more gaps between blocks of many sizes. The pages before a block have its size. */
 #if defined(__linux__) && !SANITIZED
-enum { BEFORE = 4096 };
+enum { BEFORE = 1 << 16 }; /* whole pages, whatever their size */
 
 static size_t *size_of(void *block) { return (size_t *)((char *)block - BEFORE); }
 
