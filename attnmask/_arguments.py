@@ -186,7 +186,7 @@ def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = ""
     """A read-only int32 copy of an array of integers, of one of the layouts (such as ``"[B, Q]"``)."""
     array = integer_array(value, name, hint)
     _check_rank(array, name, layouts)
-    return frozen(_core.int32_copy(array, name) if array.size else np.empty(array.shape, np.int32))
+    return frozen(_core.int32_copy(array, name) if array.size else allocate(array.shape, np.int32, name))
 
 
 def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[np.int32]:

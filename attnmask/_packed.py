@@ -295,7 +295,7 @@ class _IdentityDtypeConvert(Generic[_T]):
             given = as_array(gradient, "gradient")
             try:
                 return given.astype(self.dtype, copy=False)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):  # the last one for an integer of many digits
                 raise TypeError(f"gradient must be numbers, got {describe(given)}") from None
 
         return x, pullback

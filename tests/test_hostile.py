@@ -306,6 +306,7 @@ LIVE = np.ones((1, 1, 6, 6), bool)
             lambda: attnmask.quantize_kv(np.zeros((2, 3), F32), np.int8, axis=(-(2**64), 0)),
         ),
         (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](np.void(b"abc"))),
+        (TypeError, "gradient", lambda: attnmask.identity_dtype_convert(F32).vjp(1)[1](10**1000)),
         (
             ValueError,
             "sliding_window must be an integer or",
@@ -345,6 +346,7 @@ def test_an_error_names_its_argument(error, match, call):
         lambda: attnmask.prepare_lens(huge(">i8", 2**58)),
         lambda: MaskInfo.from_cu_seqlens(np.zeros(0, int), max_q_len=2**63 - 1),
         lambda: MaskInfo.from_function(lambda b, h, q, k: True, 5, 7, batch=2**63),
+        lambda: MaskInfo.from_segments(huge("i1", 2**61, 0)),
     ],
 )
 def test_what_numpy_calls_too_big_fits_no_memory(call):

@@ -97,7 +97,9 @@ def own_bytes(array: np.ndarray) -> np.ndarray:
         return ~used
     if array.size:
         begin = array.__array_interface__["data"][0] - low
-        shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
+        axes = [axis for axis, size in enumerate(array.shape) if size > 1]  # an array may have no axis more
+        shape = (*(array.shape[axis] for axis in axes), array.itemsize)
+        strides = (*(array.strides[axis] for axis in axes), 1)
         lowest = begin + sum(
             (size - 1) * stride for size, stride in zip(shape, strides, strict=True) if stride < 0
         )
@@ -251,7 +253,7 @@ class Case:
         self.outcome = "ended" if ended else type(error).__name__ if error else "result"
         problems = []
         if taken > LONG + LATE:
-            problems.append(f"it took {taken:.1f} s of processor time")
+            problems.append(f"it took {taken:.1f} s of processor time: {self.outcome}")
         if error is not None:
             problems += self.wrong_error(error)
         if self.disguised and not ended and error is None and not same(self.target, expected, result):
