@@ -53,6 +53,34 @@ static PyArrayObject *new_of_numpy(int ndim, npy_intp const *shape, PyArray_Desc
     return am_of_memory(PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL));
 }
 
+static int use_handler(PyObject *handler)
+{
+    PyObject *previous = PyDataMem_SetHandler(handler);
+    Py_XDECREF(previous);
+    return previous ? 0 : -1;
+}
+
+/* The same, in a block. */
+static PyArrayObject *new_of_block(int ndim, npy_intp const *shape, PyArray_Descr *dtype)
+{
+    PyObject *handler = PyCapsule_New(&large_handler, "mem_handler", NULL);
+    PyObject *usual = handler ? PyDataMem_GetHandler() : NULL;
+    const bool used = usual && use_handler(handler) == 0;
+    PyArrayObject *array = NULL;
+    if (used)
+        array = new_of_numpy(ndim, shape, dtype);
+    else
+        Py_DECREF(dtype);
+    /* It may be in use although there was no memory to say so, and memory may be there at the next try. */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    for (int tries = 0; usual && tries < 3 && use_handler(usual) < 0; tries++) Py_CLEAR(array);
+    if (type) PyErr_Restore(type, value, traceback);
+    Py_XDECREF(usual);
+    Py_XDECREF(handler);
+    return array;
+}
+
 PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype)
 {
     Py_INCREF(dtype);
@@ -60,23 +88,7 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
     for (int i = 0; i < ndim && 0 < bytes && bytes < AM_BLOCK_BYTES; i++)
         bytes = shape[i] > AM_BLOCK_BYTES ? AM_BLOCK_BYTES : bytes * shape[i];
     for (int i = 0; i < ndim; i++) bytes = shape[i] == 0 ? 0 : bytes;
-    if (bytes >= AM_BLOCK_BYTES) {
-        PyObject *handler = PyCapsule_New(&large_handler, "mem_handler", NULL);
-        PyObject *previous = handler ? PyDataMem_SetHandler(handler) : NULL;
-        if (!previous) {
-            Py_XDECREF(handler);
-            Py_DECREF(dtype);
-            return NULL;
-        }
-        PyArrayObject *array = new_of_numpy(ndim, shape, dtype);
-        PyObject *ours = PyDataMem_SetHandler(previous);
-        Py_XDECREF(ours);
-        Py_DECREF(previous);
-        Py_DECREF(handler);
-        if (!ours) Py_CLEAR(array);
-        return array;
-    }
-    return new_of_numpy(ndim, shape, dtype);
+    return bytes >= AM_BLOCK_BYTES ? new_of_block(ndim, shape, dtype) : new_of_numpy(ndim, shape, dtype);
 }
 
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num)
