@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks test-frameworks-quick frameworks frameworks-installed fuzz bench docs wheel lint format stubs sanitize tsan werror clean
+.PHONY: help demo test test-frameworks test-frameworks-quick frameworks frameworks-installed fuzz bench docs wheel lint format stubs faults sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -88,6 +88,10 @@ werror: $(VENV)/created ## build without a warning, and look for instructions th
 	    $(BIN)/python .ci/check_isa.py build/$$cc/temp || exit 1; \
 	done
 
+faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail
+	CFLAGS=-w ATTNMASK_DEBUG=1 ATTNMASK_FAULTS=1 $(call BUILD_AS,faults)
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib $(BIN)/pytest $(PYTEST_ARGS) tests/test_allocation_faults.py
+
 # What a target needs beside a compiler: a command that succeeds where it is there, and what to say where it is not.
 need = @$(1) || { echo '$(2)' >&2; exit 1; }
 
@@ -100,9 +104,9 @@ SANITIZED = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitize/lib PYTHONMALLO
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=$(AFTER_RETURN) \
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests under AddressSanitizer and UBSan
+sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests, those of faults as well, under AddressSanitizer and UBSan
 	$(call need,test -e "$$(gcc -print-file-name=libasan.so)",make sanitize needs gcc and its sanitizers: apt install gcc)
-	CC=gcc ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
+	CC=gcc ATTNMASK_FAULTS=1 ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
 	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) --dist worksteal $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
 

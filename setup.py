@@ -5,6 +5,7 @@ Switches, read from the environment; a build with others than the last one start
 ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
 ATTNMASK_SANITIZE=address,undefined    build with these sanitizers (or thread)
 ATTNMASK_WERROR=1                      warnings are errors
+ATTNMASK_FAULTS=1                      allocations fail on request, for tests/test_allocation_faults.py
 
 The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any.
 """
@@ -64,6 +65,9 @@ class BuildExt(build_ext):
             # Python's own -fwrapv would hide signed overflow.
             flags += [*sanitize, "-O1", "-fno-wrapv", "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
+        if switch("ATTNMASK_FAULTS"):
+            flags += ["-DAM_FAULTS", "-include", str(ROOT / "csrc/faults.h")]
+            ext.sources += ["csrc/faults.c"]
         flags += ["-pthread"]
         # Kernels know nothing of threads, and get no more flags than their instruction set's.
         openmp = ["-fopenmp"] if self.understands(["-fopenmp"], before="#include <omp.h>") else []

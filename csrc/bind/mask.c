@@ -15,7 +15,7 @@
 /* Adds memory or an object to the list that is released with the mask; NULL with the exception set. */
 static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
 {
-    am_kept *kept = PyMem_Malloc(sizeof *kept);
+    am_kept *kept = am_new(am_kept, 1);
     if (!kept) {
         free(memory);
         Py_XDECREF(object);
@@ -30,13 +30,13 @@ static void *keep(am_mask_arg *arg, void *memory, PyObject *object)
 void am_free_mask(am_mask_arg *arg)
 {
     if (arg->mask.nodes) am_mask_release(&arg->mask);
-    PyMem_Free(arg->mask.nodes);
+    free(arg->mask.nodes);
     arg->mask.nodes = NULL;
     while (arg->kept) {
         am_kept *next = arg->kept->next;
         free(arg->kept->memory);
         Py_XDECREF(arg->kept->object);
-        PyMem_Free(arg->kept);
+        free(arg->kept);
         arg->kept = next;
     }
 }
@@ -394,7 +394,7 @@ int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *more, in
     const Py_ssize_t count = nodes ? PyTuple_GET_SIZE(nodes) : 0;
     ptrdiff_t capacity = 1 + 2 * more_count;
     for (Py_ssize_t i = 0; i < count; i++) capacity += count_nodes(PyTuple_GET_ITEM(nodes, i));
-    arg->mask.nodes = PyMem_Calloc((size_t)capacity, sizeof *arg->mask.nodes);
+    arg->mask.nodes = am_new(am_node, capacity);
     if (!arg->mask.nodes) {
         PyErr_NoMemory();
         return -1;
@@ -600,13 +600,13 @@ static void free_prepared(PyObject *capsule)
 {
     am_mask_arg *prepared = PyCapsule_GetPointer(capsule, PREPARED);
     am_free_mask(prepared);
-    PyMem_Free(prepared);
+    free(prepared);
 }
 
 static PyObject *mask_prepare(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *shape, *nodes, *result = NULL;
-    am_mask_arg *mask = PyMem_Calloc(1, sizeof *mask);
+    am_mask_arg *mask = am_new(am_mask_arg, 1);
     if (!mask) return PyErr_NoMemory();
     const am_param params[] = {{"shape", am_to_object, &shape}, {"nodes", am_to_object, &nodes}};
     if (am_parse("mask_prepare", args, nargs, params, 2) < 0 || read_mask(mask, shape, nodes) < 0) goto fail;
@@ -620,7 +620,7 @@ static PyObject *mask_prepare(PyObject *module, PyObject *const *args, Py_ssize_
 fail:
     if (!result) {
         am_free_mask(mask);
-        PyMem_Free(mask);
+        free(mask);
     }
     return result;
 }

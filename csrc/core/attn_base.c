@@ -145,7 +145,7 @@ void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *row
 
 /* --- Memory --- */
 
-void *am_alloc_aligned(ptrdiff_t bytes)
+void *(am_alloc_aligned)(ptrdiff_t bytes)
 {
     if (bytes >= AM_BLOCK_BYTES) return am_block_new((size_t)bytes);
     void *memory = NULL;

@@ -142,6 +142,9 @@ void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *row
 
 /* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
 void *am_alloc_aligned(ptrdiff_t bytes);
+#ifdef AM_FAULTS
+#    define am_alloc_aligned(bytes) (am_fault(AM_FAULT_SITE) ? NULL : am_alloc_aligned(bytes))
+#endif
 void am_free_aligned(void *memory, ptrdiff_t bytes);
 
 /* The next `bytes` of `from`, in whole cache lines; NULL if `from` is, when lengths are only added up. */

@@ -4,7 +4,6 @@
  * seventh of the time to write it. Programs that call in a loop need blocks of the same sizes again. So a few
  * freed blocks are kept: their pages are mapped, and may still be in the cache.
  */
-#define _DEFAULT_SOURCE /* madvise, MAP_ANONYMOUS */
 #include "core/blocks.h"
 
 #include <stdatomic.h>
@@ -31,7 +30,7 @@ static _Atomic(kept_block *) kept[KEPT];
 static atomic_uint next_kept;
 static atomic_size_t kept_bytes;
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(AM_FAULTS)
 #    define SANITIZED 1
 #elif defined(__has_feature)
 #    if __has_feature(address_sanitizer)
@@ -43,7 +42,7 @@ static atomic_size_t kept_bytes;
 #endif
 
 /* The address sanitizer finds accesses beyond a size and after `free` only if sizes are not rounded up and
- * blocks are not kept. */
+ * blocks are not kept. Nor may a kept block take the place of an allocation that is to fail. */
 static size_t whole_pages(size_t size)
 {
     if (SANITIZED) return size ? size : 1;
