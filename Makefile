@@ -115,8 +115,11 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests, those of faults a
 TSAN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/tsan/lib LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
     OMP_TOOL_LIBRARIES="$$(dirname "$$(readlink -f "$$(command -v clang)")")/../lib/libarcher.so" \
     TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0
-TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py tests/test_runtime.py \
-    -k 'not fork and not child and not multiprocessing and not lost'
+TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py \
+    tests/test_promises.py::test_sixteen_callers_get_the_bits_of_one \
+    tests/test_runtime.py::test_calls_from_many_python_threads \
+    'tests/test_runtime.py::test_a_signal_ends_a_long_call[attention]' \
+    'tests/test_runtime.py::test_a_signal_ends_a_long_call[mask]' -k 'not fork and not child and not multiprocessing'
 
 tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threads (clang, libomp)
 	$(call need,command -v clang > /dev/null,make tsan needs clang and its OpenMP: apt install clang libomp-dev)
