@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import attnmask
+from attnmask import _core
 
 BF16 = ml_dtypes.bfloat16
 
@@ -33,3 +34,93 @@ def test_denormal_bfloat16(isa):
         out = attnmask.flash_attention(query, key, np.full((1, 3, 1, 16), tiny))
         expected = 0 if isa in ("avx512bf16", "amx") else tiny
         np.testing.assert_array_equal(out.astype(np.float32), np.float32(expected))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_denormals_are_numbers(isa, dtype):
+    """As values they come through, as queries and keys they make logits of 0."""
+    info = np.finfo(dtype)
+    tiny = np.array([info.smallest_subnormal, info.smallest_normal / 2, -info.smallest_subnormal], dtype)
+    for queries in (1, 70):
+        query, key = np.full((1, queries, 1, 16), tiny[1]), np.full((1, 200, 1, 16), tiny[1])
+        for number in tiny:
+            out = attnmask.flash_attention(query, key, np.full((1, 200, 1, 16), number))
+            assert (out == number).all(), number
+        value = np.zeros((1, 200, 1, 16), dtype)
+        value[0, ::2] = 1
+        assert (attnmask.flash_attention(query, key, value) == 0.5).all()
+
+
+def test_float16_beyond_its_largest_number(isa):
+    """Logits may be larger, and the mean of the largest values is right. A sum that is too large is infinite."""
+    value = np.random.default_rng(0).standard_normal((1, 300, 2, 16)).astype(np.float16)
+    largest = np.full_like(value, 65504)
+    key = np.full((1, 300, 2, 64), 40, np.float16)
+    key[0, :, :, 0] *= np.where(np.arange(300) == 123, 1, -1)[:, None]  # logits of 102,400 and 99,200
+    for queries in (1, 40):
+        query = np.full((1, queries, 2, 64), 40, np.float16)
+        out = attnmask.flash_attention(query, key, value, softmax_scale=1.0)
+        assert (out == value[:, 123:124]).all()
+        assert (attnmask.flash_attention(0 * query, key, largest) == 65504).all()
+        assert (attnmask.flash_attention(0 * query, key, largest, normalize_output=False) == np.inf).all()
+    sums = attnmask.chunk_global_cumsum(largest, output_dtype=np.float16)
+    assert (sums[:, 1:] == np.inf).all()
+
+
+MILLION = 2**20
+
+
+@pytest.fixture(scope="module")
+def million() -> list[np.ndarray]:
+    """Queries, and a million keys and values."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, tokens, 1, 8), np.float32) for tokens in (40, MILLION, MILLION)]
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_one_live_key_of_a_million(isa, million, queries):
+    """The result is its value to the bit, and others have no gradient."""
+    query, key, value = million[0][:, :queries], *million[1:]
+    for place in (0, 777_777, MILLION - 1):
+        mask = np.arange(MILLION) == place
+        out, vjp = attnmask.flash_attention_vjp(query, key, value, mask)
+        assert (out == value[:, place : place + 1]).all()
+        found = vjp(np.ones_like(out))
+        np.testing.assert_allclose(found.value[0, mask], queries, rtol=1e-6)
+        for gradient in (found.key, found.value):
+            assert not gradient[0, ~mask].any()
+        for gradient in (found.key, found.query):
+            np.testing.assert_allclose(gradient, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_million_live_keys(isa, million, queries):
+    query, key, value = million[0][:, :queries], *million[1:]
+    logits = query[0, :, 0].astype(np.float64) @ key[0, :, 0].astype(np.float64).T / np.sqrt(8)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    out, lse = attnmask.flash_attention(query, key, value, return_lse=True)
+    mean = weights @ value[0, :, 0] / weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out[0, :, 0], mean, rtol=0, atol=1e-6)
+    exact = np.log(weights.sum(-1)) + logits.max(-1)
+    np.testing.assert_allclose(lse[0, 0], exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32, np.float64])
+def test_levels_agree(dtype):
+    """Each level that there is, with large logits, a mask, and gradients."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, tokens, 2, 32)).astype(dtype) for tokens in (90, 200, 200))
+    options = {"attention_mask": rng.random((90, 200)) < 0.7, "softmax_scale": 2.0}
+    found = []
+    before = _core.config()["isa"]
+    try:
+        for level in _core.config()["isa_available"]:
+            _core.use_isa(level)
+            out, vjp = attnmask.flash_attention_vjp(query, key, value, **options)
+            found.append([x.astype(np.float64) for x in (out, *vjp(out)[:3])])
+    finally:
+        _core.use_isa(before)
+    bound = 64 * float(ml_dtypes.finfo(BF16 if dtype == BF16 else dtype).eps)
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=bound * abs(one).max())
