@@ -242,11 +242,23 @@ def loses_objects(*arguments: Any) -> bool:
     return True
 
 
+def runs_python(call: Callable[[], Any]) -> bool:
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return "call" in events  # a call of C would be "c_call"
+
+
 @pytest.mark.parametrize("objects", [True, False], ids=["one of any", "all later ones of its own"])
 @pytest.mark.filterwarnings("ignore")
 def test_allocations_of_a_call_of_the_core_fail(objects, monkeypatch):
     """Objects of Python and memory of NumPy, too; but Python itself crashes if it is given no more objects."""
     for call in core_calls(monkeypatch):
+        if objects and sys.version_info >= (3, 13) and runs_python(call):  # 3.13 crashes while it runs Python
+            continue
         expected = comparable(call())
         arrays = [value for value in call.args if isinstance(value, np.ndarray)]
         references = [sys.getrefcount(array) for array in arrays]
