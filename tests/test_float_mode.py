@@ -141,6 +141,21 @@ def test_rounding_is_the_callers(native, set_threads):
     assert (up > down).any(axis=(1, 2)).all()
 
 
+@pytest.mark.parametrize("mode", [FLUSH, UP, DOWN, TO_ZERO])
+def test_few_queries_over_bytes_in_any_mode(native, isa, mode):
+    """The greatest numbers become the greatest integers, and are rounded no further."""
+    rng = np.random.default_rng(2)
+    query = rng.standard_normal((40, 1, 4, 64)).astype(np.float16)
+    caches = [rng.integers(-127, 128, (40, 100, 2, 64)).astype(np.int8) for _ in range(2)]
+    scales = {
+        name: rng.uniform(0.005, 0.02, (40, 100, 2, 1)).astype(np.float32) for name in ("k_scale", "v_scale")
+    }
+    expected = attnmask.flash_attention_with_kvcache(query, *caches, **scales)
+    got, kept = in_mode(native, mode, lambda: attnmask.flash_attention_with_kvcache(query, *caches, **scales))
+    assert kept
+    np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("mode", [FLUSH, UP, TO_ZERO])
 def test_masks_know_no_mode(native, set_threads, mode):
     set_threads(3)

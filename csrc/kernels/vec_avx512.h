@@ -383,11 +383,11 @@ static inline vf vf_totals_i32(const vf v[VF_LANES])
 {
     return _mm512_cvtepi32_ps(_mm512_castps_si512(v_totals(v, true)));
 }
-/* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers. */
+/* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers, at most the greatest one. */
 static inline vf vf_narrow_i16x2(vf first, vf second)
 {
-    const __m256i low = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(first)),
-                  high = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(second));
+    const __m256i low = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(first)),
+                  high = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(second));
     return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
 }
 #endif
