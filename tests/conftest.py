@@ -42,14 +42,17 @@ if SANITIZED:
 THINNED = {
     "test_a_million_tokens",
     "test_a_row_without_a_live_pair",
+    "test_a_sequence_gets_the_bits_that_it_gets_alone",
     "test_any_number_of_threads_gives_the_same_bits",
     "test_batch_rows_that_see_unlike_many_keys",
     "test_dead_pairs_have_no_influence",
     "test_few_queries_give_the_same_bits_in_any_layout",
     "test_float32_over_a_million_steps",
     "test_live_nan_comes_through",
+    "test_over_the_numbers_that_they_stand_for",
     "test_results_larger_than_the_cache",
     "test_tasks_of_many_tiles",
+    "test_terms_by_distance",
     "test_the_gradient_of_a_bias_alters_no_other",
 }
 
