@@ -234,21 +234,19 @@ class _Step(NamedTuple):
 # Parts of a round, forward and backward. With half as many a process takes a tenth more memory.
 _PARTS = 8, 16
 _KEYS = 256  # of a part with all heads, at least
-_QUERIES = (
-    2048  # with all heads, of a call with the keys of others: results take memory until they are added up
-)
+# With all heads, of a call with the keys of others: results take memory until they are added up.
+_QUERIES = 2048
 
 
 def _steps(task: _Task, key: torch.Tensor, parts: int) -> list[_Step]:
-    """The steps of a call, of so many parts of each round. All processes have as many: so all compute as long in a
-    step, and none waits for messages.
+    """The steps of a call, of at most so many parts of each round. A step sends as large a part of a round as it
+    computes with: so all processes take about as long for it, and none waits for messages.
     """
     tokens, heads = key.shape[1:3]
     everything = _Part(slice(0, tokens), slice(0, heads))
     steps = [_Step(task.rank, task.rank, everything, np.zeros((0, 2), np.int64), _NOTHING.heads)]
-    groups = (
-        1 if task.options["dropout_prob"] else heads
-    )  # which entries are dropped depends on the head's index
+    # Which entries are dropped depends on the index of the head.
+    groups = 1 if task.options["dropout_prob"] else heads
     for distance in range(1, task.world):
         to, source = (task.rank + distance) % task.world, (task.rank - distance) % task.world
         places = task.ring.sent_places(to, task.rank)

@@ -182,13 +182,11 @@ def real(quick: bool) -> None:
     print("| processes of one thread | forward | with backward | memory of each |\n| --- | --- | --- | --- |")
     one = None
     for world in (1, 2) if quick else (1, 2, 4):
-        if world > (os.cpu_count() or 1):
-            print(f"| {world} | more than processors | | |")
-            continue
+        name = f"{world}, more than processors" if world > (os.cpu_count() or 1) else str(world)
         forward, both, memory = measured(world, 1 if quick else 4)
         one = one if one is not None else (forward, both, memory)
         print(
-            f"| {world} | {forward:.2f} s, {one[0] / forward:.2f}x | {both:.2f} s, {one[1] / both:.2f}x "
+            f"| {name} | {forward:.2f} s, {one[0] / forward:.2f}x | {both:.2f} s, {one[1] / both:.2f}x "
             f"| {memory:.0f} MB, {memory / one[2]:.0%} |",
             flush=True,
         )

@@ -3,7 +3,8 @@
  * queries and keys the two are neighbours in depth, in P and values neighbouring keys.
  *
  * Keys and values become such integers as they are. Each row of queries, and each row of P of a tile, is
- * rounded to multiples of a unit, of which its greatest number has MOST_I16; that is finer than bfloat16.
+ * rounded to multiples of a unit, of which its greatest number has MOST_I16, or in long rows of queries as
+ * many as sums have room for; that is finer than bfloat16.
  * Rows whose greatest number is NaN or Inf, or about the least there is, are multiplied in float32.
  */
 

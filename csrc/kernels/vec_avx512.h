@@ -241,12 +241,13 @@ static inline void vf_transpose(vf v[VF_LANES])
         v[i + 12] = _mm512_shuffle_f32x4(low, high, 0xdd);
     }
 }
-/* Lane i of the result is the sum of the lanes of vector i, which hold integers of 32 bits if `integers`. */
+/* Lanes are numbers, or integers of 32 bits if `integers`. */
 static inline vf v_add_lanes(vf a, vf b, const bool integers)
 {
     return integers ? _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)))
                     : vf_add(a, b);
 }
+/* Lane i of the result is the sum of the lanes of vector i. */
 static inline __attribute__((always_inline)) vf v_totals(const vf v[VF_LANES], const bool integers)
 {
     vf fours[8], twos[4], sums[2];
