@@ -119,7 +119,8 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
     if (ring.shards.lengths != tokens).any():
         raise ValueError(
             f"query must have shards of one length, as devices have, got {length} tokens that are divided into "
-            f"{ring.shards.lengths.tolist()}; pad the sequence, or each that is packed, to a multiple of {2 * world}"
+            f"{ring.shards.lengths.tolist()}; pad it to a multiple of {2 * world}, with the segment id -1, and give "
+            "segment ids instead of cu_seqlens"
         )
     return _Task(ring, given["axis_name"], batch, options, slopes)
 

@@ -168,6 +168,7 @@ def edges():
     with jax.enable_x64(True):
         check(length, causal=True, dtype="float64", softmax_scale=0.3)
     garbage()
+    padded()
     seeds()
 
 
@@ -197,6 +198,31 @@ def garbage():
     grad = jax.grad(lambda x: jnp.where(live[..., None, None], attend(x, x, x), 0.0).sum())(x[:, order])
     assert np.isfinite(np.asarray(attend(*[x[:, order]] * 3))).all()
     assert np.isfinite(np.asarray(grad)).all()
+
+
+def padded():
+    """Devices have as many tokens each, so a length that they cannot share evenly is padded: as if it were not."""
+    length, total = 10 * WORLD + 3, 12 * WORLD
+    documents = np.repeat([0, 1], [7, length - 7])[None]
+    ids = np.pad(documents, ((0, 0), (0, total - length)), constant_values=-1)
+    x = np.random.default_rng(1).standard_normal((2, 1, length, 2, 8)).astype(np.float32)
+    order = np.concatenate([attnmask.shard_sequence(np.arange(total), WORLD, r) for r in range(WORLD)])
+    attend = mapped(
+        lambda q, k, v: attnmask.jax.ring_attention(q, k, v, axis_name="ring", causal=True, q_segment_ids=ids)
+    )
+
+    def ring(q, k):
+        q, k = (jnp.pad(a, ((0, 0), (0, total - length), (0, 0), (0, 0)))[:, order] for a in (q, k))
+        return attend(q, k, k)[:, np.argsort(order)[:length]]
+
+    def whole(q, k):
+        return attnmask.jax.flash_attention(q, k, k, causal=True, q_segment_ids=documents)
+
+    out, pull = jax.vjp(ring, *x)
+    right, pull_right = jax.vjp(whole, *x)
+    np.testing.assert_allclose(out, right, atol=2e-6)
+    for gradient, expected in zip(pull(x[0]), pull_right(x[0]), strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=2e-5)
 
 
 def seeds():
