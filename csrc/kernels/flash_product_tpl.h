@@ -59,8 +59,9 @@ static inline ptrdiff_t FN(cut_strips)(FN(strip) * strips, ptrdiff_t rows, ptrdi
 }
 
 #ifndef V_POWERS
-/* Subtracts from x the nearest whole number, and returns that; and multiplies v by 2 to its power, which is 0
- * from -MIN_POWER on down. The number is kept in low bits, with the exponent's bias added. */
+/* Subtracts from x the nearest whole number, and returns that; and multiplies v by half of 2 to its power,
+ * which is 0 from -MIN_POWER on down. The number is kept in low bits, with the bias of half the power's
+ * exponent added. */
 static inline V VOP(take_whole)(V *x)
 {
     const V shift = VOP(set1)((T)ROUNDER);
@@ -72,9 +73,9 @@ static inline V VOP(take_whole)(V *x)
 static inline V VOP(times_power)(V v, V whole) { return VOP(mul)(v, VOP(low_to_exponent)(whole)); }
 #endif
 
-/* 2^x for x up to some hundred; NaN for NaN; subnormal results may be 0. It takes several vectors step by
- * step: a step waits for the one before, but vectors do not wait for each other. exp2_begin splits off whole
- * numbers. */
+/* 2^x for x up to some hundred; NaN for NaN; 0 where it would be subnormal, as processors of Intel multiply
+ * slowly by such numbers: under ALiBi, P V took a tenth longer. It takes several vectors step by step: a step
+ * waits for the one before, but vectors do not wait for each other. exp2_begin splits off whole numbers. */
 static inline __attribute__((always_inline)) void FN(exp2_begin)(V *x, V *whole, const int count)
 {
     UNROLL(16)
@@ -85,11 +86,12 @@ static inline __attribute__((always_inline)) void FN(exp2_end)(V *x, const V *wh
 {
     V power[FN(IN_FLIGHT)];
     UNROLL(16)
-    for (int j = 0; j < count; j++) power[j] = VOP(set1)(terms[term_count - 1]);
+    for (int j = 0; j < count; j++) power[j] = VOP(set1)(TERMS_FACTOR * terms[term_count - 1]);
     UNROLL(16)
     for (int i = term_count - 2; i >= 0; i--) {
         UNROLL(16)
-        for (int j = 0; j < count; j++) power[j] = VOP(fma)(power[j], x[j], VOP(set1)(terms[i]));
+        for (int j = 0; j < count; j++)
+            power[j] = VOP(fma)(power[j], x[j], VOP(set1)(TERMS_FACTOR * terms[i]));
     }
     UNROLL(16)
     for (int j = 0; j < count; j++) x[j] = VOP(times_power)(power[j], whole[j]);

@@ -187,6 +187,11 @@ static void find_live(const am_flash_rows *block, const am_flash_tile *tile, ptr
 
 /* Coefficients of 2^x on [-1/2, 1/2], with relative errors of 2e-9 in float32 and 2e-17 in float64; 4e-7
  * where results are rounded to bfloat16. With VD_EIGHTHS x is in [-1/16, 1/16], and the error is 6e-18. */
+#ifdef V_POWERS
+#    define TERMS_FACTOR 1
+#else
+#    define TERMS_FACTOR 2 /* as take_whole and times_power halve */
+#endif
 static const float exp2_terms_f32[] = {
     1.0f, 0.6931472029f, 0.2402264791f, 0.05550332471f, 0.009618437358f, 0.001339887441f, 0.0001535336191f};
 static const float exp2_terms_bf16x2[] = {1.0f,           0.6931428306f,   0.2402235065f,
@@ -253,8 +258,8 @@ static inline vd tanh_tail_f64(vd z)
 #define LANES VF_LANES
 #define STRIP V_STRIP
 #define GREATEST FLT_MAX
-#define MIN_POWER 127
-#define ROUNDER (0x1.8p23 + 127)
+#define MIN_POWER 126
+#define ROUNDER (0x1.8p23 + MIN_POWER)
 #define HALVES /* numbers in memory may also be sixteen-bit floats */
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
@@ -269,8 +274,8 @@ static inline vd tanh_tail_f64(vd z)
 #define LANES VD_LANES
 #define STRIP V_STRIP
 #define GREATEST DBL_MAX
-#define MIN_POWER 1023
-#define ROUNDER (0x1.8p52 + 1023)
+#define MIN_POWER 1022
+#define ROUNDER (0x1.8p52 + MIN_POWER)
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_backward_tpl.h"

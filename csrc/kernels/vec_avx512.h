@@ -196,7 +196,7 @@ static inline vf vf_pick_equal(vf a, vf b, vf x, vf y)
 }
 static inline vf vf_select(uint64_t bits, vf x, vf y) { return _mm512_mask_blend_ps((__mmask16)bits, y, x); }
 /* vf_take_whole subtracts the nearest whole number from *x and returns it. vf_times_power returns v times
- * 2^whole, or 0 if whole <= -127. The processor has instructions for both. */
+ * 2^whole, or 0 if whole <= -126. The processor has instructions for both. */
 #define V_POWERS
 static inline vf vf_take_whole(vf *x)
 {
@@ -206,7 +206,7 @@ static inline vf vf_take_whole(vf *x)
 }
 static inline vf vf_times_power(vf v, vf whole)
 {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, vf_set1(-127), _CMP_NLE_UQ), v, whole);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, vf_set1(-126), _CMP_NLE_UQ), v, whole);
 }
 static inline float vf_highest(vf v) { return _mm512_reduce_max_ps(v); }
 /* Whether any lane exceeds its limit. */
@@ -285,7 +285,7 @@ static inline vd vd_pick_equal(vd a, vd b, vd x, vd y)
 static inline vd vd_select(uint64_t bits, vd x, vd y) { return _mm512_mask_blend_pd((__mmask8)bits, y, x); }
 /* In float64 vd_take_whole rounds to eighths, whose powers are in a table. That saves four multiplications,
  * and its own steps run at the same time as others. The low bits of the number select a power, and scalef
- * takes its whole part. For -INFINITY scalef returns 0, even if v is NaN. */
+ * takes its whole part. vd_times_power returns 0 if whole <= -1022. */
 #define VD_EIGHTHS
 static inline vd vd_take_whole(vd *x)
 {
@@ -304,7 +304,8 @@ static inline vd vd_times_power(vd v, vd whole)
                                     1.681792830507429,
                                     1.8340080864093424};
     __m512i eighths = _mm512_castpd_si512(vd_add(whole, vd_set1(0x1.8p49)));
-    return _mm512_scalef_pd(vd_mul(v, _mm512_permutexvar_pd(eighths, vd_load(powers))), whole);
+    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(whole, vd_set1(-1022), _CMP_NLE_UQ),
+                                  vd_mul(v, _mm512_permutexvar_pd(eighths, vd_load(powers))), whole);
 }
 static inline double vd_highest(vd v) { return _mm512_reduce_max_pd(v); }
 static inline bool vd_exceeds(vd v, vd limit) { return _mm512_cmp_pd_mask(v, limit, _CMP_GT_OQ) != 0; }
