@@ -7,6 +7,7 @@
 
 #include "core/attn_epilogue.h"
 #include "core/attn_kv.h"
+#include "core/attn_relative.h"
 
 enum { TILE = AM_FLASH_TILE };
 
@@ -172,12 +173,37 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
 
 /* --- Tiles --- */
 
-/* What the step over a tile prefetches: the next tile of the same blocks, or after the last one what is next
- * for this thread. `count` blocks take the tile in `parts`, one after the other; each prefetches its part,
- * and the bias of its first block, `one`. */
+/* The tiles of a split in the order in which a block takes them. */
+typedef struct {
+    am_range tiles;
+    ptrdiff_t first; /* then those before it, backwards, and at last those behind it */
+} tile_order;
+
+/* As they lie; but the nearest first if ALiBi makes near keys count most: its logits are the greatest of a
+ * row for the most part, so that the row is seldom rescaled. */
+static tile_order tile_order_of(const forward *f, const position *where)
+{
+    const am_range tiles = am_split_tiles(&f->base, &f->groups, where->group, &where->at, where->split);
+    tile_order order = {tiles, tiles.begin};
+    if (!f->base.attn->relative.slopes) return order;
+    const ptrdiff_t key = am_nearest_key(&f->base, &where->at);
+    while (order.first + 1 < tiles.end && am_range_at(&f->groups.tiles, order.first + 1).begin <= key)
+        order.first++;
+    return order;
+}
+
+static ptrdiff_t tile_at(const tile_order *order, ptrdiff_t i)
+{
+    const ptrdiff_t before = order->first - order->tiles.begin;
+    return i <= before ? order->first - i : order->tiles.begin + i;
+}
+
+/* What the step over the i-th tile prefetches: the next tile of the same blocks, or after the last one what
+ * is next for this thread. `count` blocks take the tile in `parts`, one after the other; each prefetches its
+ * part, and the bias of its first block, `one`. */
 static void choose_prefetch(const forward *f, const position *here, const position *next, const item *one,
-                            am_range tiles, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts,
-                            am_kv_workspace *kv, am_flash_tile *tile)
+                            const tile_order *order, ptrdiff_t i, ptrdiff_t count, ptrdiff_t part,
+                            ptrdiff_t parts, am_kv_workspace *kv, am_flash_tile *tile)
 {
     const am_attn_base *base = &f->base;
     const am_attn *attn = base->attn;
@@ -185,14 +211,14 @@ static void choose_prefetch(const forward *f, const position *here, const positi
     const am_shape *h = &here->group->shape;
     const ptrdiff_t kv_heads = h->head_blocks > 1 ? 1 : count,
                     heads = am_min(count * h->block_heads, kv_heads * base->group);
-    const bool last = tiles.begin + 1 >= tiles.end;
+    const bool last = i + 1 >= am_length(order->tiles);
     const position *where = last ? next : here;
-    const am_range left = last ? am_split_tiles(&f->base, &f->groups, next->group, then, next->split)
-                               : (am_range){tiles.begin + 1, tiles.end};
+    const tile_order then_order = last ? tile_order_of(f, next) : *order;
     am_range keys = {0, 0};
-    if (left.begin < left.end) {
-        keys = am_range_at(&f->groups.tiles, left.begin);
-        am_kv_prefetch(&f->kv, where->group, &where->at, left.begin, kv_heads, part, parts, kv, tile);
+    if (!last || am_length(then_order.tiles) > 0) {
+        const ptrdiff_t index = tile_at(&then_order, last ? 0 : i + 1);
+        keys = am_range_at(&f->groups.tiles, index);
+        am_kv_prefetch(&f->kv, where->group, &where->at, index, kv_heads, part, parts, kv, tile);
     }
     tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
     if (!last || am_is_apart(&f->schedule, here->group) ||
@@ -213,9 +239,10 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
     const am_attn_base *base = &f->base;
     const ptrdiff_t per_step = here->group->shape.strategy == AM_UNPACKED ? count : 1,
                     parts = count / per_step;
-    for (am_range tiles = am_split_tiles(base, &f->groups, here->group, &here->at, here->split);
-         tiles.begin < tiles.end; tiles.begin++) {
-        const am_range keys = am_range_at(&f->groups.tiles, tiles.begin);
+    const tile_order order = tile_order_of(f, here);
+    for (ptrdiff_t i = 0; i < am_length(order.tiles); i++) {
+        const ptrdiff_t index = tile_at(&order, i);
+        const am_range keys = am_range_at(&f->groups.tiles, index);
         for (ptrdiff_t part = 0; part < parts; part++) {
             item *first = items + part * per_step;
             am_flash_rows rows[AM_MOST_ITEMS];
@@ -227,10 +254,10 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (!am_find_logit_terms(base, &it->at, keys, &it->terms, &terms)) continue;
                 some[live] = (am_flash_tile){
                     .live = terms.live, .kept = terms.kept, .bias = terms.bias, .bias_step = terms.bias_step};
-                step_unpacked = am_kv_tile(&f->kv, here->group, &it->at, tiles.begin, !terms.live, it - first,
-                                           kv, &some[live]);
+                step_unpacked =
+                    am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, it - first, kv, &some[live]);
                 if (live == 0) /* for all */
-                    choose_prefetch(f, here, next, it, tiles, count, part, parts, kv, some);
+                    choose_prefetch(f, here, next, it, &order, i, count, part, parts, kv, some);
                 rows[live++] = here->split > 0 ? it->split : it->rows;
             }
             if (live == 0) continue;

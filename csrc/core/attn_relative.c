@@ -32,6 +32,11 @@ static row_run run_from(const am_attn_base *base, const am_attn_place *at, ptrdi
                      .slope = x->slopes ? x->slopes[row * x->slope_step + head] : 0};
 }
 
+ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at)
+{
+    return -run_from(base, at, 0).distance;
+}
+
 /* The place of a distance in the table: its ends stand for all that is farther. */
 static ptrdiff_t table_index(const am_relative *x, ptrdiff_t distance)
 {

@@ -13,6 +13,9 @@
 bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdiff_t k,
                        const am_logit_scratch *scratch, const void **bias, ptrdiff_t *bias_step);
 
+/* The key at distance 0 from the last query of a block; it need not be one of the keys. */
+ptrdiff_t am_nearest_key(const am_attn_base *base, const am_attn_place *at);
+
 /* --- The gradient of the table --- */
 
 /* What a task has added up for one head: numbers of the table in a range, the rest of `sums` is not set. */
