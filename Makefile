@@ -4,6 +4,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+COMPILERS ?= gcc clang
 FUZZ_ARGS ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
@@ -82,7 +83,7 @@ stubs: $(VENV)/installed $(VENV)/lint.txt $(VENV)/test.txt ## check types, and t
 BUILD_AS = $(BIN)/python setup.py --quiet build --build-temp build/$(1)/temp --build-lib build/$(1)/lib
 
 werror: $(VENV)/created ## build without a warning, and look for instructions that not every processor has
-	for cc in gcc clang; do \
+	for cc in $(COMPILERS); do \
 	    command -v $$cc > /dev/null || { echo "$$cc is not installed: skipped"; continue; }; \
 	    CC=$$cc ATTNMASK_WERROR=1 $(call BUILD_AS,$$cc) --force || exit 1; \
 	    $(BIN)/python .ci/check_isa.py build/$$cc/temp || exit 1; \

@@ -12,6 +12,7 @@ The first two emulate what multiplies bfloat16 on other processors, so that its 
 
 import os
 import platform
+import sys
 import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
+from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -53,6 +55,11 @@ def switch(name: str) -> bool:
 
 
 class BuildExt(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.editable_mode:  # else every object is made again
+            self.build_temp = "build/editable"
+
     def build_extension(self, ext: Extension) -> None:
         self.check_tools()
         flags = list(CFLAGS)
@@ -87,12 +94,17 @@ class BuildExt(build_ext):
         levels = {level: [*isa, *aligned] for level, isa in levels.items()}
         ext.define_macros += [(f"AM_HAVE_{level.upper()}", "1") for level in levels]
         ext.extra_compile_args += [*flags, *openmp]
-        command = " ".join([*self.compiler.compiler_so, *flags, *openmp, *levels])
+        made_for = [sys.version, numpy.get_include(), numpy.__version__]
+        command = " ".join([*self.compiler.compiler_so, *flags, *openmp, *levels, *made_for])
+        depends = list(ext.depends)
         record = Path(self.build_temp, "command.txt")
         if not record.exists() or record.read_text() != command:
             self.force = True
 
         def compile_source(source: str, flags: list[str]) -> list[str]:
+            objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
+            if not self.force and not newer_group([source, *depends], objects[0]):
+                return objects
             return self.compiler.compile(
                 [source],
                 output_dir=self.build_temp,
