@@ -36,6 +36,10 @@ NO_CALLS_OF_THEIR_OWN = (
 if SANITIZED:
     collect_ignore = [f"test_{name}.py" for name in NO_CALLS_OF_THEIR_OWN]
 
+# One level of instruction sets for each case, in turn; but all levels for the kernels themselves, and for the tests
+# that go through all pairs of arguments.
+AT_EACH_LEVEL = {"test_kernel", "test_all_pairs_of_arguments"}
+
 # Thinned to every third case: tests that repeat calls with other numbers or threads. What is read and written is up to
 # shapes, layouts, types and levels, and test_kernel, test_all_pairs_of_arguments and the tests of sequences go through
 # all of these.
@@ -104,28 +108,39 @@ def may_differ_from_lower_level(item) -> bool:
     return params.get("isa") != "amx" or (of_attention and dtype in ("None", "bfloat16"))
 
 
+def case_of(item) -> str:
+    """What the levels of one case have in common."""
+    if "isa" not in parameters(item):
+        return item.nodeid
+    return f"{item.parent.nodeid} {item.originalname} {parameters(item) | {'isa': None}}"
+
+
+def thinned(items: list) -> list:
+    """Those of the tests that sanitizers go through."""
+    available = attnmask.show_config(mode="dict")["isa_available"]
+    cases: dict[str, list] = {}
+    for item in items:
+        draws = "pyplot" in getattr(item, "fixturenames", ())  # in Python, what others have read
+        if not draws and parameters(item).get("isa", "baseline") in available:
+            cases.setdefault(case_of(item), []).append(item)
+    left, seen, kept = [], Counter(), Counter()
+    for levels in cases.values():
+        name = getattr(levels[0], "originalname", "")
+        seen[name] += 1
+        if name in THINNED and seen[name] % 3 > 0:
+            continue
+        kept[name] += 1
+        left += levels if name in AT_EACH_LEVEL else [levels[kept[name] % len(levels)]]
+    return left
+
+
 def pytest_collection_modifyitems(config, items) -> None:
     """Puts the levels of one case next to each other, so that their expected result is computed only once."""
-    seen = Counter()
-
-    def is_left(item) -> bool:
-        name = getattr(item, "originalname", item.name)
-        seen[name] += 1
-        return not SANITIZED or name not in THINNED or seen[name] % 3 == 0
-
-    left = [item for item in items if may_differ_from_lower_level(item) and is_left(item)]
+    left = [item for item in items if may_differ_from_lower_level(item)]
+    left = thinned(left) if SANITIZED else left
     config.hook.pytest_deselected(items=list(set(items).difference(left)))
-    items[:] = left
-    places = {}
-
-    def place(item) -> int:
-        params = parameters(item)
-        other = item.nodeid
-        if "isa" in params:
-            other = item.parent.nodeid, item.originalname, repr(params | {"isa": None})
-        return places.setdefault(other, len(places))
-
-    items.sort(key=place)
+    places: dict[str, int] = {}
+    items[:] = sorted(left, key=lambda item: places.setdefault(case_of(item), len(places)))
 
 
 @pytest.fixture

@@ -107,20 +107,21 @@ def test_terms_by_distance(isa, dtype, terms, shape):
     assert worst(grads.relative_bias, exact, sizes, dtype) <= right.errors.bias + ml_dtypes.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("offset", [0, 300, 2000, -500])
+@pytest.mark.parametrize("offset", [0, 150, 1000, -500])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_tiles_around_the_nearest_key(isa, dtype, causal, offset):
+def test_many_tiles_around_the_nearest_key(each_isa, causal, offset):
     """Wherever that is: before, among or behind the keys; far keys whose weights vanish, and slopes below 0."""
     rng = np.random.default_rng(8)
-    q, k, v, dout = (rng.standard_normal((1, n, 4, 8)).astype(dtype) for n in (70, 600, 600, 70))
+    q, k, v, dout = (rng.standard_normal((1, n, 4, 8), np.float32) for n in (70, 330, 330, 70))
     slopes = np.array([3, 0.4, 1e-3, -0.1])
     given = {"causal": causal, "causal_offset": offset}
-    (out, lse), vjp = attnmask.flash_attention_vjp(q, k, v, alibi_slopes=slopes, return_lse=True, **given)
-    dense = dense_terms(distances(70, 600, [offset]), slopes)
+    dense = dense_terms(distances(70, 330, [offset]), slopes)
     arguments = {"query": q, "key": k, "value": v, "bias": dense, **given}
-    expected_results(arguments).check(out, lse)
-    expected_gradients(arguments, dout).check(vjp(dout))
+    right, right_gradients = expected_results(arguments), expected_gradients(arguments, dout)
+    for _ in each_isa():
+        results, vjp = attnmask.flash_attention_vjp(q, k, v, alibi_slopes=slopes, return_lse=True, **given)
+        right.check(*results)
+        right_gradients.check(vjp(dout))
 
 
 @pytest.mark.parametrize("offset", [0, "bottom-right", "of sequences"])
