@@ -234,6 +234,29 @@ def blocks(bench: Bench) -> None:
     bench.table("Block masks", text, (*COLUMNS, "× full"), cases, row)
 
 
+def alibi(bench: Bench) -> None:
+    cases = [
+        Case(f"ALiBi, {dtype}, {name}", dtype, heads=8, causal="causal" in name, backward="gradient" in name)
+        for dtype in ("float32", "bfloat16")
+        for name in ("full", "causal", "gradient", "gradient, causal")
+    ]
+
+    def row(case: Case) -> tuple[object, ...]:
+        case = bench.sized(case)
+        bench.mine.ask("forget")
+        with_slopes = replace(case, name=f"{case.name}, slopes", alibi=True)
+        calls = {each.name: bench.prepare(each, bench.mine)["new"] for each in (case, with_slopes)}
+        times = race(calls, bench.options.seconds)
+        return (
+            times[case.name],
+            times[with_slopes.name],
+            digits(times[with_slopes.name].ratio_to(times[case.name])),
+        )
+
+    text = "2,048 tokens, 8 heads with slopes from 1/2 to 1/256, D=64."
+    bench.table("ALiBi", text, ("without", "with", "×"), cases, row)
+
+
 def decode(bench: Bench) -> None:
     cases = [
         Case(f"decode {queries}, {dtype}", dtype, queries=queries, **DECODE)
@@ -380,7 +403,7 @@ def main() -> None:
             "arrays of bfloat16 as such all the same."
         )
     try:
-        for section in (forward, shapes, sparse, blocks, decode, avx2, memory):
+        for section in (forward, shapes, sparse, blocks, alibi, decode, avx2, memory):
             section(bench)
         if GRADIENTS:
             backward(bench)

@@ -39,6 +39,7 @@ class Case:
     density: float | None = None  # share of live blocks in the dense mask
     bigbird: bool = False  # live blocks are those of BigBird instead, and come by MaskInfo.from_blocks
     bias: bool = False
+    alibi: bool = False  # of attnmask alone
     backward: bool = False
 
     def shrunk(self, times: int) -> "Case":

@@ -452,6 +452,8 @@ class Attnmask:
             settings = {"attention_mask": info.apply_causal() if case.causal else info}
         elif case.documents:
             settings |= {"cum_seqlens_q": case.query_starts, "cum_seqlens_k": case.starts}
+        if case.alibi:
+            settings["alibi_slopes"] = 2.0 ** (-8 * np.arange(1, case.heads + 1) / case.heads)
         if case.bigbird:
             info = self.attnmask.MaskInfo.from_blocks(case.blocks[None, None], BLOCK, case.rows, case.tokens)
             settings["attention_mask"] = info
