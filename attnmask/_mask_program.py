@@ -171,7 +171,8 @@ def refill(program: Program, leaves: tuple[Any, ...], checked: dict[int, Any]) -
 
     def filled(field: Any, operand: Any) -> Any:
         if not isinstance(operand, Leaf):
-            return operand
+            plain = field is None or operand is None or isinstance(operand, int)
+            return operand if plain else field.check(operand)
         if operand.place not in checked:
             checked[operand.place] = field.check(leaves[operand.place])
         return checked[operand.place]

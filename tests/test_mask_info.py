@@ -1292,6 +1292,9 @@ def test_trees():
     assert MaskInfo.tree_unflatten(aux, children) == cut
     with pytest.raises(ValueError, match="array"):
         MaskInfo.tree_unflatten(aux, [np.ones((2, 1, 3, 3), bool), *children[1:]]).attention_mask  # noqa: B018
+    program = [("dense", [1e300], 0, 0)]  # no array, nor the place of a child
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        MaskInfo.tree_unflatten((*aux[:-1], program), children).shape  # noqa: B018
 
 
 # Bad input
