@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attnmask import _core
 from attnmask import _flash as flash
 from attnmask._arguments import as_array, describe
 from attnmask._flash_arguments import ARRAYS, LEARNED, check_layout
@@ -135,6 +136,10 @@ def _plain_on_cpu(
 ) -> torch.Tensor:
     arrays = _in_place(query, "query"), _in_place(key, "key"), _in_place(value, "value")
     return to_tensor(flash.flash_attention(*arrays, causal=causal, causal_offset=offset, softmax_scale=scale))
+
+
+# The same in C, which leaves to it what is unusual, or wrong.
+plain = _core.tensor_attention(torch.Tensor.__dlpack_c_exchange_api__, _plain_on_cpu)
 
 
 def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -453,7 +458,7 @@ def _register() -> None:
         tags=tags,
     )
     for name, on_cpu, fake in (
-        (f"{forward}_plain", _plain_on_cpu, _plain_fake),
+        (f"{forward}_plain", plain, _plain_fake),
         (forward, _on_cpu, _fake),
         (f"{forward}.out", _into, _fake_into),
         (backward, _backward_on_cpu, _backward_fake),

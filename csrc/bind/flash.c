@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "bind/args.h"
+#include "bind/flash.h"
 #include "bind/mask.h"
 #include "bind/tokens.h"
 #include "core/arithmetic.h"
@@ -49,16 +50,21 @@ static int reject_array(PyObject *exception, const char *name, const char *expec
 
 static const char *const input_names[] = {"query", "key", "value"};
 
+bool am_shapes_fit(const npy_intp *query, const npy_intp *key, const npy_intp *value)
+{
+    bool fits = key[0] == query[0] && key[3] == query[3] &&
+                (key[2] == 0 ? query[2] == 0 : query[2] % key[2] == 0) && PyArray_CompareLists(key, value, 3);
+    for (int axis = 0; axis < 3; axis++)
+        fits &= query[axis] <= AM_LONGEST && key[axis] <= AM_LONGEST && value[axis] <= AM_LONGEST;
+    return fits;
+}
+
 static bool fits(const arguments *a)
 {
-    const npy_intp *q = PyArray_DIMS(a->query), *k = PyArray_DIMS(a->key), *v = PyArray_DIMS(a->value);
     const am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
-    bool same = am_is_floating(type) && am_dtype_of(PyArray_DESCR(a->key)) == type &&
-                am_dtype_of(PyArray_DESCR(a->value)) == type;
-    for (int axis = 0; axis < 3; axis++)
-        same &= q[axis] <= AM_LONGEST && k[axis] <= AM_LONGEST && v[axis] <= AM_LONGEST;
-    return same && k[0] == q[0] && k[3] == q[3] && (k[2] == 0 ? q[2] == 0 : q[2] % k[2] == 0) &&
-           PyArray_CompareLists(k, v, 3);
+    return am_is_floating(type) && am_dtype_of(PyArray_DESCR(a->key)) == type &&
+           am_dtype_of(PyArray_DESCR(a->value)) == type &&
+           am_shapes_fit(PyArray_DIMS(a->query), PyArray_DIMS(a->key), PyArray_DIMS(a->value));
 }
 
 /* Python checks arguments first, with better messages; this only keeps memory accesses within bounds. */
@@ -337,6 +343,25 @@ static PyArrayObject *usual_tokens(PyObject *object)
     return array && PyArray_NDIM(array) == 4 && PyArray_ISBEHAVED_RO(array) ? array : NULL;
 }
 
+bool am_usual_scale(PyObject *object, npy_intp depth, double *scale)
+{
+    *scale = object != Py_None ? PyFloat_CheckExact(object) ? PyFloat_AS_DOUBLE(object) : INFINITY
+             : depth > 0       ? 1 / sqrt((double)depth)
+                               : 1;
+    return fabs(*scale) < 1e30;
+}
+
+bool am_usual_offset(PyObject *object, npy_intp *offset)
+{
+    if (!PyLong_Check(object) || PyBool_Check(object)) return false;
+    *offset = PyLong_AsSsize_t(object);
+    if (*offset == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
+    return am_abs(*offset) < AM_FAR / 2;
+}
+
 /* Sets the limit of a causal mask; false if the offset is unusual. */
 static bool usual_diagonal(const arguments *a, PyObject *offset, bool causal, ptrdiff_t *high)
 {
@@ -345,14 +370,8 @@ static bool usual_diagonal(const arguments *a, PyObject *offset, bool causal, pt
         *high = keys - queries;
         return PyUnicode_CompareWithASCIIString(offset, "bottom-right") == 0;
     }
-    if (!PyLong_Check(offset) || PyBool_Check(offset)) return false;
-    *high = PyLong_AsSsize_t(offset);
-    if (*high == -1 && PyErr_Occurred()) {
-        PyErr_Clear();
-        return false;
-    }
     const bool warns = causal && !PyLong_CheckExact(offset) && queries == 1 && keys > 1; /* of the default */
-    return am_abs(*high) < AM_FAR / 2 && !warns;
+    return am_usual_offset(offset, high) && !warns;
 }
 
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
@@ -370,7 +389,7 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
                  PyObject_Not(args[LOW]);
     for (Py_ssize_t i = NAMED; i < nargs; i++) usual &= args[i] == Py_None;
     if (!usual) Py_RETURN_NOTIMPLEMENTED;
-    PyObject *const flags[] = {args[CAUSAL], args[RETURN_LSE]}, *scale = args[SCALE];
+    PyObject *const flags[] = {args[CAUSAL], args[RETURN_LSE]};
     arguments a = {.query = usual_tokens(args[QUERY]),
                    .key = usual_tokens(args[KEY]),
                    .value = usual_tokens(args[VALUE]),
@@ -381,13 +400,10 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
     for (int i = 0; i < 2; i++) {
         if (flags[i] != Py_True && flags[i] != Py_False) Py_RETURN_NOTIMPLEMENTED;
     }
-    const npy_intp depth = PyArray_DIM(a.query, 3);
-    a.scale.value = scale != Py_None ? PyFloat_CheckExact(scale) ? PyFloat_AS_DOUBLE(scale) : INFINITY
-                    : depth > 0      ? 1 / sqrt((double)depth)
-                                     : 1;
     const ptrdiff_t low = -AM_FAR;
     ptrdiff_t high;
-    if (!(fabs(a.scale.value) < 1e30) || !usual_diagonal(&a, args[OFFSET], args[CAUSAL] == Py_True, &high))
+    if (!am_usual_scale(args[SCALE], PyArray_DIM(a.query, 3), &a.scale.value) ||
+        !usual_diagonal(&a, args[OFFSET], args[CAUSAL] == Py_True, &high))
         Py_RETURN_NOTIMPLEMENTED;
     if (args[OUT] != Py_None) {
         PyArrayObject *const inputs[] = {a.query, a.key, a.value};

@@ -1,0 +1,18 @@
+/* flash.h – what calls of attention without Python's checks have in common. */
+#ifndef AM_BIND_FLASH_H
+#define AM_BIND_FLASH_H
+
+#include <stdbool.h>
+
+#include "bind/numpy.h"
+
+/* Whether these are shapes of a query, key and value that belong together: four lengths each. */
+bool am_shapes_fit(const npy_intp *query, const npy_intp *key, const npy_intp *value);
+
+/* Reads the scale, None or a float; false if it is unusual. */
+bool am_usual_scale(PyObject *object, npy_intp depth, double *scale);
+
+/* Reads an offset that is an int; false if it is unusual. */
+bool am_usual_offset(PyObject *object, npy_intp *offset);
+
+#endif
