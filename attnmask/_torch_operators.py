@@ -381,22 +381,36 @@ def is_differentiated() -> bool:
     return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
 
 
-# In compiled calls
+# In compiled calls, each of which looks again at every global name and attribute that was read to compile it: few are.
 
-_PLAIN_TYPES = {"causal": (bool,), "causal_offset": (int, torch.SymInt), "softmax_scale": (float,)}
+is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
+_is_autocast_enabled = torch.is_autocast_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
 
 
-def is_plain(given: dict[str, Any]) -> bool:
-    """Whether ``attnmask::flash_attention_plain`` does for a call that is compiled."""
-    tensors = [given[name] for name in LEARNED[:3]]
-    return (
-        all(
-            x is None or name in LEARNED[:3] or type(x) in _PLAIN_TYPES.get(name, ())
-            for name, x in given.items()
-        )
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_exporting()  # into a program that may be trained
+def is_plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, others: Sequence[Any], more: dict[str, Any]
+) -> bool:
+    """Whether ``attnmask::flash_attention_plain`` does for a call that is compiled; `others` have to be None."""
+    for x in others:
+        if x is not None:
+            return False
+    for name, x in more.items():
+        if name == "causal":
+            usual = x is True or x is False
+        elif name == "causal_offset":
+            usual = type(x) is int
+        else:
+            usual = x is None or (name == "softmax_scale" and type(x) is float)
+        if not usual:
+            return False
+    learning = query.requires_grad or key.requires_grad or value.requires_grad
+    return not (
+        (learning and torch.is_grad_enabled())
+        or _is_autocast_enabled("cpu")
+        or _are_transforms_active()
+        or _is_exporting()  # into a program that may be trained
     )
 
 
@@ -480,3 +494,4 @@ def _register() -> None:
 
 
 _register()
+plain_operator = torch.ops.attnmask.flash_attention_plain.default

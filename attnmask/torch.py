@@ -13,7 +13,16 @@ from attnmask._torch_import import torch
 from attnmask._torch_install import install, uninstall
 from attnmask._torch_kvcache import flash_attention_with_kvcache
 from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
-from attnmask._torch_operators import check_no_tangents, check_tensor, detached, needs_operator, operand
+from attnmask._torch_operators import (
+    check_no_tangents,
+    check_tensor,
+    detached,
+    is_compiling,
+    is_plain,
+    needs_operator,
+    operand,
+    plain_operator,
+)
 from attnmask._torch_ring import ring_attention
 
 __all__ = [
@@ -188,6 +197,11 @@ def flash_attention(
     check_tensor(query, "query")
     check_tensor(key, "key")
     check_tensor(value, "value")
+    compiling = is_compiling()
+    others = (attention_mask, bias, softmax_aux, relative_bias)
+    if compiling and return_lse is False and is_plain(query, key, value, others, more):
+        causal, offset = more.get("causal", False), more.get("causal_offset", 0)
+        return plain_operator(query, key, value, causal, offset, more.get("softmax_scale"))
     with_lse = flag(return_lse, "return_lse")
     given = {
         "query": query,
@@ -199,19 +213,9 @@ def flash_attention(
         "attention_mask": attention_mask,
         **more,
     }
-    compiling = torch.compiler.is_dynamo_compiling()
     if compiling and (isinstance(attention_mask, MaskInfo) or torch._C._are_functorch_transforms_active()):
         # Neither goes into a graph: a MaskInfo is no tensor, and operators have no gradients for torch.func.
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
-    if compiling and not with_lse and operators.is_plain(given):
-        return torch.ops.attnmask.flash_attention_plain(
-            query,
-            key,
-            value,
-            flag(more.get("causal", False), "causal"),
-            more.get("causal_offset", 0),
-            more.get("softmax_scale"),
-        )
     if not compiling:
         check_no_tangents(given, given.values())
     if compiling or needs_operator(given.values()):

@@ -82,7 +82,7 @@ static result *new_result(const npy_intp shape[4], am_dl_type type)
     const ptrdiff_t rows = am_product(shape[0], shape[1], shape[2]),
                     row = am_product(shape[3], type.bits / 8, 1);
     const ptrdiff_t bytes = am_product(rows, row, 1);
-    if (bytes > PTRDIFF_MAX - (ptrdiff_t)sizeof(result)) return NULL;
+    if (rows == PTRDIFF_MAX || bytes > PTRDIFF_MAX - (ptrdiff_t)sizeof(result)) return NULL;
     result *r = am_alloc_aligned((ptrdiff_t)sizeof *r + bytes);
     if (!r) return NULL;
     r->bytes = (ptrdiff_t)sizeof *r + bytes;
@@ -91,10 +91,9 @@ static result *new_result(const npy_intp shape[4], am_dl_type type)
         .release = release,
         .tensor = {r->data, {AM_DL_CPU, 0}, 4, type, r->shape, r->strides, 0},
     };
-    int64_t step = 1;
     for (int i = 3; i >= 0; i--) {
-        r->shape[i] = shape[i], r->strides[i] = step;
-        step *= am_max(shape[i], 1);
+        r->shape[i] = shape[i];
+        r->strides[i] = i == 3 ? 1 : am_product(r->strides[i + 1], am_max(r->shape[i + 1], 1), 1);
     }
     return r;
 }
