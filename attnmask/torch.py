@@ -7,7 +7,7 @@ import numpy as np
 from attnmask import _flash as flash
 from attnmask import _torch_operators as operators
 from attnmask._arguments import flag, integer, real, window
-from attnmask._flash_arguments import ARRAYS, LEARNED, check_hints
+from attnmask._flash_arguments import ARRAYS, LEARNED, TOP_LEFT, check_hints
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
 from attnmask._torch_install import install, uninstall
@@ -194,14 +194,17 @@ def flash_attention(
     >>> [round(x, 3) for x in value.grad.flatten().tolist()]
     [1.833, 0.833, 0.333]
     """
-    check_tensor(query, "query")
-    check_tensor(key, "key")
-    check_tensor(value, "value")
     compiling = is_compiling()
-    others = (attention_mask, bias, softmax_aux, relative_bias)
-    if compiling and return_lse is False and is_plain(query, key, value, others, more):
-        causal, offset = more.get("causal", False), more.get("causal_offset", 0)
-        return plain_operator(query, key, value, causal, offset, more.get("softmax_scale"))
+    tensors = query, key, value
+    if return_lse is False and is_plain(tensors, (attention_mask, bias, softmax_aux, relative_bias), more):
+        causal, scale = more.get("causal", False), more.get("softmax_scale")
+        if compiling:
+            return plain_operator(*tensors, causal, more.get("causal_offset", 0), scale)
+        check_no_tangents(LEARNED, tensors)
+        if more.keys() <= operators.OPTIONS and not needs_operator(tensors):
+            return operators.plain(*tensors, causal, more.get("causal_offset", TOP_LEFT), scale)
+    for name, x in zip(LEARNED, tensors, strict=False):
+        check_tensor(x, name)
     with_lse = flag(return_lse, "return_lse")
     given = {
         "query": query,

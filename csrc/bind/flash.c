@@ -351,27 +351,20 @@ bool am_usual_scale(PyObject *object, npy_intp depth, double *scale)
     return fabs(*scale) < 1e30;
 }
 
-bool am_usual_offset(PyObject *object, npy_intp *offset)
+bool am_usual_diagonal(PyObject *offset, bool causal, npy_intp queries, npy_intp keys, npy_intp *diagonal)
 {
-    if (!PyLong_Check(object) || PyBool_Check(object)) return false;
-    *offset = PyLong_AsSsize_t(object);
-    if (*offset == -1 && PyErr_Occurred()) {
+    if (PyUnicode_Check(offset)) {
+        *diagonal = keys - queries;
+        return PyUnicode_CompareWithASCIIString(offset, "bottom-right") == 0;
+    }
+    if (!PyLong_Check(offset) || PyBool_Check(offset)) return false;
+    *diagonal = PyLong_AsSsize_t(offset);
+    if (*diagonal == -1 && PyErr_Occurred()) {
         PyErr_Clear();
         return false;
     }
-    return am_abs(*offset) < AM_FAR / 2;
-}
-
-/* Sets the limit of a causal mask; false if the offset is unusual. */
-static bool usual_diagonal(const arguments *a, PyObject *offset, bool causal, ptrdiff_t *high)
-{
-    const npy_intp queries = PyArray_DIM(a->query, 1), keys = PyArray_DIM(a->key, 1);
-    if (PyUnicode_Check(offset)) {
-        *high = keys - queries;
-        return PyUnicode_CompareWithASCIIString(offset, "bottom-right") == 0;
-    }
     const bool warns = causal && !PyLong_CheckExact(offset) && queries == 1 && keys > 1; /* of the default */
-    return am_usual_offset(offset, high) && !warns;
+    return am_abs(*diagonal) < AM_FAR / 2 && !warns;
 }
 
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
@@ -403,7 +396,8 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
     const ptrdiff_t low = -AM_FAR;
     ptrdiff_t high;
     if (!am_usual_scale(args[SCALE], PyArray_DIM(a.query, 3), &a.scale.value) ||
-        !usual_diagonal(&a, args[OFFSET], args[CAUSAL] == Py_True, &high))
+        !am_usual_diagonal(args[OFFSET], args[CAUSAL] == Py_True, PyArray_DIM(a.query, 1),
+                           PyArray_DIM(a.key, 1), &high))
         Py_RETURN_NOTIMPLEMENTED;
     if (args[OUT] != Py_None) {
         PyArrayObject *const inputs[] = {a.query, a.key, a.value};

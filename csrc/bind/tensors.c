@@ -107,7 +107,7 @@ enum { QUERY, KEY, VALUE, CAUSAL, OFFSET, SCALE, OPERANDS };
 typedef struct {
     view v[3];
     bool causal;
-    npy_intp offset;
+    npy_intp diagonal;
     double scale;
 } call;
 
@@ -119,14 +119,15 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *const *args, Py_
     }
     c->causal = args[CAUSAL] == Py_True;
     return am_shapes_fit(c->v[QUERY].shape, c->v[KEY].shape, c->v[VALUE].shape) &&
-           am_usual_offset(args[OFFSET], &c->offset) &&
+           am_usual_diagonal(args[OFFSET], c->causal, c->v[QUERY].shape[1], c->v[KEY].shape[1],
+                             &c->diagonal) &&
            am_usual_scale(args[SCALE], c->v[QUERY].shape[3], &c->scale);
 }
 
 static am_status compute(PyObject *module, call *c, result *r)
 {
     const npy_intp *q = c->v[QUERY].shape, *k = c->v[KEY].shape;
-    const ptrdiff_t low = -AM_FAR, high = c->offset;
+    const ptrdiff_t low = -AM_FAR, high = c->diagonal;
     am_node node = {.kind = AM_TERM_ALL};
     if (c->causal) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
     am_mask mask = {
