@@ -381,42 +381,6 @@ def is_differentiated() -> bool:
     return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
 
 
-# In compiled calls, each of which looks again at every global name and attribute that was read to compile it: few are.
-
-OPTIONS = {"causal", "causal_offset", "softmax_scale"}  # of the operator
-is_compiling = torch.compiler.is_dynamo_compiling
-_is_exporting = torch.compiler.is_exporting
-_is_autocast_enabled = torch.is_autocast_enabled
-_are_transforms_active = torch._C._are_functorch_transforms_active
-
-
-def is_plain(tensors: Sequence[Any], others: Sequence[Any], more: dict[str, Any]) -> bool:
-    """Whether ``attnmask::flash_attention_plain`` does for a call; `others` have to be None."""
-    for x in tensors:
-        if not (isinstance(x, torch.Tensor) and x.is_cpu):
-            return False
-    for x in others:
-        if x is not None:
-            return False
-    for name, x in more.items():
-        if name == "causal":
-            usual = x is True or x is False
-        elif name == "causal_offset":
-            usual = type(x) is int
-        else:
-            usual = x is None or (name == "softmax_scale" and type(x) is float)
-        if not usual:
-            return False
-    query, key, value = tensors
-    learning = query.requires_grad or key.requires_grad or value.requires_grad
-    return not (
-        (learning and torch.is_grad_enabled())
-        or _is_autocast_enabled("cpu")
-        or _are_transforms_active()
-        or _is_exporting()  # into a program that may be trained
-    )
-
-
 # Under torch.autocast
 
 

@@ -1,5 +1,6 @@
 """`flash_attention` for PyTorch: tensors in and out, and gradients by the package's own backward pass."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ from attnmask._torch_operators import (
     check_no_tangents,
     check_tensor,
     detached,
-    is_compiling,
-    is_plain,
     needs_operator,
     operand,
     plain_operator,
@@ -148,6 +147,42 @@ def _operands(
     )
 
 
+# Compiled calls look again at every global name and attribute that was read to compile them: these are few.
+_Tensor = torch.Tensor
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
+_is_autocast_enabled = torch.is_autocast_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_PLAIN_OPTIONS = {"causal", "causal_offset", "softmax_scale"}
+
+
+def _is_plain(tensors: Sequence[Any], others: Sequence[Any], more: dict[str, Any]) -> bool:
+    """Whether ``attnmask::flash_attention_plain`` does for a call; `others` have to be None."""
+    for x in tensors:
+        if not (isinstance(x, _Tensor) and x.is_cpu):
+            return False
+    for x in others:
+        if x is not None:
+            return False
+    for name, x in more.items():
+        if name == "causal":
+            usual = x is True or x is False
+        elif name == "causal_offset":
+            usual = type(x) is int
+        else:
+            usual = x is None or (name == "softmax_scale" and type(x) is float)
+        if not usual:
+            return False
+    query, key, value = tensors
+    learning = query.requires_grad or key.requires_grad or value.requires_grad
+    return not (
+        (learning and torch.is_grad_enabled())
+        or _is_autocast_enabled("cpu")
+        or _are_transforms_active()
+        or _is_exporting()  # into a program that may be trained
+    )
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -194,14 +229,14 @@ def flash_attention(
     >>> [round(x, 3) for x in value.grad.flatten().tolist()]
     [1.833, 0.833, 0.333]
     """
-    compiling = is_compiling()
+    compiling = _is_compiling()
     tensors = query, key, value
-    if return_lse is False and is_plain(tensors, (attention_mask, bias, softmax_aux, relative_bias), more):
+    if return_lse is False and _is_plain(tensors, (attention_mask, bias, softmax_aux, relative_bias), more):
         causal, scale = more.get("causal", False), more.get("softmax_scale")
         if compiling:
             return plain_operator(*tensors, causal, more.get("causal_offset", 0), scale)
         check_no_tangents(LEARNED, tensors)
-        if more.keys() <= operators.OPTIONS and not needs_operator(tensors):
+        if more.keys() <= _PLAIN_OPTIONS and not needs_operator(tensors):
             return operators.plain(*tensors, causal, more.get("causal_offset", TOP_LEFT), scale)
     for name, x in zip(LEARNED, tensors, strict=False):
         check_tensor(x, name)

@@ -343,3 +343,39 @@ def test_exported(torch, operator, monkeypatch):
     got = program.module()(*tensors)
     monkeypatch.undo()
     assert_right(torch, tensors, (True, 1, 0.5), got)
+
+
+@pytest.mark.usefixtures("no_python")
+@pytest.mark.parametrize("dtype", TYPES)
+def test_eager(torch, monkeypatch, dtype):
+    """Calls that ask for little go to the same function, past the dispatcher."""
+    tensors = [torch.randn(shape).to(getattr(torch, dtype)) for shape in SHAPES["shared heads"]]
+    results = [
+        attnmask.torch.flash_attention(*tensors, causal=causal, causal_offset=offset, softmax_scale=scale)
+        for causal, offset, scale in MORE
+    ]
+    default = attnmask.torch.flash_attention(*tensors, causal=True)
+    monkeypatch.undo()
+    for more, got in zip((*MORE, (True, 0, None)), (*results, default), strict=True):
+        assert_right(torch, tensors, more, got)
+
+
+def test_eager_calls_that_are_wrong(torch):
+    x = torch.randn(1, 4, 1, 8)
+    for more, error, message in (
+        ({"out": None}, TypeError, "unexpected keyword argument 'out'"),
+        ({"nonsense": None}, TypeError, "unexpected keyword argument 'nonsense'"),
+        ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
+        ({"causal": None}, TypeError, "causal must be True or False, got None"),
+        ({"causal_offset": True}, TypeError, "causal_offset must be an integer"),
+        ({"causal_offset": 2**62}, ValueError, "causal_offset must be at most"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be a number, got nan"),
+    ):
+        with pytest.raises(error, match=message):
+            attnmask.torch.flash_attention(x, x, x, **more)
+    for place, name in enumerate(("query", "key", "value")):
+        tensors = [x, x, x]
+        for wrong, got in (x.numpy(), "float32 array"), (x.to("meta"), "a tensor on meta"), (None, "None"):
+            tensors[place] = wrong
+            with pytest.raises(TypeError, match=f"{name} must be .* got {got}"):
+                attnmask.torch.flash_attention(*tensors)

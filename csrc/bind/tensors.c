@@ -194,9 +194,9 @@ static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ss
 
 PyMethodDef am_tensors_methods[] = {
     {"tensor_attention", (PyCFunction)(void *)tensor_attention, METH_FASTCALL,
-     "tensor_attention($module, exchange, other, /)\n--\n\nA function (query, key, value, causal, offset, "
-     "scale) "
-     "of tensors whose class has DLPack's table `exchange`; calls `other` where anything is unusual, or "
-     "wrong."},
+     "tensor_attention($module, exchange, other, /)\n--\n\n"
+     "A function (query, key, value, causal, offset, scale) of tensors whose class offers `exchange`, "
+     "DLPack's "
+     "table. It calls `other` where anything is unusual, or wrong."},
     {.ml_name = NULL},
 };
