@@ -139,7 +139,7 @@ def _plain_on_cpu(
 
 
 # The same in C, which leaves to it what is unusual, or wrong.
-plain = _core.tensor_attention(torch.Tensor.__dlpack_c_exchange_api__, _plain_on_cpu)
+plain = _core.tensor_attention(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), _plain_on_cpu)
 
 
 def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -177,14 +177,14 @@ static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs
 
 static PyMethodDef attend_method = {"attend", (PyCFunction)(void *)attend, METH_FASTCALL, NULL};
 
-/* The other function itself if the table is of a version that is not known. */
+/* The other function itself if there is no table, or one of a version that is not known. */
 static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *capsule, *other;
     const am_param params[] = {{"exchange", am_to_object, &capsule}, {"other", am_to_object, &other}};
     if (am_parse("tensor_attention", args, nargs, params, 2) < 0) return NULL;
+    if (!PyCapsule_IsValid(capsule, TABLE)) return Py_NewRef(other);
     const am_dl_exchange *exchange = PyCapsule_GetPointer(capsule, TABLE);
-    if (!exchange) return NULL;
     if (exchange->version.major != AM_DL_MAJOR || !exchange->look) return Py_NewRef(other);
     PyObject *bound = PyTuple_Pack(BOUND, module, capsule, other);
     PyObject *function = bound ? PyCFunction_New(&attend_method, bound) : NULL;
@@ -195,8 +195,8 @@ static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ss
 PyMethodDef am_tensors_methods[] = {
     {"tensor_attention", (PyCFunction)(void *)tensor_attention, METH_FASTCALL,
      "tensor_attention($module, exchange, other, /)\n--\n\n"
-     "A function (query, key, value, causal, offset, scale) of tensors whose class offers `exchange`, "
-     "DLPack's "
-     "table. It calls `other` where anything is unusual, or wrong."},
+     "A function (query, key, value, causal, offset, scale) of tensors, by the table `exchange` that DLPack\n"
+     "has their class offer. It calls `other` where anything is unusual, or wrong; without a table it is "
+     "it."},
     {.ml_name = NULL},
 };
