@@ -3,6 +3,7 @@
 import ctypes
 import re
 import shutil
+import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -309,6 +310,18 @@ def test_threads(torch, operator):
     with ThreadPoolExecutor(4) as pool:
         for results, one in zip(pool.map(work, range(4)), right, strict=True):
             assert all(torch.equal(got, one) for got in results)
+
+
+def test_an_interrupt_ends_a_long_call(torch, operator):
+    query = torch.randn(1, 60000, 8, 64)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            operator(query, query, query, False, 0, None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def attend(query, key, value):

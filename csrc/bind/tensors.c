@@ -196,7 +196,7 @@ PyMethodDef am_tensors_methods[] = {
     {"tensor_attention", (PyCFunction)(void *)tensor_attention, METH_FASTCALL,
      "tensor_attention($module, exchange, other, /)\n--\n\n"
      "A function (query, key, value, causal, offset, scale) of tensors, by the table `exchange` that DLPack\n"
-     "has their class offer. It calls `other` where anything is unusual, or wrong; without a table it is "
-     "it."},
+     "has their class offer. It calls `other` where anything is unusual, or wrong; without a table it "
+     "is `other`."},
     {.ml_name = NULL},
 };
