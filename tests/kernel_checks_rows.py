@@ -266,23 +266,43 @@ def most_in_i16(depth: int) -> float:
     return float(min(MOST_I16, (2**31 - 1) // (128 * max(depth, 1))))
 
 
+def packed_query_lanes(depth: int) -> int:
+    """The lanes of a row of packed queries: as many as numbers, up to a multiple of 32, and those of a vector."""
+    return -(-depth // 32) * 32 + 16
+
+
 def check_pack_queries(kernel: Kernel, rng) -> None:
-    """Rows become integers and their unit, which is NaN if the greatest number is, or is not finite."""
+    check = check_pack_i16x2 if kernel.index == CONSTANTS["AM_INT8"] else check_pack_lines
     for depth in (*DEPTHS[1:], 600, 1100):
-        rows, memory, lanes = pick(rng, [1, 2, 5, 64]), Memory(), -(-depth // 32) * 16
+        rows, memory = pick(rng, [1, 2, 5, 64]), Memory()
         values = some_special(rng, (rows, depth), np.dtype(np.float32))
         values[rng.integers(rows)] *= pick(rng, [1, 0, 1e-20, 1e-40, 1e30])
         step = depth + pick(rng, [0, 3])
-        dst = memory.written(unwritten((rows, lanes + 16), np.float32))
+        dst = memory.written(unwritten((rows, packed_query_lanes(depth)), np.float32))
         kernel(dst, memory.read(values, step), step, rows, depth)
         memory.check(depth)
-        greatest, most = abs(values).max(1), most_in_i16(depth)
-        usual = np.isfinite(values).all(1) & ((greatest == 0) | (greatest > 2.0**-100))
-        same(dst[:, lanes], np.where(usual, (greatest / np.float32(most)).astype(np.float32), np.nan), depth)
-        packed = dst[usual].view(np.int16)[:, : 2 * lanes].astype(np.float64)
-        assert not packed[:, depth:].any(), depth
-        difference = abs(packed[:, :depth] * dst[usual, lanes, None] - values[usual])
-        assert (difference <= 0.51 * greatest[usual, None] / most).all(), depth
+        check(dst, values, depth)
+
+
+def check_pack_i16x2(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
+    """Rows become integers and their unit, which is NaN if the greatest number is, or is not finite."""
+    lanes, units = -(-depth // 32) * 16, dst[:, -16]
+    greatest, most = abs(values).max(1), most_in_i16(depth)
+    usual = np.isfinite(values).all(1) & ((greatest == 0) | (greatest > 2.0**-100))
+    same(units, np.where(usual, (greatest / np.float32(most)).astype(np.float32), np.nan), depth)
+    packed = dst[usual].view(np.int16)[:, : 2 * lanes].astype(np.float64)
+    assert not packed[:, depth:].any(), depth
+    difference = abs(packed[:, :depth] * units[usual, None] - values[usual])
+    assert (difference <= 0.51 * greatest[usual, None] / most).all(), depth
+
+
+def check_pack_lines(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
+    """Of each 32 numbers, those at even places come first, unless the last 16 are missing, which become zero."""
+    padded = np.pad(values, ((0, 0), (0, -depth % 32)))
+    expected = padded.reshape(len(values), -1, 16, 2).swapaxes(2, 3).reshape(padded.shape)
+    if 0 < depth % 32 <= 16:
+        expected[:, -32:] = padded[:, -32:]
+    same(dst[:, :-16], expected, depth)
 
 
 CHECKS = {

@@ -4,7 +4,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from kernel_checks import numbers, pick
-from kernel_checks_rows import DEPTHS, TILE, Arithmetic, arithmetic_of, format_of, most_in_i16, strided
+from kernel_checks_rows import (
+    DEPTHS,
+    TILE,
+    Arithmetic,
+    arithmetic_of,
+    format_of,
+    most_in_i16,
+    packed_query_lanes,
+    strided,
+)
 from kernel_table import CONSTANTS, TYPES, Kernel, Memory, structure
 from reference_kernels import (
     Bounded,
@@ -335,7 +344,7 @@ def run_unpacked(
     for p, state in zip(problems, states, strict=True):
         q_packed, (rows, depth) = None, p.q.shape
         if packer.address:
-            q_packed = memory.written(np.full((rows, -(-depth // 32) * 16 + 16), np.nan, np.float32))
+            q_packed = memory.written(np.full((rows, packed_query_lanes(depth)), np.nan, np.float32))
             packer(q_packed, memory.read(p.q), depth, rows, depth)
         block, accumulators = block_of(memory, arithmetic, p, state, -(-depth // width), q_packed, rows)
         k, k_step = strided(memory, p.k, rng, width)
@@ -395,7 +404,7 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, run, scales)
         for p, before, after, beside in zip(problems, old, new, clean, strict=True):
             i16_scales = None
-            if query_packer(kernel).address:
+            if source == np.int8 and query_packer(kernel).address:
                 i16_scales = np.ones(TILE) if scales[1] is None else wide(scales[1])
             check_state(arithmetic, scaled(p, scales), before, after, i16_scales)
             check_dead_pairs(p, after, beside)

@@ -43,11 +43,12 @@ typedef struct {
     ptrdiff_t split;
 } position;
 
-/* Packs queries of sixteen bits for keys as they lie in memory; NULL: queries are read as they are. */
+/* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
 static am_flash_pack_queries *query_packer(const am_attn_base *base)
 {
+    const am_kv_kernels *kv = &base->kernels->kv[base->attn->k.type];
     const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
-    return narrow ? base->kernels->kv[base->attn->k.type].pack_queries : NULL;
+    return narrow || !kv->rounds_queries ? kv->pack_queries : NULL;
 }
 
 /* The bytes of a row of queries that it packs. */

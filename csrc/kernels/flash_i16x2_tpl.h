@@ -27,7 +27,7 @@ static inline bool has_unit(float greatest) { return greatest == 0 || greatest >
 /* A row that has no unit gets NaN as that. */
 static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t depth)
 {
-    const ptrdiff_t step = am_packed_query_lanes(depth), lanes = step - VF_LANES;
+    const ptrdiff_t step = am_packed_query_lanes(depth), lanes = (depth + 31) / 32 * 16;
     const double room = (double)INT32_MAX / (128 * (double)depth); /* so that sums do not overflow */
     const float most = (float)(room < MOST_I16 ? (int)room : MOST_I16);
     float *to = dst;
@@ -35,14 +35,12 @@ static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdi
     for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
         const float greatest = greatest_of(from, depth);
         const vf factor = vf_set1(greatest > 0 ? most / greatest : 0);
-        to[lanes] = has_unit(greatest) ? greatest / most : NAN;
+        to[step - VF_LANES] = has_unit(greatest) ? greatest / most : NAN;
         if (!has_unit(greatest)) continue;
         for (ptrdiff_t lane = 0; lane < lanes; lane += VF_LANES) {
-            const ptrdiff_t i = 2 * lane, left = depth - i;
-            const vf first = left >= VF_LANES ? vf_load(from + i) : vf_load_part(from + i, left),
-                     second = left >= 2 * VF_LANES ? vf_load(from + i + VF_LANES)
-                              : left > VF_LANES    ? vf_load_part(from + i + VF_LANES, left - VF_LANES)
-                                                   : vf_set1(0);
+            const ptrdiff_t i = 2 * lane;
+            vf first, second;
+            load_two(from + i, depth - i, &first, &second);
             vf_store(to + lane, vf_narrow_i16x2(vf_mul(first, factor), vf_mul(second, factor)));
         }
     }

@@ -3,7 +3,7 @@
  * are widened before they are read unpacked: then WIDEN writes the numbers of some rows as W, each 1 / UNIT
  * of what it is, and functions named by WIDE read them. */
 
-#ifndef WIDEN
+#ifndef WIDE
 #    define W S
 #    define WIDE(name) FROM(name)
 #    define LOAD_WIDE LOAD

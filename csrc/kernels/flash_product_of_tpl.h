@@ -1,9 +1,15 @@
 /* flash_product_of_tpl.h – the innermost loop of the product, for a b of type S. LOADS loads one or two
  * vectors from the row at b, or two from the two rows there that lie half of b_row apart; FMA multiplies and
- * adds, and TIMES multiplies.
+ * adds, and TIMES multiplies. If two loaded vectors hold columns in another order, SPLIT puts sums in that
+ * order, and JOIN puts them back.
  *
  * On some processors stores delay FMA, but not a plain product: sums that do not add to c begin with TIMES,
  * while the strip before is stored. */
+
+#ifndef SPLIT
+#    define SPLIT(first, second) (void)0
+#    define JOIN(first, second) (void)0
+#endif
 
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j] */
 static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
@@ -39,6 +45,8 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     for (int r = 0; add && r < rows; r++, row += c_row) {
         UNROLL(4)
         for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
+        if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
+        if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
     }
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
@@ -56,6 +64,8 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     row = c;
     UNROLL(16)
     for (int r = 0; r < rows; r++, row += c_row) {
+        if (vectors > 1) JOIN(&sums[r][0], &sums[r][1]);
+        if (vectors > 2) JOIN(&sums[rows + r][0], &sums[rows + r][1]);
         UNROLL(4)
         for (int j = 0; j < vectors; j++) VOP(store)(row + j * LANES, sums[j / 2 * rows + r][j % 2]);
     }
@@ -193,6 +203,8 @@ static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t column
 #undef PART_OF
 }
 
+#undef SPLIT
+#undef JOIN
 #undef S
 #undef LOADS
 #undef FMA

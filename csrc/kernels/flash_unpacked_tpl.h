@@ -1,14 +1,44 @@
 /* flash_unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
  * LOAD_PART load lanes of keys, FMA multiplies and adds them, STEP names the functions that turn logits into
- * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says where such queries
- * are, and by what the sums of a row are multiplied. */
+ * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says by what the sums of a
+ * row are multiplied. Where one load has the numbers of two vectors (PARTS), PART_OF takes one of them; a
+ * rest of one vector is in order. In either case the includer says where such queries are, which are zero
+ * behind the last number. */
 
 #ifndef NUMBERS
 #    define NUMBERS 1
-#    define QUERIES(block) ((const T *)(block)->q)
-#    define QUERY_STEP(depth) (depth)
 #    define TOTALS VOP(totals)
 #    define ROW_UNIT(block, r) UNIT
+#endif
+#ifndef PARTS
+#    define PARTS 1
+#    define PART_OF(x, part) (x)
+#endif
+#ifndef QUERIES
+#    define QUERIES(block) ((const T *)(block)->q)
+#    define QUERY_STEP(depth) (depth)
+#endif
+
+#if PARTS > 1
+/* Adds products of what was loaded of some keys and the queries at q, of which `count` lanes are left. */
+static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                 const V *x, const T *q, ptrdiff_t q_step,
+                                                                 ptrdiff_t count, const int parts, V *sums)
+{
+    UNROLL(4)
+    for (int part = 0; part < parts; part++, q += LANES) {
+        V some[DOT_SUMS];
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) some[j] = parts > 1 ? PART_OF(x[j], part) : x[j];
+        UNROLL(4)
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            const T *row = q + r * q_step;
+            V y = count >= LANES ? VOP(load)(row) : VOP(load_part)(row, count);
+            UNROLL(32)
+            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(some[j], y, sums[r * keys + j]);
+        }
+    }
+}
 #endif
 
 /* Logits of up to four rows, and of so many keys that their sums fit the registers and do not wait for each
@@ -27,26 +57,43 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     UNROLL(64)
     for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
     ptrdiff_t i = 0;
-    for (; (i + LANES) * NUMBERS <= depth; i += LANES) {
+    for (; (i + LANES * PARTS) * NUMBERS <= depth; i += LANES * PARTS) {
         UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(key[j] + i * NUMBERS);
         if (i * NUMBERS * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
+#if PARTS > 1
+        FROM(add_dots)(rows, keys, x, q + i, q_step, LANES, PARTS, sums);
+#else
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = VOP(load)(q + r * q_step + i);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
+#endif
     }
+    const ptrdiff_t left = depth - i * NUMBERS;
+#if PARTS > 1
+    if (0 < left && left <= LANES) {
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(key[j] + i, left);
+        FROM(add_dots)(rows, keys, x, q + i, q_step, left, 1, sums);
+        i = depth;
+    }
+#endif
     if (i * NUMBERS < depth) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(key[j] + i * NUMBERS, depth - i * NUMBERS);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(key[j] + i * NUMBERS, left);
+#if PARTS > 1
+        FROM(add_dots)(rows, keys, x, q + i, q_step, 2 * LANES, PARTS, sums);
+#else
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
             V y = NUMBERS > 1 ? VOP(load)(q + r * q_step + i) : VOP(load_part)(q + r * q_step + i, depth - i);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
+#endif
     }
     T dots[DOT_SUMS + LANES];
     UNROLL(32)
@@ -225,6 +272,8 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(&blocks[h], &tiles[h], &prefetch);
 }
 
+#undef PARTS
+#undef PART_OF
 #undef NUMBERS
 #undef QUERIES
 #undef QUERY_STEP

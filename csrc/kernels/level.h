@@ -288,9 +288,15 @@ static inline vd tanh_tail_f64(vd z)
          .pack_values = pack_values_##type,                                                                  \
          .step_unpacked = step_unpacked_##type}
 #    ifdef V_I16X2
-#        define KV_KERNELS_I8 {pack_queries_i16x2, pack_keys_i8, pack_values_i8, step_i16x2}
+#        define KV_KERNELS_I8 {pack_queries_i16x2, pack_keys_i8, pack_values_i8, step_i16x2, true}
 #    else
 #        define KV_KERNELS_I8 KV_KERNELS(i8)
+#    endif
+#    ifdef V_LINES
+#        define KV_KERNELS_BF16                                                                              \
+            {pack_queries_bf16, pack_keys_bf16, pack_values_bf16, step_unpacked_bf16, false}
+#    else
+#        define KV_KERNELS_BF16 KV_KERNELS(bf16)
 #    endif
 #    define NUMBER_KERNELS(type) {read_bias_##type, write_##type}
 #    define NUMBERS_F32                                                                                      \
@@ -350,7 +356,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .merge = merge_f32,
             .kv = {[AM_FLOAT32] = KV_KERNELS(f32),
                    [AM_FLOAT16] = KV_KERNELS(f16),
-                   [AM_BFLOAT16] = KV_KERNELS(bf16),
+                   [AM_BFLOAT16] = KV_KERNELS_BF16,
                    [AM_INT8] = KV_KERNELS_I8,
                    [AM_FLOAT8] = KV_KERNELS(f8)},
             .numbers = NUMBERS_F32,
@@ -379,7 +385,7 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .panel = PANEL_f32,
             .step = flash_step_bf16x2,
             .merge = merge_f32,
-            .kv = {[AM_BFLOAT16] = {NULL, pack_keys_f32, pack_values_bf16x2, step_unpacked_bf16x2}},
+            .kv = {[AM_BFLOAT16] = {NULL, pack_keys_f32, pack_values_bf16x2, step_unpacked_bf16x2, false}},
             .numbers = NUMBERS_F32,
             .backward = backward_bf16x2,
             .find_row_max = find_row_max_bf16x2,

@@ -224,20 +224,20 @@ typedef uint64_t am_flash_read_bias(void *dst, const void *src, ptrdiff_t column
 /* dst[i] = src[i] factor, in the type of the result. */
 typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t count);
 
-/* Packs rows of queries, q_step apart, as step_unpacked reads them in less than the precision of float32:
- * each row has am_packed_query_lanes lanes.
- */
+/* Packs rows of queries, q_step apart, as step_unpacked reads them; each row has am_packed_query_lanes
+ * lanes. */
 typedef void am_flash_pack_queries(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows,
                                    ptrdiff_t depth);
-static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t depth) { return (depth + 31) / 32 * 16 + 16; }
+static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t depth) { return (depth + 31) / 32 * 32 + 16; }
 
 /* Reads keys and values of one element type in memory. */
 typedef struct {
-    am_flash_pack_queries *pack_queries; /* NULL: step_unpacked reads queries as they are, as it does if it is
-                                            given none that are packed */
+    am_flash_pack_queries *pack_queries; /* NULL: step_unpacked reads queries as they are */
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
     am_flash_step_unpacked *step_unpacked;
+    bool rounds_queries; /* pack_queries keeps less than the precision of float32. Where that is too little,
+                          * step_unpacked is given none that are packed */
 } am_kv_kernels;
 
 /* Reads a bias, and writes a result, of one element type in memory. */

@@ -151,6 +151,50 @@ static inline void vf_store_part_bf16(uint16_t *p, vf v, ptrdiff_t count)
     _mm256_mask_storeu_epi16(p, v_mask_32(count), v_to_bf16(v));
 }
 
+/* Lines of bfloat16, which are loaded whole: they become a vector of the numbers at even places, and one of
+ * those at odd places, in half as many steps as two vectors in order. vf_split_32 puts vectors that lie in
+ * order in that order, and vf_join_32 puts them back. */
+#define V_LINES
+static inline vf vf_load_line_bf16(const uint16_t *p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+static inline vf vf_load_part_line_bf16(const uint16_t *p, ptrdiff_t count)
+{
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32)((UINT64_C(1) << count) - 1), p));
+}
+static inline vf vf_even_bf16(vf line)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(line), 16));
+}
+static inline vf vf_odd_bf16(vf line)
+{
+    return _mm512_and_ps(line, _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000)));
+}
+/* Two vectors of a line; or one in order. */
+static inline void vf_load_columns_bf16(const uint16_t *p, const bool two, vf *first, vf *second)
+{
+    if (two) {
+        const vf line = vf_load_line_bf16(p);
+        *first = vf_even_bf16(line), *second = vf_odd_bf16(line);
+    } else {
+        *first = *second = vf_load_bf16(p);
+    }
+}
+static inline void vf_split_32(vf *first, vf *second)
+{
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    const vf x = *first, y = *second;
+    *first = _mm512_permutex2var_ps(x, even, y);
+    *second = _mm512_permutex2var_ps(x, odd, y);
+}
+static inline void vf_join_32(vf *first, vf *second)
+{
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+                  high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const vf x = *first, y = *second;
+    *first = _mm512_permutex2var_ps(x, low, y);
+    *second = _mm512_permutex2var_ps(x, high, y);
+}
+
 static inline vf vf_load_i8(const int8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -403,11 +447,6 @@ static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
     __asm__("" : "+v"(a)); /* clang 16 crashes if it sees that all lanes are equal */
 #    endif
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
-}
-/* Loads `count` numbers; the others are zero. */
-static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
-{
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32)((UINT64_C(1) << count) - 1), p));
 }
 /* Rounds the lanes of `first`, then those of `second`, to bfloat16. */
 static inline vf vf_narrow_bf16x2(vf first, vf second)
