@@ -108,7 +108,7 @@ static inline __attribute__((always_inline)) void pack_panel_bf16x2(float *dst, 
     for (ptrdiff_t r = 0; r < 2 * lanes; r += 2, dst += PANEL_f32) {
         vf row[2], bf16x2[2];
         for (ptrdiff_t i = 0; i < 2; i++) {
-            row[i] = r + i < rows ? vf_load_part_line_bf16(src + (r + i) * step, some) : vf_set1(0);
+            row[i] = r + i < rows ? vf_load_some_bf16x2(src + (r + i) * step, some) : vf_set1(0);
         }
         vf_interleave_bf16x2(row[0], row[1], &bf16x2[0], &bf16x2[1]);
         prefetch_some(&current, 2, true);

@@ -448,6 +448,11 @@ static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
 #    endif
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
+/* Loads `count` numbers; the others are zero. */
+static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
+{
+    return vf_load_part_line_bf16(p, count);
+}
 /* Rounds the lanes of `first`, then those of `second`, to bfloat16. */
 static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
