@@ -35,7 +35,7 @@ CALLS = 12  # of each function of the core
 TIMES = 8  # that a failing call is made, so that what one loses shows
 EVER = 2**62
 # What no call of this file reaches, and what calls it.
-BY_OTHERS = {"csrc/bind/xla_buffers.c": "JAX"}
+BY_OTHERS = {"csrc/bind/xla_buffers.c": "JAX", "csrc/bind/tensors.c": "PyTorch"}
 # Other functions that allocate, which the build would not see.
 UNSEEN = [
     "PyMem_Malloc",
@@ -340,3 +340,24 @@ def test_an_allocation_of_a_function_that_jax_compiled_fails(name):
             break
     assert number > 5
     assert digest(computed()) == expected
+
+
+def test_an_allocation_of_a_call_of_pytorch_fails():
+    torch = pytest.importorskip("torch")
+    import attnmask.torch
+
+    x = torch.arange(1120.0).reshape(1, 70, 2, 8) / 1120
+
+    def computed() -> bytes:
+        return attnmask.torch.flash_attention(x, x, x, causal=True).numpy().tobytes()
+
+    expected = computed()
+    for number in itertools.count(1):
+        blocks = faults.blocks
+        with contextlib.suppress(MemoryError):
+            assert core.am_faults_call(computed, number, number, False) == expected, number
+        assert faults.blocks == blocks, number
+        if not faults.failed:
+            break
+    assert number > 3
+    assert computed() == expected
