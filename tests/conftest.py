@@ -165,6 +165,17 @@ def set_threads():
     attnmask.set_num_threads(previous)
 
 
+@pytest.fixture
+def torch():
+    """PyTorch, with nothing compiled yet."""
+    torch = pytest.importorskip("torch")
+    import attnmask.torch  # noqa: F401
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return torch
+
+
 def arrange(values, layout: str) -> np.ndarray:
     """`values` in memory as `layout` says; a constant layout (a stride of zero) alters them."""
     values = np.asarray(values)

@@ -18,16 +18,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    import attnmask.torch  # noqa: F401
-
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    return torch
-
-
-@pytest.fixture
 def query(torch):
     return torch.randn(1, 4, 1, 8)
 

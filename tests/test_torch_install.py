@@ -10,16 +10,6 @@ import attnmask
 
 
 @pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    import attnmask.torch  # noqa: F401
-
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    return torch
-
-
-@pytest.fixture
 def installed(torch):
     import attnmask.torch
 

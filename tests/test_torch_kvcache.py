@@ -27,16 +27,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    import attnmask.torch  # noqa: F401
-
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    return torch
-
-
 def tensor(torch, x):
     """The same memory."""
     if not isinstance(x, np.ndarray):

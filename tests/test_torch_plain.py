@@ -68,16 +68,6 @@ TYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    import attnmask.torch  # noqa: F401
-
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    return torch
-
-
-@pytest.fixture
 def operator(torch):
     return torch.ops.attnmask.flash_attention_plain.default
 
