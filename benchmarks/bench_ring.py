@@ -9,7 +9,7 @@ Simulated are 2 to 256 processes, for sequences of 131,072 and 1,048,576 tokens:
   round travel while the last one that had any is computed, at the rate that is measured here for one call of attention.
 
 Real are processes of one thread each, over loopback, against one process of one thread: causal attention over 16,384
-tokens, forward alone and with backward. They need PyTorch.
+tokens, forward alone and with backward, all taking turns. They need PyTorch.
 
 python benchmarks/bench_ring.py [--quick] [--only simulated|real] [--threads N]
 """
@@ -119,8 +119,8 @@ def simulate(quick: bool) -> None:
 # Real processes
 
 
-def worker(rank: int, world: int, store: str, rounds: int) -> None:
-    """One of them; it prints the least time of a call forward, one with backward, and the memory that both took."""
+def worker(rank: int, world: int, store: str) -> None:
+    """One of them. For each line, "forward" or "both", it makes a call and prints its seconds and the MiB so far."""
     import torch
 
     import attnmask.torch
@@ -139,20 +139,17 @@ def worker(rank: int, world: int, store: str, rounds: int) -> None:
     shard = 1, len(attnmask.shard_sequence(np.zeros(tokens), world, rank)), heads, depth
     tensors = [torch.randn(shard, requires_grad=True) for _ in range(3)]
     dout = torch.randn(shard)
-    times = {"forward": float("inf"), "both": float("inf")}
-    for _ in range(rounds):
+    for line in sys.stdin:
         torch.distributed.barrier()
         begin = time.perf_counter()
-        with torch.no_grad():
-            attend(attnmask, tensors, world)
+        if line.strip() == "forward":
+            with torch.no_grad():
+                attend(attnmask, tensors, world)
+        else:
+            torch.autograd.grad(attend(attnmask, tensors, world), tensors, dout)
         torch.distributed.barrier()
-        times["forward"] = min(times["forward"], time.perf_counter() - begin)
-        begin = time.perf_counter()
-        torch.autograd.grad(attend(attnmask, tensors, world), tensors, dout)
-        torch.distributed.barrier()
-        times["both"] = min(times["both"], time.perf_counter() - begin)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(times["forward"], times["both"], memory / 1024)
+        seconds = time.perf_counter() - begin
+        print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -162,40 +159,68 @@ def attend(attnmask, tensors, world):  # type: ignore[no-untyped-def]
     return attnmask.torch.ring_attention(*tensors, causal=True)
 
 
-def measured(world: int, rounds: int) -> np.ndarray:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--worker", str(world), f"{folder}/store", str(rounds)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        processes = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
-            for rank in range(world)
-        ]
-        said = [process.communicate()[0].split() for process in processes]
-    return np.array(said, float).max(axis=0)
+def start(world: int, store: str) -> list[subprocess.Popen]:
+    """So many processes, which share one sequence."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, __file__, "--worker", str(world), store]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    return [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(world)]
+
+
+def turn(processes: list[subprocess.Popen], what: str) -> tuple[float, float]:
+    """The seconds and the MiB of the slowest and the largest of processes that begin together."""
+    for process in processes:
+        print(what, file=process.stdin, flush=True)
+    seconds, memory = zip(
+        *(map(float, process.stdout.readline().split()) for process in processes), strict=True
+    )
+    return max(seconds), max(memory)
 
 
 def real(quick: bool) -> None:
     tokens, heads, depth = REAL
     print(
-        f"\nCausal, {tokens:,} tokens, {heads} heads of {depth}, float32; memory beside the interpreter's\n"
+        f"\nCausal, {tokens:,} tokens, {heads} heads of {depth}, float32; memory beside the interpreter's. Medians of"
+        " calls that take turns, and of how many times faster than one process in the same turn.\n"
     )
+    processors = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder:
+        groups = {"1": start(1, f"{folder}/1")}
+        for world in (2,) if quick else (2, 4):
+            name = f"{world}, more than processors" if world > processors else str(world)
+            groups[name] = start(world, f"{folder}/{world}")
+        alone = f"{min(2, processors)} with a sequence each"
+        groups[alone] = groups["1"] + (start(1, f"{folder}/alone") if processors > 1 else [])
+        rounds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in groups}
+        memory: dict[str, float] = {}
+        try:
+            for _ in range(1 if quick else 8):
+                for what in "forward", "both":
+                    for name, processes in groups.items():
+                        seconds, memory[name] = turn(processes, what)
+                        rounds[name][what].append(seconds / (len(processes) if name == alone else 1))
+        finally:
+            for process in {process for processes in groups.values() for process in processes}:
+                process.kill()
+                process.communicate()
     print("| processes of one thread | forward | with backward | memory of each |\n| --- | --- | --- | --- |")
-    one = None
-    for world in (1, 2) if quick else (1, 2, 4):
-        name = f"{world}, more than processors" if world > (os.cpu_count() or 1) else str(world)
-        forward, both, memory = measured(world, 1 if quick else 4)
-        one = one if one is not None else (forward, both, memory)
-        print(
-            f"| {name} | {forward:.2f} s, {one[0] / forward:.2f}x | {both:.2f} s, {one[1] / both:.2f}x "
-            f"| {memory:.0f} MB, {memory / one[2]:.0%} |",
-            flush=True,
-        )
+    for name, times in rounds.items():
+        cells = []
+        for what in "forward", "both":
+            ratios = np.divide(rounds["1"][what], times[what])
+            cells.append(f"{np.median(times[what]):.2f} s, {np.median(ratios):.2f}x")
+        cells.append(f"{memory[name]:.0f} MB, {memory[name] / memory['1']:.0%}")
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(
+        "\nThe last row is what the processors give to processes that do not wait for each other: the time of both,"
+        " a sequence."
+    )
 
 
 if __name__ == "__main__":
     if "--worker" in sys.argv:
-        world, store, rounds, rank = sys.argv[2:]
-        worker(int(rank), int(world), store, int(rounds))
+        world, store, rank = sys.argv[2:]
+        worker(int(rank), int(world), store)
         sys.exit()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,7 +1,11 @@
 """What the tests share: levels of instruction sets, memory layouts, and the profiles of hypothesis."""
 
+import gc
 import os
 from collections import Counter
+
+# NumPy computes what is expected, in a process for each processor: threads of its own would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -141,6 +145,11 @@ def pytest_collection_modifyitems(config, items) -> None:
     config.hook.pytest_deselected(items=list(set(items).difference(left)))
     places: dict[str, int] = {}
     items[:] = sorted(left, key=lambda item: places.setdefault(case_of(item), len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Collecting garbage need not look at thousands of tests each time."""
+    gc.freeze()
 
 
 @pytest.fixture
