@@ -331,7 +331,7 @@ def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
 def allocate(
     shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
 ) -> NDArray[Any]:
-    """A new array, not filled yet or made by `np.zeros`, of sizes that come from the arguments `names`."""
+    """A new array, not filled yet or as `make` makes it, of sizes that come from the arguments `names`."""
     try:
         return make(shape, dtype)
     except (MemoryError, ValueError, OverflowError):  # the last two say that a size does not fit 64 bits

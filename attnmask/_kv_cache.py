@@ -12,6 +12,7 @@ that others have too gets a copy of it::
 from __future__ import annotations
 
 import array
+import math
 from itertools import accumulate, count, islice
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -37,6 +38,16 @@ __all__ = ["KVCache", "KVCacheStep", "quantize_kv"]
 
 _LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # magnitudes, by the names of the types
 _MOST_TOKENS = 2**31 - 1  # lengths are int32
+_CACHE_LINE = 64  # bytes
+
+
+def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """`np.zeros`, beginning where a line of the processor's cache does: rows in fewer lines are read faster."""
+    numbers = np.dtype(dtype)
+    size = math.prod(shape) * numbers.itemsize
+    memory = np.zeros(size + _CACHE_LINE, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % _CACHE_LINE
+    return memory[begin : begin + size].view(numbers).reshape(shape)
 
 
 def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
@@ -230,7 +241,7 @@ class KVCache:
         numbers = _dtype_of(dtype, floating=True)
 
         def zeros(channels: int, dtype: DTypeLike) -> NDArray[Any]:
-            return allocate((*shape, channels), dtype, f"{', '.join(sizes)} and depth", np.zeros)
+            return allocate((*shape, channels), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
 
         self.page_size = shape[2]
         self.k_pages, self.v_pages = zeros(k_depth, numbers), zeros(v_depth, numbers)

@@ -14,7 +14,7 @@ from pathlib import Path
 import harness
 import numpy as np
 from harness import Call, difference, digits, percent, race
-from kvcache_cases import DEPTH, HEADS, KV_HEADS, TYPES, Step, paged
+from kvcache_cases import DEPTH, HEADS, KV_HEADS, TYPES, Step, in_lines, paged
 from workers import Remote, Worker, WorkerError, started
 
 import attnmask
@@ -31,7 +31,8 @@ def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> lis
     rng, dtype = np.random.default_rng(0), TYPES[name]
     query = rng.standard_normal((batch, queries, HEADS, DEPTH), np.float32).astype(dtype)
     key, value = (
-        rng.standard_normal((batch, keys, KV_HEADS, DEPTH), np.float32).astype(dtype) for _ in range(2)
+        in_lines(rng.standard_normal((batch, keys, KV_HEADS, DEPTH), np.float32).astype(dtype))
+        for _ in range(2)
     )
     out = np.empty_like(query)
     options = {"causal": True, "causal_offset": "bottom-right"}
@@ -62,7 +63,7 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     rng = np.random.default_rng(0)
     query = rng.standard_normal((batch, 1, HEADS, DEPTH), np.float32).astype(TYPES["bfloat16"])
     key, value = (rng.standard_normal((batch, keys, KV_HEADS, DEPTH), np.float32) for _ in range(2))
-    narrow = [x.astype(TYPES["bfloat16"]) for x in (key, value)]
+    narrow = [in_lines(x.astype(TYPES["bfloat16"])) for x in (key, value)]
     out = np.empty_like(query)
     calls: dict[str, Call] = {
         "bfloat16": lambda: attnmask.flash_attention_with_kvcache(query, *narrow, out=out)
@@ -71,7 +72,7 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     for name, scale in FORMATS:
         axis = -1 if scale == "token" else (0, 1)
         (k, k_scale), (v, v_scale) = (attnmask.quantize_kv(x, TYPES[name], axis) for x in (key, value))
-        given = {"k_cache": k, "v_cache": v, "k_scale": k_scale, "v_scale": v_scale}
+        given = {"k_cache": in_lines(k), "v_cache": in_lines(v), "k_scale": k_scale, "v_scale": v_scale}
         call = calls[f"{name}, {scale}"] = lambda given=given: attnmask.flash_attention_with_kvcache(
             query, **given, out=out
         )

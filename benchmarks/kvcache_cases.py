@@ -15,9 +15,18 @@ TYPES = {
 }
 
 
+def in_lines(array: np.ndarray) -> np.ndarray:
+    """A copy that begins where a line of the processor's cache does, as tensors and the pages of KVCache do."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % 64
+    copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def paged(cache: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
     """The same tokens in pages that lie in this order."""
-    pages = np.empty((len(order), size, *cache.shape[2:]), cache.dtype)
+    pages = in_lines(np.empty((len(order), size, *cache.shape[2:]), cache.dtype))
     pages[order] = cache.reshape(len(order), size, *cache.shape[2:])
     return pages
 

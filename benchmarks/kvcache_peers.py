@@ -26,7 +26,7 @@ from flash_peers import (
     heads_first,
     seconds,
 )
-from kvcache_cases import DEPTH, HEADS, KV_HEADS, Step, paged
+from kvcache_cases import DEPTH, HEADS, KV_HEADS, Step, in_lines, paged
 from workers import serve, turn
 
 SCALE = DEPTH**-0.5
@@ -60,6 +60,7 @@ class Attnmask:
             (k_cache, k_scale), (v_cache, v_scale) = (
                 quantize(x, step.cache_type, -1) for x in (k_cache, v_cache)
             )
+            k_cache, v_cache = in_lines(k_cache), in_lines(v_cache)
             scales = {"k_scale": k_scale, "v_scale": v_scale}
         lengths = np.full(step.batch, step.keys - step.queries, np.int32)
         out = np.full_like(query, 0)  # its pages are mapped

@@ -390,6 +390,8 @@ def test_arrays(dtype):
     else:
         assert cache.k_scales.shape == cache.v_scales.shape == (3, 5, 7, 2, 1)
         assert cache.k_scales.dtype == cache.v_scales.dtype == np.float32
+    held = (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales)
+    assert all(x.ctypes.data % 64 == 0 and not x.any() for x in held if x is not None)
     assert (cache.page_size, cache.free_pages) == (7, 5)
     assert KVCache(1, 2, pages=1, dtype=dtype.name).k_pages.shape == (1, 1, 64, 1, 2)
 
