@@ -22,10 +22,12 @@ pytest.register_assert_rewrite(
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 
 # Sanitizers change times and the use of memory, so neither is tested under them.
-SANITIZED = any(name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
+BY_ADDRESS, BY_THREAD = (name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
+SANITIZED = BY_ADDRESS or BY_THREAD
 
 # Under AddressSanitizer a test takes three times as long, so some are left out or thinned. Left out: programs in Python
-# and what is asked of texts, which make the calls that other tests make.
+# and what is asked of texts or of threads, which make the calls that other tests make. ThreadSanitizer goes through the
+# tests of threads.
 NO_CALLS_OF_THEIR_OWN = (
     "charts",
     "demo",
@@ -36,8 +38,9 @@ NO_CALLS_OF_THEIR_OWN = (
     "notebook",
     "reference_flash",
     "signatures",
+    "threads",
 )
-if SANITIZED:
+if BY_ADDRESS:
     collect_ignore = [f"test_{name}.py" for name in NO_CALLS_OF_THEIR_OWN]
 
 # One level of instruction sets for each case, in turn; but all levels for the kernels themselves, and for the tests
@@ -51,6 +54,7 @@ THINNED = {
     "test_a_million_tokens",
     "test_a_row_without_a_live_pair",
     "test_a_sequence_gets_the_bits_that_it_gets_alone",
+    "test_a_signal_ends_a_long_call",
     "test_any_number_of_threads_gives_the_same_bits",
     "test_batch_rows_that_see_unlike_many_keys",
     "test_dead_pairs_have_no_influence",
@@ -120,7 +124,7 @@ def case_of(item) -> str:
 
 
 def thinned(items: list) -> list:
-    """Those of the tests that sanitizers go through."""
+    """Those of the tests that AddressSanitizer goes through."""
     available = attnmask.show_config(mode="dict")["isa_available"]
     cases: dict[str, list] = {}
     for item in items:
@@ -141,7 +145,7 @@ def thinned(items: list) -> list:
 def pytest_collection_modifyitems(config, items) -> None:
     """Puts the levels of one case next to each other, so that their expected result is computed only once."""
     left = [item for item in items if may_differ_from_lower_level(item)]
-    left = thinned(left) if SANITIZED else left
+    left = thinned(left) if BY_ADDRESS else left
     config.hook.pytest_deselected(items=list(set(items).difference(left)))
     places: dict[str, int] = {}
     items[:] = sorted(left, key=lambda item: places.setdefault(case_of(item), len(places)))
