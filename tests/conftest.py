@@ -43,8 +43,9 @@ NO_CALLS_OF_THEIR_OWN = (
 if BY_ADDRESS:
     collect_ignore = [f"test_{name}.py" for name in NO_CALLS_OF_THEIR_OWN]
 
-# One level of instruction sets for each case, in turn; but all levels for the kernels themselves, and for the tests
-# that go through all pairs of arguments.
+# With ATTNMASK_TEST_LEVELS=turns, and under AddressSanitizer, each case runs at one level of instruction sets, levels
+# taking turns; but at all levels those of the kernels themselves, and those that go through all pairs of arguments.
+IN_TURN = BY_ADDRESS or os.environ.get("ATTNMASK_TEST_LEVELS") == "turns"
 AT_EACH_LEVEL = {"test_kernel", "test_all_pairs_of_arguments"}
 
 # Thinned to every third case: tests that repeat calls with other numbers or threads. What is read and written is up to
@@ -123,29 +124,29 @@ def case_of(item) -> str:
     return f"{item.parent.nodeid} {item.originalname} {parameters(item) | {'isa': None}}"
 
 
-def thinned(items: list) -> list:
-    """Those of the tests that AddressSanitizer goes through."""
+def in_turn(items: list) -> list:
+    """Each case at one level; under AddressSanitizer not all of them, and at another level."""
     available = attnmask.show_config(mode="dict")["isa_available"]
     cases: dict[str, list] = {}
     for item in items:
         draws = "pyplot" in getattr(item, "fixturenames", ())  # in Python, what others have read
-        if not draws and parameters(item).get("isa", "baseline") in available:
+        if parameters(item).get("isa", "baseline") in available and not (BY_ADDRESS and draws):
             cases.setdefault(case_of(item), []).append(item)
     left, seen, kept = [], Counter(), Counter()
     for levels in cases.values():
         name = getattr(levels[0], "originalname", "")
         seen[name] += 1
-        if name in THINNED and seen[name] % 3 > 0:
+        if BY_ADDRESS and name in THINNED and seen[name] % 3 > 0:
             continue
         kept[name] += 1
-        left += levels if name in AT_EACH_LEVEL else [levels[kept[name] % len(levels)]]
+        left += levels if name in AT_EACH_LEVEL else [levels[(kept[name] + BY_ADDRESS) % len(levels)]]
     return left
 
 
 def pytest_collection_modifyitems(config, items) -> None:
     """Puts the levels of one case next to each other, so that their expected result is computed only once."""
     left = [item for item in items if may_differ_from_lower_level(item)]
-    left = thinned(left) if BY_ADDRESS else left
+    left = in_turn(left) if IN_TURN else left
     config.hook.pytest_deselected(items=list(set(items).difference(left)))
     places: dict[str, int] = {}
     items[:] = sorted(left, key=lambda item: places.setdefault(case_of(item), len(places)))
