@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks test-frameworks-quick frameworks frameworks-installed fuzz bench docs wheel lint format stubs faults sanitize tsan werror clean
+.PHONY: help demo test test-frameworks test-frameworks-quick frameworks-quick-installed frameworks frameworks-installed fuzz bench docs wheel lint format stubs faults sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -31,9 +31,12 @@ test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transform
 
 # The short ones, with the oldest PyTorch that is supported, where these packages are to be had.
 test-frameworks-quick: $(VENV)/installed
-	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed || \
+	@$(MAKE) --no-print-directory frameworks-quick-installed || \
 	    { echo 'no PyTorch or JAX to be had: skipped'; exit 0; }; \
 	$(MAKE) --no-print-directory VENV=.venv-frameworks PYTEST_ARGS='-m "not long" -n $(JOBS) --dist worksteal' frameworks
+
+frameworks-quick-installed:
+	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed
 
 frameworks: frameworks-installed # with the package that is built where it lies
 	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
@@ -128,7 +131,7 @@ tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threa
 	CC=clang ATTNMASK_SANITIZE=thread $(call BUILD_AS,tsan)
 	$(TSAN) $(BIN)/python -c 'import attnmask; assert "LLVM" in attnmask.show_config("dict")["openmp"]'
 	$(TSAN) ARCHER_OPTIONS=verbose=1 $(BIN)/python -c 'import attnmask' 2>&1 | grep -q 'Archer detected'
-	$(TSAN) $(BIN)/pytest --capture=sys $(TSAN_TESTS) $(PYTEST_ARGS) # which leaves the report to be seen
+	$(TSAN) $(BIN)/pytest --capture=sys -n $(JOBS) --dist worksteal $(TSAN_TESTS) $(PYTEST_ARGS) # which leaves the report to be seen
 
 clean: ## remove all that was made
 	rm -rf $(VENV) .venv-frameworks build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
