@@ -42,7 +42,7 @@ _CACHE_LINE = 64  # bytes
 
 
 def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """`np.zeros`, beginning where a line of the processor's cache does: rows in fewer lines are read faster."""
+    """As `np.zeros`. The array begins at a line of the processor's cache, so that rows lie in few lines."""
     numbers = np.dtype(dtype)
     size = math.prod(shape) * numbers.itemsize
     memory = np.zeros(size + _CACHE_LINE, np.uint8)

@@ -189,16 +189,18 @@ def real(quick: bool) -> None:
         for world in (2,) if quick else (2, 4):
             name = f"{world}, more than processors" if world > processors else str(world)
             groups[name] = start(world, f"{folder}/{world}")
-        alone = f"{min(2, processors)} with a sequence each"
-        groups[alone] = groups["1"] + (start(1, f"{folder}/alone") if processors > 1 else [])
+        alone = "2 with a sequence each"
+        groups[alone] = groups["1"] + start(1, f"{folder}/alone")
         rounds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in groups}
         memory: dict[str, float] = {}
         try:
-            for _ in range(1 if quick else 8):
+            count = 1 if quick else 8
+            for number in range(count):
+                print(f"round {number + 1} of {count}", file=sys.stderr, flush=True)
                 for what in "forward", "both":
                     for name, processes in groups.items():
                         seconds, memory[name] = turn(processes, what)
-                        rounds[name][what].append(seconds / (len(processes) if name == alone else 1))
+                        rounds[name][what].append(seconds / (2 if name == alone else 1))
         finally:
             for process in {process for processes in groups.values() for process in processes}:
                 process.kill()

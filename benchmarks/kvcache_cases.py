@@ -26,9 +26,8 @@ def in_lines(array: np.ndarray) -> np.ndarray:
 
 def paged(cache: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
     """The same tokens in pages that lie in this order."""
-    pages = in_lines(np.empty((len(order), size, *cache.shape[2:]), cache.dtype))
-    pages[order] = cache.reshape(len(order), size, *cache.shape[2:])
-    return pages
+    pages = cache.reshape(len(order), size, *cache.shape[2:])
+    return in_lines(pages[np.argsort(order)])
 
 
 @dataclass(frozen=True)

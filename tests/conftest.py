@@ -22,8 +22,8 @@ pytest.register_assert_rewrite(
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 
 # Sanitizers change times and the use of memory, so neither is tested under them.
-BY_ADDRESS, BY_THREAD = (name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
-SANITIZED = BY_ADDRESS or BY_THREAD
+ASAN, TSAN = (name in os.environ.get("LD_PRELOAD", "") for name in ("asan", "tsan"))
+SANITIZED = ASAN or TSAN
 
 # Under AddressSanitizer a test takes three times as long, so some are left out or thinned. Left out: programs in Python
 # and what is asked of texts or of threads, which make the calls that other tests make. ThreadSanitizer goes through the
@@ -40,12 +40,12 @@ NO_CALLS_OF_THEIR_OWN = (
     "signatures",
     "threads",
 )
-if BY_ADDRESS:
+if ASAN:
     collect_ignore = [f"test_{name}.py" for name in NO_CALLS_OF_THEIR_OWN]
 
 # With ATTNMASK_TEST_LEVELS=turns, and under AddressSanitizer, each case runs at one level of instruction sets, levels
 # taking turns; but at all levels those of the kernels themselves, and those that go through all pairs of arguments.
-IN_TURN = BY_ADDRESS or os.environ.get("ATTNMASK_TEST_LEVELS") == "turns"
+IN_TURN = ASAN or os.environ.get("ATTNMASK_TEST_LEVELS") == "turns"
 AT_EACH_LEVEL = {"test_kernel", "test_all_pairs_of_arguments"}
 
 # Thinned to every third case: tests that repeat calls with other numbers or threads. What is read and written is up to
@@ -125,21 +125,21 @@ def case_of(item) -> str:
 
 
 def in_turn(items: list) -> list:
-    """Each case at one level; under AddressSanitizer not all of them, and at another level."""
+    """Leaves each case one level; under AddressSanitizer it leaves fewer cases, and begins with another level."""
     available = attnmask.show_config(mode="dict")["isa_available"]
     cases: dict[str, list] = {}
     for item in items:
         draws = "pyplot" in getattr(item, "fixturenames", ())  # in Python, what others have read
-        if parameters(item).get("isa", "baseline") in available and not (BY_ADDRESS and draws):
+        if parameters(item).get("isa", "baseline") in available and not (ASAN and draws):
             cases.setdefault(case_of(item), []).append(item)
     left, seen, kept = [], Counter(), Counter()
     for levels in cases.values():
         name = getattr(levels[0], "originalname", "")
         seen[name] += 1
-        if BY_ADDRESS and name in THINNED and seen[name] % 3 > 0:
+        if ASAN and name in THINNED and seen[name] % 3 > 0:
             continue
         kept[name] += 1
-        left += levels if name in AT_EACH_LEVEL else [levels[(kept[name] + BY_ADDRESS) % len(levels)]]
+        left += levels if name in AT_EACH_LEVEL else [levels[(kept[name] + ASAN) % len(levels)]]
     return left
 
 
