@@ -44,7 +44,7 @@ class Arithmetic:
 
 
 def arithmetic_of(kernel: Kernel) -> Arithmetic:
-    family = kernel.slot.partition(".")[0]
+    family = kernel.slot.partition(".")[0].replace("f8_by_bf16", "flash_f32")
     dtype = np.dtype(np.float64 if family == "flash_f64" else np.float32)
     return Arithmetic(getattr(kernel.table, family), dtype, 2 if family == "flash_bf16x2" else 1)
 
@@ -272,7 +272,7 @@ def packed_query_lanes(depth: int) -> int:
 
 
 def check_pack_queries(kernel: Kernel, rng) -> None:
-    check = check_pack_i16x2 if kernel.index == CONSTANTS["AM_INT8"] else check_pack_lines
+    check = PACKED_QUERIES[kernel.index]
     for depth in (*DEPTHS[1:], 600, 1100):
         rows, memory = pick(rng, [1, 2, 5, 64]), Memory()
         values = some_special(rng, (rows, depth), np.dtype(np.float32))
@@ -305,6 +305,18 @@ def check_pack_lines(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
     same(dst[:, :-16], expected, depth)
 
 
+def check_pack_bf16(dst: np.ndarray, values: np.ndarray, depth: int) -> None:
+    """Subnormal numbers count as 0."""
+    values = np.where(abs(values) < 2.0**-126, np.copysign(np.float32(0), values), values)
+    padded = np.pad(values, ((0, 0), (0, -depth % 32)))
+    same(dst.view(BF16)[:, : padded.shape[1]], padded.astype(BF16), depth)
+
+
+PACKED_QUERIES = {
+    CONSTANTS["AM_INT8"]: check_pack_i16x2,
+    CONSTANTS["AM_BFLOAT16"]: check_pack_lines,
+    CONSTANTS["AM_FLOAT8"]: check_pack_bf16,
+}
 CHECKS = {
     "am_add_rows": check_add_rows,
     "am_dot_rows": check_dot_rows,

@@ -16,6 +16,7 @@ from kernel_checks_rows import (
 )
 from kernel_table import CONSTANTS, TYPES, Kernel, Memory, structure
 from reference_kernels import (
+    EXP2_ERROR_BF16X2,
     Bounded,
     State,
     Terms,
@@ -27,6 +28,7 @@ from reference_kernels import (
 )
 
 LOG2_E = float(np.log2(np.e))
+Q_FACTOR = 0.25  # of queries that are packed without a factor
 
 
 def wide(values: np.ndarray) -> np.ndarray:
@@ -188,6 +190,7 @@ def block_of(
         logits=memory.written(np.full((scratch, TILE), np.nan, arithmetic.dtype)),
         cap=p.terms.cap,
         factor=p.terms.factor,
+        q_factor=Q_FACTOR,
         unit=p.terms.unit,
         **vars(mine),
     )
@@ -221,15 +224,21 @@ def padded_columns(values: np.ndarray, count: int) -> np.ndarray:
     return np.pad(values, ((0, 0), (0, count - values.shape[1])))
 
 
-def check_state(arithmetic: Arithmetic, p: Problem, old: State, new: State, i16_scales=None) -> None:
-    """`i16_scales`: those of values, if queries and P become sixteen-bit integers."""
+def check_state(
+    arithmetic: Arithmetic, p: Problem, old: State, new: State, i16_scales=None, by_bf16: bool = False
+) -> None:
+    """`i16_scales`: those of values, if queries and P become sixteen-bit integers; `by_bf16`: they become bfloat16."""
     v = padded_columns(whole_rows(p.v), old.out.shape[1])
     q, k, v = (Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k), v))
     if i16_scales is not None:
         q = q.to_i16(most_in_i16(p.q.shape[1]))
+    elif by_bf16:
+        q = q.to_bf16()
     s = p.terms.logits(q, k)
     check_maxima(old, new, s, p.terms, p)
-    expected = forward(old, new.ref_max, s, v, p.terms, arithmetic.width == 2, i16_scales)
+    rounding = EXP2_ERROR_BF16X2 if arithmetic.width == 2 else None
+    narrow = arithmetic.width == 2 or by_bf16
+    expected = forward(old, new.ref_max, s, v, p.terms, rounding, narrow, i16_scales)
     expected.sum.check(new.sum, ("sum", p))
     expected.out.check(new.out, ("out", p))
 
@@ -406,5 +415,8 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
             i16_scales = None
             if source == np.int8 and query_packer(kernel).address:
                 i16_scales = np.ones(TILE) if scales[1] is None else wide(scales[1])
-            check_state(arithmetic, scaled(p, scales), before, after, i16_scales)
+            by_bf16 = kernel.slot.startswith("f8_by_bf16")
+            if by_bf16:  # which scales products
+                p = replace(p, q=p.q * np.float32(Q_FACTOR))
+            check_state(arithmetic, scaled(p, scales), before, after, i16_scales, by_bf16)
             check_dead_pairs(p, after, beside)

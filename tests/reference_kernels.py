@@ -199,15 +199,22 @@ def check_maxima(old: State, new: State, s: Bounded, terms: Terms, case) -> None
 
 
 def forward(
-    old: State, ref_max: np.ndarray, s: Bounded, v: Bounded, terms: Terms, bf16x2: bool, scales=None
+    old: State,
+    ref_max: np.ndarray,
+    s: Bounded,
+    v: Bounded,
+    terms: Terms,
+    exp2_error: float | None,
+    to_bf16: bool,
+    scales=None,
 ) -> State:
-    """The expected accumulators after the step, given the `ref_max` that the kernel has chosen. `scales`: of values,
-    if P times these is rounded to sixteen-bit integers.
+    """The expected accumulators after the step, given the `ref_max` that the kernel has chosen. P is rounded to
+    bfloat16 if `to_bf16`; or times `scales`, those of values, to sixteen-bit integers.
     """
     size, unit = s.size, s.constant(terms.unit)
     exact = Bounded.exact(ref_max, size)
     base = Bounded.exact(np.maximum(ref_max, np.finfo(ref_max.dtype).min), size)
-    p = ((s - base[:, None]) * unit).exp2(EXP2_ERROR_BF16X2 if bf16x2 else None)
+    p = ((s - base[:, None]) * unit).exp2(exp2_error)
     if terms.live is not None:
         p = p.where(terms.live)
     rose = (ref_max != old.ref_max) & (old.ref_max > -np.inf)
@@ -217,7 +224,7 @@ def forward(
     total = Bounded.exact(old.sum, size) * factor + p.sum()
     if terms.kept is not None:
         p = p.where(terms.kept)
-    if bf16x2:
+    if to_bf16:
         p = p.to_bf16()
     elif scales is not None:
         p = p.to_i16(MOST_I16, scales)

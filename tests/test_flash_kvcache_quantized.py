@@ -188,3 +188,20 @@ def test_read_only_scales_take_no_tokens():
     with pytest.raises(ValueError, match="k_scale must be writeable"):
         attnmask.flash_attention_with_kvcache(key, cache, cache.copy(), key, key, **given)
     assert not cache.any()
+
+
+@pytest.mark.parametrize("query_type", [np.float32, BF16])
+def test_each_number_of_float8(isa, query_type):
+    """Equal tokens weigh the same, so that their mean is one of them; a query of one 1 picks a number of the key."""
+    numbers = np.arange(256, dtype=np.uint8).view(FLOAT8)
+    tokens = np.repeat(numbers[None, None, None], 64, axis=1)
+    zeros = np.zeros_like(tokens)
+    query = np.zeros((1, 1, 1, 256), query_type)
+    out = attnmask.flash_attention_with_kvcache(query, zeros, tokens)
+    np.testing.assert_array_equal(out[0, 0, 0].astype(np.float32), numbers.astype(np.float32))
+    tokens[np.isnan(tokens)] = 0
+    for i in range(256):
+        query[:] = np.arange(256) == i
+        _, lse = attnmask.flash_attention_with_kvcache(query, tokens, zeros, softmax_scale=1, return_lse=True)
+        expected = tokens[0, 0, 0, i].astype(np.float64) + np.log(64)
+        np.testing.assert_allclose(lse.item(), expected, rtol=1e-6, atol=1e-6)

@@ -39,13 +39,15 @@ am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
 {
     const am_kernels *k = run->kernels;
     const bool wide = attn->q.type == AM_FLOAT64,
-               bf16x2 = attn->q.type == AM_BFLOAT16 && k->flash_bf16x2.kv[attn->k.type].pack_keys;
+               bf16x2 = attn->q.type == AM_BFLOAT16 && k->flash_bf16x2.kv[attn->k.type].pack_keys,
+               f8_by_bf16 =
+                   attn->q.type == AM_BFLOAT16 && attn->k.type == AM_FLOAT8 && k->f8_by_bf16.pack_keys;
+    const am_flash_kernels *kernels = wide ? &k->flash_f64 : bf16x2 ? &k->flash_bf16x2 : &k->flash_f32;
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
-        .kernels = wide     ? &k->flash_f64
-                   : bf16x2 ? &k->flash_bf16x2
-                            : &k->flash_f32,
+        .kernels = kernels,
+        .kv = f8_by_bf16 ? &k->f8_by_bf16 : &kernels->kv[attn->k.type],
         .type = wide ? AM_FLOAT64 : AM_FLOAT32,
         .size = wide ? 8 : 4,
         .bf16x2 = bf16x2,

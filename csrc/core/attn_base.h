@@ -26,6 +26,7 @@ typedef struct {
     const am_attn *attn;
     const am_kernels *all_kernels;
     const am_flash_kernels *kernels; /* of the arithmetic */
+    const am_kv_kernels *kv;         /* of keys and values as they lie in memory */
     am_dtype type;                   /* of sums */
     ptrdiff_t size;                  /* of their elements */
     bool bf16x2;                     /* a lane of queries, keys and values holds two bfloat16 */

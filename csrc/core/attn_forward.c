@@ -46,7 +46,7 @@ typedef struct {
 /* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
 static am_flash_pack_queries *query_packer(const am_attn_base *base)
 {
-    const am_kv_kernels *kv = &base->kernels->kv[base->attn->k.type];
+    const am_kv_kernels *kv = base->kv;
     const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
     return narrow || !kv->rounds_queries ? kv->pack_queries : NULL;
 }
@@ -96,6 +96,7 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
         .out_depth = f->schedule.out_depth,
         .cap = f->base.attn->cap,
         .factor = f->base.bf16x2 ? f->schedule.factor : 1,
+        .q_factor = f->schedule.factor,
         .unit = f->base.unit,
     };
     set_accumulators(f, g, &rows, memory);
@@ -149,7 +150,9 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     const am_attn_base *base = &f->base;
     const am_tokens *q = &base->attn->q;
     const ptrdiff_t depth = base->attn->depth, row_bytes = f->schedule.lanes * base->size;
-    const double factor = g->shape.scales_keys ? 1 : f->schedule.factor;
+    const bool scaled =
+        g->shape.scales_keys || (g->shape.strategy == AM_UNPACKED && base->kv->scales_products);
+    const double factor = scaled ? 1 : f->schedule.factor;
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
         const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);

@@ -116,6 +116,17 @@ static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_a
     return rows;
 }
 
+/* Copies numbers that lie `step` bytes apart; four are stored at once. */
+static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
+{
+    for (; count >= 4; count -= 4, to += 4, from += 4 * step) {
+        const float four[] = {*(const float *)from, *(const float *)(from + step),
+                              *(const float *)(from + 2 * step), *(const float *)(from + 3 * step)};
+        memcpy(to, four, sizeof four);
+    }
+    for (; count > 0; count--, from += step) *to++ = *(const float *)from;
+}
+
 /* Copies the scales of a tile's tokens to `scratch`; NULL if tokens have none. What is not to be read has 0.
  * `first`: no other head of the step has read their neighbours, and so those of the next tile are prefetched.
  */
@@ -126,13 +137,13 @@ static const float *token_scales(const am_attn *f, const am_kv_scales *scales, c
     const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
     const am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
     const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1; /* tokens in a line */
-    ptrdiff_t i = 0;
-    for (key_run run; keys.begin < keys.end; keys.begin += run.count) {
+    static const float zero = 0;
+    float *to = scratch, *end = scratch + AM_FLASH_TILE;
+    for (key_run run; keys.begin < keys.end; keys.begin += run.count, to += run.count) {
         run = run_of(f, &t, at, keys);
-        for (ptrdiff_t r = 0; r < run.count; r++)
-            scratch[i++] = run.data ? *(const float *)(run.data + r * t.token) : 0;
+        gather(to, run.data ? run.data : (const char *)&zero, run.data ? t.token : 0, run.count);
     }
-    while (i < AM_FLASH_TILE) scratch[i++] = 0;
+    while (to < end) *to++ = 0;
     for (am_range left = next; first && left.begin < left.end;) {
         const key_run run = run_of(f, &t, at, left);
         for (ptrdiff_t r = 0; run.data && r < run.count; r += some)
@@ -161,16 +172,15 @@ void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char
 {
     ptrdiff_t step;
     const char *src = read_rows(base, &rows, scratch, &step);
-    base->kernels->kv[rows.type].pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor,
-                                           rows.scales);
+    base->kv->pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor, rows.scales);
 }
 
 bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to)
 {
     ptrdiff_t step;
     const char *src = read_rows(base, &rows, scratch, &step);
-    return base->kernels->kv[rows.type].pack_values(to, src, base->bf16x2 ? 2 * step : step, rows.count,
-                                                    rows.depth, rows.scales);
+    return base->kv->pack_values(to, src, base->bf16x2 ? 2 * step : step, rows.count, rows.depth,
+                                 rows.scales);
 }
 
 /* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
@@ -333,7 +343,7 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_
             token_scales(f, &f->k_scales, source->at, source->keys, source->scales[0], source->first);
         tile->v_scales =
             token_scales(f, &f->v_scales, source->at, source->keys, source->scales[1], source->first);
-        return base->kernels->kv[f->k.type].step_unpacked;
+        return base->kv->step_unpacked;
     }
     tile->run = 0;
     const am_kv_rows k = key_rows(source), v = value_rows(source);
@@ -341,7 +351,7 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_
     tile->v = read_rows(base, &v, w->v, &tile->v_step);
     tile->k_scales = k.scales, tile->v_scales = v.scales;
     tile->value_depth = am_lanes(base, v.depth);
-    return base->kernels->kv[k.type].step_unpacked;
+    return base->kv->step_unpacked;
 }
 
 am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,

@@ -92,108 +92,25 @@ static void narrow_p_i16x2(const am_flash_rows *block, const am_flash_tile *tile
 #define FROM(name) name##_i16x2
 #include "kernels/flash_product_of_tpl.h"
 
-enum { WIDE_I16X2 = 2 * PANEL_f32 };
-
-/* sums + P V of values begin … end - 1, of one panel of columns or two. */
-static inline __attribute__((always_inline)) void
-add_rows_i16x2(ptrdiff_t rows, const bool wide, ptrdiff_t begin, ptrdiff_t end, const float *p,
-               const int8_t *v, ptrdiff_t step, float *sums, prefetch_lines *prefetch)
-{
-    const ptrdiff_t pairs = (end - begin) / 2;
-    p += begin / 2, v += begin * step;
-    if (wide)
-        accumulate_wide_i16x2(rows, pairs, p, v, 2 * step, sums, WIDE_I16X2, 2, prefetch);
-    else
-        accumulate_i16x2(rows, 2, pairs, p, v, 2 * step, sums, WIDE_I16X2, 2, prefetch, true);
-    if ((end - begin) % 2 == 0) return;
-    /* P is 0 for the key behind the last one, which may not be there. */
-    prefetch_lines none = prefetch_nothing(p);
-    p += pairs, v += 2 * pairs * step;
-    for (ptrdiff_t i = 0; i < (wide ? 2 : 1); i++)
-        accumulate_i16x2(rows, 2, 1, p, v + i * PANEL_f32, 0, sums + i * PANEL_f32, WIDE_I16X2, 0, &none,
-                         false);
-}
-
-static inline const int8_t *origin_i16x2(const am_flash_tile *tile, const void *first,
-                                         const void *const *runs, ptrdiff_t step, ptrdiff_t i);
-static inline ptrdiff_t end_of_run_i16x2(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
-
-/* O + P V of some rows and of one or two panels of columns. The sums of all runs are taken as integers, so
- * that runs do not alter a bit. */
-static inline __attribute__((always_inline)) void
-add_panels_i16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
-                 ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const bool wide, prefetch_lines *prefetch)
-{
-    const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
-    const ptrdiff_t columns = tile->value_depth - column, width = wide ? WIDE_I16X2 : PANEL_f32;
-    float sums[V_STRIP * WIDE_I16X2];
-    int8_t panel[AM_FLASH_TILE * PANEL_f32];
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t i = 0; i < width; i += VF_LANES) vf_store(sums + r * WIDE_I16X2 + i, vf_set1(0));
-    }
-    for (ptrdiff_t next; begin < end; begin = next) {
-        next = end_of_run_i16x2(tile, begin, end);
-        const int8_t *v = origin_i16x2(tile, tile->v, tile->v_runs, tile->v_step, begin) + column;
-        ptrdiff_t step = tile->v_step;
-        if (columns < PANEL_f32) {
-            memset(panel, 0, sizeof panel);
-            for (ptrdiff_t i = begin; i < next; i++)
-                memcpy(panel + i * PANEL_f32, v + i * step, (size_t)columns);
-            v = panel, step = PANEL_f32;
-        }
-        add_rows_i16x2(rows, wide, begin, next, p, v, step, sums, prefetch);
-    }
-    const ptrdiff_t left = block->out_depth - column;
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        float *out = (float *)block->out + (row + r) * block->out_depth + column;
-        const vf unit = vf_set1(p[r * AM_FLASH_TILE + AM_FLASH_TILE - 1]);
-        for (ptrdiff_t i = 0; i < width; i += PANEL_f32) {
-            vf first = vf_load(sums + r * WIDE_I16X2 + i),
-               second = vf_load(sums + r * WIDE_I16X2 + i + VF_LANES);
-            vf_straighten_i32(&first, &second);
-            vf_store(out + i, vf_fma(unit, first, vf_load(out + i)));
-            if (i + VF_LANES < left)
-                vf_store(out + i + VF_LANES, vf_fma(unit, second, vf_load(out + i + VF_LANES)));
-        }
-    }
-}
+#define S int8_t
+#define UNIT 1
+#define TOTALS(sums) vf_totals_i32(sums)
+#define ROW_UNIT unit_of_query
+#define P_UNIT(row) ((row)[AM_FLASH_TILE - 1])
+#define LOAD_WIDE vf_load_i16x2
+#define LOAD_PART_WIDE vf_load_part_i16x2
+#define FMA vf_fma_i16x2
+#define STRAIGHTEN vf_straighten_i32
+#define FROM(name) name##_i16x2
+#include "kernels/flash_pairs_tpl.h"
 
 static void add_tile_i16x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
     narrow_p_i16x2(block, tile, begin - begin % PANEL_f32, (end + PANEL_f32 - 1) / PANEL_f32 * PANEL_f32);
-    begin -= begin % 2;
-    const ptrdiff_t rows = block->rows;
-    prefetch_lines none = prefetch_nothing(tile->v);
-    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
-        const bool wide = rows <= V_STRIP / 2 && tile->value_depth - column >= WIDE_I16X2;
-        width = wide ? WIDE_I16X2 : PANEL_f32;
-        if (wide) {
-            add_panels_i16x2(block, tile, 0, rows, begin, end, column, true, prefetch);
-            continue;
-        }
-        for (ptrdiff_t row = 0; row < rows; row += V_STRIP)
-            add_panels_i16x2(block, tile, row, rows - row < V_STRIP ? rows - row : V_STRIP, begin, end,
-                             column, false, row == 0 ? prefetch : &none);
-    }
+    add_pairs_i16x2(block, tile, begin - begin % 2, end, prefetch);
 }
-
-#define S int8_t
-#define W S
-#define WIDE(name) FROM(name)
-#define UNIT 1
-#define NUMBERS 2
-#define QUERIES(block) ((const float *)(block)->q_packed)
-#define QUERY_STEP am_packed_query_lanes
-#define TOTALS(sums) vf_totals_i32(sums)
-#define ROW_UNIT unit_of_query
-#define LOAD_WIDE vf_load_i16x2
-#define LOAD_PART_WIDE vf_load_part_i16x2
-#define FMA vf_fma_i16x2
-#define STEP(name) name##_f32
-#define FROM(name) name##_i16x2
-#include "kernels/flash_unpacked_tpl.h"
 
 static void step_i16x2(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {

@@ -246,6 +246,9 @@ APART void widen_rows_f8(uint16_t *to, ptrdiff_t to_step, const uint8_t *from, p
 #    ifdef V_BF16X2
 #        include "kernels/flash_bf16x2_tpl.h"
 #    endif
+#    if defined V_F8X2 && !defined V_AMX
+#        include "kernels/flash_f8x2_tpl.h"
+#    endif
 #endif
 
 #undef EACH_ROWS

@@ -145,6 +145,7 @@ typedef struct {
     double cap;                       /* 0: none */
     double factor;                    /* logits are q kᵀ times it, but for bias and cap; 1 unless a lane of q
                                        * and k holds two numbers */
+    double q_factor;                  /* what step_unpacked multiplies products by, if it scales them */
     double unit;                      /* of logits: e^logit is 2^(unit logit); 1, or log2 e */
 } am_flash_rows;
 
@@ -236,8 +237,10 @@ typedef struct {
     am_flash_pack_keys *pack_keys;
     am_flash_pack_values *pack_values;
     am_flash_step_unpacked *step_unpacked;
-    bool rounds_queries; /* pack_queries keeps less than the precision of float32. Where that is too little,
-                          * step_unpacked is given none that are packed */
+    bool rounds_queries;  /* pack_queries keeps less than the precision of float32. Where that is too little,
+                           * step_unpacked is given none that are packed */
+    bool scales_products; /* step_unpacked multiplies products by q_factor, and queries are packed without it
+                           */
 } am_kv_kernels;
 
 /* Reads a bias, and writes a result, of one element type in memory. */
@@ -338,6 +341,8 @@ typedef struct {
     am_unlike_bits *unlike_bits;
     am_keep_bits *keep_bits;
     am_flash_kernels flash_f32, flash_f64;
+    am_kv_kernels f8_by_bf16; /* of flash_f32, for float8 under queries of bfloat16, where the processor
+                               * multiplies that quickly; else empty */
     /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
      * depth of what pack_keys packs and of the rows that are multiplied with it (`depth` of am_flash_rows
      * counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values packs. */

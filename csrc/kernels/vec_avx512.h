@@ -410,20 +410,31 @@ static inline vf vf_load_part_i16x2(const int8_t *p, ptrdiff_t count)
     return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
 }
 /* Joins each number of the row at a with that of the row at b. Of four neighbours the first go to `first`,
- * the next four to `second`, and so on; vf_straighten_i32 puts sums of these in order, as numbers. */
+ * the next four to `second`, and so on; vf_straighten puts sums of these in order, vf_straighten_i32 as
+ * numbers.
+ */
+static inline void v_join_16(__m512i a, __m512i b, vf *first, vf *second)
+{
+    *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b));
+    *second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b));
+}
 static inline void vf_join_i16x2(const int8_t *a, const int8_t *b, vf *first, vf *second)
 {
-    const __m512i x = v_load_i16(a), y = v_load_i16(b);
-    *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
-    *second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+    v_join_16(v_load_i16(a), v_load_i16(b), first, second);
 }
-static inline void vf_straighten_i32(vf *first, vf *second)
+static inline void vf_straighten(vf *first, vf *second)
 {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
                   high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const __m512i x = _mm512_castps_si512(*first), y = _mm512_castps_si512(*second);
-    *first = _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, low, y));
-    *second = _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(x, high, y));
+    const vf x = *first, y = *second;
+    *first = _mm512_permutex2var_ps(x, low, y);
+    *second = _mm512_permutex2var_ps(x, high, y);
+}
+static inline void vf_straighten_i32(vf *first, vf *second)
+{
+    vf_straighten(first, second);
+    *first = _mm512_cvtepi32_ps(_mm512_castps_si512(*first));
+    *second = _mm512_cvtepi32_ps(_mm512_castps_si512(*second));
 }
 static inline vf vf_totals_i32(const vf v[VF_LANES])
 {
@@ -480,6 +491,43 @@ static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
 static inline vf vf_only_bits(vf v, uint32_t bits)
 {
     return _mm512_and_ps(v, _mm512_castsi512_ps(_mm512_set1_epi32((int)bits)));
+}
+
+/* Turns float8 into bfloat16 of 2^-8 of their value: exponent and fraction move to their places in bfloat16,
+ * and bits of the exponent that are not float8's are set. Zero, subnormal numbers and NaN, which are seldom,
+ * are looked for, and mended. */
+#    define V_F8X2
+static inline __m512i v_bf16_of_f8(__m256i x)
+{
+    const __m512i wide = _mm512_cvtepi8_epi16(x), bits = _mm512_set1_epi16((int16_t)0x87f0),
+                  exponent = _mm512_set1_epi16(0x3800);
+    enum { EITHER = 0xea }; /* first & second | third */
+    __m512i y = _mm512_ternarylogic_epi64(_mm512_slli_epi16(wide, 4), bits, exponent, EITHER);
+    /* One more than any of these, but for its sign, is at most 8. */
+    const __m256i more = _mm256_add_epi8(x, _mm256_set1_epi8(1));
+    if (__builtin_expect(_mm256_testn_epi8_mask(more, _mm256_set1_epi8(0x70)) == 0, true)) return y;
+    const __m512i small = _mm512_zextsi256_si512(_mm256_setr_epi16(0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820,
+                                                                   0x3840, 0x3860, 0, 0, 0, 0, 0, 0, 0, 0)),
+                  sign = _mm512_and_si512(wide, _mm512_set1_epi16(INT16_MIN)), all = _mm512_set1_epi16(0x7f);
+    const __mmask32 is_small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78)),
+                    is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(wide, all), all);
+    y = _mm512_mask_blend_epi16(is_small, y, _mm512_or_si512(sign, _mm512_permutexvar_epi16(wide, small)));
+    return _mm512_mask_blend_epi16(is_nan, y, _mm512_set1_epi16(0x7fc0));
+}
+static inline __m512i v_load_bf16_of_f8(const uint8_t *p)
+{
+    return v_bf16_of_f8(_mm256_loadu_si256((const __m256i *)p));
+}
+static inline vf vf_load_f8x2(const uint8_t *p) { return _mm512_castsi512_ps(v_load_bf16_of_f8(p)); }
+static inline vf vf_load_part_f8x2(const uint8_t *p, ptrdiff_t count)
+{
+    const __mmask32 some = (__mmask32)((UINT64_C(1) << count) - 1);
+    return _mm512_castsi512_ps(v_bf16_of_f8(_mm256_maskz_loadu_epi8(some, p)));
+}
+/* As vf_join_i16x2. */
+static inline void vf_join_f8x2(const uint8_t *a, const uint8_t *b, vf *first, vf *second)
+{
+    v_join_16(v_load_bf16_of_f8(a), v_load_bf16_of_f8(b), first, second);
 }
 #endif
 

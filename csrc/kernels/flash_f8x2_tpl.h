@@ -1,0 +1,47 @@
+/* flash_f8x2_tpl.h – attention of few rows of bfloat16 to keys and values of float8 by the processor's own
+ * dot products of bfloat16, where it has some. Keys and values become bfloat16 of 2^-8 of their value as they
+ * are read, which is exact, and P is rounded to bfloat16. */
+
+static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t depth)
+{
+    float *to = dst;
+    const float *from = q;
+    for (ptrdiff_t r = 0; r < rows; r++, to += am_packed_query_lanes(depth), from += q_step) {
+        for (ptrdiff_t i = 0; i < depth; i += 2 * VF_LANES) {
+            vf first, second;
+            load_two(from + i, depth - i, &first, &second);
+            vf_store(to + i / 2, vf_narrow_bf16x2(first, second));
+        }
+    }
+}
+
+#define S uint8_t
+#define LOADS(b, b_row, vectors, left, right) vf_join_f8x2(b, (b) + (b_row) / 2, &left, &right)
+#define FMA vf_fma_bf16x2
+#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FROM(name) name##_f8x2
+#include "kernels/flash_product_of_tpl.h"
+
+#define S uint8_t
+#define UNIT 0x1p8f
+#define TOTALS(sums) vf_totals(sums)
+#define ROW_UNIT(block, r) (UNIT * (float)(block)->q_factor)
+#define P_UNIT(row) 1
+#define LOAD_WIDE vf_load_f8x2
+#define LOAD_PART_WIDE vf_load_part_f8x2
+#define FMA vf_fma_bf16x2
+#define STRAIGHTEN vf_straighten
+#define FROM(name) name##_f8x2
+#include "kernels/flash_pairs_tpl.h"
+
+/* Where some pairs are dead, values that are NaN must not reach beyond the others. */
+static void add_tile_f8x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
+{
+    if (tile->live) {
+        add_tile_f8(block, tile, prefetch);
+        return;
+    }
+    float *row = block->logits;
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) narrow_bf16x2(row, 0, AM_FLASH_TILE);
+    add_pairs_f8x2(block, tile, 0, AM_FLASH_TILE, prefetch);
+}
