@@ -157,10 +157,11 @@ def main() -> None:
     report.heading("Beside other libraries")
     report.text(
         "Sequences × their tokens. A step writes the keys and values of new tokens, and lets their queries attend to "
-        "all tokens; tables, schedules and masks are made beforehand. Queries are of the cache's type, or of float32 "
-        "where it has eight bits. Every library runs in a process of its own. attnmask has pages of 16 tokens. In "
-        "brackets: the size of vLLM's and flex attention's pages, which was the fastest, and the type in which "
-        "OpenVINO computes, whose pages have 32 tokens; ONNX Runtime's caches are contiguous. GB/s of keys and values; "
+        "all tokens; tables, schedules and masks are made beforehand. Queries are of the cache's type, of float32 over "
+        "int8, and of bfloat16 over float8. Every library runs in a process of its own. attnmask has pages of 16 "
+        "tokens. In brackets: the size of vLLM's and flex attention's pages, which was the fastest, and the type in "
+        "which OpenVINO computes, whose pages have 32 tokens; ONNX Runtime's caches are contiguous. GB/s of keys and "
+        "values; "
         "`of read`: as a share of what plain C reads, of as many bytes. `ratio`: how many times faster than the best "
         "of the peers."
     )

@@ -53,7 +53,7 @@ class Step:
     @property
     def dtype(self) -> np.dtype:
         """The type of queries and results."""
-        return TYPES["float32"] if self.is_quantized else self.cache_type
+        return TYPES[{"int8": "float32", "float8": "bfloat16"}.get(self.name, self.name)]
 
     @property
     def cache_bytes(self) -> int:
