@@ -146,8 +146,11 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
     prefetch_lines none = prefetch_nothing(v);
+    row_runs runs = runs_of_values(tile, 2);
+    const row_runs *in_runs = tile->run && keys > tile->run ? &runs : NULL;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
+        runs.offset = column;
         const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
@@ -155,14 +158,14 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             enum { LINES = 2 }; /* of two rows */
             if (wide) {
                 accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
-                                            block->out_depth, 2 * LINES, prefetch);
+                                            block->out_depth, 2 * LINES, prefetch, in_runs);
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
                 accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes,
                                        p + r * AM_FLASH_TILE, v + column, 2 * step,
                                        out + r * block->out_depth + column, block->out_depth, LINES,
-                                       r == 0 ? prefetch : &none, true);
+                                       r == 0 ? prefetch : &none, true, in_runs);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
@@ -190,6 +193,8 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 #define LOAD_WIDE vf_load
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
+#define IN_PANELS(block, tile)                                                                               \
+    (2 * (tile)->value_depth % PANEL_f32 == 0 && (block)->out_depth == 2 * (tile)->value_depth)
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2
 #include "kernels/flash_unpacked_tpl.h"

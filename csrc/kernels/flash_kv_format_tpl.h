@@ -126,10 +126,13 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
+    row_runs runs = runs_of_values(tile, 1);
+    const row_runs *in_runs = tile->run && keys > tile->run ? &runs : NULL;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const S *rows_of_v = values + begin * tile->v_step + column;
         const ptrdiff_t columns = tile->value_depth - column;
         T *out = (T *)block->out + column;
+        runs.offset = column;
         const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
 #ifdef WIDEN
@@ -143,7 +146,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #endif
         if (wide) {
             WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_depth, WIDE_LINES,
-                                  prefetch);
+                                  prefetch, in_runs);
             continue;
         }
         bool packed = tile->live || width > columns;
@@ -166,14 +169,20 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             if (packed)
                 FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
             else if (width == FN(PANEL))
-                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_depth, LINES, lines, true);
+                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_depth, LINES, lines, true,
+                                 in_runs);
             else
-                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_depth, 1, lines, true);
+                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_depth, 1, lines, true, in_runs);
             r += rows;
         }
     }
 }
 
 #define FMA VOP(fma)
+#ifdef WIDEN
+#    define IN_PANELS(block, tile) false /* rows of a run are widened for themselves */
+#else
+#    define IN_PANELS(block, tile) ((block)->out_depth == (tile)->value_depth)
+#endif
 #define STEP(name) FN(name)
 #include "kernels/flash_unpacked_tpl.h"

@@ -12,25 +12,24 @@ static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first
 static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
-/* sums + P V of values begin … end - 1, of one panel of columns or two. */
-static inline __attribute__((always_inline)) void FROM(add_rows)(ptrdiff_t rows, const bool wide,
-                                                                 ptrdiff_t begin, ptrdiff_t end,
-                                                                 const float *p, const S *v, ptrdiff_t step,
-                                                                 float *sums, prefetch_lines *prefetch)
+/* sums + P V of values begin … end - 1 at v, of one panel of columns or two; the last of them is at `last`.
+ */
+static inline __attribute__((always_inline)) void
+FROM(add_rows)(ptrdiff_t rows, const bool wide, ptrdiff_t begin, ptrdiff_t end, const float *p, const S *v,
+               ptrdiff_t step, const row_runs *in_runs, const S *last, float *sums, prefetch_lines *prefetch)
 {
     const ptrdiff_t pairs = (end - begin) / 2;
-    p += begin / 2, v += begin * step;
+    p += begin / 2;
     if (wide)
-        FROM(accumulate_wide)(rows, pairs, p, v, 2 * step, sums, 2 * PANEL_f32, 2, prefetch);
+        FROM(accumulate_wide)(rows, pairs, p, v, 2 * step, sums, 2 * PANEL_f32, 2, prefetch, in_runs);
     else
-        FROM(accumulate)(rows, 2, pairs, p, v, 2 * step, sums, 2 * PANEL_f32, 2, prefetch, true);
+        FROM(accumulate)(rows, 2, pairs, p, v, 2 * step, sums, 2 * PANEL_f32, 2, prefetch, true, in_runs);
     if ((end - begin) % 2 == 0) return;
     /* P is 0 for the key behind the last one, which may not be there. */
     prefetch_lines none = prefetch_nothing(p);
-    p += pairs, v += 2 * pairs * step;
     for (ptrdiff_t i = 0; i < (wide ? 2 : 1); i++)
-        FROM(accumulate)(rows, 2, 1, p, v + i * PANEL_f32, 0, sums + i * PANEL_f32, 2 * PANEL_f32, 0, &none,
-                         false);
+        FROM(accumulate)(rows, 2, 1, p + pairs, last + i * PANEL_f32, 0, sums + i * PANEL_f32, 2 * PANEL_f32,
+                         0, &none, false, NULL);
 }
 
 /* O + P V of some rows and of one or two panels of columns. A tile's sums are taken for themselves, so that
@@ -46,17 +45,24 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
     for (ptrdiff_t r = 0; r < rows; r++) {
         for (ptrdiff_t i = 0; i < width; i += VF_LANES) vf_store(sums + r * 2 * PANEL_f32 + i, vf_set1(0));
     }
+    const bool copied = columns < PANEL_f32, at_once = !copied && begin == 0;
+    row_runs runs = runs_of_values(tile, 2);
+    runs.offset = column;
     for (ptrdiff_t next; begin < end; begin = next) {
-        next = FROM(end_of_run)(tile, begin, end);
-        const S *v = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin) + column;
+        next = at_once ? end : FROM(end_of_run)(tile, begin, end);
+        const S *v = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin) + begin * tile->v_step +
+                     column,
+                *last = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, next - 1) +
+                        (next - 1) * tile->v_step + column;
         ptrdiff_t step = tile->v_step;
-        if (columns < PANEL_f32) {
+        if (copied) {
             memset(panel, 0, sizeof panel);
-            for (ptrdiff_t i = begin; i < next; i++)
+            for (ptrdiff_t i = 0; i < next - begin; i++)
                 memcpy(panel + i * PANEL_f32, v + i * step, (size_t)columns);
-            v = panel, step = PANEL_f32;
+            v = panel, last = panel + (next - begin - 1) * PANEL_f32, step = PANEL_f32;
         }
-        FROM(add_rows)(rows, wide, begin, next, p, v, step, sums, prefetch);
+        const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
+        FROM(add_rows)(rows, wide, begin, next, p, v, step, in_runs, last, sums, prefetch);
     }
     const ptrdiff_t left = block->out_depth - column;
     for (ptrdiff_t r = 0; r < rows; r++, p += AM_FLASH_TILE) {

@@ -33,11 +33,12 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 }
 
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns;
- * four of half as many rows at most. With each row of b it prefetches `lines`. */
+ * four of half as many rows at most. With each row of b it prefetches `lines`. Rows of b lie `in_runs` unless
+ * that is NULL. */
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
-                 const int lines, prefetch_lines *prefetch, const bool runs)
+                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *row = c;
@@ -54,10 +55,17 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
+    const void *const *next = in_runs ? in_runs->next : NULL;
+    for (;;) {
+        ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
+        depth -= left;
 #pragma GCC unroll 2
-    for (; depth > 0; depth--, a += a_column, b += b_row) {
-        prefetch_some(&current, lines, runs);
-        FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
+        for (; left > 0; left--, a += a_column, b += b_row) {
+            prefetch_some(&current, lines, runs);
+            FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
+        }
+        if (depth <= 0) break;
+        b = (const S *)*next++ + in_runs->offset;
     }
     if (lines) *prefetch = current;
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
@@ -82,7 +90,7 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
     b += half, c += half;
 #define PART_OF(n, vectors)                                                                                  \
     FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,          \
-                     prefetch, false)
+                     prefetch, false, NULL)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -121,14 +129,16 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
  * anywhere. With each row of b it prefetches `lines`. */
-static inline __attribute__((always_inline)) void
-FROM(accumulate)(ptrdiff_t rows, const int vectors, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
-                 T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch, const bool runs)
+static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
+                                                                   ptrdiff_t depth, const T *a, const S *b,
+                                                                   ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                                                   const int lines, prefetch_lines *prefetch,
+                                                                   const bool runs, const row_runs *in_runs)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,          \
-                         prefetch, runs);                                                                    \
+                         prefetch, runs, in_runs);                                                           \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -139,17 +149,17 @@ FROM(accumulate)(ptrdiff_t rows, const int vectors, ptrdiff_t depth, const T *a,
 APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL, false);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL, false, NULL);
 }
 APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
                           ptrdiff_t c_step)
 {
-    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false);
+    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, NULL);
 }
 APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false, NULL);
 }
 
 /* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
@@ -169,12 +179,12 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
 static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
                                          ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
-                                         prefetch_lines *prefetch)
+                                         prefetch_lines *prefetch, const row_runs *in_runs)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
-                         true);                                                                              \
+                         true, in_runs);                                                                     \
         break;
     switch (rows) {
         EACH_FEW_ROWS(ROWS)
@@ -188,7 +198,7 @@ static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t column
                                                 ptrdiff_t c_step)
 {
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false)
+    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false, NULL)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \

@@ -164,6 +164,19 @@ enum {
                                                   the registers, or fill whole vectors */
 };
 
+/* Rows that lie in runs of so many, from *next + offset elements on each after the first. */
+typedef struct {
+    ptrdiff_t rows;
+    const void *const *next;
+    ptrdiff_t offset;
+} row_runs;
+
+/* Those of a tile's values behind the first run, of which so many rows are joined to one. */
+static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joined)
+{
+    return (row_runs){tile->run / joined, tile->run ? tile->v_runs + 1 : NULL, 0};
+}
+
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {
