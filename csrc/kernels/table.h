@@ -239,8 +239,7 @@ typedef struct {
     am_flash_step_unpacked *step_unpacked;
     bool rounds_queries;  /* pack_queries keeps less than the precision of float32. Where that is too little,
                            * step_unpacked is given none that are packed */
-    bool scales_products; /* step_unpacked multiplies products by q_factor, and queries are packed without it
-                           */
+    bool scales_products; /* step_unpacked multiplies products by q_factor, not pack_queries queries */
 } am_kv_kernels;
 
 /* Reads a bias, and writes a result, of one element type in memory. */

@@ -410,9 +410,8 @@ static inline vf vf_load_part_i16x2(const int8_t *p, ptrdiff_t count)
     return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
 }
 /* Joins each number of the row at a with that of the row at b. Of four neighbours the first go to `first`,
- * the next four to `second`, and so on; vf_straighten puts sums of these in order, vf_straighten_i32 as
- * numbers.
- */
+ * the next four to `second`, and so on. vf_straighten puts sums of these in order, vf_straighten_i32 makes
+ * them numbers, too. */
 static inline void v_join_16(__m512i a, __m512i b, vf *first, vf *second)
 {
     *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b));
