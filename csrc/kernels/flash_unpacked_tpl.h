@@ -42,12 +42,13 @@ static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t
 #endif
 
 /* Logits of up to four rows, and of so many keys that their sums fit the registers and do not wait for each
- * other. It prefetches as many lines as it reads of keys. */
+ * other; keys behind the last are read as the last. It prefetches as many lines as it reads of keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
                                                                 ptrdiff_t depth, const T *q, const W *k,
-                                                                ptrdiff_t step, T *logits,
+                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
                                                                 prefetch_lines *prefetch)
 {
+#define KEY(j) (k + ((j) < last ? (j) : last) * step)
     const ptrdiff_t q_step = QUERY_STEP(depth);
     prefetch_lines current = *prefetch;
     V sums[DOT_SUMS + LANES], x[DOT_SUMS];
@@ -56,7 +57,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     ptrdiff_t i = 0;
     for (; (i + LANES * PARTS) * NUMBERS <= depth; i += LANES * PARTS) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(k + j * step + i * NUMBERS);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(KEY(j) + i * NUMBERS);
         if (i * NUMBERS * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
 #if PARTS > 1
         FROM(add_dots)(rows, keys, x, q + i, q_step, LANES, PARTS, sums);
@@ -73,14 +74,14 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
 #if PARTS > 1
     if (0 < left && left <= LANES) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(k + j * step + i, left);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(KEY(j) + i, left);
         FROM(add_dots)(rows, keys, x, q + i, q_step, left, 1, sums);
         i = depth;
     }
 #endif
     if (i * NUMBERS < depth) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(k + j * step + i * NUMBERS, left);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(KEY(j) + i * NUMBERS, left);
 #if PARTS > 1
         FROM(add_dots)(rows, keys, x, q + i, q_step, 2 * LANES, PARTS, sums);
 #else
@@ -97,19 +98,27 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
         VOP(store)(dots + begin, TOTALS(sums + begin));
     UNROLL(4)
-    for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE)
-        memcpy(logits, dots + r * keys, (size_t)keys * sizeof *dots);
+    for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE) {
+        if (last + 1 >= keys) {
+            memcpy(logits, dots + r * keys, (size_t)keys * sizeof *dots);
+            continue;
+        }
+        for (ptrdiff_t j = 0; j <= last; j++) logits[j] = dots[r * keys + j];
+    }
     *prefetch = current;
+#undef KEY
 }
 
-/* Takes `most` keys at a time, and then one after the other. */
+/* Takes `most` keys at a time, and at the end as many, or half as many, of which some may not be there. */
 #define DOTS(rows, most)                                                                                     \
     case rows: {                                                                                             \
         _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than DOT_SUMS");                              \
         for (; keys >= (most); keys -= (most), k += (most) * step, logits += (most))                         \
-            FROM(dots_of)(rows, most, depth, q, k, step, logits, prefetch);                                  \
-        for (; keys > 0; keys--, k += step, logits++)                                                        \
-            FROM(dots_of)(rows, 1, depth, q, k, step, logits, prefetch);                                     \
+            FROM(dots_of)(rows, most, depth, q, k, step, (most) - 1, logits, prefetch);                      \
+        if (keys > (most) / 2)                                                                               \
+            FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, prefetch);                        \
+        else if (keys > 0)                                                                                   \
+            FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, prefetch);                  \
         break;                                                                                               \
     }
 static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
