@@ -44,11 +44,12 @@ class Arithmetic:
 
 
 def arithmetic_of(kernel: Kernel) -> Arithmetic:
-    family = kernel.slot.partition(".")[0].replace("f8_by_bf16", "flash_f32")
+    family = kernel.slot.partition(".")[0]
     dtype = np.dtype(np.float64 if family == "flash_f64" else np.float32)
     return Arithmetic(getattr(kernel.table, family), dtype, 2 if family == "flash_bf16x2" else 1)
 
 
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FORMATS = {
     CONSTANTS[name]: np.dtype(dtype)
     for name, dtype in {
@@ -57,7 +58,7 @@ FORMATS = {
         "AM_FLOAT32": np.float32,
         "AM_FLOAT64": np.float64,
         "AM_INT8": np.int8,
-        "AM_FLOAT8": ml_dtypes.float8_e4m3fn,
+        "AM_FLOAT8": FLOAT8,
     }.items()
 }
 

@@ -6,6 +6,7 @@ import numpy as np
 from kernel_checks import numbers, pick
 from kernel_checks_rows import (
     DEPTHS,
+    FLOAT8,
     TILE,
     Arithmetic,
     arithmetic_of,
@@ -253,7 +254,9 @@ ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 48, 63, 64]
 STEPS = 60  # random tiles per kernel
 
 
-def run_step(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State, kind: str) -> State:
+def run_step(
+    kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State, kind: str, scales: tuple
+) -> State:
     """Runs one step. `kind` is packed, unpacked (only values are), or transposed with packed or unpacked values."""
     memory, width, panel = Memory(), arithmetic.width, arithmetic.panel
     transposed, unpacked = kind.startswith("transposed"), kind.endswith("unpacked")
@@ -273,6 +276,8 @@ def run_step(kernel: Kernel, rng, arithmetic: Arithmetic, p: Problem, old: State
         "am_flash_tile",
         k=k if transposed else memory.read(k),
         v=v,
+        k_scales=scales[0],
+        v_scales=scales[1],
         **bias_in(memory, rng, p.terms),
         finite=is_finite(p.v) and not unpacked,
         transposed=transposed,
@@ -308,14 +313,28 @@ def draw_step(rng, arithmetic: Arithmetic) -> tuple[str, Problem, int]:
     return kind, p, out_depth
 
 
+def draw_scales(rng, arithmetic: Arithmetic) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Scales of the keys and of the values of a tile, which may have none."""
+    if rng.random() < 0.7:
+        return None, None
+    return tuple(rng.uniform(0.5, 2, TILE).astype(arithmetic.dtype) for _ in range(2))
+
+
 def check_step(kernel: Kernel, rng) -> None:
+    """Only steps whose lanes hold two numbers multiply by scales; those of dead keys may be anything."""
     arithmetic = arithmetic_of(kernel)
     for _ in range(STEPS):
         kind, p, out_depth = draw_step(rng, arithmetic)
         old = draw_state(rng, arithmetic, len(p.q), out_depth)
-        new = run_step(kernel, rng, arithmetic, p, old, kind)
-        check_state(arithmetic, p, old, new)
-        check_dead_pairs(p, new, run_step(kernel, rng, arithmetic, p.clean(), old, kind))
+        scales = None, None
+        if arithmetic.width == 2 and kind == "packed" and not arithmetic.amx:
+            scales = draw_scales(rng, arithmetic)
+        if scales[0] is not None and p.terms.live is not None:
+            for some in scales:
+                some[~p.terms.live.any(0)] = np.nan
+        new = run_step(kernel, rng, arithmetic, p, old, kind, scales)
+        check_state(arithmetic, scaled(p, scales), old, new)
+        check_dead_pairs(p, new, run_step(kernel, rng, arithmetic, p.clean(), old, kind, scales))
 
 
 def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
@@ -397,6 +416,9 @@ def scaled(p: Problem, scales: tuple) -> Problem:
 
 def check_step_unpacked(kernel: Kernel, rng) -> None:
     arithmetic, source = arithmetic_of(kernel), format_of(kernel)
+    by_bf16 = arithmetic.width == 2 and source == FLOAT8
+    if source.itemsize == 1:  # no lanes but numbers are counted
+        arithmetic = replace(arithmetic, width=1)
     half, width = arithmetic.panel // 2, arithmetic.width
     for _ in range(STEPS):
         rows, depth, heads = pick(rng, ROW_COUNTS[:11]), pick(rng, DEPTHS), int(rng.integers(1, 4))
@@ -406,16 +428,14 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         shape = (rows, depth, value_depth, draw_columns(rng, arithmetic))
         problems = [draw(rng, arithmetic, shape, factors_of(arithmetic), source) for _ in range(heads)]
         old = [draw_state(rng, arithmetic, rows, out_depth) for _ in range(heads)]
-        run, scales = pick(rng, [0, 0, 2, 4, 16, 64]), (None, None)
-        if width == 1 and rng.random() < 0.3:
-            scales = tuple(rng.uniform(0.5, 2, TILE).astype(arithmetic.dtype) for _ in range(2))
+        run = pick(rng, [0, 0, 2, 4, 16, 64])
+        scales = draw_scales(rng, arithmetic) if width == 1 else (None, None)
         new = run_unpacked(kernel, rng, arithmetic, problems, old, run, scales)
         clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, run, scales)
         for p, before, after, beside in zip(problems, old, new, clean, strict=True):
             i16_scales = None
             if source == np.int8 and query_packer(kernel).address:
                 i16_scales = np.ones(TILE) if scales[1] is None else wide(scales[1])
-            by_bf16 = kernel.slot.startswith("f8_by_bf16")
             if by_bf16:  # which scales products
                 p = replace(p, q=p.q * np.float32(Q_FACTOR))
             check_state(arithmetic, scaled(p, scales), before, after, i16_scales, by_bf16)

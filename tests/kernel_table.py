@@ -130,8 +130,7 @@ class Kernel(NamedTuple):
     @property
     def index(self) -> int:
         """The index of an element in an array."""
-        found = re.search(r"\[(\d+)\]", self.slot)
-        return int(found[1]) if found else CONSTANTS["AM_FLOAT8"]  # of f8_by_bf16
+        return int(re.search(r"\[(\d+)\]", self.slot)[1])
 
     def __call__(self, *arguments):
         return self.function(*map(passed, arguments))

@@ -22,8 +22,10 @@ LEVELS_WITH_I16X2 = ("avx512vnni", "avx512bf16", "amx")
 QUERY_PACKERS = {
     f"flash_f32.kv[{CONSTANTS['AM_INT8']}].pack_queries": LEVELS_WITH_I16X2,
     f"flash_f32.kv[{CONSTANTS['AM_BFLOAT16']}].pack_queries": ("avx512", *LEVELS_WITH_I16X2),
-    "f8_by_bf16.pack_queries": ("avx512bf16",),
+    f"flash_bf16x2.kv[{CONSTANTS['AM_INT8']}].pack_queries": ("avx512bf16",),
+    f"flash_bf16x2.kv[{CONSTANTS['AM_FLOAT8']}].pack_queries": ("avx512bf16",),
 }
+EIGHT_BITS_BY_BF16 = tuple(f"flash_bf16x2.kv[{CONSTANTS[name]}]" for name in ("AM_INT8", "AM_FLOAT8"))
 LEVELS_WITH_BF16X2 = ("avx512bf16", "amx")  # builds for tests emulate it at other levels
 
 # The element types that each arithmetic reads and writes.
@@ -33,7 +35,7 @@ FORMATS = {
     "flash_f32.numbers": UP_TO_FLOAT32,
     "flash_f64.kv": ("AM_FLOAT64",),
     "flash_f64.numbers": ("AM_FLOAT64",),
-    "flash_bf16x2.kv": ("AM_BFLOAT16",),
+    "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8"),
     "flash_bf16x2.numbers": UP_TO_FLOAT32,
 }
 OFFERED = tuple(f"{part}[{CONSTANTS[name]}]" for part, names in FORMATS.items() for name in names)
@@ -47,7 +49,7 @@ def test_kernel(isa, slot):
         assert isa not in LEVELS_WITH_BF16X2
         assert not kernel.address
         pytest.skip(f"{isa} does not multiply bfloat16")
-    if slot.startswith("f8_by_bf16.") and isa != "avx512bf16":
+    if slot.startswith(EIGHT_BITS_BY_BF16) and isa != "avx512bf16":
         assert not kernel.address
         pytest.skip(f"{isa} has no quick products of bfloat16, or none at all")
     if slot.endswith(".pack_queries") and isa not in QUERY_PACKERS.get(slot, ()):

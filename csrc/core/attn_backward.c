@@ -164,7 +164,8 @@ static bool load_tokens(const plan *p, const am_tokens *t, const am_attn_place *
 {
     ptrdiff_t step;
     if (p->base.bf16x2) {
-        am_copy_bf16x2(to, am_token(t, at->b, at->head, at->q), t->token, t->element, at->rows, depth);
+        am_copy_pairs(to, am_token(t, at->b, at->head, at->q), (ptrdiff_t)am_size_of(t->type), t->token,
+                      t->element, at->rows, depth);
         return am_kv_own(&p->base)->pack_values(bf16x2_to, to, 2 * am_lanes(&p->base, depth), at->rows, depth,
                                                 NULL);
     }

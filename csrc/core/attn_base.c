@@ -9,7 +9,6 @@
 #include "core/convert.h"
 
 enum {
-    BF16_BYTES = 2,
     LANE_BYTES = 4,
     WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
 };
@@ -39,15 +38,13 @@ am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
 {
     const am_kernels *k = run->kernels;
     const bool wide = attn->q.type == AM_FLOAT64,
-               bf16x2 = attn->q.type == AM_BFLOAT16 && k->flash_bf16x2.kv[attn->k.type].pack_keys,
-               f8_by_bf16 =
-                   attn->q.type == AM_BFLOAT16 && attn->k.type == AM_FLOAT8 && k->f8_by_bf16.pack_keys;
+               bf16x2 = attn->q.type == AM_BFLOAT16 && k->flash_bf16x2.kv[attn->k.type].pack_keys;
     const am_flash_kernels *kernels = wide ? &k->flash_f64 : bf16x2 ? &k->flash_bf16x2 : &k->flash_f32;
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
         .kernels = kernels,
-        .kv = f8_by_bf16 ? &k->f8_by_bf16 : &kernels->kv[attn->k.type],
+        .kv = &kernels->kv[attn->k.type],
         .type = wide ? AM_FLOAT64 : AM_FLOAT32,
         .size = wide ? 8 : 4,
         .bf16x2 = bf16x2,
@@ -106,21 +103,21 @@ bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count)
     return am_is_plain_bf16x2(t, count) && rows % LANE_BYTES == 0;
 }
 
-void am_copy_bf16x2(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
-                    ptrdiff_t count)
+void am_copy_pairs(char *to, const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                   ptrdiff_t rows, ptrdiff_t count)
 {
-    const ptrdiff_t size = BF16_BYTES, row = (count + count % 2) * size;
+    const ptrdiff_t row = (count + count % 2) * size;
     if (count % 2) memset(to, 0, (size_t)(rows * row));
     am_copy_2d(to, row, size, src, row_step, element_step, rows, count, (size_t)size);
 }
 
-const char *am_read_bf16x2(const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
-                           ptrdiff_t count, char *scratch, ptrdiff_t *step)
+const char *am_read_pairs(const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                          ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step)
 {
-    *step = row_step / LANE_BYTES;
-    if (element_step == BF16_BYTES && row_step % LANE_BYTES == 0 && count % 2 == 0) return src;
+    *step = row_step / (2 * size);
+    if (element_step == size && row_step % (2 * size) == 0 && count % 2 == 0) return src;
     *step = am_ceil_div(count, 2);
-    am_copy_bf16x2(scratch, src, row_step, element_step, rows, count);
+    am_copy_pairs(scratch, src, size, row_step, element_step, rows, count);
     return scratch;
 }
 

@@ -29,7 +29,7 @@ typedef struct {
     const am_kv_kernels *kv;         /* of keys and values as they lie in memory */
     am_dtype type;                   /* of sums */
     ptrdiff_t size;                  /* of their elements */
-    bool bf16x2;                     /* a lane of queries, keys and values holds two bfloat16 */
+    bool bf16x2;                     /* a lane of queries and of packed keys and values holds two bfloat16 */
     ptrdiff_t group;                 /* query heads that share keys */
     double unit;                     /* of logits: e^logit is 2^(unit logit) */
     uint32_t threshold;              /* of dropout, 0 for none */
@@ -81,6 +81,13 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t depth)
     return base->bf16x2 ? am_ceil_div(depth, 2) : depth;
 }
 
+/* Whether keys and values are bf16x2 where they lie, too: those of eight bits become so as they are packed.
+ */
+static inline bool am_kv_is_bf16x2(const am_attn_base *base)
+{
+    return base->bf16x2 && base->attn->k.type == AM_BFLOAT16;
+}
+
 /* Read and write numbers of the arithmetic type. */
 static inline double am_number(const am_attn_base *base, const void *array, ptrdiff_t i)
 {
@@ -113,12 +120,12 @@ bool am_is_plain(const am_tokens *t);
 bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count);
 bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count);
 
-/* Rows of `count` bfloat16 as whole lanes of bf16x2: copied; or `step` lanes apart, where they lie or copied
- * to `scratch`. */
-void am_copy_bf16x2(char *to, const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
-                    ptrdiff_t count);
-const char *am_read_bf16x2(const char *src, ptrdiff_t row_step, ptrdiff_t element_step, ptrdiff_t rows,
-                           ptrdiff_t count, char *scratch, ptrdiff_t *step);
+/* Rows of `count` numbers of `size` bytes in whole pairs, as lanes of bf16x2 hold them: copied; or `step`
+ * pairs apart, where they lie or copied to `scratch`. */
+void am_copy_pairs(char *to, const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                   ptrdiff_t rows, ptrdiff_t count);
+const char *am_read_pairs(const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                          ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step);
 
 /* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
  * first. */

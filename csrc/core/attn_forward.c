@@ -4,10 +4,12 @@
  * keys. It steps over tiles of up to 64 keys. The schedule tells how tiles are read, and which blocks a task
  * takes; where blocks are few, it splits the keys of each, and the accumulators of the splits are merged. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/attn_epilogue.h"
 #include "core/attn_kv.h"
 #include "core/attn_relative.h"
+#include "core/convert.h"
 
 enum { TILE = AM_FLASH_TILE };
 
@@ -51,6 +53,18 @@ static am_flash_pack_queries *query_packer(const am_attn_base *base)
     return narrow || !kv->rounds_queries ? kv->pack_queries : NULL;
 }
 
+/* Whether a group reads numbers of packed queries, and not lanes. */
+static bool packs_queries(const forward *f, const am_scheduled *g)
+{
+    return g->shape.strategy == AM_UNPACKED && query_packer(&f->base);
+}
+
+/* The lanes of a row of queries before they are packed. */
+static ptrdiff_t query_lanes(const forward *f, const am_scheduled *g)
+{
+    return packs_queries(f, g) ? f->base.attn->depth : f->schedule.lanes;
+}
+
 /* The bytes of a row of queries that it packs. */
 static ptrdiff_t packed_query_bytes(const am_attn_base *base)
 {
@@ -92,10 +106,10 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
 {
     am_flash_rows rows = {
         .rows = count,
-        .depth = f->schedule.lanes,
+        .depth = query_lanes(f, g),
         .out_depth = f->schedule.out_depth,
         .cap = f->base.attn->cap,
-        .factor = f->base.bf16x2 ? f->schedule.factor : 1,
+        .factor = f->base.bf16x2 && !packs_queries(f, g) ? f->schedule.factor : 1,
         .q_factor = f->schedule.factor,
         .unit = f->base.unit,
     };
@@ -121,17 +135,16 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
                     bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows),
                     tile_row = g->shape.strategy == AM_UNPACKED ? row : 0;
     item it = {.at = am_item_place(&f->base, &f->groups, g, index),
-               .q = w->q + row * f->schedule.lanes * size,
+               .q = w->q + row * query_lanes(f, g) * size,
                .terms = w->terms};
     if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
-    if (g->shape.strategy == AM_UNPACKED && query_packer(&f->base))
-        it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
+    if (packs_queries(f, g)) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
     if (am_adds_to_products(f->base.attn)) it.terms.bias += tile_row * TILE * size;
     it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
     char *own =
         am_is_apart(&f->schedule, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
     it.rows = rows_of(f, g, own, it.at.rows);
-    it.rows.q = it.q, it.rows.q_step = f->schedule.lanes;
+    it.rows.q = it.q, it.rows.q_step = query_lanes(f, g);
     if (g->shape.queries_direct) {
         it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
         it.rows.q_step = f->base.attn->q.token / size;
@@ -144,20 +157,40 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     return it;
 }
 
+/* Copies the queries of one head as bf16x2; those of scaled channels are rounded again. */
+static void load_pairs(const am_attn_base *base, const item *it, const char *src, char *scratch, char *to)
+{
+    const am_tokens *q = &base->attn->q;
+    const am_kv_scales *scales = &base->attn->k_scales;
+    const ptrdiff_t depth = base->attn->depth, count = it->at.queries,
+                    row_bytes = am_lanes(base, depth) * base->size;
+    if (!scales->by_channel) {
+        am_copy_pairs(to, src, (ptrdiff_t)am_size_of(q->type), q->token, q->element, count, depth);
+        return;
+    }
+    ptrdiff_t step;
+    float *rows =
+        (float *)am_read_rows(base, scratch, src, q->token, q->element, q->type, count, depth, &step);
+    am_scale_channels(scales, it->at.kv_head, rows, count, depth, step);
+    if (depth % 2) memset(to, 0, (size_t)(count * row_bytes));
+    for (ptrdiff_t r = 0; r < count; r++)
+        base->kernels->numbers[q->type].write(to + r * row_bytes, rows + r * step, 1, depth);
+}
+
 /* Copies the queries of a block, scaled and packed as its strategy wants them. */
 static void load_queries(const forward *f, const am_scheduled *g, const item *it, char *scratch)
 {
     const am_attn_base *base = &f->base;
     const am_tokens *q = &base->attn->q;
-    const ptrdiff_t depth = base->attn->depth, row_bytes = f->schedule.lanes * base->size;
-    const bool scaled =
-        g->shape.scales_keys || (g->shape.strategy == AM_UNPACKED && base->kv->scales_products);
+    const ptrdiff_t depth = base->attn->depth, row_bytes = query_lanes(f, g) * base->size;
+    const bool packs = packs_queries(f, g), pairs = base->bf16x2 && !packs,
+               scaled = g->shape.scales_keys || (packs && base->kv->scales_products);
     const double factor = scaled ? 1 : f->schedule.factor;
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
         const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
-        if (base->bf16x2) {
-            am_copy_bf16x2(to, src, q->token, q->element, it->at.queries, depth);
+        if (pairs) {
+            load_pairs(base, it, src, scratch, to);
             to += it->at.queries * row_bytes;
             continue;
         }
@@ -166,9 +199,9 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
             base->kernels->numbers[base->type].write(to, src, factor, depth);
     }
-    if (base->attn->k_scales.by_channel)
+    if (base->attn->k_scales.by_channel && !pairs)
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
-    if (it->q_packed && g->shape.strategy == AM_UNPACKED)
+    if (packs)
         query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
     else if (it->q_packed)
         am_kv_own(base)->pack_keys(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, f->schedule.lanes,

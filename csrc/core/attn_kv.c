@@ -154,12 +154,13 @@ static const float *token_scales(const am_attn *f, const am_kv_scales *scales, c
 }
 
 /* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
- * to row, in elements, or in lanes of bf16x2. */
-static const char *read_rows(const am_attn_base *base, const am_kv_rows *rows, char *scratch, ptrdiff_t *step)
+ * to row, in elements, or in `pairs` of these. */
+static const char *read_rows(const am_kv_rows *rows, bool pairs, char *scratch, ptrdiff_t *step)
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
-    if (base->bf16x2)
-        return am_read_bf16x2(rows->data, rows->step, rows->element, rows->count, rows->depth, scratch, step);
+    if (pairs)
+        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->depth, scratch,
+                             step);
     const bool plain = rows->element == size && rows->step % size == 0;
     *step = plain ? rows->step / size : rows->depth;
     if (plain) return rows->data;
@@ -171,16 +172,18 @@ static const char *read_rows(const am_attn_base *base, const am_kv_rows *rows, c
 void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor)
 {
     ptrdiff_t step;
-    const char *src = read_rows(base, &rows, scratch, &step);
-    base->kv->pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor, rows.scales);
+    const char *src = read_rows(&rows, base->bf16x2, scratch, &step);
+    base->kv->pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor,
+                        base->bf16x2 ? NULL : rows.scales);
 }
 
 bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to)
 {
     ptrdiff_t step;
-    const char *src = read_rows(base, &rows, scratch, &step);
-    return base->kv->pack_values(to, src, base->bf16x2 ? 2 * step : step, rows.count, rows.depth,
-                                 rows.scales);
+    const bool pairs = am_kv_is_bf16x2(base);
+    const char *src = read_rows(&rows, pairs, scratch, &step);
+    return base->kv->pack_values(to, src, pairs ? 2 * step : step, rows.count, rows.depth,
+                                 base->bf16x2 ? NULL : rows.scales);
 }
 
 /* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
@@ -191,9 +194,11 @@ static const char *read_lanes(const am_attn_base *base, const am_kv_rows *rows, 
     if (!base->bf16x2)
         return am_read_rows(base, scratch, rows->data, rows->step, rows->element, rows->type, rows->count,
                             rows->depth, step);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
     if (aligned)
-        return am_read_bf16x2(rows->data, rows->step, rows->element, rows->count, rows->depth, scratch, step);
-    am_copy_bf16x2(scratch, rows->data, rows->step, rows->element, rows->count, rows->depth);
+        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->depth, scratch,
+                             step);
+    am_copy_pairs(scratch, rows->data, size, rows->step, rows->element, rows->count, rows->depth);
     *step = am_lanes(base, rows->depth);
     return scratch;
 }
@@ -262,6 +267,35 @@ static am_kv_rows value_rows(const tile_source *s)
     return rows;
 }
 
+/* Packs keys or values of a tile, and copies their scales behind them if steps multiply by these. */
+static void keep_scales(const tile_source *s, const am_kv_rows *rows, char *end)
+{
+    const ptrdiff_t bytes = s->kv->schedule->scale_bytes;
+    if (bytes && rows->scales) memcpy(end - bytes, rows->scales, (size_t)bytes);
+}
+static void pack_keys(const tile_source *s, char *scratch, char *to, double factor)
+{
+    const am_kv_rows rows = key_rows(s);
+    am_pack_keys(s->kv->base, rows, scratch, to, factor);
+    keep_scales(s, &rows, to + s->kv->schedule->k_bytes);
+}
+static bool pack_values(const tile_source *s, char *scratch, char *to)
+{
+    const am_kv_rows rows = value_rows(s);
+    keep_scales(s, &rows, to + s->kv->schedule->v_bytes);
+    return am_pack_values(s->kv->base, rows, scratch, to);
+}
+
+/* The scales behind packed keys and values. */
+static void find_scales(const am_kv *kv, am_flash_tile *tile)
+{
+    const am_schedule *s = kv->schedule;
+    const am_attn *f = kv->base->attn;
+    if (!s->scale_bytes) return;
+    if (!f->k_scales.by_channel) tile->k_scales = (const char *)tile->k + s->k_bytes - s->scale_bytes;
+    if (!f->v_scales.by_channel) tile->v_scales = (const char *)tile->v + s->v_bytes - s->scale_bytes;
+}
+
 /* Finds a shared tile, and packs it if no other task has begun to. False if tiles are not shared, or another
  * task is packing it. */
 static bool find_shared(const tile_source *source, const am_scheduled *g, ptrdiff_t index, char *scratch,
@@ -272,12 +306,11 @@ static bool find_shared(const tile_source *source, const am_scheduled *g, ptrdif
     char *shared = shared_tile(kv, g, source->at, index, &state);
     if (!shared) return false;
     tile->k = shared, tile->v = shared + kv->schedule->k_bytes;
+    find_scales(kv, tile);
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == NOT_PACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        am_pack_keys(kv->base, key_rows(source), scratch, shared, 1);
-        found = am_pack_values(kv->base, value_rows(source), scratch, shared + kv->schedule->k_bytes)
-                    ? PACKED_FINITE
-                    : PACKED;
+        pack_keys(source, scratch, shared, 1);
+        found = pack_values(source, scratch, shared + kv->schedule->k_bytes) ? PACKED_FINITE : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
@@ -322,8 +355,9 @@ static ptrdiff_t index_among_all(const am_kv *kv, const am_attn_place *at, ptrdi
 static bool can_read_runs(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
-    return base->bf16x2 ? am_is_plain_bf16x2(&f->k, f->depth) && am_is_plain_bf16x2(&f->v, f->value_depth)
-                        : am_is_plain(&f->k) && am_is_plain(&f->v);
+    return am_kv_is_bf16x2(base)
+               ? am_is_plain_bf16x2(&f->k, f->depth) && am_is_plain_bf16x2(&f->v, f->value_depth)
+               : am_is_plain(&f->k) && am_is_plain(&f->v);
 }
 
 static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_t item, am_kv_workspace *w,
@@ -331,14 +365,15 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_
 {
     const am_attn_base *base = source->kv->base;
     const am_attn *f = base->attn;
+    const bool pairs = am_kv_is_bf16x2(base);
     const void **k_runs = w->runs[item][0], **v_runs = w->runs[item][1];
     if (f->pages.table && can_read_runs(base) &&
         find_runs(f, &f->k, source->at, source->keys, k_runs, &tile->run) &&
         find_runs(f, &f->v, source->at, source->keys, v_runs, &tile->run)) {
-        const ptrdiff_t size = base->bf16x2 ? base->size : (ptrdiff_t)am_size_of(f->k.type);
+        const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (pairs ? 2 : 1);
         tile->k = k_runs[0], tile->k_runs = k_runs, tile->k_step = f->k.token / size;
         tile->v = v_runs[0], tile->v_runs = v_runs, tile->v_step = f->v.token / size;
-        tile->value_depth = am_lanes(base, f->value_depth);
+        tile->value_depth = pairs ? am_ceil_div(f->value_depth, 2) : f->value_depth;
         tile->k_scales =
             token_scales(f, &f->k_scales, source->at, source->keys, source->scales[0], source->first);
         tile->v_scales =
@@ -347,10 +382,10 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_
     }
     tile->run = 0;
     const am_kv_rows k = key_rows(source), v = value_rows(source);
-    tile->k = read_rows(base, &k, w->k, &tile->k_step);
-    tile->v = read_rows(base, &v, w->v, &tile->v_step);
+    tile->k = read_rows(&k, pairs, w->k, &tile->k_step);
+    tile->v = read_rows(&v, pairs, w->v, &tile->v_step);
     tile->k_scales = k.scales, tile->v_scales = v.scales;
-    tile->value_depth = am_lanes(base, v.depth);
+    tile->value_depth = pairs ? am_ceil_div(v.depth, 2) : v.depth;
     return base->kv->step_unpacked;
 }
 
@@ -377,8 +412,7 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
         const am_kv_rows rows = key_rows(&source);
         tile->k = read_lanes(base, &rows, am_is_aligned_bf16x2(&f->k, f->depth), k, &tile->k_step);
     } else {
-        if (!known)
-            am_pack_keys(base, key_rows(&source), w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
+        if (!known) pack_keys(&source, w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
         tile->k = k;
     }
     tile->v = v, tile->v_step = 0;
@@ -386,8 +420,9 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
         const am_kv_rows rows = value_rows(&source);
         tile->v = rows.data, tile->v_step = rows.step / base->size;
     } else if (!known) {
-        w->local[place].finite = am_pack_values(base, value_rows(&source), w->row, v);
+        w->local[place].finite = pack_values(&source, w->row, v);
     }
+    find_scales(kv, tile);
     w->local[place].tile = in_place || tile->transposed ? -1 : among_all;
     tile->finite = w->local[place].finite;
     return NULL;

@@ -28,6 +28,7 @@ enum {
     LONG_PANEL = 128,
     FEW_ROWS = 16,           /* of a block that reads keys unpacked */
     FEW_ROWS_16 = 12,        /* the same for keys of sixteen bits, which are widened for every few rows */
+    FEW_ROWS_F8X2 = 8,       /* and for float8 that becomes bf16x2, which takes longer */
     FEW_TILES = 2,           /* of a block for which copying its queries takes a large part of the time */
     L1_WAY = 4096,           /* bytes after which addresses map to the same sets of the first-level cache */
     SIDE_BY_SIDE = 4096,     /* bytes of neighbouring heads of a key that one task reads */
@@ -60,8 +61,10 @@ static am_strategy choose_strategy(const am_schedule *s, const am_attn_base *bas
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
     if (can_transpose(s, base, h, tiles)) return AM_TRANSPOSED;
     const bool can_widen = base->attn->k.type != AM_FLOAT8 || base->attn->depth <= AM_MOST_WIDENED;
-    if (can_widen && h->rows <= (base->attn->k.type == base->type ? FEW_ROWS : FEW_ROWS_16))
-        return AM_UNPACKED;
+    const ptrdiff_t few = base->attn->k.type == base->type                  ? FEW_ROWS
+                          : base->bf16x2 && base->attn->k.type == AM_FLOAT8 ? FEW_ROWS_F8X2
+                                                                            : FEW_ROWS_16;
+    if (can_widen && h->rows <= few) return AM_UNPACKED;
     return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
 }
 
@@ -116,7 +119,7 @@ static bool can_leave_values(const am_attn_base *base, const am_shape *h)
     const bool always = panel * base->size >= LONG_PANEL && !base->bf16x2;
     if (h->head_blocks * h->q_blocks > 1 || h->rows > (always ? AM_FLASH_ROWS : panel * 3 / 2)) return false;
     if (v->token <= 0 || base->kernels->amx) return false;
-    if (base->bf16x2) return depth % panel == 0 && am_is_plain_bf16x2(v, depth);
+    if (base->bf16x2) return am_kv_is_bf16x2(base) && depth % panel == 0 && am_is_plain_bf16x2(v, depth);
     return depth % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
 }
 
@@ -148,7 +151,8 @@ static ptrdiff_t side_by_side(const am_attn_base *base)
     const am_attn *f = base->attn;
     const am_tokens *k = &f->k, *v = &f->v;
     if (!am_is_plain(k) || !am_is_plain(v)) return 1;
-    if (base->bf16x2 && !(am_is_plain_bf16x2(k, f->depth) && am_is_plain_bf16x2(v, f->value_depth))) return 1;
+    if (am_kv_is_bf16x2(base) && !(am_is_plain_bf16x2(k, f->depth) && am_is_plain_bf16x2(v, f->value_depth)))
+        return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
     return SIDE_BY_SIDE / am_max(k->head, v->head);
 }
@@ -300,12 +304,13 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_at
         .factor = f->scale * AM_LOG2_E / base->unit,
         .lanes = am_lanes(base, f->depth),
         .out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2,
-        .v_bytes = TILE * panels * panel * base->size / (base->bf16x2 ? 2 : 1),
+        .scale_bytes = base->bf16x2 && (f->k_scales.data || f->v_scales.data) ? TILE * base->size : 0,
         .local_tiles = 1,
     };
     if (!s->groups) return AM_NO_MEMORY;
     if (base->bf16x2) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */
-    s->k_bytes = TILE * s->lanes * base->size;
+    s->k_bytes = TILE * s->lanes * base->size + s->scale_bytes;
+    s->v_bytes = TILE * panels * panel * base->size / (base->bf16x2 ? 2 : 1) + s->scale_bytes;
     ptrdiff_t items = 0, all_splits = 0;
     for (ptrdiff_t i = 0; i < groups->count; i++) {
         const am_attn_group *group = &groups->list[i];

@@ -57,11 +57,12 @@ typedef struct {
     ptrdiff_t *order;  /* in which tasks are dealt; NULL: as they are numbered */
     bool splits_apart; /* each split is an item of its own, else an item takes all splits of its block */
     ptrdiff_t lanes, out_depth, k_bytes, v_bytes; /* of rows of accumulators, and of packed tiles */
-    double factor;                                /* turns products into logits, in units of ln 2 or 1 */
-    ptrdiff_t item_rows;                          /* the most rows of items in lockstep */
-    ptrdiff_t item_bytes;                         /* the most bytes of their accumulators */
-    ptrdiff_t packed_queries;                     /* the most items in lockstep whose queries are packed */
-    ptrdiff_t step_items;                         /* the most items in one step: more than 1 if unpacked */
+    ptrdiff_t scale_bytes;    /* of these: the scales of their rows, by which steps multiply; or 0 */
+    double factor;            /* turns products into logits, in units of ln 2 or 1 */
+    ptrdiff_t item_rows;      /* the most rows of items in lockstep */
+    ptrdiff_t item_bytes;     /* the most bytes of their accumulators */
+    ptrdiff_t packed_queries; /* the most items in lockstep whose queries are packed */
+    ptrdiff_t step_items;     /* the most items in one step: more than 1 if unpacked */
     ptrdiff_t local_tiles, shared_tiles, partial_bytes;
 } am_schedule;
 

@@ -78,12 +78,12 @@ void am_isa_begin(void)
     avx512vnni = am_kernels_avx512bf16;
     avx512vnni.name = "avx512vnni";
     avx512vnni.flash_bf16x2 = (am_flash_kernels){0};
-    avx512vnni.f8_by_bf16 = (am_kv_kernels){0};
 #endif
 #ifdef AM_HAVE_AMX
     amx = am_kernels_avx512bf16;
     amx.name = "amx";
-    amx.f8_by_bf16 = (am_kv_kernels){0}; /* which is for processors whose vdpbf16ps is quick */
+    /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
+    amx.flash_bf16x2.kv[AM_INT8] = amx.flash_bf16x2.kv[AM_FLOAT8] = (am_kv_kernels){0};
     amx.flash_bf16x2.amx = am_kernels_amx.amx;
     amx.flash_bf16x2.step = am_kernels_amx.step;
     amx.flash_bf16x2.backward = am_kernels_amx.backward;

@@ -121,7 +121,8 @@ static void STEP(softmax_rows)(const am_flash_rows *block, const am_flash_tile *
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
 {
     bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
-    return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->kept && !tile->bias;
+    return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->kept && !tile->bias &&
+           (WIDTH == 1 || !tile->v_scales);
 }
 
 /* Turns some products of such a tile, or of one with a bias, into logits, and splits off their whole numbers.
@@ -166,13 +167,20 @@ static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_fla
     FN(exp2_begin)(x, whole, count);
 }
 
+/* P times the scales of values. That of a dead pair is 0, and stays so whatever is its scale. */
+static inline V STEP(scale_p)(V p, V scales)
+{
+    const V zero = VOP(set1)(0);
+    return VOP(pick_equal)(p, zero, zero, VOP(mul)(p, scales));
+}
+
 /* `softmax_rows` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL
- * if all pairs are so; `bias`: NULL if there is none. The next vectors are begun before the powers of these
- * are taken, whose steps wait for one another. */
+ * if all pairs are so; `bias`: NULL if there is none; `scales` of values: NULL if they have none. The next
+ * vectors are begun before the powers of these are taken, whose steps wait for one another. */
 static inline __attribute__((always_inline)) void
 STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const T *bias,
-                    ptrdiff_t bias_step, const V *unit, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t begin,
-                    ptrdiff_t end, const int count)
+                    ptrdiff_t bias_step, const V *unit, const T *scales, ptrdiff_t row, ptrdiff_t rows,
+                    ptrdiff_t begin, ptrdiff_t end, const int count)
 {
 #define BIAS_OF(row) (bias ? bias + (row) * bias_step : NULL)
     const ptrdiff_t last = row + rows, some = count * LANES;
@@ -201,6 +209,7 @@ STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint
                     if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                     total = VOP(add)(total, p[j]);
                     if (kept) p[j] = VOP(select)(kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
+                    if (scales) p[j] = STEP(scale_p)(p[j], VOP(load)(scales + i + j * LANES));
                 }
                 STEP(store_p)(logits + i / WIDTH, p, count);
             }
@@ -217,21 +226,25 @@ APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_t
     const V unit = VOP(set1)((T)block->unit);
     const ptrdiff_t rows = block->rows, step = tile->bias_step;
     am_flash_rows with_terms = *block;
-    const T *bias = tile->bias;
+    const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
     if (block->cap > 0 || block->factor <= 0) {
         T *logits = block->logits;
         for (ptrdiff_t r = 0; r < rows; r++)
             FN(apply_logit_terms)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
         with_terms.factor = 1, bias = NULL;
     }
-    if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
-        STEP(softmax_plain)(block, NULL, NULL, bias, step, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+    if (scales)
+        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, bias, step, &unit, scales, 0, rows, 0,
+                            AM_FLASH_TILE, FN(IN_FLIGHT));
+    else if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
+        STEP(softmax_plain)(block, NULL, NULL, bias, step, NULL, NULL, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
     else if (bias)
-        STEP(softmax_plain)(block, tile->live, tile->kept, bias, step, &unit, 0, rows, 0, AM_FLASH_TILE,
+        STEP(softmax_plain)(block, tile->live, tile->kept, bias, step, &unit, NULL, 0, rows, 0, AM_FLASH_TILE,
                             FN(IN_FLIGHT));
     else
-        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, NULL, 0, &unit, 0, rows, 0, AM_FLASH_TILE,
-                            FN(IN_FLIGHT));
+        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, NULL, 0, &unit, NULL, 0, rows, 0,
+                            AM_FLASH_TILE, FN(IN_FLIGHT));
 }
 
 /* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
@@ -243,9 +256,10 @@ static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile 
     if (!STEP(is_plain)(block, tile))
         STEP(softmax_with_terms)(block, tile);
     else if (tile->live)
-        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, NULL, NULL, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
     else
-        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
     return true;
 }
 
@@ -257,8 +271,8 @@ APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block
 {
 #define VECTORS(n)                                                                                           \
     case n:                                                                                                  \
-        STEP(softmax_plain)(block, live, NULL, NULL, 0, NULL, s->row, s->rows, begin, begin + (n) * LANES,   \
-                            n);                                                                              \
+        STEP(softmax_plain)(block, live, NULL, NULL, 0, NULL, NULL, s->row, s->rows, begin,                  \
+                            begin + (n) * LANES, n);                                                         \
         break;
     switch ((end - begin) / LANES) {
         VECTORS(1)
@@ -290,6 +304,16 @@ static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *
 #        include "kernels/flash_transposed_tpl.h"
 #    endif
 
+/* Multiplies products by the scales of their keys. */
+static void STEP(scale_products)(const am_flash_rows *block, const T *scales)
+{
+    T *row = block->logits;
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES)
+            VOP(store)(row + i, VOP(mul)(VOP(load)(row + i), VOP(load)(scales + i)));
+    }
+}
+
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
 #    if VF_LANES >= 16
@@ -317,6 +341,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
                 prefetch_rest(&queue, lines, block->depth);
         }
     }
+    if (WIDTH > 1 && tile->k_scales) STEP(scale_products)(block, tile->k_scales);
     STEP(softmax_step)(block, tile, strips, count);
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         const ptrdiff_t panel =

@@ -248,6 +248,14 @@ APART void widen_rows_f8(uint16_t *to, ptrdiff_t to_step, const uint8_t *from, p
 #    endif
 #    if defined V_F8X2 && !defined V_AMX
 #        include "kernels/flash_f8x2_tpl.h"
+#        define NUMBER uint8_t
+#        define LOAD_SOME vf_load_some_bf16x2_f8
+#        define FROM(name) name##_bf16x2_f8
+#        include "kernels/flash_pack_8_tpl.h"
+#        define NUMBER int8_t
+#        define LOAD_SOME vf_load_some_bf16x2_i8
+#        define FROM(name) name##_bf16x2_i8
+#        include "kernels/flash_pack_8_tpl.h"
 #    endif
 #endif
 

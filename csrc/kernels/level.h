@@ -312,7 +312,15 @@ static inline vd tanh_tail_f64(vd z)
 #        define KV_KERNELS_BF16 KV_KERNELS(bf16)
 #    endif
 #    define KV_KERNELS_BF16X2 {NULL, pack_keys_f32, pack_values_bf16x2, step_unpacked_bf16x2, false, false}
-#    define KV_KERNELS_F8X2 {pack_queries_f8x2, pack_keys_f8, pack_values_f8, step_unpacked_f8x2, false, true}
+#    ifdef V_F8X2
+#        define KV_KERNELS_I8X2                                                                              \
+            {pack_queries_i16x2, pack_keys_bf16x2_i8, pack_values_bf16x2_i8, step_i16x2, true, false}
+#        define KV_KERNELS_F8X2                                                                              \
+            {pack_queries_f8x2, pack_keys_bf16x2_f8, pack_values_bf16x2_f8, step_unpacked_f8x2, false, true}
+#    else
+#        define KV_KERNELS_I8X2 {0}
+#        define KV_KERNELS_F8X2 {0}
+#    endif
 #    define NUMBER_KERNELS(type) {read_bias_##type, write_##type}
 #    define NUMBERS_F32                                                                                      \
         {[AM_FLOAT32] = NUMBER_KERNELS(f32),                                                                 \
@@ -394,16 +402,15 @@ const am_kernels JOIN(am_kernels_, LEVEL) = {
             .add_rows = add_rows_f64,
             .dot_rows = dot_rows_f64,
         },
-#    ifdef V_F8X2
-    .f8_by_bf16 = KV_KERNELS_F8X2,
-#    endif
 #    ifdef V_BF16X2
     .flash_bf16x2 =
         {
             .panel = PANEL_f32,
             .step = flash_step_bf16x2,
             .merge = merge_f32,
-            .kv = {[AM_BFLOAT16] = KV_KERNELS_BF16X2},
+            .kv = {[AM_BFLOAT16] = KV_KERNELS_BF16X2,
+                   [AM_INT8] = KV_KERNELS_I8X2,
+                   [AM_FLOAT8] = KV_KERNELS_F8X2},
             .numbers = NUMBERS_F32,
             .backward = backward_bf16x2,
             .find_row_max = find_row_max_bf16x2,

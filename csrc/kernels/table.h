@@ -192,7 +192,9 @@ typedef struct {
      * the tile, or NULL. */
     ptrdiff_t run;
     const void *const *k_runs, *const *v_runs;
-    const void *k_scales, *v_scales; /* of unpacked rows, as when they are packed */
+    /* Of unpacked rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the
+     * arithmetic type by which they are multiplied, or NULL. */
+    const void *k_scales, *v_scales;
     /* Where the runs of the keys to prefetch begin, of which each has the rows of that entry; NULL: there is
      * one. */
     const void *const *next_runs;
@@ -340,11 +342,11 @@ typedef struct {
     am_unlike_bits *unlike_bits;
     am_keep_bits *keep_bits;
     am_flash_kernels flash_f32, flash_f64;
-    am_kv_kernels f8_by_bf16; /* of flash_f32, for float8 under queries of bfloat16, where the processor
-                               * multiplies that quickly; else empty */
     /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
      * depth of what pack_keys packs and of the rows that are multiplied with it (`depth` of am_flash_rows
-     * counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values packs. */
+     * counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values packs. Keys and
+     * values of eight bits are so when they are packed; unpacked their numbers are counted, and queries are
+     * packed for them. */
     am_flash_kernels flash_bf16x2;
 } am_kernels;
 

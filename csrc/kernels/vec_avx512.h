@@ -492,41 +492,64 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
     return _mm512_and_ps(v, _mm512_castsi512_ps(_mm512_set1_epi32((int)bits)));
 }
 
-/* Turns float8 into bfloat16 of 2^-8 of their value: exponent and fraction move to their places in bfloat16,
- * and bits of the exponent that are not float8's are set. Zero, subnormal numbers and NaN, which are seldom,
- * are looked for, and mended. */
+/* Turns float8 into bfloat16, or into those of 2^-8 of their value, which takes less: exponent and fraction
+ * move to their places in bfloat16, and the exponent is corrected, or bits of it that are not float8's are
+ * set. Zero, subnormal numbers and NaN, which are seldom, are looked for, and mended. */
 #    define V_F8X2
-static inline __m512i v_bf16_of_f8(__m256i x)
+static inline __attribute__((always_inline)) __m512i v_bf16_of_f8(__m256i x, const bool whole)
 {
-    const __m512i wide = _mm512_cvtepi8_epi16(x), bits = _mm512_set1_epi16((int16_t)0x87f0),
-                  exponent = _mm512_set1_epi16(0x3800);
+    static const uint16_t small[2][16] = {{0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860},
+                                          {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60}};
+    const __m512i wide = _mm512_cvtepi8_epi16(x), moved = _mm512_slli_epi16(wide, 4),
+                  bits = _mm512_set1_epi16((int16_t)0x87f0), some = _mm512_set1_epi16(0x3800),
+                  offset = _mm512_set1_epi16(0x3c00);
     enum { EITHER = 0xea }; /* first & second | third */
-    __m512i y = _mm512_ternarylogic_epi64(_mm512_slli_epi16(wide, 4), bits, exponent, EITHER);
+    __m512i y = whole ? _mm512_add_epi16(_mm512_and_si512(moved, bits), offset)
+                      : _mm512_ternarylogic_epi64(moved, bits, some, EITHER);
     /* One more than any of these, but for its sign, is at most 8. */
     const __m256i more = _mm256_add_epi8(x, _mm256_set1_epi8(1));
     if (__builtin_expect(_mm256_testn_epi8_mask(more, _mm256_set1_epi8(0x70)) == 0, true)) return y;
-    const __m512i small = _mm512_zextsi256_si512(_mm256_setr_epi16(0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820,
-                                                                   0x3840, 0x3860, 0, 0, 0, 0, 0, 0, 0, 0)),
+    const __m512i table = _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)small[whole])),
                   sign = _mm512_and_si512(wide, _mm512_set1_epi16(INT16_MIN)), all = _mm512_set1_epi16(0x7f);
     const __mmask32 is_small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78)),
                     is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(wide, all), all);
-    y = _mm512_mask_blend_epi16(is_small, y, _mm512_or_si512(sign, _mm512_permutexvar_epi16(wide, small)));
+    y = _mm512_mask_blend_epi16(is_small, y, _mm512_or_si512(sign, _mm512_permutexvar_epi16(wide, table)));
     return _mm512_mask_blend_epi16(is_nan, y, _mm512_set1_epi16(0x7fc0));
 }
 static inline __m512i v_load_bf16_of_f8(const uint8_t *p)
 {
-    return v_bf16_of_f8(_mm256_loadu_si256((const __m256i *)p));
+    return v_bf16_of_f8(_mm256_loadu_si256((const __m256i *)p), false);
 }
 static inline vf vf_load_f8x2(const uint8_t *p) { return _mm512_castsi512_ps(v_load_bf16_of_f8(p)); }
 static inline vf vf_load_part_f8x2(const uint8_t *p, ptrdiff_t count)
 {
     const __mmask32 some = (__mmask32)((UINT64_C(1) << count) - 1);
-    return _mm512_castsi512_ps(v_bf16_of_f8(_mm256_maskz_loadu_epi8(some, p)));
+    return _mm512_castsi512_ps(v_bf16_of_f8(_mm256_maskz_loadu_epi8(some, p), false));
 }
 /* As vf_join_i16x2. */
 static inline void vf_join_f8x2(const uint8_t *a, const uint8_t *b, vf *first, vf *second)
 {
     v_join_16(v_load_bf16_of_f8(a), v_load_bf16_of_f8(b), first, second);
+}
+
+/* Load `count` numbers of eight bits as bfloat16, or a vector of them; the others are zero. */
+static inline __m256i v_load_some_8(const void *p, ptrdiff_t count)
+{
+    return _mm256_maskz_loadu_epi8((__mmask32)((UINT64_C(1) << count) - 1), p);
+}
+static inline vf v_bf16_of_i8(__m256i x)
+{
+    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(x)),
+                  high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1));
+    return vf_narrow_bf16x2(_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(high));
+}
+static inline vf vf_load_some_bf16x2_f8(const uint8_t *p, ptrdiff_t count)
+{
+    return _mm512_castsi512_ps(v_bf16_of_f8(v_load_some_8(p, count), true));
+}
+static inline vf vf_load_some_bf16x2_i8(const int8_t *p, ptrdiff_t count)
+{
+    return v_bf16_of_i8(v_load_some_8(p, count));
 }
 #endif
 
