@@ -10,6 +10,7 @@ from typing import Any
 import harness
 import numpy as np
 from harness import Call, digits, jax, race, torch
+from kvcache_cases import in_lines
 
 import attnmask
 
@@ -21,10 +22,14 @@ LAYERS, WIDTH, HEADS, TOKENS, DOCUMENTS = 4, 512, 8, 2048, 16
 
 
 def arrays(name: str) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Query, key and value, and the other arguments: the last query sees all keys."""
+    """Query, key and value, which frameworks take where they lie, and the other arguments: the last query sees all
+    keys.
+    """
     queries, keys, *heads = SIZES[name]
     rng = np.random.default_rng(0)
-    given = [rng.standard_normal((1, tokens, *heads), np.float32) for tokens in (queries, keys, keys)]
+    given = [
+        in_lines(rng.standard_normal((1, tokens, *heads), np.float32)) for tokens in (queries, keys, keys)
+    ]
     return given, {"causal": True, "causal_offset": keys - queries}
 
 
@@ -38,6 +43,7 @@ def torch_calls(given: list[np.ndarray], more: dict[str, Any]) -> dict[str, Call
     row = torch.compile(
         lambda q, k, v: functools.reduce(lambda x, _: attend(x, k, v), range(ROW), q), fullgraph=True
     )
+    little = torch.compile(lambda q, k, v: q + 1, fullgraph=True)
 
     def training() -> object:
         return torch.autograd.grad(attend(*learned).sum(), learned)
@@ -46,6 +52,10 @@ def torch_calls(given: list[np.ndarray], more: dict[str, Any]) -> dict[str, Call
         "torch": lambda: attend(*plain),
         "torch, compiled": lambda: compiled(*plain),
         IN_A_ROW: lambda: row(*plain),
+        "NumPy, then little by torch, compiled": lambda: (
+            attnmask.flash_attention(*given, **more),
+            little(*plain),
+        )[0],
         "torch, forward and backward": training,
     }
 
@@ -54,13 +64,21 @@ def jax_calls(given: list[np.ndarray], more: dict[str, Any]) -> dict[str, Call]:
     import attnmask.jax
 
     attend = functools.partial(attnmask.jax.flash_attention, **more)
-    placed = [jax.numpy.asarray(x) for x in given]
+    placed = [jax.device_put(x) for x in given]
+    little = jax.jit(lambda q, k, v: q[0, 0])
     calls = {
         "JAX, jit": jax.jit(attend),
         "JAX, jit, callback": jax.jit(functools.partial(attend, callback=True)),
         "JAX, jit, forward and backward": jax.jit(jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))),
     }
-    return {name: lambda call=call: jax.block_until_ready(call(*placed)) for name, call in calls.items()}
+    timed = {name: lambda call=call: jax.block_until_ready(call(*placed)) for name, call in calls.items()}
+
+    def both() -> np.ndarray:
+        out = attnmask.flash_attention(*given, **more)
+        jax.block_until_ready(little(*placed))
+        return out
+
+    return {**timed, "NumPy, then little by JAX, jit": both}
 
 
 def numpy_calls(given: list[np.ndarray], more: dict[str, Any]) -> dict[str, Call]:
@@ -79,7 +97,9 @@ def calls(report: harness.Report, options: Any) -> None:
     report.text(
         "Milliseconds, and how many microseconds more than from NumPy. `short`: 16 causal tokens, 4 heads of 32 "
         "channels; `long`: 1,024, 16 heads of 64; `one query`: over 8,192 keys, 8 heads of 128. float32. `further`: "
-        f"each of {ROW} calls in one compiled function but the first, as in the layers of a model."
+        f"each of {ROW} calls in one compiled function but the first, as in the layers of a model. `then little`: "
+        "behind NumPy's call a compiled function that takes as many arrays and reads a query alone: the framework's "
+        "own way into a function, with caches that attention has filled."
     )
     report.table("call", "ms", "more, µs")
     for size in SIZES:
