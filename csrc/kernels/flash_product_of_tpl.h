@@ -59,6 +59,13 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
         depth -= left;
+        for (; RUN_ROWS > 0 && vectors > 2 && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
+            UNROLL(8)
+            for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
+                prefetch_some(&current, lines, runs);
+                FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
+            }
+        }
 #pragma GCC unroll 2
         for (; left > 0; left--, a += a_column, b += b_row) {
             prefetch_some(&current, lines, runs);
@@ -177,20 +184,32 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
 }
 
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
-static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
-                                         ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
-                                         prefetch_lines *prefetch, const row_runs *in_runs)
-{
-#define ROWS(n)                                                                                              \
+#define WIDE_ROWS(n)                                                                                         \
     case n:                                                                                                  \
         FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
                          true, in_runs);                                                                     \
         break;
+APART void FROM(accumulate_in_runs)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                    T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
+                                    const row_runs *in_runs)
+{
     switch (rows) {
-        EACH_FEW_ROWS(ROWS)
+        EACH_FEW_ROWS(WIDE_ROWS)
     }
-#undef ROWS
 }
+static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
+                                         ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
+                                         prefetch_lines *prefetch, const row_runs *in_runs)
+{
+    if (RUN_ROWS > 0 && in_runs) {
+        FROM(accumulate_in_runs)(rows, depth, a, b, b_step, c, c_step, lines, prefetch, in_runs);
+        return;
+    }
+    switch (rows) {
+        EACH_FEW_ROWS(WIDE_ROWS)
+    }
+}
+#undef WIDE_ROWS
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. */
 static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
