@@ -96,11 +96,34 @@ def test_over_the_numbers_that_they_stand_for(isa, dtype, scale, queries, page_s
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("axes", [(-1, -1), (-1, (0, 1)), ((0, 1), -1), ((0, 1), (0, 1))])
+@pytest.mark.parametrize("depth", [7, 33, 64])
+@pytest.mark.parametrize("gap", [1, 2])
+def test_any_depth_and_strides_with_scales_of_either_kind(isa, dtype, axes, depth, gap):
+    """Numbers may lie apart, and rows be of an odd length. Few queries are multiplied unpacked, more are packed."""
+    rng = np.random.default_rng(depth)
+    given, dequantized = {}, {}
+    for side, axis, count in zip("kv", axes, (depth, 5), strict=True):
+        tokens = rng.standard_normal((2, 130, HKV, count), np.float32)
+        values, scales = attnmask.quantize_kv(tokens, dtype, axis)
+        apart = np.zeros((2, 130, HKV, gap * count + 1), dtype)
+        apart[..., : gap * count : gap] = values
+        given[f"{side}_cache"], given[f"{side}_scale"] = apart[..., : gap * count : gap], scales
+        dequantized[f"{side}_cache"] = values.astype(np.float64) * scales
+    for queries in (1, 3, 8, 40, 130):
+        query = rng.standard_normal((2, queries, H, depth), np.float32).astype(BF16)
+        out = attnmask.flash_attention_with_kvcache(query, **given, causal=True)
+        expected = twin.attention(**everything(query=query, **dequantized)).out
+        np.testing.assert_allclose(out.astype(np.float64), expected, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("queries", [1, 20, 70])
-def test_same_bits_contiguous_and_paged(isa, dtype, queries):
+@pytest.mark.parametrize("query_type", [np.float32, BF16])
+def test_same_bits_contiguous_and_paged(isa, dtype, queries, query_type):
     rng = np.random.default_rng(0)
     table, caches, scales = cache_of(rng, dtype, "tokens", 16)
-    query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(np.float32)
+    query = rng.standard_normal((len(LENGTHS), queries, H, D)).astype(query_type)
     paged = attnmask.flash_attention_with_kvcache(
         query, *caches, k_scale=scales[0], v_scale=scales[1], cache_seqlens=LENGTHS, block_table=table
     )

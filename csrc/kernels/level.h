@@ -160,8 +160,8 @@ enum {
      * prefetching only once would be 0.8 times as fast. */
     EARLY_KEYS = 8,
     /* Rows of a run that instructions of their own read: Zen 4 prefetches by itself where one of them has
-     * loaded at equal distances, and so beyond the end of the run. Decoding from pages of 16 takes 0.7 to 0.9
-     * of the time; with AVX2 it gains nothing. 0: none have. */
+     * loaded at equal distances, and so beyond the end of the run. Decoding from pages of 16 takes 0.72 to
+     * 0.96 of the time; with AVX2 it gains nothing. 0: none have. */
     RUN_ROWS = VF_LANES >= 16 ? 8 : 0,
     SOME_KEYS = 8,                             /* unpacked keys that are widened at once */
     DOT_SUMS = V_STRIP < 8 ? 2 * V_STRIP : 16, /* sums of products of a row and unpacked keys: as many as fit
