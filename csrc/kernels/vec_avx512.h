@@ -195,6 +195,11 @@ static inline void vf_join_32(vf *first, vf *second)
     *second = _mm512_permutex2var_ps(x, high, y);
 }
 
+/* Loads up to 32 bytes; what is missing is zero. */
+static inline __m256i v_load_some_8(const void *p, ptrdiff_t count)
+{
+    return _mm256_maskz_loadu_epi8((__mmask32)((UINT64_C(1) << count) - 1), p);
+}
 static inline vf vf_load_i8(const int8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -406,8 +411,7 @@ static inline __m512i v_load_i16(const int8_t *p)
 static inline vf vf_load_i16x2(const int8_t *p) { return _mm512_castsi512_ps(v_load_i16(p)); }
 static inline vf vf_load_part_i16x2(const int8_t *p, ptrdiff_t count)
 {
-    const __mmask32 some = (__mmask32)((UINT64_C(1) << count) - 1);
-    return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
+    return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(v_load_some_8(p, count)));
 }
 /* Joins each number of the row at a with that of the row at b. Of four neighbours the first go to `first`,
  * the next four to `second`, and so on. vf_straighten puts sums of these in order, vf_straighten_i32 makes
@@ -523,8 +527,7 @@ static inline __m512i v_load_bf16_of_f8(const uint8_t *p)
 static inline vf vf_load_f8x2(const uint8_t *p) { return _mm512_castsi512_ps(v_load_bf16_of_f8(p)); }
 static inline vf vf_load_part_f8x2(const uint8_t *p, ptrdiff_t count)
 {
-    const __mmask32 some = (__mmask32)((UINT64_C(1) << count) - 1);
-    return _mm512_castsi512_ps(v_bf16_of_f8(_mm256_maskz_loadu_epi8(some, p), false));
+    return _mm512_castsi512_ps(v_bf16_of_f8(v_load_some_8(p, count), false));
 }
 /* As vf_join_i16x2. */
 static inline void vf_join_f8x2(const uint8_t *a, const uint8_t *b, vf *first, vf *second)
@@ -532,11 +535,7 @@ static inline void vf_join_f8x2(const uint8_t *a, const uint8_t *b, vf *first, v
     v_join_16(v_load_bf16_of_f8(a), v_load_bf16_of_f8(b), first, second);
 }
 
-/* Load `count` numbers of eight bits as bfloat16, or a vector of them; the others are zero. */
-static inline __m256i v_load_some_8(const void *p, ptrdiff_t count)
-{
-    return _mm256_maskz_loadu_epi8((__mmask32)((UINT64_C(1) << count) - 1), p);
-}
+/* Load up to a vector of numbers of eight bits as bfloat16; what is missing is zero. */
 static inline vf v_bf16_of_i8(__m256i x)
 {
     const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(x)),
