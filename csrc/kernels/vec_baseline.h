@@ -181,14 +181,19 @@ static inline bool vf_exceeds(vf v, vf limit)
 }
 static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane j of vector i becomes lane i of vector j. */
+#ifdef __clang__
+#    define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#    define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vf_mask){__VA_ARGS__})
+#endif
 static inline void vf_transpose(vf v[VF_LANES])
 {
-    vf low = {v[0][0], v[1][0], v[0][1], v[1][1]}, high = {v[0][2], v[1][2], v[0][3], v[1][3]};
-    vf next_low = {v[2][0], v[3][0], v[2][1], v[3][1]}, next_high = {v[2][2], v[3][2], v[2][3], v[3][3]};
-    v[0] = (vf){low[0], low[1], next_low[0], next_low[1]};
-    v[1] = (vf){low[2], low[3], next_low[2], next_low[3]};
-    v[2] = (vf){high[0], high[1], next_high[0], next_high[1]};
-    v[3] = (vf){high[2], high[3], next_high[2], next_high[3]};
+    const vf low = SHUFFLE(v[0], v[1], 0, 4, 1, 5), high = SHUFFLE(v[0], v[1], 2, 6, 3, 7),
+             next_low = SHUFFLE(v[2], v[3], 0, 4, 1, 5), next_high = SHUFFLE(v[2], v[3], 2, 6, 3, 7);
+    v[0] = SHUFFLE(low, next_low, 0, 1, 4, 5);
+    v[1] = SHUFFLE(low, next_low, 2, 3, 6, 7);
+    v[2] = SHUFFLE(high, next_high, 0, 1, 4, 5);
+    v[3] = SHUFFLE(high, next_high, 2, 3, 6, 7);
 }
 /* Lane i of the result is the sum of the lanes of vector i. */
 static inline vf vf_totals(const vf v[VF_LANES])
