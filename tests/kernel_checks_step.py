@@ -382,6 +382,9 @@ def run_unpacked(
             k_step, v_step = (x.shape[1] + 2 * width for x in (p.k, p.v))
             k, k_runs = in_runs(memory, p.k, rng, width, run, k_step)
             v, v_runs = in_runs(memory, p.v, rng, width, run, v_step)
+        if run and tiles:  # only the addresses of the first tile are its own
+            for addresses in (k_runs, v_runs):
+                addresses[addresses != 0] += np.uintp(4096)
         kept += [k_runs, v_runs, *scales]
         tile = structure(
             "am_flash_tile",

@@ -269,6 +269,13 @@ static void choose_prefetch(const forward *f, const position *here, const positi
         am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_depth);
 }
 
+/* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
+static bool have_like_terms(const am_attn_base *base, const am_attn_place *a, const am_attn_place *b)
+{
+    return !base->by_head && base->threshold == 0 && !am_adds_to_products(base->attn) && a->q == b->q &&
+           a->queries == b->queries && a->heads == b->heads;
+}
+
 /* Takes items in lockstep over the keys of a split. */
 static am_status advance_items(const forward *f, item *items, ptrdiff_t count, const position *here,
                                const position *next, am_kv_workspace *kv, am_team *team)
@@ -286,13 +293,16 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
             am_flash_tile some[AM_MOST_ITEMS];
             am_flash_step_unpacked *step_unpacked = NULL;
             ptrdiff_t live = 0;
+            am_logit_terms terms;
+            bool is_live = false;
             for (item *it = first; it < first + per_step; it++) {
-                am_logit_terms terms;
-                if (!am_find_logit_terms(base, &it->at, keys, &it->terms, &terms)) continue;
+                if (it == first || !have_like_terms(base, &it->at, &it[-1].at))
+                    is_live = am_find_logit_terms(base, &it->at, keys, &it->terms, &terms);
+                if (!is_live) continue;
                 some[live] = (am_flash_tile){
                     .live = terms.live, .kept = terms.kept, .bias = terms.bias, .bias_step = terms.bias_step};
                 step_unpacked =
-                    am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, it - first, kv, &some[live]);
+                    am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, live, kv, &some[live]);
                 if (live == 0) /* for all */
                     choose_prefetch(f, here, next, it, &order, i, count, part, parts, kv, some);
                 rows[live++] = here->split > 0 ? it->split : it->rows;

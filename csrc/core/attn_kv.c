@@ -127,30 +127,46 @@ static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
     for (; count > 0; count--, from += step) *to++ = *(const float *)from;
 }
 
-/* Copies the scales of a tile's tokens to `scratch`; NULL if tokens have none. What is not to be read has 0.
- * `first`: no other head of the step has read their neighbours, and so those of the next tile are prefetched.
- */
-static const float *token_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at,
-                                 am_range keys, float scratch[AM_FLASH_TILE], bool first)
+/* The scales of a tile's tokens for some heads: AM_FLASH_TILE of keys and of values for each. */
+typedef float (*tile_scales)[2][AM_FLASH_TILE];
+
+/* Copies the scales of a run of tokens for some heads; if these lie side by side, of four heads at once. */
+static void copy_scales(tile_scales to, ptrdiff_t which, ptrdiff_t token, const am_tokens *t,
+                        const char *from, ptrdiff_t tokens, ptrdiff_t heads)
 {
-    if (!scales->data || scales->by_channel) return NULL;
+    const ptrdiff_t size = sizeof(float), fours = t->head == size && t->token % size == 0 ? heads / 4 * 4 : 0;
+    if (fours > 0)
+        am_kernels_baseline.transpose_32(&to[0][which][token], 2 * AM_FLASH_TILE, from, t->token / size,
+                                         tokens, fours);
+    for (ptrdiff_t h = fours; h < heads; h++)
+        gather(&to[h][which][token], from + h * t->head, t->token, tokens);
+}
+
+/* Copies the scales of a tile's tokens for `heads` heads from that of a place on, and prefetches those of the
+ * next tile. What is not to be read has 0. */
+static void read_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at, am_range keys,
+                        ptrdiff_t heads, tile_scales to, ptrdiff_t which)
+{
     const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
-    const am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
-    const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1; /* tokens in a line */
-    static const float zero = 0;
-    float *to = scratch, *end = scratch + AM_FLASH_TILE;
-    for (key_run run; keys.begin < keys.end; keys.begin += run.count, to += run.count) {
-        run = run_of(f, &t, at, keys);
-        gather(to, run.data ? run.data : (const char *)&zero, run.data ? t.token : 0, run.count);
+    am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
+    const ptrdiff_t some = 0 < t.token && t.token < AM_LINE ? AM_LINE / t.token : 1, /* tokens in a line */
+        count = am_length(keys);
+    for (ptrdiff_t h = 0; h < heads && count < AM_FLASH_TILE; h++)
+        memset(&to[h][which][count], 0, (size_t)(AM_FLASH_TILE - count) * sizeof(float));
+    key_run run;
+    for (ptrdiff_t i = 0; i < count; i += run.count) {
+        run = run_of(f, &t, at, (am_range){keys.begin + i, keys.end});
+        if (run.data) {
+            copy_scales(to, which, i, &t, run.data, run.count, heads);
+            continue;
+        }
+        for (ptrdiff_t h = 0; h < heads; h++) memset(&to[h][which][i], 0, (size_t)run.count * sizeof(float));
     }
-    while (to < end) *to++ = 0;
-    for (am_range left = next; first && left.begin < left.end;) {
-        const key_run run = run_of(f, &t, at, left);
+    for (; next.begin < next.end; next.begin += run.count) {
+        run = run_of(f, &t, at, next);
         for (ptrdiff_t r = 0; run.data && r < run.count; r += some)
             __builtin_prefetch(run.data + r * t.token);
-        left.begin += run.count;
     }
-    return scratch;
 }
 
 /* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
@@ -245,16 +261,24 @@ typedef struct {
     am_range keys;
     char *gathered; /* memory for its keys and then its values */
     ptrdiff_t k_bytes;
-    float (*scales)[AM_FLASH_TILE]; /* and for the scales of both */
-    bool first;                     /* of the items in a step */
+    tile_scales scales; /* those of the head and of more; */
+    ptrdiff_t heads;    /* if not 0, they are still to be read for so many */
 } tile_source;
+
+/* The scales of its tokens; NULL if they have none. */
+static const float *token_scales(const tile_source *s, const am_kv_scales *scales, ptrdiff_t which)
+{
+    if (!scales->data || scales->by_channel) return NULL;
+    if (s->heads > 0) read_scales(s->kv->base->attn, scales, s->at, s->keys, s->heads, s->scales, which);
+    return s->scales[0][which];
+}
 
 static am_kv_rows key_rows(const tile_source *s)
 {
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
     am_kv_rows rows = rows_in_pages(f, &f->k, s->at, s->keys, f->depth, s->gathered);
-    rows.scales = token_scales(f, &f->k_scales, s->at, s->keys, s->scales[0], s->first);
+    rows.scales = token_scales(s, &f->k_scales, 0);
     return rows;
 }
 
@@ -263,7 +287,7 @@ static am_kv_rows value_rows(const tile_source *s)
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
     am_kv_rows rows = rows_in_pages(f, &f->v, s->at, s->keys, f->value_depth, s->gathered + s->k_bytes);
-    rows.scales = token_scales(f, &f->v_scales, s->at, s->keys, s->scales[1], s->first);
+    rows.scales = token_scales(s, &f->v_scales, 1);
     return rows;
 }
 
@@ -331,11 +355,12 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
     w->k_bytes = am_ceil_div(TILE * f->depth * size, AM_LINE) * AM_LINE;
     w->v_bytes = am_ceil_div(TILE * f->value_depth * size, AM_LINE) * AM_LINE;
     w->gathered = am_take(memory, used, am_max(1, s->step_items) * (w->k_bytes + w->v_bytes));
-    const ptrdiff_t run_bytes = size ? s->step_items * (ptrdiff_t)sizeof *w->runs : 0;
-    w->runs = (const void *(*)[2][AM_MOST_RUNS])am_take(memory, used, run_bytes);
+    w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, size ? 3 * sizeof *w->runs : 0);
+    w->run = 0;
     const bool scaled = f->k_scales.data || f->v_scales.data;
-    w->scales = (float (*)[2][AM_FLASH_TILE])am_take(
-        memory, used, scaled ? am_max(1, s->step_items) * (ptrdiff_t)sizeof *w->scales : 0);
+    w->scales = (tile_scales)am_take(memory, used,
+                                     scaled ? am_max(1, s->step_items) * (ptrdiff_t)sizeof *w->scales : 0);
+    w->head = 0;
     for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
 }
 
@@ -360,27 +385,39 @@ static bool can_read_runs(const am_attn_base *base)
                : am_is_plain(&f->k) && am_is_plain(&f->v);
 }
 
-static am_flash_step_unpacked *unpacked_tile(const tile_source *source, ptrdiff_t item, am_kv_workspace *w,
+/* Where runs of keys and of values begin, and of the keys of the next tile. */
+enum { K_RUNS, V_RUNS, NEXT_RUNS };
+
+/* Finds the pages of a tile, for all items of a step. */
+static void find_pages(const tile_source *source, am_kv_workspace *w)
+{
+    const am_attn_base *base = source->kv->base;
+    const am_attn *f = base->attn;
+    const bool in_runs = f->pages.table && can_read_runs(base) &&
+                         find_runs(f, &f->k, source->at, source->keys, w->runs[K_RUNS], &w->run) &&
+                         find_runs(f, &f->v, source->at, source->keys, w->runs[V_RUNS], &w->run);
+    if (!in_runs) w->run = 0;
+}
+
+static am_flash_step_unpacked *unpacked_tile(const tile_source *source, const am_kv_workspace *w,
                                              am_flash_tile *tile)
 {
     const am_attn_base *base = source->kv->base;
     const am_attn *f = base->attn;
     const bool pairs = am_kv_is_bf16x2(base);
-    const void **k_runs = w->runs[item][0], **v_runs = w->runs[item][1];
-    if (f->pages.table && can_read_runs(base) &&
-        find_runs(f, &f->k, source->at, source->keys, k_runs, &tile->run) &&
-        find_runs(f, &f->v, source->at, source->keys, v_runs, &tile->run)) {
-        const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (pairs ? 2 : 1);
-        tile->k = k_runs[0], tile->k_runs = k_runs, tile->k_step = f->k.token / size;
-        tile->v = v_runs[0], tile->v_runs = v_runs, tile->v_step = f->v.token / size;
+    tile->run = w->run;
+    if (w->run > 0) {
+        const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (pairs ? 2 : 1),
+                        heads = source->at->kv_head - w->head;
+        tile->k_runs = w->runs[K_RUNS], tile->k_step = f->k.token / size;
+        tile->v_runs = w->runs[V_RUNS], tile->v_step = f->v.token / size;
+        tile->k = (const char *)*tile->k_runs + heads * f->k.head;
+        tile->v = (const char *)*tile->v_runs + heads * f->v.head;
         tile->value_depth = pairs ? am_ceil_div(f->value_depth, 2) : f->value_depth;
-        tile->k_scales =
-            token_scales(f, &f->k_scales, source->at, source->keys, source->scales[0], source->first);
-        tile->v_scales =
-            token_scales(f, &f->v_scales, source->at, source->keys, source->scales[1], source->first);
+        tile->k_scales = token_scales(source, &f->k_scales, 0);
+        tile->v_scales = token_scales(source, &f->v_scales, 1);
         return base->kv->step_unpacked;
     }
-    tile->run = 0;
     const am_kv_rows k = key_rows(source), v = value_rows(source);
     tile->k = read_rows(&k, pairs, w->k, &tile->k_step);
     tile->v = read_rows(&v, pairs, w->v, &tile->v_step);
@@ -395,14 +432,21 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
 {
     const am_attn_base *base = kv->base;
     const am_attn *f = base->attn;
+    const bool unpacked = g->shape.strategy == AM_UNPACKED;
+    if (item == 0) w->head = at->kv_head;
     const tile_source source = {.kv = kv,
                                 .at = at,
                                 .keys = am_range_at(&kv->groups->tiles, index),
                                 .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
                                 .k_bytes = w->k_bytes,
-                                .scales = w->scales[item],
-                                .first = item == 0};
-    if (g->shape.strategy == AM_UNPACKED) return unpacked_tile(&source, item, w, tile);
+                                .scales = w->scales + (at->kv_head - w->head),
+                                .heads = item > 0   ? 0
+                                         : unpacked ? am_min(am_lockstep(g), f->kv_heads - at->kv_head)
+                                                    : 1};
+    if (unpacked) {
+        if (item == 0) find_pages(&source, w);
+        return unpacked_tile(&source, w, tile);
+    }
     if (find_shared(&source, g, index, w->row, tile)) return NULL;
     const ptrdiff_t among_all = index_among_all(kv, at, index), place = local_place(kv, g, index);
     char *k = w->k + place * kv->schedule->k_bytes, *v = w->v + place * kv->schedule->v_bytes;
@@ -458,9 +502,9 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
     *next = prefetch_part(f, &f->k, at, heads, keys, f->depth, part, parts);
     if (f->pages.table && g->shape.strategy == AM_UNPACKED && next->rows > 0 &&
-        find_runs(f, &f->k, at, keys, w->next_runs, &next->rows)) {
-        tile->next_runs = w->next_runs;
-        tile->next_run_count = TILE / next->rows + (w->next_runs[TILE / next->rows] != NULL);
+        find_runs(f, &f->k, at, keys, w->runs[NEXT_RUNS], &next->rows)) {
+        tile->next_runs = w->runs[NEXT_RUNS];
+        tile->next_run_count = TILE / next->rows + (tile->next_runs[TILE / next->rows] != NULL);
     }
     tile->prefetch[AM_PREFETCH_V] = prefetch_part(f, &f->v, at, heads, keys, f->value_depth, part, parts);
     if (to)

@@ -41,9 +41,12 @@ typedef struct {
     char *k, *v, *row;          /* row: scratch of am_row_scratch bytes */
     char *gathered;             /* keys and values of a tile that lie in several pages, for each item */
     ptrdiff_t k_bytes, v_bytes; /* of these */
-    /* Where keys and values of a tile begin in each page, for each item; and the keys of the next one. */
-    const void *(*runs)[2][AM_MOST_RUNS], *next_runs[AM_MOST_RUNS];
-    float (*scales)[2][AM_FLASH_TILE]; /* of keys and values of a tile, for each item */
+    /* What the items of a step share: where keys and values of a tile begin in each page, and the keys of the
+     * next one, for the key head of the first item; the rows of each page, 0 if they are not read there; and
+     * the scales of keys and values of each key head from that one on. */
+    const void *(*runs)[AM_MOST_RUNS];
+    ptrdiff_t head, run;
+    float (*scales)[2][AM_FLASH_TILE];
     struct {
         ptrdiff_t tile; /* the index among all heads; -1: none */
         bool finite;

@@ -114,11 +114,10 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
     prefetch_lines none = prefetch_nothing(v);
-    row_runs runs = runs_of_values(tile, 2);
-    const row_runs *in_runs = tile->run && keys > tile->run ? &runs : NULL;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
-        runs.offset = column;
+        const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
+                       *in_runs = tile->run && keys > tile->run ? &runs : NULL;
         const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;

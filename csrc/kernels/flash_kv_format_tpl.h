@@ -88,13 +88,12 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
-    row_runs runs = runs_of_values(tile, 1);
-    const row_runs *in_runs = tile->run && keys > tile->run ? &runs : NULL;
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const S *rows_of_v = values + begin * tile->v_step + column;
         const ptrdiff_t columns = tile->value_depth - column;
+        const row_runs runs = runs_of_values(tile, 1, column * (ptrdiff_t)sizeof(S)),
+                       *in_runs = tile->run && keys > tile->run ? &runs : NULL;
         T *out = (T *)block->out + column;
-        runs.offset = column;
         const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
 #ifdef WIDEN

@@ -46,8 +46,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
         for (ptrdiff_t i = 0; i < width; i += VF_LANES) vf_store(sums + r * 2 * PANEL_f32 + i, vf_set1(0));
     }
     const bool copied = columns < PANEL_f32, at_once = !copied && begin == 0;
-    row_runs runs = runs_of_values(tile, 2);
-    runs.offset = column;
+    const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof(S));
     for (ptrdiff_t next; begin < end; begin = next) {
         next = at_once ? end : FROM(end_of_run)(tile, begin, end);
         const S *v = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin) + begin * tile->v_step +

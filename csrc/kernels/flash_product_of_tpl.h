@@ -72,7 +72,7 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
             FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
         }
         if (depth <= 0) break;
-        b = (const S *)*next++ + in_runs->offset;
+        b = (const S *)((const char *)*next++ + in_runs->offset);
     }
     if (lines) *prefetch = current;
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */

@@ -196,7 +196,8 @@ static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first
 {
     if (tile->run == 0) return first;
     const ptrdiff_t run = i / tile->run;
-    return (const S *)((uintptr_t)runs[run] - (uintptr_t)(run * tile->run * step) * sizeof(S));
+    return (const S *)((uintptr_t)first + (uintptr_t)runs[run] - (uintptr_t)runs[0] -
+                       (uintptr_t)(run * tile->run * step) * sizeof(S));
 }
 
 /* The end of the run of row i, or `end`. */

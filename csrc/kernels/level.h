@@ -168,7 +168,7 @@ enum {
                                                   the registers, or fill whole vectors */
 };
 
-/* Rows that lie in runs of so many, from *next + offset elements on each after the first. */
+/* Rows that lie in runs of so many, from *next + offset bytes on each after the first. */
 typedef struct {
     ptrdiff_t rows;
     const void *const *next;
@@ -176,9 +176,11 @@ typedef struct {
 } row_runs;
 
 /* Those of a tile's values behind the first run, of which so many rows are joined to one. */
-static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joined)
+static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joined, ptrdiff_t offset)
 {
-    return (row_runs){tile->run / joined, tile->run ? tile->v_runs + 1 : NULL, 0};
+    if (tile->run == 0) return (row_runs){0};
+    const uintptr_t head = (uintptr_t)tile->v - (uintptr_t)*tile->v_runs;
+    return (row_runs){tile->run / joined, tile->v_runs + 1, (ptrdiff_t)head + offset};
 }
 
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */

@@ -187,9 +187,10 @@ typedef struct {
      * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
      * where a lane holds two numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
-    /* If unpacked, keys and values may lie in runs of `run` rows each, an even number, which begin at these
-     * addresses and not one behind the other; 0: they do not. Behind the last address is that of what follows
-     * the tile, or NULL. */
+    /* If unpacked, keys and values may lie in runs of `run` rows each, an even number, and not one behind the
+     * other; 0: they do not. The first run begins at k or v, and the others are as far from it as these
+     * addresses, which all heads share; those of the first tile are its own. Behind the last address is that
+     * of what follows the tile, or NULL. */
     ptrdiff_t run;
     const void *const *k_runs, *const *v_runs;
     /* Of unpacked rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the
