@@ -26,7 +26,8 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 #define UNIT 0x1p8f
 #define TOTALS(sums) vf_totals(sums)
 #define ROW_UNIT(block, r) (UNIT * (float)(block)->q_factor)
-#define P_UNIT(row) 1
+#define P_UNIT(row) UNIT
+#define STEP(name) name##_bf16x2
 #define LOAD_WIDE vf_load_f8x2
 #define LOAD_PART_WIDE vf_load_part_f8x2
 #define FMA vf_fma_bf16x2
@@ -34,14 +35,18 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 #define FROM(name) name##_f8x2
 #include "kernels/flash_pairs_tpl.h"
 
-/* Where some pairs are dead, values that are NaN must not reach beyond the others. */
+/* Where some pairs are dead, values that are NaN must not reach beyond the others: then P becomes float32
+ * again. */
 static void add_tile_f8x2(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch)
 {
-    if (tile->live) {
-        add_tile_f8(block, tile, prefetch);
+    if (!tile->live) {
+        add_pairs_f8x2(block, tile, 0, AM_FLASH_TILE, prefetch);
         return;
     }
     float *row = block->logits;
-    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) narrow_bf16x2(row, 0, AM_FLASH_TILE);
-    add_pairs_f8x2(block, tile, 0, AM_FLASH_TILE, prefetch);
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        for (ptrdiff_t i = AM_FLASH_TILE - VF_LANES; i >= 0; i -= VF_LANES)
+            vf_store(row + i, vf_mul(vf_set1(0x1p8f), vf_load_bf16((const uint16_t *)row + i)));
+    }
+    add_tile_f8(block, tile, prefetch);
 }

@@ -10,19 +10,19 @@
 
 enum { MOST_I16 = INT16_MAX };
 
-/* The greatest magnitude of some numbers, or NaN if one is not finite. */
+/* The greatest magnitude of some numbers, or NaN if one is that. */
 static inline float greatest_of(const float *numbers, ptrdiff_t count)
 {
-    const vf zero = vf_set1(0);
-    vf most = zero, nothing = zero;
-    for (ptrdiff_t i = 0; i < count; i += VF_LANES) {
-        const vf x = i + VF_LANES <= count ? vf_load(numbers + i) : vf_load_part(numbers + i, count - i);
-        most = vf_max(vf_max(x, vf_sub(zero, x)), most);
-        nothing = vf_fma(x, zero, nothing);
-    }
-    return vf_highest(most) + vf_total(nothing);
+    vf most = vf_set1(0);
+    for (ptrdiff_t i = 0; i < count; i += VF_LANES)
+        most = vf_greater(i + VF_LANES <= count ? vf_load(numbers + i) : vf_load_part(numbers + i, count - i),
+                          most);
+    return vf_greatest(most);
 }
-static inline bool has_unit(float greatest) { return greatest == 0 || greatest > 0x1p-100f; }
+static inline bool has_unit(float greatest)
+{
+    return greatest == 0 || (0x1p-100f < greatest && greatest < INFINITY);
+}
 
 /* A row that has no unit gets NaN as that. */
 static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t depth)
@@ -65,24 +65,36 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
     if (!its.live || *its.live) add_tile_i8(&one, &its, &none);
 }
 
-/* Turns P begin … end - 1 into i16x2. The last lane of a row gets its unit. Values are added to rows that
- * have none here, as numbers of float32. */
-static void narrow_p_i16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
-                           ptrdiff_t end)
+/* Turns P of some vectors of a row, times the scales of their values, into i16x2. The last lane of the row
+ * gets its unit. To a row that has none values are added here, as numbers of float32. */
+static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flash_rows *block,
+                                                                   const am_flash_tile *tile, ptrdiff_t row,
+                                                                   ptrdiff_t begin, const int count)
 {
-    float *row = block->logits;
-    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
-        const float greatest = greatest_of(row + begin, end - begin);
-        const bool usual = has_unit(greatest);
-        if (!usual) add_row_apart(block, tile, r);
-        const vf factor = vf_set1(usual && greatest > 0 ? MOST_I16 / greatest : 0);
-        for (ptrdiff_t i = begin; i < end; i += PANEL_f32) {
-            const vf first = vf_mul(vf_load(row + i), factor),
-                     second = vf_mul(vf_load(row + i + VF_LANES), factor);
-            vf_store(row + i / 2, usual ? vf_narrow_i16x2(first, second) : vf_set1(0));
-        }
-        row[AM_FLASH_TILE - 1] = usual ? greatest / MOST_I16 : 0;
+    float *p = (float *)block->logits + row * AM_FLASH_TILE, *unit = p + AM_FLASH_TILE - 1;
+    const float *scales = tile->v_scales;
+    vf x[AM_FLASH_TILE / VF_LANES], most = vf_set1(0);
+    p += begin;
+    UNROLL(4)
+    for (int j = 0; j < count; j++) {
+        x[j] = vf_load(p + j * VF_LANES);
+        if (scales) x[j] = scale_p_f32(x[j], vf_load(scales + begin + j * VF_LANES));
+        most = vf_greater(x[j], most);
     }
+    const float greatest = vf_greatest(most);
+    const bool usual = has_unit(greatest);
+    if (!usual) {
+        UNROLL(4)
+        for (int j = 0; j < count; j++) vf_store(p + j * VF_LANES, x[j]);
+        add_row_apart(block, tile, row);
+    }
+    const vf factor = vf_set1(usual && greatest > 0 ? MOST_I16 / greatest : 0);
+    UNROLL(4)
+    for (int j = 0; j < count; j += 2) {
+        const vf pairs = vf_narrow_i16x2(vf_mul(x[j], factor), vf_mul(x[j + 1], factor));
+        vf_store(p - begin / 2 + j / 2 * VF_LANES, usual ? pairs : vf_set1(0));
+    }
+    *unit = usual ? greatest / MOST_I16 : 0;
 }
 
 #define S int8_t
@@ -97,6 +109,7 @@ static void narrow_p_i16x2(const am_flash_rows *block, const am_flash_tile *tile
 #define TOTALS(sums) vf_totals_i32(sums)
 #define ROW_UNIT unit_of_query
 #define P_UNIT(row) ((row)[AM_FLASH_TILE - 1])
+#define STEP(name) name##_f32
 #define LOAD_WIDE vf_load_i16x2
 #define LOAD_PART_WIDE vf_load_part_i16x2
 #define FMA vf_fma_i16x2
@@ -108,7 +121,12 @@ static void add_tile_i16x2(const am_flash_rows *block, const am_flash_tile *tile
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
-    narrow_p_i16x2(block, tile, begin - begin % PANEL_f32, (end + PANEL_f32 - 1) / PANEL_f32 * PANEL_f32);
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (begin < PANEL_f32 && end > PANEL_f32)
+            narrow_row_i16x2(block, tile, r, 0, AM_FLASH_TILE / VF_LANES);
+        else
+            narrow_row_i16x2(block, tile, r, begin - begin % PANEL_f32, PANEL_f32 / VF_LANES);
+    }
     add_pairs_i16x2(block, tile, begin - begin % 2, end, prefetch);
 }
 

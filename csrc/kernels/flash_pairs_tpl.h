@@ -5,7 +5,8 @@
  * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. TOTALS
  * adds up the lanes of each of some sums, and ROW_UNIT is by what those of a row are multiplied; STRAIGHTEN
  * puts the lanes of two vectors of sums of values in order, and P_UNIT is by what those of a row of P are
- * multiplied. The includer defines add_tile, which turns P into pairs and calls add_pairs. */
+ * multiplied. STEP names the functions that turn logits into P. The includer defines add_tile, which turns P
+ * times the scales of values into pairs, if it is not so yet, and calls add_pairs. */
 
 static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
                                     ptrdiff_t step, ptrdiff_t i);
@@ -102,7 +103,6 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
 #define NUMBERS 2
 #define QUERIES(block) ((const float *)(block)->q_packed)
 #define QUERY_STEP am_packed_query_lanes
-#define STEP(name) name##_f32
 #include "kernels/flash_unpacked_tpl.h"
 
 #undef P_UNIT

@@ -179,7 +179,7 @@ static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_f
                                                                       const T *scales, const bool of_p)
 {
     T *row = block->logits;
-    if (UNIT == 1 && (NUMBERS == 1 || of_p) && !scales) return;
+    if (UNIT == 1 && NUMBERS == 1 && !scales) return;
     for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
         const V unit = VOP(set1)(of_p ? UNIT : ROW_UNIT(block, r));
         for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
@@ -266,7 +266,9 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
     for (ptrdiff_t h = 0; h < heads; h++) {
         FROM(scale_columns)(&blocks[h], tiles[h].k_scales, false);
         FROM(find_p)(&blocks[h], &tiles[h]);
+#if NUMBERS == 1
         FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
+#endif
     }
     prefetch = FROM(lines_of_next_keys)(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(&blocks[h], &tiles[h], &prefetch);

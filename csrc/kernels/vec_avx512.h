@@ -446,9 +446,22 @@ static inline vf vf_totals_i32(const vf v[VF_LANES])
 /* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers, at most the greatest one. */
 static inline vf vf_narrow_i16x2(vf first, vf second)
 {
-    const __m256i low = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(first)),
-                  high = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(second));
-    return _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+    const __m512i both = _mm512_packs_epi32(_mm512_cvtps_epi32(first), _mm512_cvtps_epi32(second));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both));
+}
+/* The greater of the magnitude of x and a number that is not negative; and the greatest lane of such numbers.
+ * NaN is greater than all numbers. */
+static inline vf vf_greater(vf x, vf most)
+{
+    const __m512i magnitude = _mm512_and_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+    return _mm512_castsi512_ps(_mm512_max_epi32(magnitude, _mm512_castps_si512(most)));
+}
+static inline float vf_greatest(vf x)
+{
+    const int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(x));
+    float greatest;
+    memcpy(&greatest, &bits, sizeof greatest);
+    return greatest;
 }
 #endif
 
