@@ -223,6 +223,30 @@ def strided(memory: Memory, values: np.ndarray, rng, width: int = 1, plain: bool
     return memory.read(values, step, shift=pick(rng, [0, 2] if plain else [0, 1, 2])), step
 
 
+def in_runs(
+    memory: Memory, values: np.ndarray, rng, width: int, run: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of rows that lie anywhere, and addresses as far from one another; of runs not there that of the first."""
+    runs = [
+        memory.read(values[i : i + run], step, shift=pick(rng, [0, width - 1]) * 2)
+        for i in range(0, len(values), run)
+    ]
+    addresses = [array.ctypes.data for array in runs]
+    addresses += addresses[:1] * (TILE // run - len(runs)) + [pick(rng, [0, addresses[0]])]
+    return runs[0], np.array(addresses, np.uintp)
+
+
+def unpacked(memory: Memory, values: np.ndarray, rng, width: int, lanes: int):
+    """Rows as `am_unpacked_rows`, whose steps count some `lanes`: one behind the other, or in runs."""
+    run = pick(rng, [0, 0, 16, 32, 64])
+    if run == 0:
+        data, step = strided(memory, values, rng, width)
+        return structure("am_unpacked_rows", data=data, step=step // lanes), [data]
+    step = values.shape[1] + 2 * width
+    data, runs = in_runs(memory, values, rng, width, run, step)
+    return structure("am_unpacked_rows", data=data, step=step // lanes, run=run, runs=runs), [data, runs]
+
+
 def check_pack_keys(kernel: Kernel, rng) -> None:
     """If a lane holds two numbers, the factor is 1 and `depth` counts lanes."""
     arithmetic, source = arithmetic_of(kernel), format_of(kernel)
@@ -232,10 +256,10 @@ def check_pack_keys(kernel: Kernel, rng) -> None:
             for factor in (1.0, -0.3)[: 3 - width]:
                 case, memory = (depth, rows, factor), Memory()
                 values = some_special(rng, (rows, depth * width), source)
-                src, step = strided(memory, values, rng, width)
+                src, _kept = unpacked(memory, values, rng, width, width)
                 dst = memory.written(unwritten(TILE * depth, arithmetic.dtype))
                 scales = some_scales(rng, arithmetic, memory)
-                kernel(dst, src, step // width, rows, depth, factor, scales)
+                kernel(dst, src, rows, depth, factor, scales)
                 memory.check(case)
                 sizes = factors.type(abs(factor)) * (1 if scales is None else scales[:rows, None])
                 expected = packed_keys(values.astype(factors) * sizes, panel, width).view(factors)
@@ -251,12 +275,12 @@ def check_pack_values(kernel: Kernel, rng) -> None:
                 case, memory, values = (depth, rows, special), Memory(), numbers(rng, (rows, depth), source)
                 if depth and source != np.int8:
                     values[rng.integers(rows), rng.integers(depth)] = special
-                src, step = strided(memory, values, rng)
+                src, _kept = unpacked(memory, values, rng, width, 1)
                 scales = some_scales(rng, arithmetic, memory)
                 scaled = values.astype(factors) * (1 if scales is None else scales[:rows, None])
                 expected = packed_values(scaled.astype(factors), panel, width)
                 dst = memory.written(unwritten(expected.shape, expected.dtype))
-                finite = kernel(dst, src, step, rows, depth, scales)
+                finite = kernel(dst, src, rows, depth, scales)
                 memory.check(case)
                 same(dst.view(factors), expected.view(factors), case)
                 assert finite == np.isfinite(values.astype(factors)).all(), case

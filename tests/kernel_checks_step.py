@@ -11,6 +11,7 @@ from kernel_checks_rows import (
     Arithmetic,
     arithmetic_of,
     format_of,
+    in_runs,
     most_in_i16,
     packed_query_lanes,
     strided,
@@ -261,11 +262,19 @@ def run_step(
     memory, width, panel = Memory(), arithmetic.width, arithmetic.panel
     transposed, unpacked = kind.startswith("transposed"), kind.endswith("unpacked")
     k, v_step = packed_keys(p.k, panel, width), 0
-    q_packed = None
-    if transposed:
+    q_packed = k_runs = v_runs = None
+    run = pick(rng, [0, 8, 16, 32, 64]) if unpacked else 0
+    k_step, run_step = (x.shape[1] + 2 * width for x in (p.k, p.v))
+    if transposed and run:
+        k, k_runs = in_runs(memory, p.k, rng, width, run, k_step)
+    elif transposed:
         k, k_step = strided(memory, p.k, rng, width, plain=True)
+    if transposed:
         q_packed = memory.read(packed_keys(p.q, panel, width))
-    if unpacked:
+    if run:
+        v_step = run_step
+        v, v_runs = in_runs(memory, p.v, rng, width, run, v_step)
+    elif unpacked:
         v, v_step = strided(memory, p.v, rng, width, plain=True)
     else:
         v = memory.read(packed_values(p.v, panel, width))
@@ -284,6 +293,9 @@ def run_step(
         prefetch=prefetch_of(rng, memory),
         k_step=k_step // width if transposed else 0,
         v_step=v_step // width,
+        run=run,
+        k_runs=k_runs,
+        v_runs=v_runs,
         **words_in(memory, p.terms),
     )
     kernel(block, tile)
@@ -343,19 +355,6 @@ def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
     for name in ("out", "sum", "ref_max"):
         one, other = getattr(got, name)[rows], getattr(clean, name)[rows]
         np.testing.assert_array_equal(one, other, err_msg=f"{name} depends on dead pairs: {p}")
-
-
-def in_runs(
-    memory: Memory, values: np.ndarray, rng, width: int, run: int, step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of rows that lie anywhere, and their addresses; of runs that are not there that of the first."""
-    runs = [
-        memory.read(values[i : i + run], step, shift=pick(rng, [0, width - 1]) * 2)
-        for i in range(0, len(values), run)
-    ]
-    addresses = [array.ctypes.data for array in runs]
-    addresses += addresses[:1] * (TILE // run - len(runs)) + [pick(rng, [0, addresses[0]])]
-    return runs[0], np.array(addresses, np.uintp)
 
 
 def query_packer(kernel: Kernel) -> Kernel:

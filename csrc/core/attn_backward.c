@@ -166,8 +166,8 @@ static bool load_tokens(const plan *p, const am_tokens *t, const am_attn_place *
     if (p->base.bf16x2) {
         am_copy_pairs(to, am_token(t, at->b, at->head, at->q), (ptrdiff_t)am_size_of(t->type), t->token,
                       t->element, at->rows, depth);
-        return am_kv_own(&p->base)->pack_values(bf16x2_to, to, 2 * am_lanes(&p->base, depth), at->rows, depth,
-                                                NULL);
+        const am_unpacked_rows rows = {.data = to, .step = 2 * am_lanes(&p->base, depth)};
+        return am_kv_own(&p->base)->pack_values(bf16x2_to, &rows, at->rows, depth, NULL);
     }
     const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, scratch, &step);
     return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);

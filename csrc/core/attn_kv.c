@@ -89,10 +89,12 @@ static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place 
     return true;
 }
 
-/* Rows of a paged cache where they lie, if they do so one after the other, else gathered in `scratch`. */
-static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys,
-                                ptrdiff_t depth, char *scratch)
+/* Rows of a paged cache where they lie, if they do so one after the other, or in runs if that is not NULL;
+ * else gathered in `scratch`. */
+static am_kv_rows rows_in_pages(const am_attn_base *base, const am_tokens *t, const am_attn_place *at,
+                                am_range keys, ptrdiff_t depth, char *scratch, const void **runs)
 {
+    const am_attn *f = base->attn;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = depth * size;
     am_kv_rows rows = {.data = scratch,
                        .step = row,
@@ -100,12 +102,22 @@ static am_kv_rows rows_in_pages(const am_attn *f, const am_tokens *t, const am_a
                        .type = t->type,
                        .count = am_length(keys),
                        .depth = depth};
-    for (key_run run; keys.begin < keys.end; keys.begin += run.count, scratch += run.count * row) {
+    key_run run = run_of(f, t, at, keys);
+    if (run.data && run.count == rows.count) {
+        rows.data = run.data, rows.step = t->token, rows.element = t->element;
+        return rows;
+    }
+    const bool plain =
+        base->bf16x2 ? am_is_plain(t) && t->token % (2 * size) == 0 && depth % 2 == 0 : am_is_plain(t);
+    if (runs && plain && find_runs(f, t, at, keys, runs, &rows.run) && rows.run % AM_PACKED_RUN == 0) {
+        rows.data = runs[0], rows.step = t->token, rows.runs = runs;
+        return rows;
+    }
+    rows.run = 0;
+    for (; keys.begin < keys.end; keys.begin += run.count, scratch += run.count * row) {
         run = run_of(f, t, at, keys);
         if (!run.data) {
             memset(scratch, 0, (size_t)(run.count * row));
-        } else if (run.count == rows.count) {
-            rows.data = run.data, rows.step = t->token, rows.element = t->element;
         } else if (t->element == size) {
             for (ptrdiff_t r = 0; r < run.count; r++)
                 memcpy(scratch + r * row, run.data + r * t->token, (size_t)row);
@@ -130,7 +142,7 @@ static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
 /* The scales of a tile's tokens for some heads: AM_FLASH_TILE of keys and of values for each. */
 typedef float (*tile_scales)[2][AM_FLASH_TILE];
 
-/* Copies the scales of a run of tokens for some heads; if these lie side by side, of four heads at once. */
+/* Copies the scales of a run of tokens for some heads, four at once if these lie side by side. */
 static void copy_scales(tile_scales to, ptrdiff_t which, ptrdiff_t token, const am_tokens *t,
                         const char *from, ptrdiff_t tokens, ptrdiff_t heads)
 {
@@ -185,21 +197,30 @@ static const char *read_rows(const am_kv_rows *rows, bool pairs, char *scratch, 
     return scratch;
 }
 
+/* The rows as kernels pack them: their steps in elements, or in `pairs` of these. */
+static am_unpacked_rows unpacked_rows(const am_kv_rows *rows, bool pairs, char *scratch)
+{
+    am_unpacked_rows unpacked = {.data = rows->data, .run = rows->run, .runs = rows->runs};
+    if (rows->run > 0)
+        unpacked.step = rows->step / ((ptrdiff_t)am_size_of(rows->type) * (pairs ? 2 : 1));
+    else
+        unpacked.data = read_rows(rows, pairs, scratch, &unpacked.step);
+    return unpacked;
+}
+
 void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor)
 {
-    ptrdiff_t step;
-    const char *src = read_rows(&rows, base->bf16x2, scratch, &step);
-    base->kv->pack_keys(to, src, step, rows.count, am_lanes(base, rows.depth), factor,
+    const am_unpacked_rows unpacked = unpacked_rows(&rows, base->bf16x2, scratch);
+    base->kv->pack_keys(to, &unpacked, rows.count, am_lanes(base, rows.depth), factor,
                         base->bf16x2 ? NULL : rows.scales);
 }
 
 bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to)
 {
-    ptrdiff_t step;
     const bool pairs = am_kv_is_bf16x2(base);
-    const char *src = read_rows(&rows, pairs, scratch, &step);
-    return base->kv->pack_values(to, src, pairs ? 2 * step : step, rows.count, rows.depth,
-                                 base->bf16x2 ? NULL : rows.scales);
+    am_unpacked_rows unpacked = unpacked_rows(&rows, pairs, scratch);
+    if (pairs) unpacked.step *= 2;
+    return base->kv->pack_values(to, &unpacked, rows.count, rows.depth, base->bf16x2 ? NULL : rows.scales);
 }
 
 /* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
@@ -254,6 +275,9 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
     return kv->shared.packed + index * (kv->schedule->k_bytes + kv->schedule->v_bytes);
 }
 
+/* Where runs of keys and of values begin, and of the keys of the next tile. */
+enum { K_RUNS, V_RUNS, NEXT_RUNS };
+
 /* A tile as one of the items in a step sees it. */
 typedef struct {
     const am_kv *kv;
@@ -261,8 +285,9 @@ typedef struct {
     am_range keys;
     char *gathered; /* memory for its keys and then its values */
     ptrdiff_t k_bytes;
-    tile_scales scales; /* those of the head and of more; */
-    ptrdiff_t heads;    /* if not 0, they are still to be read for so many */
+    const void *(*runs)[AM_MOST_RUNS];
+    tile_scales scales; /* of its key head, and behind them of others */
+    ptrdiff_t heads;    /* for how many of these they are still to be read; 0: for none */
 } tile_source;
 
 /* The scales of its tokens; NULL if they have none. */
@@ -273,20 +298,23 @@ static const float *token_scales(const tile_source *s, const am_kv_scales *scale
     return s->scales[0][which];
 }
 
-static am_kv_rows key_rows(const tile_source *s)
+/* Its keys or values; `in_runs`: they may lie in pages. */
+static am_kv_rows key_rows(const tile_source *s, bool in_runs)
 {
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
-    am_kv_rows rows = rows_in_pages(f, &f->k, s->at, s->keys, f->depth, s->gathered);
+    am_kv_rows rows = rows_in_pages(s->kv->base, &f->k, s->at, s->keys, f->depth, s->gathered,
+                                    in_runs ? s->runs[K_RUNS] : NULL);
     rows.scales = token_scales(s, &f->k_scales, 0);
     return rows;
 }
 
-static am_kv_rows value_rows(const tile_source *s)
+static am_kv_rows value_rows(const tile_source *s, bool in_runs)
 {
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
-    am_kv_rows rows = rows_in_pages(f, &f->v, s->at, s->keys, f->value_depth, s->gathered + s->k_bytes);
+    am_kv_rows rows = rows_in_pages(s->kv->base, &f->v, s->at, s->keys, f->value_depth,
+                                    s->gathered + s->k_bytes, in_runs ? s->runs[V_RUNS] : NULL);
     rows.scales = token_scales(s, &f->v_scales, 1);
     return rows;
 }
@@ -299,13 +327,13 @@ static void keep_scales(const tile_source *s, const am_kv_rows *rows, char *end)
 }
 static void pack_keys(const tile_source *s, char *scratch, char *to, double factor)
 {
-    const am_kv_rows rows = key_rows(s);
+    const am_kv_rows rows = key_rows(s, true);
     am_pack_keys(s->kv->base, rows, scratch, to, factor);
     keep_scales(s, &rows, to + s->kv->schedule->k_bytes);
 }
 static bool pack_values(const tile_source *s, char *scratch, char *to)
 {
-    const am_kv_rows rows = value_rows(s);
+    const am_kv_rows rows = value_rows(s, true);
     keep_scales(s, &rows, to + s->kv->schedule->v_bytes);
     return am_pack_values(s->kv->base, rows, scratch, to);
 }
@@ -385,18 +413,38 @@ static bool can_read_runs(const am_attn_base *base)
                : am_is_plain(&f->k) && am_is_plain(&f->v);
 }
 
-/* Where runs of keys and of values begin, and of the keys of the next tile. */
-enum { K_RUNS, V_RUNS, NEXT_RUNS };
+/* Whether they can read keys there lane by lane, as if these are transposed. */
+static bool can_read_lanes(const am_attn_base *base)
+{
+    const am_attn *f = base->attn;
+    return base->bf16x2 ? am_is_aligned_bf16x2(&f->k, f->depth) : f->k.type == base->type;
+}
 
-/* Finds the pages of a tile, for all items of a step. */
-static void find_pages(const tile_source *source, am_kv_workspace *w)
+/* Finds the pages of a tile, for all items of a step, if kernels can read rows there; returns whether they
+ * can.
+ */
+static bool find_pages(const tile_source *source, am_kv_workspace *w)
+{
+    const am_attn *f = source->kv->base->attn;
+    const bool found = f->pages.table && can_read_runs(source->kv->base) &&
+                       find_runs(f, &f->k, source->at, source->keys, w->runs[K_RUNS], &w->run) &&
+                       find_runs(f, &f->v, source->at, source->keys, w->runs[V_RUNS], &w->run);
+    if (!found) w->run = 0;
+    return found;
+}
+
+/* Lets a tile read rows in these pages. */
+static void read_pages(const tile_source *source, const am_kv_workspace *w, am_flash_tile *tile)
 {
     const am_attn_base *base = source->kv->base;
     const am_attn *f = base->attn;
-    const bool in_runs = f->pages.table && can_read_runs(base) &&
-                         find_runs(f, &f->k, source->at, source->keys, w->runs[K_RUNS], &w->run) &&
-                         find_runs(f, &f->v, source->at, source->keys, w->runs[V_RUNS], &w->run);
-    if (!in_runs) w->run = 0;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (am_kv_is_bf16x2(base) ? 2 : 1),
+                    heads = source->at->kv_head - w->head;
+    tile->run = w->run;
+    tile->k_runs = w->runs[K_RUNS], tile->k_step = f->k.token / size;
+    tile->v_runs = w->runs[V_RUNS], tile->v_step = f->v.token / size;
+    tile->k = (const char *)*tile->k_runs + heads * f->k.head;
+    tile->v = (const char *)*tile->v_runs + heads * f->v.head;
 }
 
 static am_flash_step_unpacked *unpacked_tile(const tile_source *source, const am_kv_workspace *w,
@@ -405,20 +453,15 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, const am
     const am_attn_base *base = source->kv->base;
     const am_attn *f = base->attn;
     const bool pairs = am_kv_is_bf16x2(base);
-    tile->run = w->run;
+    tile->run = 0;
     if (w->run > 0) {
-        const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (pairs ? 2 : 1),
-                        heads = source->at->kv_head - w->head;
-        tile->k_runs = w->runs[K_RUNS], tile->k_step = f->k.token / size;
-        tile->v_runs = w->runs[V_RUNS], tile->v_step = f->v.token / size;
-        tile->k = (const char *)*tile->k_runs + heads * f->k.head;
-        tile->v = (const char *)*tile->v_runs + heads * f->v.head;
+        read_pages(source, w, tile);
         tile->value_depth = pairs ? am_ceil_div(f->value_depth, 2) : f->value_depth;
         tile->k_scales = token_scales(source, &f->k_scales, 0);
         tile->v_scales = token_scales(source, &f->v_scales, 1);
         return base->kv->step_unpacked;
     }
-    const am_kv_rows k = key_rows(source), v = value_rows(source);
+    const am_kv_rows k = key_rows(source, false), v = value_rows(source, false);
     tile->k = read_rows(&k, pairs, w->k, &tile->k_step);
     tile->v = read_rows(&v, pairs, w->v, &tile->v_step);
     tile->k_scales = k.scales, tile->v_scales = v.scales;
@@ -439,6 +482,7 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
                                 .keys = am_range_at(&kv->groups->tiles, index),
                                 .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
                                 .k_bytes = w->k_bytes,
+                                .runs = w->runs,
                                 .scales = w->scales + (at->kv_head - w->head),
                                 .heads = item > 0   ? 0
                                          : unpacked ? am_min(am_lockstep(g), f->kv_heads - at->kv_head)
@@ -452,8 +496,15 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
     char *k = w->k + place * kv->schedule->k_bytes, *v = w->v + place * kv->schedule->v_bytes;
     const bool in_place = g->shape.values_unpacked && full, known = w->local[place].tile == among_all;
     tile->transposed = g->shape.strategy == AM_TRANSPOSED && full && am_length(source.keys) == TILE;
+    if (tile->transposed && in_place && can_read_lanes(base) && find_pages(&source, w) &&
+        w->run % AM_TRANSPOSED_KEYS == 0) {
+        read_pages(&source, w, tile);
+        if (tile->run == TILE) tile->run = 0;
+        w->local[place].tile = -1;
+        return NULL;
+    }
     if (tile->transposed) {
-        const am_kv_rows rows = key_rows(&source);
+        const am_kv_rows rows = key_rows(&source, false);
         tile->k = read_lanes(base, &rows, am_is_aligned_bf16x2(&f->k, f->depth), k, &tile->k_step);
     } else {
         if (!known) pack_keys(&source, w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
@@ -461,8 +512,9 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
     }
     tile->v = v, tile->v_step = 0;
     if (in_place) {
-        const am_kv_rows rows = value_rows(&source);
+        const am_kv_rows rows = value_rows(&source, !tile->transposed);
         tile->v = rows.data, tile->v_step = rows.step / base->size;
+        tile->run = rows.run, tile->v_runs = rows.runs;
     } else if (!known) {
         w->local[place].finite = pack_values(&source, w->row, v);
     }
@@ -472,20 +524,21 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
     return NULL;
 }
 
-/* The `part`-th of `parts` of some tokens, to prefetch; of tokens in pages the first that lie one after the
- * other. */
-static am_prefetch_rows prefetch_part(const am_attn *f, const am_tokens *t, const am_attn_place *at,
-                                      ptrdiff_t heads, am_range keys, ptrdiff_t depth, ptrdiff_t part,
-                                      ptrdiff_t parts)
+/* Some tokens to prefetch; of tokens in pages as many that lie one after the other. */
+static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
+                            am_range keys, ptrdiff_t depth, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
-    const ptrdiff_t rows = am_length(keys), begin = rows * part / parts, end = rows * (part + 1) / parts;
-    if (!f->pages.table)
-        return am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin + begin, end - begin, depth);
-    if (begin == end) return (am_prefetch_rows){0};
-    const key_run run = run_of(f, t, at, (am_range){keys.begin + begin, keys.begin + end});
-    am_tokens from = *t;
-    from.data = (char *)run.data;
-    return am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, depth);
+    if (!f->pages.table) {
+        *to = am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin, am_length(keys), depth);
+        return;
+    }
+    for (ptrdiff_t i = 0; i < AM_PREFETCH_RUNS && keys.begin < keys.end; i++) {
+        const key_run run = run_of(f, t, at, keys);
+        am_tokens from = *t;
+        from.data = (char *)run.data;
+        to[i] = am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, depth);
+        keys.begin += run.count;
+    }
 }
 
 void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
@@ -497,16 +550,17 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     if (to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
            : w->local[local_place(kv, g, index)].tile == index_among_all(kv, at, index))
         return;
-    const am_range keys = am_range_at(&kv->groups->tiles, index);
-    const ptrdiff_t bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
+    const am_range all = am_range_at(&kv->groups->tiles, index);
+    const ptrdiff_t rows = am_length(all), bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
+    const am_range keys = {all.begin + rows * part / parts, all.begin + rows * (part + 1) / parts};
     am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
-    *next = prefetch_part(f, &f->k, at, heads, keys, f->depth, part, parts);
+    prefetch_tokens(f, &f->k, at, heads, keys, f->depth, next);
     if (f->pages.table && g->shape.strategy == AM_UNPACKED && next->rows > 0 &&
-        find_runs(f, &f->k, at, keys, w->runs[NEXT_RUNS], &next->rows)) {
+        find_runs(f, &f->k, at, all, w->runs[NEXT_RUNS], &next->rows)) {
         tile->next_runs = w->runs[NEXT_RUNS];
         tile->next_run_count = TILE / next->rows + (tile->next_runs[TILE / next->rows] != NULL);
     }
-    tile->prefetch[AM_PREFETCH_V] = prefetch_part(f, &f->v, at, heads, keys, f->value_depth, part, parts);
+    prefetch_tokens(f, &f->v, at, heads, keys, f->value_depth, &tile->prefetch[AM_PREFETCH_V]);
     if (to)
         tile->prefetch[AM_PREFETCH_PACKED] =
             (am_prefetch_rows){.at = to, .step = bytes, .length = bytes, .rows = 1};

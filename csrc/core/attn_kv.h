@@ -12,6 +12,9 @@ typedef struct {
     am_dtype type;
     ptrdiff_t count, depth;
     const float *scales; /* AM_FLASH_TILE factors of the tokens, or NULL */
+    ptrdiff_t run;       /* 0, or they lie in runs of so many, which begin at these addresses: as pairs of
+                          * neighbours if kernels take them so */
+    const void *const *runs;
 } am_kv_rows;
 am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t depth);
 

@@ -82,12 +82,17 @@ static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *til
 }
 
 /* O + P V of some columns of unpacked values, of which each two rows are interleaved. */
-static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const float *v,
-                                ptrdiff_t v_step, ptrdiff_t column, float *c, ptrdiff_t c_step,
-                                prefetch_lines *prefetch)
+static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const am_flash_tile *tile,
+                                ptrdiff_t column, float *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, (const uint16_t *)v + column, 4 * v_step, c,
-                            c_step, prefetch);
+    const uint16_t *v = (const uint16_t *)tile->v + column;
+    const ptrdiff_t step = 4 * tile->v_step;
+    const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v);
+    if (tile->run)
+        add_product_in_runs_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch,
+                                        &runs);
+    else
+        add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch);
 }
 #endif
 

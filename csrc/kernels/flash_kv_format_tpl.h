@@ -55,15 +55,16 @@ static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t depth, const T *sc
 }
 
 /* Packs row by row, since rows may lie far apart. */
-static bool FROM(pack_values)(void *to, const void *from, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t depth,
                               const void *scales)
 {
     T *dst = to;
-    const S *src = from;
+    const S *src = from->data;
     V nothing = VOP(set1)(0);
-    for (ptrdiff_t r = 0; r < rows; r++, src += step, dst += FN(PANEL)) {
+    for (ptrdiff_t r = 0; r < rows; r++, src += from->step, dst += FN(PANEL)) {
+        if (from->run && r % from->run == 0) src = from->runs[r / from->run];
         for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
-            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, step, 1, depth - i, nothing);
+            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, 0, 1, depth - i, nothing);
     }
     for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
         memset(dst + i * AM_FLASH_TILE, 0,

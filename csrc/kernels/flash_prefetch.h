@@ -105,18 +105,21 @@ static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)
 /* What the products of one tile prefetch. */
 typedef struct {
     prefetch_lines kinds[AM_PREFETCH_KINDS];
+    int count;
     ptrdiff_t left, share; /* lines of all kinds; how many of them a product prefetches at least */
 } prefetch_queue;
 
 static inline prefetch_queue prefetch_queue_of(const am_prefetch_rows kinds[AM_PREFETCH_KINDS],
                                                ptrdiff_t products)
 {
-    prefetch_queue queue = {.left = 0};
+    prefetch_queue queue;
+    queue.count = 0, queue.left = 0;
     for (int i = 0; i < AM_PREFETCH_KINDS; i++) {
         const am_prefetch_rows *rows = &kinds[i];
         if (rows->rows <= 0) continue;
-        queue.kinds[i] = prefetch_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows, 0);
-        queue.left += queue.kinds[i].count;
+        prefetch_lines *lines = &queue.kinds[queue.count++];
+        *lines = prefetch_lines_of((uintptr_t)rows->at, rows->step, rows->length, rows->rows, 0);
+        queue.left += lines->count;
     }
     queue.share = queue.left / products + 1;
     return queue;
@@ -125,7 +128,7 @@ static inline prefetch_queue prefetch_queue_of(const am_prefetch_rows kinds[AM_P
 /* A kind with at least `count` lines left, of which a loop prefetches one per step; NULL if there is none. */
 static inline prefetch_lines *prefetch_pick(prefetch_queue *queue, ptrdiff_t count)
 {
-    for (int i = 0; queue->left >= count && i < AM_PREFETCH_KINDS; i++) {
+    for (int i = 0; queue->left >= count && i < queue->count; i++) {
         if (queue->kinds[i].count >= count) return &queue->kinds[i];
     }
     return NULL;
@@ -138,7 +141,7 @@ static inline void prefetch_rest(prefetch_queue *queue, prefetch_lines *issued, 
     if (queue->left == 0) return;
     ptrdiff_t more = queue->share;
     if (issued) issued->count -= count, queue->left -= count, more -= count;
-    for (int i = 0; more > 0 && i < AM_PREFETCH_KINDS; i++) {
+    for (int i = 0; more > 0 && i < queue->count; i++) {
         const ptrdiff_t some = queue->kinds[i].count < more ? queue->kinds[i].count : more;
         prefetch_issue(&queue->kinds[i], some);
         queue->kinds[i].count -= some, queue->left -= some, more -= some;

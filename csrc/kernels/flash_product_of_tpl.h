@@ -33,8 +33,8 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 }
 
 /* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns;
- * four of half as many rows at most. With each row of b it prefetches `lines`. Rows of b lie `in_runs` unless
- * that is NULL. */
+ * four of half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows
+ * of b lie `in_runs` unless that is NULL. */
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
@@ -56,10 +56,11 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         depth--, a += a_column, b += b_row;
     }
     const void *const *next = in_runs ? in_runs->next : NULL;
+    const bool unrolled = RUN_ROWS > 0 && (vectors > 2 || (vectors == 2 && !runs)); /* others are seldom */
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
         depth -= left;
-        for (; RUN_ROWS > 0 && vectors > 2 && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
+        for (; unrolled && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
             UNROLL(8)
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
                 prefetch_some(&current, lines, runs);
@@ -183,6 +184,19 @@ static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
         FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
 }
 
+/* The same, where rows of b lie in runs. */
+APART void FROM(add_product_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                     prefetch_lines *prefetch, const row_runs *in_runs)
+{
+    prefetch_lines none = prefetch_nothing(b);
+    if (columns <= LANES)
+        FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
+    else
+        FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch ? prefetch : &none, false,
+                         in_runs);
+}
+
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
 #define WIDE_ROWS(n)                                                                                         \
     case n:                                                                                                  \
@@ -211,13 +225,15 @@ static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const 
 }
 #undef WIDE_ROWS
 
-/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. */
-static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
-                                                const T *a, const S *b, ptrdiff_t b_step, T *c,
-                                                ptrdiff_t c_step)
+/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
+ * `in_runs` unless that is NULL. */
+static inline __attribute__((always_inline)) void
+FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
+                            ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs)
 {
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false, NULL)
+    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false,     \
+                     in_runs)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \
@@ -230,6 +246,18 @@ static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t column
     }
 #undef ROWS
 #undef PART_OF
+}
+static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+                                                const T *a, const S *b, ptrdiff_t b_step, T *c,
+                                                ptrdiff_t c_step)
+{
+    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, NULL);
+}
+APART void FROM(add_product_transposed_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+                                                const T *a, const S *b, ptrdiff_t b_step, T *c,
+                                                ptrdiff_t c_step, const row_runs *in_runs)
+{
+    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, in_runs);
 }
 
 #undef SPLIT

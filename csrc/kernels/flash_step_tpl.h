@@ -358,7 +358,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             const T *p = logits + s->row * AM_FLASH_TILE + begin;
             T *c = out + s->row * block->out_depth + column;
             if (tile->v_step > 0)
-                STEP(add_unpacked)(s->rows, columns, p, v, tile->v_step, column, c, block->out_depth, lines);
+                STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_depth, lines);
             else
                 STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
                                   c, block->out_depth, lines);

@@ -5,10 +5,6 @@
  *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
  */
 
-/* Keys may lie pages apart, so that they map to the same sets of the first-level cache: fewer of them than a
- * strip has rows leave space for packed queries. */
-enum { STEP(KEYS_PER_STRIP) = 8 };
-
 /* Stores P of neighbouring keys where `add_product_transposed` reads it. */
 static inline __attribute__((always_inline)) void STEP(store_p_transposed)(T *to, const V *p, const int count)
 {
@@ -65,14 +61,25 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
     const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), count = AM_FLASH_TILE / WIDTH;
     const T *p = (const T *)block->logits + s->row, *v = tile->v;
     T *c = (T *)block->out + s->row * block->out_depth + column;
-    if (tile->v_step == 0)
+    const row_runs runs = runs_of_values(tile, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
+    if (tile->v_step == 0) {
         STEP(add_product_transposed)(s->rows, columns, count, p, v + column * count, FN(PANEL), c,
                                      block->out_depth);
-    else
+        return;
+    }
 #if WIDTH > 1
-        add_product_transposed_interleaved(s->rows, columns, count, p, (const uint16_t *)v + column,
-                                           4 * tile->v_step, c, block->out_depth);
+    const uint16_t *from = (const uint16_t *)v + column;
+    const ptrdiff_t step = 4 * tile->v_step;
+    if (tile->run)
+        add_product_transposed_in_runs_interleaved(s->rows, columns, count, p, from, step, c,
+                                                   block->out_depth, &runs);
+    else
+        add_product_transposed_interleaved(s->rows, columns, count, p, from, step, c, block->out_depth);
 #else
+    if (tile->run)
+        FN(add_product_transposed_in_runs)(s->rows, columns, count, p, v + column, tile->v_step, c,
+                                           block->out_depth, &runs);
+    else
         FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
 #endif
 }
@@ -82,15 +89,16 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     FN(strip) strips[AM_FLASH_ROWS];
     const ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, NULL, AM_FLASH_TILE),
                     panels = (block->rows + FN(PANEL) - 1) / FN(PANEL);
-    prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / STEP(KEYS_PER_STRIP));
+    prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / AM_TRANSPOSED_KEYS);
     T *logits = block->logits;
     const T *q = block->q_packed;
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->depth) {
-        for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += STEP(KEYS_PER_STRIP)) {
+        for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += AM_TRANSPOSED_KEYS) {
             prefetch_lines *lines = prefetch_pick(&queue, block->depth);
-            STEP(product_within)(STEP(KEYS_PER_STRIP), 0, block->rows - row, block->depth,
-                                 (const T *)tile->k + key * tile->k_step, tile->k_step, q,
-                                 logits + key * AM_FLASH_TILE + row, lines);
+            STEP(product_within)(
+                AM_TRANSPOSED_KEYS, 0, block->rows - row, block->depth,
+                row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(T), key),
+                tile->k_step, q, logits + key * AM_FLASH_TILE + row, lines);
             prefetch_rest(&queue, lines, block->depth);
         }
     }

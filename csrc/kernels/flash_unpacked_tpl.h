@@ -194,10 +194,8 @@ static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_f
 static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
                                     ptrdiff_t step, ptrdiff_t i)
 {
-    if (tile->run == 0) return first;
-    const ptrdiff_t run = i / tile->run;
-    return (const S *)((uintptr_t)first + (uintptr_t)runs[run] - (uintptr_t)runs[0] -
-                       (uintptr_t)(run * tile->run * step) * sizeof(S));
+    const ptrdiff_t bytes = step * (ptrdiff_t)sizeof(S);
+    return (const S *)((uintptr_t)row_in_runs(tile, first, runs, bytes, i) - (uintptr_t)(i * bytes));
 }
 
 /* The end of the run of row i, or `end`. */

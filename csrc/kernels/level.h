@@ -183,6 +183,15 @@ static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joine
     return (row_runs){tile->run / joined, tile->v_runs + 1, (ptrdiff_t)head + offset};
 }
 
+/* Row i of a tile of unpacked rows, `step` bytes apart, of which the first is at `first`. */
+static inline const void *row_in_runs(const am_flash_tile *tile, const void *first, const void *const *runs,
+                                      ptrdiff_t step, ptrdiff_t i)
+{
+    if (tile->run == 0) return (const char *)first + i * step;
+    const ptrdiff_t run = i / tile->run, row = i % tile->run * step;
+    return (const void *)((uintptr_t)first + (uintptr_t)runs[run] - (uintptr_t)runs[0] + (uintptr_t)row);
+}
+
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {

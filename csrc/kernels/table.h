@@ -131,7 +131,13 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
  * and maxima are in units of ln 2, so that powers are those of two; or where a bias might be too large for
  * that, in units of 1.
  */
-enum { AM_FLASH_ROWS = 64, AM_FLASH_TILE = 64 };
+enum {
+    AM_FLASH_ROWS = 64,
+    AM_FLASH_TILE = 64,
+    /* Keys of a transposed tile that are multiplied at once. They may lie pages apart, so that they map to
+     * the same sets of the first-level cache: fewer than a strip has rows leave space for packed queries. */
+    AM_TRANSPOSED_KEYS = 8,
+};
 
 typedef struct {
     ptrdiff_t rows, depth, out_depth; /* out_depth: a multiple of half a panel's columns */
@@ -162,15 +168,17 @@ typedef struct {
     ptrdiff_t step, length, rows;
 } am_prefetch_rows;
 enum {
-    AM_PREFETCH_K,
-    AM_PREFETCH_V,
-    AM_PREFETCH_PACKED,
+    AM_PREFETCH_RUNS = 4, /* of keys, and of values, that may lie in pages */
+    AM_PREFETCH_K = 0,
+    AM_PREFETCH_V = 4,
+    AM_PREFETCH_PACKED = 8,
     AM_PREFETCH_Q,
     AM_PREFETCH_OUT,
     AM_PREFETCH_BIAS,
     AM_PREFETCH_D_Q,
     AM_PREFETCH_KINDS
 };
+_Static_assert(AM_PREFETCH_V == AM_PREFETCH_RUNS && AM_PREFETCH_PACKED == 2 * AM_PREFETCH_RUNS, "overlap");
 
 typedef struct {
     const void *k, *v;    /* packed or unpacked */
@@ -187,10 +195,11 @@ typedef struct {
      * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
      * where a lane holds two numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
-    /* If unpacked, keys and values may lie in runs of `run` rows each, an even number, and not one behind the
-     * other; 0: they do not. The first run begins at k or v, and the others are as far from it as these
-     * addresses, which all heads share; those of the first tile are its own. Behind the last address is that
-     * of what follows the tile, or NULL. */
+    /* If unpacked, keys and values may lie in runs of `run` rows each, and not one behind the other; 0: they
+     * do not. `run` is even, and a multiple of AM_TRANSPOSED_KEYS if the tile is transposed. Values that are
+     * unpacked alone may lie so, too. The first run begins at k or v, and the others are as far from it as
+     * these addresses, which all heads share; those of the first tile are its own. Behind the last address is
+     * that of what follows the tile, or NULL. */
     ptrdiff_t run;
     const void *const *k_runs, *const *v_runs;
     /* Of unpacked rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the
@@ -211,14 +220,23 @@ typedef void am_flash_step_unpacked(const am_flash_rows *blocks, const am_flash_
 /* Adds the accumulators of the same rows over other keys to those of `whole`. */
 typedef void am_flash_merge(const am_flash_rows *whole, const am_flash_rows *split);
 
-/* Packs up to AM_FLASH_TILE keys or values, rows `step` elements apart, into panels: keys [panel of
- * rows][depth][row], times a factor, which is 1 where a lane holds two numbers, values [panel of
- * columns][AM_FLASH_TILE][column]. Each row is multiplied by its scale; `scales` are AM_FLASH_TILE numbers of
- * the arithmetic type, or NULL for 1, as where a lane holds two numbers. Missing columns are zero, and so are
- * missing rows up to whole panels; those behind are not written. Returns whether all values are finite. */
-typedef void am_flash_pack_keys(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+/* Rows of keys or values in memory, `step` elements apart: one behind the other, or in runs of `run` rows
+ * each, a multiple of AM_PACKED_RUN, which begin at these addresses. */
+enum { AM_PACKED_RUN = 16 };
+typedef struct {
+    const void *data;
+    ptrdiff_t step, run;     /* run: 0 if not in runs */
+    const void *const *runs; /* the first is `data` */
+} am_unpacked_rows;
+
+/* Packs up to AM_FLASH_TILE keys or values into panels: keys [panel of rows][depth][row], times a factor,
+ * which is 1 where a lane holds two numbers, values [panel of columns][AM_FLASH_TILE][column]. Each row is
+ * multiplied by its scale; `scales` are AM_FLASH_TILE numbers of the arithmetic type, or NULL for 1, as where
+ * a lane holds two numbers. Missing columns are zero, and so are missing rows up to whole panels; those
+ * behind are not written. Returns whether all values are finite. */
+typedef void am_flash_pack_keys(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t depth,
                                 double factor, const void *scales);
-typedef bool am_flash_pack_values(void *dst, const void *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t depth,
+typedef bool am_flash_pack_values(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t depth,
                                   const void *scales);
 
 /* Reads up to AM_FLASH_TILE numbers of the bias as AM_FLASH_TILE of the arithmetic type; returned bits tell
