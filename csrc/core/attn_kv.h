@@ -65,8 +65,9 @@ typedef struct {
     am_shared_tiles shared;
 } am_kv;
 
-/* Fills in the keys and values of a tile for one of the items that take it in a step, by the strategy of the
- * group. `full`: all its pairs are live. Returns the step for it if it is unpacked, else NULL. */
+/* Fills in the keys and values of a tile for the `item`-th of the items that take it in a step, by the
+ * strategy of the group. The first comes first, since others share what it finds. `full`: all its pairs are
+ * live. Returns the step for it if it is unpacked, else NULL. */
 am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *group, const am_attn_place *at,
                                    ptrdiff_t index, bool full, ptrdiff_t item, am_kv_workspace *workspace,
                                    am_flash_tile *tile);

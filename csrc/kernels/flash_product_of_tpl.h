@@ -56,7 +56,8 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         depth--, a += a_column, b += b_row;
     }
     const void *const *next = in_runs ? in_runs->next : NULL;
-    const bool unrolled = RUN_ROWS > 0 && (vectors > 2 || (vectors == 2 && !runs)); /* others are seldom */
+    /* Where unpacked rows are few, one panel alone is seldom taken. */
+    const bool unrolled = RUN_ROWS > 0 && (vectors > 2 || (vectors == 2 && !runs));
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
         depth -= left;
