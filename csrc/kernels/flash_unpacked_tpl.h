@@ -260,12 +260,10 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
             FROM(find_logits)(&blocks[h], tile, begin, next,
                               FROM(origin)(tile, tile->k, tile->k_runs, tile->k_step, begin), &prefetch);
         }
-    }
-    for (ptrdiff_t h = 0; h < heads; h++) {
-        FROM(scale_columns)(&blocks[h], tiles[h].k_scales, false);
-        FROM(find_p)(&blocks[h], &tiles[h]);
+        FROM(scale_columns)(&blocks[h], tile->k_scales, false);
+        FROM(find_p)(&blocks[h], tile);
 #if NUMBERS == 1
-        FROM(scale_columns)(&blocks[h], tiles[h].v_scales, true);
+        FROM(scale_columns)(&blocks[h], tile->v_scales, true);
 #endif
     }
     prefetch = FROM(lines_of_next_keys)(tiles, &runs);
