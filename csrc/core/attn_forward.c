@@ -201,11 +201,12 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     }
     if (base->attn->k_scales.by_channel && !pairs)
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
-    const am_unpacked_rows rows = {.data = it->rows.q, .step = it->rows.q_step};
-    if (packs)
-        query_packer(base)(it->q_packed, rows.data, rows.step, it->at.rows, depth);
-    else if (it->q_packed)
+    if (packs) {
+        query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
+    } else if (it->q_packed) {
+        const am_unpacked_rows rows = {.data = it->rows.q, .step = it->rows.q_step};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
+    }
 }
 
 /* --- Tiles --- */

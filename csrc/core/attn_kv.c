@@ -139,10 +139,14 @@ static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
     for (; count > 0; count--, from += step) *to++ = *(const float *)from;
 }
 
+/* What there is of keys and of values: scales of a tile, addresses of its pages, also of the next keys. */
+enum { OF_K, OF_V, OF_NEXT_K };
+
 /* The scales of a tile's tokens for some heads: AM_FLASH_TILE of keys and of values for each. */
 typedef float (*tile_scales)[2][AM_FLASH_TILE];
 
-/* Copies the scales of a run of tokens for some heads, four at once if these lie side by side. */
+/* Copies the scales of a run of tokens for some heads. Heads that lie side by side are transposed at the
+ * baseline at any level: its vectors have four lanes, and longer ones would often be too long. */
 static void copy_scales(tile_scales to, ptrdiff_t which, ptrdiff_t token, const am_tokens *t,
                         const char *from, ptrdiff_t tokens, ptrdiff_t heads)
 {
@@ -275,9 +279,6 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
     return kv->shared.packed + index * (kv->schedule->k_bytes + kv->schedule->v_bytes);
 }
 
-/* Where runs of keys and of values begin, and of the keys of the next tile. */
-enum { K_RUNS, V_RUNS, NEXT_RUNS };
-
 /* A tile as one of the items in a step sees it. */
 typedef struct {
     const am_kv *kv;
@@ -304,8 +305,8 @@ static am_kv_rows key_rows(const tile_source *s, bool in_runs)
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
     am_kv_rows rows = rows_in_pages(s->kv->base, &f->k, s->at, s->keys, f->depth, s->gathered,
-                                    in_runs ? s->runs[K_RUNS] : NULL);
-    rows.scales = token_scales(s, &f->k_scales, 0);
+                                    in_runs ? s->runs[OF_K] : NULL);
+    rows.scales = token_scales(s, &f->k_scales, OF_K);
     return rows;
 }
 
@@ -314,8 +315,8 @@ static am_kv_rows value_rows(const tile_source *s, bool in_runs)
     const am_attn *f = s->kv->base->attn;
     if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
     am_kv_rows rows = rows_in_pages(s->kv->base, &f->v, s->at, s->keys, f->value_depth,
-                                    s->gathered + s->k_bytes, in_runs ? s->runs[V_RUNS] : NULL);
-    rows.scales = token_scales(s, &f->v_scales, 1);
+                                    s->gathered + s->k_bytes, in_runs ? s->runs[OF_V] : NULL);
+    rows.scales = token_scales(s, &f->v_scales, OF_V);
     return rows;
 }
 
@@ -427,8 +428,8 @@ static bool find_pages(const tile_source *source, am_kv_workspace *w)
 {
     const am_attn *f = source->kv->base->attn;
     const bool found = f->pages.table && can_read_runs(source->kv->base) &&
-                       find_runs(f, &f->k, source->at, source->keys, w->runs[K_RUNS], &w->run) &&
-                       find_runs(f, &f->v, source->at, source->keys, w->runs[V_RUNS], &w->run);
+                       find_runs(f, &f->k, source->at, source->keys, w->runs[OF_K], &w->run) &&
+                       find_runs(f, &f->v, source->at, source->keys, w->runs[OF_V], &w->run);
     if (!found) w->run = 0;
     return found;
 }
@@ -441,8 +442,8 @@ static void read_pages(const tile_source *source, const am_kv_workspace *w, am_f
     const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (am_kv_is_bf16x2(base) ? 2 : 1),
                     heads = source->at->kv_head - w->head;
     tile->run = w->run;
-    tile->k_runs = w->runs[K_RUNS], tile->k_step = f->k.token / size;
-    tile->v_runs = w->runs[V_RUNS], tile->v_step = f->v.token / size;
+    tile->k_runs = w->runs[OF_K], tile->k_step = f->k.token / size;
+    tile->v_runs = w->runs[OF_V], tile->v_step = f->v.token / size;
     tile->k = (const char *)*tile->k_runs + heads * f->k.head;
     tile->v = (const char *)*tile->v_runs + heads * f->v.head;
 }
@@ -457,8 +458,8 @@ static am_flash_step_unpacked *unpacked_tile(const tile_source *source, const am
     if (w->run > 0) {
         read_pages(source, w, tile);
         tile->value_depth = pairs ? am_ceil_div(f->value_depth, 2) : f->value_depth;
-        tile->k_scales = token_scales(source, &f->k_scales, 0);
-        tile->v_scales = token_scales(source, &f->v_scales, 1);
+        tile->k_scales = token_scales(source, &f->k_scales, OF_K);
+        tile->v_scales = token_scales(source, &f->v_scales, OF_V);
         return base->kv->step_unpacked;
     }
     const am_kv_rows k = key_rows(source, false), v = value_rows(source, false);
@@ -556,8 +557,8 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
     prefetch_tokens(f, &f->k, at, heads, keys, f->depth, next);
     if (f->pages.table && g->shape.strategy == AM_UNPACKED && next->rows > 0 &&
-        find_runs(f, &f->k, at, all, w->runs[NEXT_RUNS], &next->rows)) {
-        tile->next_runs = w->runs[NEXT_RUNS];
+        find_runs(f, &f->k, at, all, w->runs[OF_NEXT_K], &next->rows)) {
+        tile->next_runs = w->runs[OF_NEXT_K];
         tile->next_run_count = TILE / next->rows + (tile->next_runs[TILE / next->rows] != NULL);
     }
     prefetch_tokens(f, &f->v, at, heads, keys, f->value_depth, &tile->prefetch[AM_PREFETCH_V]);
