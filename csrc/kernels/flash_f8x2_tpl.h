@@ -24,7 +24,7 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 
 #define S uint8_t
 #define UNIT 0x1p8f
-#define TOTALS(sums) vf_totals(sums)
+#define SUMS(name) vf_##name
 #define ROW_UNIT(block, r) (UNIT * (float)(block)->q_factor)
 #define P_UNIT(row) UNIT
 #define STEP(name) name##_bf16x2

@@ -106,7 +106,7 @@ static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flas
 
 #define S int8_t
 #define UNIT 1
-#define TOTALS(sums) vf_totals_i32(sums)
+#define SUMS(name) vf_##name##_i32
 #define ROW_UNIT unit_of_query
 #define P_UNIT(row) ((row)[AM_FLASH_TILE - 1])
 #define STEP(name) name##_f32

@@ -2,8 +2,8 @@
  * sixteen bits as they are read. The processor's own dot products multiply them in pairs, which are
  * neighbours in depth in queries and keys, and neighbouring keys in P and values.
  *
- * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. TOTALS
- * adds up the lanes of each of some sums, and ROW_UNIT is by what those of a row are multiplied; STRAIGHTEN
+ * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. SUMS
+ * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied; STRAIGHTEN
  * puts the lanes of two vectors of sums of values in order, and P_UNIT is by what those of a row of P are
  * multiplied. STEP names the functions that turn logits into P. The includer defines add_tile, which turns P
  * times the scales of values into pairs, if it is not so yet, and calls add_pairs. */

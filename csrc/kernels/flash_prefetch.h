@@ -63,7 +63,7 @@ static inline void prefetch_end_of_row(prefetch_lines *lines)
     if (runs->rows > 0) return;
     if (runs->runs == 0) { /* the last line once more */
         lines->at -= (uintptr_t)(CACHE_LINE + lines->gap);
-        lines->step = 0, lines->gap = 0, runs->rows = PTRDIFF_MAX;
+        lines->step = 0, lines->gap = 0, runs->rows = PTRDIFF_MAX, lines->left = lines->row = 1;
         return;
     }
     lines->at = (uintptr_t)*runs->next++;
@@ -78,28 +78,60 @@ static inline prefetch_lines prefetch_nothing(const void *known)
     return (prefetch_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0, false, NULL};
 }
 
+/* The i-th of the next lines, which lie one behind the other. */
+static inline __attribute__((always_inline)) void prefetch_line(const prefetch_lines *lines, ptrdiff_t i)
+{
+    const uintptr_t at = lines->at + (uintptr_t)(i * CACHE_LINE);
+    if (lines->near) { /* compilers hoist this test and make two loops */
+        __builtin_prefetch((const void *)(at + lines->early));
+        __builtin_prefetch((const void *)at);
+    } else {
+        __builtin_prefetch((const void *)(at + lines->early), 0, 2);
+        __builtin_prefetch((const void *)at, 0, 2);
+    }
+}
+
+static inline void prefetch_end_of_lines(prefetch_lines *lines, const bool runs)
+{
+    lines->at += (uintptr_t)lines->gap;
+    lines->left = lines->row;
+    if (runs && lines->runs) prefetch_end_of_row(lines);
+}
+
 /* The next lines; of rows in runs only if `runs`. */
 static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *lines, ptrdiff_t count,
                                                                 const bool runs)
 {
     for (; count > 0; count--) {
-        if (lines->near) { /* compilers hoist this test and make two loops */
-            __builtin_prefetch((const void *)(lines->at + lines->early));
-            __builtin_prefetch((const void *)lines->at);
-        } else {
-            __builtin_prefetch((const void *)(lines->at + lines->early), 0, 2);
-            __builtin_prefetch((const void *)lines->at, 0, 2);
-        }
+        prefetch_line(lines, 0);
         lines->at += (uintptr_t)lines->step;
-        if (--lines->left > 0) continue;
-        lines->at += (uintptr_t)lines->gap;
-        lines->left = lines->row;
-        if (runs && lines->runs) prefetch_end_of_row(lines);
+        if (--lines->left <= 0) prefetch_end_of_lines(lines, runs);
     }
 }
+
 static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)
 {
     prefetch_some(lines, count, false);
+}
+
+/* The same where so many lines lie one behind the other, which is known before a loop. The loop prefetches
+ * from a copy. */
+static inline bool prefetch_is_straight(const prefetch_lines *lines, ptrdiff_t count)
+{
+    return lines->left >= count;
+}
+static inline __attribute__((always_inline)) void prefetch_straight(prefetch_lines *copy, ptrdiff_t count)
+{
+    UNROLL(16)
+    for (ptrdiff_t i = 0; i < count; i++) prefetch_line(copy, i);
+    copy->at += (uintptr_t)(count * copy->step);
+}
+static inline void prefetch_end_straight(prefetch_lines *lines, const prefetch_lines *copy)
+{
+    if (lines->step == 0) return;
+    lines->left -= (ptrdiff_t)(copy->at - lines->at) / CACHE_LINE;
+    lines->at = copy->at;
+    if (lines->left <= 0) prefetch_end_of_lines(lines, true);
 }
 
 /* What the products of one tile prefetch. */

@@ -1,13 +1,14 @@
 /* flash_unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
  * LOAD_PART load lanes of keys, FMA multiplies and adds them, STEP names the functions that turn logits into
  * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says by what the sums of a
- * row are multiplied. Where one load has the numbers of two vectors (PARTS), PART_OF takes one of them; a
- * rest of one vector is in order. In either case the includer says where such queries are, which are zero
- * behind the last number. IN_PANELS tells whether add_values reads values where they lie if all are live. */
+ * row are multiplied, and SUMS names the functions that add up lanes. Where one load has the numbers of two
+ * vectors (PARTS), PART_OF takes one of them; a rest of one vector is in order. In either case the includer
+ * says where such queries are, which are zero behind the last number. IN_PANELS tells whether add_values
+ * reads values where they lie if all are live. */
 
 #ifndef NUMBERS
 #    define NUMBERS 1
-#    define TOTALS VOP(totals)
+#    define SUMS VOP
 #    define ROW_UNIT(block, r) UNIT
 #endif
 #ifndef PARTS
@@ -17,6 +18,17 @@
 #ifndef QUERIES
 #    define QUERIES(block) ((const T *)(block)->q)
 #    define QUERY_STEP(depth) (depth)
+#endif
+
+/* PAIR sums become one vector in the first step of adding up lanes. */
+#ifdef V_PAIRS
+#    define PAIR 2
+#    define ADD_PAIR SUMS(add_pair)
+#    define TOTALS SUMS(totals_of_pairs)
+#else
+#    define PAIR 1
+#    define ADD_PAIR(sums) (*(sums))
+#    define TOTALS SUMS(totals)
 #endif
 
 #if PARTS > 1
@@ -41,62 +53,88 @@ static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t
 }
 #endif
 
-/* Logits of up to four rows, and of so many keys that their sums fit the registers and do not wait for each
- * other; keys behind the last are read as the last. It prefetches as many lines as it reads of keys. */
-static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                ptrdiff_t depth, const T *q, const W *k,
-                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
-                                                                prefetch_lines *prefetch)
+/* Sums of products of up to four rows with so many keys that they fit the registers and do not wait for each
+ * other; keys behind the last are read as the last. It prefetches as many lines as it reads of keys, which
+ * are `straight` if the caller knows that they are. */
+static inline __attribute__((always_inline)) void
+FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
+               ptrdiff_t step, ptrdiff_t last, V *sums, prefetch_lines *prefetch, const bool straight)
 {
-#define KEY(j) (k + ((j) < last ? (j) : last) * step)
     const ptrdiff_t q_step = QUERY_STEP(depth);
     prefetch_lines current = *prefetch;
-    V sums[DOT_SUMS + LANES], x[DOT_SUMS];
+    V x[DOT_SUMS];
     UNROLL(64)
     for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
     ptrdiff_t i = 0;
     for (; (i + LANES * PARTS) * NUMBERS <= depth; i += LANES * PARTS) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(KEY(j) + i * NUMBERS);
-        if (i * NUMBERS * sizeof(S) % CACHE_LINE == 0) prefetch_some(&current, keys, true);
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(k + (j < last ? j : last) * step);
+        k += LANES * PARTS * NUMBERS;
+        HIDE(k); /* one register for all keys */
+        if (i * NUMBERS * sizeof(S) % CACHE_LINE == 0) {
+            if (straight)
+                prefetch_straight(&current, keys);
+            else
+                prefetch_some(&current, keys, true);
+        }
 #if PARTS > 1
-        FROM(add_dots)(rows, keys, x, q + i, q_step, LANES, PARTS, sums);
+        FROM(add_dots)(rows, keys, x, q, q_step, LANES, PARTS, sums);
 #else
         UNROLL(4)
         for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = VOP(load)(q + r * q_step + i);
+            V y = VOP(load)(q + r * q_step);
             UNROLL(32)
             for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
         }
 #endif
+        q += LANES * PARTS;
+        HIDE(q);
     }
+    if (straight)
+        prefetch_end_straight(prefetch, &current);
+    else
+        *prefetch = current;
     const ptrdiff_t left = depth - i * NUMBERS;
 #if PARTS > 1
     if (0 < left && left <= LANES) {
         UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(KEY(j) + i, left);
-        FROM(add_dots)(rows, keys, x, q + i, q_step, left, 1, sums);
-        i = depth;
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(k + (j < last ? j : last) * step, left);
+        FROM(add_dots)(rows, keys, x, q, q_step, left, 1, sums);
+        return;
     }
 #endif
-    if (i * NUMBERS < depth) {
-        UNROLL(32)
-        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(KEY(j) + i * NUMBERS, left);
+    if (left <= 0) return;
+    UNROLL(32)
+    for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(k + (j < last ? j : last) * step, left);
 #if PARTS > 1
-        FROM(add_dots)(rows, keys, x, q + i, q_step, 2 * LANES, PARTS, sums);
+    FROM(add_dots)(rows, keys, x, q, q_step, 2 * LANES, PARTS, sums);
 #else
-        UNROLL(4)
-        for (ptrdiff_t r = 0; r < rows; r++) {
-            V y = NUMBERS > 1 ? VOP(load)(q + r * q_step + i) : VOP(load_part)(q + r * q_step + i, depth - i);
-            UNROLL(32)
-            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
-        }
-#endif
+    UNROLL(4)
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        V y = NUMBERS > 1 ? VOP(load)(q + r * q_step) : VOP(load_part)(q + r * q_step, left);
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
     }
+#endif
+}
+
+/* The first step of adding up their lanes. */
+static inline __attribute__((always_inline)) void FROM(add_pairs_of)(const ptrdiff_t count, const V *sums,
+                                                                     V *pairs)
+{
+    UNROLL(32)
+    for (ptrdiff_t i = 0; i < (count + LANES - 1) / LANES * LANES / PAIR; i++)
+        pairs[i] = ADD_PAIR(sums + PAIR * i);
+}
+
+/* The other steps. */
+static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                   ptrdiff_t last, const V *pairs, T *logits)
+{
     T dots[DOT_SUMS + LANES];
     UNROLL(32)
     for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
-        VOP(store)(dots + begin, TOTALS(sums + begin));
+        VOP(store)(dots + begin, TOTALS(pairs + begin / PAIR));
     UNROLL(4)
     for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE) {
         if (last + 1 >= keys) {
@@ -105,16 +143,38 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
         }
         for (ptrdiff_t j = 0; j <= last; j++) logits[j] = dots[r * keys + j];
     }
-    *prefetch = current;
-#undef KEY
 }
 
-/* Takes `most` keys at a time, and at the end as many, or half as many, of which some may not be there. */
+static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                ptrdiff_t depth, const T *q, const W *k,
+                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
+                                                                prefetch_lines *prefetch)
+{
+    V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
+    FROM(multiply)(rows, keys, depth, q, k, step, last, sums, prefetch, false);
+    FROM(add_pairs_of)(rows * keys, sums, pairs);
+    FROM(store_dots)(rows, keys, last, pairs, logits);
+}
+
+/* Takes `most` keys at a time, and at the end as many, or half as many, of which some may not be there. The
+ * steps that add up lanes wait for one another: if the registers have room, all but the first are left until
+ * the next keys are multiplied. */
 #define DOTS(rows, most)                                                                                     \
     case rows: {                                                                                             \
         _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than DOT_SUMS");                              \
-        for (; keys >= (most); keys -= (most), k += (most) * step, logits += (most))                         \
-            FROM(dots_of)(rows, most, depth, q, k, step, (most) - 1, logits, prefetch);                      \
+        V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];                                                   \
+        T *before = NULL;                                                                                    \
+        for (; keys >= (most); keys -= (most), k += (most) * step, logits += (most)) {                       \
+            if (prefetch_is_straight(prefetch, (most) * lines))                                              \
+                FROM(multiply)(rows, most, depth, q, k, step, (most) - 1, sums, prefetch, true);             \
+            else                                                                                             \
+                FROM(multiply)(rows, most, depth, q, k, step, (most) - 1, sums, prefetch, false);            \
+            if (PAIR > 1 && before) FROM(store_dots)(rows, most, (most) - 1, pairs, before);                 \
+            FROM(add_pairs_of)((rows) * (most), sums, pairs);                                                \
+            if (PAIR == 1) FROM(store_dots)(rows, most, (most) - 1, pairs, logits);                          \
+            before = logits;                                                                                 \
+        }                                                                                                    \
+        if (PAIR > 1 && before) FROM(store_dots)(rows, most, (most) - 1, pairs, before);                     \
         if (keys > (most) / 2)                                                                               \
             FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, prefetch);                        \
         else if (keys > 0)                                                                                   \
@@ -124,6 +184,7 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
 static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
                        ptrdiff_t step, T *logits, prefetch_lines *prefetch)
 {
+    const ptrdiff_t lines = (depth * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE;
     switch (rows) {
         DOTS(1, 8)
         DOTS(2, DOT_SUMS / 2)
@@ -276,6 +337,9 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
 #undef NUMBERS
 #undef QUERIES
 #undef QUERY_STEP
+#undef SUMS
+#undef PAIR
+#undef ADD_PAIR
 #undef TOTALS
 #undef ROW_UNIT
 #undef S

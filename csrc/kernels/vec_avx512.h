@@ -296,18 +296,20 @@ static inline vf v_add_lanes(vf a, vf b, const bool integers)
     return integers ? _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)))
                     : vf_add(a, b);
 }
-/* Lane i of the result is the sum of the lanes of vector i. */
-static inline __attribute__((always_inline)) vf v_totals(const vf v[VF_LANES], const bool integers)
+/* V_PAIRS: lanes are added up in two functions, of which the first makes one vector of each pair. */
+#define V_PAIRS
+static inline vf v_add_pair(const vf v[2], const bool integers)
 {
-    vf fours[8], twos[4], sums[2];
-    UNROLL(16)
-    for (int i = 0; i < 8; i++)
-        fours[i] = v_add_lanes(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
-                               _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]), integers);
+    return v_add_lanes(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]), integers);
+}
+static inline __attribute__((always_inline)) vf v_totals_of_pairs(const vf pairs[VF_LANES / 2],
+                                                                  const bool integers)
+{
+    vf twos[4], sums[2];
     UNROLL(16)
     for (int i = 0; i < 4; i++) {
-        twos[i] = v_add_lanes(_mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44),
-                              _mm512_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee), integers);
+        twos[i] = v_add_lanes(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
+                              _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xee), integers);
     }
     UNROLL(16)
     for (int i = 0; i < 2; i++) {
@@ -317,7 +319,16 @@ static inline __attribute__((always_inline)) vf v_totals(const vf v[VF_LANES], c
     return v_add_lanes(_mm512_shuffle_f32x4(sums[0], sums[1], 0x88),
                        _mm512_shuffle_f32x4(sums[0], sums[1], 0xdd), integers);
 }
-static inline vf vf_totals(const vf v[VF_LANES]) { return v_totals(v, false); }
+static inline vf vf_add_pair(const vf v[2]) { return v_add_pair(v, false); }
+static inline vf vf_totals_of_pairs(const vf pairs[VF_LANES / 2]) { return v_totals_of_pairs(pairs, false); }
+/* Lane i of the result is the sum of the lanes of vector i. */
+static inline vf vf_totals(const vf v[VF_LANES])
+{
+    vf pairs[VF_LANES / 2];
+    UNROLL(16)
+    for (int i = 0; i < VF_LANES / 2; i++) pairs[i] = vf_add_pair(v + 2 * i);
+    return vf_totals_of_pairs(pairs);
+}
 
 static inline vd vd_sub(vd a, vd b) { return _mm512_sub_pd(a, b); }
 static inline vd vd_div(vd a, vd b) { return _mm512_div_pd(a, b); }
@@ -380,19 +391,26 @@ static inline void vd_transpose(vd v[VD_LANES])
         v[i + 6] = _mm512_shuffle_f64x2(low, high, 0xdd);
     }
 }
-static inline vd vd_totals(const vd v[VD_LANES])
+static inline vd vd_add_pair(const vd v[2])
 {
-    vd twos[4], sums[2];
-    UNROLL(16)
-    for (int i = 0; i < 4; i++)
-        twos[i] =
-            vd_add(_mm512_unpacklo_pd(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_pd(v[2 * i], v[2 * i + 1]));
+    return vd_add(_mm512_unpacklo_pd(v[0], v[1]), _mm512_unpackhi_pd(v[0], v[1]));
+}
+static inline vd vd_totals_of_pairs(const vd pairs[VD_LANES / 2])
+{
+    vd sums[2];
     UNROLL(16)
     for (int i = 0; i < 2; i++) {
-        sums[i] = vd_add(_mm512_shuffle_f64x2(twos[2 * i], twos[2 * i + 1], 0x88),
-                         _mm512_shuffle_f64x2(twos[2 * i], twos[2 * i + 1], 0xdd));
+        sums[i] = vd_add(_mm512_shuffle_f64x2(pairs[2 * i], pairs[2 * i + 1], 0x88),
+                         _mm512_shuffle_f64x2(pairs[2 * i], pairs[2 * i + 1], 0xdd));
     }
     return vd_add(_mm512_shuffle_f64x2(sums[0], sums[1], 0x88), _mm512_shuffle_f64x2(sums[0], sums[1], 0xdd));
+}
+static inline vd vd_totals(const vd v[VD_LANES])
+{
+    vd pairs[VD_LANES / 2];
+    UNROLL(16)
+    for (int i = 0; i < VD_LANES / 2; i++) pairs[i] = vd_add_pair(v + 2 * i);
+    return vd_totals_of_pairs(pairs);
 }
 
 #ifdef __AVX512VNNI__
@@ -439,9 +457,10 @@ static inline void vf_straighten_i32(vf *first, vf *second)
     *first = _mm512_cvtepi32_ps(_mm512_castps_si512(*first));
     *second = _mm512_cvtepi32_ps(_mm512_castps_si512(*second));
 }
-static inline vf vf_totals_i32(const vf v[VF_LANES])
+static inline vf vf_add_pair_i32(const vf v[2]) { return v_add_pair(v, true); }
+static inline vf vf_totals_of_pairs_i32(const vf pairs[VF_LANES / 2])
 {
-    return _mm512_cvtepi32_ps(_mm512_castps_si512(v_totals(v, true)));
+    return _mm512_cvtepi32_ps(_mm512_castps_si512(v_totals_of_pairs(pairs, true)));
 }
 /* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers, at most the greatest one. */
 static inline vf vf_narrow_i16x2(vf first, vf second)
