@@ -91,7 +91,7 @@ static inline __attribute__((always_inline)) void prefetch_line(const prefetch_l
     }
 }
 
-static inline void prefetch_end_of_lines(prefetch_lines *lines, const bool runs)
+static inline void prefetch_next_row(prefetch_lines *lines, const bool runs)
 {
     lines->at += (uintptr_t)lines->gap;
     lines->left = lines->row;
@@ -105,7 +105,7 @@ static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *
     for (; count > 0; count--) {
         prefetch_line(lines, 0);
         lines->at += (uintptr_t)lines->step;
-        if (--lines->left <= 0) prefetch_end_of_lines(lines, runs);
+        if (--lines->left <= 0) prefetch_next_row(lines, runs);
     }
 }
 
@@ -131,7 +131,7 @@ static inline void prefetch_end_straight(prefetch_lines *lines, const prefetch_l
     if (lines->step == 0) return;
     lines->left -= (ptrdiff_t)(copy->at - lines->at) / CACHE_LINE;
     lines->at = copy->at;
-    if (lines->left <= 0) prefetch_end_of_lines(lines, true);
+    if (lines->left <= 0) prefetch_next_row(lines, true);
 }
 
 /* What the products of one tile prefetch. */

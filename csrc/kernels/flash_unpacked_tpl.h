@@ -145,6 +145,7 @@ static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff
     }
 }
 
+/* Logits of some rows and keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
                                                                 ptrdiff_t depth, const T *q, const W *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
