@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void prefetch_straight(prefetch_lin
 }
 static inline void prefetch_end_straight(prefetch_lines *lines, const prefetch_lines *copy)
 {
-    if (lines->step == 0) return;
+    if (lines->step == 0) return; /* the same line over and over */
     lines->left -= (ptrdiff_t)(copy->at - lines->at) / CACHE_LINE;
     lines->at = copy->at;
     if (lines->left <= 0) prefetch_next_row(lines, true);

@@ -296,7 +296,7 @@ static inline vf v_add_lanes(vf a, vf b, const bool integers)
     return integers ? _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)))
                     : vf_add(a, b);
 }
-/* V_PAIRS: lanes are added up in two functions, of which the first makes one vector of each pair. */
+/* V_PAIRS: lanes are added up in two functions, of which the first makes one vector of two. */
 #define V_PAIRS
 static inline vf v_add_pair(const vf v[2], const bool integers)
 {
