@@ -65,6 +65,7 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
             UNROLL(8)
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
                 prefetch_some(&current, lines, runs);
+                HIDE(b); /* one register for all rows */
                 FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
             }
         }
