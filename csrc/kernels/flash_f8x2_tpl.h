@@ -17,6 +17,8 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 
 #define S uint8_t
 #define LOADS(b, b_row, vectors, left, right) vf_join_f8x2(b, (b) + (b_row) / 2, &left, &right)
+#define LOADS_WIDE(b, b_row, first, second, third, fourth)                                                   \
+    vf_join_wide_f8x2(b, (b) + (b_row) / 2, &first, &second, &third, &fourth)
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_f8x2
@@ -31,7 +33,7 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 #define LOAD_WIDE vf_load_f8x2
 #define LOAD_PART_WIDE vf_load_part_f8x2
 #define FMA vf_fma_bf16x2
-#define STRAIGHTEN vf_straighten
+#define NUMBER_OF_SUM(sum) (sum)
 #define FROM(name) name##_f8x2
 #include "kernels/flash_pairs_tpl.h"
 

@@ -99,6 +99,8 @@ static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flas
 
 #define S int8_t
 #define LOADS(b, b_row, vectors, left, right) vf_join_i16x2(b, (b) + (b_row) / 2, &left, &right)
+#define LOADS_WIDE(b, b_row, first, second, third, fourth)                                                   \
+    vf_join_wide_i16x2(b, (b) + (b_row) / 2, &first, &second, &third, &fourth)
 #define FMA vf_fma_i16x2
 #define TIMES(x, y) vf_fma_i16x2(x, y, vf_set1(0))
 #define FROM(name) name##_i16x2
@@ -113,7 +115,7 @@ static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flas
 #define LOAD_WIDE vf_load_i16x2
 #define LOAD_PART_WIDE vf_load_part_i16x2
 #define FMA vf_fma_i16x2
-#define STRAIGHTEN vf_straighten_i32
+#define NUMBER_OF_SUM vf_of_i32
 #define FROM(name) name##_i16x2
 #include "kernels/flash_pairs_tpl.h"
 

@@ -3,51 +3,31 @@
  * neighbours in depth in queries and keys, and neighbouring keys in P and values.
  *
  * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. SUMS
- * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied; STRAIGHTEN
- * puts the lanes of two vectors of sums of values in order, and P_UNIT is by what those of a row of P are
- * multiplied. STEP names the functions that turn logits into P. The includer defines add_tile, which turns P
- * times the scales of values into pairs, if it is not so yet, and calls add_pairs. */
+ * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied.
+ * NUMBER_OF_SUM turns sums of values into numbers, and P_UNIT is by what those of a row of P are multiplied.
+ * STEP names the functions that turn logits into P. The includer defines add_tile, which turns P times the
+ * scales of values into pairs, if it is not so yet, and calls add_pairs. */
 
 static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
                                     ptrdiff_t step, ptrdiff_t i);
 static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
-/* sums + P V of values begin … end - 1 at v, of one panel of columns or two; the last of them is at `last`.
- */
+/* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers, whatever are
+ * its runs, which so do not alter a bit. */
 static inline __attribute__((always_inline)) void
-FROM(add_rows)(ptrdiff_t rows, const bool wide, ptrdiff_t begin, ptrdiff_t end, const float *p, const S *v,
-               ptrdiff_t step, const row_runs *in_runs, const S *last, float *sums, prefetch_lines *prefetch)
+FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, const int rows,
+                 ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int panels, prefetch_lines *prefetch)
 {
-    const ptrdiff_t pairs = (end - begin) / 2;
-    p += begin / 2;
-    if (wide)
-        FROM(accumulate_wide)(rows, pairs, p, v, 2 * step, sums, 2 * PANEL_f32, 2, prefetch, in_runs);
-    else
-        FROM(accumulate)(rows, 2, pairs, p, v, 2 * step, sums, 2 * PANEL_f32, 2, prefetch, true, in_runs);
-    if ((end - begin) % 2 == 0) return;
-    /* P is 0 for the key behind the last one, which may not be there. */
-    prefetch_lines none = prefetch_nothing(p);
-    for (ptrdiff_t i = 0; i < (wide ? 2 : 1); i++)
-        FROM(accumulate)(rows, 2, 1, p + pairs, last + i * PANEL_f32, 0, sums + i * PANEL_f32, 2 * PANEL_f32,
-                         0, &none, false, NULL);
-}
-
-/* O + P V of some rows and of one or two panels of columns. A tile's sums are taken for themselves, so that
- * runs do not alter a bit. */
-static inline __attribute__((always_inline)) void
-FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, ptrdiff_t rows,
-                 ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const bool wide, prefetch_lines *prefetch)
-{
+    const int vectors = 2 * panels;
     const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
-    const ptrdiff_t columns = tile->value_depth - column, width = wide ? 2 * PANEL_f32 : PANEL_f32;
-    float sums[V_STRIP * 2 * PANEL_f32];
-    S panel[AM_FLASH_TILE * PANEL_f32];
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t i = 0; i < width; i += VF_LANES) vf_store(sums + r * 2 * PANEL_f32 + i, vf_set1(0));
-    }
-    const bool copied = columns < PANEL_f32, at_once = !copied && begin == 0;
+    const ptrdiff_t columns = tile->value_depth - column;
+    const bool copied = panels == 1 && columns < PANEL_f32, at_once = !copied && begin == 0;
     const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof(S));
+    S panel[AM_FLASH_TILE * PANEL_f32];
+    vf sums[V_STRIP][2];
+    UNROLL(32)
+    for (int i = 0; i < rows * panels; i++) sums[i][0] = sums[i][1] = vf_set1(0);
     for (ptrdiff_t next; begin < end; begin = next) {
         next = at_once ? end : FROM(end_of_run)(tile, begin, end);
         const S *v = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin) + begin * tile->v_step +
@@ -62,22 +42,55 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
             v = panel, last = panel + (next - begin - 1) * PANEL_f32, step = PANEL_f32;
         }
         const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
-        FROM(add_rows)(rows, wide, begin, next, p, v, step, in_runs, last, sums, prefetch);
+        if (next - begin > 1)
+            FROM(add_to_sums)(rows, vectors, (next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v, 2 * step,
+                              sums, panels, prefetch, true, in_runs);
+        /* P is 0 for the key behind the last one, which may not be there. */
+        if ((next - begin) % 2 != 0)
+            FROM(outer)(rows, vectors, p + (next - 1) / 2, AM_FLASH_TILE, last, 0, true, sums);
     }
-    const ptrdiff_t left = block->out_depth - column;
-    for (ptrdiff_t r = 0; r < rows; r++, p += AM_FLASH_TILE) {
+    UNROLL(16)
+    for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {
         float *out = (float *)block->out + (row + r) * block->out_depth + column;
         const vf unit = vf_set1(P_UNIT(p));
-        for (ptrdiff_t i = 0; i < width; i += PANEL_f32) {
-            vf first = vf_load(sums + r * 2 * PANEL_f32 + i),
-               second = vf_load(sums + r * 2 * PANEL_f32 + i + VF_LANES);
-            STRAIGHTEN(&first, &second);
-            vf_store(out + i, vf_fma(unit, first, vf_load(out + i)));
-            if (i + VF_LANES < left)
-                vf_store(out + i + VF_LANES, vf_fma(unit, second, vf_load(out + i + VF_LANES)));
+        vf its[] = {sums[r][0], sums[r][1], sums[rows * (panels - 1) + r][0],
+                    sums[rows * (panels - 1) + r][1]};
+        if (panels == 1)
+            vf_straighten(its);
+        else
+            vf_straighten_wide(its);
+        UNROLL(4)
+        for (int i = 0; i < vectors; i++) {
+            if (i > 0 && panels == 1 && VF_LANES >= block->out_depth - column) break;
+            vf_store(out + i * VF_LANES, vf_fma(unit, NUMBER_OF_SUM(its[i]), vf_load(out + i * VF_LANES)));
         }
     }
 }
+
+/* The same of two panels, and of one. */
+#define PANELS_OF(n)                                                                                         \
+    case n: FROM(add_panels)(block, tile, row, n, begin, end, column, PANELS, prefetch); break;
+#define PANELS 2
+APART void FROM(add_two_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                                ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,
+                                prefetch_lines *prefetch)
+{
+    switch (rows) {
+        EACH_FEW_ROWS(PANELS_OF)
+    }
+}
+#undef PANELS
+#define PANELS 1
+APART void FROM(add_one_panel)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                               ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,
+                               prefetch_lines *prefetch)
+{
+    switch (rows) {
+        EACH_ROWS(PANELS_OF)
+    }
+}
+#undef PANELS
+#undef PANELS_OF
 
 /* O + P V of values begin … end - 1 of a tile; `begin` is even. */
 static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
@@ -89,12 +102,12 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
         const bool wide = rows <= V_STRIP / 2 && tile->value_depth - column >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (wide) {
-            FROM(add_panels)(block, tile, 0, rows, begin, end, column, true, prefetch);
+            FROM(add_two_panels)(block, tile, 0, rows, begin, end, column, prefetch);
             continue;
         }
         for (ptrdiff_t row = 0; row < rows; row += V_STRIP)
-            FROM(add_panels)(block, tile, row, rows - row < V_STRIP ? rows - row : V_STRIP, begin, end,
-                             column, false, row == 0 ? prefetch : &none);
+            FROM(add_one_panel)(block, tile, row, rows - row < V_STRIP ? rows - row : V_STRIP, begin, end,
+                                column, row == 0 ? prefetch : &none);
     }
 }
 
@@ -106,4 +119,4 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
 #include "kernels/flash_unpacked_tpl.h"
 
 #undef P_UNIT
-#undef STRAIGHTEN
+#undef NUMBER_OF_SUM

@@ -1,7 +1,7 @@
 /* flash_product_of_tpl.h – the innermost loop of the product, for a b of type S. LOADS loads one or two
- * vectors from the row at b, or two from the two rows there that lie half of b_row apart; FMA multiplies and
- * adds, and TIMES multiplies. If two loaded vectors hold columns in another order, SPLIT puts sums in that
- * order, and JOIN puts them back.
+ * vectors from the row at b, or two from the two rows there that lie half of b_row apart; LOADS_WIDE loads
+ * four, if that is not twice LOADS. FMA multiplies and adds, and TIMES multiplies. If two loaded vectors hold
+ * columns in another order, SPLIT puts sums in that order, and JOIN puts them back.
  *
  * On some processors stores delay FMA, but not a plain product: sums that do not add to c begin with TIMES,
  * while the strip before is stored. */
@@ -9,6 +9,11 @@
 #ifndef SPLIT
 #    define SPLIT(first, second) (void)0
 #    define JOIN(first, second) (void)0
+#endif
+#ifndef LOADS_WIDE
+#    define LOADS_WIDE(b, b_row, first, second, third, fourth)                                               \
+        LOADS(b, b_row, 2, first, second);                                                                   \
+        LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
 #endif
 
 /* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j] */
@@ -18,8 +23,11 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 {
     (void)b_row;
     V left, right, third, fourth;
-    LOADS(b, b_row, vectors, left, right);
-    if (vectors > 2) LOADS(b + FN(PANEL), b_row, vectors, third, fourth);
+    if (vectors > 2) {
+        LOADS_WIDE(b, b_row, left, right, third, fourth);
+    } else {
+        LOADS(b, b_row, vectors, left, right);
+    }
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
         V x = VOP(set1)(a[r * a_row]);
@@ -32,29 +40,15 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
     }
 }
 
-/* c[r][j] = (add ? c[r][j] : 0) + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns;
- * four of half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows
- * of b lie `in_runs` unless that is NULL. */
+/* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
+ * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows of b lie
+ * `in_runs` unless that is NULL. */
 static inline __attribute__((always_inline)) void
-FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
-                 ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
-                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs)
+FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
+                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, V sums[STRIP][2], const int lines,
+                  prefetch_lines *prefetch, const bool runs, const row_runs *in_runs)
 {
-    V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
-    T *row = c;
-    UNROLL(16)
-    for (int r = 0; add && r < rows; r++, row += c_row) {
-        UNROLL(4)
-        for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
-        if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
-        if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
-    }
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
-    if (!add) {
-        prefetch_some(&current, lines, runs);
-        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
-        depth--, a += a_column, b += b_row;
-    }
     const void *const *next = in_runs ? in_runs->next : NULL;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
     const bool unrolled = RUN_ROWS > 0 && (vectors > 2 || (vectors == 2 && !runs));
@@ -78,6 +72,30 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         b = (const S *)((const char *)*next++ + in_runs->offset);
     }
     if (lines) *prefetch = current;
+}
+
+/* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
+static inline __attribute__((always_inline)) void
+FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
+                 ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
+                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs)
+{
+    V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
+    T *row = c;
+    UNROLL(16)
+    for (int r = 0; add && r < rows; r++, row += c_row) {
+        UNROLL(4)
+        for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
+        if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
+        if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
+    }
+    if (!add) {
+        prefetch_some(prefetch, lines, runs);
+        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
+        depth--, a += a_column, b += b_row;
+    }
+    FROM(add_to_sums)(rows, vectors, depth, a, a_row, a_column, b, b_row, sums, lines, prefetch, runs,
+                      in_runs);
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
     UNROLL(16)
@@ -266,6 +284,7 @@ APART void FROM(add_product_transposed_in_runs)(ptrdiff_t rows, ptrdiff_t column
 #undef JOIN
 #undef S
 #undef LOADS
+#undef LOADS_WIDE
 #undef FMA
 #undef TIMES
 #undef FROM

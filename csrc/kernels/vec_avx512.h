@@ -431,9 +431,8 @@ static inline vf vf_load_part_i16x2(const int8_t *p, ptrdiff_t count)
 {
     return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(v_load_some_8(p, count)));
 }
-/* Joins each number of the row at a with that of the row at b. Of four neighbours the first go to `first`,
- * the next four to `second`, and so on. vf_straighten puts sums of these in order, vf_straighten_i32 makes
- * them numbers, too. */
+/* Joins each number of the row at a with that of the row at b. Of eight neighbours the first four go to
+ * `first`, the others to `second`; vf_straighten puts sums of these in order. */
 static inline void v_join_16(__m512i a, __m512i b, vf *first, vf *second)
 {
     *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b));
@@ -443,24 +442,49 @@ static inline void vf_join_i16x2(const int8_t *a, const int8_t *b, vf *first, vf
 {
     v_join_16(v_load_i16(a), v_load_i16(b), first, second);
 }
-static inline void vf_straighten(vf *first, vf *second)
+static inline void vf_straighten(vf sums[2])
 {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
                   high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const vf x = *first, y = *second;
-    *first = _mm512_permutex2var_ps(x, low, y);
-    *second = _mm512_permutex2var_ps(x, high, y);
+    const vf x = sums[0], y = sums[1];
+    sums[0] = _mm512_permutex2var_ps(x, low, y);
+    sums[1] = _mm512_permutex2var_ps(x, high, y);
 }
-static inline void vf_straighten_i32(vf *first, vf *second)
+/* The same of whole vectors of bytes, in fewer steps. Of sixteen neighbours the first eight go to `first` and
+ * `second`, the others to `third` and `fourth`, those at even places before those at odd ones;
+ * vf_straighten_wide puts sums of these in order. Each word of `words` has a number as its high byte. */
+static inline void v_join_bytes(const void *a, const void *b, __m512i words[4])
 {
-    vf_straighten(first, second);
-    *first = _mm512_cvtepi32_ps(_mm512_castps_si512(*first));
-    *second = _mm512_cvtepi32_ps(_mm512_castps_si512(*second));
+    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    words[1] = _mm512_unpacklo_epi16(x, y);
+    words[3] = _mm512_unpackhi_epi16(x, y);
+    words[0] = _mm512_slli_epi16(words[1], 8);
+    words[2] = _mm512_slli_epi16(words[3], 8);
 }
+static inline void vf_join_wide_i16x2(const int8_t *a, const int8_t *b, vf *first, vf *second, vf *third,
+                                      vf *fourth)
+{
+    __m512i words[4];
+    v_join_bytes(a, b, words);
+    vf *const to[] = {first, second, third, fourth};
+    UNROLL(4)
+    for (int i = 0; i < 4; i++) *to[i] = _mm512_castsi512_ps(_mm512_srai_epi16(words[i], 8));
+}
+static inline void vf_straighten_wide(vf sums[4])
+{
+    vf_join_32(&sums[0], &sums[1]);
+    vf_join_32(&sums[2], &sums[3]);
+    const vf low = sums[1], high = sums[2];
+    sums[1] = _mm512_shuffle_f32x4(sums[0], high, 0xee);
+    sums[0] = _mm512_shuffle_f32x4(sums[0], high, 0x44);
+    sums[2] = _mm512_shuffle_f32x4(low, sums[3], 0x44);
+    sums[3] = _mm512_shuffle_f32x4(low, sums[3], 0xee);
+}
+static inline vf vf_of_i32(vf sums) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sums)); }
 static inline vf vf_add_pair_i32(const vf v[2]) { return v_add_pair(v, true); }
 static inline vf vf_totals_of_pairs_i32(const vf pairs[VF_LANES / 2])
 {
-    return _mm512_cvtepi32_ps(_mm512_castps_si512(v_totals_of_pairs(pairs, true)));
+    return vf_of_i32(v_totals_of_pairs(pairs, true));
 }
 /* Rounds the lanes of `first`, then those of `second`, to sixteen-bit integers, at most the greatest one. */
 static inline vf vf_narrow_i16x2(vf first, vf second)
@@ -532,25 +556,30 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
  * move to their places in bfloat16, and the exponent is corrected, or bits of it that are not float8's are
  * set. Zero, subnormal numbers and NaN, which are seldom, are looked for, and mended. */
 #    define V_F8X2
-static inline __attribute__((always_inline)) __m512i v_bf16_of_f8(__m256i x, const bool whole)
+enum { F8_BITS = 0x87f0, F8_SOME = 0x3800, EITHER = 0xea }; /* first & second | third */
+/* `wide` are the numbers as words with their sign, and y what the fast way makes of them. */
+static inline __m512i v_mend_bf16_of_f8(__m512i y, __m512i wide, const bool whole)
 {
     static const uint16_t small[2][16] = {{0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860},
                                           {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60}};
-    const __m512i wide = _mm512_cvtepi8_epi16(x), moved = _mm512_slli_epi16(wide, 4),
-                  bits = _mm512_set1_epi16((int16_t)0x87f0), some = _mm512_set1_epi16(0x3800),
-                  offset = _mm512_set1_epi16(0x3c00);
-    enum { EITHER = 0xea }; /* first & second | third */
-    __m512i y = whole ? _mm512_add_epi16(_mm512_and_si512(moved, bits), offset)
-                      : _mm512_ternarylogic_epi64(moved, bits, some, EITHER);
-    /* One more than any of these, but for its sign, is at most 8. */
-    const __m256i more = _mm256_add_epi8(x, _mm256_set1_epi8(1));
-    if (__builtin_expect(_mm256_testn_epi8_mask(more, _mm256_set1_epi8(0x70)) == 0, true)) return y;
     const __m512i table = _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)small[whole])),
                   sign = _mm512_and_si512(wide, _mm512_set1_epi16(INT16_MIN)), all = _mm512_set1_epi16(0x7f);
     const __mmask32 is_small = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78)),
                     is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(wide, all), all);
     y = _mm512_mask_blend_epi16(is_small, y, _mm512_or_si512(sign, _mm512_permutexvar_epi16(wide, table)));
     return _mm512_mask_blend_epi16(is_nan, y, _mm512_set1_epi16(0x7fc0));
+}
+static inline __attribute__((always_inline)) __m512i v_bf16_of_f8(__m256i x, const bool whole)
+{
+    const __m512i wide = _mm512_cvtepi8_epi16(x), moved = _mm512_slli_epi16(wide, 4),
+                  bits = _mm512_set1_epi16((int16_t)F8_BITS), some = _mm512_set1_epi16(F8_SOME),
+                  offset = _mm512_set1_epi16(0x3c00);
+    const __m512i y = whole ? _mm512_add_epi16(_mm512_and_si512(moved, bits), offset)
+                            : _mm512_ternarylogic_epi64(moved, bits, some, EITHER);
+    /* One more than any of these, but for its sign, is at most 8. */
+    const __m256i more = _mm256_add_epi8(x, _mm256_set1_epi8(1));
+    if (__builtin_expect(_mm256_testn_epi8_mask(more, _mm256_set1_epi8(0x70)) == 0, true)) return y;
+    return v_mend_bf16_of_f8(y, wide, whole);
 }
 static inline __m512i v_load_bf16_of_f8(const uint8_t *p)
 {
@@ -565,6 +594,29 @@ static inline vf vf_load_part_f8x2(const uint8_t *p, ptrdiff_t count)
 static inline void vf_join_f8x2(const uint8_t *a, const uint8_t *b, vf *first, vf *second)
 {
     v_join_16(v_load_bf16_of_f8(a), v_load_bf16_of_f8(b), first, second);
+}
+static inline __mmask64 v_any_special_f8(const uint8_t *p)
+{
+    const __m512i more = _mm512_add_epi8(_mm512_loadu_si512(p), _mm512_set1_epi8(1));
+    return _mm512_testn_epi8_mask(more, _mm512_set1_epi8(0x70));
+}
+/* As vf_join_wide_i16x2. */
+static inline void vf_join_wide_f8x2(const uint8_t *a, const uint8_t *b, vf *first, vf *second, vf *third,
+                                     vf *fourth)
+{
+    const __m512i bits = _mm512_set1_epi16((int16_t)F8_BITS), some = _mm512_set1_epi16(F8_SOME);
+    __m512i words[4], y[4];
+    v_join_bytes(a, b, words);
+    UNROLL(4)
+    for (int i = 0; i < 4; i++)
+        y[i] = _mm512_ternarylogic_epi64(_mm512_srai_epi16(words[i], 4), bits, some, EITHER);
+    if (__builtin_expect((v_any_special_f8(a) | v_any_special_f8(b)) != 0, false)) {
+        UNROLL(4)
+        for (int i = 0; i < 4; i++) y[i] = v_mend_bf16_of_f8(y[i], _mm512_srai_epi16(words[i], 8), false);
+    }
+    vf *const to[] = {first, second, third, fourth};
+    UNROLL(4)
+    for (int i = 0; i < 4; i++) *to[i] = _mm512_castsi512_ps(y[i]);
 }
 
 /* Load up to a vector of numbers of eight bits as bfloat16; what is missing is zero. */
