@@ -34,6 +34,7 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 #define LOAD_PART_WIDE vf_load_part_f8x2
 #define FMA vf_fma_bf16x2
 #define NUMBER_OF_SUM(sum) (sum)
+#define USUAL USUAL_F8
 #define FROM(name) name##_f8x2
 #include "kernels/flash_pairs_tpl.h"
 

@@ -116,6 +116,7 @@ static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flas
 #define LOAD_PART_WIDE vf_load_part_i16x2
 #define FMA vf_fma_i16x2
 #define NUMBER_OF_SUM vf_of_i32
+#define USUAL 0
 #define FROM(name) name##_i16x2
 #include "kernels/flash_pairs_tpl.h"
 

@@ -5,8 +5,9 @@
  * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. SUMS
  * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied.
  * NUMBER_OF_SUM turns sums of values into numbers, and P_UNIT is by what those of a row of P are multiplied.
- * STEP names the functions that turn logits into P. The includer defines add_tile, which turns P times the
- * scales of values into pairs, if it is not so yet, and calls add_pairs. */
+ * USUAL is a byte that takes no longer than others, for columns that are not there. STEP names the functions
+ * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
+ * pairs, if it is not so yet, and calls add_pairs. */
 
 static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
                                     ptrdiff_t step, ptrdiff_t i);
@@ -36,9 +37,8 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
                         (next - 1) * tile->v_step + column;
         ptrdiff_t step = tile->v_step;
         if (copied) {
-            memset(panel, 0, sizeof panel);
             for (ptrdiff_t i = 0; i < next - begin; i++)
-                memcpy(panel + i * PANEL_f32, v + i * step, (size_t)columns);
+                v_copy_some_8(panel + i * PANEL_f32, v + i * step, columns, USUAL);
             v = panel, last = panel + (next - begin - 1) * PANEL_f32, step = PANEL_f32;
         }
         const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
@@ -120,3 +120,4 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
 
 #undef P_UNIT
 #undef NUMBER_OF_SUM
+#undef USUAL
