@@ -16,8 +16,11 @@
  * they are loaded. */
 #define S uint16_t
 #define LOADS(b, b_row, vectors, left, right)                                                                \
-    vf_interleave_bf16x2(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)), &left,    \
-                         &right)
+    if ((vectors) > 1)                                                                                       \
+        vf_interleave_bf16x2(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)),       \
+                             &left, &right);                                                                 \
+    else                                                                                                     \
+        left = vf_load_interleaved_bf16x2(b, (b) + (b_row) / 2)
 #define FMA vf_fma_bf16x2
 #define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
 #define FROM(name) name##_interleaved
@@ -108,6 +111,18 @@ static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *
 
 /* --- Few rows: keys are read unpacked, and a few values at a time become bf16x2 --- */
 
+/* O + P V of half a panel of columns of unpacked values. */
+APART void add_half_panel(ptrdiff_t rows, ptrdiff_t lanes, const float *p, const uint16_t *v,
+                          ptrdiff_t v_step, float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+                          const row_runs *in_runs)
+{
+    prefetch_lines none = prefetch_nothing(v);
+    for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+        accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 1, lanes, p + r * AM_FLASH_TILE, v,
+                               v_step, out + r * out_step, out_step, 1, r == 0 ? prefetch : &none, true,
+                               in_runs);
+}
+
 /* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. It prefetches as
  * many lines as it reads. */
 static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
@@ -123,14 +138,20 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         const ptrdiff_t columns = 2 * tile->value_depth - column;
         const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
                        *in_runs = tile->run && keys > tile->run ? &runs : NULL;
-        const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
-            wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
-        width = wide ? 2 * PANEL_f32 : PANEL_f32;
-        if (whole) {
-            enum { LINES = 2 }; /* of two rows */
+        const bool direct = !tile->live && columns >= VF_LANES, /* so the number of keys is even */
+            whole = direct && columns >= PANEL_f32,
+                   wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
+        width = wide ? 2 * PANEL_f32 : direct && !whole ? VF_LANES : PANEL_f32;
+        if (direct) {
+            enum { LINES = 2 }; /* of two rows of a panel */
             if (wide) {
                 accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
                                             block->out_depth, 2 * LINES, prefetch, in_runs);
+                continue;
+            }
+            if (!whole) {
+                add_half_panel(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth, prefetch,
+                               in_runs);
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
@@ -166,7 +187,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
 #define IN_PANELS(block, tile)                                                                               \
-    (2 * (tile)->value_depth % PANEL_f32 == 0 && (block)->out_depth == 2 * (tile)->value_depth)
+    (2 * (tile)->value_depth % VF_LANES == 0 && (block)->out_depth == 2 * (tile)->value_depth)
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2
 #include "kernels/flash_unpacked_tpl.h"

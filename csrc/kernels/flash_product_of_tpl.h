@@ -89,13 +89,15 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
         if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
         if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
     }
+    prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
-        prefetch_some(prefetch, lines, runs);
+        prefetch_some(&current, lines, runs);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
         depth--, a += a_column, b += b_row;
     }
-    FROM(add_to_sums)(rows, vectors, depth, a, a_row, a_column, b, b_row, sums, lines, prefetch, runs,
+    FROM(add_to_sums)(rows, vectors, depth, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
                       in_runs);
+    if (lines) *prefetch = current;
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
     UNROLL(16)

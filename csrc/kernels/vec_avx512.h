@@ -553,6 +553,15 @@ static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
     *first = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
     *second = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
 }
+/* Loads a vector's lanes of numbers of two rows interleaved. */
+static inline vf vf_load_interleaved_bf16x2(const uint16_t *a, const uint16_t *b)
+{
+    static const uint16_t order[] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)a)),
+                  y = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)b));
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_loadu_si512(order), y));
+}
 static inline vf vf_only_bits(vf v, uint32_t bits)
 {
     return _mm512_and_ps(v, _mm512_castsi512_ps(_mm512_set1_epi32((int)bits)));

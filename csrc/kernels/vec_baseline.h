@@ -275,6 +275,12 @@ static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
     memcpy(first, to[0], sizeof *first);
     memcpy(second, to[1], sizeof *second);
 }
+static inline vf vf_load_interleaved_bf16x2(const uint16_t *a, const uint16_t *b)
+{
+    vf first, second;
+    vf_interleave_bf16x2(vf_load_some_bf16x2(a, VF_LANES), vf_load_some_bf16x2(b, VF_LANES), &first, &second);
+    return first;
+}
 static inline vf vf_narrow_bf16x2(vf first, vf second)
 {
     vf bf16x2;
