@@ -144,7 +144,7 @@ typedef struct {
     const void *q;                    /* [rows][depth] */
     ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are unpacked */
     const void *q_packed;             /* like keys, for transposed tiles; or by pack_queries */
-    void *out;                        /* [rows][out_depth] */
+    void *out;                        /* [rows][out_depth]; columns that values lack are not defined */
     void *ref_max, *sum, *row_max;    /* [rows]; row_max may be NULL */
     void *logits;                     /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed
                                        * [AM_FLASH_TILE][AM_FLASH_ROWS] */
