@@ -9,8 +9,6 @@
  * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
  * pairs, if it is not so yet, and calls add_pairs. */
 
-static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
-                                    ptrdiff_t step, ptrdiff_t i);
 static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
@@ -22,7 +20,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
 {
     const int vectors = 2 * panels;
     const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
-    const ptrdiff_t columns = tile->value_depth - column;
+    const ptrdiff_t columns = tile->value_depth - column, bytes = tile->v_step * (ptrdiff_t)sizeof(S);
     const bool copied = panels == 1 && columns < PANEL_f32, at_once = !copied && begin == 0;
     const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof(S));
     S panel[AM_FLASH_TILE * PANEL_f32];
@@ -31,10 +29,8 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
     for (int i = 0; i < rows * panels; i++) sums[i][0] = sums[i][1] = vf_set1(0);
     for (ptrdiff_t next; begin < end; begin = next) {
         next = at_once ? end : FROM(end_of_run)(tile, begin, end);
-        const S *v = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin) + begin * tile->v_step +
-                     column,
-                *last = FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, next - 1) +
-                        (next - 1) * tile->v_step + column;
+        const S *v = (const S *)row_in_runs(tile, tile->v, tile->v_runs, bytes, begin) + column,
+                *last = (const S *)row_in_runs(tile, tile->v, tile->v_runs, bytes, next - 1) + column;
         ptrdiff_t step = tile->v_step;
         if (copied) {
             for (ptrdiff_t i = 0; i < next - begin; i++)

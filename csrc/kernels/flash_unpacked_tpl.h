@@ -159,36 +159,45 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
     FROM(store_dots)(rows, keys, last, pairs, logits);
 }
 
-/* Takes `most` keys at a time, and at the end as many, or half as many, of which some may not be there. The
- * steps that add up lanes wait for one another: if the registers have room, all but the first are left until
- * the next keys are multiplied. Lines are counted one by one for one row, which waits for memory:
+/* Takes `most` keys at a time, and at the end of a run as many, or half as many, of which some may not be
+ * there. The steps that add up lanes wait for one another: if the registers have room, all but the first are
+ * left until the next keys are multiplied. Lines are counted one by one for one row, which waits for memory:
  * counted at once, float32 takes 1.04 to 1.08 of the time there. */
 #define DOTS(rows, most)                                                                                     \
     case rows: {                                                                                             \
         _Static_assert((rows) * (most) <= DOT_SUMS, "more sums than DOT_SUMS");                              \
         V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];                                                   \
         T *before = NULL;                                                                                    \
-        for (; keys >= (most); keys -= (most), k += (most) * step, logits += (most)) {                       \
-            if ((rows) > 1 && prefetch_is_straight(prefetch, (most) * lines))                                \
-                FROM(multiply)(rows, most, depth, q, k, step, (most) - 1, sums, prefetch, true);             \
-            else                                                                                             \
-                FROM(multiply)(rows, most, depth, q, k, step, (most) - 1, sums, prefetch, false);            \
-            if (PAIR > 1 && before) FROM(store_dots)(rows, most, (most) - 1, pairs, before);                 \
-            FROM(add_pairs_of)((rows) * (most), sums, pairs);                                                \
-            if (PAIR == 1) FROM(store_dots)(rows, most, (most) - 1, pairs, logits);                          \
-            before = logits;                                                                                 \
+        for (ptrdiff_t left = first;; left = keys < run ? keys : run) {                                      \
+            keys -= left;                                                                                    \
+            for (; left >= (most); left -= (most), k += (most) * step, logits += (most)) {                   \
+                if ((rows) > 1 && prefetch_is_straight(prefetch, (most) * lines))                            \
+                    FROM(multiply)(rows, most, depth, q, k, step, (most) - 1, sums, prefetch, true);         \
+                else                                                                                         \
+                    FROM(multiply)(rows, most, depth, q, k, step, (most) - 1, sums, prefetch, false);        \
+                if (PAIR > 1 && before) FROM(store_dots)(rows, most, (most) - 1, pairs, before);             \
+                FROM(add_pairs_of)((rows) * (most), sums, pairs);                                            \
+                if (PAIR == 1) FROM(store_dots)(rows, most, (most) - 1, pairs, logits);                      \
+                before = logits;                                                                             \
+            }                                                                                                \
+            if (left > (most) / 2)                                                                           \
+                FROM(dots_of)(rows, most, depth, q, k, step, left - 1, logits, prefetch);                    \
+            else if (left > 0)                                                                               \
+                FROM(dots_of)(rows, (most) / 2, depth, q, k, step, left - 1, logits, prefetch);              \
+            if (keys == 0) break;                                                                            \
+            logits += left;                                                                                  \
+            k = (const W *)((const char *)*next++ + runs->offset);                                           \
         }                                                                                                    \
         if (PAIR > 1 && before) FROM(store_dots)(rows, most, (most) - 1, pairs, before);                     \
-        if (keys > (most) / 2)                                                                               \
-            FROM(dots_of)(rows, most, depth, q, k, step, keys - 1, logits, prefetch);                        \
-        else if (keys > 0)                                                                                   \
-            FROM(dots_of)(rows, (most) / 2, depth, q, k, step, keys - 1, logits, prefetch);                  \
         break;                                                                                               \
     }
-static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
-                       ptrdiff_t step, T *logits, prefetch_lines *prefetch)
+/* Of keys of which the first are at k, and the others in runs. */
+static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t first, ptrdiff_t depth, const T *q,
+                       const W *k, ptrdiff_t step, const row_runs *runs, T *logits, prefetch_lines *prefetch)
 {
     const ptrdiff_t lines = (depth * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE;
+    const void *const *next = runs->next;
+    const ptrdiff_t run = runs->rows;
     switch (rows) {
         DOTS(1, 8)
         DOTS(2, DOT_SUMS / 2)
@@ -198,32 +207,50 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t depth, const T 
 }
 #undef DOTS
 
-/* Logits of keys begin … end - 1 of a tile, whose key 0 would be at k. */
+/* Where value 0 of a tile would be if all were in the run of value i. */
+static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
+{
+    const ptrdiff_t bytes = tile->v_step * (ptrdiff_t)sizeof(S);
+    return (const S *)((uintptr_t)row_in_runs(tile, tile->v, tile->v_runs, bytes, i) -
+                       (uintptr_t)(i * bytes));
+}
+
+/* The end of the run of row i, or `end`. */
+static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end)
+{
+    const ptrdiff_t next = tile->run ? (i / tile->run + 1) * tile->run : end;
+    return next < end ? next : end;
+}
+
+/* Logits of keys begin … end - 1 of a tile. */
 static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
-                              ptrdiff_t end, const S *k, prefetch_lines *prefetch)
+                              ptrdiff_t end, prefetch_lines *prefetch)
 {
     prefetch_lines none = prefetch_nothing(tile->k);
     const T *q = QUERIES(block);
-    T *logits = (T *)block->logits + begin;
-    k += begin * tile->k_step;
+    const row_runs runs = runs_of_keys(tile, begin);
 #ifdef WIDEN
     W widened[SOME_KEYS * AM_MOST_WIDENED];
-    const ptrdiff_t some = SOME_KEYS, k_step = whole_f8(block->depth);
+    const ptrdiff_t k_step = whole_f8(block->depth);
 #else
-    const ptrdiff_t some = end - begin, k_step = tile->k_step;
+    const ptrdiff_t k_step = tile->k_step;
 #endif
-    for (ptrdiff_t keys; begin < end; begin += keys, k += keys * tile->k_step, logits += keys) {
-        keys = end - begin < some ? end - begin : some;
+    for (ptrdiff_t next; begin < end; begin = next) {
+        const S *k = row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(S), begin);
+        ptrdiff_t first = FROM(end_of_run)(tile, begin, end) - begin;
 #ifdef WIDEN
+        if (first > SOME_KEYS) first = SOME_KEYS;
         const W *from = widened;
-        WIDEN(widened, k_step, k, tile->k_step, keys, block->depth);
+        WIDEN(widened, k_step, k, tile->k_step, first, block->depth);
+        next = begin + first;
 #else
         const W *from = k;
+        next = end;
 #endif
         for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-            FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, keys, block->depth,
-                       q + r * QUERY_STEP(block->depth), from, k_step, logits + r * AM_FLASH_TILE,
-                       r == 0 ? prefetch : &none);
+            FROM(dots)(block->rows - r < 4 ? block->rows - r : 4, next - begin, first, block->depth,
+                       q + r * QUERY_STEP(block->depth), from, k_step, &runs,
+                       (T *)block->logits + r * AM_FLASH_TILE + begin, r == 0 ? prefetch : &none);
         }
     }
 }
@@ -253,21 +280,6 @@ static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_f
             VOP(store)(row + i, of_p ? VOP(pick_equal)(x, zero, zero, y) : y);
         }
     }
-}
-
-/* Where row 0 of a tile would be if all were in the run of row i. */
-static inline const S *FROM(origin)(const am_flash_tile *tile, const void *first, const void *const *runs,
-                                    ptrdiff_t step, ptrdiff_t i)
-{
-    const ptrdiff_t bytes = step * (ptrdiff_t)sizeof(S);
-    return (const S *)((uintptr_t)row_in_runs(tile, first, runs, bytes, i) - (uintptr_t)(i * bytes));
-}
-
-/* The end of the run of row i, or `end`. */
-static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end)
-{
-    const ptrdiff_t next = tile->run ? (i / tile->run + 1) * tile->run : end;
-    return next < end ? next : end;
 }
 
 /* Lines of values of all heads, which lie side by side if there are several. */
@@ -303,8 +315,7 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
     const bool at_once = !tile->live && IN_PANELS(block, tile);
     for (ptrdiff_t next; begin < end; begin = next) {
         next = at_once ? end : FROM(end_of_run)(tile, begin, end);
-        FROM(add_values)(block, tile, begin, next,
-                         FROM(origin)(tile, tile->v, tile->v_runs, tile->v_step, begin), prefetch);
+        FROM(add_values)(block, tile, begin, next, FROM(origin)(tile, begin), prefetch);
     }
 }
 #endif
@@ -320,11 +331,7 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
         const am_flash_tile *tile = &tiles[h];
         ptrdiff_t begin, end;
         find_live(&blocks[h], tile, &begin, &end);
-        for (ptrdiff_t next; begin < end; begin = next) {
-            next = FROM(end_of_run)(tile, begin, end);
-            FROM(find_logits)(&blocks[h], tile, begin, next,
-                              FROM(origin)(tile, tile->k, tile->k_runs, tile->k_step, begin), &prefetch);
-        }
+        FROM(find_logits)(&blocks[h], tile, begin, end, &prefetch);
         FROM(scale_columns)(&blocks[h], tile->k_scales, false);
         FROM(find_p)(&blocks[h], tile);
 #if NUMBERS == 1

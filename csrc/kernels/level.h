@@ -183,6 +183,14 @@ static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joine
     return (row_runs){tile->run / joined, tile->v_runs + 1, (ptrdiff_t)head + offset};
 }
 
+/* The same of its keys behind the run of key i, on their own. */
+static inline row_runs runs_of_keys(const am_flash_tile *tile, ptrdiff_t i)
+{
+    if (tile->run == 0) return (row_runs){0};
+    const uintptr_t head = (uintptr_t)tile->k - (uintptr_t)*tile->k_runs;
+    return (row_runs){tile->run, tile->k_runs + i / tile->run + 1, (ptrdiff_t)head};
+}
+
 /* Row i of a tile of unpacked rows, `step` bytes apart, of which the first is at `first`. */
 static inline const void *row_in_runs(const am_flash_tile *tile, const void *first, const void *const *runs,
                                       ptrdiff_t step, ptrdiff_t i)
