@@ -87,12 +87,20 @@ static inline __attribute__((always_inline)) V STEP(softmax_vectors)(const am_fl
     return total;
 }
 
+#ifdef V_FEW
+#    define FEW V_FEW
+#    define TOTALS_OF_FEW VOP(totals_of_few)
+#else
+#    define FEW 0
+#    define TOTALS_OF_FEW VOP(totals)
+#endif
 /* Adds up the lanes of some rows side by side, and adds the totals to their sums. */
 static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
 {
     T totals[LANES];
-    for (ptrdiff_t i = rows; i < LANES; i++) lanes[i] = VOP(set1)(0);
-    VOP(store)(totals, VOP(totals)(lanes));
+    const bool few = rows <= FEW;
+    for (ptrdiff_t i = rows; i < (few ? FEW : LANES); i++) lanes[i] = VOP(set1)(0);
+    VOP(store)(totals, few ? TOTALS_OF_FEW(lanes) : VOP(totals)(lanes));
     for (ptrdiff_t i = 0; i < rows; i++) sums[i] += totals[i];
 }
 
@@ -368,6 +376,8 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
 }
 #endif
 
+#undef FEW
+#undef TOTALS_OF_FEW
 #undef STEP
 #undef WIDTH
 #undef EXP2_TERMS

@@ -335,6 +335,15 @@ static inline vf vf_totals(const vf v[VF_LANES])
     for (int i = 0; i < VF_LANES / 2; i++) pairs[i] = vf_add_pair(v + 2 * i);
     return vf_totals_of_pairs(pairs);
 }
+/* The same of V_FEW vectors: the same bits, in fewer steps. */
+#define V_FEW 4
+static inline vf vf_totals_of_few(const vf v[V_FEW])
+{
+    const vf left = vf_add_pair(v), right = vf_add_pair(v + 2);
+    vf sum = vf_add(_mm512_shuffle_ps(left, right, 0x44), _mm512_shuffle_ps(left, right, 0xee));
+    sum = vf_add(_mm512_shuffle_f32x4(sum, sum, 0x88), _mm512_shuffle_f32x4(sum, sum, 0xdd));
+    return vf_add(_mm512_shuffle_f32x4(sum, sum, 0x88), _mm512_shuffle_f32x4(sum, sum, 0xdd));
+}
 
 static inline vd vd_sub(vd a, vd b) { return _mm512_sub_pd(a, b); }
 static inline vd vd_div(vd a, vd b) { return _mm512_div_pd(a, b); }
@@ -417,6 +426,12 @@ static inline vd vd_totals(const vd v[VD_LANES])
     UNROLL(16)
     for (int i = 0; i < VD_LANES / 2; i++) pairs[i] = vd_add_pair(v + 2 * i);
     return vd_totals_of_pairs(pairs);
+}
+static inline vd vd_totals_of_few(const vd v[V_FEW])
+{
+    const vd left = vd_add_pair(v), right = vd_add_pair(v + 2),
+             sum = vd_add(_mm512_shuffle_f64x2(left, right, 0x88), _mm512_shuffle_f64x2(left, right, 0xdd));
+    return vd_add(_mm512_shuffle_f64x2(sum, sum, 0x88), _mm512_shuffle_f64x2(sum, sum, 0xdd));
 }
 
 #ifdef __AVX512VNNI__
