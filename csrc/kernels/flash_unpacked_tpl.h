@@ -198,12 +198,15 @@ static void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t first, ptrdiff_
     const ptrdiff_t lines = (depth * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE;
     const void *const *next = runs->next;
     const ptrdiff_t run = runs->rows;
+/* 2, 4 or 8, but at most n, which divides most runs: five or six keys at a time would leave a rest. */
+#define DIVISOR(n) ((n) >= 8 ? 8 : (n) >= 4 ? 4 : 2)
     switch (rows) {
         DOTS(1, 8)
-        DOTS(2, DOT_SUMS / 2)
-        DOTS(3, DOT_SUMS / 3)
+        DOTS(2, DIVISOR(DOT_SUMS / 2))
+        DOTS(3, DIVISOR(DOT_SUMS / 3))
         DOTS(4, DOT_SUMS / 4)
     }
+#undef DIVISOR
 }
 #undef DOTS
 
