@@ -138,20 +138,19 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
         const ptrdiff_t columns = 2 * tile->value_depth - column;
         const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
                        *in_runs = tile->run && keys > tile->run ? &runs : NULL;
-        const bool direct = !tile->live && columns >= VF_LANES, /* so the number of keys is even */
-            whole = direct && columns >= PANEL_f32,
-                   wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
-        width = wide ? 2 * PANEL_f32 : direct && !whole ? VF_LANES : PANEL_f32;
-        if (direct) {
-            enum { LINES = 2 }; /* of two rows of a panel */
+        const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
+            wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
+        width = wide ? 2 * PANEL_f32 : PANEL_f32;
+        if (!tile->live && columns == VF_LANES) {
+            add_half_panel(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth, prefetch,
+                           in_runs);
+            continue;
+        }
+        if (whole) {
+            enum { LINES = 2 }; /* of two rows */
             if (wide) {
                 accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
                                             block->out_depth, 2 * LINES, prefetch, in_runs);
-                continue;
-            }
-            if (!whole) {
-                add_half_panel(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth, prefetch,
-                               in_runs);
                 continue;
             }
             for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
@@ -162,10 +161,11 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
-        if (tile->live)
-            pack_panel_bf16x2(panel, lanes, v + column, step, keys, columns, nothing, prefetch);
-        else
-            pack_panel_bf16x2(panel, lanes, v + column, step, keys, columns, NULL, prefetch);
+        for (ptrdiff_t i = 0, some = in_runs ? tile->run : keys; i < keys; i += some) {
+            const uint16_t *row = row_in_runs(tile, tile->v, tile->v_runs, 2 * step, begin + i);
+            pack_panel_bf16x2(panel + i / 2 * PANEL_f32, (some + 1) / 2, row + column, step, some, columns,
+                              tile->live ? nothing : NULL, prefetch);
+        }
         if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
             uint64_t live[AM_FLASH_ROWS];
             for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->live[r], begin, end);
@@ -186,8 +186,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 #define LOAD_WIDE vf_load
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
-#define IN_PANELS(block, tile)                                                                               \
-    (2 * (tile)->value_depth % VF_LANES == 0 && (block)->out_depth == 2 * (tile)->value_depth)
+#define IN_PANELS(block, tile) true
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2
 #include "kernels/flash_unpacked_tpl.h"

@@ -12,8 +12,8 @@
 static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
-/* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers, whatever are
- * its runs, which so do not alter a bit. */
+/* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers from run to
+ * run, so that runs do not alter a bit. */
 static inline __attribute__((always_inline)) void
 FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, const int rows,
                  ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int panels, prefetch_lines *prefetch)
