@@ -112,9 +112,9 @@ static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *
 /* --- Few rows: keys are read unpacked, and a few values at a time become bf16x2 --- */
 
 /* O + P V of half a panel of columns of unpacked values. */
-APART void add_half_panel(ptrdiff_t rows, ptrdiff_t lanes, const float *p, const uint16_t *v,
-                          ptrdiff_t v_step, float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
-                          const row_runs *in_runs)
+APART void add_half_panel_bf16x2(ptrdiff_t rows, ptrdiff_t lanes, const float *p, const uint16_t *v,
+                                 ptrdiff_t v_step, float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+                                 const row_runs *in_runs)
 {
     prefetch_lines none = prefetch_nothing(v);
     for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
@@ -142,8 +142,8 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (!tile->live && columns == VF_LANES) {
-            add_half_panel(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth, prefetch,
-                           in_runs);
+            add_half_panel_bf16x2(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
+                                  prefetch, in_runs);
             continue;
         }
         if (whole) {
@@ -186,7 +186,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 #define LOAD_WIDE vf_load
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
-#define IN_PANELS(block, tile) true
+#define AT_ONCE(block, tile) true
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2
 #include "kernels/flash_unpacked_tpl.h"

@@ -142,9 +142,9 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 
 #define FMA VOP(fma)
 #ifdef WIDEN
-#    define IN_PANELS(block, tile) false /* rows of a run are widened for themselves */
+#    define AT_ONCE(block, tile) false /* rows of a run are widened for themselves */
 #else
-#    define IN_PANELS(block, tile) ((block)->out_depth == (tile)->value_depth)
+#    define AT_ONCE(block, tile) ((block)->out_depth == (tile)->value_depth)
 #endif
 #define STEP(name) FN(name)
 #include "kernels/flash_unpacked_tpl.h"

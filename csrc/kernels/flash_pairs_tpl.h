@@ -18,7 +18,7 @@ static inline __attribute__((always_inline)) void
 FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, const int rows,
                  ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int panels, prefetch_lines *prefetch)
 {
-    const int vectors = 2 * panels;
+    const int vectors = 2 * panels, lines = panels; /* of two rows of 32 bytes a panel */
     const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
     const ptrdiff_t columns = tile->value_depth - column, bytes = tile->v_step * (ptrdiff_t)sizeof(S);
     const bool copied = panels == 1 && columns < PANEL_f32, at_once = !copied && begin == 0;
@@ -40,7 +40,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
         const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
         if (next - begin > 1)
             FROM(add_to_sums)(rows, vectors, (next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v, 2 * step,
-                              sums, panels, prefetch, true, in_runs);
+                              sums, lines, prefetch, true, in_runs);
         /* P is 0 for the key behind the last one, which may not be there. */
         if ((next - begin) % 2 != 0)
             FROM(outer)(rows, vectors, p + (next - 1) / 2, AM_FLASH_TILE, last, 0, true, sums);
@@ -63,30 +63,26 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
     }
 }
 
-/* The same of two panels, and of one. */
-#define PANELS_OF(n)                                                                                         \
-    case n: FROM(add_panels)(block, tile, row, n, begin, end, column, PANELS, prefetch); break;
-#define PANELS 2
-APART void FROM(add_two_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
-                                ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,
-                                prefetch_lines *prefetch)
-{
-    switch (rows) {
-        EACH_FEW_ROWS(PANELS_OF)
+/* The same of one row or more. */
+#define ROWS_OF(n, panels)                                                                                   \
+    case n: FROM(add_panels)(block, tile, row, n, begin, end, column, panels, prefetch); break;
+#define ONE_PANEL(n) ROWS_OF(n, 1)
+#define TWO_PANELS(n) ROWS_OF(n, 2)
+#define ADD_PANELS(name, cases)                                                                              \
+    APART void FROM(name)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,              \
+                          ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,                  \
+                          prefetch_lines *prefetch)                                                          \
+    {                                                                                                        \
+        switch (rows) {                                                                                      \
+            cases                                                                                            \
+        }                                                                                                    \
     }
-}
-#undef PANELS
-#define PANELS 1
-APART void FROM(add_one_panel)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
-                               ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,
-                               prefetch_lines *prefetch)
-{
-    switch (rows) {
-        EACH_ROWS(PANELS_OF)
-    }
-}
-#undef PANELS
-#undef PANELS_OF
+ADD_PANELS(add_one_panel, EACH_ROWS(ONE_PANEL))
+ADD_PANELS(add_two_panels, EACH_FEW_ROWS(TWO_PANELS))
+#undef ROWS_OF
+#undef ONE_PANEL
+#undef TWO_PANELS
+#undef ADD_PANELS
 
 /* O + P V of values begin … end - 1 of a tile; `begin` is even. */
 static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,

@@ -3,8 +3,8 @@
  * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says by what the sums of a
  * row are multiplied, and SUMS names the functions that add up lanes. Where one load has the numbers of two
  * vectors (PARTS), PART_OF takes one of them; a rest of one vector is in order. In either case the includer
- * says where such queries are, which are zero behind the last number. IN_PANELS tells whether add_values
- * reads values where they lie if all are live. */
+ * says where such queries are, which are zero behind the last number. AT_ONCE tells whether add_values takes
+ * the values of all runs at once if all are live. */
 
 #ifndef NUMBERS
 #    define NUMBERS 1
@@ -309,13 +309,13 @@ static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile,
 }
 
 #if NUMBERS == 1
-/* O + P V of all runs of a tile: at once if values are read where they lie. */
+/* O + P V of all runs of a tile, at once or one after the other. */
 static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile,
                                   prefetch_lines *prefetch)
 {
     ptrdiff_t begin, end;
     find_live(block, tile, &begin, &end);
-    const bool at_once = !tile->live && IN_PANELS(block, tile);
+    const bool at_once = !tile->live && AT_ONCE(block, tile);
     for (ptrdiff_t next; begin < end; begin = next) {
         next = at_once ? end : FROM(end_of_run)(tile, begin, end);
         FROM(add_values)(block, tile, begin, next, FROM(origin)(tile, begin), prefetch);
@@ -345,7 +345,7 @@ static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(&blocks[h], &tiles[h], &prefetch);
 }
 
-#undef IN_PANELS
+#undef AT_ONCE
 #undef PARTS
 #undef PART_OF
 #undef NUMBERS

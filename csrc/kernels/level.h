@@ -183,7 +183,7 @@ static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joine
     return (row_runs){tile->run / joined, tile->v_runs + 1, (ptrdiff_t)head + offset};
 }
 
-/* The same of its keys behind the run of key i, on their own. */
+/* Those of a tile's keys behind the run of key i. */
 static inline row_runs runs_of_keys(const am_flash_tile *tile, ptrdiff_t i)
 {
     if (tile->run == 0) return (row_runs){0};

@@ -586,13 +586,17 @@ static inline vf vf_only_bits(vf v, uint32_t bits)
  * move to their places in bfloat16, and the exponent is corrected, or bits of it that are not float8's are
  * set. Zero, subnormal numbers and NaN, which are seldom, are looked for, and mended. */
 #    define V_F8X2
-enum {
-    F8_BITS = 0x87f0,
-    F8_SOME = 0x3800,
-    EITHER = 0xea,   /* first & second | third */
-    USUAL_F8 = 0x38, /* 1 */
-};
-/* `wide` are the numbers as words with their sign, and y what the fast way makes of them. */
+enum { USUAL_F8 = 0x38 }; /* 1 */
+/* Of numbers that are not to be mended; `moved` has them at their places in bfloat16. */
+static inline __m512i v_usual_bf16_of_f8(__m512i moved, const bool whole)
+{
+    const __m512i bits = _mm512_set1_epi16((int16_t)0x87f0), some = _mm512_set1_epi16(0x3800),
+                  offset = _mm512_set1_epi16(0x3c00);
+    enum { EITHER = 0xea }; /* first & second | third */
+    return whole ? _mm512_add_epi16(_mm512_and_si512(moved, bits), offset)
+                 : _mm512_ternarylogic_epi64(moved, bits, some, EITHER);
+}
+/* `wide` has the numbers as words with their sign, and y is what the function above makes of them. */
 static inline __m512i v_mend_bf16_of_f8(__m512i y, __m512i wide, const bool whole)
 {
     static const uint16_t small[2][16] = {{0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860},
@@ -606,12 +610,8 @@ static inline __m512i v_mend_bf16_of_f8(__m512i y, __m512i wide, const bool whol
 }
 static inline __attribute__((always_inline)) __m512i v_bf16_of_f8(__m256i x, const bool whole)
 {
-    const __m512i wide = _mm512_cvtepi8_epi16(x), moved = _mm512_slli_epi16(wide, 4),
-                  bits = _mm512_set1_epi16((int16_t)F8_BITS), some = _mm512_set1_epi16(F8_SOME),
-                  offset = _mm512_set1_epi16(0x3c00);
-    const __m512i y = whole ? _mm512_add_epi16(_mm512_and_si512(moved, bits), offset)
-                            : _mm512_ternarylogic_epi64(moved, bits, some, EITHER);
-    /* One more than any of these, but for its sign, is at most 8. */
+    const __m512i wide = _mm512_cvtepi8_epi16(x), y = v_usual_bf16_of_f8(_mm512_slli_epi16(wide, 4), whole);
+    /* One more than any that is mended, but for its sign, is at most 8. */
     const __m256i more = _mm256_add_epi8(x, _mm256_set1_epi8(1));
     if (__builtin_expect(_mm256_testn_epi8_mask(more, _mm256_set1_epi8(0x70)) == 0, true)) return y;
     return v_mend_bf16_of_f8(y, wide, whole);
@@ -633,7 +633,8 @@ static inline void vf_join_f8x2(const uint8_t *a, const uint8_t *b, vf *first, v
 {
     v_join_16(v_load_bf16_of_f8(a), v_load_bf16_of_f8(b), first, second);
 }
-static inline __mmask64 v_any_special_f8(const uint8_t *p)
+/* Those of a vector that are mended, as v_bf16_of_f8 finds them. */
+static inline __mmask64 v_mended_f8(const uint8_t *p)
 {
     const __m512i more = _mm512_add_epi8(_mm512_loadu_si512(p), _mm512_set1_epi8(1));
     return _mm512_testn_epi8_mask(more, _mm512_set1_epi8(0x70));
@@ -642,13 +643,11 @@ static inline __mmask64 v_any_special_f8(const uint8_t *p)
 static inline void vf_join_wide_f8x2(const uint8_t *a, const uint8_t *b, vf *first, vf *second, vf *third,
                                      vf *fourth)
 {
-    const __m512i bits = _mm512_set1_epi16((int16_t)F8_BITS), some = _mm512_set1_epi16(F8_SOME);
     __m512i words[4], y[4];
     v_join_bytes(a, b, words);
     UNROLL(4)
-    for (int i = 0; i < 4; i++)
-        y[i] = _mm512_ternarylogic_epi64(_mm512_srai_epi16(words[i], 4), bits, some, EITHER);
-    if (__builtin_expect((v_any_special_f8(a) | v_any_special_f8(b)) != 0, false)) {
+    for (int i = 0; i < 4; i++) y[i] = v_usual_bf16_of_f8(_mm512_srai_epi16(words[i], 4), false);
+    if (__builtin_expect((v_mended_f8(a) | v_mended_f8(b)) != 0, false)) {
         UNROLL(4)
         for (int i = 0; i < 4; i++) y[i] = v_mend_bf16_of_f8(y[i], _mm512_srai_epi16(words[i], 8), false);
     }
