@@ -1,5 +1,6 @@
 """Compares the forward steps of attention over a tile of keys with plain NumPy, on random tiles of critical sizes."""
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -282,6 +283,7 @@ def run_step(
     depth = -(-p.q.shape[1] // width)
     scratch = CONSTANTS["AM_FLASH_ROWS"] if transposed else len(p.q)
     block, mine = block_of(memory, arithmetic, p, old, depth + pick(rng, [0, 3]), q_packed, scratch)
+    prefetch = prefetch_of(rng, memory)
     tile = structure(
         "am_flash_tile",
         k=k if transposed else memory.read(k),
@@ -291,7 +293,7 @@ def run_step(
         **bias_in(memory, rng, p.terms),
         finite=is_finite(p.v) and not unpacked,
         transposed=transposed,
-        prefetch=prefetch_of(rng, memory),
+        prefetch=ctypes.addressof(prefetch),
         k_step=k_step // width if transposed else 0,
         v_step=v_step // width,
         run=run,
@@ -396,7 +398,7 @@ def run_unpacked(
             k_scales=scales[0],
             v_scales=scales[1],
             **bias_in(memory, rng, p.terms),
-            prefetch=prefetch_of(rng, memory),
+            next_keys=prefetch_of(rng, memory)[CONSTANTS["AM_PREFETCH_K"]],
             k_step=k_step // width,
             v_step=v_step // width,
             value_depth=p.v.shape[1] // width,
@@ -404,7 +406,8 @@ def run_unpacked(
         )
         blocks, tiles, mine = [*blocks, block], [*tiles, tile], [*mine, accumulators]
     heads = len(problems)
-    kernel((TYPES["am_flash_rows"] * heads)(*blocks), (TYPES["am_flash_tile"] * heads)(*tiles), heads)
+    pointers = np.array([ctypes.addressof(block) for block in blocks], np.uintp)
+    kernel(pointers, (TYPES["am_flash_tile"] * heads)(*tiles), heads)
     memory.check(problems)
     return mine
 

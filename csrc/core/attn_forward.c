@@ -236,37 +236,57 @@ static ptrdiff_t tile_at(const tile_order *order, ptrdiff_t i)
     return i <= before ? order->first - i : order->tiles.begin + i;
 }
 
-/* What the step over the i-th tile prefetches: the next tile of the same blocks, or after the last one what
- * is next for this thread. `count` blocks take the tile in `parts`, one after the other; each prefetches its
- * part, and the bias of its first block, `one`. */
+/* A tile of the blocks at a position. */
+typedef struct {
+    const position *of;
+    ptrdiff_t index; /* -1: none */
+} tile_place;
+
+/* What follows the i-th tile: the next one of the same blocks, or after the last one the first of what is
+ * next for this thread. */
+static tile_place tile_after(const forward *f, const position *here, const position *next,
+                             const tile_order *order, ptrdiff_t i)
+{
+    if (i + 1 < am_length(order->tiles)) return (tile_place){here, tile_at(order, i + 1)};
+    const tile_order then = tile_order_of(f, next);
+    return (tile_place){next, am_length(then.tiles) > 0 ? tile_at(&then, 0) : -1};
+}
+
+/* The key heads of some blocks in lockstep. */
+static ptrdiff_t kv_heads_of(const position *here, ptrdiff_t count)
+{
+    return here->group->shape.head_blocks > 1 ? 1 : count;
+}
+
+/* What a step prefetches of the tile `after` it, and of what comes with that. `count` blocks take a tile in
+ * `parts`, one after the other; each prefetches its part, and the bias of its first block, `one`. */
 static void choose_prefetch(const forward *f, const position *here, const position *next, const item *one,
-                            const tile_order *order, ptrdiff_t i, ptrdiff_t count, ptrdiff_t part,
-                            ptrdiff_t parts, am_kv_workspace *kv, am_flash_tile *tile)
+                            tile_place after, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts,
+                            am_kv_workspace *kv, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
 {
     const am_attn_base *base = &f->base;
     const am_attn *attn = base->attn;
     const am_attn_place *at = &here->at, *then = &next->at;
     const am_shape *h = &here->group->shape;
-    const ptrdiff_t kv_heads = h->head_blocks > 1 ? 1 : count,
+    const ptrdiff_t kv_heads = kv_heads_of(here, count),
                     heads = am_min(count * h->block_heads, kv_heads * base->group);
-    const bool last = i + 1 >= am_length(order->tiles);
-    const position *where = last ? next : here;
-    const tile_order then_order = last ? tile_order_of(f, next) : *order;
+    const bool last = after.of == next;
     am_range keys = {0, 0};
-    if (!last || am_length(then_order.tiles) > 0) {
-        const ptrdiff_t index = tile_at(&then_order, last ? 0 : i + 1);
-        keys = am_range_at(&f->groups.tiles, index);
-        am_kv_prefetch(&f->kv, where->group, &where->at, index, kv_heads, part, parts, kv, tile);
+    memset(prefetch, 0, AM_PREFETCH_KINDS * sizeof *prefetch);
+    if (after.index >= 0) {
+        keys = am_range_at(&f->groups.tiles, after.index);
+        am_kv_prefetch(&f->kv, after.of->group, &after.of->at, after.index, kv_heads, part, parts, kv,
+                       prefetch);
     }
-    tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
+    prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
     if (!last || am_is_apart(&f->schedule, here->group) ||
         (next->at.block == at->block && next->at.head == at->head))
         return;
     const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
                     begin = at->queries * part / parts, end = at->queries * (part + 1) / parts;
-    tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&attn->q, then->b, then->head, heads,
-                                                       then->q + q_begin, q_end - q_begin, attn->depth);
-    tile->prefetch[AM_PREFETCH_OUT] =
+    prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&attn->q, then->b, then->head, heads, then->q + q_begin,
+                                                 q_end - q_begin, attn->depth);
+    prefetch[AM_PREFETCH_OUT] =
         am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_depth);
 }
 
@@ -282,17 +302,18 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                                const position *next, am_kv_workspace *kv, am_team *team)
 {
     const am_attn_base *base = &f->base;
-    const ptrdiff_t per_step = here->group->shape.strategy == AM_UNPACKED ? count : 1,
-                    parts = count / per_step;
+    const bool unpacked = here->group->shape.strategy == AM_UNPACKED;
+    const ptrdiff_t per_step = unpacked ? count : 1, parts = count / per_step;
+    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     const tile_order order = tile_order_of(f, here);
     for (ptrdiff_t i = 0; i < am_length(order.tiles); i++) {
         const ptrdiff_t index = tile_at(&order, i);
         const am_range keys = am_range_at(&f->groups.tiles, index);
+        const tile_place after = tile_after(f, here, next, &order, i);
         for (ptrdiff_t part = 0; part < parts; part++) {
             item *first = items + part * per_step;
-            am_flash_rows rows[AM_MOST_ITEMS];
+            const am_flash_rows *rows[AM_MOST_ITEMS];
             am_flash_tile some[AM_MOST_ITEMS];
-            am_flash_step_unpacked *step_unpacked = NULL;
             ptrdiff_t live = 0;
             am_logit_terms terms;
             bool is_live = false;
@@ -300,19 +321,24 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (it == first || !have_like_terms(base, &it->at, &it[-1].at))
                     is_live = am_find_logit_terms(base, &it->at, keys, &it->terms, &terms);
                 if (!is_live) continue;
-                some[live] = (am_flash_tile){
-                    .live = terms.live, .kept = terms.kept, .bias = terms.bias, .bias_step = terms.bias_step};
-                step_unpacked =
-                    am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, live, kv, &some[live]);
-                if (live == 0) /* for all */
-                    choose_prefetch(f, here, next, it, &order, i, count, part, parts, kv, some);
-                rows[live++] = here->split > 0 ? it->split : it->rows;
+                am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, live, kv, some);
+                am_flash_tile *tile = &some[live];
+                tile->live = terms.live, tile->kept = terms.kept;
+                tile->bias = terms.bias, tile->bias_step = terms.bias_step;
+                tile->prefetch = prefetch;
+                rows[live] = here->split > 0 ? &it->split : &it->rows;
+                if (live++ > 0) continue;
+                if (!unpacked)
+                    choose_prefetch(f, here, next, it, after, count, part, parts, kv, prefetch);
+                else if (after.index >= 0)
+                    am_kv_prefetch_keys(&f->kv, &after.of->at, after.index, kv_heads_of(here, count), kv,
+                                        tile);
             }
             if (live == 0) continue;
-            if (step_unpacked)
-                step_unpacked(rows, some, live);
+            if (unpacked)
+                base->kv->step_unpacked(rows, some, live);
             else
-                base->kernels->step(rows, some);
+                base->kernels->step(rows[0], some);
             const am_status status = am_checkpoint(team);
             if (status != AM_OK) return status;
         }

@@ -448,35 +448,48 @@ static void read_pages(const tile_source *source, const am_kv_workspace *w, am_f
     tile->v = (const char *)*tile->v_runs + heads * f->v.head;
 }
 
-static am_flash_step_unpacked *unpacked_tile(const tile_source *source, const am_kv_workspace *w,
-                                             am_flash_tile *tile)
+static void unpacked_tile(const tile_source *source, const am_kv_workspace *w, am_flash_tile *tile)
 {
     const am_attn_base *base = source->kv->base;
     const am_attn *f = base->attn;
     const bool pairs = am_kv_is_bf16x2(base);
-    tile->run = 0;
     if (w->run > 0) {
         read_pages(source, w, tile);
         tile->value_depth = pairs ? am_ceil_div(f->value_depth, 2) : f->value_depth;
         tile->k_scales = token_scales(source, &f->k_scales, OF_K);
         tile->v_scales = token_scales(source, &f->v_scales, OF_V);
-        return base->kv->step_unpacked;
+        return;
     }
     const am_kv_rows k = key_rows(source, false), v = value_rows(source, false);
     tile->k = read_rows(&k, pairs, w->k, &tile->k_step);
     tile->v = read_rows(&v, pairs, w->v, &tile->v_step);
     tile->k_scales = k.scales, tile->v_scales = v.scales;
     tile->value_depth = pairs ? am_ceil_div(v.depth, 2) : v.depth;
-    return base->kv->step_unpacked;
 }
 
-am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,
-                                   ptrdiff_t index, bool full, ptrdiff_t item, am_kv_workspace *w,
-                                   am_flash_tile *tile)
+/* Makes the tile of another head in the same pages, which differs from that of the first one by its place. */
+static void place_beside(const am_flash_tile *first, const am_attn *f, ptrdiff_t heads,
+                         const am_kv_workspace *w, am_flash_tile *tile)
+{
+    *tile = *first;
+    tile->k = (const char *)first->k + heads * f->k.head;
+    tile->v = (const char *)first->v + heads * f->v.head;
+    if (first->k_scales) tile->k_scales = w->scales[heads][OF_K];
+    if (first->v_scales) tile->v_scales = w->scales[heads][OF_V];
+}
+
+void am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index, bool full,
+                ptrdiff_t item, am_kv_workspace *w, am_flash_tile *tiles)
 {
     const am_attn_base *base = kv->base;
     const am_attn *f = base->attn;
     const bool unpacked = g->shape.strategy == AM_UNPACKED;
+    am_flash_tile *tile = &tiles[item];
+    if (unpacked && item > 0 && w->run > 0) {
+        place_beside(tiles, f, at->kv_head - w->head, w, tile);
+        return;
+    }
+    *tile = (am_flash_tile){0};
     if (item == 0) w->head = at->kv_head;
     const tile_source source = {.kv = kv,
                                 .at = at,
@@ -490,9 +503,10 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
                                                     : 1};
     if (unpacked) {
         if (item == 0) find_pages(&source, w);
-        return unpacked_tile(&source, w, tile);
+        unpacked_tile(&source, w, tile);
+        return;
     }
-    if (find_shared(&source, g, index, w->row, tile)) return NULL;
+    if (find_shared(&source, g, index, w->row, tile)) return;
     const ptrdiff_t among_all = index_among_all(kv, at, index), place = local_place(kv, g, index);
     char *k = w->k + place * kv->schedule->k_bytes, *v = w->v + place * kv->schedule->v_bytes;
     const bool in_place = g->shape.values_unpacked && full, known = w->local[place].tile == among_all;
@@ -502,7 +516,7 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
         read_pages(&source, w, tile);
         if (tile->run == TILE) tile->run = 0;
         w->local[place].tile = -1;
-        return NULL;
+        return;
     }
     if (tile->transposed) {
         const am_kv_rows rows = key_rows(&source, false);
@@ -522,7 +536,6 @@ am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *g, const
     find_scales(kv, tile);
     w->local[place].tile = in_place || tile->transposed ? -1 : among_all;
     tile->finite = w->local[place].finite;
-    return NULL;
 }
 
 /* Some tokens to prefetch; of tokens in pages as many that lie one after the other. */
@@ -543,7 +556,8 @@ static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_
 }
 
 void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, am_kv_workspace *w, am_flash_tile *tile)
+                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *w,
+                    am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
 {
     const am_attn *f = kv->base->attn;
     atomic_uchar *state;
@@ -554,15 +568,28 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     const am_range all = am_range_at(&kv->groups->tiles, index);
     const ptrdiff_t rows = am_length(all), bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
     const am_range keys = {all.begin + rows * part / parts, all.begin + rows * (part + 1) / parts};
-    am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
-    prefetch_tokens(f, &f->k, at, heads, keys, f->depth, next);
-    if (f->pages.table && g->shape.strategy == AM_UNPACKED && next->rows > 0 &&
-        find_runs(f, &f->k, at, all, w->runs[OF_NEXT_K], &next->rows)) {
-        tile->next_runs = w->runs[OF_NEXT_K];
-        tile->next_run_count = TILE / next->rows + (tile->next_runs[TILE / next->rows] != NULL);
-    }
-    prefetch_tokens(f, &f->v, at, heads, keys, f->value_depth, &tile->prefetch[AM_PREFETCH_V]);
+    prefetch_tokens(f, &f->k, at, heads, keys, f->depth, &prefetch[AM_PREFETCH_K]);
+    prefetch_tokens(f, &f->v, at, heads, keys, f->value_depth, &prefetch[AM_PREFETCH_V]);
     if (to)
-        tile->prefetch[AM_PREFETCH_PACKED] =
+        prefetch[AM_PREFETCH_PACKED] =
             (am_prefetch_rows){.at = to, .step = bytes, .length = bytes, .rows = 1};
+}
+
+void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
+                         am_kv_workspace *w, am_flash_tile *tile)
+{
+    const am_attn *f = kv->base->attn;
+    const am_range keys = am_range_at(&kv->groups->tiles, index);
+    const void **runs = w->runs[OF_NEXT_K];
+    ptrdiff_t run;
+    if (!f->pages.table || !find_runs(f, &f->k, at, keys, runs, &run)) {
+        am_prefetch_rows rows[AM_PREFETCH_RUNS] = {{0}};
+        prefetch_tokens(f, &f->k, at, heads, keys, f->depth, rows);
+        tile->next_keys = rows[0];
+        return;
+    }
+    am_tokens first = f->k;
+    first.data = (char *)runs[0];
+    tile->next_keys = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->depth);
+    tile->next_runs = runs, tile->next_run_count = TILE / run + (runs[TILE / run] != NULL);
 }

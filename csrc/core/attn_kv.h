@@ -65,17 +65,20 @@ typedef struct {
     am_shared_tiles shared;
 } am_kv;
 
-/* Fills in the keys and values of a tile for the `item`-th of the items that take it in a step, by the
- * strategy of the group. The first comes first, since others share what it finds. `full`: all its pairs are
- * live. Returns the step for it if it is unpacked, else NULL. */
-am_flash_step_unpacked *am_kv_tile(const am_kv *kv, const am_scheduled *group, const am_attn_place *at,
-                                   ptrdiff_t index, bool full, ptrdiff_t item, am_kv_workspace *workspace,
-                                   am_flash_tile *tile);
+/* Makes tiles[item], a tile with its keys and values, for the `item`-th of the items that take it in a step,
+ * by the strategy of the group. The first comes first, since others share what it finds. `full`: all its
+ * pairs are live. */
+void am_kv_tile(const am_kv *kv, const am_scheduled *group, const am_attn_place *at, ptrdiff_t index,
+                bool full, ptrdiff_t item, am_kv_workspace *workspace, am_flash_tile *tiles);
 
 /* The keys and values of a tile to prefetch, unless it is packed already: of `heads` key heads, the `part`-th
  * of `parts`. */
 void am_kv_prefetch(const am_kv *kv, const am_scheduled *group, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, am_kv_workspace *workspace,
-                    am_flash_tile *tile);
+                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *workspace,
+                    am_prefetch_rows prefetch[AM_PREFETCH_KINDS]);
+
+/* Lets a step over unpacked keys prefetch those of another tile, of `heads` key heads. */
+void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
+                         am_kv_workspace *workspace, am_flash_tile *tile);
 
 #endif

@@ -133,11 +133,11 @@ static void add_tile_i16x2(const am_flash_rows *block, const am_flash_tile *tile
     add_pairs_i16x2(block, tile, begin - begin % 2, end, prefetch);
 }
 
-static void step_i16x2(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
+static void step_i16x2(const am_flash_rows *const *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
 {
-    bool have_units = blocks->q_packed != NULL;
+    bool have_units = blocks[0]->q_packed != NULL;
     for (ptrdiff_t h = 0; have_units && h < heads; h++) {
-        for (ptrdiff_t r = 0; r < blocks[h].rows; r++) have_units &= !isnan(unit_of_query(&blocks[h], r));
+        for (ptrdiff_t r = 0; r < blocks[h]->rows; r++) have_units &= !isnan(unit_of_query(blocks[h], r));
     }
     if (have_units)
         step_unpacked_i16x2(blocks, tiles, heads);

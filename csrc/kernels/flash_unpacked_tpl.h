@@ -221,7 +221,7 @@ static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
 /* The end of the run of row i, or `end`. */
 static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end)
 {
-    const ptrdiff_t next = tile->run ? (i / tile->run + 1) * tile->run : end;
+    const ptrdiff_t next = tile->run ? (i | (tile->run - 1)) + 1 : end;
     return next < end ? next : end;
 }
 
@@ -303,7 +303,7 @@ static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, p
 
 static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile, prefetch_runs *runs)
 {
-    const am_prefetch_rows *next = &tile->prefetch[AM_PREFETCH_K];
+    const am_prefetch_rows *next = &tile->next_keys;
     if (next->rows <= 0) return prefetch_nothing(tile->k);
     if (!tile->next_runs)
         return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
@@ -329,23 +329,24 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
  * prefetch them. So the loop over keys prefetches their values, and the loop over values the next keys, in
  * the order of memory. */
-static void FROM(step_unpacked)(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads)
+static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
+                                ptrdiff_t heads)
 {
     prefetch_runs runs;
     prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) {
         const am_flash_tile *tile = &tiles[h];
         ptrdiff_t begin, end;
-        find_live(&blocks[h], tile, &begin, &end);
-        FROM(find_logits)(&blocks[h], tile, begin, end, &prefetch);
-        FROM(scale_columns)(&blocks[h], tile->k_scales, false);
-        FROM(find_p)(&blocks[h], tile);
+        find_live(blocks[h], tile, &begin, &end);
+        FROM(find_logits)(blocks[h], tile, begin, end, &prefetch);
+        FROM(scale_columns)(blocks[h], tile->k_scales, false);
+        FROM(find_p)(blocks[h], tile);
 #if NUMBERS == 1
-        FROM(scale_columns)(&blocks[h], tile->v_scales, true);
+        FROM(scale_columns)(blocks[h], tile->v_scales, true);
 #endif
     }
     prefetch = FROM(lines_of_next_keys)(tiles, &runs);
-    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(&blocks[h], &tiles[h], &prefetch);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(blocks[h], &tiles[h], &prefetch);
 }
 
 #undef AT_ONCE

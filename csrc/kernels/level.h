@@ -183,12 +183,18 @@ static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joine
     return (row_runs){tile->run / joined, tile->v_runs + 1, (ptrdiff_t)head + offset};
 }
 
+/* The run of row i of a tile. */
+static inline ptrdiff_t run_of_row(const am_flash_tile *tile, ptrdiff_t i)
+{
+    return i >> __builtin_ctzll((unsigned long long)tile->run);
+}
+
 /* Those of a tile's keys behind the run of key i. */
 static inline row_runs runs_of_keys(const am_flash_tile *tile, ptrdiff_t i)
 {
     if (tile->run == 0) return (row_runs){0};
     const uintptr_t head = (uintptr_t)tile->k - (uintptr_t)*tile->k_runs;
-    return (row_runs){tile->run, tile->k_runs + i / tile->run + 1, (ptrdiff_t)head};
+    return (row_runs){tile->run, tile->k_runs + run_of_row(tile, i) + 1, (ptrdiff_t)head};
 }
 
 /* Row i of a tile of unpacked rows, `step` bytes apart, of which the first is at `first`. */
@@ -196,8 +202,9 @@ static inline const void *row_in_runs(const am_flash_tile *tile, const void *fir
                                       ptrdiff_t step, ptrdiff_t i)
 {
     if (tile->run == 0) return (const char *)first + i * step;
-    const ptrdiff_t run = i / tile->run, row = i % tile->run * step;
-    return (const void *)((uintptr_t)first + (uintptr_t)runs[run] - (uintptr_t)runs[0] + (uintptr_t)row);
+    const ptrdiff_t row = (i & (tile->run - 1)) * step;
+    return (const void *)((uintptr_t)first + (uintptr_t)runs[run_of_row(tile, i)] - (uintptr_t)runs[0] +
+                          (uintptr_t)row);
 }
 
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */

@@ -190,23 +190,24 @@ typedef struct {
     bool transposed; /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
                       * are live, products are logits but for a factor of more than 0, and keys lie on
                       * multiples of a lane */
-    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
+    const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; not read if keys are unpacked */
     /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
      * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
      * where a lane holds two numbers; else v_step is 0. */
     ptrdiff_t k_step, v_step, value_depth;
     /* If unpacked, keys and values may lie in runs of `run` rows each, and not one behind the other; 0: they
-     * do not. `run` is even, and a multiple of AM_TRANSPOSED_KEYS if the tile is transposed. Values that are
-     * unpacked alone may lie so, too. The first run begins at k or v, and the others are as far from it as
-     * these addresses, which all heads share; those of the first tile are its own. Behind the last address is
-     * that of what follows the tile, or NULL. */
+     * do not. `run` is a power of two, at least 2, and AM_TRANSPOSED_KEYS if the tile is transposed. Values
+     * that are unpacked alone may lie so, too. The first run begins at k or v, and the others are as far from
+     * it as these addresses, which all heads share; those of the first tile are its own. Behind the last
+     * address is that of what follows the tile, or NULL. */
     ptrdiff_t run;
     const void *const *k_runs, *const *v_runs;
     /* Of unpacked rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the
      * arithmetic type by which they are multiplied, or NULL. */
     const void *k_scales, *v_scales;
-    /* Where the runs of the keys to prefetch begin, of which each has the rows of that entry; NULL: there is
-     * one. */
+    /* What a step over unpacked keys prefetches: the keys after it. If they lie in runs, `next_keys` is the
+     * first, and all begin at these addresses; NULL: they do not. */
+    am_prefetch_rows next_keys;
     const void *const *next_runs;
     ptrdiff_t next_run_count;
 } am_flash_tile;
@@ -215,7 +216,8 @@ typedef void am_flash_step(const am_flash_rows *block, const am_flash_tile *tile
 /* For few rows, and unpacked keys and values: of several heads, which may lie side by side. Keys of float8
  * have at most AM_MOST_WIDENED numbers. */
 enum { AM_MOST_WIDENED = 1024 };
-typedef void am_flash_step_unpacked(const am_flash_rows *blocks, const am_flash_tile *tiles, ptrdiff_t heads);
+typedef void am_flash_step_unpacked(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
+                                    ptrdiff_t heads);
 
 /* Adds the accumulators of the same rows over other keys to those of `whole`. */
 typedef void am_flash_merge(const am_flash_rows *whole, const am_flash_rows *split);
