@@ -326,24 +326,32 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
 }
 #endif
 
-/* Logits and P, then values. Keys of a head may lie far apart, where hardware does not
- * prefetch them. So the loop over keys prefetches their values, and the loop over values the next keys, in
- * the order of memory. */
+/* Logits and P, then values. Keys of a head may lie far apart, where hardware does not prefetch them. So the
+ * loop over keys prefetches their values, and the loop over values the next keys, in the order of memory;
+ * and many bytes of keys are read in parts, of all heads each. */
 static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
                                 ptrdiff_t heads)
 {
     prefetch_runs runs;
     prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
-    for (ptrdiff_t h = 0; h < heads; h++) {
-        const am_flash_tile *tile = &tiles[h];
-        ptrdiff_t begin, end;
-        find_live(blocks[h], tile, &begin, &end);
-        FROM(find_logits)(blocks[h], tile, begin, end, &prefetch);
-        FROM(scale_columns)(blocks[h], tile->k_scales, false);
-        FROM(find_p)(blocks[h], tile);
+    const ptrdiff_t row = heads * blocks[0]->depth * (ptrdiff_t)sizeof(S);
+    ptrdiff_t part = AM_FLASH_TILE;
+    while (part > SOME_KEYS && part * row > PART_BYTES) part /= 2;
+    for (ptrdiff_t first = 0, next; first < AM_FLASH_TILE; first = next) {
+        next = first + part;
+        for (ptrdiff_t h = 0; h < heads; h++) {
+            const am_flash_tile *tile = &tiles[h];
+            ptrdiff_t begin, end;
+            find_live(blocks[h], tile, &begin, &end);
+            FROM(find_logits)(blocks[h], tile, begin > first ? begin : first, end < next ? end : next,
+                              &prefetch);
+            if (next < AM_FLASH_TILE) continue;
+            FROM(scale_columns)(blocks[h], tile->k_scales, false);
+            FROM(find_p)(blocks[h], tile);
 #if NUMBERS == 1
-        FROM(scale_columns)(blocks[h], tile->v_scales, true);
+            FROM(scale_columns)(blocks[h], tile->v_scales, true);
 #endif
+        }
     }
     prefetch = FROM(lines_of_next_keys)(tiles, &runs);
     for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(blocks[h], &tiles[h], &prefetch);
