@@ -428,7 +428,7 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
     half, width = arithmetic.panel // 2, arithmetic.width
     for _ in range(STEPS):
         rows, heads = pick(rng, ROW_COUNTS[:11]), int(rng.integers(1, 4))
-        depth = pick(rng, [*DEPTHS, 1024])  # of several heads so many bytes are read in parts
+        depth = pick(rng, [*DEPTHS, 1024])  # of several heads so many bytes are read in slices
         out_depth = half * int(rng.integers(6))
         value_depth = max(out_depth - pick(rng, [0, 0, 1, half - 1]), 0)
         depth, value_depth = depth + depth % width, min(value_depth + value_depth % width, out_depth)

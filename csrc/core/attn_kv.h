@@ -77,7 +77,7 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *group, const am_attn_pl
                     ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *workspace,
                     am_prefetch_rows prefetch[AM_PREFETCH_KINDS]);
 
-/* Lets a step over unpacked keys prefetch those of another tile, of `heads` key heads. */
+/* Lets step_unpacked prefetch the keys of another tile, of `heads` key heads. */
 void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
                          am_kv_workspace *workspace, am_flash_tile *tile);
 

@@ -327,18 +327,18 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
 #endif
 
 /* Logits and P, then values. Keys of a head may lie far apart, where hardware does not prefetch them. So the
- * loop over keys prefetches their values, and the loop over values the next keys, in the order of memory;
- * and many bytes of keys are read in parts, of all heads each. */
+ * loop over keys prefetches their values, and the loop over values the next keys, in the order of memory.
+ * Keys of many bytes are read in slices of all heads, which is nearer to that order. */
 static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
                                 ptrdiff_t heads)
 {
     prefetch_runs runs;
     prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
     const ptrdiff_t row = heads * blocks[0]->depth * (ptrdiff_t)sizeof(S);
-    ptrdiff_t part = AM_FLASH_TILE;
-    while (part > SOME_KEYS && part * row > PART_BYTES) part /= 2;
+    ptrdiff_t slice = AM_FLASH_TILE;
+    while (slice > SOME_KEYS && slice * row > SLICE_BYTES) slice /= 2;
     for (ptrdiff_t first = 0, next; first < AM_FLASH_TILE; first = next) {
-        next = first + part;
+        next = first + slice;
         for (ptrdiff_t h = 0; h < heads; h++) {
             const am_flash_tile *tile = &tiles[h];
             ptrdiff_t begin, end;

@@ -190,7 +190,7 @@ typedef struct {
     bool transposed; /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
                       * are live, products are logits but for a factor of more than 0, and keys lie on
                       * multiples of a lane */
-    const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; not read if keys are unpacked */
+    const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; step_unpacked reads none */
     /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
      * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
      * where a lane holds two numbers; else v_step is 0. */
@@ -205,8 +205,8 @@ typedef struct {
     /* Of unpacked rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the
      * arithmetic type by which they are multiplied, or NULL. */
     const void *k_scales, *v_scales;
-    /* What a step over unpacked keys prefetches: the keys after it. If they lie in runs, `next_keys` is the
-     * first, and all begin at these addresses; NULL: they do not. */
+    /* What step_unpacked prefetches: the keys after it. If they lie in runs, `next_keys` is the first, and
+     * all begin at these addresses; NULL: they do not. */
     am_prefetch_rows next_keys;
     const void *const *next_runs;
     ptrdiff_t next_run_count;
