@@ -8,13 +8,14 @@ typedef struct {
     ptrdiff_t rows, run, runs; /* left of this run, of each run, and the runs after this one */
     const void *const *next;   /* where these begin */
     ptrdiff_t early_rows;      /* how many rows earlier than in order a line is prefetched, too */
+    ptrdiff_t together;        /* rows whose lines are left: one, or several if there is no gap */
 } prefetch_runs;
 
 /* Lines of some rows, in the order of memory. */
 typedef struct {
     uintptr_t at;        /* the next line; prefetching an address that is not mapped is harmless */
     ptrdiff_t step;      /* bytes from line to line */
-    ptrdiff_t left;      /* lines left of this row */
+    ptrdiff_t left;      /* lines left of this row, or of several without a gap */
     ptrdiff_t row;       /* lines of a whole row */
     ptrdiff_t gap;       /* bytes from behind a row's last line to the next row */
     ptrdiff_t count;     /* lines left of all rows, if the caller counts them */
@@ -24,7 +25,7 @@ typedef struct {
     prefetch_runs *runs; /* NULL: rows lie one behind the other */
 } prefetch_lines;
 
-/* Rows may begin and end within a line. */
+/* Rows may begin and end within a line. If `rows` is 0, the caller takes no more lines than there are. */
 static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t length, ptrdiff_t rows,
                                                ptrdiff_t early_rows)
 {
@@ -34,13 +35,19 @@ static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptr
     if (alike && 0 < step && step < row * CACHE_LINE) row = step / CACHE_LINE; /* the next one has the rest */
     const uintptr_t early = (uintptr_t)early_rows * (uintptr_t)step;
     const ptrdiff_t gap = step - row * CACHE_LINE;
-    return (prefetch_lines){at, CACHE_LINE, row, row, gap, row * rows, early, am_prefetch_near, NULL};
+    const ptrdiff_t left = gap == 0 && rows == 0 ? PTRDIFF_MAX : row; /* without a gap they are one row */
+    return (prefetch_lines){at, CACHE_LINE, left, row, gap, row * rows, early, am_prefetch_near, NULL};
 }
 
-/* In the last rows of a run, lines of the next run are prefetched early, and behind the last run none. */
-static inline void prefetch_near_end(prefetch_lines *lines)
+/* The rows up to the last ones of a run, or these: there lines of the next run are prefetched early, and
+ * behind the last run none. */
+static inline __attribute__((always_inline)) void prefetch_begin_rows(prefetch_lines *lines)
 {
-    lines->early = lines->runs->runs > 0 ? (uintptr_t)*lines->runs->next - lines->at : 0;
+    prefetch_runs *runs = lines->runs;
+    const ptrdiff_t early = runs->early_rows < runs->run ? runs->early_rows : runs->run;
+    if (runs->rows == early) lines->early = runs->runs > 0 ? (uintptr_t)*runs->next - lines->at : 0;
+    runs->together = lines->gap != 0 ? 1 : runs->rows > early ? runs->rows - early : runs->rows;
+    lines->left = runs->together * lines->row;
 }
 
 /* The same of runs of `run` rows each, which begin at these addresses. */
@@ -49,27 +56,28 @@ static inline prefetch_lines prefetch_runs_of(prefetch_runs *runs, const void *c
                                               ptrdiff_t early_rows)
 {
     prefetch_lines lines = prefetch_lines_of((uintptr_t)at[0], step, length, 0, early_rows);
-    *runs = (prefetch_runs){run, run, count - 1, at + 1, early_rows};
+    *runs = (prefetch_runs){run, run, count - 1, at + 1, early_rows, 1};
     lines.runs = runs;
-    if (run <= early_rows) prefetch_near_end(&lines);
+    prefetch_begin_rows(&lines);
     return lines;
 }
 
-/* At the end of a row of a run. */
-static inline void prefetch_end_of_row(prefetch_lines *lines)
+/* At the end of rows of a run. */
+static inline __attribute__((always_inline)) void prefetch_end_of_rows(prefetch_lines *lines)
 {
     prefetch_runs *runs = lines->runs;
-    if (--runs->rows == runs->early_rows) prefetch_near_end(lines);
-    if (runs->rows > 0) return;
-    if (runs->runs == 0) { /* the last line once more */
+    runs->rows -= runs->together;
+    if (runs->rows == 0 && runs->runs == 0) { /* the last line once more */
         lines->at -= (uintptr_t)(CACHE_LINE + lines->gap);
-        lines->step = 0, lines->gap = 0, runs->rows = PTRDIFF_MAX, lines->left = lines->row = 1;
+        lines->step = 0, lines->gap = 0, lines->left = lines->row = 1, lines->runs = NULL;
         return;
     }
-    lines->at = (uintptr_t)*runs->next++;
-    runs->runs--, runs->rows = runs->run;
-    lines->early = (uintptr_t)(runs->early_rows * (lines->row * CACHE_LINE + lines->gap));
-    if (runs->run <= runs->early_rows) prefetch_near_end(lines);
+    if (runs->rows == 0) {
+        lines->at = (uintptr_t)*runs->next++;
+        runs->runs--, runs->rows = runs->run;
+        lines->early = (uintptr_t)(runs->early_rows * (lines->row * CACHE_LINE + lines->gap));
+    }
+    prefetch_begin_rows(lines);
 }
 
 /* The same line of mapped memory over and over, which costs little. */
@@ -78,24 +86,33 @@ static inline prefetch_lines prefetch_nothing(const void *known)
     return (prefetch_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0, false, NULL};
 }
 
-/* The i-th of the next lines, which lie one behind the other. */
-static inline __attribute__((always_inline)) void prefetch_line(const prefetch_lines *lines, ptrdiff_t i)
+static inline __attribute__((always_inline)) void prefetch_two(const char *early, const char *at,
+                                                               const bool near)
 {
-    const uintptr_t at = lines->at + (uintptr_t)(i * CACHE_LINE);
-    if (lines->near) { /* compilers hoist this test and make two loops */
-        __builtin_prefetch((const void *)(at + lines->early));
-        __builtin_prefetch((const void *)at);
+    if (near) {
+        __builtin_prefetch(early);
+        __builtin_prefetch(at);
     } else {
-        __builtin_prefetch((const void *)(at + lines->early), 0, 2);
-        __builtin_prefetch((const void *)at, 0, 2);
+        __builtin_prefetch(early, 0, 2);
+        __builtin_prefetch(at, 0, 2);
     }
 }
 
-static inline void prefetch_next_row(prefetch_lines *lines, const bool runs)
+/* The next line. Compilers hoist the test and make two loops. */
+static inline __attribute__((always_inline)) void prefetch_line(const prefetch_lines *lines)
+{
+    const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
+    if (lines->near)
+        prefetch_two(early, at, true);
+    else
+        prefetch_two(early, at, false);
+}
+
+static inline __attribute__((always_inline)) void prefetch_next_row(prefetch_lines *lines, const bool runs)
 {
     lines->at += (uintptr_t)lines->gap;
     lines->left = lines->row;
-    if (runs && lines->runs) prefetch_end_of_row(lines);
+    if (runs && lines->runs) prefetch_end_of_rows(lines);
 }
 
 /* The next lines; of rows in runs only if `runs`. */
@@ -103,7 +120,7 @@ static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *
                                                                 const bool runs)
 {
     for (; count > 0; count--) {
-        prefetch_line(lines, 0);
+        prefetch_line(lines);
         lines->at += (uintptr_t)lines->step;
         if (--lines->left <= 0) prefetch_next_row(lines, runs);
     }
@@ -120,10 +137,21 @@ static inline bool prefetch_is_straight(const prefetch_lines *lines, ptrdiff_t c
 {
     return lines->left >= count;
 }
+static inline __attribute__((always_inline)) void prefetch_from(const char *early, const char *at,
+                                                                ptrdiff_t count, const bool near)
+{
+    HIDE(early); /* else compilers keep an address for each line */
+    HIDE(at);
+    UNROLL(16)
+    for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * CACHE_LINE, at + i * CACHE_LINE, near);
+}
 static inline __attribute__((always_inline)) void prefetch_straight(prefetch_lines *copy, ptrdiff_t count)
 {
-    UNROLL(16)
-    for (ptrdiff_t i = 0; i < count; i++) prefetch_line(copy, i);
+    const char *early = (const char *)(copy->at + copy->early), *at = (const char *)copy->at;
+    if (copy->near)
+        prefetch_from(early, at, count, true);
+    else
+        prefetch_from(early, at, count, false);
     copy->at += (uintptr_t)(count * copy->step);
 }
 static inline void prefetch_end_straight(prefetch_lines *lines, const prefetch_lines *copy)

@@ -152,6 +152,8 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #define FN(name) name##_f64
 #include "kernels/mask_rows_tpl.h"
 
+/* Hides from the compiler where a pointer came from. */
+#define HIDE(pointer) __asm__("" : "+r"(pointer))
 #include "kernels/flash_prefetch.h"
 
 enum {
@@ -273,8 +275,6 @@ static const double exp2_terms_f64[] = {
 /* For a function that is not inlined, so that it takes no registers from its callers. Not every type calls
  * it. */
 #define APART static __attribute__((noinline, unused))
-/* Hides from the compiler where a pointer came from. */
-#define HIDE(pointer) __asm__("" : "+r"(pointer))
 #define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
 
 /* tanh(x) / x - 1 for |x| < 0.625, from x². Coefficients are those of Moshier's Cephes. */
