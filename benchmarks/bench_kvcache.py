@@ -59,12 +59,19 @@ def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> lis
 
 
 def formats(batch: int, keys: int, seconds: float) -> list[object]:
-    """A row: tokens a second in each type relative to bfloat16, with a scale for each token, or each channel."""
+    """A row: tokens a second in each type relative to bfloat16, with a scale for each token, or each channel.
+
+    All sequences have the same numbers.
+    """
     rng = np.random.default_rng(0)
     query = rng.standard_normal((batch, 1, HEADS, DEPTH), np.float32).astype(TYPES["bfloat16"])
-    key, value = (rng.standard_normal((batch, keys, KV_HEADS, DEPTH), np.float32) for _ in range(2))
-    narrow = [in_lines(x.astype(TYPES["bfloat16"])) for x in (key, value)]
+    key, value = (rng.standard_normal((1, keys, KV_HEADS, DEPTH), np.float32) for _ in range(2))
     out = np.empty_like(query)
+
+    def of_all(x: np.ndarray) -> np.ndarray:
+        return in_lines(np.repeat(x, batch, 0))
+
+    narrow = [of_all(x.astype(TYPES["bfloat16"])) for x in (key, value)]
     calls: dict[str, Call] = {
         "bfloat16": lambda: attnmask.flash_attention_with_kvcache(query, *narrow, out=out)
     }
@@ -72,7 +79,9 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     for name, scale in FORMATS:
         axis = -1 if scale == "token" else (0, 1)
         (k, k_scale), (v, v_scale) = (attnmask.quantize_kv(x, TYPES[name], axis) for x in (key, value))
-        given = {"k_cache": in_lines(k), "v_cache": in_lines(v), "k_scale": k_scale, "v_scale": v_scale}
+        if scale == "token":
+            k_scale, v_scale = of_all(k_scale), of_all(v_scale)
+        given = {"k_cache": of_all(k), "v_cache": of_all(v), "k_scale": k_scale, "v_scale": v_scale}
         call = calls[f"{name}, {scale}"] = lambda given=given: attnmask.flash_attention_with_kvcache(
             query, **given, out=out
         )
@@ -183,7 +192,7 @@ def main() -> None:
     report.heading("Fewer bits")
     report.text("One query. Tokens a second relative to bfloat16, by the scales of tokens or of channels.")
     report.table("case", "bfloat16", *(f"{name}, {scale}" for name, scale in FORMATS))
-    for rows, length in ((1, 512), (batch, keys), (2 * batch, keys)):
+    for rows, length in ((1, 512), (batch, keys), (2 * batch, keys), (8 * batch, keys)):
         if options.only in "fewer bits":
             report.row(*formats(rows, length, options.seconds))
     report.end_table()
