@@ -29,6 +29,7 @@ from attnmask._arguments import (
     integer,
     integer_array,
     is_floating,
+    of_ml_dtypes,
     per_row,
     place,
 )
@@ -53,7 +54,7 @@ def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
     """A type of eight bits, or any type that a cache can have."""
     if isinstance(value, str) and value in ("bfloat16", "float8_e4m3fn"):
-        import ml_dtypes  # noqa: F401  # NumPy does not know these names without it
+        of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
     except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError

@@ -1,11 +1,13 @@
 """quantize_kv: values and scales of all types, axes and layouts, extremes, errors."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
 from conftest import LAYOUTS, arrange
 
-from attnmask._kv_cache import quantize_kv
+from attnmask._kv_cache import KVCache, quantize_kv
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EIGHT_BITS = (np.dtype("int8"), FP8)
@@ -105,3 +107,14 @@ def test_quantize_kv_of_nothing(dtype):
 def test_numbers_that_cannot_be_quantized(arguments, error, message):
     with pytest.raises(error, match=message):
         quantize_kv(*arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda dtype: quantize_kv([1.0], dtype, 0), lambda dtype: KVCache(2, 8, pages=4, dtype=dtype)],
+    ids=["quantize_kv", "KVCache"],
+)
+def test_float8_without_ml_dtypes(monkeypatch, make):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ImportError, match="dtype is of float8_e4m3fn, for which NumPy needs ml_dtypes"):
+        make("float8_e4m3fn")
