@@ -61,7 +61,7 @@ def pages(batch: int, keys: int, queries: int, name: str, seconds: float) -> lis
 def formats(batch: int, keys: int, seconds: float) -> list[object]:
     """A row: tokens a second in each type relative to bfloat16, with a scale for each token, or each channel.
 
-    All sequences have the same numbers.
+    All sequences have the same numbers. 64 of 8,192 tokens take 7 GB.
     """
     rng = np.random.default_rng(0)
     query = rng.standard_normal((batch, 1, HEADS, DEPTH), np.float32).astype(TYPES["bfloat16"])
@@ -69,7 +69,7 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     out = np.empty_like(query)
 
     def of_all(x: np.ndarray) -> np.ndarray:
-        return in_lines(np.repeat(x, batch, 0))
+        return in_lines(np.broadcast_to(x, (batch, *x.shape[1:])))
 
     narrow = [of_all(x.astype(TYPES["bfloat16"])) for x in (key, value)]
     calls: dict[str, Call] = {

@@ -8,7 +8,7 @@ typedef struct {
     ptrdiff_t rows, run, runs; /* left of this run, of each run, and the runs after this one */
     const void *const *next;   /* where these begin */
     ptrdiff_t early_rows;      /* how many rows earlier than in order a line is prefetched, too */
-    ptrdiff_t together;        /* rows whose lines are left: one, or several if there is no gap */
+    ptrdiff_t together;        /* rows whose lines `left` counts: one, or several without a gap */
 } prefetch_runs;
 
 /* Lines of some rows, in the order of memory. */
@@ -25,7 +25,7 @@ typedef struct {
     prefetch_runs *runs; /* NULL: rows lie one behind the other */
 } prefetch_lines;
 
-/* Rows may begin and end within a line. If `rows` is 0, the caller takes no more lines than there are. */
+/* Rows may begin and end within a line. If `rows` is 0, lines of all rows are not counted. */
 static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptrdiff_t length, ptrdiff_t rows,
                                                ptrdiff_t early_rows)
 {
@@ -39,8 +39,8 @@ static inline prefetch_lines prefetch_lines_of(uintptr_t at, ptrdiff_t step, ptr
     return (prefetch_lines){at, CACHE_LINE, left, row, gap, row * rows, early, am_prefetch_near, NULL};
 }
 
-/* The rows up to the last ones of a run, or these: there lines of the next run are prefetched early, and
- * behind the last run none. */
+/* Begins with one row, or without gaps with several: those of a run up to its last `early_rows`, then these.
+ * In the last rows lines of the next run are prefetched early, and behind the last run none. */
 static inline __attribute__((always_inline)) void prefetch_begin_rows(prefetch_lines *lines)
 {
     prefetch_runs *runs = lines->runs;
@@ -86,6 +86,7 @@ static inline prefetch_lines prefetch_nothing(const void *known)
     return (prefetch_lines){(uintptr_t)known, 0, PTRDIFF_MAX, PTRDIFF_MAX, 0, 0, 0, false, NULL};
 }
 
+/* A line and one that is early, to the first-level cache if `near`, else to the second. */
 static inline __attribute__((always_inline)) void prefetch_two(const char *early, const char *at,
                                                                const bool near)
 {
@@ -137,6 +138,7 @@ static inline bool prefetch_is_straight(const prefetch_lines *lines, ptrdiff_t c
 {
     return lines->left >= count;
 }
+/* So many lines from each of two addresses on. */
 static inline __attribute__((always_inline)) void prefetch_from(const char *early, const char *at,
                                                                 ptrdiff_t count, const bool near)
 {
