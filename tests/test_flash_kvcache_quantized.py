@@ -100,7 +100,8 @@ def test_over_the_numbers_that_they_stand_for(isa, dtype, scale, queries, page_s
 @pytest.mark.parametrize("depth", [7, 33, 64])
 @pytest.mark.parametrize("gap", [1, 2])
 def test_any_depth_and_strides_with_scales_of_either_kind(isa, dtype, axes, depth, gap):
-    """Numbers may lie apart, and rows be of an odd length. Few queries are multiplied unpacked, more are packed."""
+    """Numbers and scales may lie apart, and rows be of an odd length. Few queries are multiplied unpacked, more
+    are packed."""
     rng = np.random.default_rng(depth)
     given, dequantized = {}, {}
     for side, axis, count in zip("kv", axes, (depth, 5), strict=True):
@@ -108,7 +109,9 @@ def test_any_depth_and_strides_with_scales_of_either_kind(isa, dtype, axes, dept
         values, scales = attnmask.quantize_kv(tokens, dtype, axis)
         apart = np.zeros((2, 130, HKV, gap * count + 1), dtype)
         apart[..., : gap * count : gap] = values
-        given[f"{side}_cache"], given[f"{side}_scale"] = apart[..., : gap * count : gap], scales
+        scales_apart = np.full((*scales.shape[:3], gap * scales.shape[3]), np.nan, np.float32)[..., ::gap]
+        scales_apart[:] = scales
+        given[f"{side}_cache"], given[f"{side}_scale"] = apart[..., : gap * count : gap], scales_apart
         dequantized[f"{side}_cache"] = values.astype(np.float64) * scales
     for queries in (1, 3, 8, 40, 130):
         query = rng.standard_normal((2, queries, H, depth), np.float32).astype(BF16)
@@ -167,6 +170,13 @@ def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, dtype, side, queri
     assert out[~sees].tobytes() == clean[~sees].tobytes()
 
 
+def one_of_ones(shape, number):
+    """Ones but for one number, that is neither the first nor the last."""
+    array = np.ones(shape, np.float32)
+    array[..., -1, -4] = number
+    return array
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -181,6 +191,8 @@ def test_a_scale_that_is_nan_reaches_what_sees_its_token(isa, dtype, side, queri
         ({"k_scale": np.full((1, 1, 2, 8), -1, np.float32)}, ValueError, "finite and positive"),
         ({"k_scale": np.full((1, 1, 2, 8), np.nan, np.float32)}, ValueError, "finite and positive"),
         ({"k_scale": np.full((1, 1, 2, 8), np.inf, np.float32)}, ValueError, "finite and positive"),
+        ({"k_scale": one_of_ones((1, 1, 2, 8), -3)}, ValueError, "for each channel, got -3"),
+        ({"v_scale": one_of_ones((1, 1, 2, 16), np.nan)[..., ::2]}, ValueError, "for each channel, got nan"),
         ({"k_scale": np.ones((3, 1, 2, 1), np.float32)}, ValueError, "to take new tokens"),
         ({"query": np.zeros((1, 1, 4, 8))}, TypeError, "query must be"),
     ],

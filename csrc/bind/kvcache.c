@@ -180,23 +180,6 @@ static bool is_by_channel(npy_intp const *scale, npy_intp const *cache)
     return scale[0] == 1 && scale[1] == 1 && (cache[0] != 1 || cache[1] != 1 || scale[3] != 1);
 }
 
-static int check_channel_scales(PyArrayObject *array, const char *name)
-{
-    for (npy_intp h = 0; h < PyArray_DIM(array, 2); h++) {
-        for (npy_intp c = 0; c < PyArray_DIM(array, 3); c++) {
-            const float scale = *(const float *)PyArray_GETPTR4(array, 0, 0, h, c);
-            if (isfinite(scale) && scale > 0) continue;
-            PyObject *number = PyFloat_FromDouble((double)scale);
-            if (number)
-                PyErr_Format(PyExc_ValueError, "%s must be finite and positive for each channel, got %R",
-                             name, number);
-            Py_XDECREF(number);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* The scales of a quantized cache; a step of 0 repeats them. */
 static int read_scales(arguments *a, int side)
 {
@@ -225,7 +208,14 @@ static int read_scales(arguments *a, int side)
                         name, cache[0], cache[1], cache[2]);
     a->scales[side] =
         (am_kv_scales){PyArray_BYTES(array), by_channel, steps[0], steps[1], steps[2], steps[3]};
-    return by_channel ? check_channel_scales(array, name) : 0;
+    const float *wrong = by_channel ? am_kv_wrong_scale(&a->scales[side], cache[2], cache[3]) : NULL;
+    if (!wrong) return 0;
+    PyObject *number = PyFloat_FromDouble((double)*wrong);
+    if (number)
+        PyErr_Format(PyExc_ValueError, "%s must be finite and positive for each channel, got %R", name,
+                     number);
+    Py_XDECREF(number);
+    return -1;
 }
 
 /* --- Tables and lengths --- */

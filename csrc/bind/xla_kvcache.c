@@ -8,7 +8,6 @@
  * Arguments are query, k_cache and v_cache; key and value if APPEND; k_scale, v_scale and sinks if there are;
  * and the arrays of the operands. Packed tokens are one batch row. Results are out; lse if LSE; and if APPEND
  * the caches and the scales of their tokens, which are the memory of the arguments. */
-#include <math.h>
 #include <stdio.h>
 
 #include "bind/xla.h"
@@ -75,17 +74,6 @@ static bool read_tokens(problem *p)
     return true;
 }
 
-static bool check_channel_scales(am_xla_call *c, const am_xla_view *v, const char *name)
-{
-    const float *numbers = (const float *)v->data;
-    for (ptrdiff_t i = 0; i < v->shape[2] * v->shape[3]; i++) {
-        if (isfinite(numbers[i]) && numbers[i] > 0) continue;
-        return am_xla_fail(c, "%s must be finite and positive for each channel, got %g", name,
-                           (double)numbers[i]);
-    }
-    return true;
-}
-
 /* The scales of keys, or of values; a step of 0 repeats them. */
 static bool read_scales(problem *p, int side)
 {
@@ -108,7 +96,10 @@ static bool read_scales(problem *p, int side)
                                      .token = am_xla_shared_step_of(v, 1),
                                      .head = am_xla_shared_step_of(v, 2),
                                      .element = am_xla_shared_step_of(v, 3)};
-    return by_channel ? check_channel_scales(p->c, v, names[side]) : true;
+    const float *wrong =
+        by_channel ? am_kv_wrong_scale(&p->scales[side], cache->shape[2], cache->shape[3]) : NULL;
+    return !wrong || am_xla_fail(p->c, "%s must be finite and positive for each channel, got %g", names[side],
+                                 (double)*wrong);
 }
 
 /* --- Lengths and pages --- */

@@ -1,6 +1,7 @@
 /* kv_cache.c – where the tokens of sequences lie in a cache, and what their queries see. */
 #include "core/kv_cache.h"
 
+#include <float.h>
 #include <stdlib.h>
 
 #include "core/arithmetic.h"
@@ -75,6 +76,26 @@ bool am_kv_pages_fit(const am_pages *p, ptrdiff_t pages, ptrdiff_t *sequence, pt
         }
     }
     return true;
+}
+
+static bool is_scale(float x) { return 0 < x && x <= FLT_MAX; }
+
+const float *am_kv_wrong_scale(const am_kv_scales *scales, ptrdiff_t heads, ptrdiff_t channels)
+{
+    for (ptrdiff_t h = 0; h < heads; h++) {
+        const char *head = scales->data + h * scales->head;
+        if (scales->element == sizeof(float)) { /* side by side: without a branch for each */
+            const float *x = (const float *)head;
+            int all = 1;
+            for (ptrdiff_t i = 0; i < channels; i++) all &= is_scale(x[i]);
+            if (all) continue;
+        }
+        for (ptrdiff_t i = 0; i < channels; i++) {
+            const float *x = (const float *)(head + i * scales->element);
+            if (!is_scale(*x)) return x;
+        }
+    }
+    return NULL;
 }
 
 static int compare_pages(const void *a, const void *b)

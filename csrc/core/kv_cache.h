@@ -47,6 +47,9 @@ int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_n
 /* Looks for an entry of the table that is used, and not from 0 to `pages` - 1: false, and its place. */
 bool am_kv_pages_fit(const am_pages *p, ptrdiff_t pages, ptrdiff_t *sequence, ptrdiff_t *index);
 
+/* The first of the scales of channels that is not finite and positive, or NULL. */
+const float *am_kv_wrong_scale(const am_kv_scales *scales, ptrdiff_t heads, ptrdiff_t channels);
+
 /* Looks for a page that would be written to for two sequences, or twice for one. */
 typedef struct {
     int32_t page, sequence, other; /* page -1: there is none */
