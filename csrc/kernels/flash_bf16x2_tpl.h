@@ -123,6 +123,18 @@ APART void add_half_panel_bf16x2(ptrdiff_t rows, ptrdiff_t lanes, const float *p
                                in_runs);
 }
 
+enum { LINES_BF16X2 = 2 }; /* of a panel of two unpacked rows */
+
+/* O + P V of a whole strip and a panel of columns of unpacked values, which are stored as they were
+ * interleaved for the strips after it. */
+APART void add_first_strip_bf16x2(ptrdiff_t lanes, const float *p, const uint16_t *v, ptrdiff_t v_step,
+                                  float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+                                  const row_runs *in_runs, float *interleaved)
+{
+    product_of_interleaved(V_STRIP, 2, lanes, p, AM_FLASH_TILE, 1, v, v_step, out, out_step, true,
+                           LINES_BF16X2, prefetch, true, in_runs, interleaved);
+}
+
 /* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. It prefetches as
  * many lines as it reads. */
 static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
@@ -133,7 +145,6 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     const uint16_t *v = (const uint16_t *)values + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
-    prefetch_lines none = prefetch_nothing(v);
     for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
         const ptrdiff_t columns = 2 * tile->value_depth - column;
         const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
@@ -147,17 +158,21 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             continue;
         }
         if (whole) {
-            enum { LINES = 2 }; /* of two rows */
             if (wide) {
                 accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
-                                            block->out_depth, 2 * LINES, prefetch, in_runs);
+                                            block->out_depth, 2 * LINES_BF16X2, prefetch, in_runs);
                 continue;
             }
-            for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-                accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 2, lanes,
-                                       p + r * AM_FLASH_TILE, v + column, 2 * step,
-                                       out + r * block->out_depth + column, block->out_depth, LINES,
-                                       r == 0 ? prefetch : &none, true, in_runs);
+            if (rows <= V_STRIP)
+                accumulate_interleaved(rows, 2, lanes, p, v + column, 2 * step, out + column,
+                                       block->out_depth, LINES_BF16X2, prefetch, true, in_runs);
+            else
+                add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_depth,
+                                       prefetch, in_runs, panel);
+            for (ptrdiff_t r = V_STRIP; r < rows; r += V_STRIP)
+                add_product_bf16x2(rows - r < V_STRIP ? rows - r : V_STRIP, PANEL_f32, lanes,
+                                   p + r * AM_FLASH_TILE, panel, PANEL_f32,
+                                   out + r * block->out_depth + column, block->out_depth, NULL);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};

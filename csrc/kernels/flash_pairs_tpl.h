@@ -40,10 +40,10 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
         const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
         if (next - begin > 1)
             FROM(add_to_sums)(rows, vectors, (next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v, 2 * step,
-                              sums, lines, prefetch, true, in_runs);
+                              sums, lines, prefetch, true, in_runs, NULL);
         /* P is 0 for the key behind the last one, which may not be there. */
         if ((next - begin) % 2 != 0)
-            FROM(outer)(rows, vectors, p + (next - 1) / 2, AM_FLASH_TILE, last, 0, true, sums);
+            FROM(outer)(rows, vectors, p + (next - 1) / 2, AM_FLASH_TILE, last, 0, true, sums, NULL);
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {

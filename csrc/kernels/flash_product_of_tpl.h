@@ -16,10 +16,11 @@
         LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
 #endif
 
-/* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j] */
+/* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. Two vectors of b are stored to `loaded`, unless it is
+ * NULL. */
 static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
                                                               ptrdiff_t a_row, const S *b, ptrdiff_t b_row,
-                                                              const bool add, V sums[STRIP][2])
+                                                              const bool add, V sums[STRIP][2], T *loaded)
 {
     (void)b_row;
     V left, right, third, fourth;
@@ -28,6 +29,7 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
     } else {
         LOADS(b, b_row, vectors, left, right);
     }
+    if (vectors == 2 && loaded) VOP(store)(loaded, left), VOP(store)(loaded + LANES, right);
     UNROLL(16)
     for (int r = 0; r < rows; r++) {
         V x = VOP(set1)(a[r * a_row]);
@@ -42,11 +44,11 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
 
 /* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
  * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows of b lie
- * `in_runs` unless that is NULL. */
+ * `in_runs` unless that is NULL. Panels of b are stored as they were loaded, unless `loaded` is NULL. */
 static inline __attribute__((always_inline)) void
 FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                   ptrdiff_t a_column, const S *b, ptrdiff_t b_row, V sums[STRIP][2], const int lines,
-                  prefetch_lines *prefetch, const bool runs, const row_runs *in_runs)
+                  prefetch_lines *prefetch, const bool runs, const row_runs *in_runs, T *loaded)
 {
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     const void *const *next = in_runs ? in_runs->next : NULL;
@@ -60,13 +62,15 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
                 prefetch_some(&current, lines, runs);
                 HIDE(b); /* one register for all rows */
-                FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
+                FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
+                if (loaded) loaded += FN(PANEL);
             }
         }
 #pragma GCC unroll 2
         for (; left > 0; left--, a += a_column, b += b_row) {
             prefetch_some(&current, lines, runs);
-            FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums);
+            FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
+            if (loaded) loaded += FN(PANEL);
         }
         if (depth <= 0) break;
         b = (const S *)((const char *)*next++ + in_runs->offset);
@@ -78,7 +82,8 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a
 static inline __attribute__((always_inline)) void
 FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
-                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs)
+                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs,
+                 T *loaded)
 {
     V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
     T *row = c;
@@ -92,11 +97,11 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
         prefetch_some(&current, lines, runs);
-        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums);
+        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums, NULL);
         depth--, a += a_column, b += b_row;
     }
     FROM(add_to_sums)(rows, vectors, depth, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
-                      in_runs);
+                      in_runs, loaded);
     if (lines) *prefetch = current;
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
     row = c;
@@ -120,7 +125,7 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
     b += half, c += half;
 #define PART_OF(n, vectors)                                                                                  \
     FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,          \
-                     prefetch, false, NULL)
+                     prefetch, false, NULL, NULL)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (whole)                                                                                           \
@@ -168,7 +173,7 @@ static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t row
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,          \
-                         prefetch, runs, in_runs);                                                           \
+                         prefetch, runs, in_runs, NULL);                                                     \
         break;
     switch (rows) {
         EACH_ROWS(ROWS)
@@ -223,7 +228,7 @@ APART void FROM(add_product_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
 #define WIDE_ROWS(n)                                                                                         \
     case n:                                                                                                  \
         FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
-                         true, in_runs);                                                                     \
+                         true, in_runs, NULL);                                                               \
         break;
 APART void FROM(accumulate_in_runs)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
                                     T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
@@ -248,14 +253,14 @@ static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const 
 #undef WIDE_ROWS
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
- * `in_runs` unless that is NULL. */
+ * `in_runs` and are stored to `loaded` unless these are NULL. */
 static inline __attribute__((always_inline)) void
 FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
-                            ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs)
+                            ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
 {
 #define PART_OF(n, vectors)                                                                                  \
     FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false,     \
-                     in_runs)
+                     in_runs, loaded)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
         if (columns > LANES)                                                                                 \
@@ -273,13 +278,13 @@ static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t column
                                                 const T *a, const S *b, ptrdiff_t b_step, T *c,
                                                 ptrdiff_t c_step)
 {
-    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, NULL);
+    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, NULL, NULL);
 }
 APART void FROM(add_product_transposed_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
                                                 const T *a, const S *b, ptrdiff_t b_step, T *c,
-                                                ptrdiff_t c_step, const row_runs *in_runs)
+                                                ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
 {
-    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, in_runs);
+    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, in_runs, loaded);
 }
 
 #undef SPLIT

@@ -54,31 +54,29 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, 
 }
 
 /* O + P V of a strip and one panel of columns, where values are packed, or unpacked and interleaved if a
- * lane holds two. */
+ * lane holds two. Then the first strip stores them as it has interleaved them, and the others read that. */
 static void STEP(add_values_transposed)(const am_flash_rows *block, const am_flash_tile *tile,
-                                        const FN(strip) * s, ptrdiff_t column)
+                                        const FN(strip) * s, ptrdiff_t column, T *interleaved)
 {
     const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), count = AM_FLASH_TILE / WIDTH;
     const T *p = (const T *)block->logits + s->row, *v = tile->v;
     T *c = (T *)block->out + s->row * block->out_depth + column;
-    const row_runs runs = runs_of_values(tile, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
-    if (tile->v_step == 0) {
-        STEP(add_product_transposed)(s->rows, columns, count, p, v + column * count, FN(PANEL), c,
-                                     block->out_depth);
+    const bool packed = tile->v_step == 0;
+    if (packed || (WIDTH > 1 && s->row > 0 && columns > LANES)) {
+        STEP(add_product_transposed)(s->rows, columns, count, p, packed ? v + column * count : interleaved,
+                                     FN(PANEL), c, block->out_depth);
         return;
     }
+    const row_runs runs = runs_of_values(tile, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
-    const uint16_t *from = (const uint16_t *)v + column;
-    const ptrdiff_t step = 4 * tile->v_step;
-    if (tile->run)
-        add_product_transposed_in_runs_interleaved(s->rows, columns, count, p, from, step, c,
-                                                   block->out_depth, &runs);
-    else
-        add_product_transposed_interleaved(s->rows, columns, count, p, from, step, c, block->out_depth);
+    add_product_transposed_in_runs_interleaved(
+        s->rows, columns, count, p, (const uint16_t *)v + column, 4 * tile->v_step, c, block->out_depth,
+        tile->run ? &runs : NULL, s->rows < block->rows ? interleaved : NULL);
 #else
+    (void)interleaved;
     if (tile->run)
         FN(add_product_transposed_in_runs)(s->rows, columns, count, p, v + column, tile->v_step, c,
-                                           block->out_depth, &runs);
+                                           block->out_depth, &runs, NULL);
     else
         FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
 #endif
@@ -104,8 +102,9 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     }
     for (ptrdiff_t row = 0; row < block->rows; row += LANES)
         STEP(softmax_transposed)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
+    _Alignas(CACHE_LINE) T interleaved[AM_FLASH_TILE / WIDTH * FN(PANEL)];
     for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
         for (const FN(strip) *s = strips; s < strips + count; s++)
-            STEP(add_values_transposed)(block, tile, s, column);
+            STEP(add_values_transposed)(block, tile, s, column, interleaved);
     }
 }
