@@ -144,6 +144,14 @@ static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
     return &base->kernels->kv[base->bf16x2 ? AM_BFLOAT16 : base->type];
 }
 
+/* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
+static inline am_flash_pack_queries *am_query_packer(const am_attn_base *base)
+{
+    const am_kv_kernels *kv = base->kv;
+    const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
+    return narrow || !kv->rounds_queries ? kv->pack_queries : NULL;
+}
+
 /* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */
 void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
                        ptrdiff_t count, ptrdiff_t step);

@@ -45,18 +45,10 @@ typedef struct {
     ptrdiff_t split;
 } position;
 
-/* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
-static am_flash_pack_queries *query_packer(const am_attn_base *base)
-{
-    const am_kv_kernels *kv = base->kv;
-    const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
-    return narrow || !kv->rounds_queries ? kv->pack_queries : NULL;
-}
-
 /* Whether a group reads numbers of packed queries, and not lanes. */
 static bool packs_queries(const forward *f, const am_scheduled *g)
 {
-    return g->shape.strategy == AM_UNPACKED && query_packer(&f->base);
+    return g->shape.strategy == AM_UNPACKED && am_query_packer(&f->base);
 }
 
 /* The lanes of a row of queries before they are packed. */
@@ -68,7 +60,7 @@ static ptrdiff_t query_lanes(const forward *f, const am_scheduled *g)
 /* The bytes of a row of queries that it packs. */
 static ptrdiff_t packed_query_bytes(const am_attn_base *base)
 {
-    return query_packer(base) ? am_packed_query_lanes(base->attn->depth) * (ptrdiff_t)sizeof(float) : 0;
+    return am_query_packer(base) ? am_packed_query_lanes(base->attn->depth) * (ptrdiff_t)sizeof(float) : 0;
 }
 
 /* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
@@ -202,7 +194,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     if (base->attn->k_scales.by_channel && !pairs)
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
     if (packs) {
-        query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
+        am_query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
     } else if (it->q_packed) {
         const am_unpacked_rows rows = {.data = it->rows.q, .step = it->rows.q_step};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);

@@ -26,9 +26,12 @@ enum {
     /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
      * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
     LONG_PANEL = 128,
+    FEWEST_TRANSPOSED = 13,  /* rows of a block whose tiles are transposed */
     FEW_ROWS = 16,           /* of a block that reads keys unpacked */
-    FEW_ROWS_16 = 12,        /* the same for keys of sixteen bits, which are widened for every few rows */
+    FEW_WIDENED = 12,        /* the same for keys that are widened for every few rows, if they are short */
     FEW_ROWS_F8X2 = 8,       /* and for float8 that becomes bf16x2, which takes longer */
+    LONG_ROW = 64,           /* channels of keys or values */
+    WHOLE_PART = 32,         /* channels that kernels of any type take at once */
     FEW_TILES = 2,           /* of a block for which copying its queries takes a large part of the time */
     L1_WAY = 4096,           /* bytes after which addresses map to the same sets of the first-level cache */
     SIDE_BY_SIDE = 4096,     /* bytes of neighbouring heads of a key that one task reads */
@@ -45,7 +48,8 @@ enum {
 static bool can_transpose(const am_schedule *s, const am_attn_base *base, const am_shape *h, ptrdiff_t tiles)
 {
     const am_attn *f = base->attn;
-    if (h->head_blocks > 1 || f->depth == 0 || tiles <= FEW_TILES || h->rows <= FEW_ROWS_16) return false;
+    if (h->head_blocks > 1 || f->depth == 0 || tiles <= FEW_TILES || h->rows < FEWEST_TRANSPOSED)
+        return false;
     if (base->threshold || f->cap > 0 || am_adds_to_products(f) || !am_is_floating(f->k.type)) return false;
     if (base->bf16x2 && (s->factor <= 0 || base->kernels->amx)) return false;
     const ptrdiff_t panel = base->kernels->panel;
@@ -55,16 +59,28 @@ static bool can_transpose(const am_schedule *s, const am_attn_base *base, const 
     return panel * base->size >= LONG_PANEL && h->rows >= lanes * 7 / 8;
 }
 
+/* The most rows of a block that reads keys unpacked. Keys that are short, or no whole vectors, are packed for
+ * fewer rows, and so are all if vectors are short or the processor has tiles. */
+static ptrdiff_t most_unpacked_rows(const am_attn_base *base)
+{
+    const am_attn *f = base->attn;
+    const am_flash_kernels *kernels = base->kernels;
+    if (f->k.type == base->type) return FEW_ROWS;
+    if (base->bf16x2 && f->k.type == AM_FLOAT8) return FEW_ROWS_F8X2;
+    const bool whole = f->depth % WHOLE_PART == 0 && f->value_depth % WHOLE_PART == 0;
+    if (!whole || am_min(f->depth, f->value_depth) < LONG_ROW) return FEW_WIDENED;
+    if ((base->bf16x2 && kernels->amx) || kernels->panel * base->size < LONG_PANEL / 2) return FEW_WIDENED;
+    const bool integers = base->kv->rounds_queries && am_query_packer(base);
+    return integers && !base->bf16x2 ? AM_FLASH_ROWS : FEW_ROWS; /* packed keys are multiplied in float32 */
+}
+
 static am_strategy choose_strategy(const am_schedule *s, const am_attn_base *base, const am_shape *h,
                                    ptrdiff_t tiles)
 {
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
     if (can_transpose(s, base, h, tiles)) return AM_TRANSPOSED;
     const bool can_widen = base->attn->k.type != AM_FLOAT8 || base->attn->depth <= AM_MOST_WIDENED;
-    const ptrdiff_t few = base->attn->k.type == base->type                  ? FEW_ROWS
-                          : base->bf16x2 && base->attn->k.type == AM_FLOAT8 ? FEW_ROWS_F8X2
-                                                                            : FEW_ROWS_16;
-    if (can_widen && h->rows <= few) return AM_UNPACKED;
+    if (can_widen && h->rows <= most_unpacked_rows(base)) return AM_UNPACKED;
     return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
 }
 
