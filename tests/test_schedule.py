@@ -69,10 +69,14 @@ LONG_VECTORS = [
     # Keys have more than two tiles.
     ((32, 129, (4, 4)), np.float32, "transposed"),
     ((32, 128, (4, 4)), np.float32, "private"),
-    # Keys of sixteen bits are converted again for every few rows.
-    ((12, 1000, (4, 4)), np.float16, "unpacked"),
-    ((13, 1000, (4, 4)), np.float16, "private"),
     ((28, 1000, (4, 4)), np.float16, "transposed"),
+    # Long keys are read unpacked for more rows.
+    ((24, 1000, (4, 4), 128), np.float32, "unpacked"),
+    ((25, 1000, (4, 4), 128), np.float32, "private"),
+    ((17, 1000, (4, 4), 112), np.float32, "private"),
+    ((24, 1000, (4, 4), 128), np.float16, "unpacked"),
+    ((25, 1000, (4, 4), 128), np.float16, "private"),
+    ((17, 1000, (4, 4), 96), np.float16, "private"),
 ]
 
 
@@ -82,6 +86,15 @@ def test_strategies_with_long_vectors(isa, shape, dtype, strategy):
         pytest.skip("has short vectors")
     assert strategies(schedule(*shape, dtype=dtype)) == {strategy}
     assert strategies(schedule(*shape, dtype=dtype, logits_soft_cap=9.0)) != {"transposed"}
+
+
+@pytest.mark.parametrize(("depth", "most"), [(32, 12), (64, 16), (80, 12), (96, 16)])
+def test_keys_that_are_widened_for_every_few_rows(isa, depth, most):
+    """Short keys, and those that are no whole vectors, are packed for fewer rows."""
+    most = 12 if isa == "baseline" else most
+    for rows in (1, 12, 13, 16, 17):
+        expected = "unpacked" if rows <= most else "private"
+        assert strategies(schedule(rows, 1000, (4, 4), depth, dtype=np.float16)) == {expected}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +139,10 @@ def test_documents_have_a_strategy_each():
         ((1, 64 * 512, (1, 1)), 64),
         ((1, 64 * 512, (8, 8)), 8),
         ((1, 64 * 512, (65, 65)), 1),
+        ((12, 64 * 5, (1, 1)), 2),
+        # Of many rows at least 8.
+        ((13, 64 * 8, (1, 1)), 1),
+        ((13, 64 * 9, (1, 1)), 2),
     ],
 )
 def test_splits(shape, splits):

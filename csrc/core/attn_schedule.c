@@ -14,7 +14,8 @@ enum {
     SPLIT_TILES = 8,     /* the fewest tiles that are worth a split */
     SHORT_SPLIT = 4,     /* the same for a group that is worth many threads */
     MUCH_WORK = 256,     /* the tiles of all items of such a group */
-    UNPACKED_TILES = 4,  /* the same for unpacked keys: many heads read them in lockstep */
+    UNPACKED_TILES = 4,  /* the same for unpacked keys and few rows: many heads read them in lockstep */
+    FEW_SPLIT_ROWS = 12, /* the most rows of such a block: more have more sums to merge */
     APART_ITEMS = 16,    /* with fewer for each thread, each split is an item of its own */
     FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
     FEW_UNPACKED = 2, /* the same for unpacked keys, which are read up to 1.15 times as fast if the items
@@ -28,6 +29,7 @@ enum {
     LONG_PANEL = 128,
     FEWEST_TRANSPOSED = 13,  /* rows of a block whose tiles are transposed */
     FEW_ROWS = 16,           /* of a block that reads keys unpacked */
+    MORE_ROWS = 24,          /* the same where vectors and keys are long */
     FEW_WIDENED = 12,        /* the same for keys that are widened for every few rows, if they are short */
     FEW_ROWS_F8X2 = 8,       /* and for float8 that becomes bf16x2, which takes longer */
     LONG_ROW = 64,           /* channels of keys or values */
@@ -59,19 +61,21 @@ static bool can_transpose(const am_schedule *s, const am_attn_base *base, const 
     return panel * base->size >= LONG_PANEL && h->rows >= lanes * 7 / 8;
 }
 
-/* The most rows of a block that reads keys unpacked. Keys that are short, or no whole vectors, are packed for
- * fewer rows, and so are all if vectors are short or the processor has tiles. */
+/* The most rows of a block that reads keys unpacked: more where vectors and keys are long. Widened keys that
+ * are short, or no whole vectors, are packed for fewer rows, and so are all if vectors are short or the
+ * processor has tiles. */
 static ptrdiff_t most_unpacked_rows(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
-    const am_flash_kernels *kernels = base->kernels;
-    if (f->k.type == base->type) return FEW_ROWS;
+    const ptrdiff_t depth = am_min(f->depth, f->value_depth), panel = base->kernels->panel * base->size;
+    const bool widened = f->k.type != base->type,
+               whole = f->depth % WHOLE_PART == 0 && f->value_depth % WHOLE_PART == 0,
+               tiles = base->bf16x2 && base->kernels->amx;
     if (base->bf16x2 && f->k.type == AM_FLOAT8) return FEW_ROWS_F8X2;
-    const bool whole = f->depth % WHOLE_PART == 0 && f->value_depth % WHOLE_PART == 0;
-    if (!whole || am_min(f->depth, f->value_depth) < LONG_ROW) return FEW_WIDENED;
-    if ((base->bf16x2 && kernels->amx) || kernels->panel * base->size < LONG_PANEL / 2) return FEW_WIDENED;
-    const bool integers = base->kv->rounds_queries && am_query_packer(base);
-    return integers && !base->bf16x2 ? AM_FLASH_ROWS : FEW_ROWS; /* packed keys are multiplied in float32 */
+    if (widened && (!whole || depth < LONG_ROW || panel < LONG_PANEL / 2 || tiles)) return FEW_WIDENED;
+    /* Packed keys would be multiplied in float32. */
+    if (base->kv->rounds_queries && am_query_packer(base) && !base->bf16x2) return AM_FLASH_ROWS;
+    return whole && depth >= 2 * LONG_ROW && panel >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
 }
 
 static am_strategy choose_strategy(const am_schedule *s, const am_attn_base *base, const am_shape *h,
@@ -107,7 +111,8 @@ static void choose_splits(am_shape *h, const am_attn_base *base, const am_attn_g
     if (h->q_blocks > 1 && items < MANY_ITEMS) all = count_tiles(base, groups, group, &most);
     most = am_max(1, most);
     if (h->strategy == AM_UNPACKED) {
-        h->splits = am_min(am_ceil_div(most, UNPACKED_TILES), am_max(1, ENOUGH_ITEMS / items));
+        const ptrdiff_t fewest = h->rows <= FEW_SPLIT_ROWS ? UNPACKED_TILES : SPLIT_TILES;
+        h->splits = am_min(am_ceil_div(most, fewest), am_max(1, ENOUGH_ITEMS / items));
     } else if (items < MANY_ITEMS) {
         const ptrdiff_t fewest = all * heads < MUCH_WORK ? SPLIT_TILES : SHORT_SPLIT;
         h->splits = am_ceil_div(most, am_max(fewest, am_ceil_div(all * heads, ENOUGH_ITEMS)));
