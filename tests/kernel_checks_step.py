@@ -253,7 +253,7 @@ def draw_columns(rng, arithmetic: Arithmetic) -> int:
 
 
 # Numbers of rows around those of strips.
-ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 48, 63, 64]
+ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 24, 31, 32, 33, 48, 63, 64]
 STEPS = 60  # random tiles per kernel
 
 
@@ -427,7 +427,7 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         arithmetic = replace(arithmetic, width=1)
     half, width = arithmetic.panel // 2, arithmetic.width
     for _ in range(STEPS):
-        rows, heads = pick(rng, ROW_COUNTS[:11]), int(rng.integers(1, 4))
+        rows, heads = pick(rng, ROW_COUNTS), int(rng.integers(1, 4))
         depth = pick(rng, [*DEPTHS, 1024])  # of several heads so many bytes are read in slices
         out_depth = half * int(rng.integers(6))
         value_depth = max(out_depth - pick(rng, [0, 0, 1, half - 1]), 0)
