@@ -137,12 +137,12 @@ void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *row
                        ptrdiff_t count, ptrdiff_t step)
 {
     const char *head = scales->data + kv_head * scales->head;
-    const bool side_by_side = scales->element == sizeof(float);
     for (ptrdiff_t r = 0; r < row_count; r++, rows += step) {
-        const float *of_head = (const float *)head;
-        for (ptrdiff_t i = 0; side_by_side && i < count; i++) rows[i] *= of_head[i];
-        for (ptrdiff_t i = 0; !side_by_side && i < count; i++)
-            rows[i] *= *(const float *)(head + i * scales->element);
+        if (scales->element == sizeof(float)) { /* side by side: vectors */
+            for (ptrdiff_t i = 0; i < count; i++) rows[i] *= ((const float *)head)[i];
+        } else {
+            for (ptrdiff_t i = 0; i < count; i++) rows[i] *= *(const float *)(head + i * scales->element);
+        }
     }
 }
 

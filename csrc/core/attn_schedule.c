@@ -62,8 +62,8 @@ static bool can_transpose(const am_schedule *s, const am_attn_base *base, const 
 }
 
 /* The most rows of a block that reads keys unpacked: more where vectors and keys are long. Widened keys that
- * are short, or no whole vectors, are packed for fewer rows, and so are all if vectors are short or the
- * processor has tiles. */
+ * are short, or no whole vectors, are packed for fewer rows, and so are all if vectors have but four lanes or
+ * the processor has tiles. */
 static ptrdiff_t most_unpacked_rows(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
