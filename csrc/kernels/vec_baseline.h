@@ -124,9 +124,11 @@ static inline void vf_store_f16(uint16_t *p, vf v)
 }
 static inline vf vf_load_bf16(const uint16_t *p)
 {
-    vf v;
-    for (int i = 0; i < VF_LANES; i++) v[i] = am_widen_one_bf16(p[i]);
-    return v;
+    typedef uint16_t halves __attribute__((vector_size(2 * VF_LANES)));
+    typedef uint32_t words __attribute__((vector_size(4 * VF_LANES)));
+    halves x;
+    memcpy(&x, p, sizeof x);
+    return (vf)(__builtin_convertvector(x, words) << 16);
 }
 #endif
 static inline void vf_stream_f16(uint16_t *p, vf v) { vf_store_f16(p, v); }
@@ -136,7 +138,11 @@ static inline void vf_store_bf16(uint16_t *p, vf v)
 }
 static inline void vf_stream_bf16(uint16_t *p, vf v) { vf_store_bf16(p, v); }
 
-static inline vf vf_load_i8(const int8_t *p) { return (vf){p[0], p[1], p[2], p[3]}; }
+static inline vf vf_load_i8(const int8_t *p)
+{
+    typedef int32_t words __attribute__((vector_size(4 * VF_LANES)));
+    return __builtin_convertvector(((words){p[0], p[1], p[2], p[3]}), vf);
+}
 static inline vf vf_load_f8(const uint8_t *p)
 {
     return (vf){am_widen_one_f8(p[0]), am_widen_one_f8(p[1]), am_widen_one_f8(p[2]), am_widen_one_f8(p[3])};
