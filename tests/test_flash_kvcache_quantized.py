@@ -120,6 +120,43 @@ def test_any_depth_and_strides_with_scales_of_either_kind(isa, dtype, axes, dept
         np.testing.assert_allclose(out.astype(np.float64), expected, rtol=2e-2, atol=4e-2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "query_type"),
+    [(t, q) for t in FORMATS for q in (np.float32, np.float16, BF16)]
+    + [(t, t) for t in (np.dtype(np.float32), np.dtype(np.float16), BF16)],
+    ids=str,
+)
+@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("rows", [12, 13, 16, 17, 24, 25, 33, 64])
+def test_numbers_of_rows_on_both_sides_of_each_bound(isa, dtype, query_type, depth, rows):
+    """Up to some number of rows keys are read where they lie, and else packed; in pages with the same bits."""
+    rng = np.random.default_rng(rows)
+    given, dequantized = {"cache_seqlens": np.array([208, 77])}, {}
+    table = rng.permutation(26).reshape(2, 13).astype(np.int32)
+    paged = {"cache_seqlens": given["cache_seqlens"], "block_table": table}
+    for side in "kv":
+        tokens = rng.standard_normal((2, 208, HKV, depth), np.float32)
+        arrays = {f"{side}_cache": tokens.astype(dtype)}
+        dequantized[f"{side}_cache"] = arrays[f"{side}_cache"].astype(np.float64)
+        if dtype in FORMATS:
+            values, scales = attnmask.quantize_kv(tokens, dtype, -1)
+            arrays = {f"{side}_cache": values, f"{side}_scale": scales}
+            dequantized[f"{side}_cache"] = values.astype(np.float64) * scales
+        given |= arrays
+        for name, array in arrays.items():
+            paged[name] = np.empty((26, 16, HKV, array.shape[3]), array.dtype)
+            paged[name][table.ravel()] = array.reshape(26, 16, HKV, array.shape[3])
+    query = rng.standard_normal((2, rows, HKV, depth), np.float32).astype(query_type)
+    options = {"query": query, "sliding_window": (150, None), "causal": True}
+    out = attnmask.flash_attention_with_kvcache(**given, **options)
+    expected = twin.attention(
+        **everything(cache_seqlens=given["cache_seqlens"], **dequantized, **options)
+    ).out
+    error = 2e-4 if query_type == np.float32 else 2e-2
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=error, atol=error * 2)
+    assert attnmask.flash_attention_with_kvcache(**paged, **options).tobytes() == out.tobytes()
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("queries", [1, 20, 70])
 @pytest.mark.parametrize("query_type", [np.float32, BF16])

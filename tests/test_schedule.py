@@ -89,12 +89,13 @@ def test_strategies_with_long_vectors(isa, shape, dtype, strategy):
 
 
 @pytest.mark.parametrize(("depth", "most"), [(32, 12), (64, 16), (80, 12), (96, 16)])
-def test_keys_that_are_widened_for_every_few_rows(isa, depth, most):
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
+def test_keys_that_are_widened_for_every_few_rows(isa, dtype, depth, most):
     """Short keys, and those that are no whole vectors, are packed for fewer rows."""
-    most = 12 if isa == "baseline" else most
+    most = 12 if isa == "baseline" or (isa == "amx" and dtype == BF16) else most
     for rows in (1, 12, 13, 16, 17):
         expected = "unpacked" if rows <= most else "private"
-        assert strategies(schedule(rows, 1000, (4, 4), depth, dtype=np.float16)) == {expected}
+        assert strategies(schedule(rows, 1000, (4, 4), depth, dtype=dtype)) == {expected}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ enum {
     FEWEST_TRANSPOSED = 13,  /* rows of a block whose tiles are transposed */
     FEW_ROWS = 16,           /* of a block that reads keys unpacked */
     MORE_ROWS = 24,          /* the same where vectors and keys are long */
-    FEW_WIDENED = 12,        /* the same for keys that are widened for every few rows, if they are short */
+    FEW_WIDENED = 12,        /* the same for short keys, if they are widened for every few rows */
     FEW_ROWS_F8X2 = 8,       /* and for float8 that becomes bf16x2, which takes longer */
     LONG_ROW = 64,           /* channels of keys or values */
     WHOLE_PART = 32,         /* channels that kernels of any type take at once */
@@ -73,7 +73,7 @@ static ptrdiff_t most_unpacked_rows(const am_attn_base *base)
                tiles = base->bf16x2 && base->kernels->amx;
     if (base->bf16x2 && f->k.type == AM_FLOAT8) return FEW_ROWS_F8X2;
     if (widened && (!whole || depth < LONG_ROW || panel < LONG_PANEL / 2 || tiles)) return FEW_WIDENED;
-    /* Packed keys would be multiplied in float32. */
+    /* The kernels multiply integers, but packed keys would be float32. */
     if (base->kv->rounds_queries && am_query_packer(base) && !base->bf16x2) return AM_FLASH_ROWS;
     return whole && depth >= 2 * LONG_ROW && panel >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
 }

@@ -253,7 +253,8 @@ static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const 
 #undef WIDE_ROWS
 
 /* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
- * `in_runs` and are stored to `loaded` unless these are NULL. */
+ * `in_runs` unless that is NULL, and panels of them are stored as they were loaded unless `loaded` is NULL.
+ */
 static inline __attribute__((always_inline)) void
 FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
                             ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs, T *loaded)

@@ -73,7 +73,6 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
         s->rows, columns, count, p, (const uint16_t *)v + column, 4 * tile->v_step, c, block->out_depth,
         tile->run ? &runs : NULL, s->rows < block->rows ? interleaved : NULL);
 #else
-    (void)interleaved;
     if (tile->run)
         FN(add_product_transposed_in_runs)(s->rows, columns, count, p, v + column, tile->v_step, c,
                                            block->out_depth, &runs, NULL);

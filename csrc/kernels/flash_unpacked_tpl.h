@@ -160,13 +160,14 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
 }
 
 /* Logits of keys of which the first are at k, and the others in runs. It takes `most` keys at a time, and at
- * the end of a run as many, or half as many, of which some may not be there. Of `turns` times it prefetches
- * once, the first time after `wait` times without. The steps that add up lanes wait for one another: if the
- * registers have room, all but the first are left until the next keys are multiplied. Lines are counted one
- * by one for one row, which waits for memory: counted at once, float32 takes 1.04 to 1.08 of the time there.
+ * the end of a run as many, or half as many, of which some may not be there. Where rows take turns, it
+ * prefetches once in `turns` times, first after `wait` times without. The steps that add up lanes wait for
+ * one another: if the registers have room, all but the first are left until the next keys are multiplied.
+ * Lines are counted one by one for one row, which waits for memory: counted at once, float32 takes 1.04
+ * to 1.08 of the time there.
  */
 static inline __attribute__((always_inline)) void
-FROM(dots_in_turn)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, ptrdiff_t first,
+FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, ptrdiff_t first,
                    ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step, const row_runs *runs, T *logits,
                    prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
 {
@@ -177,9 +178,9 @@ FROM(dots_in_turn)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, p
     for (ptrdiff_t left = first;; left = keys < run ? keys : run) {
         keys -= left;
         for (; left >= most; left -= most, k += most * step, logits += most) {
-            const bool mine = turns == 1 || wait == 0;
-            wait = mine ? turns - 1 : wait - 1;
-            if (!mine)
+            const bool prefetches = turns == 1 || wait == 0;
+            wait = prefetches ? turns - 1 : wait - 1;
+            if (!prefetches)
                 FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, NULL, false);
             else if (rows > 1 && prefetch_is_straight(prefetch, most * lines))
                 FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, prefetch, true);
@@ -200,12 +201,14 @@ FROM(dots_in_turn)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, p
     }
     if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
 }
+
+/* The same of one to four rows, which prefetch each time. */
 static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t first,
                                                 ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step,
                                                 const row_runs *runs, T *logits, prefetch_lines *prefetch)
 {
 #define DOTS(n, most)                                                                                        \
-    case n: FROM(dots_in_turn)(n, most, keys, first, depth, q, k, step, runs, logits, prefetch, 0, 1); break;
+    case n: FROM(dots_of_rows)(n, most, keys, first, depth, q, k, step, runs, logits, prefetch, 0, 1); break;
 /* 2, 4 or 8, but at most n, which divides most runs: five or six keys at a time would leave a rest. */
 #define DIVISOR(n) ((n) >= 8 ? 8 : (n) >= 4 ? 4 : 2)
     switch (rows) {
@@ -217,13 +220,14 @@ static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, 
 #undef DIVISOR
 #undef DOTS
 }
-/* The same of four rows of more, which take turns at prefetching: if the first prefetched all, memory would
- * wait while others multiply, and they for memory. Keys of one byte take 1.02 of the time by that. */
+
+/* The same of four of more rows, which take turns at prefetching: if the first four prefetched all, they
+ * would wait for memory, which would then be idle while the others are multiplied. */
 static __attribute__((nonnull)) void
 FROM(dots_of_four)(ptrdiff_t keys, ptrdiff_t first, ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step,
                    const row_runs *runs, T *logits, prefetch_lines *prefetch, ptrdiff_t wait, ptrdiff_t turns)
 {
-    FROM(dots_in_turn)(4, DOT_SUMS / 4, keys, first, depth, q, k, step, runs, logits, prefetch, wait, turns);
+    FROM(dots_of_rows)(4, DOT_SUMS / 4, keys, first, depth, q, k, step, runs, logits, prefetch, wait, turns);
 }
 
 /* Where value 0 of a tile would be if all were in the run of value i. */
@@ -248,6 +252,7 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     prefetch_lines none = prefetch_nothing(tile->k);
     const T *q = QUERIES(block);
     const row_runs runs = runs_of_keys(tile, begin);
+    /* Turns would take 1.02 of the time for keys of one byte, of which memory delivers enough. */
     const ptrdiff_t turns = sizeof(S) > 1 ? block->rows / 4 : 1;
 #ifdef WIDEN
     W widened[SOME_KEYS * AM_MOST_WIDENED];
