@@ -12,7 +12,7 @@ import sysconfig
 import numpy as np
 import pytest
 from conftest import SANITIZED
-from test_runtime import some_calls
+from test_runtime import alarm, some_calls
 
 import attnmask
 
@@ -197,6 +197,56 @@ def test_flags_are_as_before(native, set_threads, threads):
         call()
         assert native.raised() == before, index
         native.clear()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("mode", [0, UP])
+def test_a_signal_handler_runs_in_the_callers_mode(native, set_threads, mode, threads):
+    """Gradients flush denormals; a handler that runs meanwhile does not, and may change the mode."""
+    set_threads(threads)
+    x = np.zeros((1, 1024, 8, 64), np.float32)
+    out, vjp = attnmask.flash_attention_vjp(x, x, x)
+    control = 0xFFC0 if INTEL else ~0  # without the flags of what has happened
+    tiny, one = 5.18e-318, 1.0
+    seen = []
+
+    def handler(*_):
+        seen.append((native.get() & control, tiny * one))
+
+    before = native.get()
+    expected = (before | mode) & control
+    native.set(before | mode)
+    try:
+        with alarm(handler, 0.03, 0.03):
+            for _ in range(1000):
+                vjp(out)
+                if len(seen) > 20:
+                    break
+        assert native.get() & control == expected
+    finally:
+        native.set(before)
+    assert set(seen) == {(expected, tiny)}
+
+
+def test_a_signal_handler_may_set_the_mode(native, set_threads):
+    """It is that of the caller then, after the call, and of the next one."""
+    set_threads(2)
+    x = np.zeros((1, 2048, 8, 64), np.float32)
+    out, vjp = attnmask.flash_attention_vjp(x, x, x)
+    before = native.get()
+    rung = []
+
+    def handler(*_):
+        native.set(before | UP)
+        rung.append(1)
+
+    try:
+        with alarm(handler, 0.02):
+            while not rung:
+                vjp(out)
+        assert native.get() & UP
+    finally:
+        native.set(before)
 
 
 TRAPS = """

@@ -35,13 +35,18 @@ int am_find_main_thread(void)
 }
 
 /* Whether a signal handler, such as that of Ctrl-C, ends the call. Only the thread that owns the call's
- * thread state may ask. */
+ * thread state may ask. Handlers run in the caller's floating-point mode, whatever the call computes in, and
+ * may change it. */
 static bool interrupted(void *arg)
 {
     am_call *call = arg;
+    const am_float_mode computing = am_float_mode_get();
+    am_float_mode_set(call->mode);
     PyEval_RestoreThread(call->python);
     bool stop = PyErr_CheckSignals() != 0;
     call->python = PyEval_SaveThread();
+    call->mode = am_float_mode_get();
+    am_float_mode_set(computing);
     return stop;
 }
 
