@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from attnmask import MaskInfo, _core
+from attnmask import MaskInfo
 from attnmask._flash import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -235,8 +235,18 @@ def test_caches_of_unequal_lengths_keep_threads_busy(threads, logarithmic):
     assert sum(work) / threads >= 0.9 * max(ends)
 
 
-@pytest.mark.parametrize("threads", ["2", 2.0, None])
+@pytest.mark.parametrize("threads", ["2", 2.0, None, True])
 def test_threads_are_an_integer(threads):
-    q = np.zeros((1, 4, 1, 8), np.float32)
-    with pytest.raises(TypeError):
-        _core.attention_schedule(q, q, q, (), None, 1.0, 0.0, None, True, 0.0, 0, None, threads)
+    with pytest.raises(TypeError, match="threads"):
+        schedule(4, 4, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [-(2**70), -1, 0, 1025, 2**31, 2**32, 2**32 + 2, 2**63, 2**70])
+def test_threads_are_bounded(threads):
+    with pytest.raises(ValueError, match="threads must be from 1 to 1024, got"):
+        schedule(4, 4, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [1, 1024])
+def test_the_most_threads(threads):
+    assert schedule(4, 4, threads=threads)["scratch"] > 0

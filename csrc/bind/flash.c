@@ -8,6 +8,7 @@
 #include "bind/mask.h"
 #include "bind/tokens.h"
 #include "core/arithmetic.h"
+#include "core/openmp.h"
 
 enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by distance */
 
@@ -496,16 +497,26 @@ static PyObject *wave_list(const schedule_view *view)
     return list;
 }
 
+static int to_threads(PyObject *object, const char *name, void *dst)
+{
+    npy_intp count = 0;
+    if (am_to_count(object, name, &count) < 0 && !PyErr_ExceptionMatches(PyExc_ValueError)) return -1;
+    _Static_assert(AM_MAX_THREADS == 1024, "as the message says");
+    if (count < 1 || count > AM_MAX_THREADS)
+        return am_reject(PyExc_ValueError, name, "from 1 to 1024", object);
+    *(int *)dst = (int)count;
+    return 0;
+}
+
 static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     arguments a = {0};
     am_attn_groups groups = {0};
     am_schedule schedule = {0};
-    PyObject *threads = NULL, *result = NULL;
-    const am_param params[] = {PROBLEM(a), {"threads", am_to_object, &threads}};
+    PyObject *result = NULL;
+    int threads;
+    const am_param params[] = {PROBLEM(a), {"threads", to_threads, &threads}};
     if (am_parse("attention_schedule", args, nargs, params, PROBLEM_PARAMS + 1) < 0) goto fail;
-    const long count = PyLong_AsLong(threads);
-    if (count == -1 && PyErr_Occurred()) goto fail;
     if (check_problem(&a) < 0) goto fail;
     const am_attn attn = flash_of(&a);
     am_call call;
@@ -513,7 +524,7 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
     const am_attn_base base = am_attn_base_of(&call.run, &attn);
     am_status status = am_mask_prepare(&call.run, &a.mask.mask);
     if (status == AM_OK) status = am_attn_groups_make(&groups, attn.mask, true);
-    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &groups, (int)am_max(1, count));
+    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &groups, threads);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -522,7 +533,7 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
     const schedule_view view = {&base, &groups, &schedule};
     result = Py_BuildValue("{s:N,s:N,s:N,s:n}", "groups", list_of(&view, schedule.count, group_at), "tasks",
                            list_of(&view, schedule.tasks, task_at), "waves", wave_list(&view), "scratch",
-                           am_attn_scratch(&base, &schedule, (int)am_max(1, count)));
+                           am_attn_scratch(&base, &schedule, threads));
 fail:
     am_schedule_free(&schedule);
     am_attn_groups_free(&groups);
