@@ -340,7 +340,7 @@ class KVCache:
         number, keep = self._outside_step(id), integer(length, "length", 0)
         pages, there = self._sequence(number)
         if keep > there:
-            raise ValueError(f"length must be at most the sequence's {there}, got {describe(keep)}")
+            raise ValueError(f"length must be at most the sequence's {there} tokens, got {describe(keep)}")
         used = -(-keep // self.page_size)
         self._sequences[number] = _Sequence(pages[:used], keep)
         self._give_back(pages[used:])
@@ -413,10 +413,11 @@ class KVCache:
     def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep:
         """The next tokens of some sequences: to be used by ``with``, once, one step at a time.
 
-        When the block begins, all pages that it needs are taken; if there are not as many, a MemoryError says how many
-        are missing, and nothing has changed. Pages to write to that others have too are copied. When the block ends,
-        the sequences have become longer. If it raises, they are as before, and what was taken is given back. In the
-        block, other sequences may be made, forked, truncated and freed.
+        When the block begins, all pages that it needs are taken; if too few are free, a MemoryError says how many, and
+        nothing has changed. Pages to write to that others have too are copied. When the block ends, the sequences have
+        become longer. If it raises, they are as before, and what was taken is given back. So they are after the
+        RuntimeError of a block that has not attended every layer. In the block, other sequences may be made, forked,
+        truncated and freed.
 
         Parameters
         ----------
@@ -453,25 +454,29 @@ class KVCache:
     def _sequence(self, number: int) -> _Sequence:
         sequence = self._sequences.get(number)
         if sequence is None:
-            raise KeyError(f"id must be of a sequence that was made and not freed, got {describe(number)}")
+            raise KeyError(f"id must be that of a sequence that was not freed, got {describe(number)}")
         return sequence
 
     def _outside_step(self, id: Any) -> int:
         number = integer(id, "id")
         if self._step is not None and number in self._step._ids:
-            raise RuntimeError(f"id must be of a sequence outside the open step, got {number}")
+            raise RuntimeError(
+                f"id must not be in the open step, got {number}; wait until its with block ends"
+            )
         return number
 
     def _check_no_step(self) -> None:
         if self._step is not None:
-            raise RuntimeError("a step must wait until the block of the open one ends")
+            raise RuntimeError("a step of this cache is open; wait until its with block ends")
 
     def _next_free(self, needed: int) -> list[int]:
         """Pages that are about to be taken, in their order."""
-        there = self.free_pages
-        if needed > there:
-            missing, wanted = describe(needed - there), describe(needed)
-            raise MemoryError(f"missing pages: {missing} of the {wanted} that the step takes")
+        free, pages = self.free_pages, self.k_pages.shape[1]
+        if needed > free:
+            verb = "is" if free == 1 else "are"
+            raise MemoryError(
+                f"the cache is full: this step needs {describe(needed)} pages and {free} of {pages} {verb} free"
+            )
         again = self._returned[: -needed - 1 : -1]
         return [*again, *self._fresh[: needed - len(again)]]
 
@@ -529,6 +534,7 @@ class KVCacheStep:
     """
 
     __slots__ = (
+        "_attended",
         "_batched",
         "_begun",
         "_cache",
@@ -544,11 +550,12 @@ class KVCacheStep:
     def __init__(self, cache: KVCache, ids: ArrayLike, counts: ArrayLike) -> None:
         cache._check_no_step()
         self._cache, self._begun = cache, False
+        self._attended: set[int] = set()  # the layers that have got their tokens
         self._ids = _numbers(ids)
         n = len(self._ids)
         if len(set(self._ids)) != n:
             twice = next(number for number in self._ids if self._ids.count(number) > 1)
-            raise ValueError(f"ids must be different, got {twice} more than once")
+            raise ValueError(f"ids must be distinct, got {twice} more than once")
         each = per_row(counts, "counts", n, 0, "id")
         self._counts: list[int] = [each] * n if isinstance(each, int) else each.tolist()
         self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
@@ -559,7 +566,7 @@ class KVCacheStep:
         cache, counts = self._cache, self._counts
         cache._check_no_step()
         if self._begun:
-            raise RuntimeError("a step must be used once; write another cache.step(ids, counts)")
+            raise RuntimeError("a step can be used once; write another cache.step(ids, counts)")
         rows = [cache._sequence(number) for number in self._ids]
         ends = [row.length + more for row, more in zip(rows, counts, strict=True)]
         added = [-(-end // cache.page_size) - len(row.pages) for row, end in zip(rows, ends, strict=True)]
@@ -593,9 +600,19 @@ class KVCacheStep:
     ) -> None:
         cache = self._cache
         cache._step = None
-        if kind is None:
+        layers = range(len(cache.k_pages) if kind is None and any(self._counts) else 0)
+        missing = [layer for layer in layers if layer not in self._attended]
+        if kind is None and not missing:
             cache._sequences.update(zip(self._ids, self._rows, strict=True))
-        cache._give_back(self._replaced if kind is None else self._taken)
+            cache._give_back(self._replaced)
+            return
+        cache._give_back(self._taken)
+        if missing:
+            which = f"{'layer' if len(missing) == 1 else 'layers'} {', '.join(map(str, missing))}"
+            raise RuntimeError(
+                f"every layer must be attended in a step, but {len(missing)} of {len(layers)} were not ({which}); "
+                "the cache is as it was before the step"
+            )
 
     def attend(self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Any) -> Any:
         """Append keys and values to one layer, and attend to all of its tokens, by `flash_attention_with_kvcache`.
@@ -632,11 +649,11 @@ class KVCacheStep:
         """
         cache = self._cache
         if cache._step is not self:
-            raise RuntimeError("a step must be used inside its with block")
+            raise RuntimeError("step.attend must be called inside the with block of its step")
         index = place(layer, "layer", len(cache.k_pages))
         q, k, v = self._tokens(query, "query"), self._tokens(key, "key"), self._tokens(value, "value")
         places = self._packed if q.ndim == 3 else self._batched
-        return flash_attention_with_kvcache(
+        result = flash_attention_with_kvcache(
             q,
             cache.k_pages[index],
             cache.v_pages[index],
@@ -647,12 +664,14 @@ class KVCacheStep:
             **places,
             **more,
         )
+        self._attended.add(index)
+        return result
 
     def _tokens(self, value: ArrayLike, name: str) -> NDArray[Any]:
         given = as_array(value, name)
         if given.shape[:-2] not in self._layouts:
             expected = " or ".join(
-                f"[{', '.join(map(str, layout))}, heads, depth]" for layout in self._layouts
+                f"[{', '.join(map(str, layout))}, heads, head_dim]" for layout in self._layouts
             )
             raise ValueError(f"{name} must be {expected}, got {describe(given)}")
         return given

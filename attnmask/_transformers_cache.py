@@ -227,6 +227,7 @@ class _Store:
             raise
         pages = Pages(self.kv, layer, now.before, now.after, {"key": k, "value": v})
         now.layers[layer] = pages
+        now.step._attended.add(layer)  # which it is by `append_all` at the latest
         if len(now.layers) == self.writers and not now.packed:
             self.end()
         return pages
@@ -329,15 +330,16 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
             dtype = decoder.dtype or torch.get_default_dtype()
         if isinstance(dtype, torch.dtype):
             dtype = str(dtype).removeprefix("torch.")
+        writers = layers - (getattr(decoder, "num_kv_shared_layers", None) or 0)  # the others read their keys
         kv = KVCache(
             getattr(decoder, "num_key_value_heads", None) or heads,
             getattr(decoder, "head_dim", None) or decoder.hidden_size // heads,
-            layers=layers,
+            layers=writers,
             pages=pages,
             page_size=page_size,
             dtype=dtype,
         )
-        self._store = _Store(kv, layers - (getattr(decoder, "num_kv_shared_layers", None) or 0))
+        self._store = _Store(kv, writers)
         super().__init__(layers=[_PagedLayer(self._store, index) for index in range(layers)])
 
     @property

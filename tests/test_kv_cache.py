@@ -29,11 +29,21 @@ def cache_of(dtype="float32", pages=24, **more) -> KVCache:
     return KVCache(KV_HEADS, DEPTH, pages=pages, dtype=dtype, **sizes)
 
 
+def fill(step) -> None:
+    """Let every layer attend, with tokens of zeros."""
+    cache, total = step._cache, sum(step._counts)
+    dtype = np.dtype("float32") if cache.k_pages.dtype in EIGHT_BITS else cache.k_pages.dtype
+    query, key = np.zeros((total, HEADS, DEPTH), dtype), np.zeros((total, KV_HEADS, DEPTH), dtype)
+    value = np.zeros((total, KV_HEADS, cache.v_pages.shape[-1]), dtype)
+    for layer in range(len(cache.k_pages)):
+        step.attend(layer, query, key, value)
+
+
 def grown(cache: KVCache, *lengths: int) -> list[int]:
     """Sequences with as many tokens of zeros."""
     ids = [cache.new_sequence() for _ in lengths]
-    with cache.step(ids, lengths):
-        pass
+    with cache.step(ids, lengths) as step:
+        fill(step)
     return ids
 
 
@@ -196,7 +206,7 @@ def random_step(model: Model, rng) -> str:
     written = [new_tokens(rng, model.dtype, *shape) for _ in range(LAYERS)]
     missing = model.pages_needed(ids, counts) - model.cache.free_pages
     layers = LAYERS if rng.integers(4) else int(rng.integers(LAYERS + 1))
-    stops = layers < LAYERS or not rng.integers(8)
+    stops = not rng.integers(4)
     others = [number for number in model.held if number not in ids]
     try:
         with model.cache.step(ids, counts[0] if batched else counts) as step:
@@ -209,12 +219,20 @@ def random_step(model: Model, rng) -> str:
                     model.free(others.pop())
             if stops:
                 raise Stopped
+        assert layers == LAYERS or not sum(counts)
     except MemoryError as error:
-        assert str(error).startswith(f"missing pages: {missing} of")  # noqa: PT017
+        words = f"the cache is full: this step needs {missing + model.cache.free_pages} pages and "
+        assert str(error).startswith(words)  # noqa: PT017
         return "out of pages"
+    except RuntimeError as error:
+        which = ", ".join(map(str, range(layers, LAYERS)))
+        words = f"{LAYERS - layers} of {LAYERS} were not (layer{'s' * (layers < LAYERS - 1)} {which})"
+        assert words in str(error)  # noqa: PT017
+        return "incomplete"
     except Stopped:
         return "stopped"
-    model.commit(ids, spans, written)
+    if sum(counts):
+        model.commit(ids, spans, written)
     return "done"
 
 
@@ -243,7 +261,8 @@ def test_any_series_of_calls(dtype, calls):
             call = random_step(model, rng)
         seen.append(call)
         model.check()
-    assert min(seen.count(call) for call in ("fork", "out of pages", "stopped", "done")) > calls / 50
+    ends = ("out of pages", "stopped", "incomplete", "done")
+    assert min(seen.count(call) for call in ("fork", *ends)) > calls / 50
     for number in list(model.held):
         model.free(number)
     model.check()
@@ -260,8 +279,9 @@ def test_a_page_that_many_have_is_copied_for_all_writers_but_the_last_owner(owne
     (first,) = grown(cache, 6)
     ids = [first, *(cache.fork(first) for _ in range(owners - 1))]
     before, page = cache.free_pages, cache.block_table([first])[0, 1]
-    with cache.step(ids[:writers], 1):
+    with cache.step(ids[:writers], 1) as step:
         assert cache.free_pages == before - min(writers, owners - 1)
+        fill(step)
     assert cache.free_pages == before - min(writers, owners - 1)
     last_pages = cache.block_table(ids)[:, 1].tolist()
     assert last_pages.count(page) == max(owners - writers, 1)
@@ -272,8 +292,8 @@ def test_full_pages_are_shared_for_good():
     cache = cache_of()
     (a,) = grown(cache, 2 * PAGE_SIZE)
     b = cache.fork(a)
-    with cache.step([a, b], 1):
-        pass
+    with cache.step([a, b], 1) as step:
+        fill(step)
     table = cache.block_table([a, b])
     np.testing.assert_array_equal(table[0, :2], table[1, :2])
     assert table[0, 2] != table[1, 2]
@@ -311,6 +331,69 @@ def test_pages_that_a_step_copied_from_stay_until_it_ends():
     assert cache.free_pages == before
 
 
+# Layers that are left out
+
+
+@pytest.mark.parametrize(
+    ("attended", "words"),
+    [((0, 1, 2), "1 of 4 were not .layer 3."), ((2,), "3 of 4 were not .layers 0, 1, 3."), ((), "4 of 4")],
+)
+def test_a_step_that_leaves_layers_out_is_undone(attended, words):
+    """Later steps would read pages that nobody wrote."""
+    cache, rng = cache_of(layers=4), np.random.default_rng(0)
+    a, b = grown(cache, 6, 3)
+    c = cache.fork(a)
+    table, free = cache.block_table([a, b, c]), cache.free_pages
+
+    def incomplete():
+        with cache.step([a, b, c], [3, 5, 1]) as step:
+            for layer in attended:
+                step.attend(layer, *new_tokens(rng, np.dtype("float32"), 9))
+
+    with pytest.raises(RuntimeError, match=f"^every layer must be attended in a step, but {words}"):
+        incomplete()
+    assert cache.lengths([a, b, c]).tolist() == [6, 3, 6]
+    np.testing.assert_array_equal(cache.block_table([a, b, c]), table)
+    assert cache.free_pages == free
+    with cache.step([a, b, c], 1) as step:
+        fill(step)
+    assert cache.lengths([a, b, c]).tolist() == [7, 4, 7]
+
+
+def test_an_error_of_a_layer_counts_as_left_out():
+    cache, rng = cache_of(), np.random.default_rng(0)
+    (a,) = grown(cache, 3)
+    tokens = new_tokens(rng, np.dtype("float32"), 1)
+
+    def incomplete():
+        with cache.step([a], 1) as step:
+            step.attend(0, *tokens)
+            with pytest.raises(TypeError, match="causal must be True or False"):
+                step.attend(1, *tokens, causal="yes")
+
+    with pytest.raises(RuntimeError, match=r"1 of 2 were not \(layer 1\)"):
+        incomplete()
+    assert cache.lengths([a]).tolist() == [3]
+
+
+def test_a_block_that_raises_is_not_asked_for_its_layers():
+    cache = cache_of()
+    (a,) = grown(cache, 3)
+    with pytest.raises(ZeroDivisionError), cache.step([a], 1):
+        raise ZeroDivisionError
+    assert cache.lengths([a]).tolist() == [3]
+
+
+def test_a_layer_may_be_attended_twice():
+    """The second time writes the same tokens."""
+    cache = cache_of()
+    (a,) = grown(cache, 3)
+    with cache.step([a], 1) as step:
+        fill(step)
+        fill(step)
+    assert cache.lengths([a]).tolist() == [4]
+
+
 # What attend passes on
 
 
@@ -327,7 +410,7 @@ def test_what_the_function_gets(monkeypatch, dtype, batched):
     a, b = grown(cache, 3, 6)
     attend_by(monkeypatch, record)
     query, key, value = new_tokens(rng, np.dtype(dtype), *([2, 3] if batched else [6]))
-    with cache.step([a, b], [3, 3]) as step:
+    with stopped(cache.step([a, b], [3, 3])) as step:
         assert step.attend(1, query, key, value, sliding_window=2) == "result"
     ((arrays, named),) = calls
     assert [x is y for x, y in zip(arrays[::3], (query, key), strict=False)] == [True, True]
@@ -358,7 +441,7 @@ def test_what_only_the_step_can_say():
     cache = cache_of()
     ids = grown(cache, 3)
     tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
-    with cache.step(ids, 1) as step, pytest.raises(TypeError, match="cache_seqlens"):
+    with pytest.raises(TypeError, match="cache_seqlens"), cache.step(ids, 1) as step:
         step.attend(0, *tokens, cache_seqlens=0)
 
 
@@ -439,7 +522,7 @@ def test_ids_of_no_sequence(method, number):
         "step": lambda: cache.step([0, number], 1).__enter__(),
     }
     call = calls.get(method, lambda: getattr(cache, method)(number))
-    with pytest.raises(KeyError, match=f"id must be of a sequence that was made and not freed, got {number}"):
+    with pytest.raises(KeyError, match=f"id must be that of a sequence that was not freed, got {number}"):
         call()
     assert cache.lengths([0]).tolist() == [3]
 
@@ -447,7 +530,7 @@ def test_ids_of_no_sequence(method, number):
 @pytest.mark.parametrize(
     ("ids", "counts", "error", "message"),
     [
-        ([0, 1, 0], 1, ValueError, "ids must be different, got 0 more than once"),
+        ([0, 1, 0], 1, ValueError, "ids must be distinct, got 0 more than once"),
         (0, 1, ValueError, r"ids must be \[n\], got"),
         ([[0, 1]], 1, ValueError, r"ids must be \[n\], got int64 array of shape \(1, 2\)"),
         ([0.0], 1, TypeError, "ids must be integers"),
@@ -473,30 +556,37 @@ def test_out_of_pages():
     c = cache.fork(a)
     table = cache.block_table([a, b, c])
     with (
-        pytest.raises(MemoryError, match="missing pages: 3 of the 4 that the step takes"),
+        pytest.raises(MemoryError, match=r"^the cache is full: this step needs 4 pages and 1 of 4 is free$"),
         cache.step([a, b, c], [3, 6, 5]),
     ):
         pass
-    with pytest.raises(MemoryError, match="missing pages"), cache.step([a], 2**59):
+    with pytest.raises(MemoryError, match="the cache is full"), cache.step([a], 2**59):
         pass
     np.testing.assert_array_equal(cache.block_table([a, b, c]), table)
     assert cache.lengths([a, b, c]).tolist() == [5, 3, 5]
     assert cache.free_pages == 1
-    with cache.step([a, b, c], [3, 1, 3]):  # of the two that share a page, one takes the last free one
-        assert cache.free_pages == 0
+    with cache.step([a, b, c], [3, 1, 3]) as step:
+        assert cache.free_pages == 0  # of the two that share a page, one takes the last free one
+        fill(step)
+    with (
+        pytest.raises(MemoryError, match=r"^the cache is full: this step needs 2 pages and 0 of 4 are free$"),
+        cache.step([a], 5),
+    ):
+        pass
 
 
 def test_nested_steps():
     cache = cache_of()
     a, b = grown(cache, 1, 1)
-    early = cache.step([b], 1)
-    with cache.step([a], 1):
-        with pytest.raises(RuntimeError, match="a step must wait until the block of the open one ends"):
+    early, words = cache.step([b], 1), "a step of this cache is open; wait until its with block ends"
+    with cache.step([a], 1) as step:
+        with pytest.raises(RuntimeError, match=words):
             cache.step([b], 1)
-        with pytest.raises(RuntimeError, match="a step must wait"), early:
+        with pytest.raises(RuntimeError, match=words), early:
             pass
+        fill(step)
     with early:
-        pass
+        fill(early)
     assert cache.lengths([a, b]).tolist() == [2, 2]
 
 
@@ -504,16 +594,18 @@ def test_steps_outside_their_blocks():
     cache = cache_of()
     (a,) = grown(cache, 1)
     tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
-    step = cache.step([a], 1)
-    with pytest.raises(RuntimeError, match="a step must be used inside its with block"):
+    step, words = cache.step([a], 1), "step.attend must be called inside the with block of its step"
+    with pytest.raises(RuntimeError, match=words):
         step.attend(0, *tokens)
     with step:
+        fill(step)
+    with pytest.raises(RuntimeError, match=words):
         step.attend(0, *tokens)
-    with pytest.raises(RuntimeError, match="a step must be used inside its with block"):
-        step.attend(0, *tokens)
-    with cache.step([a], 1), pytest.raises(RuntimeError, match="a step must be used inside its with block"):
-        step.attend(0, *tokens)
-    with pytest.raises(RuntimeError, match="a step must be used once"), step:
+    with cache.step([a], 1) as other:
+        with pytest.raises(RuntimeError, match=words):
+            step.attend(0, *tokens)
+        fill(other)
+    with pytest.raises(RuntimeError, match=r"a step can be used once; write another cache\.step"), step:
         pass
     assert cache.lengths([a]).tolist() == [3]
 
@@ -521,24 +613,23 @@ def test_steps_outside_their_blocks():
 def test_other_calls_in_a_block():
     cache = cache_of()
     a, b = grown(cache, 3, 3)
-    with cache.step([a], 1):
+    with cache.step([a], 1) as step:
         for call in (lambda: cache.free(a), lambda: cache.truncate(a, 0), lambda: cache.fork(a)):
-            with pytest.raises(
-                RuntimeError, match=f"id must be of a sequence outside the open step, got {a}"
-            ):
+            with pytest.raises(RuntimeError, match=f"id must not be in the open step, got {a}; wait until"):
                 call()
         cache.truncate(b, 1)
         c, d = cache.fork(b), cache.new_sequence()
         cache.free(b)
         assert cache.lengths([a, c, d]).tolist() == [3, 1, 0]
         assert cache.block_table([a]).shape == (1, 1)
+        fill(step)
     assert cache.lengths([a, c, d]).tolist() == [4, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("length", "error", "message"),
     [
-        (6, ValueError, "length must be at most the sequence's 5, got 6"),
+        (6, ValueError, "length must be at most the sequence's 5 tokens, got 6"),
         (-1, ValueError, "length must be at least 0, got -1"),
         (1.0, TypeError, "length must be an integer, got 1.0"),
     ],
@@ -557,8 +648,8 @@ def test_layers_that_are_not_there(layer):
     (a,) = grown(cache, 5)
     tokens = new_tokens(np.random.default_rng(0), np.dtype("float32"), 1)
     with (
-        cache.step([a], 1) as step,
         pytest.raises(IndexError, match=f"layer must be from 0 to 1, got {layer}"),
+        cache.step([a], 1) as step,
     ):
         step.attend(layer, *tokens)
 
@@ -567,11 +658,11 @@ def test_layers_that_are_not_there(layer):
 @pytest.mark.parametrize(
     ("counts", "shape", "wrong", "expected"),
     [
-        ([2, 3], (5,), (4,), r"\[5, heads, depth\]"),
-        ([2, 3], (5,), (2, 3), r"\[5, heads, depth\]"),
-        (2, (4,), (5,), r"\[4, heads, depth\] or \[2, 2, heads, depth\]"),
-        ([2, 2], (2, 2), (1, 4), r"\[4, heads, depth\] or \[2, 2, heads, depth\]"),
-        (2, (4,), (), r"\[4, heads, depth\] or \[2, 2, heads, depth\]"),
+        ([2, 3], (5,), (4,), r"\[5, heads, head_dim\]"),
+        ([2, 3], (5,), (2, 3), r"\[5, heads, head_dim\]"),
+        (2, (4,), (5,), r"\[4, heads, head_dim\] or \[2, 2, heads, head_dim\]"),
+        ([2, 2], (2, 2), (1, 4), r"\[4, heads, head_dim\] or \[2, 2, heads, head_dim\]"),
+        (2, (4,), (), r"\[4, heads, head_dim\] or \[2, 2, heads, head_dim\]"),
     ],
 )
 def test_tokens_that_do_not_fit(place, counts, shape, wrong, expected):
@@ -581,8 +672,8 @@ def test_tokens_that_do_not_fit(place, counts, shape, wrong, expected):
     tokens[place] = new_tokens(rng, np.dtype("float32"), *wrong)[place]
     name, before = ("query", "key", "value")[place], cache.k_pages.copy()
     with (
-        cache.step(ids, counts) as step,
         pytest.raises(ValueError, match=f"{name} must be {expected}, got float32 array of shape"),
+        cache.step(ids, counts) as step,
     ):
         step.attend(0, *tokens)
     np.testing.assert_array_equal(cache.k_pages, before)

@@ -183,7 +183,7 @@ def test_a_step_that_fails_changes_nothing():
     with pytest.raises(ZeroDivisionError):
         divide()
     assert (cache.kv.lengths([a])[0], cache.kv.free_pages) == (0, 4)
-    with pytest.raises(MemoryError, match="missing pages: 1 of the 5"), cache.step([a], 17):
+    with pytest.raises(MemoryError, match="this step needs 5 pages and 4 of 4 are free"), cache.step([a], 17):
         pass
     for call, words in (
         (lambda inputs: None, r"the model must be called in a step, .*: 0 of 2 layers have appended"),
@@ -196,7 +196,7 @@ def test_a_step_that_fails_changes_nothing():
         assert cache.kv.free_pages == 4
     for tokens, words in (
         (prompt[None].expand(2, -1), r"tokens must be \[1, total\] in a step, got 2 rows"),
-        (prompt[None, :4], r"key must be \[5, heads, depth\] or"),
+        (prompt[None, :4], r"key must be \[5, heads, head_dim\] or"),
     ):
         with pytest.raises(ValueError, match=words), torch.no_grad(), cache.step([a], 5) as inputs:
             model(tokens, **inputs | {"position_ids": None})
@@ -332,6 +332,25 @@ def test_a_copy_is_another_cache():
     assert torch.equal(got, right)
 
 
+def test_layers_that_read_the_keys_of_others():
+    """They have no pages of their own, and no step waits for them."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=[32] * 4, num_hidden_layers=4, num_kv_shared_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    model = transformers.Gemma3nForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+    cache, ids = paged(model), random_ids(1, TOKENS)
+    assert len(cache.kv.k_pages) == 2
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+    a = cache.kv.new_sequence()
+    with torch.no_grad(), cache.step([a], TOKENS) as inputs:
+        got = model(ids, **inputs).logits
+        assert torch.equal(got, model(ids).logits)
+    assert cache.kv.lengths([a]) == TOKENS
+
+
 def test_keys_that_nothing_has_attended_to():
     """They are appended all the same, before anything else is done with their pages."""
     cache = paged(model_of("Llama"), dtype="float32", pages=8)
@@ -433,7 +452,7 @@ def test_calls_that_fail():
         with torch.no_grad():
             return model(ids, past_key_values=cache)
 
-    with pytest.raises(MemoryError, match="missing pages: 2 of the 6"):
+    with pytest.raises(MemoryError, match="this step needs 6 pages and 4 of 4 are free"):
         call(random_ids(2, 9))
     assert (cache.get_seq_length(), cache.kv.free_pages) == (0, 4)
     call(ids)
@@ -466,7 +485,7 @@ def test_keys_of_another_shape():
         ((key[:, :1], key), "key must have 2 heads of 8 channels as its cache"),
         ((key[..., :4], key), "key must have 2 heads of 8 channels as its cache"),
         ((key, key[..., :4]), "value must have 2 heads of 8 channels as its cache"),
-        ((key, key[:, :, :2]), r"value must be \[3, heads, depth\] or \[1, 3, heads, depth\]"),
+        ((key, key[:, :, :2]), r"value must be \[3, heads, head_dim\] or \[1, 3, heads, head_dim\]"),
     ):
         with pytest.raises(ValueError, match=words):
             cache.update(*bad, 0)

@@ -564,6 +564,8 @@ def step_attend(cache: KVCache, ids: Any, counts: Any, **arguments: Any) -> Any:
     try:
         with cache.step(ids, counts) as step:
             out = step.attend(**arguments)
+            for layer in {0, 1} - step._attended:
+                step.attend(layer, **step_tokens(np.random.default_rng(0), sum(step._counts)))
     except Exception:
         for old, new in zip(before, contents(cache), strict=True):
             np.testing.assert_array_equal(old, new)
