@@ -53,7 +53,8 @@ def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
     """A type of eight bits, or any type that a cache can have."""
-    if isinstance(value, str) and value in ("bfloat16", "float8_e4m3fn"):
+    packaged = ("float8_e4m3fn", "bfloat16") if floating else ("float8_e4m3fn",)
+    if isinstance(value, str) and value in packaged:
         of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64

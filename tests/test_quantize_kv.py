@@ -118,3 +118,11 @@ def test_float8_without_ml_dtypes(monkeypatch, make):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(ImportError, match="dtype is of float8_e4m3fn, for which NumPy needs ml_dtypes"):
         make("float8_e4m3fn")
+
+
+def test_a_type_that_cannot_be_is_told_before_a_package_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(TypeError, match="dtype must be int8 or float8_e4m3fn, got 'bfloat16'"):
+        quantize_kv([1.0], "bfloat16", 0)
+    with pytest.raises(ImportError, match="dtype is of bfloat16, for which NumPy needs ml_dtypes"):
+        KVCache(2, 8, pages=4, dtype="bfloat16")
