@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import array
 import math
-from itertools import accumulate, count, islice
+from itertools import accumulate, islice
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -159,6 +159,9 @@ def _table(lists: list[array.array[int]]) -> NDArray[np.int32]:
     return table
 
 
+_HELD = ("k_pages", "v_pages", "k_scales", "v_scales")
+
+
 class KVCache:
     """Keys and values of many sequences, in pages.
 
@@ -172,7 +175,8 @@ class KVCache:
     A page belongs to as many sequences as `fork` has given it to. It is free again when the last one gives it back, by
     `truncate` or `free`.
 
-    All memory is taken when the cache is made. Only one thread at a time may use a cache.
+    All memory is taken when the cache is made. Only one thread at a time may use a cache. Outside steps it can be
+    pickled, and ``copy.deepcopy`` makes an independent one with the same sequences and ids.
 
     Parameters
     ----------
@@ -255,8 +259,27 @@ class KVCache:
         self._fresh = range(shape[1])  # pages that were never taken
         self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
         self._sequences: dict[int, _Sequence] = {}
-        self._ids = count()
+        self._next_id = 0
         self._step: KVCacheStep | None = None  # which is open
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a KVCache cannot be copied without its pages: copy.deepcopy(cache) makes an independent one, "
+            "cache.fork(id) shares the pages of a sequence"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_no_step()
+        return vars(self).copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for name in _HELD:
+            held = state[name]
+            if held is not None:
+                lines = _zeros_in_lines(held.shape, held.dtype)
+                lines[...] = held
+                setattr(self, name, lines)
 
     @property
     def free_pages(self) -> int:
@@ -448,7 +471,7 @@ class KVCache:
         return KVCacheStep(self, ids, counts)
 
     def _add(self, sequence: _Sequence) -> int:
-        number = next(self._ids)
+        number, self._next_id = self._next_id, self._next_id + 1
         self._sequences[number] = sequence
         return number
 
@@ -496,7 +519,7 @@ class KVCache:
                 self._returned.append(page)
 
     def _copy(self, source: int, target: int, tokens: int) -> None:
-        for held in (self.k_pages, self.v_pages, self.k_scales, self.v_scales):
+        for held in map(vars(self).get, _HELD):
             if held is not None:
                 held[:, target, :tokens] = held[:, source, :tokens]
 
@@ -562,6 +585,9 @@ class KVCacheStep:
         self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
         if isinstance(each, int) or len(set(self._counts)) == 1:
             self._layouts.append((n, each if isinstance(each, int) else self._counts[0]))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a step cannot be copied or pickled; write another cache.step(ids, counts)")
 
     def __enter__(self) -> Self:
         cache, counts = self._cache, self._counts

@@ -141,6 +141,11 @@ class _Store:
         self.now: _Step | None = None  # which is open
         self.last: _Step | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have all tokens, and no step."""
+        self.check_complete()
+        return vars(self) | {"last": None}
+
     def begin(self, ids: ArrayLike, counts: ArrayLike, packed: bool) -> _Step:
         self.append_all()
         step = self.kv.step(ids, counts)

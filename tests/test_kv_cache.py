@@ -1,6 +1,8 @@
 """KVCache: what it holds after any series of calls, compared with a dictionary of arrays; its errors."""
 
 import contextlib
+import copy
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -392,6 +394,63 @@ def test_a_layer_may_be_attended_twice():
         fill(step)
         fill(step)
     assert cache.lengths([a]).tolist() == [4]
+
+
+# Copies of the cache
+
+
+def test_shallow_copies_are_refused():
+    """They would share pages, and each give them to other sequences."""
+    cache = cache_of()
+    with pytest.raises(TypeError, match=r"copy.deepcopy\(cache\) makes an independent one, cache.fork"):
+        copy.copy(cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_is_independent(make, dtype):
+    cache, rng = cache_of(dtype), np.random.default_rng(0)
+    a, b = grown(cache, 6, 3)
+    cache.free(grown(cache, 9)[0])
+    with cache.step([a, b], 3) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *new_tokens(rng, np.dtype(dtype), 6))
+    c = cache.fork(a)
+    other = make(cache)
+    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+        one, two = getattr(cache, name), getattr(other, name)
+        assert (one is None) == (two is None)
+        if one is not None:
+            assert one.tobytes() == two.tobytes()
+            assert two.ctypes.data % 64 == 0
+            assert not np.shares_memory(one, two)
+    tables = cache.block_table([a, b, c])
+    np.testing.assert_array_equal(other.block_table([a, b, c]), tables)
+    tokens = [new_tokens(rng, np.dtype(dtype), 6) for _ in range(LAYERS)]
+    results = []
+    for each in (cache, other):
+        with each.step([c, each.new_sequence()], [2, 4]) as step:
+            results.append([step.attend(layer, *tokens[layer]) for layer in range(LAYERS)])
+    np.testing.assert_array_equal(*results)
+    other.free(b)
+    other.truncate(a, 1)
+    assert cache.lengths([a, b, c, c + 1]).tolist() == [9, 6, 11, 4]
+    np.testing.assert_array_equal(cache.block_table([a, b]), tables[:2])
+
+
+def test_no_copies_in_a_step():
+    cache = cache_of()
+    (a,) = grown(cache, 3)
+    with cache.step([a], 1) as step:
+        for make in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="a step of this cache is open"):
+                make(cache)
+            with pytest.raises(TypeError, match="a step cannot be copied or pickled"):
+                make(step)
+        with pytest.raises(TypeError, match="a step cannot be copied or pickled"):
+            copy.copy(step)
+        fill(step)
+    assert copy.deepcopy(cache).lengths([a]).tolist() == [4]
 
 
 # What attend passes on

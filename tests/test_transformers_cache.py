@@ -1,6 +1,7 @@
 """attnmask.transformers.PagedCache: the tokens that transformers' own caches give, from pages."""
 
 import copy
+import pickle
 import re
 import runpy
 from pathlib import Path
@@ -332,6 +333,18 @@ def test_a_copy_is_another_cache():
     assert torch.equal(got, right)
 
 
+def test_a_copy_has_keys_that_nothing_has_attended_to():
+    cache = paged(model_of("Llama"), dtype="float32", pages=8)
+    sides = torch.randn(2, 1, 2, 5, 8)
+    for layer in range(2):
+        cache.update(*sides, layer)
+    for make in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
+        other = make(cache)
+        keys, _ = other.update(*torch.randn(2, 1, 2, 1, 8), 0)
+        assert torch.equal(keys.clone()[:, :, :5], sides[0])
+        assert (cache.get_seq_length(), cache.kv.free_pages) == (5, 6)
+
+
 def test_layers_that_read_the_keys_of_others():
     """They have no pages of their own, and no step waits for them."""
     config = transformers.Gemma3nTextConfig(
@@ -349,6 +362,15 @@ def test_layers_that_read_the_keys_of_others():
         got = model(ids, **inputs).logits
         assert torch.equal(got, model(ids).logits)
     assert cache.kv.lengths([a]) == TOKENS
+
+
+def test_no_copies_inside_a_step():
+    model = ready("Llama")
+    cache = paged(model)
+    with torch.no_grad(), cache.step([cache.kv.new_sequence()], 5) as inputs:
+        with pytest.raises(RuntimeError, match="cannot be changed inside of a step"):
+            copy.deepcopy(cache)
+        model(random_ids(1, 5), **inputs)
 
 
 def test_keys_that_nothing_has_attended_to():
