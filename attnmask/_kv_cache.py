@@ -262,6 +262,16 @@ class KVCache:
         self._next_id = 0
         self._step: KVCacheStep | None = None  # which is open
 
+    def __repr__(self) -> str:
+        layers, pages, page_size, kv_heads, depth = self.k_pages.shape
+        sizes = {"kv_heads": kv_heads, "depth": depth}
+        if self.v_pages.shape[-1] != depth:
+            sizes["value_depth"] = self.v_pages.shape[-1]
+        sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": self.k_pages.dtype}
+        sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}
+        sizes["nbytes"] = sum(held.nbytes for held in map(vars(self).get, _HELD) if held is not None)
+        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+
     def __copy__(self) -> NoReturn:
         raise TypeError(
             "a KVCache cannot be copied without its pages: copy.deepcopy(cache) makes an independent one, "
@@ -585,6 +595,12 @@ class KVCacheStep:
         self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
         if isinstance(each, int) or len(set(self._counts)) == 1:
             self._layouts.append((n, each if isinstance(each, int) else self._counts[0]))
+
+    def __repr__(self) -> str:
+        cache = self._cache
+        state = "open" if cache._step is self else "ended" if self._begun else "not begun"
+        done = f"{len(self._attended)} of {len(cache.k_pages)} layers attended"
+        return f"KVCacheStep(sequences={len(self._ids)}, tokens={sum(self._counts)}, {state}, {done})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a step cannot be copied or pickled; write another cache.step(ids, counts)")

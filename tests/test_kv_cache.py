@@ -396,7 +396,7 @@ def test_a_layer_may_be_attended_twice():
     assert cache.lengths([a]).tolist() == [4]
 
 
-# Copies of the cache
+# Copies of the cache, and what it says of itself
 
 
 def test_shallow_copies_are_refused():
@@ -417,6 +417,7 @@ def test_a_copy_is_independent(make, dtype):
             step.attend(layer, *new_tokens(rng, np.dtype(dtype), 6))
     c = cache.fork(a)
     other = make(cache)
+    assert repr(other) == repr(cache)
     for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
         one, two = getattr(cache, name), getattr(other, name)
         assert (one is None) == (two is None)
@@ -451,6 +452,26 @@ def test_no_copies_in_a_step():
             copy.copy(step)
         fill(step)
     assert copy.deepcopy(cache).lengths([a]).tolist() == [4]
+
+
+def test_repr():
+    cache = cache_of("int8")
+    a, b = grown(cache, 5, 1)
+    assert repr(cache) == (
+        "KVCache(kv_heads=2, depth=8, value_depth=3, layers=2, pages=24, page_size=4, dtype=int8, sequences=2, "
+        "free_pages=21, nbytes=7296)"
+    )
+    assert repr(KVCache(1, 2, pages=3, dtype="float64")) == (
+        "KVCache(kv_heads=1, depth=2, layers=1, pages=3, page_size=64, dtype=float64, sequences=0, "
+        "free_pages=3, nbytes=6144)"
+    )
+    step = cache.step([b, a], [2, 3])
+    assert repr(step) == "KVCacheStep(sequences=2, tokens=5, not begun, 0 of 2 layers attended)"
+    with step:
+        step.attend(1, *new_tokens(np.random.default_rng(0), np.dtype("float32"), 5))
+        assert repr(step) == "KVCacheStep(sequences=2, tokens=5, open, 1 of 2 layers attended)"
+        fill(step)
+    assert repr(step) == "KVCacheStep(sequences=2, tokens=5, ended, 2 of 2 layers attended)"
 
 
 # What attend passes on
