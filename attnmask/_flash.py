@@ -376,8 +376,8 @@ def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[
 
         lse = log Σ_i exp(lse_i)          out = Σ_i exp(lse_i - lse) · out_i
 
-    A part whose lse is -inf takes no part, whatever its `out` holds. Sinks go with one of the parts, or they are
-    counted in each; and the parts are normalized.
+    A part whose lse is -inf, or +inf as FlashAttention returns it, has no keys: its `out` is ignored, whatever it
+    holds. NaN stays NaN. Sinks go with one of the parts, or they are counted in each; and the parts are normalized.
 
     Parameters
     ----------
@@ -416,7 +416,7 @@ def merge_attention_states_vjp(outs: Any, lses: Any) -> tuple[tuple[NDArray[Any]
 
         d out_i = w_i · d out          d lse_i = w_i · (d out · (out_i - out) + d lse)
 
-    A part whose lse is -inf gets zeros.
+    A part without keys, whose lse is -inf or +inf, gets zeros.
 
     Parameters
     ----------

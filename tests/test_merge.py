@@ -23,7 +23,7 @@ def merged(outs, lses):
     out, lse = np.zeros(outs[0].shape), np.full(lses[0].shape, -np.inf)
     for *batch, head, token in np.ndindex(lse.shape):
         row, place = (*batch, token, head), (*batch, head, token)
-        live = [i for i, part in enumerate(lses) if part[place] != -np.inf]
+        live = [i for i, part in enumerate(lses) if not np.isinf(part[place])]
         if not live:
             continue
         logits = np.array([lses[i][place] for i in live])
@@ -37,13 +37,14 @@ def wide(dtype):
 
 
 def parts(seed, count, shape, dtype, dead=0.2, spread=3.0):
-    """Random outs and lses; the out of a dead part is NaN."""
+    """Random outs and lses; the out of a dead part, whose lse is infinite with either sign, is NaN."""
     rng = np.random.default_rng(seed)
     *batch, tokens, heads, _ = shape
     outs = rng.standard_normal((count, *shape))
     lses = rng.standard_normal((count, *batch, heads, tokens)) * spread
-    lses[rng.random(lses.shape) < dead] = -np.inf
-    outs[np.swapaxes(lses, -1, -2) == -np.inf] = np.nan
+    dead_parts = rng.random(lses.shape) < dead
+    lses[dead_parts] = rng.choice([-np.inf, np.inf], dead_parts.sum())
+    outs[np.swapaxes(dead_parts, -1, -2)] = np.nan
     return outs.astype(dtype), lses.astype(wide(dtype))
 
 
@@ -133,18 +134,35 @@ def test_merging_is_attention():
             np.testing.assert_allclose(a, b, rtol=1e-13)
 
 
+@pytest.mark.parametrize("no_keys", [-np.inf, np.inf])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_dead_parts_do_not_matter(dtype, garbage):
+def test_dead_parts_do_not_matter(dtype, garbage, no_keys):
     outs, lses = parts(5, 3, (1, 4, 2, 9), dtype, dead=0)
     expected = attnmask.merge_attention_states(outs[[0, 2]], lses[[0, 2]])
-    outs[1], lses[1] = garbage, -np.inf
+    outs[1], lses[1] = garbage, no_keys
     for got, wanted in zip(attnmask.merge_attention_states(outs, lses), expected, strict=True):
         assert got.tobytes() == wanted.tobytes()
-    lses[...] = -np.inf
+    lses[...] = no_keys
     out, lse = attnmask.merge_attention_states(outs, lses)
     assert not np.asarray(out, np.float64).any()
     assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_comes_through_beside_parts_without_keys(dtype):
+    outs = np.ones((4, 1, 1, 1), dtype)
+    for place in range(4):
+        lses = np.array([np.inf, -np.inf, np.inf, 0.0], wide(dtype)).reshape(4, 1, 1)
+        lses[place] = np.nan
+        for got in attnmask.merge_attention_states(outs, lses):
+            assert np.isnan(np.asarray(got, np.float64)).all()
+        douts, dlses = attnmask.merge_attention_states_vjp(outs, lses)[1](outs[0])
+        live = np.isnan(lses.ravel()) | (lses.ravel() == 0)
+        for got in (douts, dlses):
+            numbers = np.asarray(got, np.float64).ravel()
+            assert np.array_equal(np.isnan(numbers), live)
+            assert not numbers[~live].any()
 
 
 def test_live_nan_and_distant_lses():
@@ -248,7 +266,7 @@ def pulled_back(outs, lses, dout, dlse):
     douts, dlses, sizes = np.zeros_like(outs), np.zeros_like(lses), np.zeros_like(lses)
     for *batch, head, token in np.ndindex(lses.shape[1:]):
         row, place = (*batch, token, head), (*batch, head, token)
-        live = [i for i, part in enumerate(lses) if part[place] != -np.inf]
+        live = [i for i, part in enumerate(lses) if not np.isinf(part[place])]
         top = max((lses[i][place] for i in live), default=0)
         total = sum(np.exp(lses[i][place] - top) for i in live)
         weights = {i: np.exp(lses[i][place] - top) / total for i in live}
@@ -353,19 +371,20 @@ def test_gradients_have_the_form_of_the_parts():
     np.testing.assert_allclose(dlses[0], dlse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("no_keys", [-np.inf, np.inf])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_dead_parts_get_zeros(dtype, garbage):
+def test_dead_parts_get_zeros(dtype, garbage, no_keys):
     """A dead part changes nothing; the dout of a row that is dead in all parts has no effect."""
     outs, lses = parts(5, 3, (1, 4, 2, 9), dtype, dead=0)
     (dout,), (dlse,) = parts(6, 1, (1, 4, 2, 9), dtype, dead=0)
     right = attnmask.merge_attention_states_vjp(outs[[0, 2]], lses[[0, 2]])[1](dout, dlse)
-    outs[1], lses[1] = garbage, -np.inf
+    outs[1], lses[1] = garbage, no_keys
     got = attnmask.merge_attention_states_vjp(outs, lses)[1](dout, dlse)
     for one, other in zip(got, right, strict=True):
         assert one[[0, 2]].tobytes() == other.tobytes()
         assert one[1].tobytes() == bytes(one[1].nbytes)
-    lses[:, 0, 1, 2], dout[0, 2, 1], dlse[0, 1, 2] = -np.inf, garbage, garbage
+    lses[:, 0, 1, 2], dout[0, 2, 1], dlse[0, 1, 2] = no_keys, garbage, garbage
     for one, other in zip(attnmask.merge_attention_states_vjp(outs, lses)[1](dout, dlse), got, strict=True):
         row = (slice(None), 0, 1, 2) if one.ndim == 4 else (slice(None), 0, 2, 1)
         assert not one[row].astype(np.float64).any()

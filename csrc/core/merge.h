@@ -5,8 +5,8 @@
  *
  *     d out_i = w_i · d out             d lse_i = w_i · (d out · (out_i - out) + d lse)
  *
- * A part whose lse is -inf has no live pair: its out is ignored, even if it holds NaN, and its gradients are
- * zero. If all parts are so, out is zero and lse is -inf.
+ * A part whose lse is -inf, or +inf as FlashAttention has it, has no live pair: its out is ignored, even if
+ * it holds NaN, and its gradients are zero. If all parts are so, out is zero and lse is -inf.
  */
 #ifndef AM_MERGE_H
 #define AM_MERGE_H

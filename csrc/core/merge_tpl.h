@@ -7,7 +7,8 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
 {
     T largest = -INFINITY, sum = 0;
     for (ptrdiff_t i = 0; i < m->count; i++) {
-        weights[i] = *(const T *)lse_of(&m->parts[i], place);
+        const T lse = *(const T *)lse_of(&m->parts[i], place);
+        weights[i] = lse == INFINITY ? -INFINITY : lse;
         if (weights[i] > largest || weights[i] != weights[i])
             largest = weights[i]; /* a NaN stays, since comparisons with it are false */
     }
@@ -20,7 +21,9 @@ static T FN(find_weights)(const am_merge *m, const ptrdiff_t *place, T *weights)
         sum += weights[i];
     }
     if (largest == -INFINITY) return largest;
-    for (ptrdiff_t i = 0; i < m->count; i++) weights[i] /= sum;
+    for (ptrdiff_t i = 0; i < m->count; i++) {
+        if (!(weights[i] < 0)) weights[i] /= sum; /* which a NaN makes NaN */
+    }
     return largest + LOG(sum);
 }
 
