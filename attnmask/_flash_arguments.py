@@ -151,6 +151,8 @@ class BwdParams(_Blocks):
 class FlashAttentionGrads(NamedTuple):
     """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
 
+    There are six fields. Take them by name, or unpack the first three: ``dq, dk, dv = vjp(dout)[:3]``.
+
     Parameters
     ----------
     query, key, value : ndarray
@@ -169,6 +171,9 @@ class FlashAttentionGrads(NamedTuple):
     >>> grads = vjp(out)
     >>> grads.query.shape, grads.bias
     ((1, 2, 1, 8), None)
+    >>> dq, dk, dv = grads[:3]
+    >>> dq is grads.query
+    True
     """
 
     query: NDArray[Any]

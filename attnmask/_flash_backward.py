@@ -244,8 +244,9 @@ def flash_attention_vjp(
     out : ndarray, or tuple of two if `return_lse`
         What `flash_attention` returns.
     vjp : callable
-        ``vjp(dout)`` takes the gradient of `out`, in its shape and type, and returns `FlashAttentionGrads`;
-        ``vjp(dout, dlse)`` that of the logsumexp as well. It may be called any number of times.
+        ``vjp(dout)`` takes the gradient of `out`, in its shape and type, and returns `FlashAttentionGrads`, a tuple of
+        six: ``dq, dk, dv = vjp(dout)[:3]``. ``vjp(dout, dlse)`` takes that of the logsumexp as well. It may be called
+        any number of times.
 
     Examples
     --------
