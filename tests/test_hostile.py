@@ -1,6 +1,9 @@
 """Objects that change, or lie about themselves, while a function reads them; and sizes that no machine can hold."""
 
 import contextlib
+import os
+import subprocess
+import sys
 import time
 import warnings
 
@@ -170,6 +173,38 @@ def test_an_argument_that_changes_another_one():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 with contextlib.suppress(ValueError, TypeError):
                     function(other, Meddler(other, shape))
+
+
+def attend_by_tiles_that_change() -> None:
+    """The core reads their numbers from memory that somebody writes to, and never leaves the tiles."""
+    info = MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 100, 130)
+    leaves, aux = info.tree_flatten()
+    arrays = [None if leaf is None else np.array(leaf) for leaf in leaves]
+    views = [None if array is None else read_only(array) for array in arrays]
+    query, key = np.ones((1, 100, 1, 16), F32), np.ones((1, 130, 1, 16), F32)
+    for number in (-(10**8), 2, 8, 10**8, 2**31 - 1):
+        mask = MaskInfo.tree_unflatten(aux, views)
+        expected = attnmask.flash_attention(query, key, key, mask)
+        (places,) = (array for array in arrays if array is not None and array.ndim == 4)
+        before = places.copy()
+        places[...] = number
+        attnmask.flash_attention(query, key, key, mask)  # which was read before
+        places[...] = before
+        np.testing.assert_array_equal(attnmask.flash_attention(query, key, key, mask), expected)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def test_tiles_that_change():
+    """In a process of its own, since to leave them would be its end."""
+    code = f"import {__name__} as tests; tests.attend_by_tiles_that_change()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
 
 
 # Sizes

@@ -20,4 +20,7 @@ static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
     return fits ? product : PTRDIFF_MAX;
 }
 
+/* Reads a number that other threads may write to at any time: what is checked is what is used. */
+static inline int32_t am_read_once(const int32_t *number) { return *(const volatile int32_t *)number; }
+
 #endif

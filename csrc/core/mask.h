@@ -101,10 +101,13 @@ typedef struct {
             ptrdiff_t q_blocks, k_blocks; /* the numbers of tiles along each axis */
         } dense;
         struct {
-            const int32_t *places; /* of a tile: AM_DEAD, AM_FULL, or AM_MIXED + i if bits[i] are its own */
+            const int32_t
+                *places; /* of a tile: AM_DEAD, AM_FULL, or AM_MIXED + i if bits[i] are its own. Other
+                            threads may write any number there: it is checked where it is read */
             ptrdiff_t batch, head, row;                   /* strides in elements */
             ptrdiff_t q_size, k_size;                     /* pairs in a tile; 64 × 64 if any has bits */
             const unsigned char (*bits)[AM_TILE_ROWS][8]; /* a bit for each pair of a row */
+            ptrdiff_t patterns;                           /* tiles that have bits */
             const ptrdiff_t *q_shift,
                 *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
         } tiles;

@@ -187,6 +187,7 @@ bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape
     if (!tiles_cover(mask, node->tiles.q_shift, shape[2], node->tiles.q_size, mask->queries) ||
         !tiles_cover(mask, node->tiles.k_shift, shape[3], node->tiles.k_size, mask->keys))
         return false;
+    node->tiles.patterns = count;
     node->tiles.row = shape[3];
     node->tiles.head = by_head ? shape[2] * shape[3] : 0;
     node->tiles.batch = by_row ? shape[1] * shape[2] * shape[3] : 0;
@@ -252,8 +253,8 @@ static am_tile tiles_tile(const am_mask *mask, const am_node *node, const am_reg
 {
     (void)mask;
     const tile_view view = tiles_that_cover(node, p, p->k, p->columns);
-    const int32_t first = view.places[0];
-    if (first >= AM_MIXED) return AM_MIXED;
+    const int32_t first = am_read_once(view.places);
+    if (first != AM_DEAD && first != AM_FULL) return AM_MIXED;
     for (ptrdiff_t r = 0; r < view.rows; r++) {
         for (ptrdiff_t c = 0; c < view.columns; c++) {
             if (view.places[r * node->tiles.row + c] != first) return AM_MIXED;
@@ -270,9 +271,9 @@ static uint64_t tiles_row(const am_node *node, const am_region *p, ptrdiff_t q)
     uint64_t row = 0;
     for (ptrdiff_t done = 0, count; done < p->columns; done += count) {
         const ptrdiff_t inside = (k + done) % k_size;
-        const int32_t place = places[(k + done) / k_size];
+        const int32_t place = am_read_once(&places[(k + done) / k_size]);
         uint64_t bits = place == AM_DEAD ? 0 : UINT64_MAX;
-        if (place >= AM_MIXED) { /* then inside < 64 */
+        if (place >= AM_MIXED && place - AM_MIXED < node->tiles.patterns) { /* then inside < 64 */
             memcpy(&bits, node->tiles.bits[place - AM_MIXED][q % AM_TILE_ROWS], sizeof bits);
             bits >>= inside;
         }
