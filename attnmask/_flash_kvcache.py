@@ -20,6 +20,7 @@ from attnmask._flash_arguments import (
 )
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program
+from attnmask._mask_terms import dense
 
 __all__ = ["flash_attention_with_kvcache"]
 
@@ -193,12 +194,28 @@ def options(
     )
 
 
-def mask_program(
-    attention_mask: Any, begin: int, end: int, batch: int, heads: int, queries: int, keys: int
-) -> Program:
-    """The mask of some of the queries. It may have more keys than there are."""
-    mask = attention_mask if (begin, end) == (0, queries) else _of_queries(attention_mask, begin, end)
-    return mask_nodes(cut(mask, keys), (batch, heads, end - begin, keys))
+def mask_program(attention_mask: Any, batch: int, heads: int, queries: int, keys: int) -> Program:
+    """The mask, which may have more keys than there are."""
+    return mask_nodes(cut(attention_mask, keys), (batch, heads, queries, keys))
+
+
+def mask_programs(
+    attention_mask: Any, sequences: list[tuple[int, int, int]], heads: int, queries: int, longest: int
+) -> tuple[Program, list[Program]]:
+    """The mask of all packed queries, and that of each sequence: of its queries, from one to before another, and keys.
+
+    What is no MaskInfo is read once, so that nothing of it can be wrong after new tokens were written.
+    """
+    mask = cut(attention_mask, longest)
+    whole = mask_nodes(mask, (1, heads, queries, longest))
+    if isinstance(mask, MaskInfo):
+        parts = ((mask[:, :, begin:end], (1, heads, end - begin, keys)) for begin, end, keys in sequences)
+        return whole, [mask_nodes(cut(part, shape[3]), shape) for part, shape in parts]
+    (node,) = whole
+    assert isinstance(node, tuple)
+    array = node[1]
+    one_row = array.shape[2] == 1
+    return whole, [(dense(array if one_row else array[:, :, begin:end]),) for begin, end, _ in sequences]
 
 
 def cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
@@ -207,10 +224,3 @@ def cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
         return mask[..., :keys] if mask.kv_len is not None and mask.kv_len > keys else mask
     array = as_array(mask, "attention_mask")
     return array[..., :keys] if array.ndim and array.shape[-1] > max(keys, 1) else array
-
-
-def _of_queries(mask: ArrayLike | MaskInfo, begin: int, end: int) -> ArrayLike | MaskInfo:
-    if isinstance(mask, MaskInfo):
-        return mask[:, :, begin:end]
-    array = as_array(mask, "attention_mask")
-    return array[..., begin:end, :] if array.ndim > 1 and array.shape[-2] != 1 else array

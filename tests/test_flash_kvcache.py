@@ -532,6 +532,30 @@ def test_bad_input_without_new_tokens(kind, wrong, error, message):
     refused(good(kind, new=False) | wrong, error, message)
 
 
+class Once:
+    """A mask that is told once."""
+
+    def __init__(self, mask):
+        self.mask, self.asked = mask, 0
+
+    def __array__(self, dtype=None, copy=None):
+        self.asked += 1
+        if self.asked > 1:
+            raise ZeroDivisionError("not again")
+        return self.mask
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 6, 12), (6, 14), (1, 12), (4, 6, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [bool, np.float32, np.longdouble])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_is_read_once(kind, dtype, shape):
+    """Before anything is written."""
+    shape = (*shape[:-2], 3 if shape[-2] == 6 and "packed" not in kind else shape[-2], shape[-1])
+    mask = (np.random.default_rng(0).random(shape) < 0.5).astype(dtype)
+    wanted = attend(good(kind), attention_mask=mask).tobytes()
+    assert attend(good(kind), attention_mask=Once(mask)).tobytes() == wanted
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_objects_that_cannot_become_arrays(kind):
     class Raises:

@@ -44,6 +44,7 @@ typedef struct {
     am_pages pages;
     am_kv_scales scales[2];
     am_mask_arg mask;
+    PyObject *masks; /* of packed sequences: a list of nodes for each; NULL: none is given */
     double scale, cap;
     bool with_lse;
 } arguments;
@@ -375,20 +376,55 @@ static int read_options(arguments *a)
     return bad;
 }
 
-/* Sets the mask of some queries: of all, or of those of one packed sequence, whose keys are its own. */
-static int read_mask(const arguments *a, am_mask_arg *arg, am_range queries, ptrdiff_t batch, ptrdiff_t keys,
-                     const am_node *terms, int count)
+/* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
+static bool is_one_by_one(const arguments *a) { return is_packed(a) && a->given[ATTENTION_MASK] != Py_None; }
+
+/* Where the queries of each packed sequence begin and end, and its number of keys. */
+static PyObject *list_sequences(const am_kv_cache *cache)
 {
+    PyObject *list = PyList_New(cache->sequences);
+    for (ptrdiff_t s = 0; list && s < cache->sequences; s++) {
+        PyObject *one = Py_BuildValue("(nnn)", cache->q_starts[s], cache->q_starts[s + 1], cache->lengths[s]);
+        if (one)
+            PyList_SET_ITEM(list, s, one);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* Reads the masks of all packed sequences at once, and the mask of all queries and the longest one's keys. */
+static int read_masks(arguments *a)
+{
+    const npy_intp *q = token_shape(a, QUERY);
+    PyObject *nodes, *sequences = list_sequences(&a->cache);
+    PyObject *masks = sequences ? ask("mask_programs", "(OOnnn)", a->given[ATTENTION_MASK], sequences, q[1],
+                                      q[0], a->cache.longest)
+                                : NULL;
+    int bad = -1;
+    a->mask.mask = (am_mask){.batch = 1, .heads = q[1], .queries = q[0], .keys = a->cache.longest};
+    if (masks && PyArg_ParseTuple(masks, "OO", &nodes, &a->masks)) {
+        Py_INCREF(a->masks);
+        bad = am_read_nodes(&a->mask, nodes);
+    }
+    Py_XDECREF(sequences);
+    Py_XDECREF(masks);
+    return bad;
+}
+
+static int read_whole_mask(arguments *a)
+{
+    if (is_one_by_one(a)) return read_masks(a);
+    const npy_intp *q = token_shape(a, QUERY), batch = is_packed(a) ? 1 : a->cache.sequences;
     PyObject *given = a->given[ATTENTION_MASK], *nodes = NULL;
-    const npy_intp heads = token_shape(a, QUERY)[1];
-    arg->mask.batch = batch, arg->mask.heads = heads, arg->mask.queries = queries.end - queries.begin;
-    arg->mask.keys = keys;
+    am_node terms[2];
+    a->mask.mask = (am_mask){.batch = batch, .heads = q[1], .queries = q[0], .keys = a->cache.keys};
     if (given != Py_None) {
-        nodes = ask("mask_program", "(Onnnnnn)", given, queries.begin, queries.end, batch, heads,
-                    token_shape(a, QUERY)[0], keys);
+        nodes = ask("mask_program", "(Onnnn)", given, batch, q[1], q[0], a->cache.keys);
         if (!nodes) return -1;
     }
-    const int bad = am_read_nodes_and(arg, nodes, terms, count);
+    const int count = am_kv_cache_terms(&a->cache, &a->limits, terms),
+              bad = am_read_nodes_and(&a->mask, nodes, terms, count);
     Py_XDECREF(nodes);
     return bad;
 }
@@ -493,18 +529,6 @@ static int check_all(arguments *a)
                                                                                                       : 0;
 }
 
-/* Whether the sequences of packed queries are computed one by one, as the mask counts the keys of each. */
-static bool is_one_by_one(const arguments *a) { return is_packed(a) && a->given[ATTENTION_MASK] != Py_None; }
-
-static int read_whole_mask(arguments *a)
-{
-    const am_range all = {0, token_shape(a, QUERY)[0]};
-    am_node terms[2];
-    if (is_one_by_one(a)) return read_mask(a, &a->mask, all, 1, a->cache.longest, terms, 0);
-    const int count = am_kv_cache_terms(&a->cache, &a->limits, terms);
-    return read_mask(a, &a->mask, all, is_packed(a) ? 1 : a->cache.sequences, a->cache.keys, terms, count);
-}
-
 static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
 {
     const npy_intp *q = token_shape(a, QUERY);
@@ -584,7 +608,8 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
                              .lengths = cache->lengths + s,
                              .low = cache->low + s,
                              .high = cache->high + s};
-    am_mask_arg mask = {0};
+    am_mask_arg mask = {
+        .mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
     am_node terms[2];
     const int term_count = am_kv_cache_terms(&own, &a->limits, terms);
     char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
@@ -593,7 +618,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
         PyErr_NoMemory();
         goto fail;
     }
-    if (read_mask(a, &mask, queries, 1, cache->lengths[s], terms, term_count) < 0) goto fail;
+    if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) goto fail;
     am_attn one = *all;
     one.batch = 1, one.queries = count, one.keys = cache->lengths[s], one.mask = &mask.mask, one.lse = lse;
     one.q.data += queries.begin * one.q.token, one.out.data += queries.begin * one.out.token;
@@ -693,6 +718,7 @@ fail:
     am_free_mask(&a.mask);
     am_free_starts(&a.starts);
     am_kv_cache_free(&a.cache);
+    Py_XDECREF(a.masks);
     Py_XDECREF(a.table);
     Py_XDECREF(a.out.array);
     for (int i = 0; i < ARGUMENTS; i++) Py_XDECREF(a.arrays[i]);
