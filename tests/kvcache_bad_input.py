@@ -140,6 +140,9 @@ BAD = [
      r"block_table must be from 0 to 5, got 1099511627776 at index \(0, 1\)"),
     ("paged", {"block_table": table([-5, 1, -1], [0, 4, 2], dtype=np.int64)}, IndexError,
      r"block_table must be from 0 to 5, got -5 at index \(0, 0\)"),
+    ("paged", {"block_table": table([99, 1, 5], [0, 4, 2]), "cache_seqlens": 0, "sliding_window": 0,
+               "key": zeros(B, 12, HKV, D), "value": zeros(B, 12, HKV, DV)}, IndexError,
+     r"block_table must be from 0 to 5, got 99 at index \(0, 0\)"),  # written to, and seen by no query
     ("paged", {"block_table": table([5, 2, -1], [0, 4, 2])}, ValueError,
      "block_table must give each sequence pages of its own to write to, got page 2 for sequences 0 and 1"),
     ("packed, paged", {"block_table": table([5, 2, -1], [0, 4, 2])}, ValueError, "block_table must give each sequence"),

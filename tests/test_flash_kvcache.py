@@ -1,11 +1,14 @@
 """Attention over caches of keys and values: accuracy, equal bits, what has no influence, what is written, errors."""
 
+import contextlib
 import functools
 import itertools
 import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -311,12 +314,18 @@ def attend_with_garbage_left_of_the_window() -> None:
             assert same_bits(got, wanted), (isa, paged)
 
 
-def test_pages_left_of_the_window_are_not_read():
-    """In a process of its own, since to read them would be its end."""
-    code = f"import {__name__} as tests; tests.attend_with_garbage_left_of_the_window()"
+def in_a_process_of_its_own(*functions) -> None:
+    """For what may end the process where it fails."""
+    code = (
+        f"import {__name__} as tests; {'; '.join(f'tests.{function.__name__}()' for function in functions)}"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
+
+
+def test_pages_left_of_the_window_are_not_read():
+    in_a_process_of_its_own(attend_with_garbage_left_of_the_window)
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 100])
@@ -364,6 +373,104 @@ def test_live_nan_comes_through(isa, dtype, page_size):
     wanted = right(arguments, case)
     assert 0 < np.isnan(wanted.results.out).any(axis=(1, 2)).sum() < 80
     check(case, wanted, arguments())
+
+
+# A table that changes while a call reads it
+
+NOWHERE = 10**8  # a page
+
+
+@contextlib.contextmanager
+def rewritten(array: np.ndarray, states: list[np.ndarray]):
+    """In the block, another thread writes each of the states to the array, in turn and again and again."""
+    end = threading.Event()
+
+    def write():
+        while not end.is_set():
+            for state in states:
+                array[...] = state
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=write)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def attend_while_the_table_changes() -> None:
+    """A call sees the old table, the new table or an error: also where it writes."""
+    rng = np.random.default_rng(0)
+    pages, length = 40, 300
+    caches = [rng.standard_normal((pages, 16, 2, 64), np.float32) for _ in "kv"]
+    query, key, value = (rng.standard_normal((2, 1, heads, 64), np.float32) for heads in (8, 2, 2))
+    states = [rng.permutation(pages)[:38].reshape(2, 19).astype(np.int32) for _ in range(2)]
+    bad = np.full_like(states[0], NOWHERE)
+
+    def call(table, new: bool, window=None):
+        mine = [cache.copy() for cache in caches]
+        more = {"key": key, "value": value} if new else {}
+        out = attend({"query": query, "k_cache": mine[0], "v_cache": mine[1], "block_table": table} | more,
+                     cache_seqlens=length - new, sliding_window=window)  # fmt: skip
+        return [x.tobytes() for x in (out, *mine)]
+
+    for new, window, dtype, columns in (
+        (False, None, np.int32, 19),
+        (True, None, np.int32, 19),
+        (True, (40, 0), np.int32, 38),  # strided
+        (True, None, np.int64, 19),
+    ):
+        wanted, seen = [call(state, new, window) for state in states], 0
+        table = np.zeros((2, columns), dtype)[:, :: columns // 19]
+        table[...] = states[0]
+        until = time.monotonic() + 5
+        with rewritten(table, [*states, *states, bad]):
+            while seen < 50 and time.monotonic() < until:
+                with contextlib.suppress(IndexError):
+                    assert call(table, new, window) in wanted
+                    seen += 1
+        assert seen
+
+
+def attend_by_a_mask_that_changes_the_table() -> None:
+    """Python code of the caller runs while arguments are read."""
+    cache = np.random.default_rng(0).standard_normal((4, 8, 1, 16), np.float32)
+    arguments = {"query": cache[:, 0], "k_cache": cache, "v_cache": cache, "cache_seqlens": [9, 10]}
+    arguments["cu_seqlens_q"] = [0, 2, 4]
+    states = [np.array(rows, np.int32) for rows in ([[0, 1], [2, 3]], [[3, 2], [0, 1]], [[NOWHERE] * 2] * 2)]
+    wanted = [attend(arguments, block_table=state).tobytes() for state in states[:2]]
+    for order in itertools.permutations(states):
+        table, later = order[0].copy(), iter(order[1:])
+
+        class Mask:
+            def __array__(self, dtype=None, copy=None, table=table, later=later):
+                table[...] = next(later)
+                return np.ones((1, 1, 4, 16), bool)
+
+        with contextlib.suppress(IndexError):
+            assert attend(arguments, block_table=table, attention_mask=Mask()).tobytes() in wanted
+
+
+def append_to_pages_that_are_nowhere() -> None:
+    """There are more new tokens than queries, and these see the last ones alone."""
+    table = np.array([[NOWHERE, NOWHERE + 1, 2, 0, 1]], np.int32)
+    arguments = {name: np.zeros((4, 4, 1, 16), F32) for name in ("k_cache", "v_cache")}
+    arguments |= {name: np.ones((1, 20, 1, 16), F32) for name in ("key", "value")}
+    arguments |= {"query": np.ones((1, 1, 1, 16), F32), "cache_seqlens": 0, "block_table": table}
+    for window in (None, (2, 0)):
+        message = rf"block_table must be from 0 to 3, got {NOWHERE} at index \(0, 0\)"
+        refused(arguments | {"sliding_window": window}, IndexError, message)
+
+
+def test_pages_are_those_that_were_looked_at():
+    in_a_process_of_its_own(
+        append_to_pages_that_are_nowhere,
+        attend_by_a_mask_that_changes_the_table,
+        attend_while_the_table_changes,
+    )
 
 
 # What is written

@@ -36,7 +36,7 @@ typedef struct {
     PyObject *given[ARGUMENTS]; /* borrowed */
     const char *names[ARGUMENTS];
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
-    PyArrayObject *table;             /* int32 and contiguous; NULL: the cache is contiguous */
+    PyArrayObject *table;             /* of int32; NULL: the cache is contiguous */
     am_starts starts;                 /* of packed queries */
     am_out out;
     am_kv_cache cache;
@@ -221,7 +221,7 @@ static int read_scales(arguments *a, int side)
 
 /* --- Tables and lengths --- */
 
-/* Sets the table; what is no int32 array is for Python to convert. */
+/* Sets the table; what is not int32 is for Python to convert. */
 static int read_table(arguments *a)
 {
     const npy_intp batch = a->cache.sequences, rows = shape_of(a, K_CACHE)[0];
@@ -236,7 +236,7 @@ static int read_table(arguments *a)
         return -1;
     }
     if (!given) return 0;
-    if (PyArray_TYPE(given) == NPY_INT32 && PyArray_IS_C_CONTIGUOUS(given)) {
+    if (PyArray_TYPE(given) == NPY_INT32) {
         a->table = (PyArrayObject *)Py_NewRef(given);
     } else {
         a->table = (PyArrayObject *)ask("int32_table", "(OO)", given, a->given[BLOCK_TABLE]);
@@ -305,33 +305,44 @@ static int place_tokens(arguments *a)
         Py_XDECREF(new_ones);
         return -1;
     }
-    a->pages = (am_pages){
-        .table = a->table ? PyArray_DATA(a->table) : cache->rows,
-        .table_step = columns,
-        .size = am_max(1, size), /* no sequence has tokens in pages without any */
-        .used = cache->used,
-        .lengths = cache->lengths,
-        .starts = is_packed(a) ? cache->k_starts : NULL,
-        .sequences = cache->sequences,
-    };
     return 0;
 }
 
-static int check_table(const arguments *a)
+static int reject_entry(const arguments *a, const am_kv_entry *wrong)
 {
-    const npy_intp pages = shape_of(a, K_CACHE)[0];
-    ptrdiff_t s, i;
-    if (am_kv_pages_fit(&a->pages, pages, &s, &i)) return 0;
     PyArrayObject *given = a->arrays[BLOCK_TABLE];
-    PyObject *entry = PyArray_GETITEM(given, PyArray_GETPTR2(given, s, i));
-    if (!entry) return -1;
-    if (pages == 0)
-        PyErr_SetString(PyExc_IndexError, "block_table must name pages, and the cache has none");
-    else
+    const npy_intp pages = shape_of(a, K_CACHE)[0], s = wrong->sequence, i = wrong->index;
+    PyObject *entry =
+        PyArray_TYPE(given) == NPY_INT32
+            ? PyLong_FromLong(wrong->page)
+            : PyArray_GETITEM(given, PyArray_GETPTR2(given, s, i)); /* it may have been clipped */
+    if (entry && pages == 0)
+        PyErr_Format(PyExc_IndexError,
+                     "block_table must name pages of k_cache, which has none, got %S at index (%zd, %zd)",
+                     entry, s, i);
+    else if (entry)
         PyErr_Format(PyExc_IndexError, "block_table must be from 0 to %zd, got %S at index (%zd, %zd)",
                      pages - 1, entry, s, i);
-    Py_DECREF(entry);
+    Py_XDECREF(entry);
     return -1;
+}
+
+static int read_pages(arguments *a)
+{
+    const npy_intp size = am_max(1, shape_of(a, K_CACHE)[1]);
+    if (a->table) {
+        const am_kv_table table = {PyArray_BYTES(a->table), PyArray_STRIDE(a->table, 0),
+                                   PyArray_STRIDE(a->table, 1), size};
+        am_kv_entry wrong;
+        const am_status status = am_kv_cache_read_table(&a->cache, &table, shape_of(a, K_CACHE)[0], &wrong);
+        if (status != AM_OK) {
+            am_raise(status, NULL);
+            return -1;
+        }
+        if (wrong.sequence >= 0) return reject_entry(a, &wrong);
+    }
+    a->pages = am_kv_cache_pages(&a->cache, size);
+    return 0;
 }
 
 /* --- Numbers and masks --- */
@@ -710,7 +721,7 @@ static PyObject *call(PyObject *module, const char *function, PyObject *const *a
     const npy_intp *q = token_shape(&a, QUERY), *whole = shape_of(&a, QUERY),
                    depth = shape_of(&a, V_CACHE)[3];
     npy_intp const shape[4] = {whole[0], is_packed(&a) ? q[1] : q[0], is_packed(&a) ? depth : q[1], depth};
-    if (place_tokens(&a) < 0 || read_whole_mask(&a) < 0 || check_table(&a) < 0 ||
+    if (place_tokens(&a) < 0 || read_whole_mask(&a) < 0 || read_pages(&a) < 0 ||
         check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0))
         goto fail;
     result = compute(module, &a, shape);

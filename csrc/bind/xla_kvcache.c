@@ -22,6 +22,7 @@ typedef struct {
     am_xla_view query, caches[2], rows[2], factors[2]; /* rows: new keys and values; factors: their scales */
     int64_t next_argument, next_result;
     ptrdiff_t capacity; /* of a sequence */
+    am_kv_table table;  /* data: NULL if the cache is contiguous */
     am_kv_cache cache;
     am_kv_limits limits;
     am_pages pages;
@@ -154,28 +155,32 @@ static bool place_tokens(problem *p)
                            "%td%s at index %td",
                            p->capacity, cache->before[wrong], new_ones, wrong);
     }
-    p->pages = (am_pages){
-        .table = table.buffer ? (const int32_t *)v.data : cache->rows,
-        .table_step = v.shape[1],
-        .size = am_max(1, size), /* no sequence has tokens in pages without any */
-        .used = cache->used,
-        .lengths = cache->lengths,
-        .starts = starts ? cache->k_starts : NULL,
-        .sequences = sequences,
-    };
+    if (table.buffer)
+        p->table =
+            (am_kv_table){v.data, v.shape[1] * (ptrdiff_t)sizeof(int32_t), sizeof(int32_t), am_max(1, size)};
     return true;
 }
 
-static bool check_pages(problem *p)
+/* The table is copied as it is checked: a buffer of XLA may be memory of a NumPy array. */
+static bool read_table(problem *p)
 {
     const ptrdiff_t pages = p->caches[0].shape[0];
-    ptrdiff_t s, i;
-    if (!am_kv_pages_fit(&p->pages, pages, &s, &i)) {
-        const int page = p->pages.table[s * p->pages.table_step + i];
-        return pages == 0 ? am_xla_fail(p->c, "block_table must name pages, and the cache has none")
-                          : am_xla_fail(p->c, "block_table must be from 0 to %td, got %d at index (%td, %td)",
-                                        pages - 1, page, s, i);
-    }
+    am_kv_entry wrong;
+    if (!am_xla_fail_status(p->c, am_kv_cache_read_table(&p->cache, &p->table, pages, &wrong))) return false;
+    if (wrong.sequence < 0) return true;
+    return pages == 0
+               ? am_xla_fail(
+                     p->c,
+                     "block_table must name pages of k_cache, which has none, got %d at index (%td, %td)",
+                     (int)wrong.page, wrong.sequence, wrong.index)
+               : am_xla_fail(p->c, "block_table must be from 0 to %td, got %d at index (%td, %td)", pages - 1,
+                             (int)wrong.page, wrong.sequence, wrong.index);
+}
+
+static bool read_pages(problem *p)
+{
+    if (p->table.data && !read_table(p)) return false;
+    p->pages = am_kv_cache_pages(&p->cache, p->caches[0].shape[1]);
     if (!has(p, APPEND)) return true;
     am_kv_writers found;
     if (!am_xla_fail_status(p->c, am_kv_find_writers(&p->pages, p->cache.before, &found))) return false;
@@ -317,7 +322,7 @@ bool am_xla_kvcache(am_xla_call *c)
     c->first_array = 3 + 2 * has(&p, APPEND) + has(&p, K_SCALE) + has(&p, V_SCALE) + has(&p, SINKS);
     c->arrays = c->frame->arguments.count - c->first_array;
     const bool done = read_tokens(&p) && read_scales(&p, 0) && read_scales(&p, 1) && place_tokens(&p) &&
-                      check_pages(&p) && read_attention(&p) && read_results(&p) && compute(&p);
+                      read_pages(&p) && read_attention(&p) && read_results(&p) && compute(&p);
     am_kv_cache_free(&p.cache);
     return done;
 }

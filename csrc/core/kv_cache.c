@@ -22,7 +22,11 @@ am_status am_kv_cache_make(am_kv_cache *c, ptrdiff_t n)
     return AM_OK;
 }
 
-void am_kv_cache_free(am_kv_cache *c) { free(c->memory); }
+void am_kv_cache_free(am_kv_cache *c)
+{
+    free(c->memory);
+    free(c->table);
+}
 
 ptrdiff_t am_kv_cache_place(am_kv_cache *c, ptrdiff_t more, ptrdiff_t capacity, const am_kv_limits *limits)
 {
@@ -65,17 +69,39 @@ int am_kv_cache_terms(const am_kv_cache *c, const am_kv_limits *limits, am_node 
     return count;
 }
 
-bool am_kv_pages_fit(const am_pages *p, ptrdiff_t pages, ptrdiff_t *sequence, ptrdiff_t *index)
+am_status am_kv_cache_read_table(am_kv_cache *c, const am_kv_table *from, ptrdiff_t pages, am_kv_entry *wrong)
 {
-    for (ptrdiff_t s = 0; s < p->sequences; s++) {
-        const int32_t *row = p->table + s * p->table_step;
-        for (ptrdiff_t i = p->used[s] / p->size; i * p->size < p->lengths[s]; i++) {
-            if (row[i] >= 0 && row[i] < pages) continue;
-            *sequence = s, *index = i;
-            return false;
+    const ptrdiff_t columns = c->columns = am_ceil_div(c->longest, from->size);
+    *wrong = (am_kv_entry){.sequence = -1};
+    c->table = malloc((size_t)am_product(c->sequences, columns, sizeof *c->table) | 1);
+    if (!c->table) return AM_NO_MEMORY;
+    for (ptrdiff_t s = 0; s < c->sequences; s++) {
+        const ptrdiff_t end = am_ceil_div(c->lengths[s], from->size);
+        /* Queries may see fewer tokens than are appended. */
+        ptrdiff_t i = c->before[s] < c->lengths[s] ? am_min(c->used[s], c->before[s]) : c->used[s];
+        for (i /= from->size; i < end; i++) {
+            const char *entry = from->data + s * from->sequence + i * from->page;
+            const int32_t page = am_read_once((const int32_t *)entry);
+            c->table[s * columns + i] = page;
+            if (page >= 0 && page < pages) continue;
+            *wrong = (am_kv_entry){page, s, i};
+            return AM_OK;
         }
     }
-    return true;
+    return AM_OK;
+}
+
+am_pages am_kv_cache_pages(const am_kv_cache *c, ptrdiff_t size)
+{
+    return (am_pages){
+        .table = c->table ? c->table : c->rows,
+        .table_step = c->table ? c->columns : 1,
+        .size = am_max(1, size), /* no sequence has tokens in pages without any */
+        .used = c->used,
+        .lengths = c->lengths,
+        .starts = c->q_starts ? c->k_starts : NULL,
+        .sequences = c->sequences,
+    };
 }
 
 static bool is_scale(float x) { return 0 < x && x <= FLT_MAX; }

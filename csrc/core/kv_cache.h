@@ -23,6 +23,8 @@ typedef struct {
     ptrdiff_t *zeros;
     int32_t *rows; /* a table of one page a sequence: the rows of a contiguous cache */
     ptrdiff_t *memory;
+    int32_t *table;    /* [sequences][columns]; what am_kv_cache_read_table has copied, or NULL */
+    ptrdiff_t columns; /* of it */
 } am_kv_cache;
 
 /* How far a key may be from its query; false: as far as there are any. */
@@ -44,8 +46,27 @@ ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capaci
  * "and". Returns their number. */
 int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[2]);
 
-/* Looks for an entry of the table that is used, and not from 0 to `pages` - 1: false, and its place. */
-bool am_kv_pages_fit(const am_pages *p, ptrdiff_t pages, ptrdiff_t *sequence, ptrdiff_t *index);
+/* A table of pages of `size` tokens where the caller has it: int32, steps in bytes. */
+typedef struct {
+    const char *data;
+    ptrdiff_t sequence, page;
+    ptrdiff_t size; /* at least 1 */
+} am_kv_table;
+
+/* An entry of a table. */
+typedef struct {
+    int32_t page;
+    ptrdiff_t sequence, index; /* sequence -1: there is none */
+} am_kv_entry;
+
+/* Copies the entries that tell where the call reads and writes, and checks the copies: other threads may
+ * write to the caller's table at any time. Sets `wrong` to the first entry that is not from 0 to `pages` - 1.
+ */
+am_status am_kv_cache_read_table(am_kv_cache *cache, const am_kv_table *from, ptrdiff_t pages,
+                                 am_kv_entry *wrong);
+
+/* The pages, of `size` tokens: those of the table that was read, or the rows of a contiguous cache. */
+am_pages am_kv_cache_pages(const am_kv_cache *cache, ptrdiff_t size);
 
 /* The first of the scales of channels that is not finite and positive, or NULL. */
 const float *am_kv_wrong_scale(const am_kv_scales *scales, ptrdiff_t heads, ptrdiff_t channels);
