@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._arguments import as_array, describe, place
+from attnmask._arguments import as_array, describe, integer, place
 from attnmask._flash_arguments import starts_of
 from attnmask._mask_info import MaskInfo
 from attnmask._shard_plan import ShardPlan, layout_plan, processes
@@ -29,11 +29,17 @@ def _array(x: Any, name: str) -> Any:
     return x if _is_of(x, "torch", "Tensor") or _is_of(x, "jax", "Array") else as_array(x, name)
 
 
-def _axis(x: Any, name: str) -> int:
+def _axis(x: Any, name: str, axis: int | None) -> int:
+    """Of the tokens, from 0."""
     if x.ndim == 0:
         hint = "; write mask[:, :, begin:end] for a part of its queries" if _is_mask(x) else ""
         raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}{hint}")
-    return 0 if x.ndim in (1, 3) else 1
+    if axis is None:
+        return min(1, x.ndim - 1)
+    number = integer(axis, "axis")
+    if not -x.ndim <= number < x.ndim:
+        raise IndexError(f"axis must be from {-x.ndim} to {x.ndim - 1} as {name} has {x.ndim}, got {number}")
+    return number % x.ndim
 
 
 def _is_mask(x: Any) -> bool:
@@ -63,6 +69,8 @@ def shard_sequence(
     rank: int,
     layout: str | ShardPlan = "zigzag",
     cu_seqlens: ArrayLike | None = None,
+    *,
+    axis: int | None = None,
 ) -> _Array:
     """The tokens of a sequence that one of several processes has.
 
@@ -80,8 +88,7 @@ def shard_sequence(
     Parameters
     ----------
     x : array_like, Tensor or jax.Array
-        What there is for each token: queries, keys, ids, positions, masks of tokens. Tokens are along axis 1, or
-        along axis 0 of arrays of one or three axes.
+        What there is for each token: embeddings, queries, keys, ids, positions, masks of tokens.
     world : int
         How many processes there are.
     rank : int
@@ -90,6 +97,8 @@ def shard_sequence(
     cu_seqlens : array_like of integers, shape [sequences + 1], optional
         Packed sequences, each of which is divided by itself: where they start, from 0 to T, never decreasing. A plan
         needs none.
+    axis : int, optional
+        The axis of tokens: 1 by default, or 0 if there is only one. Packed ``[total, H, D]`` needs ``axis=0``.
 
     Returns
     -------
@@ -108,13 +117,17 @@ def shard_sequence(
     (array([0, 1, 6, 7]), array([2, 3, 4, 5]))
     >>> attnmask.shard_sequence(np.arange(8), 2, 0, "contiguous", cu_seqlens=[0, 2, 8])
     array([0, 2, 3, 4])
+    >>> attnmask.shard_sequence(np.zeros((1, 8, 32)), 2, 0).shape  # embeddings
+    (1, 4, 32)
+    >>> attnmask.shard_sequence(np.zeros((8, 4, 32)), 2, 0, axis=0).shape  # packed queries
+    (4, 4, 32)
     """
     array: Any = _array(x, "x")
-    axis = _axis(array, "x")
-    length = array.shape[axis]
+    tokens = _axis(array, "x", axis)
+    length = array.shape[tokens]
     count, number = _process(world, rank)
     starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
-    return _taken(array, layout_plan(layout, length, count, starts).tokens(number), axis)  # type: ignore[no-any-return]
+    return _taken(array, layout_plan(layout, length, count, starts).tokens(number), tokens)  # type: ignore[no-any-return]
 
 
 def _process(world: int, rank: int) -> tuple[int, int]:
@@ -123,7 +136,11 @@ def _process(world: int, rank: int) -> tuple[int, int]:
 
 
 def unshard_sequence(
-    shards: Sequence[_Array], layout: str | ShardPlan = "zigzag", cu_seqlens: ArrayLike | None = None
+    shards: Sequence[_Array],
+    layout: str | ShardPlan = "zigzag",
+    cu_seqlens: ArrayLike | None = None,
+    *,
+    axis: int | None = None,
 ) -> _Array:
     """A sequence, of the parts that all processes have.
 
@@ -131,7 +148,7 @@ def unshard_sequence(
     ----------
     shards : sequence of array_like, Tensor or jax.Array
         What `shard_sequence` gives process 0, 1, and so on.
-    layout, cu_seqlens
+    layout, cu_seqlens, axis
         As of `shard_sequence`.
 
     Returns
@@ -152,13 +169,13 @@ def unshard_sequence(
     if not shards:
         raise ValueError("shards must be one of each process, got none")
     parts = [_array(shard, f"shards[{rank}]") for rank, shard in enumerate(shards)]
-    axis = _axis(parts[0], "shards[0]")
-    others = _others(parts[0], axis)
+    tokens = _axis(parts[0], "shards[0]", axis)
+    others = _others(parts[0], tokens)
     for rank, part in enumerate(parts):
-        if _others(part, axis) != others:
+        if _others(part, tokens) != others:
             expected = f"a {parts[0].dtype} array like shards[0] but for its tokens, {describe(parts[0])}"
             raise ValueError(f"shards[{rank}] must be {expected}, got {describe(part)}")
-    lengths = [part.shape[axis] for part in parts]
+    lengths = [part.shape[tokens] for part in parts]
     length = sum(lengths)
     starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
     plan = layout_plan(layout, length, len(parts), starts)
@@ -166,7 +183,7 @@ def unshard_sequence(
         if lengths[rank] != expected:
             raise ValueError(f"shards[{rank}] must have {expected} tokens, got {describe(parts[rank])}")
     order = np.concatenate([plan.tokens(rank) for rank in range(len(parts))])
-    return _taken(_concatenated(parts, axis), np.argsort(order), axis)  # type: ignore[no-any-return]
+    return _taken(_concatenated(parts, tokens), np.argsort(order), tokens)  # type: ignore[no-any-return]
 
 
 def _others(part: Any, axis: int) -> tuple[Any, ...]:

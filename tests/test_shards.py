@@ -26,10 +26,13 @@ def layouts(draw, length, world):
 def test_unsharding_gives_the_sequence_back(data, length, world):
     """Of arrays of one to five axes, whose tokens each process keeps in order."""
     layout, cu_seqlens = data.draw(layouts(length, world))
-    for shape in ((length,), (2, length), (length, 2, 3), (2, length, 1, 3), (1, length, 1, 1, 2)):
+    for shape, axis in (
+        ((length,), None), ((2, length), None), ((2, length, 3), None), ((2, length, 1, 3), None),
+        ((1, length, 1, 1, 2), None), ((length, 2, 3), 0), ((2, length), 1), ((2, 3, length), -1), ((length,), -1),
+    ):  # fmt: skip
         x = np.arange(np.prod(shape)).reshape(shape)
-        shards = [shard_sequence(x, world, rank, layout, cu_seqlens) for rank in range(world)]
-        np.testing.assert_array_equal(unshard_sequence(shards, layout, cu_seqlens), x)
+        shards = [shard_sequence(x, world, rank, layout, cu_seqlens, axis=axis) for rank in range(world)]
+        np.testing.assert_array_equal(unshard_sequence(shards, layout, cu_seqlens, axis=axis), x)
         assert all(shard.flags.c_contiguous and not np.shares_memory(shard, x) for shard in shards)
     tokens = [shard_sequence(np.arange(length), world, rank, layout, cu_seqlens) for rank in range(world)]
     assert all((np.diff(mine) > 0).all() for mine in tokens)
@@ -69,6 +72,16 @@ def test_lists_and_strides():
     )
 
 
+def test_embeddings_are_divided_along_their_tokens():
+    """Arrays of three axes as all others along the second one; packed ones along the first if that is said."""
+    x = np.arange(48).reshape(2, 8, 3)
+    np.testing.assert_array_equal(shard_sequence(x, 2, 0), x[:, [0, 1, 6, 7]])
+    np.testing.assert_array_equal(shard_sequence(x[0], 2, 1, axis=0), x[0, 2:6])
+    np.testing.assert_array_equal(
+        unshard_sequence([shard_sequence(x, 2, rank, axis=-2) for rank in range(2)], axis=-2), x
+    )
+
+
 def test_tensors():
     torch = pytest.importorskip("torch")
     x = torch.arange(24.0).reshape(1, 12, 2, 1).to(torch.bfloat16).requires_grad_()
@@ -78,6 +91,9 @@ def test_tensors():
     assert torch.equal(whole, x)
     (whole * x.detach()).sum().backward()
     assert torch.equal(x.grad, x.detach())
+    packed = x.detach()[0]
+    assert torch.equal(shard_sequence(packed, 2, 1, axis=0), packed[3:9])
+    assert torch.equal(shard_sequence(x.detach()[..., 0], 2, 1), packed[None, 3:9, :, 0])
 
 
 def test_jax_arrays():
@@ -85,6 +101,7 @@ def test_jax_arrays():
     x = jax.numpy.arange(24).reshape(2, 12)
     shards = [shard_sequence(x, 2, rank, cu_seqlens=[0, 5, 12]) for rank in range(2)]
     assert all(isinstance(shard, jax.Array) for shard in shards)
+    np.testing.assert_array_equal(shard_sequence(x.T[..., None], 2, 1, axis=0), x.T[3:9, :, None])
     np.testing.assert_array_equal(unshard_sequence(shards, cu_seqlens=[0, 5, 12]), x)
     np.testing.assert_array_equal(jax.jit(lambda x: shard_sequence(x, 2, 1))(x), shard_sequence(x, 2, 1))
 
@@ -106,6 +123,9 @@ def test_jax_arrays():
         (ValueError, r"x must have an axis of tokens, got int64 array of shape \(\)", {"x": 3}),
         (ValueError, r"write mask\[:, :, begin:end\]", {"x": MaskInfo.from_segments([[0] * 8])}),
         (ValueError, "world must be at most 1048576 processes, got 1152921504606846976", {"world": 2**60}),
+        (IndexError, "axis must be from -1 to 0 as x has 1, got 1", {"axis": 1}),
+        (IndexError, "axis must be from -3 to 2 as x has 3, got -4", {"x": np.zeros((1, 8, 2)), "axis": -4}),
+        (TypeError, "axis must be an integer, got 1.0", {"axis": 1.0}),
     ],
 )  # fmt: skip
 def test_errors_of_sharding(error, words, change):
@@ -128,6 +148,13 @@ def test_errors_of_sharding(error, words, change):
 def test_errors_of_unsharding(error, words, shards):
     with pytest.raises(error, match=words):
         unshard_sequence(shards)
+
+
+def test_errors_of_an_axis_of_shards():
+    with pytest.raises(IndexError, match=r"axis must be from -1 to 0 as shards\[0\] has 1, got 2"):
+        unshard_sequence([np.arange(2), np.arange(2)], axis=2)
+    with pytest.raises(ValueError, match=r"shards\[1\] must be a int64 array like shards\[0\]"):
+        unshard_sequence([np.zeros((2, 2), int), np.zeros((2, 3), int)], axis=0)
 
 
 @pytest.mark.parametrize(

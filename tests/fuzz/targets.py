@@ -986,8 +986,19 @@ target(
 
 def shard_arguments(rng: Rng) -> Arguments:
     tokens = int(rng.integers(0, 20))
+    shape, axis = pick(
+        rng,
+        [
+            ((2, tokens), None),
+            ((tokens,), None),
+            ((2, tokens, 3), None),
+            ((tokens, 2, 3), 0),
+            ((2, tokens), -1),
+        ],
+    )
     return {
-        "x": pick(rng, [floats(rng, 2, tokens), ids(rng, tokens), floats(rng, tokens, 2, 3)]),
+        "x": floats(rng, *shape),
+        "axis": axis,
         "world": 3,
         "rank": int(rng.integers(3)),
     } | some(rng, {"layout": lambda: "contiguous", "cu_seqlens": lambda: starts(rng, tokens)}, 0.5)
