@@ -224,6 +224,19 @@ def per_row(
     return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
 
 
+def is_bottom_right(offset: Any, name: str) -> bool:
+    """Whether an offset is told by the one text that it can be."""
+    if not isinstance(offset, str):
+        return False
+    if offset != "bottom-right":
+        from difflib import get_close_matches  # takes a millisecond, which most programs do not need
+
+        close = get_close_matches(offset.lower(), ("bottom-right", "lower-right"))
+        hint = "did you mean 'bottom-right'?" if close else "write 0 for top-left"
+        raise ValueError(f"{name} must be an integer or 'bottom-right', got {offset!r:.200}; {hint}")
+    return True
+
+
 _NO_LIMIT = "; write None for no limit"
 
 

@@ -6,7 +6,6 @@ axis for the batch; what `out` has to be is for the core to say.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from itertools import permutations
 from math import e, inf, log2, sqrt
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -24,6 +23,7 @@ from attnmask._arguments import (
     flag,
     integer,
     integer_array,
+    is_bottom_right,
     is_floating,
     is_number,
     mask_array,
@@ -31,6 +31,7 @@ from attnmask._arguments import (
     real,
     window,
 )
+from attnmask._keywords import hides
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program, Shape, arrays
 from attnmask._mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
@@ -403,15 +404,6 @@ def _both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts
     return q_starts, k_starts
 
 
-def _is_bottom_right(causal_offset: Any) -> bool:
-    if not isinstance(causal_offset, str):
-        return False
-    if causal_offset != "bottom-right":
-        expected = f"must be an integer or 'bottom-right', got {causal_offset!r:.200}"
-        raise ValueError(f"causal_offset {expected}; write 0 for top-left")
-    return True
-
-
 _DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
 
 
@@ -437,7 +429,7 @@ def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> Pe
         if flag(given["causal"], "causal", _DIAGONAL) and _is_one_query(starts, shape):
             warn_once("one query")
         return 0
-    if _is_bottom_right(causal_offset):
+    if is_bottom_right(causal_offset, "causal_offset"):
         return shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
     if starts is None:
         return per_row(causal_offset, "causal_offset", shape[0])
@@ -585,14 +577,11 @@ TOP_LEFT = _NotGiven(0)
 def attention_function(function: _Function) -> _Function:
     """Prepare a function that takes the arguments of attention.
 
-    `read_problem` can tell whether `causal_offset` was given. The signature that `help` shows has no ``**unknown``: a
-    function takes it only to say what to write instead, and a wrapper that did so would cost every call more.
+    `read_problem` can tell whether `causal_offset` was given. ``**unknown`` is hidden; a wrapper that refused such
+    keywords would cost every call more.
     """
     function.__kwdefaults__["causal_offset"] = TOP_LEFT  # type: ignore[index]
-    whole = signature(function)
-    shown = [parameter for name, parameter in whole.parameters.items() if name != "unknown"]
-    function.__signature__ = whole.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function
+    return hides("unknown")(function)
 
 
 def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Collection
 from inspect import signature
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn, TypedDict, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LEAVE_OUT = {
     "enable_gqa": "key and value may have fewer heads than query",
@@ -60,6 +62,18 @@ _WRITE = {
 
 class NoKeywords(TypedDict):
     """The type of ``**unknown``: type checkers refuse a call with any of them, as without it."""
+
+
+def hides(name: str) -> Callable[[_Function], _Function]:
+    """Leave a parameter out of the signature that `help` shows: it is taken only to say what to write instead."""
+
+    def hide(function: _Function) -> _Function:
+        whole = signature(function)
+        shown = [parameter for parameter in whole.parameters.values() if parameter.name != name]
+        function.__signature__ = whole.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return hide
 
 
 def advice(name: str, parameters: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -29,6 +29,7 @@ from attnmask import _mask_transforms as transforms
 from attnmask import _mask_tree as tree
 from attnmask._arguments import AxisName, describe, flag, frozen
 from attnmask._debug import traced
+from attnmask._keywords import hides
 from attnmask._mask_sharding import MaskSharding, shardings
 from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
 
@@ -1225,10 +1226,11 @@ class MaskInfo:
         """
         return self._of(transforms.causal(self._state, offset))
 
+    @hides("more")
     def apply_sliding_window(
         self,
         sliding_window: int | NDArray[np.integer] | tuple[int | ArrayLike | None, int | ArrayLike | None],
-        *,
+        *more: Never,
         offset: ArrayLike = 0,
         mode: Literal["default", "decode", "prefill"] | None = None,
         index: ArrayLike | None = None,
@@ -1277,6 +1279,8 @@ class MaskInfo:
         array([[0, 0, 0, 0, 1, 1],
                [1, 1, 1, 1, 1, 1]])
         """
+        if more:
+            transforms.reject_window((sliding_window, *more))
         return self._of(transforms.sliding_window(self._state, sliding_window, offset, mode, index))
 
     def apply_chunked(self, chunk_size: int, offset: ArrayLike = 0, within_segments: bool = False) -> Self:

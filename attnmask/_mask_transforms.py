@@ -6,7 +6,7 @@ Each function returns a new state, or the one that it was given if there is noth
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -221,6 +221,14 @@ def sliding_window(
     query = _clipped(per_row(index, "index", batch, -FARTHEST), 0, queries - 1)
     first = 0 if left is None else _clipped(query - left, 0, keys - width)
     return _cropped(state, Crop(query, 1, first, width))
+
+
+def reject_window(given: tuple[Any, ...]) -> NoReturn:
+    """Refuse several arguments by position, of which the first two may be meant as a pair."""
+    pair = all(side is None or type(side) is int for side in given[:2])
+    sides = ", ".join(map(describe, given[:2]))
+    hint = f"apply_sliding_window(({sides}))" if pair else "offset=, mode= or index="
+    raise TypeError(f"apply_sliding_window() takes 1 positional argument, got {len(given)}; write {hint}")
 
 
 def prefix(state: State, lengths: ArrayLike) -> State:

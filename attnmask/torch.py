@@ -7,7 +7,7 @@ import numpy as np
 
 from attnmask import _flash as flash
 from attnmask import _torch_operators as operators
-from attnmask._arguments import flag, integer, real, window
+from attnmask._arguments import flag, integer, is_bottom_right, real, window
 from attnmask._flash_arguments import ARRAYS, LEARNED, TOP_LEFT, check_hints
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
@@ -113,11 +113,7 @@ def _operands(
     mask = mask_tensors(attention_mask) if isinstance(attention_mask, MaskInfo) else attention_mask
     specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
     starts = [arrays.get(name) for name in ("cum_seqlens_q", "cum_seqlens_k")]
-    if isinstance(causal_offset, str):
-        if causal_offset != "bottom-right":
-            raise ValueError(
-                f"causal_offset must be an integer or 'bottom-right', got {causal_offset!r:.200}"
-            )
+    if is_bottom_right(causal_offset, "causal_offset"):
         if starts == [None, None]:
             causal_offset = arrays["key"].shape[1] - arrays["query"].shape[1]
         else:

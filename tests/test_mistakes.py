@@ -249,6 +249,18 @@ MISTAKES = {
         "write 0 for top-left",
         lambda: attend(causal=True, causal_offset=0),
     ),
+    "the offset with another hyphen": (
+        lambda: attend(causal=True, causal_offset="bottom_right"),
+        ValueError,
+        "must be an integer or 'bottom-right', got 'bottom_right'; did you mean 'bottom-right'?",
+        lambda: attend(causal=True, causal_offset="bottom-right"),
+    ),
+    "the offset as PyTorch calls it": (
+        lambda: attend(causal=True, causal_offset="LOWER_RIGHT"),
+        ValueError,
+        "got 'LOWER_RIGHT'; did you mean 'bottom-right'?",
+        lambda: attend(causal=True, causal_offset="bottom-right"),
+    ),
     "an array for the logsumexp": (
         lambda: attend(return_lse=True, out=(zeros(B, TQ, H, DV), zeros(B, H, TQ))),
         TypeError,
@@ -352,12 +364,14 @@ def test_keywords_of_an_operator(name):
             op(query, key, value, **{wrong: None})
 
 
-def test_the_signature_has_no_place_for_them():
+def test_signatures_do_not_show_what_is_refused():
     for function in FUNCTIONS:
         kinds = {
             parameter.kind for parameter in inspect.signature(getattr(attnmask, function)).parameters.values()
         }
         assert inspect.Parameter.VAR_KEYWORD not in kinds
+    window = inspect.signature(MaskInfo.apply_sliding_window).parameters
+    assert list(window) == ["self", "sliding_window", "offset", "mode", "index"]
 
 
 # Warnings

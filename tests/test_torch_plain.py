@@ -374,6 +374,7 @@ def test_eager_calls_that_are_wrong(torch):
         ({"causal": None}, TypeError, "causal must be True or False, got None"),
         ({"causal_offset": True}, TypeError, "causal_offset must be an integer"),
         ({"causal_offset": 2**62}, ValueError, "causal_offset must be at most"),
+        ({"causal_offset": "bottom_right"}, ValueError, "did you mean 'bottom-right'"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be a number, got nan"),
     ):
         with pytest.raises(error, match=message):
