@@ -78,9 +78,9 @@ def flash_attention_with_kvcache(
     block_table : array_like of integers, shape [B, max_pages], optional
         The pages of each sequence, in order. Entries behind its last token are not looked at.
     k_scale, v_scale : ndarray of float32, optional
-        Of a quantized cache, whose numbers they are the factors of: one for each token and head, of shape ``[B, Tmax,
-        Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or for each head and channel, ``[1, 1, Hkv, D]``. 1 if not given.
-        New tokens get scales of their own, which are written, or are quantized by those of the channels.
+        Both are needed for a cache of eight bits, whose numbers they multiply: one per token and head, of shape ``[B,
+        Tmax, Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or one per head and channel, ``[1, 1, Hkv, D]``. New tokens
+        get scales of their own, which are written; or they are quantized by those of the channels.
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
         Where the queries of each sequence begin, and the keys and values with them: some may be one token, and others
         many.

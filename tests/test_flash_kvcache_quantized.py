@@ -35,7 +35,8 @@ def cache_of(rng, dtype, scale, page_size):
         elif scale == "tokens":
             values, own = attnmask.quantize_kv(tokens, dtype, -1)
         else:
-            values, sizes = (tokens * 9).round().clip(-127, 127).astype(dtype), None
+            values = (tokens * 9).round().clip(-127, 127).astype(dtype)
+            sizes = np.ones((1, 1, HKV, depth), np.float32)
         for b, length in enumerate(LENGTHS):
             for t in range(length):
                 at = table[b, t // page_size], t % page_size
@@ -63,7 +64,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("scale", ["tokens", "channels", None])
+@pytest.mark.parametrize("scale", ["tokens", "channels", "ones"])
 @pytest.mark.parametrize("queries", [1, 20, 70])
 @pytest.mark.parametrize("page_size", [7, 16, 128])
 def test_over_the_numbers_that_they_stand_for(isa, dtype, scale, queries, page_size):
@@ -174,13 +175,21 @@ def test_same_bits_contiguous_and_paged(isa, dtype, queries, query_type):
     assert paged.tobytes() == contiguous.tobytes()
 
 
+def ones(caches):
+    """Scales that leave the numbers as they are, as the error says that one writes them."""
+    return {
+        f"{side}_scale": np.ones((1, 1, *cache.shape[2:]), np.float32)
+        for side, cache in zip("kv", caches, strict=True)
+    }
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("depth", [1024, 1025, 2100])  # rows of float8 are read unpacked up to some depth
 def test_long_keys(isa, dtype, depth):
     rng = np.random.default_rng(0)
     query = rng.standard_normal((1, 1, H, depth), np.float32)
     caches = [(rng.standard_normal((1, 70, HKV, depth), np.float32) * 9).astype(dtype) for _ in range(2)]
-    out = attnmask.flash_attention_with_kvcache(query, *caches, softmax_scale=0.002)
+    out = attnmask.flash_attention_with_kvcache(query, *caches, **ones(caches), softmax_scale=0.002)
     wide = [cache.astype(np.float32) for cache in caches]
     expected = attnmask.flash_attention_with_kvcache(query, *wide, softmax_scale=0.002)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
@@ -217,6 +226,16 @@ def one_of_ones(shape, number):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
+        (
+            {"k_scale": None},
+            ValueError,
+            "k_scale must be given for a cache of int8, got None; write k_scale=np.ones",
+        ),
+        (
+            {"v_scale": None},
+            ValueError,
+            r"write v_scale=np.ones\(\(1, 1, 2, 8\), np.float32\) for scales of 1",
+        ),
         ({"k_scale": np.ones((3, 4, 2, 1))}, TypeError, "k_scale must be float32"),
         ({"k_scale": np.ones((3, 4, 1, 8), np.float32)}, ValueError, "k_scale must be of shape"),
         ({"v_scale": np.ones((4, 2, 1), np.float32)}, ValueError, "v_scale must be of shape"),
@@ -255,7 +274,7 @@ def test_read_only_scales_take_no_tokens():
     cache, scale = np.zeros((1, 4, 1, 8), np.int8), np.ones((1, 4, 1, 1), np.float32)
     scale.setflags(write=False)
     key = np.ones((1, 1, 1, 8), np.float32)
-    given = {"k_scale": scale, "v_scale": scale, "cache_seqlens": 1}
+    given = {"k_scale": scale, "v_scale": scale.copy(), "cache_seqlens": 1}
     attnmask.flash_attention_with_kvcache(key, cache, cache.copy(), **given)
     with pytest.raises(ValueError, match="k_scale must be writeable"):
         attnmask.flash_attention_with_kvcache(key, cache, cache.copy(), key, key, **given)
@@ -269,11 +288,13 @@ def test_each_number_of_float8(isa, query_type):
     tokens = np.repeat(numbers[None, None, None], 64, axis=1)
     zeros = np.zeros_like(tokens)
     query = np.zeros((1, 1, 1, 256), query_type)
-    out = attnmask.flash_attention_with_kvcache(query, zeros, tokens)
+    scales = ones((tokens, tokens))
+    out = attnmask.flash_attention_with_kvcache(query, zeros, tokens, **scales)
     np.testing.assert_array_equal(out[0, 0, 0].astype(np.float32), numbers.astype(np.float32))
     tokens[np.isnan(tokens)] = 0
     for i in range(256):
         query[:] = np.arange(256) == i
-        _, lse = attnmask.flash_attention_with_kvcache(query, tokens, zeros, softmax_scale=1, return_lse=True)
+        options = {"softmax_scale": 1, "return_lse": True}
+        _, lse = attnmask.flash_attention_with_kvcache(query, tokens, zeros, **scales, **options)
         expected = tokens[0, 0, 0, i].astype(np.float64) + np.log(64)
         np.testing.assert_allclose(lse.item(), expected, rtol=1e-6, atol=1e-6)

@@ -95,7 +95,7 @@ def test_random_arguments(case):
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.int8), FLOAT8], ids=str)
-@pytest.mark.parametrize("scale", ["tokens", "channels", None])
+@pytest.mark.parametrize("scale", ["tokens", "channels"])
 @pytest.mark.parametrize("new", [False, True])
 def test_quantized_caches(dtype, scale, new):
     rng = np.random.default_rng(0)
@@ -106,7 +106,7 @@ def test_quantized_caches(dtype, scale, new):
     arguments = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "return_lse": True}
     arguments |= {"cache_seqlens": np.array([20, 30]), "block_table": np.array([[4, 1, -7], [5, 0, 2]])}
     arguments |= {"key": key, "value": value} if new else {}
-    compare(arguments | ({"k_scale": k_scale, "v_scale": v_scale} if scale else {}))
+    compare(arguments | {"k_scale": k_scale, "v_scale": v_scale})
 
 
 def masks():
@@ -363,12 +363,23 @@ def test_bad_scales_of_channels(scale):
     scales = np.ones((1, 1, 2, 8), F32)
     scales[0, 0, 1, 3] = scale
     function = jax.jit(
-        lambda scales: attnmask.jax.flash_attention_with_kvcache(x, cache, cache, k_scale=scales)
+        lambda scales: attnmask.jax.flash_attention_with_kvcache(
+            x, cache, cache, k_scale=scales, v_scale=np.ones((1, 1, 2, 8), F32)
+        )
     )
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="k_scale must be finite and positive for each channel"
     ):
         function(scales).out.block_until_ready()
+
+
+@pytest.mark.parametrize("missing", ["k_scale", "v_scale"])
+def test_scales_that_are_missing(missing):
+    x, cache = np.ones((1, 1, 2, 8), F32), np.zeros((1, 4, 2, 8), np.int8)
+    scales = {name: np.ones((1, 1, 2, 8), F32) for name in ("k_scale", "v_scale") if name != missing}
+    function = jax.jit(lambda scales: attnmask.jax.flash_attention_with_kvcache(x, cache, cache, **scales))
+    with pytest.raises(ValueError, match=rf"write {missing}=np.ones\(\(1, 1, 2, 8\), np.float32\) for"):
+        function(scales)
 
 
 def test_what_must_be_known():

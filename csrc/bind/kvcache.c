@@ -187,10 +187,17 @@ static int read_scales(arguments *a, int side)
     PyArrayObject *array = a->arrays[K_SCALE + side];
     const char *name = a->names[K_SCALE + side];
     npy_intp const *cache = shape_of(a, K_CACHE + side);
-    if (!array) return 0;
-    if (am_is_floating(type_of(a, K_CACHE + side)))
-        return complain(PyExc_ValueError, array, "%s must be None for a cache of %S", name,
-                        PyArray_DESCR(a->arrays[K_CACHE + side]));
+    PyArray_Descr *dtype = PyArray_DESCR(a->arrays[K_CACHE + side]);
+    const bool floating = am_is_floating(type_of(a, K_CACHE + side));
+    if (!array && floating) return 0;
+    if (!array) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s must be given for a cache of %S, got None; write %s=np.ones((1, 1, %zd, %zd), "
+                     "np.float32) for scales of 1",
+                     name, dtype, name, cache[2], cache[3]);
+        return -1;
+    }
+    if (floating) return complain(PyExc_ValueError, array, "%s must be None for a cache of %S", name, dtype);
     if (PyArray_TYPE(array) != NPY_FLOAT32)
         return complain(PyExc_TypeError, array, "%s must be float32", name);
     bool fits = PyArray_NDIM(array) == 4;

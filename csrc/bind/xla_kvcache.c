@@ -81,12 +81,14 @@ static bool read_scales(problem *p, int side)
     static const char *const names[] = {"k_scale", "v_scale"};
     const am_xla_view *cache = p->caches + side;
     am_xla_view *v = p->factors + side;
-    if (!has(p, side ? V_SCALE : K_SCALE)) return true;
+    const bool given = has(p, side ? V_SCALE : K_SCALE);
+    if (given == am_is_floating(cache->type))
+        return am_xla_fail(p->c, "%s must be given for a cache of eight bits, and for no other", names[side]);
+    if (!given) return true;
     if (!look_at_next(p, v)) return false;
     const bool by_channel = v->shape[0] == 1 && v->shape[1] == 1 &&
                             (cache->shape[0] != 1 || cache->shape[1] != 1 || v->shape[3] != 1);
-    bool fits = v->type == AM_FLOAT32 && v->axes == 4 && (v->shape[3] == 1 || by_channel) &&
-                !am_is_floating(cache->type);
+    bool fits = v->type == AM_FLOAT32 && v->axes == 4 && (v->shape[3] == 1 || by_channel);
     for (int i = 0; i < 4; i++) fits = fits && (v->shape[i] == 1 || v->shape[i] == cache->shape[i]);
     if (has(p, APPEND) && !by_channel)
         fits = fits && has_shape(v, cache->shape[0], cache->shape[1], cache->shape[2], 1);

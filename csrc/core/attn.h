@@ -58,7 +58,7 @@ typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
     am_tokens q, k, v, out;          /* k and v of one type, q and out of another or the same */
     am_pages pages;                  /* then the batch rows of k and v are pages; not for gradients */
-    am_kv_scales k_scales, v_scales; /* only of pages */
+    am_kv_scales k_scales, v_scales; /* both, of pages of eight bits alone */
     am_mask *mask;                   /* batch × heads × queries × keys */
     const char *bias;                /* NULL: none */
     am_dtype bias_type;

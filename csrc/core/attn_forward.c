@@ -3,6 +3,7 @@
  * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
  * keys. It steps over tiles of up to 64 keys. The schedule tells how tiles are read, and which blocks a task
  * takes; where blocks are few, it splits the keys of each, and the accumulators of the splits are merged. */
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -474,6 +475,9 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
 
 am_status am_attn_forward(const am_run *run, const am_attn *attn)
 {
+    /* Tiles have room for the scales of both sides, or of none. */
+    assert(am_is_floating(attn->k.type) == !attn->k_scales.data);
+    assert(am_is_floating(attn->v.type) == !attn->v_scales.data);
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
     if (attn->value_depth == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;

@@ -386,7 +386,7 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
     w->gathered = am_take(memory, used, am_max(1, s->step_items) * (w->k_bytes + w->v_bytes));
     w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, size ? 3 * sizeof *w->runs : 0);
     w->run = 0;
-    const bool scaled = f->k_scales.data || f->v_scales.data;
+    const bool scaled = f->k_scales.data;
     w->scales = (tile_scales)am_take(memory, used,
                                      scaled ? am_max(1, s->step_items) * (ptrdiff_t)sizeof *w->scales : 0);
     w->head = 0;

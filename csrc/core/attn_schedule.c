@@ -325,7 +325,7 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_at
         .factor = f->scale * AM_LOG2_E / base->unit,
         .lanes = am_lanes(base, f->depth),
         .out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2,
-        .scale_bytes = base->bf16x2 && (f->k_scales.data || f->v_scales.data) ? TILE * base->size : 0,
+        .scale_bytes = base->bf16x2 && f->k_scales.data ? TILE * base->size : 0,
         .local_tiles = 1,
     };
     if (!s->groups) return AM_NO_MEMORY;

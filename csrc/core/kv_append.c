@@ -115,7 +115,7 @@ static void quantize_row(const append_job *job, const row_move *move, ptrdiff_t 
     const am_kv_scales *s = &a->scales;
     const bool is_int8 = a->cache.type == AM_INT8;
     float scale = 1;
-    if (s->data && !s->by_channel) {
+    if (!s->by_channel) {
         const float most = greatest_magnitude(job, from);
         scale = most == 0 ? 1 : most / (is_int8 ? 127 : 448);
         *(float *)(s->data + move->page * s->batch + move->token * s->token + head * s->head) = scale;
