@@ -71,7 +71,8 @@ def flash_attention_with_kvcache(
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
         Of the type of `k_cache`.
     key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional
-        Written to `k_cache` in place, in its type. Nothing is written if any argument is wrong.
+        Written to `k_cache` in place, in its type. Nothing is written if any argument is wrong. No two elements of the
+        caches and scales may then be the same memory, and they may share none with what is read.
     value : array_like, shape [B, Tnew, Hkv, Dv], or [total, Hkv, Dv], optional
     cache_seqlens : int or array_like of integers, shape [B], optional
         Tokens that are there before the call. All of a contiguous cache if not given.

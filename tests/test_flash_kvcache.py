@@ -17,7 +17,7 @@ import reference_kvcache as twin
 from flash_cases import BF16, F16, F32, F64, FLOATS, POISON, all_pairs, laid_out, poison_of, thinned
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcache_bad_input import BAD, BAD_TO_READ, KINDS, good
+from kvcache_bad_input import BAD, BAD_TO_READ, HKV, KINDS, TQ, B, D, good
 from kvcache_cases import (
     FACTORS,
     GARBAGE,
@@ -741,6 +741,33 @@ def test_caches_that_overlap_an_input(name, other, behind):
     """They take new tokens, so what is read must lie elsewhere; the table says where these are written."""
     arguments = sharing(with_everything(new=True), name, other if other != name else "k_cache", behind)
     refused(arguments, ValueError, r"\b[kv]_cache must share no memory with")
+
+
+ROW = 4 * HKV * D  # bytes
+STRIDES = {
+    "one row for all sequences": (0, ROW, 4 * D, 4),
+    "one token in a row": (12 * ROW, 0, 4 * D, 4),
+    "one head": (12 * ROW, ROW, 0, 4),
+    "one channel": (12 * ROW, ROW, 4 * D, 0),
+    "rows that overlap": (11 * ROW, ROW, 4 * D, 4),
+    "rows that overlap, backwards": (11 * ROW, -ROW, 4 * D, 4),
+    "tokens that overlap": (12 * ROW, ROW - 4, 4 * D, 4),
+    "heads that overlap": (12 * ROW, ROW, 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
+def test_caches_whose_rows_are_the_same_memory(strides, name):
+    """They take no new tokens, and may be read."""
+    arguments = good("rows") | {"value": np.zeros((B, TQ, HKV, D), F32), "out": None}
+    arguments["v_cache"] = np.zeros_like(arguments["k_cache"])
+    start = 12 * ROW // 4
+    arguments[name] = as_strided(np.full(4 * start, 7, F32)[start:], (B, 12, HKV, D), strides)
+    refused(
+        arguments, ValueError, f"{name} must not overlap itself, got strides that lead to one element twice"
+    )
+    attend(arguments, key=None, value=None)
 
 
 def test_caches_that_are_lists():

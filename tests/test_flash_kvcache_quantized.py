@@ -1,11 +1,13 @@
 """Attention over caches of int8 and float8, by the float64 twin over the numbers that they stand for."""
 
 import inspect
+import math
 
 import ml_dtypes
 import numpy as np
 import pytest
 import reference_kvcache as twin
+from numpy.lib.stride_tricks import as_strided
 
 import attnmask
 
@@ -268,6 +270,60 @@ def test_bad_scales(change, error, words):
     for name, before in given().items():
         if name not in change:
             np.testing.assert_array_equal(arguments[name], before, err_msg=f"{name} was written to")
+
+
+def overlapping(shape, other, dtype=np.float32):
+    """Two arrays, of which the second begins in the last number of the first."""
+    first = math.prod(shape)
+    memory = np.ones(first + math.prod(other), dtype)
+    return memory[:first].reshape(shape), memory[first - 1 : -1].reshape(other)
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize(
+    "what", ["one array", "overlapping", "k_scale in v_cache", "v_scale in v_cache", "in k_cache"]
+)
+def test_scales_that_share_memory_take_no_tokens(by_token, what):
+    shape = (1, 16, 2, 1) if by_token else (1, 1, 2, 16)
+    caches = {name: np.ones((1, 16, 2, 16), np.int8) for name in ("k_cache", "v_cache")}
+    scales = {name: np.ones(shape, np.float32) for name in ("k_scale", "v_scale")}
+    if what == "one array":
+        scales["v_scale"] = scales["k_scale"]
+    elif what == "overlapping":
+        scales["k_scale"], scales["v_scale"] = overlapping(shape, shape)
+    else:
+        name, cache = what.split(" in ") if " in " in what else ("k_scale", "k_cache")
+        scales[name] = caches[cache].reshape(-1)[:128].view(np.float32).reshape(shape)
+        scales[name][...] = 1
+    x = np.ones((1, 1, 2, 16), np.float32)
+    given = caches | scales
+    before = {name: array.tobytes() for name, array in given.items()}
+    with pytest.raises(ValueError, match=r"^[kv]_(scale|cache) must share no memory with [kv]_scale"):
+        attnmask.flash_attention_with_kvcache(x, **given, key=100 * x, value=x, cache_seqlens=0)
+    assert {name: array.tobytes() for name, array in given.items()} == before
+    attnmask.flash_attention_with_kvcache(x, **given)  # only reads
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_one_scale_for_all_tokens_takes_no_tokens(name):
+    given = {each: np.zeros((1, 8, 1, 16), np.int8) for each in ("k_cache", "v_cache")}
+    given |= {each: np.ones((1, 8, 1, 1), np.float32) for each in ("k_scale", "v_scale")}
+    given[name] = as_strided(given[name], strides=(0, 0, 0, 0))
+    x = np.ones((1, 1, 1, 16), np.float32)
+    with pytest.raises(ValueError, match=f"{name} must not overlap itself"):
+        attnmask.flash_attention_with_kvcache(x, **given, key=x, value=x, cache_seqlens=0)
+    assert (given[name] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_tokens_that_share_memory_with_scales(name):
+    given = {each: np.zeros((1, 8, 1, 16), np.int8) for each in ("k_cache", "v_cache")}
+    given |= {each: np.ones((1, 1, 1, 16), np.float32) for each in ("query", "key", "value")}
+    given |= {each: np.ones((1, 8, 1, 1), np.float32) for each in ("k_scale", "v_scale")}
+    given["v_scale"], given[name] = overlapping((1, 8, 1, 1), (1, 1, 1, 16))
+    with pytest.raises(ValueError, match=f"^v_scale must share no memory with {name}"):
+        attnmask.flash_attention_with_kvcache(**given, cache_seqlens=0)
+    assert (given["v_scale"] == 1).all()
 
 
 def test_read_only_scales_take_no_tokens():

@@ -418,28 +418,33 @@ void am_free_starts(am_starts *s)
     s->starts = NULL;
 }
 
-/* The bytes that an array may touch: *low … *high - 1. */
-static void extent(PyArrayObject *array, const char **low, const char **high)
+/* The bytes that an array may touch: low … high - 1. */
+typedef struct {
+    const char *low, *high;
+} extent;
+
+static extent extent_of(PyArrayObject *array)
 {
-    *low = *high = PyArray_BYTES(array);
-    if (PyArray_SIZE(array) == 0) return;
+    extent e = {PyArray_BYTES(array), PyArray_BYTES(array)};
+    if (PyArray_SIZE(array) == 0) return e;
     for (int i = 0; i < PyArray_NDIM(array); i++) {
         npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
         if (reach < 0)
-            *low += reach;
+            e.low += reach;
         else
-            *high += reach;
+            e.high += reach;
     }
-    *high += PyArray_ITEMSIZE(array);
+    e.high += PyArray_ITEMSIZE(array);
+    return e;
 }
+
+static bool meet(const extent *a, const extent *b) { return b->low < a->high && a->low < b->high; }
 
 /* Returns 1, 0, or -1 with the exception set. NumPy decides for views whose ranges of bytes overlap. */
 static int shares_memory(PyArrayObject *a, PyArrayObject *b)
 {
-    const char *a_low, *a_high, *b_low, *b_high;
-    extent(a, &a_low, &a_high);
-    extent(b, &b_low, &b_high);
-    if (a_high <= b_low || b_high <= a_low) return 0;
+    const extent a_extent = extent_of(a), b_extent = extent_of(b);
+    if (!meet(&a_extent, &b_extent)) return 0;
     PyObject *numpy = PyImport_ImportModule("numpy"), *answer = NULL;
     PyArrayObject *plain_a = numpy ? plain_view(a) : NULL, *plain_b = plain_a ? plain_view(b) : NULL;
     /* The work is bounded: NumPy raises if it cannot decide, which counts as shared. */
@@ -461,6 +466,7 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
  * stride. */
 static bool overlaps_itself(PyArrayObject *array)
 {
+    if (PyArray_IS_C_CONTIGUOUS(array)) return false;
     npy_intp size = PyArray_ITEMSIZE(array), span = size;
     bool used[NPY_MAXDIMS] = {false};
     for (int n = 0; n < PyArray_NDIM(array); n++) {
@@ -483,6 +489,28 @@ int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, c
     int shared = shares_memory(out, input);
     if (shared > 0) PyErr_Format(PyExc_ValueError, "%s must share no memory with %s", name, input_name);
     return shared ? -1 : 0;
+}
+
+int am_check_written(PyArrayObject *const *arrays, const char *const *names, int written, int count)
+{
+    extent extents[AM_MOST_WRITTEN];
+    for (int i = 0; i < count; i++) {
+        if (arrays[i]) extents[i] = extent_of(arrays[i]);
+        for (int j = 0; arrays[i] && j < i && j < written; j++) {
+            if (arrays[j] && meet(&extents[j], &extents[i]) &&
+                am_check_apart(arrays[j], names[j], arrays[i], names[i]) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+int am_check_no_overlap(PyArrayObject *array, const char *name)
+{
+    if (PyArray_SIZE(array) == 0 || !overlaps_itself(array)) return 0;
+    PyErr_Format(PyExc_ValueError, "%s must not overlap itself, got strides that lead to one element twice",
+                 name);
+    return -1;
 }
 
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
@@ -508,11 +536,7 @@ int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const 
                      PyArray_DESCR(out));
         return -1;
     }
-    if (PyArray_SIZE(out) > 0 && overlaps_itself(out)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s must not overlap itself, got strides that lead to one element twice", name);
-        return -1;
-    }
+    if (am_check_no_overlap(out, name) < 0) return -1;
     for (int i = 0; i < input_count; i++) {
         if (inputs[i] && am_check_apart(out, name, inputs[i], input_names[i]) < 0) return -1;
     }

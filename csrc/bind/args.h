@@ -108,6 +108,14 @@ int am_reject_element(const char *name, const char *expected, PyArrayObject *arr
 /* Checks that `out` shares no memory with `input`; 0 or -1. */
 int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name);
 
+/* Checks that each of the first `written` arrays shares memory with no other one of `count`, of which any may
+ * be NULL; 0 or -1. */
+enum { AM_MOST_WRITTEN = 8 };
+int am_check_written(PyArrayObject *const *arrays, const char *const *names, int written, int count);
+
+/* Checks that no two elements of `array` are the same memory; 0 or -1. */
+int am_check_no_overlap(PyArrayObject *array, const char *name);
+
 /* Checks that `out` has the shape and dtype of the result, can be written to, and shares no memory with the
  * inputs, of which any may be NULL; 0 or -1. */
 int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,

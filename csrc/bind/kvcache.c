@@ -460,7 +460,7 @@ static int check_in_place(const arguments *a, int i)
     }
     const bool in_place = PyArray_Check(given) ? PyArray_DATA((PyArrayObject *)given) == PyArray_DATA(array)
                                                : PyObject_HasAttrString(given, "__dlpack__");
-    if (in_place || PyArray_SIZE(array) == 0) return 0;
+    if (in_place || PyArray_SIZE(array) == 0) return am_check_no_overlap(array, a->names[i]);
     return complain(PyExc_ValueError, given,
                     "%s must be an aligned array in native byte order to take new tokens", a->names[i]);
 }
@@ -468,15 +468,12 @@ static int check_in_place(const arguments *a, int i)
 /* Checks all that is written to when new tokens are appended. */
 static int check_written(const arguments *a)
 {
-    static const int read[] = {QUERY, KEY, VALUE, BLOCK_TABLE, V_CACHE};
-    for (int side = 0; side < 2; side++) {
-        for (int i = 0; i < 5 - side; i++) {
-            PyArrayObject *other = a->arrays[read[i]];
-            if (other && am_check_apart(a->arrays[K_CACHE + side], a->names[K_CACHE + side], other,
-                                        a->names[read[i]]) < 0)
-                return -1;
-        }
-    }
+    /* Scales of channels are only read, and yet may not lie where tokens or other scales are. */
+    static const int which[] = {K_CACHE, V_CACHE, K_SCALE, V_SCALE, QUERY, KEY, VALUE, BLOCK_TABLE};
+    PyArrayObject *arrays[AM_MOST_WRITTEN];
+    const char *names[AM_MOST_WRITTEN];
+    for (int i = 0; i < AM_MOST_WRITTEN; i++) arrays[i] = a->arrays[which[i]], names[i] = a->names[which[i]];
+    if (am_check_written(arrays, names, 4, AM_MOST_WRITTEN) < 0) return -1;
     for (int side = 0; side < 2; side++) {
         const bool by_token = a->arrays[K_SCALE + side] && !a->scales[side].by_channel;
         if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
