@@ -199,9 +199,14 @@ def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDAr
 
 
 def per_row(
-    value: ArrayLike, name: str, rows: int, minimum: int = -FARTHEST, row: str = "batch row"
+    value: ArrayLike,
+    name: str,
+    rows: int,
+    minimum: int = -FARTHEST,
+    row: str = "batch row",
+    broadcast: bool = True,
 ) -> int | NDArray[np.int64]:
-    """One integer for all rows, or an array of one each."""
+    """One integer for all rows, or an array of one each; one entry is for all rows if it may `broadcast`."""
     if type(value) is int and minimum <= value <= FARTHEST:
         return value  # the usual case, where making an array would take a microsecond
     array = as_array(value, name)
@@ -214,8 +219,9 @@ def per_row(
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
         came = describe(array if array.ndim else value)
         raise TypeError(f"{name} must be an integer or one for each {row}, got {came}")
-    if array.shape not in ((rows,), (1,)):
-        raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}")
+    if array.shape != (rows,) and (array.shape != (1,) or not broadcast):
+        hint = f"; write {name}[0] for one number for all" if array.shape == (1,) else ""
+        raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}{hint}")
     outside = (array < minimum) | (array > FARTHEST)
     if outside.any():
         index = int(outside.argmax())

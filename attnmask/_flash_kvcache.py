@@ -165,7 +165,7 @@ def int32_table(block_table: NDArray[Any], given: Any) -> NDArray[np.int32]:
 
 def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
     """The tokens of each sequence that are there."""
-    given = per_row(cache_seqlens, "cache_seqlens", batch, 0)
+    given = per_row(cache_seqlens, "cache_seqlens", batch, 0, broadcast=False)
     return np.full(batch, given, np.int64) if isinstance(given, int) else given
 
 
