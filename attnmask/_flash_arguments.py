@@ -33,7 +33,7 @@ from attnmask._arguments import (
 )
 from attnmask._keywords import hides
 from attnmask._mask_info import MaskInfo
-from attnmask._mask_program import Program, Shape, arrays
+from attnmask._mask_program import AXES, Program, Shape, arrays
 from attnmask._mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
 from attnmask._warnings import warn_once
 
@@ -327,6 +327,16 @@ def _for_all_rows(node: Node) -> Node:
     return (node[0], *shared)
 
 
+def _shape_hint(given: Shape, shape: Shape) -> str:
+    """What is to be changed of a MaskInfo that does not broadcast."""
+    if given[2:] != shape[2:]:
+        sizes = f"{shape[2]} queries and {shape[3]} keys"
+        return f"; make it for {sizes}: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)"
+    axis = 0 if given[0] not in (1, shape[0]) else 1
+    expected = "1" if shape[axis] == 1 else f"{shape[axis]}, or 1 for all"
+    return f"; its {AXES[axis]} must be {expected}, got {given[axis]}"
+
+
 def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
@@ -335,10 +345,8 @@ def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
         return (dense(mask_array(array, "attention_mask")),)
     given, program = attention_mask._state.described("attend by attention_mask")
     if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
-        raise ValueError(
-            f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got a MaskInfo of shape {given}; make it "
-            f"for {shape[2]} queries and {shape[3]} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)"
-        )
+        came = f"a MaskInfo of shape {given}{_shape_hint(given, shape)}"
+        raise ValueError(f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got {came}")
     if given[0] != shape[0]:
         program = tuple(map(_for_all_rows, program))
     return (attention_mask._state.prepared(shape, program),)

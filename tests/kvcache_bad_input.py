@@ -205,6 +205,8 @@ BAD = [
      "attention_mask must broadcast .* MaskInfo of shape"),
     ("packed", {"attention_mask": MaskInfo.from_segments(np.zeros((B, 6), int), np.zeros((B, 12), int))}, ValueError,
      "attention_mask must broadcast .* MaskInfo of shape"),
+    ("rows", {"attention_mask": MaskInfo.from_segments(np.zeros((3, TQ), int), np.zeros((3, 12), int))}, ValueError,
+     "its batch rows must be 2, or 1 for all, got 3"),
     # The output
     ("rows", {"out": [[1.0]]}, TypeError, "out must be a NumPy array or None"),
     ("rows", {"out": "x"}, TypeError, "out must be a NumPy array or None"),

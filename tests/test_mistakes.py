@@ -151,6 +151,24 @@ MISTAKES = {
         f"make it for {TQ} queries and {TK} keys: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)",
         lambda: attend(attention_mask=MaskInfo.from_segments(np.zeros((B, TQ), int), np.zeros((B, TK), int))),
     ),
+    "a MaskInfo of another batch": (
+        lambda: attend(attention_mask=MaskInfo.from_segments(*(np.zeros((B + 1, t), int) for t in (TQ, TK)))),
+        ValueError,
+        f"got a MaskInfo of shape ({B + 1}, 1, {TQ}, {TK}); its batch rows must be {B}, or 1 for all, got {B + 1}",
+        lambda: attend(attention_mask=MaskInfo.from_segments(*(np.zeros((1, t), int) for t in (TQ, TK)))),
+    ),
+    "a MaskInfo of other heads": (
+        lambda: attend(attention_mask=MaskInfo(np.ones((1, H + 1, TQ, TK), bool))),
+        ValueError,
+        f"its heads must be {H}, or 1 for all, got {H + 1}",
+        lambda: attend(attention_mask=MaskInfo(np.ones((1, H, TQ, TK), bool))),
+    ),
+    "a MaskInfo of a batch for packed queries": (
+        lambda: pack(cum_seqlens_q=[0, 9], attention_mask=MaskInfo.from_segments(np.zeros((B, 9), int))),
+        ValueError,
+        f"its batch rows must be 1, got {B}",
+        lambda: pack(cum_seqlens_q=[0, 9], attention_mask=MaskInfo.from_segments(np.zeros((1, 9), int))),
+    ),
     "a padding mask as segment ids": (
         lambda: attend(q_segment_ids=padding, kv_segment_ids=mask),
         TypeError,
