@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import SANITIZED
 from numpy.lib.stride_tricks import as_strided
+from test_runtime import python
 
 import attnmask
 from attnmask import MaskInfo
@@ -205,6 +206,62 @@ def test_tiles_that_change():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
+
+
+MEDDLING = """
+import sys, warnings
+import numpy as np
+import attnmask
+
+warnings.simplefilter("ignore")  # newer NumPy deprecates setting a shape
+compare = np.shares_memory
+for target, attribute, value in {changes}:
+    memory = np.random.default_rng(0).standard_normal((1, 512, 2, 128)).astype(np.float32)
+    query, out = memory[..., ::2], memory[..., 1::2]  # NumPy has to search to find that they are apart
+    key, value_ = query + 1, query[..., :32] - 1
+    expected = attnmask.flash_attention(query, key, value_)
+    out = out[..., :32]
+    arrays = dict(query=query, key=key, value=value_, out=out)
+    plain = {{name: array.view() for name, array in arrays.items()}}
+    calls = []
+
+    def meddle(*args, **options):
+        calls.append(1)
+        setattr(arrays[target], attribute, value)
+        return compare(*args, **options)
+
+    np.shares_memory = meddle
+    assert attnmask.flash_attention(query, key, value_, out=out) is out
+    np.shares_memory = compare
+    assert calls, target
+    np.testing.assert_array_equal(plain["out"], expected, f"{{target}} {{attribute}}")
+print("same")
+"""
+
+
+@pytest.mark.parametrize("target", ["query", "key", "value", "out"])
+def test_arrays_that_change_while_their_memory_is_compared(target):
+    """What was checked is what is read and written, whatever foreign code does to the arrays meanwhile."""
+    changes = [(target, "strides", (0, 0, 0, 0)), (target, "dtype", np.dtype("i4").str)]
+    if target in ("key", "value"):
+        changes += [(target, "shape", (1, 2**14, 2, 2 if target == "key" else 1)), (target, "dtype", "f8")]
+    result = python(MEDDLING.format(changes=changes))
+    assert result.stdout == "same\n", (result.returncode, result.stderr)
+
+
+def test_starts_that_change_while_a_later_argument_is_read():
+    starts = np.array([0, 2, 5])
+
+    class Size:
+        def __index__(self):
+            starts.dtype = np.float64
+            return 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        indices = attnmask.prepare_chunk_indices(starts, Size())
+    assert indices.dtype == np.int64
+    assert indices.tolist() == [[0, 0], [1, 0], [1, 1]]
 
 
 # Sizes

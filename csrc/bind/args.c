@@ -319,48 +319,57 @@ int am_to_text(PyObject *object, const char *name, void *dst)
     return PyErr_Occurred() ? -1 : am_reject(PyExc_TypeError, name, "a string", object);
 }
 
-PyArrayObject *am_starts_array(PyObject *object, const char *name)
+bool am_entries_of(PyArrayObject *array, am_entries *entries)
 {
-    PyArrayObject *array = NULL;
-    if (to_array(object, name, true, &array) < 0)
-        return NULL; /* the length is read only once, so a view, which takes 40 ns, is not needed */
-    static const char expected[] = "a 1-D array of integers with at least one entry";
-    /* An empty list becomes float64, but its length is what is wrong with it. */
-    PyObject *wrong = NULL;
-    if (PyArray_NDIM(array) != 1 || PyArray_SIZE(array) == 0)
-        wrong = PyExc_ValueError;
-    else if (!am_is_integer(am_dtype_of(PyArray_DESCR(array))))
-        wrong = PyExc_TypeError;
-    if (wrong) {
-        am_reject(wrong, name, expected, (PyObject *)array);
-        Py_CLEAR(array);
-    }
-    return array;
+    if (PyArray_NDIM(array) != 1) return false;
+    *entries = (am_entries){PyArray_BYTES(array), PyArray_DIM(array, 0), PyArray_STRIDE(array, 0),
+                            am_dtype_of(PyArray_DESCR(array))};
+    return am_is_integer(entries->type);
 }
 
-npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to)
+npy_intp am_widen_entries(const am_entries *entries, ptrdiff_t *to)
 {
-    const npy_intp count = PyArray_DIM(array, 0), step = PyArray_STRIDE(array, 0);
-    const am_dtype type = am_dtype_of(PyArray_DESCR(array));
-    am_convert_row *widen = am_converter(type, AM_INT64);
-    if (step == (npy_intp)am_size_of(type) && widen(NULL, to, PyArray_DATA(array), count)) return -1;
+    const npy_intp count = entries->count, step = entries->step;
+    am_convert_row *widen = am_converter(entries->type, AM_INT64);
+    if (step == (npy_intp)am_size_of(entries->type) && widen(NULL, to, entries->data, count)) return -1;
     npy_intp beyond = -1;
     for (npy_intp i = count - 1; i >= 0; i--) {
-        if (widen(NULL, &to[i], PyArray_BYTES(array) + i * step, 1)) continue;
+        if (widen(NULL, &to[i], entries->data + i * step, 1)) continue;
         to[i] = PTRDIFF_MAX;
         beyond = i;
     }
     return beyond;
 }
 
+int am_read_starts(am_starts *s, PyObject *object, const char *name)
+{
+    /* A view, which takes 40 ns, is not needed: the array is looked at once. */
+    if (to_array(object, name, true, &s->array) < 0) return -1;
+    s->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(s->array));
+    if (am_entries_of(s->array, &s->entries) && s->entries.count > 0) return 0;
+    /* An empty list becomes float64, but its length is what is wrong with it. */
+    const bool wrong_shape = PyArray_NDIM(s->array) != 1 || PyArray_SIZE(s->array) == 0;
+    return am_reject(wrong_shape ? PyExc_ValueError : PyExc_TypeError, name,
+                     "a 1-D array of integers with at least one entry", (PyObject *)s->array);
+}
+
 static const char other_forms[] = "; write np.cumsum([0, *lengths]) for lengths, "
                                   "or pairs_to_cu_seqlens(pairs) for pairs of start and end";
 
-/* The message shows the number as the caller passed it: it may exceed any C type. */
-static int reject_start(PyArrayObject *array, const char *name, const char *expected, npy_intp index,
+/* A start for a message, which exceeds ptrdiff_t only as uint64. */
+static PyObject *start_of(const am_starts *s, npy_intp index)
+{
+    if (s->starts[index] < PTRDIFF_MAX || s->entries.type != AM_UINT64)
+        return PyLong_FromSsize_t(s->starts[index]);
+    uint64_t start;
+    memcpy(&start, s->entries.data + index * s->entries.step, sizeof start);
+    return PyLong_FromUnsignedLongLong(start);
+}
+
+static int reject_start(const am_starts *s, const char *name, const char *expected, npy_intp index,
                         const char *hint)
 {
-    PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
+    PyObject *start = start_of(s, index);
     if (start)
         PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index,
                      hint);
@@ -368,10 +377,9 @@ static int reject_start(PyArrayObject *array, const char *name, const char *expe
     return -1;
 }
 
-static int reject_decrease(PyArrayObject *array, const char *name, npy_intp index)
+static int reject_decrease(const am_starts *s, const char *name, npy_intp index)
 {
-    PyObject *start = PyArray_GETITEM(array, PyArray_GETPTR1(array, index));
-    PyObject *before = start ? PyArray_GETITEM(array, PyArray_GETPTR1(array, index - 1)) : NULL;
+    PyObject *start = start_of(s, index), *before = start ? start_of(s, index - 1) : NULL;
     if (before)
         PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
                      before, index, other_forms);
@@ -382,28 +390,26 @@ static int reject_decrease(PyArrayObject *array, const char *name, npy_intp inde
 
 int am_check_starts(am_starts *s, const char *name)
 {
-    npy_intp count = PyArray_DIM(s->array, 0);
+    const npy_intp count = s->entries.count;
     s->sequences = count - 1;
     s->starts = am_new(ptrdiff_t, count);
     if (!s->starts) {
         PyErr_NoMemory();
         return -1;
     }
-    npy_intp beyond = am_widen_entries(s->array, s->starts);
-    if (s->starts[0] != 0) return reject_start(s->array, name, "start at 0", 0, other_forms);
+    npy_intp beyond = am_widen_entries(&s->entries, s->starts);
+    if (s->starts[0] != 0) return reject_start(s, name, "start at 0", 0, other_forms);
     bool decreases = false; /* the compiler vectorizes a loop that has no exit */
     for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];
     for (npy_intp i = 1; decreases; i++) {
-        if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s->array, name, i);
+        if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s, name, i);
     }
-    return beyond < 0 ? 0 : reject_start(s->array, name, "hold values below 2**63", beyond, "");
+    return beyond < 0 ? 0 : reject_start(s, name, "hold values below 2**63", beyond, "");
 }
 
 int am_to_starts(PyObject *object, const char *name, void *dst)
 {
-    am_starts *s = dst;
-    s->array = am_starts_array(object, name);
-    return s->array ? am_check_starts(s, name) : -1;
+    return am_read_starts(dst, object, name) < 0 ? -1 : am_check_starts(dst, name);
 }
 
 int am_to_starts_or_none(PyObject *object, const char *name, void *dst)
@@ -414,6 +420,7 @@ int am_to_starts_or_none(PyObject *object, const char *name, void *dst)
 void am_free_starts(am_starts *s)
 {
     Py_CLEAR(s->array);
+    Py_CLEAR(s->dtype);
     free(s->starts);
     s->starts = NULL;
 }

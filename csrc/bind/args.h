@@ -73,10 +73,26 @@ am_to am_to_dtype, am_to_integer_dtype;
 am_to am_to_object;
 /* const char **: the text of a string, borrowed. */
 am_to am_to_text;
+/* A 1-D array of integers as it was when am_entries_of read it. The caller's own array may have another shape
+ * a moment later. */
+typedef struct {
+    const char *data;
+    npy_intp count, step;
+    am_dtype type;
+} am_entries;
+/* False for other arrays. */
+bool am_entries_of(PyArrayObject *array, am_entries *entries);
+
+/* Converts the entries. One that exceeds ptrdiff_t becomes its largest value. Returns the index of the first
+ * such entry, or -1. */
+npy_intp am_widen_entries(const am_entries *entries, ptrdiff_t *to);
+
 /* am_starts *: the starts of sequences: 1-D integers that begin with 0 and never decrease;
  * am_to_starts_or_none leaves `array` NULL for None. */
 typedef struct {
-    PyArrayObject *array; /* as the caller passed it */
+    PyArrayObject *array; /* the caller's own, which keeps the entries alive */
+    am_entries entries;
+    PyArray_Descr *dtype; /* owned */
     ptrdiff_t *starts;    /* owned; NULL until am_check_starts */
     ptrdiff_t sequences;
 } am_starts;
@@ -84,13 +100,9 @@ am_to am_to_starts, am_to_starts_or_none;
 void am_free_starts(am_starts *starts);
 
 /* The first half of am_to_starts: checks that the object is a 1-D integer array with at least one entry. */
-PyArrayObject *am_starts_array(PyObject *object, const char *name);
+int am_read_starts(am_starts *starts, PyObject *object, const char *name);
 /* The second half: checks and converts the entries. */
 int am_check_starts(am_starts *starts, const char *name);
-
-/* Converts the entries of a 1-D array of integers. One that exceeds ptrdiff_t becomes its largest value.
- * Returns the index of the first such entry, or -1. */
-npy_intp am_widen_entries(PyArrayObject *array, ptrdiff_t *to);
 
 /* A text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
 PyObject *am_describe(PyObject *object);

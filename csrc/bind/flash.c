@@ -14,6 +14,8 @@ enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by dis
 
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
+    am_tokens_read q, k, v; /* of the first three */
+    PyArray_Descr *dtype;   /* of the query; owned */
     am_out out;
     PyObject *nodes, *relative, *part;
     PyArrayObject *relative_arrays[RELATIVE_ARRAYS]; /* NULL: not given */
@@ -60,16 +62,19 @@ bool am_shapes_fit(const npy_intp *query, const npy_intp *key, const npy_intp *v
     return fits;
 }
 
-static bool fits(const arguments *a)
+/* Reads query, key and value, of four axes each; all else looks at what has been read. Returns whether they
+ * belong together. */
+static bool read_inputs(arguments *a)
 {
-    const am_dtype type = am_dtype_of(PyArray_DESCR(a->query));
-    return am_is_floating(type) && am_dtype_of(PyArray_DESCR(a->key)) == type &&
-           am_dtype_of(PyArray_DESCR(a->value)) == type &&
-           am_shapes_fit(PyArray_DIMS(a->query), PyArray_DIMS(a->key), PyArray_DIMS(a->value));
+    a->q = am_read_tokens(a->query), a->k = am_read_tokens(a->key), a->v = am_read_tokens(a->value);
+    a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(a->query));
+    const am_dtype type = a->q.tokens.type;
+    return am_is_floating(type) && a->k.tokens.type == type && a->v.tokens.type == type &&
+           am_shapes_fit(a->q.shape, a->k.shape, a->v.shape);
 }
 
 /* Python checks arguments first, with better messages; this only keeps memory accesses within bounds. */
-static int check_inputs(const arguments *a)
+static int check_inputs(arguments *a)
 {
     PyArrayObject *const arrays[] = {a->query, a->key, a->value};
     for (int i = 0; i < 3; i++) {
@@ -81,7 +86,7 @@ static int check_inputs(const arguments *a)
         if (PyArray_NDIM(arrays[i]) != 4)
             return reject_array(PyExc_ValueError, input_names[i], "of four axes", arrays[i]);
     }
-    if (fits(a)) return 0;
+    if (read_inputs(a)) return 0;
     PyErr_SetString(PyExc_ValueError, "query, key and value must have one type, and shapes that fit");
     return -1;
 }
@@ -90,8 +95,8 @@ static int check_inputs(const arguments *a)
 static void set_shape(arguments *a)
 {
     am_mask *mask = &a->mask.mask;
-    mask->batch = PyArray_DIM(a->query, 0), mask->heads = PyArray_DIM(a->query, 2);
-    mask->queries = PyArray_DIM(a->query, 1), mask->keys = PyArray_DIM(a->key, 1);
+    mask->batch = a->q.shape[0], mask->heads = a->q.shape[2];
+    mask->queries = a->q.shape[1], mask->keys = a->k.shape[1];
 }
 
 static int check_bias(const arguments *a)
@@ -187,9 +192,9 @@ static int read_part(arguments *a)
 
 /* The type of the results: the query's, but of a part, which will be added to others, that of the arithmetic.
  */
-static PyArray_Descr *result_dtype(const arguments *a, PyArrayObject *like)
+static PyArray_Descr *result_dtype(const arguments *a)
 {
-    PyArray_Descr *dtype = PyArray_DESCR(like);
+    PyArray_Descr *dtype = a->dtype;
     const bool widens = a->part != Py_None && am_dtype_of(dtype) != AM_FLOAT64;
     return widens ? PyArray_DescrFromType(NPY_FLOAT32) : (PyArray_Descr *)Py_NewRef(dtype);
 }
@@ -219,14 +224,14 @@ static am_attn flash_of(arguments *a)
     am_attn flash = {
         .batch = mask->batch,
         .heads = mask->heads,
-        .kv_heads = PyArray_DIM(a->key, 2),
+        .kv_heads = a->k.shape[2],
         .queries = mask->queries,
         .keys = mask->keys,
-        .depth = PyArray_DIM(a->query, 3),
-        .value_depth = PyArray_DIM(a->value, 3),
-        .q = am_tokens_of(a->query),
-        .k = am_tokens_of(a->key),
-        .v = am_tokens_of(a->value),
+        .depth = a->q.shape[3],
+        .value_depth = a->v.shape[3],
+        .q = a->q.tokens,
+        .k = a->k.tokens,
+        .v = a->v.tokens,
         .mask = &a->mask.mask,
         .scale = a->scale.value,
         .cap = a->cap.value,
@@ -253,14 +258,14 @@ static PyObject *compute(PyObject *module, arguments *a)
     const am_mask *mask = &a->mask.mask;
     PyArrayObject *lse = NULL;
     PyObject *result = NULL;
-    npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(a->value, 3)};
-    PyArray_Descr *dtype = result_dtype(a, a->query);
+    npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, a->v.shape[3]};
+    PyArray_Descr *dtype = result_dtype(a);
     PyArrayObject *out = dtype ? am_target(&a->out, 4, dims, dtype) : NULL;
     if (!out) goto fail;
     if (a->out.given && am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
     if (a->return_lse) {
         npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
-        lse = am_new_array_of(3, rows, PyArray_TYPE(a->query) == NPY_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
+        lse = am_new_array_of(3, rows, a->q.tokens.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
     am_attn flash = flash_of(a);
@@ -318,6 +323,7 @@ static void release(arguments *a)
     Py_XDECREF(a->sinks);
     for (int i = 0; i < RELATIVE_ARRAYS; i++) Py_XDECREF(a->relative_arrays[i]);
     Py_XDECREF(a->out.array);
+    Py_XDECREF(a->dtype);
 }
 
 static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -337,11 +343,12 @@ static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize
 
 /* --- Usual calls --- */
 
-/* Reads an array that can be taken as it is; NULL if it cannot. */
-static PyArrayObject *usual_tokens(PyObject *object)
+/* Whether an array can be taken as it is; it gets a reference. */
+static bool usual_tokens(PyObject *object, PyArrayObject **array)
 {
-    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
-    return array && PyArray_NDIM(array) == 4 && PyArray_ISBEHAVED_RO(array) ? array : NULL;
+    if (!PyArray_CheckExact(object)) return false;
+    *array = (PyArrayObject *)Py_NewRef(object);
+    return PyArray_NDIM(*array) == 4 && PyArray_ISBEHAVED_RO(*array);
 }
 
 bool am_usual_scale(PyObject *object, npy_intp depth, double *scale)
@@ -368,12 +375,35 @@ bool am_usual_diagonal(PyObject *offset, bool causal, npy_intp queries, npy_intp
     return am_abs(*diagonal) < AM_FAR / 2 && !warns;
 }
 
+enum { RETURN_LSE, QUERY, KEY, VALUE, SCALE, CAUSAL, OFFSET, OUT, NORMALIZE, DROPOUT, LOW, NAMED };
+
+/* Reads the arguments of flash_usual; false, and maybe with an exception, if it does not apply. */
+static bool read_usual(PyObject *const *args, arguments *a, ptrdiff_t *high)
+{
+    PyObject *const flags[] = {args[CAUSAL], args[RETURN_LSE]};
+    for (int i = 0; i < 2; i++) {
+        if (flags[i] != Py_True && flags[i] != Py_False) return false;
+    }
+    if (!usual_tokens(args[QUERY], &a->query) || !usual_tokens(args[KEY], &a->key) ||
+        !usual_tokens(args[VALUE], &a->value) || !read_inputs(a))
+        return false;
+    if (!am_usual_scale(args[SCALE], a->q.shape[3], &a->scale.value) ||
+        !am_usual_diagonal(args[OFFSET], args[CAUSAL] == Py_True, a->q.shape[1], a->k.shape[1], high))
+        return false;
+    if (args[OUT] == Py_None) return true;
+    if (!PyArray_CheckExact(args[OUT]) || am_to_out(args[OUT], "out", &a->out) < 0) return false;
+    PyArrayObject *const inputs[] = {a->query, a->key, a->value};
+    for (int i = 0; i < 3; i++) {
+        if (am_check_apart(a->out.array, "out", inputs[i], input_names[i]) < 0) return false;
+    }
+    return true;
+}
+
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
  * are, with a causal mask or none. All arguments after the ones that have names here are None. Returns
  * NotImplemented if anything is unusual, or wrong. */
 static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { RETURN_LSE, QUERY, KEY, VALUE, SCALE, CAUSAL, OFFSET, OUT, NORMALIZE, DROPOUT, LOW, NAMED };
     if (nargs < NAMED) {
         PyErr_Format(PyExc_TypeError, "flash_usual() takes %d arguments or more, got %zd", NAMED, nargs);
         return NULL;
@@ -383,37 +413,18 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
                  PyObject_Not(args[LOW]);
     for (Py_ssize_t i = NAMED; i < nargs; i++) usual &= args[i] == Py_None;
     if (!usual) Py_RETURN_NOTIMPLEMENTED;
-    PyObject *const flags[] = {args[CAUSAL], args[RETURN_LSE]};
-    arguments a = {.query = usual_tokens(args[QUERY]),
-                   .key = usual_tokens(args[KEY]),
-                   .value = usual_tokens(args[VALUE]),
-                   .part = Py_None,
-                   .normalize = true,
-                   .return_lse = args[RETURN_LSE] == Py_True};
-    if (!a.query || !a.key || !a.value || !fits(&a)) Py_RETURN_NOTIMPLEMENTED;
-    for (int i = 0; i < 2; i++) {
-        if (flags[i] != Py_True && flags[i] != Py_False) Py_RETURN_NOTIMPLEMENTED;
-    }
     const ptrdiff_t low = -AM_FAR;
     ptrdiff_t high;
-    if (!am_usual_scale(args[SCALE], PyArray_DIM(a.query, 3), &a.scale.value) ||
-        !am_usual_diagonal(args[OFFSET], args[CAUSAL] == Py_True, PyArray_DIM(a.query, 1),
-                           PyArray_DIM(a.key, 1), &high))
-        Py_RETURN_NOTIMPLEMENTED;
-    if (args[OUT] != Py_None) {
-        PyArrayObject *const inputs[] = {a.query, a.key, a.value};
-        a.out = (am_out){args[OUT], (PyArrayObject *)usual_tokens(args[OUT])};
-        if (!a.out.array) Py_RETURN_NOTIMPLEMENTED;
-        npy_intp const dims[4] = {PyArray_DIM(a.query, 0), PyArray_DIM(a.query, 1), PyArray_DIM(a.query, 2),
-                                  PyArray_DIM(a.value, 3)};
-        if (am_check_out(a.out.array, "out", 4, dims, PyArray_DESCR(a.query), inputs, input_names, 3) < 0)
-            return NULL;
+    arguments a = {.part = Py_None, .normalize = true, .return_lse = args[RETURN_LSE] == Py_True};
+    PyObject *result = NULL;
+    if (read_usual(args, &a, &high)) {
+        const am_node band = {.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
+        set_shape(&a);
+        if (am_read_nodes_and(&a.mask, NULL, &band, args[CAUSAL] == Py_True) == 0)
+            result = compute(module, &a);
+    } else if (!PyErr_Occurred()) {
+        result = Py_NewRef(Py_NotImplemented);
     }
-    Py_INCREF(a.query), Py_INCREF(a.key), Py_INCREF(a.value), Py_XINCREF(a.out.array);
-    const am_node band = {.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
-    set_shape(&a);
-    PyObject *result =
-        am_read_nodes_and(&a.mask, NULL, &band, args[CAUSAL] == Py_True) < 0 ? NULL : compute(module, &a);
     release(&a);
     return result;
 }
@@ -559,9 +570,9 @@ static int check_shape(PyArrayObject *array, const char *name, int ndim, const n
 static int check_backward(const backward_arguments *g)
 {
     const am_mask *mask = &g->a.mask.mask;
-    am_dtype type = am_dtype_of(PyArray_DESCR(g->a.query));
+    am_dtype type = g->a.q.tokens.type;
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
-    npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, PyArray_DIM(g->a.value, 3)};
+    npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, g->a.v.shape[3]};
     PyArrayObject *const results[] = {g->d_out, g->out}, *const row_stats[] = {g->lse, g->d_lse};
     static const char *const result_names[] = {"dout", "out"}, *const stat_names[] = {"lse", "dlse"};
     am_dtype stat_type = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
@@ -615,8 +626,7 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
     PyArrayObject *made[RESULTS] = {NULL};
     for (int i = 0; i < RESULTS; i++) {
         if (!like[i]) continue;
-        PyArray_Descr *dtype =
-            i < 3 ? result_dtype(a, like[i]) : (PyArray_Descr *)Py_NewRef(PyArray_DESCR(like[i]));
+        PyArray_Descr *dtype = i < 3 ? result_dtype(a) : (PyArray_Descr *)Py_NewRef(PyArray_DESCR(like[i]));
         if (dtype) made[i] = am_new_array(PyArray_NDIM(like[i]), PyArray_DIMS(like[i]), dtype);
         Py_XDECREF(dtype);
         if (!made[i]) goto fail;

@@ -261,11 +261,11 @@ static bool read_usual_lengths(const arguments *a, ptrdiff_t *before)
     PyArrayObject *array = PyArray_Check(given) ? (PyArrayObject *)given : NULL;
     bool fits = true;
     if (array) {
-        const int type = PyArray_TYPE(array);
-        if (PyArray_NDIM(array) != 1 || PyArray_DIM(array, 0) != batch || !PyArray_ISBEHAVED_RO(array) ||
-            (type != NPY_INT32 && type != NPY_INT64))
+        am_entries entries;
+        if (!PyArray_ISBEHAVED_RO(array) || !am_entries_of(array, &entries) || entries.count != batch ||
+            (entries.type != AM_INT32 && entries.type != AM_INT64))
             return false;
-        am_widen_entries(array, before);
+        am_widen_entries(&entries, before);
     } else {
         if (given != Py_None && !PyLong_CheckExact(given)) return false;
         const Py_ssize_t one = given == Py_None ? shape_of(a, K_CACHE)[1] : PyLong_AsSsize_t(given);
@@ -286,8 +286,9 @@ static int read_lengths(arguments *a)
     }
     if (read_usual_lengths(a, a->cache.before)) return 0;
     PyObject *array = ask("tokens_before", "(On)", a->given[CACHE_SEQLENS], a->cache.sequences);
+    am_entries entries;
     if (!array) return -1;
-    am_widen_entries((PyArrayObject *)array, a->cache.before);
+    if (am_entries_of((PyArrayObject *)array, &entries)) am_widen_entries(&entries, a->cache.before);
     Py_DECREF(array);
     return 0;
 }

@@ -2,6 +2,7 @@
 #include "bind/args.h"
 #include "bind/counts.h"
 #include "bind/dense.h"
+#include "core/convert.h"
 #include "core/packed.h"
 #include "core/quotients.h"
 
@@ -29,26 +30,27 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
     return valid;
 }
 
-/* Computes the same for a contiguous array of int32 or int64 in one pass. Returns NULL without an exception
- * for other arrays, and for starts that are not valid. */
-static PyObject *quick_counts(PyObject *module, PyArrayObject *starts, npy_intp sequences, npy_intp chunk)
+/* Computes the same for contiguous int32 or int64 in one pass. Returns NULL without an exception for other
+ * starts, and for those that are not valid. */
+static PyObject *quick_counts(PyObject *module, const am_starts *s, npy_intp chunk)
 {
-    npy_intp const entries = sequences + (chunk ? 1 : 0);
-    am_dtype type = am_dtype_of(PyArray_DESCR(starts));
-    if ((type != AM_INT32 && type != AM_INT64) || !PyArray_IS_C_CONTIGUOUS(starts)) return NULL;
-    PyArrayObject *counts = am_new_array(1, &entries, PyArray_DESCR(starts));
-    if (counts && !count(module, type, PyArray_DATA(counts), PyArray_DATA(starts), sequences, chunk))
+    const am_entries *starts = &s->entries;
+    npy_intp const sequences = starts->count - 1, entries = sequences + (chunk ? 1 : 0);
+    if (starts->type != AM_INT32 && starts->type != AM_INT64) return NULL;
+    if (starts->count > 1 && starts->step != (npy_intp)am_size_of(starts->type)) return NULL;
+    PyArrayObject *counts = am_new_array(1, &entries, s->dtype);
+    if (counts && !count(module, starts->type, PyArray_DATA(counts), starts->data, sequences, chunk))
         Py_CLEAR(counts);
     return (PyObject *)counts;
 }
 
 static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp chunk)
 {
-    am_starts s = {.array = am_starts_array(cu_seqlens, "cu_seqlens")};
+    am_starts s = {0};
     ptrdiff_t *counts = NULL;
     PyObject *result = NULL;
-    if (!s.array) goto fail;
-    result = quick_counts(module, s.array, PyArray_DIM(s.array, 0) - 1, chunk);
+    if (am_read_starts(&s, cu_seqlens, "cu_seqlens") < 0) goto fail;
+    result = quick_counts(module, &s, chunk);
     if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) goto fail;
     npy_intp entries = s.sequences + (chunk ? 1 : 0);
     counts = am_new(ptrdiff_t, entries);
@@ -57,7 +59,7 @@ static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp
         goto fail;
     }
     count(module, AM_INT64, counts, s.starts, s.sequences, chunk);
-    result = am_counts_as(counts, entries, PyArray_DESCR(s.array));
+    result = am_counts_as(counts, entries, s.dtype);
 fail:
     free(counts);
     am_free_starts(&s);
@@ -130,7 +132,7 @@ static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssiz
     PyObject *result = NULL;
     const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
     if (am_parse(function, args, nargs, params, 1) < 0) goto fail;
-    result = fill_tokens(module, kind, s.starts, s.sequences, PyArray_DESCR(s.array));
+    result = fill_tokens(module, kind, s.starts, s.sequences, s.dtype);
 fail:
     am_free_starts(&s);
     return result;
@@ -166,7 +168,7 @@ static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, 
         goto fail;
     }
     count(module, AM_INT64, offsets, s.starts, s.sequences, chunk);
-    result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, PyArray_DESCR(s.array));
+    result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, s.dtype);
 fail:
     free(offsets);
     am_free_starts(&s);

@@ -27,17 +27,18 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
 {
     static const char expected[] = "a 1-D array of integers, [start0, end0, start1, end1, ...]";
     pairs *p = dst;
+    am_entries entries;
     if (am_to_array(object, name, &p->array) < 0) return -1;
-    am_dtype type = am_dtype_of(PyArray_DESCR(p->array));
+    bool integers = am_entries_of(p->array, &entries);
     npy_intp size = PyArray_SIZE(p->array);
     if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
-    if (!am_is_integer(type) && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
+    if (!integers && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
         Py_DECREF(p->array);
         p->array = am_new_array_of(1, &size, NPY_INT64);
         if (!p->array) return -1;
-        type = AM_INT64;
+        integers = am_entries_of(p->array, &entries);
     }
-    if (!am_is_integer(type)) return am_reject(PyExc_TypeError, name, expected, (PyObject *)p->array);
+    if (!integers) return am_reject(PyExc_TypeError, name, expected, (PyObject *)p->array);
     if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
     p->count = size / 2;
     p->ranges = (void *)am_new(ptrdiff_t, size);
@@ -45,7 +46,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
         PyErr_NoMemory();
         return -1;
     }
-    p->beyond = am_widen_entries(p->array, *p->ranges) >= 0;
+    p->beyond = am_widen_entries(&entries, *p->ranges) >= 0;
     return 0;
 }
 
@@ -370,7 +371,7 @@ static PyObject *cu_seqlens_to_pairs(PyObject *module, PyObject *const *args, Py
         ends[2 * i] = s.starts[i];
         ends[2 * i + 1] = s.starts[i + 1];
     }
-    result = am_counts_as(ends, 2 * s.sequences, PyArray_DESCR(s.array));
+    result = am_counts_as(ends, 2 * s.sequences, s.dtype);
 fail:
     free(ends);
     am_free_starts(&s);

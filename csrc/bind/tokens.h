@@ -5,6 +5,15 @@
 #include "bind/args.h"
 #include "core/attn.h"
 
+/* An array [batch, tokens, heads, channels] as it was when it was read. Code of the caller that runs later,
+ * while other arguments are checked or in another thread, may give his array another shape, strides or type.
+ * What it cannot do is free the memory while the array has a reference here: a.resize(refcheck=False), which
+ * NumPy leaves to him, aside. */
+typedef struct {
+    am_tokens tokens;
+    npy_intp shape[4];
+} am_tokens_read;
+
 /* Of an array [batch, tokens, heads, channels], or of one without the first axis. */
 static inline am_tokens am_tokens_of(PyArrayObject *array)
 {
@@ -17,6 +26,13 @@ static inline am_tokens am_tokens_of(PyArrayObject *array)
         .head = PyArray_STRIDE(array, first + 1),
         .element = PyArray_STRIDE(array, first + 2),
     };
+}
+
+/* Of an array of four axes. */
+static inline am_tokens_read am_read_tokens(PyArrayObject *array)
+{
+    const npy_intp *shape = PyArray_DIMS(array);
+    return (am_tokens_read){am_tokens_of(array), {shape[0], shape[1], shape[2], shape[3]}};
 }
 
 #endif
