@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from conftest import SANITIZED
 from numpy.lib.stride_tricks import as_strided
-from test_runtime import python
+from test_runtime import alarm, python
 
 import attnmask
-from attnmask import MaskInfo
+from attnmask import MaskInfo, _core
 from attnmask.operations import OperationImpl, OperationRegistry
 
 F32 = np.float32
@@ -262,6 +262,39 @@ def test_starts_that_change_while_a_later_argument_is_read():
         indices = attnmask.prepare_chunk_indices(starts, Size())
     assert indices.dtype == np.int64
     assert indices.tolist() == [[0, 0], [1, 0], [1, 1]]
+
+
+def test_ids_that_change_during_a_call(set_threads):
+    """A call knows those of its beginning, since it asks them again and again where keys begin and end."""
+    set_threads(2)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 4096, 8, 64), np.float32)
+    first = np.repeat(np.arange(8, dtype=np.int32), 512)[None]
+    expected = attnmask.flash_attention(x, x, x, q_segment_ids=first)
+    ids, rings = first.copy(), []
+
+    def ring(*_):
+        rings.append(1)
+        ids[...] = rng.integers(-1, 3, ids.shape)
+
+    while not rings:
+        with alarm(ring, 0.003):
+            got = attnmask.flash_attention(x, x, x, q_segment_ids=ids)
+            if rings:
+                np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_ids_that_change_while_a_later_term_is_read(head):
+    ids = np.zeros((1, 1, 4) if head else (1, 4), np.int32)
+
+    class Dense:
+        def __array__(self, dtype=None, copy=None):
+            ids[...] = -1
+            return np.ones((1, 1, 4, 4), bool)
+
+    nodes = (("equal", ids, ids, False), ("dense", Dense(), 0, 0), "and")
+    assert _core.mask_count((1, 1, 4, 4), nodes).tolist() == [[16]]
 
 
 # Sizes

@@ -107,11 +107,14 @@ static int read_keys(am_mask_arg *arg, am_node *node, PyObject *term)
     return node->keys.end ? 0 : -1;
 }
 
-/* Ids are [batch, tokens] or [batch, heads, tokens], where batch and heads may be 1. */
+/* Ids are [batch, tokens] or [batch, heads, tokens], where batch and heads may be 1. They are copied, since
+ * other threads may write to the caller's: groups and tiles are found from them and later looked for again.
+ */
 static const int32_t *read_ids(am_mask_arg *arg, PyObject *object, ptrdiff_t tokens, ptrdiff_t *batch,
                                ptrdiff_t *head)
 {
-    PyArrayObject *ids = (PyArrayObject *)PyArray_FROM_OTF(object, NPY_INT32, NPY_ARRAY_CARRAY_RO);
+    PyArrayObject *ids =
+        (PyArrayObject *)PyArray_FROM_OTF(object, NPY_INT32, NPY_ARRAY_CARRAY_RO | NPY_ARRAY_ENSURECOPY);
     if (!ids || !keep(arg, NULL, (PyObject *)ids)) return NULL;
     int ndim = PyArray_NDIM(ids);
     npy_intp rows = ndim ? PyArray_DIM(ids, 0) : 0, heads = ndim == 3 ? PyArray_DIM(ids, 1) : 1;
