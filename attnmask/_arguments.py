@@ -132,9 +132,17 @@ def _of_a_library(value: Any, name: str) -> NDArray[Any]:
     return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
 
 
-def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
+def check_kind_of_tensor(tensor: Any, name: str) -> None:
     if not tensor.is_cpu:
         raise TypeError(f"{name} must be on the CPU, got a tensor on {tensor.device}")
+    if tensor.is_nested:
+        hint = f"; write torch.cat({name}.unbind()) for packed sequences, with cum_seqlens_q"
+        raise TypeError(f"{name} must be a tensor of one shape, got a nested tensor{hint}")
+
+
+def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
+    if not tensor.is_cpu:
+        check_kind_of_tensor(tensor, name)
     if tensor.requires_grad:
         raise TypeError(
             f"{name} must be a tensor that needs no gradient, got one that does: detach() it, or use attnmask.torch"
@@ -147,7 +155,11 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
             return tensor.view(torch.uint8).numpy().view(of_ml_dtypes("float8_e4m3fn", name))  # type: ignore[no-any-return]
         array: NDArray[Any] = tensor.numpy()
         return array
-    except (RuntimeError, TypeError) as error:  # the tensor is sparse, or its class wraps other tensors
+    except (RuntimeError, TypeError) as error:
+        check_kind_of_tensor(tensor, name)
+        if tensor.is_neg() or tensor._is_zerotensor():  # a bit of the tensor changes what its memory says
+            return frozen(_of_torch(tensor.clone(), name))
+        # It is sparse, or its class wraps other tensors.
         raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}") from error
 
 

@@ -97,6 +97,7 @@ def _on_cpu(*arguments: Any) -> Any:
 
 def _fake(*arguments: Any) -> tuple[Any, ...]:
     """Of tensors without numbers."""
+    operators.check_devices(_NAMES, arguments)
     given = dict(zip(_NAMES, arguments, strict=True))
     query, packed = given["query"], given["cu_seqlens_q"] is not None
     expected = "[total, H, D] with cu_seqlens_q" if packed else "[B, T, H, D]"
@@ -211,10 +212,12 @@ def flash_attention_with_kvcache(
     if torch.compiler.is_dynamo_compiling():
         if isinstance(attention_mask, MaskInfo):  # which does not go into a graph
             return torch.compiler.disable(flash_attention_with_kvcache)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
+        operators.check_tensors(given)
         both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
         return both if with_lse else both[0]
     check_no_gradient(tensors)
     if needs_operator(tensors.values()):
+        operators.check_tensors(given)
         both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
         return both if with_lse else both[0]
     if isinstance(attention_mask, MaskTensors):

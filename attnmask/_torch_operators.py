@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from attnmask import _core
 from attnmask import _flash as flash
-from attnmask._arguments import as_array, describe
+from attnmask._arguments import as_array, check_kind_of_tensor, describe
 from attnmask._flash_arguments import ARRAYS, LEARNED, check_layout
 from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd
 from attnmask._torch_import import Info, make_autograd_impl, torch
-from attnmask._torch_masks import batch_rows, restored, to_tensor
+from attnmask._torch_masks import MaskTensors, batch_rows, restored, to_tensor
 
 _PARAMETERS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? relative_bias, "
@@ -83,8 +83,16 @@ def check_no_tangents(names: Iterable[str], tensors: Iterable[Any]) -> None:
 def check_tensor(x: Any, name: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {describe(x)}")
-    if not x.is_cpu:
-        raise TypeError(f"{name} must be on the CPU, got a tensor on {x.device}")
+    check_kind_of_tensor(x, name)
+
+
+def check_tensors(given: dict[str, Any]) -> None:
+    """Those that are tensors: where another device takes part in a call, PyTorch would compute no numbers at all."""
+    for name, x in given.items():
+        tensors = x.tensors if isinstance(x, MaskTensors) else (x,)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                check_kind_of_tensor(tensor, name)
 
 
 # On the CPU
@@ -92,7 +100,12 @@ def check_tensor(x: Any, name: str) -> None:
 
 def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
     """`as_array`, sooner where there is nothing to see to."""
-    return x.numpy() if x.dtype in _OF_NUMPY and x.layout is torch.strided else as_array(x, name)  # type: ignore[no-any-return, unused-ignore]
+    try:
+        if x.dtype in _OF_NUMPY:
+            return x.numpy()  # type: ignore[no-any-return, unused-ignore]
+    except (RuntimeError, TypeError):  # as_array knows what to do, or to say
+        pass
+    return as_array(x if torch.is_grad_enabled() else detached(x), name)
 
 
 def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +200,23 @@ def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], t
     return ((*batch, tokens, heads, value.shape[-1]), query.dtype), ((*batch, heads, tokens), wide)
 
 
+def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
+    """All tensors have to be where the first one is: if any is a meta tensor, PyTorch calls what has no numbers."""
+    first: Any = None
+    for name, x in zip(names, arguments, strict=True):
+        for tensor in x if isinstance(x, (list, tuple)) else (x,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            first = first or (name, tensor.device)
+            if tensor.device != first[1]:
+                raise TypeError(
+                    f"{name} must be on {first[1]} as {first[0]}, got a tensor on {tensor.device}"
+                )
+
+
 def _fake(*arguments: Any) -> tuple[Any, ...]:
     check_no_tangents(NAMES, arguments)
+    check_devices(NAMES, arguments)
     given = dict(zip(NAMES, arguments, strict=True))
     query, key, value = (given[name] for name in LEARNED[:3])
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
@@ -201,11 +229,13 @@ def new_results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    check_devices(LEARNED[:3], (query, key, value))
     check_layout((query, key, value), False, _TYPES.__contains__)
     return new_results(query, value)[0]
 
 
 def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    check_devices(("out", "lse", *NAMES), (out, lse, *arguments))
     query, value = arguments[0], arguments[2]
     for name, x, (shape, dtype) in zip(("out", "lse"), (out, lse), _likes(query, value), strict=True):
         if x.shape != shape or x.dtype != dtype:
@@ -214,6 +244,7 @@ def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[Any]:
+    check_devices(BACKWARD_NAMES, (dout, dlse, out, lse, *more))
     *arguments, wanted = more
     return [
         x.new_empty(x.shape) for x, needed in zip(arguments[: len(LEARNED)], wanted, strict=True) if needed

@@ -253,6 +253,7 @@ def flash_attention(
     if not compiling:
         check_no_tangents(given, given.values())
     if compiling or needs_operator(given.values()):
+        operators.check_tensors(given)
         operator = (
             operators.Transformed.apply
             if operators.is_differentiated()

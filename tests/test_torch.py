@@ -204,6 +204,99 @@ def test_tensors_without_memory(torch, query):
             attnmask.torch.flash_attention(query, query.to(dtype), query)
 
 
+CALLS = ({}, {"causal": True}, {"sliding_window": 2}, {"return_lse": True})
+
+
+def results(function, *tensors, **more):
+    found = function(*tensors, **more)
+    return found if more.get("return_lse") else (found,)
+
+
+@pytest.mark.parametrize("more", CALLS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_tensors_that_say_more_than_their_memory(torch, query, dtype, more):
+    """A bit that negates all numbers, and zeros that have no memory."""
+    from attnmask._torch_masks import to_tensor
+
+    query = query.expand(1, 4, 512, 8).to(getattr(torch, dtype))
+    negated, zeros = torch._neg_view(-query), torch._efficientzerotensor(query.shape, dtype=query.dtype)
+    assert negated.is_neg()
+    assert zeros._is_zerotensor()
+    for unusual, usual in ((negated, query), (zeros, torch.zeros_like(query))):
+        for place in range(3):
+            (unusual_ones := [query] * 3)[place] = unusual
+            (usual_ones := [query] * 3)[place] = usual
+            right = results(attnmask.torch.flash_attention, *usual_ones, **more)
+            for module in (attnmask.torch, attnmask):
+                got = results(module.flash_attention, *unusual_ones, **more)
+                for one, other in zip(got, right, strict=True):
+                    assert torch.equal(one if module is attnmask.torch else to_tensor(one), other)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_gradient_is_wanted(torch, query, dtype):
+    query = query.to(getattr(torch, dtype)).requires_grad_()
+    right = attend(query.detach())
+    with torch.no_grad():
+        assert torch.equal(attend(query), right)
+        assert torch.equal(attend(torch._neg_view(-query)), right)
+        assert not attend(query).requires_grad
+
+
+def test_gradients_of_tensors_that_say_more_than_their_memory(torch, query):
+    def gradient(query, bias, dout):
+        query = query.detach().requires_grad_()
+        out = attnmask.torch.flash_attention(query, query, query, bias=bias)
+        return torch.autograd.grad(out, query, dout)[0]
+
+    bias, dout = torch.randn(4, 4), torch.randn_like(query)
+    negated = [torch._neg_view(-x) for x in (query, bias, dout)]
+    assert torch.equal(gradient(*negated), gradient(query, bias, dout))
+
+
+@pytest.mark.parametrize("wanting", [False, True])
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(torch, query, layout, wanting):
+    parts = [query[0].clone().requires_grad_(wanting)] * 2
+    nested = torch.nested.as_nested_tensor(parts, layout=getattr(torch, layout))
+    message = "key must be a tensor of one shape, got a nested tensor; write torch.cat"
+    for more in CALLS:
+        with pytest.raises(TypeError, match=message):
+            attnmask.torch.flash_attention(query, nested, query, **more)
+    with pytest.raises(TypeError, match=message):
+        attnmask.flash_attention(query, nested.detach(), query)
+
+
+@pytest.mark.parametrize("wanting", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("bias", (4, 4), "float32"),
+        ("attention_mask", (4, 4), "bool"),
+        ("softmax_aux", (1, 1), "float32"),
+        ("relative_bias", (1, 3), "float32"),
+        ("alibi_slopes", (1,), "float32"),
+        ("q_segment_ids", (1, 4), "int32"),
+        ("cum_seqlens_q", (2,), "int32"),
+        ("causal_offset", (1,), "int64"),
+    ],
+)
+def test_meta_tensors(torch, query, name, shape, dtype, wanting):
+    """Where only one tensor has no numbers, PyTorch asks for no numbers at all."""
+    query.requires_grad_(wanting)
+    meta = torch.zeros(shape, dtype=getattr(torch, dtype), device="meta")
+    with pytest.raises(TypeError, match=f"{name} must be on the CPU, got a tensor on meta"):
+        attnmask.torch.flash_attention(query, query, query, causal=True, **{name: meta})
+
+
+def test_a_mask_of_meta_tensors(torch, query):
+    mask = attnmask.torch.mask_tensors(MaskInfo.from_segments([[0, 0, 1, 1]]))
+    mask = mask._replace(tensors=tuple(x.to("meta") for x in mask.tensors))
+    with pytest.raises(TypeError, match="must be on the CPU, got a tensor on meta"):
+        attnmask.torch.flash_attention(query, query, query, mask)
+
+
 @pytest.mark.parametrize("wanting", [False, True])
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "softmax_aux"])
 def test_no_tangents(torch, inputs, name, wanting):

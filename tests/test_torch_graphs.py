@@ -224,6 +224,23 @@ def test_operators_on_other_devices(torch, query):
     assert (out.shape, lse.shape) == ((1, 4, 1, 8), (1, 1, 4))
 
 
+def test_operators_on_several_devices(torch, query):
+    """PyTorch asks for shapes alone if any tensor is a meta tensor, and the result would be memory as it was."""
+    operator = torch.ops.attnmask
+    inputs = operands(torch, {"query": query, "key": query, "value": query, "bias": torch.zeros(4, 4)}, False)
+    out, lse = operator.flash_attention(*inputs)
+    inputs[3] = inputs[3].to("meta")
+    for call in (
+        lambda: operator.flash_attention(*inputs),
+        lambda: operator.flash_attention.out(*inputs, out=out, lse=lse),
+        lambda: operator.flash_attention_backward(out, None, out, lse, *inputs, [True] + [False] * 5),
+    ):
+        with pytest.raises(TypeError, match=r"bias must be on cpu as \w+, got a tensor on meta"):
+            call()
+    with pytest.raises(TypeError, match="value must be on cpu as query, got a tensor on meta"):
+        operator.flash_attention_plain(query, query, query.to("meta"), False, 0, None)
+
+
 # Graphs
 
 

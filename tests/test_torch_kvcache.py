@@ -354,13 +354,26 @@ def test_bad_values(torch):
         ({"query": arguments["query"].double()}, TypeError, "query must be float32 as k_cache if"),
         ({"query": arguments["query"].to(torch.float8_e4m3fn)}, TypeError, "query must be of float16, bfloat16"),
         ({"k_cache": arguments["k_cache"].to_sparse()}, TypeError, "k_cache must be a tensor whose memory"),
+        ({"k_cache": torch._neg_view(arguments["k_cache"])}, ValueError, "k_cache must be writeable"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             call(**arguments | more)
+    operator, given = torch.ops.attnmask.flash_attention_with_kvcache, operands(torch, arguments)
+    given[6] = given[6].to("meta")
+    with pytest.raises(TypeError, match="block_table must be on cpu as query, got a tensor on meta"):
+        operator(*given)
     assert (arguments["k_cache"] == 7).all()
     parameter = torch.nn.Parameter(arguments["k_cache"], requires_grad=False)
     call(**arguments | {"k_cache": parameter})
     assert (parameter == 0).any()
+
+
+def test_negated_tensors(torch):
+    """A bit of a tensor says that its memory holds the other sign."""
+    arguments = tensors(torch, made("rows"))
+    right = attnmask.torch.flash_attention_with_kvcache(**tensors(torch, made("rows")))
+    negated = {name: torch._neg_view(-arguments[name]) for name in ("query", "key", "value")}
+    assert torch.equal(attnmask.torch.flash_attention_with_kvcache(**arguments | negated), right)
 
 
 def test_wrong_shapes_are_told_when_tracing(torch):

@@ -44,23 +44,37 @@ static am_tokens tokens_of(const am_dl_tensor *t)
     };
 }
 
-/* Whether a tensor wants a gradient; also true, with an exception, if it does not say. */
-static bool wants_gradient(PyObject *object)
+enum { MODULE, EXCHANGE, OTHER, GRADIENT, NEGATIVE }; /* what the function returned below holds */
+
+/* `answer` is that of a tensor, which this takes: false if it is False. */
+static bool unless_false(PyObject *answer)
 {
-    PyObject *wants = PyObject_GetAttrString(object, "requires_grad");
-    Py_XDECREF(wants);
-    return wants != Py_False;
+    Py_XDECREF(answer);
+    return answer != Py_False;
+}
+
+/* Whether a tensor wants a gradient, or its numbers are to be negated when they are read, which the table
+ * does not tell; also true, with an exception, if it does not say. */
+static bool is_more_than_memory(PyObject *bound, PyObject *object)
+{
+    return unless_false(PyObject_GetAttr(object, PyTuple_GET_ITEM(bound, GRADIENT))) ||
+           unless_false(PyObject_CallMethodNoArgs(object, PyTuple_GET_ITEM(bound, NEGATIVE)));
 }
 
 /* False, and maybe with an exception, unless the tensor can be taken as it is. */
 static bool look(const am_dl_exchange *exchange, PyObject *object, view *v)
 {
     am_dl_tensor t;
-    if (wants_gradient(object) || exchange->look(object, &t) < 0) return false;
+    if (exchange->look(object, &t) < 0) return false;
     if (t.device.kind != AM_DL_CPU || t.axes != 4) return false;
+    bool empty = false;
+    for (int i = 0; i < 4; i++) {
+        v->shape[i] = t.shape[i];
+        empty = empty || t.shape[i] == 0;
+    }
+    if (!t.data && !empty) return false; /* zeros that PyTorch has no memory of */
     v->tokens = tokens_of(&t);
     v->type = t.type;
-    for (int i = 0; i < 4; i++) v->shape[i] = t.shape[i];
     return am_is_floating(v->tokens.type) && (uintptr_t)v->tokens.data % am_size_of(v->tokens.type) == 0;
 }
 
@@ -100,7 +114,6 @@ static result *new_result(const npy_intp shape[4], am_dl_type type)
 
 /* --- Calls --- */
 
-enum { MODULE, EXCHANGE, OTHER, BOUND }; /* what the function returned by tensor_attention holds */
 enum { QUERY, KEY, VALUE, CAUSAL, OFFSET, SCALE, OPERANDS };
 
 /* What is read of a call; `v` of query, key and value. */
@@ -111,9 +124,13 @@ typedef struct {
     double scale;
 } call;
 
-static bool read_call(const am_dl_exchange *exchange, PyObject *const *args, Py_ssize_t nargs, call *c)
+static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject *const *args,
+                      Py_ssize_t nargs, call *c)
 {
     if (nargs != OPERANDS || (args[CAUSAL] != Py_True && args[CAUSAL] != Py_False)) return false;
+    for (int i = 0; i < 3; i++) { /* before any pointer is read: this may run code of a subclass */
+        if (is_more_than_memory(bound, args[i])) return false;
+    }
     for (int i = 0; i < 3; i++) {
         if (!look(exchange, args[i], &c->v[i]) || c->v[i].tokens.type != c->v[0].tokens.type) return false;
     }
@@ -162,7 +179,7 @@ static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs
     const am_dl_exchange *exchange = PyCapsule_GetPointer(PyTuple_GET_ITEM(bound, EXCHANGE), TABLE);
     call c;
     if (!exchange) return NULL;
-    if (!read_call(exchange, args, nargs, &c)) {
+    if (!read_call(exchange, bound, args, nargs, &c)) {
         PyErr_Clear(); /* the other function says what is wrong */
         return PyObject_Vectorcall(PyTuple_GET_ITEM(bound, OTHER), args, (size_t)nargs, NULL);
     }
@@ -186,7 +203,9 @@ static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ss
     if (!PyCapsule_IsValid(capsule, TABLE)) return Py_NewRef(other);
     const am_dl_exchange *exchange = PyCapsule_GetPointer(capsule, TABLE);
     if (exchange->version.major != AM_DL_MAJOR || !exchange->look) return Py_NewRef(other);
-    PyObject *bound = PyTuple_Pack(BOUND, module, capsule, other);
+    PyObject *bound =
+        Py_BuildValue("OOONN", module, capsule, other, PyUnicode_InternFromString("requires_grad"),
+                      PyUnicode_InternFromString("is_neg"));
     PyObject *function = bound ? PyCFunction_New(&attend_method, bound) : NULL;
     Py_XDECREF(bound);
     return function;
