@@ -25,6 +25,7 @@ from attnmask import _flash as flash
 from attnmask._arguments import as_array, check_kind_of_tensor, describe
 from attnmask._flash_arguments import ARRAYS, LEARNED, check_layout
 from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd
+from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import Info, make_autograd_impl, torch
 from attnmask._torch_masks import MaskTensors, batch_rows, restored, to_tensor
 
@@ -110,7 +111,19 @@ def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
 
 def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
     """The same with query, key and value as NumPy's arrays, of which the core reads a plain call in a short way."""
-    return given | {name: _in_place(given[name], name) for name in LEARNED[:3]}
+    return with_mask(given) | {name: _in_place(given[name], name) for name in LEARNED[:3]}
+
+
+def with_mask(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with a `MaskInfo` where its tensors are given."""
+    mask = given["attention_mask"]
+    return given | {"attention_mask": restored(*mask)} if isinstance(mask, MaskTensors) else given
+
+
+def kept(x: Any, name: str) -> Any:
+    """An argument as it is now, until the gradient needs it. A tensor that changes is an error of PyTorch."""
+    fixed = x is None or isinstance(x, (torch.Tensor, MaskInfo, MaskTensors, int, str))
+    return x if fixed else as_array(x, name).copy()
 
 
 def _given(arguments: Sequence[Any]) -> dict[str, Any]:
@@ -180,7 +193,7 @@ def gradients(
         grad_bias=wanted[3],
         grad_softmax_aux=wanted[4],
         grad_relative_bias=wanted[5],
-        **given,
+        **with_mask(given),
     )
 
 

@@ -13,7 +13,7 @@ from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
 from attnmask._torch_install import install, uninstall
 from attnmask._torch_kvcache import flash_attention_with_kvcache
-from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
+from attnmask._torch_masks import MaskTensors, mask_tensors, to_tensor
 from attnmask._torch_operators import (
     check_no_tangents,
     check_tensor,
@@ -45,10 +45,14 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         *learned, more = inputs
         arguments = dict(zip(LEARNED, learned, strict=True)) | more
         out, lse = operators.attend({name: detached(x) for name, x in arguments.items()})
+        mask = arguments["attention_mask"]
+        parts: tuple[torch.Tensor, ...] = ()
+        if isinstance(mask, MaskTensors):
+            arguments["attention_mask"], parts = mask.specification, mask.tensors
         tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-        ctx.names = tuple(tensors)
+        ctx.names, ctx.parts = tuple(tensors), len(parts)
         ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
-        ctx.save_for_backward(*tensors.values(), out, lse)
+        ctx.save_for_backward(*parts, *tensors.values(), out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -57,7 +61,9 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
             return torch.compiler.disable(_FlashAttention.backward)(ctx, dout, dlse)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
         *tensors, out, lse = ctx.saved_tensors
-        given = ctx.others | dict(zip(ctx.names, tensors, strict=True))
+        given = ctx.others | dict(zip(ctx.names, tensors[ctx.parts :], strict=True))
+        if isinstance(given["attention_mask"], str):
+            given["attention_mask"] = MaskTensors(given["attention_mask"], tuple(tensors[: ctx.parts]))
         wanted = ctx.needs_input_grad[: len(LEARNED)]
         if needs_operator((dout, dlse, *tensors)):
             grads = torch.ops.attnmask.flash_attention_backward(
@@ -263,8 +269,6 @@ def flash_attention(
         return both if with_lse else both[0]
     if "out" in more:
         raise TypeError("flash_attention() of tensors got an unexpected keyword argument 'out'")
-    if isinstance(attention_mask, MaskTensors):
-        given["attention_mask"] = restored(*attention_mask)
     if torch.is_autocast_enabled("cpu"):
         given |= {name: operators.autocast(given[name]) for name in LEARNED[:3]}
     wanting = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -273,6 +277,7 @@ def flash_attention(
         if not (learning and name in LEARNED):
             given[name] = given[name].detach()
     if learning:
+        given |= {name: operators.kept(x, name) for name, x in given.items() if name in ARRAYS}
         inputs = [given.pop(name) for name in LEARNED]
         both = _FlashAttention.apply(*inputs, given)  # type: ignore[no-untyped-call, unused-ignore]
         return both if with_lse else both[0]

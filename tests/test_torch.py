@@ -409,6 +409,41 @@ def test_saved_tensors_hooks(torch, kept, changed):
         np.testing.assert_array_equal(one.numpy(), another)
 
 
+@pytest.mark.parametrize("name", [name for name in KEPT[3:] if name not in ("out", "lse")])
+def test_arrays_that_change_before_the_gradient(torch, kept, name):
+    """They are kept as they were, as PyTorch watches nothing but tensors."""
+    learning = [kept[name] for name in ("query", "key", "value")]
+
+    def gradients(arrays, change=lambda: None):
+        out = attnmask.torch.flash_attention(**kept | arrays, causal=True)
+        change()
+        return torch.autograd.grad(out, learning, torch.ones_like(out))
+
+    array = kept[name].detach().numpy().copy()
+    numbers = array.tolist()
+    right = gradients({name: array.copy()})
+    for got in (
+        gradients({name: array}, lambda: array.fill(1 - array.flat[0])),
+        gradients({name: numbers}, numbers.clear),
+    ):
+        for one, other in zip(got, right, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_mask_of_tensors_that_change_before_the_gradient(torch, query):
+    query.requires_grad_()
+    mask = attnmask.torch.mask_tensors(MaskInfo.from_segments([[0, 0, 1, 1]]))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x):
+        right = torch.autograd.grad(attnmask.torch.flash_attention(query, query, query, mask).sum(), query)
+    assert mask.tensors[0].shape in packed
+    out = attnmask.torch.flash_attention(query, query, query, mask)
+    assert torch.equal(torch.autograd.grad(out.sum(), query, retain_graph=True)[0], right[0])
+    mask.tensors[0].fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_packed_away_is_freed(torch, kept):
     """Nothing stays in memory but what the hooks return."""
     arrays = {name: x.detach().numpy().copy() for name, x in kept.items() if name != "bias"}
