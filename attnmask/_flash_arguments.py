@@ -389,7 +389,7 @@ def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     return starts
 
 
-def _both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts:
+def both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts:
     batch, _, queries, keys = shape
     if batch != 1:
         name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
@@ -602,7 +602,7 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     (batch, queries, heads, channels), keys = q.shape, k.shape[1]
     shape = (batch, heads, queries, keys)
     numbers = numbers_of(q.dtype)
-    starts = _both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
+    starts = both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
     offset = _offset(given, starts, shape)
     nodes = _program(given, shape, starts, offset)
     dropout, seed = dropout_of(given["dropout_prob"], given["dropout_seed"], ("dropout_prob", "dropout_seed"))

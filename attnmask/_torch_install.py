@@ -11,11 +11,14 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
 
 from attnmask import _flash as flash
 from attnmask import _flash_kvcache as kvcache
-from attnmask._arguments import as_array
+from attnmask._arguments import as_array, describe, integers
+from attnmask._flash_arguments import both_starts
 from attnmask._flash_backward import flash_attention_bwd
 from attnmask._torch_import import torch
 from attnmask._torch_masks import to_tensor
@@ -96,16 +99,35 @@ def _places(
     }
 
 
-def _first_keys(lengths: Any, q_starts: Any, k_starts: Any) -> dict[str, Any]:
+def _used(seqused_k: Any, room: NDArray[np.int64]) -> NDArray[np.int32]:
+    """How many keys of each sequence are used, of those that there is room for."""
+    used = integers(seqused_k, "seqused_k", ("[sequences]",))
+    if used.shape != room.shape:
+        raise ValueError(f"seqused_k must be of shape {room.shape}, got {describe(used)}")
+    wrong = (used < 0) | (used > room)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"seqused_k must be from 0 to {room[index]}, the keys of its sequence, got {used[index]} at index {index}"
+        )
+    return used
+
+
+def _room(block_table: Any, q_starts: Any, key: Any) -> NDArray[np.int64]:
+    """How many keys the pages of each sequence may have."""
+    return np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
+
+
+def _first_keys(seqused_k: Any, starts: tuple[Any, Any], query: Any, key: Any) -> dict[str, Any]:
     """Only the first keys of each sequence are used, and the last of them is at the bottom right."""
-    starts = k_starts.long()
-    ids = torch.zeros(1, int(starts[-1]), dtype=torch.int32)
-    for begin, end in zip((starts[:-1] + lengths).tolist(), starts[1:].tolist(), strict=True):
-        ids[0, begin:end] = -1
+    q_starts, k_starts = both_starts(*starts, (1, query.shape[1], len(query), len(key)))
+    room = np.diff(k_starts)
+    used = _used(seqused_k, room)
+    places = np.arange(len(key)) - np.repeat(k_starts[:-1], room)
     return {
-        "causal_offset": lengths.long() - q_starts.long().diff(),
-        "q_segment_ids": torch.zeros(1, int(q_starts[-1]), dtype=torch.int32),
-        "kv_segment_ids": ids,
+        "causal_offset": used - np.diff(q_starts),
+        "q_segment_ids": np.zeros((1, len(query)), np.int32),
+        "kv_segment_ids": np.where(places < np.repeat(used, room), 0, -1).astype(np.int32)[None],
     }
 
 
@@ -138,7 +160,7 @@ def _varlen_into(
             query,
             key,
             value,
-            cache_seqlens=seqused_k,
+            cache_seqlens=_used(seqused_k, _room(block_table, q_starts, key)),
             block_table=block_table,
             cu_seqlens_q=q_starts,
             softmax_scale=scale,
@@ -151,7 +173,7 @@ def _varlen_into(
     else:
         places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
         if seqused_k is not None:
-            places |= _first_keys(seqused_k, q_starts, k_starts)
+            places |= _first_keys(seqused_k, (q_starts, k_starts), query, key)
         _, lse = flash.flash_attention_fwd(query, key, value, alibi_slopes=alibi_slopes, **places, out=into)
     return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
 

@@ -350,6 +350,37 @@ def test_varlen_attn_of_a_cache(torch, monkeypatch, page_size, window):
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("paged", [False, True])
+def test_used_keys_that_there_are_not(torch, paged):
+    from torch.nn.attention.varlen import varlen_attn
+
+    (query, key, value), starts = packed(torch, (1, 3), (32, 16), heads=2)
+    more, room = {}, (32, 16)
+    if paged:
+        key, value = (x.unflatten(0, (3, 16)) for x in (key, value))
+        more, room = {"block_table": torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)}, (32, 32)
+    for used, error, words in (
+        ([-1, 2], ValueError, "seqused_k must be from 0 to 32, the keys of its sequence, got -1 at index 0"),
+        (
+            [2, room[1] + 1],
+            ValueError,
+            f"seqused_k must be from 0 to {room[1]}, .* got {room[1] + 1} at index 1",
+        ),
+        ([2], ValueError, r"seqused_k must be of shape \(2,\), got int32 array of shape \(1,\)"),
+        ([2, 2, 2], ValueError, r"seqused_k must be of shape \(2,\)"),
+        ([[2, 2]], ValueError, r"seqused_k must be \[sequences\]"),
+        ([2.0, 2.0], TypeError, "seqused_k must be integers"),
+    ):
+        with torch.no_grad(), pytest.raises(error, match=words):
+            varlen_attn(query, key, value, *starts, 3, 32, seqused_k=torch.tensor(used), **more)
+    if not paged:
+        with torch.no_grad(), pytest.raises(ValueError, match="cum_seqlens_k must have 3 entries"):
+            varlen_attn(
+                query, key, value, starts[0], starts[1][[0, 2]], 3, 32, seqused_k=torch.tensor([2, 2])
+            )
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("rows", [None, 1, 3])
 def test_slopes(torch, rows, paged):
     """ALiBi counts from the bottom right, too."""
