@@ -6,8 +6,10 @@ devices only. ``scaled_dot_product_attention`` on the CPU stands, wherever that 
 for implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` is then ``"attnmask"``.
 """
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -48,7 +50,7 @@ def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[...,
 
     def choose(keyset: Any, *arguments: Any, attn_mask: Any = None, scale: "float | None" = None) -> Any:
         tensors, (dropout, causal) = arguments[:inputs], (*arguments[inputs:], 0.0, False)[:2]
-        if not _applies((*tensors, attn_mask), dropout):
+        if not (_active and _applies((*tensors, attn_mask), dropout)):
             return own.call_boxed(keyset, *tensors, dropout, causal, attn_mask=attn_mask, scale=scale)
         shared = {
             "bias": None if attn_mask is None else attn_mask.detach(),
@@ -198,41 +200,84 @@ def _varlen_backward(
 
 # Registration
 
+_lock = threading.RLock()
+_registered: Any = None  # the library of kernels, once it has been needed
+_active = False
+_contexts: set[object] = set()  # those of `installed` that are open, if the first of them has installed
+
+
+def _or_none(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, where PyTorch has none for the CPU."""
+
+    def run(*arguments: Any, **more: Any) -> Any:
+        if not _active:
+            raise NotImplementedError(
+                f"aten::{name} is not supported on the CPU unless attnmask.torch.install() was called"
+            )
+        return kernel(*arguments, **more)
+
+    return run
+
 
 class _Handle:
-    """What PyTorch calls when another implementation takes the place of this one."""
+    """What PyTorch calls when another implementation takes the place of this one.
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    Kernels stay registered: another thread may be on its way to one of them, and PyTorch would free it meanwhile.
+    """
 
     def remove(self) -> None:
-        self._library._destroy()
+        global _active
+        _active = False
+        _contexts.clear()
 
 
 def _register() -> _Handle:
-    library = torch.library.Library("aten", "IMPL", "CPU")
-    sdpa = "_scaled_dot_product_flash_attention_for_cpu"
-    own = (
-        (sdpa, _or_own(sdpa, _sdpa, 3)),
-        (f"{sdpa}_backward", _or_own(f"{sdpa}_backward", _sdpa_backward, 6)),
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, kernel in own:
-            library.impl(name, kernel, with_keyset=True)
-        library.impl("_flash_attention_forward", _varlen)
-        library.impl("_flash_attention_forward_no_dropout_inplace", _varlen_into)
-        library.impl("_flash_attention_backward", _varlen_backward)
-    return _Handle(library)
+    global _registered, _active
+    if _registered is None:
+        library = torch.library.Library("aten", "IMPL", "CPU")
+        sdpa = "_scaled_dot_product_flash_attention_for_cpu"
+        own = (
+            (sdpa, _or_own(sdpa, _sdpa, 3)),
+            (f"{sdpa}_backward", _or_own(f"{sdpa}_backward", _sdpa_backward, 6)),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for name, kernel in own:
+                library.impl(name, kernel, with_keyset=True)
+        for name, kernel in (
+            ("_flash_attention_forward", _varlen),
+            ("_flash_attention_forward_no_dropout_inplace", _varlen_into),
+            ("_flash_attention_backward", _varlen_backward),
+        ):
+            library.impl(name, _or_none(name, kernel))
+        _registered = library
+    _active = True
+    return _Handle()
+
+
+def _install() -> None:
+    current = attention.current_flash_attention_impl()
+    if current == _NAME:
+        return
+    if current is not None:
+        raise RuntimeError(
+            f"{current} is active: torch.nn.attention.restore_flash_attention_impl() must be called before"
+        )
+    attention.register_flash_attention_impl(_NAME, register_fn=_register)
+    attention.activate_flash_attention_impl(_NAME)
 
 
 def install() -> None:
-    """Put attnmask under PyTorch's own attention on the CPU, until `uninstall`.
+    """Put attnmask under PyTorch's own attention on the CPU, until `uninstall`. To install it again changes nothing.
 
     ``torch.nn.attention.varlen.varlen_attn``, which PyTorch has for GPUs only, runs on the CPU from then on.
     ``torch.nn.functional.scaled_dot_product_attention`` of tensors on the CPU is computed by attnmask wherever PyTorch
     would have taken its own flash attention; with dropout, or a mask that wants a gradient, PyTorch computes it as
     before. Both keep the semantics that PyTorch gives them. Other devices do not notice.
+
+    See Also
+    --------
+    installed : the same for as long as a context is open.
 
     Examples
     --------
@@ -246,19 +291,16 @@ def install() -> None:
     [0.0, 0.5, 2.0]
     >>> attnmask.torch.uninstall()
     """
-    current = attention.current_flash_attention_impl()
-    if current == _NAME:
-        raise RuntimeError("attnmask is installed already")
-    if current is not None:
-        raise RuntimeError(
-            f"{current} is active: torch.nn.attention.restore_flash_attention_impl() must be called before"
-        )
-    attention.register_flash_attention_impl(_NAME, register_fn=_register)
-    attention.activate_flash_attention_impl(_NAME)
+    with _lock:
+        _install()
+        _contexts.clear()  # it stays when they end
 
 
 def uninstall() -> None:
     """Take back what `install` did.
+
+    ``scaled_dot_product_attention`` is PyTorch's own again, and takes a few microseconds more per call than before the
+    first `install`: other threads may be using what PyTorch would free.
 
     Examples
     --------
@@ -266,6 +308,35 @@ def uninstall() -> None:
     >>> attnmask.torch.install()
     >>> attnmask.torch.uninstall()
     """
-    if attention.current_flash_attention_impl() != _NAME:
-        raise RuntimeError("attnmask must be installed before, by attnmask.torch.install()")
-    attention.restore_flash_attention_impl()
+    with _lock:
+        if attention.current_flash_attention_impl() != _NAME:
+            raise RuntimeError("attnmask must be installed before, by attnmask.torch.install()")
+        attention.restore_flash_attention_impl()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install` for as long as a context is open, in all threads. Where it is installed already, it stays so.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> with attnmask.torch.installed():
+    ...     torch.nn.attention.current_flash_attention_impl()
+    'attnmask'
+    >>> torch.nn.attention.current_flash_attention_impl() is None
+    True
+    """
+    context = object()
+    with _lock:
+        if _contexts or attention.current_flash_attention_impl() != _NAME:
+            _install()
+            _contexts.add(context)
+    try:
+        yield
+    finally:
+        with _lock:
+            if _contexts == {context}:  # the last one
+                uninstall()
+            _contexts.discard(context)

@@ -11,7 +11,7 @@ from attnmask._arguments import flag, integer, is_bottom_right, real, window
 from attnmask._flash_arguments import ARRAYS, LEARNED, TOP_LEFT, check_hints
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
-from attnmask._torch_install import install, uninstall
+from attnmask._torch_install import install, installed, uninstall
 from attnmask._torch_kvcache import flash_attention_with_kvcache
 from attnmask._torch_masks import MaskTensors, mask_tensors, to_tensor
 from attnmask._torch_operators import (
@@ -29,6 +29,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_with_kvcache",
     "install",
+    "installed",
     "mask_tensors",
     "ring_attention",
     "uninstall",

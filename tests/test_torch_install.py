@@ -49,8 +49,8 @@ def test_install_and_uninstall(torch):
     for _ in range(2):
         attnmask.torch.install()
         assert attention.current_flash_attention_impl() == "attnmask"
-        with pytest.raises(RuntimeError, match="attnmask is installed already"):
-            attnmask.torch.install()
+        attnmask.torch.install()  # which changes nothing
+        assert attention.current_flash_attention_impl() == "attnmask"
         attnmask.torch.uninstall()
         assert attention.current_flash_attention_impl() is None
     attention.activate_flash_attention_impl("attnmask")  # as PyTorch itself does it
@@ -64,7 +64,96 @@ def test_install_and_uninstall(torch):
     attention.activate_flash_attention_impl("other")
     with pytest.raises(RuntimeError, match="other is active"):
         attnmask.torch.install()
+    with pytest.raises(RuntimeError, match="other is active"), attnmask.torch.installed():
+        pass
     attention.restore_flash_attention_impl()
+
+
+def test_installed(torch):
+    """It ends what it has begun, and nothing else."""
+    from torch.nn import attention
+
+    from attnmask.torch import install, installed, uninstall
+
+    now = attention.current_flash_attention_impl
+    with installed():
+        assert now() == "attnmask"
+        with installed():
+            assert now() == "attnmask"
+        assert now() == "attnmask"
+    assert now() is None
+    install()
+    with installed():
+        pass
+    assert now() == "attnmask"
+    uninstall()
+    with installed():
+        install()
+    assert now() == "attnmask"
+    uninstall()
+    for end in (uninstall, attention.restore_flash_attention_impl):
+        with installed():
+            end()
+            with installed():
+                assert now() == "attnmask"
+            assert now() is None
+        assert now() is None
+    with pytest.raises(LookupError), installed():
+        raise LookupError
+    assert now() is None
+    one, other = installed(), installed()  # as of two threads
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert now() == "attnmask"
+    other.__exit__(None, None, None)
+    assert now() is None
+
+
+def test_what_is_there_once_it_is_uninstalled(torch, calls):
+    """PyTorch's own kernels, and none where it has none."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    tensors = inputs(torch)
+    right = sdpa(torch, *tensors, scale=0.3)
+    with attnmask.torch.installed():
+        sdpa(torch, *tensors, scale=0.3)
+    assert len(calls) == 2
+    for one, other in zip(sdpa(torch, *tensors, scale=0.3), right, strict=True):
+        assert torch.equal(one, other)
+    (query, key, value), starts = packed(torch, (3, 5), (3, 5), kv_heads=4)
+    with pytest.raises(NotImplementedError, match=r"unless attnmask\.torch\.install\(\) was called"):
+        varlen_attn(query, key, value, *starts, 5, 5)
+    assert len(calls) == 2
+
+
+def test_while_other_threads_attend():
+    pytest.importorskip("torch")
+    code = """if True:
+        import threading, time
+        import torch, attnmask.torch
+        query, stop = torch.randn(1, 4, 64, 16), []
+        right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        def attend():
+            while not stop:
+                out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+                torch.testing.assert_close(out, right)
+            good.append(True)
+        good, threads = [], [threading.Thread(target=attend) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            attnmask.torch.install()
+            attnmask.torch.uninstall()
+            with attnmask.torch.installed():
+                pass
+        stop.append(True)
+        for thread in threads:
+            thread.join()
+        assert len(good) == 4
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_is_installed_by_import():
