@@ -34,8 +34,22 @@ TARGETS = (  # names of the handlers
 _VERSION = 1  # of the words
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))
 _TABLE, _GRAD_TABLE, _RELATIVE, _PACKED, _PART = (1 << i for i in range(6, 11))
-# Terms and operators by the number that the core has for them.
-_KINDS = ("all", "band", "chunk", "keys", "equal", "sequences", "dense", "tiles", "not", "and", "or", "xor")
+# Terms and operators by the number that the handlers have for them. Exported programs hold these: new ones come last.
+_KINDS = (
+    "all",
+    "band",
+    "chunk",
+    "keys",
+    "equal",
+    "sequences",
+    "dense",
+    "tiles",
+    "not",
+    "and",
+    "or",
+    "xor",
+    "diagonal",
+)
 _NOTHING, _INTEGER, _NARROW, _WIDE = range(4)
 
 _lock = threading.Lock()

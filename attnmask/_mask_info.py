@@ -1195,12 +1195,14 @@ class MaskInfo:
 
     # Terms
 
-    def apply_causal(self, offset: ArrayLike = 0) -> Self:
+    def apply_causal(
+        self, offset: ArrayLike | Literal["bottom-right"] = 0, *, within_segments: bool = False
+    ) -> Self:
         """Let queries attend to keys up to their own place: ``k <= q + offset``.
 
         ::
 
-            offset 0                   offset 2 = K - Q: the last query sees all
+            offset 0                   "bottom-right", here 2: the last query sees all keys
 
                 k 0 1 2 3 4 5              k 0 1 2 3 4 5
               q 0 # . . . . .            q 0 # # # . . .
@@ -1208,14 +1210,33 @@ class MaskInfo:
                 2 # # # . . .              2 # # # # # .
                 3 # # # # . .              3 # # # # # #
 
+            segments 0 0 1 1 and 0 0 0 1 1 1:    …, within_segments=True         …, "bottom-right"
+            from the start of the row
+
+                k 0 1 2 3 4 5                        k 0 1 2 3 4 5                   k 0 1 2 3 4 5
+              q 0 # . . . . .                      q 0 # . . . . .                 q 0 # # . . . .
+                1 # # . . . .                        1 # # . . . .                   1 # # # . . .
+                2 . . . . . .                        2 . . . # . .                   2 . . . # # .
+                3 . . . # . .                        3 . . . # # .                   3 . . . # # #
+
         Parameters
         ----------
-        offset : int or array_like of integers, shape [B]
-            How many keys more; negative for fewer.
+        offset : int, array_like of integers, shape [B], or "bottom-right"
+            How many keys more; negative for fewer. ``"bottom-right"`` aligns the last query with the last key.
+        within_segments : bool
+            Count places from where each segment begins among the queries and among the keys, not from the first token
+            of the row; ``"bottom-right"`` aligns the last query and the last key of each segment. Queries see no key of
+            another segment. The mask has to hold segment ids. Where queries and keys are the same tokens, all this
+            changes nothing.
 
         Returns
         -------
         MaskInfo
+
+        Warns
+        -----
+        AttnmaskWarning
+            For packed sequences that begin at other places among the keys, without `within_segments`.
 
         Examples
         --------
@@ -1223,17 +1244,21 @@ class MaskInfo:
         >>> info = attnmask.MaskInfo.from_segments([[0] * 4], [[0] * 6])
         >>> info.apply_causal(offset=2).attention_mask[0, 0, 0].astype(int)
         array([1, 1, 1, 0, 0, 0])
+        >>> info = attnmask.MaskInfo.from_cu_seqlens([0, 2, 4], cu_seqlens_kv=[0, 3, 6], packed=True)
+        >>> info.apply_causal("bottom-right", within_segments=True).attention_mask[0, 0, 2].astype(int)
+        array([0, 0, 0, 1, 1, 0])
         """
-        return self._of(transforms.causal(self._state, offset))
+        return self._of(transforms.causal(self._state, offset, within_segments))
 
     @hides("more")
     def apply_sliding_window(
         self,
         sliding_window: int | NDArray[np.integer] | tuple[int | ArrayLike | None, int | ArrayLike | None],
         *more: Never,
-        offset: ArrayLike = 0,
+        offset: ArrayLike | Literal["bottom-right"] = 0,
         mode: Literal["default", "decode", "prefill"] | None = None,
         index: ArrayLike | None = None,
+        within_segments: bool = False,
     ) -> Self:
         """Let queries attend to keys near their own place: ``-left <= k - q - offset <= right``.
 
@@ -1252,8 +1277,8 @@ class MaskInfo:
         sliding_window : int, ndarray of integers, shape [H], or a pair
             How many keys to either side, or to the left and to the right; an array has a number for each head. In a
             pair, None is for all on that side.
-        offset : int or array_like of integers, shape [B]
-            Added to the place of every query.
+        offset : int, array_like of integers, shape [B], or "bottom-right"
+            Added to the place of every query. ``"bottom-right"`` aligns the last query with the last key.
         mode : {None, "default", "decode", "prefill"}
             With ``"decode"`` only query `index` is kept, and the keys that the window reaches from there:
             ``left + right + 1`` of them from ``index - left`` on, moved inside if that leads out. With ``"prefill"``
@@ -1261,10 +1286,17 @@ class MaskInfo:
             `sliding_window` if that is one number. Segment ids and positions are taken along.
         index : int or array_like of integers, shape [B], optional
             The query to decode; beyond either end, the last or the first.
+        within_segments : bool
+            Count places from where each segment begins, as in `apply_causal`.
 
         Returns
         -------
         MaskInfo
+
+        Warns
+        -----
+        AttnmaskWarning
+            As `apply_causal` does.
 
         Examples
         --------
@@ -1281,7 +1313,8 @@ class MaskInfo:
         """
         if more:
             transforms.reject_window((sliding_window, *more))
-        return self._of(transforms.sliding_window(self._state, sliding_window, offset, mode, index))
+        state = transforms.sliding_window(self._state, sliding_window, offset, mode, index, within_segments)
+        return self._of(state)
 
     def apply_chunked(self, chunk_size: int, offset: ArrayLike = 0, within_segments: bool = False) -> Self:
         """Let queries attend to keys of their own chunk up to their own place: ``k <= q + offset``.
@@ -1305,10 +1338,10 @@ class MaskInfo:
         chunk_size : int
             At least 1.
         offset : int or array_like of integers, shape [B]
-            How many keys more; negative for fewer.
+            Added to the place of every query, which decides on its chunk, too.
         within_segments : bool
-            Count chunks from where each segment begins, and not from the first token of the row. The mask has to hold
-            segment ids.
+            Count chunks and places from where each segment begins, and not from the first token of the row. The mask
+            has to hold segment ids.
 
         Returns
         -------
@@ -1472,6 +1505,8 @@ class MaskInfo:
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """The pairs of one chunk with ``k <= q + offset``, as an array; see `apply_chunked`.
+
+        The chunk of a query is that of place ``q + offset``.
 
         Parameters
         ----------

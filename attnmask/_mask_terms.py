@@ -4,6 +4,7 @@ A term is a tuple of its kind and its operands; it speaks of query `q` and key `
 
     ("all",)                               every pair
     ("band", low, high, offset)            low[h] <= k - q - offset[b] <= high[h]; None for no limit
+    ("diagonal", low, high, offset, at)    low[h] <= k - at[b, h, q] - offset[b] <= high[h]
     ("chunk", size, q_shift, k_shift)      (q + q_shift[b]) // size == (k + k_shift[b]) // size
     ("keys", begin, end)                   begin[b] <= k < end[b]
     ("equal", q_ids, k_ids, exclude_zero)  the ids [B, Q] or [B, H, Q] and those of the keys are the same, and not
@@ -16,6 +17,8 @@ A term is a tuple of its kind and its operands; it speaks of query `q` and key `
 
 Sequence s is from ``starts[s]`` to before ``starts[s + 1]``. Starts are int64 arrays that hold for all batch
 rows; limits are such arrays too, or None for no limit. Only attention has such limits.
+
+The keys ``at`` ``[B, Q]`` or ``[B, H, Q]`` on the diagonals of queries are int32, and may lie beyond both ends.
 
 Places ``[B, H, Q tiles, K tiles]`` are int32: 0 for a tile of dead pairs, 1 for one of live pairs, and 2 + i for one
 that has bits of its own, ``bits[i]``: 64 rows of 8 bytes, the lowest bit first. With any such, tiles are of 64 × 64
@@ -51,6 +54,7 @@ PerRow: TypeAlias = int | NDArray[np.int64]
 # The shape of a mask. None is a length that is not known, or that broadcasts to those of others.
 Extent: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
+ALL_PLACES = 2**59 + 2**57  # one chunk of so many holds every key, and every query at the furthest offset
 TILE = 64  # pairs along each side of a tile with bits
 _NO_BITS = frozen(np.zeros((0, TILE, TILE // 8), np.uint8))
 
@@ -59,8 +63,24 @@ def band(low: Limit, high: Limit, offset: PerRow) -> Node:
     return ("band", low, high, offset)
 
 
-def chunk(size: int) -> Node:
-    return ("chunk", min(size, 2**62), 0, 0)  # a larger chunk would hold the same tokens
+def diagonal(low: Limit, high: Limit, offset: PerRow, at: NDArray[np.int32]) -> Node:
+    return ("diagonal", low, high, offset, at)
+
+
+def chunk(size: int, offset: PerRow = 0) -> Node:
+    """The chunks of keys, and of queries that are `offset` places further.
+
+    What the core adds to a place is not negative. So both sides move on by as many chunks as put a query of place 0
+    behind the start; further than 2**57 before it, no query would reach a key.
+    """
+    size = min(size, ALL_PLACES)
+    if isinstance(offset, int):
+        offset = max(offset, -(2**57))
+        moved = max(-(offset // size), 0) * size
+        return ("chunk", size, offset + moved, moved)
+    offset = np.maximum(offset, -(2**57))
+    chunks = np.maximum(-(offset // size), 0) * size
+    return ("chunk", size, frozen(offset + chunks), frozen(chunks))
 
 
 def first_keys(end: PerRow) -> Node:
@@ -140,6 +160,10 @@ def _checked_ids(value: Any) -> NDArray[np.int32]:
     return shared_integers(value, "segment ids", ("[B, T]", "[B, H, T]"))
 
 
+def _checked_diagonals(value: Any) -> NDArray[np.int32]:
+    return shared_integers(value, DIAGONALS.words, ("[B, Q]", "[B, H, Q]"))
+
+
 def _checked_mask(value: Any) -> NDArray[Any]:
     return mask_array(value, "attention_mask", ("[B, H, Q, K]",))
 
@@ -173,6 +197,7 @@ PLACES = Field("the tiles", _dense_extent, _checked_places)
 BITS = Field("the bits of tiles", lambda array: (None, None, None, None), _checked_bits)
 QUERY_IDS = Field("the query ids", lambda array: tokens_extent(array.shape, 2), _checked_ids)
 KEY_IDS = Field("the key ids", lambda array: tokens_extent(array.shape, 3), _checked_ids)
+DIAGONALS = Field("the diagonals", lambda array: tokens_extent(array.shape, 2), _checked_diagonals)
 PAIRS = Field("the attention mask", _dense_extent, _checked_mask)
 QUERY_STARTS = Field("the query starts", lambda array: (None, None, int(array[-1]), None), _checked_starts)
 KEY_STARTS = Field("the key starts", lambda array: (None, None, None, int(array[-1])), _checked_starts)
@@ -270,6 +295,11 @@ def _crop_band(crop: Crop, low: Limit, high: Limit, offset: PerRow) -> Node:
     return band(crop.of_heads(low), crop.of_heads(high), offset)
 
 
+def _crop_diagonal(crop: Crop, low: Limit, high: Limit, offset: PerRow, at: NDArray[Any]) -> Node:
+    offset = _difference(crop.of_rows(offset), crop.k_start)
+    return diagonal(crop.of_heads(low), crop.of_heads(high), offset, crop.queries(at))
+
+
 def _crop_chunk(crop: Crop, size: int, q_shift: PerRow, k_shift: PerRow) -> Node:
     q_shift, k_shift = map(crop.of_rows, (q_shift, k_shift))
     return ("chunk", size, _sum(q_shift, crop.q_start), _sum(k_shift, crop.k_start))
@@ -341,6 +371,10 @@ def _band_words(low: Limit, high: Limit, offset: PerRow) -> str:
     return f"window({', '.join([str(None if low is None else -low), str(high), *more])})"
 
 
+def _diagonal_words(low: Limit, high: Limit, offset: PerRow, at: NDArray[Any]) -> str:
+    return f"{_band_words(low, high, offset)} within segments"
+
+
 def _dense_words(array: NDArray[Any], *_: PerRow) -> str:
     return f"dense {array.dtype}{list(array.shape)}"
 
@@ -361,6 +395,9 @@ class Kind(NamedTuple):
 KINDS = {
     "all": Kind({}, lambda: "everything", lambda crop: ("all",)),
     "band": Kind({"low": HEADS, "high": HEADS, "offset": ROWS}, _band_words, _crop_band),
+    "diagonal": Kind(
+        {"low": HEADS, "high": HEADS, "offset": ROWS, "at": DIAGONALS}, _diagonal_words, _crop_diagonal
+    ),
     "chunk": Kind(
         {"size": None, "q_shift": ROWS, "k_shift": ROWS}, lambda size, *_: f"chunks({size})", _crop_chunk
     ),

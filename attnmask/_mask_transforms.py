@@ -14,11 +14,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from attnmask import _masks as masks
 from attnmask._arguments import (
     FARTHEST,
+    Limit,
     describe,
     flag,
     frozen,
     integer,
     integers,
+    is_bottom_right,
     number_dtype,
     one_of,
     per_row,
@@ -27,7 +29,20 @@ from attnmask._arguments import (
 from attnmask._mask_derived import mask_of_dtype, segment_ids
 from attnmask._mask_program import LONGEST, Shape, Terms, agree, cropped, extents, fill, join, same
 from attnmask._mask_state import BOOL, FLAGS, Ids, Labels, State, padding_of
-from attnmask._mask_terms import Crop, Extent, Node, PerRow, band, chunk, dense, equal, first_keys
+from attnmask._mask_terms import (
+    ALL_PLACES,
+    Crop,
+    Extent,
+    Node,
+    PerRow,
+    band,
+    chunk,
+    dense,
+    diagonal,
+    equal,
+    first_keys,
+)
+from attnmask._warnings import warn_once
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -187,26 +202,111 @@ def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool
 # Terms
 
 
-def causal(state: State, offset: ArrayLike) -> State:
-    shape = state.shape("apply a causal term")
-    return _with_terms(state, band(None, 0, per_row(offset, "offset", shape[0])), "and", flag="causal")
+def _held_segments(state: State) -> tuple[Ids, Ids]:
+    if not state.labels.complete:
+        raise ValueError("within_segments must be False for a mask that holds no segment ids, got True")
+    return segment_ids(state)
+
+
+def _near(
+    state: State, limits: tuple[Limit, Limit], offset: ArrayLike, within_segments: bool
+) -> tuple[Node, ...]:
+    """The terms of keys within `limits` of the diagonal, each with its operator."""
+    batch, _, queries, keys = state.extent
+    assert batch is not None
+    bottom_right = is_bottom_right(offset, "offset")
+    shift = 0 if bottom_right else per_row(offset, "offset", batch)
+    if flag(within_segments, "within_segments"):
+        q_ids, kv_ids = _held_segments(state)
+        return equal(q_ids, kv_ids), "and", _within(q_ids, kv_ids, limits, shift, bottom_right), "and"
+    if _have_other_starts(state):
+        warn_once("packed sequences")
+    if bottom_right:
+        assert queries is not None
+        assert keys is not None
+        shift = keys - queries
+    return band(*limits, shift), "and"
+
+
+def _have_other_starts(state: State) -> bool:
+    """Whether queries and keys are packed, and some sequence does not begin at the same place among both."""
+    starts = state.cu_seqlens_q, state.cu_seqlens_kv
+    if isinstance(state.base, tuple) and state.base[0] == "sequences":
+        starts = state.base[1:3]
+    elif state.extent[0] != 1:  # they are pairs, one for each batch row
+        return False
+    one, other = starts
+    return one is not other and not (one is None or other is None or np.array_equal(one[:-1], other[:-1]))
+
+
+def _within(q_ids: Ids, kv_ids: Ids, limits: tuple[Limit, Limit], shift: PerRow, bottom_right: bool) -> Node:
+    """The term of keys within `limits` of the diagonal of their own segment, for queries and keys of one segment."""
+    if q_ids is kv_ids:  # each segment has its diagonal where the row has it
+        return band(*limits, shift)
+    if q_ids.shape[-1] + kv_ids.shape[-1] > _INT32_MAX:
+        raise ValueError("within_segments must be False for 2**31 tokens and more, got True")
+    rows, sides = _broadcast(q_ids, kv_ids)
+    (q_segments, q_ends, runs, lengths), (kv_segments, kv_ends, *_) = (
+        _ends(ids, bottom_right) for ids in sides
+    )
+    found = np.minimum(np.searchsorted(kv_segments, q_segments), max(len(kv_segments) - 1, 0))
+    known = kv_segments[found] == q_segments if len(kv_segments) else np.zeros(len(q_segments), bool)
+    moved = np.zeros(len(q_segments) + 1, np.int32)  # the last one is for padding
+    moved[:-1][known] = kv_ends[found[known]] - q_ends[known]
+    if not moved.any():
+        return band(*limits, shift)
+    at = np.repeat(moved[runs], lengths).reshape(*rows, -1)
+    at += np.arange(at.shape[-1], dtype=np.int32)
+    return diagonal(*limits, shift, frozen(at))
+
+
+def _ends(
+    ids: Ids, last: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp], NDArray[np.intp]]:
+    """The segments of all rows, where in its row each begins, or has its last token; and of each run its segment's
+    number, which is -1 for padding, and its length.
+    """
+    lengths, valid, segment = _runs(ids)
+    begins = np.cumsum(lengths) - lengths
+    places = (begins + lengths - 1 if last else begins)[valid] % max(ids.shape[1], 1)
+    segments, number = np.unique(segment, return_inverse=True)
+    ends = np.zeros(len(segments), np.int64) if last else np.full(len(segments), ids.shape[1])
+    (np.maximum if last else np.minimum).at(ends, number, places)
+    runs = np.full(len(lengths), -1)
+    runs[valid] = number
+    return segments, ends, runs, lengths
+
+
+def _extent_with(state: State, nodes: tuple[Node, ...]) -> Extent:
+    """That of the mask with more terms, which may have heads where it has one for all."""
+    batch, heads, queries, keys = state.extent
+    named = ("the mask", (batch, None if heads == 1 else heads, queries, keys))
+    heads = agree([named, *extents(nodes)])[1]
+    return batch, 1 if heads is None else heads, queries, keys
+
+
+def causal(state: State, offset: Any, within_segments: bool) -> State:
+    state.shape("apply a causal term")
+    near = _near(state, (None, 0), offset, within_segments)
+    extent = state.extent if len(near) == 2 else _extent_with(state, near)
+    return _with_terms(state, *near, flag="causal", extent=extent)
 
 
 def sliding_window(
-    state: State, sliding_window: Any, offset: ArrayLike, mode: str | None, index: ArrayLike | None
+    state: State,
+    sliding_window: Any,
+    offset: Any,
+    mode: str | None,
+    index: ArrayLike | None,
+    within_segments: bool,
 ) -> State:
     one_of(mode, "mode", (None, "default", "decode", "prefill"))
-    batch, heads, queries, keys = shape = state.shape("apply a sliding window")
+    batch, heads, queries, keys = state.shape("apply a sliding window")
     left, right = windows(sliding_window, heads)
-    shift = per_row(offset, "offset", batch)
     if index is None and mode == "decode":
         raise ValueError("index must be given with mode='decode', got None")
-    near = band(None if left is None else -left, right, shift)
-    heads = (
-        agree([("the mask", shape if heads != 1 else (batch, None, queries, keys)), *extents((near,))])[1]
-        or 1
-    )
-    state = _with_terms(state, near, "and", flag="sliding_window", extent=(batch, heads, queries, keys))
+    near = _near(state, (None if left is None else -left, right), offset, within_segments)
+    state = _with_terms(state, *near, flag="sliding_window", extent=_extent_with(state, near))
     if mode not in ("decode", "prefill"):
         return state
     left, right = (None if side is None else int(np.max(side, initial=0)) for side in (left, right))
@@ -240,10 +340,7 @@ def prefix(state: State, lengths: ArrayLike) -> State:
     assert kv_ids is not None
     length = np.reshape(given, (-1, *(1,) * (kv_ids.ndim - 1)))
     first = equal(q_ids, frozen(np.where(_places(kv_ids) < length, kv_ids, np.int32(-1))))
-    heads = agree(
-        [("the mask", (None, None if shape[1] == 1 else shape[1], None, None)), *extents((first,))]
-    )[1]
-    return _with_terms(state, first, "or", extent=(shape[0], heads or 1, *shape[2:]))
+    return _with_terms(state, first, "or", extent=_extent_with(state, (first,)))
 
 
 def _places(ids: Ids) -> NDArray[np.int64]:
@@ -263,18 +360,14 @@ def _places(ids: Ids) -> NDArray[np.int64]:
 def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: bool) -> State:
     size = integer(chunk_size, "chunk_size", 1)
     shape, program = state.described("apply chunks")
-    up_to = band(None, 0, per_row(offset, "offset", shape[0]))
-    labels = state.labels
+    shift = per_row(offset, "offset", shape[0])
+    labels, up_to = state.labels, (None, 0)
     if flag(within_segments, "within_segments"):
-        if not labels.complete:
-            raise ValueError("within_segments must be False for a mask that holds no segment ids, got True")
-        q_ids, kv_ids = _chunks_of_segments(*segment_ids(state), size)
-        inside = equal(q_ids, kv_ids)
-        held: Extent = (shape[0], None if shape[1] == 1 else shape[1], *shape[2:])
-        heads = agree([("the mask", held), *extents((inside,))])[1]
-        extent = (shape[0], shape[1] if heads is None else heads, *shape[2:])
-        labels = Labels(q_ids, kv_ids)
-        return _with_terms(state, inside, "and", up_to, "and", flag="chunked", labels=labels, extent=extent)
+        ids = _held_segments(state)
+        chunks = _chunks_of_segments(*ids, size, shift)
+        nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
+        labels, extent = Labels(*chunks), _extent_with(state, nodes)
+        return _with_terms(state, *nodes, flag="chunked", labels=labels, extent=extent)
     if not labels.complete:
         labels = padding_of(shape, program)
 
@@ -282,8 +375,23 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         number = np.arange(ids.shape[-1], dtype=np.int32) // np.int32(min(size, _INT32_MAX)) + np.int32(1)
         return frozen(np.where(ids < 0, np.int32(-1), number))
 
-    labels = labels.map(numbered, numbered, shape[2], shape[3])
-    return _with_terms(state, chunk(size), "and", up_to, "and", flag="chunked", labels=labels)
+    def moved(ids: Ids) -> Ids:
+        number = np.arange(ids.shape[-1]) + _by_row(shift, ids.ndim)
+        number //= min(size, ALL_PLACES)
+        number += 1
+        number[number < 1] = -1
+        return frozen(np.where(ids < 0, np.int32(-1), number.clip(max=_INT32_MAX).astype(np.int32)))
+
+    still = isinstance(shift, int) and shift == 0
+    labels = labels.map(numbered if still else moved, numbered, shape[2], shape[3])
+    return _with_terms(
+        state, chunk(size, shift), "and", band(*up_to, shift), "and", flag="chunked", labels=labels
+    )
+
+
+def _by_row(value: PerRow, axes: int) -> Any:
+    """To be added to an array of so many axes, the first of which are batch rows."""
+    return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
 
 
 def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
@@ -300,8 +408,10 @@ def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int6
     return np.diff(begin, append=ids.size), valid, (row.astype(np.int64) << 31) + segment[valid]
 
 
-def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
-    """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding."""
+def _broadcast(q_ids: Ids, kv_ids: Ids) -> tuple[tuple[int, ...], list[Ids]]:
+    """The axes before that of tokens that both have in common, and both with one axis in their place; once if they are
+    the same.
+    """
     if q_ids.ndim != kv_ids.ndim:
         q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
     rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
@@ -309,22 +419,38 @@ def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int) -> tuple[Ids, Ids]:
         np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(math.prod(rows), ids.shape[-1])
         for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
     ]
-    size = min(size, _INT32_MAX)
+    return rows, sides
+
+
+def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tuple[Ids, Ids]:
+    """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding.
+
+    Queries are `shift` places further, and have -1, too, where that is in no chunk of their segment.
+    """
+    rows, sides = _broadcast(q_ids, kv_ids)
+    moved = not isinstance(shift, int) or shift != 0
+    if moved and len(sides) == 1:
+        sides *= 2
     lengths, valid, keys = zip(*map(_runs, sides), strict=True)
     longest = np.concatenate([runs[live] for runs, live in zip(lengths, valid, strict=True)])
     segments, segment = np.unique(np.concatenate(keys), return_inverse=True)
     chunks = np.zeros(len(segments), np.int64)
-    np.maximum.at(chunks, segment, -(-longest // size))
+    np.maximum.at(chunks, segment, -(-longest // min(size, _INT32_MAX)))
     before = np.cumsum(chunks) - chunks
     before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts from 0
-    firsts = np.split(before[segment] + 1, [len(valid[0])])
-    results = []
-    for ids, runs, live, first in zip(sides, lengths, valid, firsts, strict=False):
-        number = np.zeros(len(runs), np.int32)
-        number[live] = first
-        # Padding has position -1, so its chunk is -1 as well.
-        numbers = masks.positions_from_segment_ids(ids) // np.int32(size)
-        numbers += np.repeat(number, runs).reshape(ids.shape)
+    results: list[Ids] = []
+    for ids, runs, live, own in zip(sides, lengths, valid, np.split(segment, [len(valid[0])]), strict=False):
+        places = masks.positions_from_segment_ids(ids)
+        first, count = np.zeros((2, len(runs)), np.int32)
+        first[live], count[live] = before[own] + 1, chunks[own]
+        firsts = np.repeat(first, runs).reshape(ids.shape)
+        if moved and not results:
+            by_row = np.repeat(np.broadcast_to(np.asarray(shift, np.int64), rows[:1]), math.prod(rows[1:]))
+            chunk_of = (places + by_row[:, None]) // min(size, ALL_PLACES)
+            inside = (chunk_of >= 0) & (chunk_of < np.repeat(count, runs).reshape(ids.shape))
+            numbers = np.where(inside & (ids >= 0), chunk_of + firsts, -1).astype(np.int32)
+        else:  # padding has position -1, so its chunk is -1 as well
+            numbers = places // np.int32(min(size, _INT32_MAX)) + firsts
         results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))
     return results[0], results[-1]
 
@@ -382,7 +508,8 @@ def chunked_array(
     for name, length in (("q_len", queries), ("kv_len", keys)):
         if length > LONGEST:
             raise ValueError(f"{name} must be at most 2**56, got {length}")
-    program = (chunk(size), band(None, 0, per_row(offset, "offset", 1)), "and")
+    shift = per_row(offset, "offset", 1)
+    program = (chunk(size, shift), band(None, 0, shift), "and")
     wanted = number_dtype(dtype)
     if out is None:
         return fill((1, 1, queries, keys), program, wanted, 1, 0).reshape(queries, keys)

@@ -64,6 +64,10 @@ def _band(b: Any, h: Any, q: Any, k: Any, low: Any, high: Any, offset: Any) -> A
     return (place >= _of(least, h)) & (place <= _of(most, h))
 
 
+def _diagonal(b: Any, h: Any, q: Any, k: Any, low: Any, high: Any, offset: Any, at: Any) -> Any:
+    return _band(b, h, _ids_at(at, b, h, q), k, low, high, offset)
+
+
 def _chunk(b: Any, h: Any, q: Any, k: Any, size: int, q_shift: Any, k_shift: Any) -> Any:
     chunks = ((q + _of(q_shift, b)), (k + _of(k_shift, b)))
     one, other = (torch.div(place, size, rounding_mode="floor") for place in chunks)
@@ -107,6 +111,7 @@ def _tiles(
 _TERMS = {
     "all": _all,
     "band": _band,
+    "diagonal": _diagonal,
     "chunk": _chunk,
     "keys": _keys,
     "equal": _equal,

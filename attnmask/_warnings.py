@@ -8,6 +8,10 @@ _MESSAGES = {
         "causal=True lets a single query see the first key alone, because its place is 0. Write "
         'causal_offset="bottom-right" if it is the newest token of a cache, or causal_offset=0 if it is the first token'
     ),
+    "packed sequences": (
+        "packed sequences begin at different places in queries and keys, and the diagonal counts from the start of the "
+        "row. Write within_segments=True to count from the start of each sequence"
+    ),
     "sinks": (
         "softmax_aux has one axis with as many entries as query has heads, and is read as [S]: all heads share them. "
         "Write softmax_aux[:, None] for one sink a head, as gpt-oss has them, or softmax_aux[None, :] for shared ones"

@@ -42,6 +42,28 @@ def equal_ids(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
     return (q_ids == kv_ids) & (q_ids >= 0)
 
 
+def both_per_head(q_ids: np.ndarray, kv_ids: np.ndarray) -> list[np.ndarray]:
+    """Both with the same axes before that of tokens, among them one of heads if either has it."""
+    if q_ids.ndim != kv_ids.ndim:
+        q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
+    rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
+    return [np.broadcast_to(ids, (*rows, ids.shape[-1])) for ids in (q_ids, kv_ids)]
+
+
+def distances(q_ids: np.ndarray, kv_ids: np.ndarray, last: bool) -> np.ndarray:
+    """[B, H, Q, K]: how far each key is behind a query of the same segment, counted on both sides from its first token,
+    or from its last one.
+    """
+    q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in both_per_head(q_ids, kv_ids))
+    result = np.zeros((*q_ids.shape, kv_ids.shape[-1]), np.int64)
+    for b, h, q, k in np.argwhere(equal_ids(q_ids, kv_ids)):
+        q_origin, k_origin = (
+            np.flatnonzero(ids[b, h] == q_ids[b, h, q])[-1 if last else 0] for ids in (q_ids, kv_ids)
+        )
+        result[b, h, q, k] = (k - k_origin) - (q - q_origin)
+    return result
+
+
 class Pairs:
     """A mask, and the arrays that belong to it."""
 
@@ -74,31 +96,38 @@ class Pairs:
 
     # Operations
 
-    def causal(self, offset=0) -> None:
+    def distance(self, offset, within: bool) -> np.ndarray:
+        """[B, H, Q, K]: how far keys are behind the diagonal."""
         q, k = self.grid()
-        self.keep(k <= q + per_row(offset, self.shape[0])[:, None, None, None], "causal")
+        last = isinstance(offset, str)  # "bottom-right"
+        distance = distances(self.q_ids, self.kv_ids, last) if within else k - q - last * (len(k[0]) - len(q))
+        return distance - per_row(0 if last else offset, self.shape[0])[:, None, None, None]
 
-    def window(self, left, right, offset=0) -> None:
-        q, k = self.grid()
-        distance = k - q - per_row(offset, self.shape[0])[:, None, None, None]
-        inside = np.ones(distance.shape, bool)
+    def causal(self, offset=0, within=False) -> None:
+        self.keep(self.distance(offset, within) <= 0, "causal")
+        if within:
+            self.keep(equal_ids(self.q_ids, self.kv_ids))
+
+    def window(self, left, right, offset=0, within=False) -> None:
+        distance = self.distance(offset, within)
+        inside = equal_ids(self.q_ids, self.kv_ids) if within else np.ones(distance.shape, bool)
         if left is not None:
             inside = inside & (distance >= -np.reshape(left, (-1, 1, 1)))  # of all heads, or of each
         if right is not None:
             inside = inside & (distance <= np.reshape(right, (-1, 1, 1)))
         self.keep(inside, "sliding_window")
 
-    def decode(self, left, right, offset, index) -> None:
+    def decode(self, left, right, offset, index, within=False) -> None:
         batch, _, queries, keys = self.shape
-        self.window(left, right, offset)
+        self.window(left, right, offset, within)
         width = keys if None in (left, right) else min(left + right + 1, keys)
         q_start = np.clip(per_row(index, batch), 0, queries - 1)
         k_start = np.clip(q_start - (keys + queries if left is None else left), 0, keys - width)
         self.cut(q_start, 1, k_start, width)
 
-    def prefill(self, left, right, offset, width) -> None:
+    def prefill(self, left, right, offset, width, within=False) -> None:
         batch, _, queries, keys = self.shape
-        self.window(left, right, offset)
+        self.window(left, right, offset, within)
         width = keys if width is None else min(width, keys)
         self.cut(per_row(0, batch), queries, per_row(keys - width, batch), width)
 
@@ -132,19 +161,20 @@ class Pairs:
         if self.q_ids is None:
             self.q_ids = self.live.any(axis=(1, 3)).astype(np.int32) - 1
             self.kv_ids = self.live.any(axis=(1, 2)).astype(np.int32) - 1
-        upto = k <= q + per_row(offset, self.shape[0])[:, None, None, None]
-        self.keep((q // size == k // size) & upto, "chunked")
-        self.q_ids = np.where(self.q_ids < 0, -1, q[:, 0] // size + 1).astype(np.int32)
+        q = q + per_row(offset, self.shape[0])[:, None, None, None]  # [B, 1, Q, 1]
+        self.keep((q // size == k // size) & (k <= q), "chunked")
+        number = np.maximum(q[:, 0, :, 0] // size + 1, 0)
+        number[number == 0] = -1
+        number = number if self.q_ids.ndim == 2 else number[:, None]
+        self.q_ids = np.where(self.q_ids < 0, -1, number).astype(np.int32)
         self.kv_ids = np.where(self.kv_ids < 0, -1, k[0] // size + 1).astype(np.int32)
 
     def chunked_within_segments(self, size: int, offset=0) -> None:
-        q, k = self.grid()
-        q_ids, kv_ids = self.q_ids, self.kv_ids
-        if q_ids.ndim != kv_ids.ndim:
-            q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
-        rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
-        sides = [np.broadcast_to(ids, (*rows, ids.shape[-1])) for ids in (q_ids, kv_ids)]
+        upto = self.distance(offset, True) <= 0
+        sides = both_per_head(self.q_ids, self.kv_ids)
+        rows = sides[0].shape[:-1]
         chunks = [places(ids, -1) // size for ids in sides]
+        moved = places(sides[0], -1) + per_row(offset, self.shape[0]).reshape(-1, *(1,) * len(rows))
         numbers = [np.full(ids.shape, -1, np.int32) for ids in sides]
         for row in np.ndindex(rows):
             tokens = [
@@ -160,10 +190,10 @@ class Pairs:
             for segment in sorted(longest):
                 begins[segment] = first
                 first += longest[segment]
+            tokens[0] = list(zip(sides[0][row].tolist(), (moved[row] // size).tolist(), strict=True))
             for side, number in zip(tokens, numbers, strict=True):
-                number[row] = [begins[s] + c if s >= 0 else -1 for s, c in side]
+                number[row] = [begins[s] + c if s >= 0 and 0 <= c < longest[s] else -1 for s, c in side]
         self.q_ids, self.kv_ids = numbers
-        upto = k <= q + per_row(offset, self.shape[0])[:, None, None, None]
         self.keep(equal_ids(self.q_ids, self.kv_ids) & upto, "chunked")
 
     def token_types(self, q_types, kv_types, combine: str, zero_policy: str, update: bool | None) -> None:

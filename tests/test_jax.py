@@ -27,6 +27,9 @@ MASKS = {
     "segments": MaskInfo.from_segments(IDS, q_positions=IDS),
     "packed": MaskInfo.from_cu_seqlens([0, 2, 2, 5], packed=True),
     "offsets by row": MaskInfo.from_segments(IDS).apply_causal(np.array([0, 2])).apply_chunked(2),
+    "within segments": MaskInfo.from_segments(IDS, IDS[:, 1:]).apply_causal(
+        "bottom-right", within_segments=True
+    ),
     "dense": MaskInfo.from_attention_mask(DENSE).apply_sliding_window((2, 1)),
     "floats": MaskInfo(DENSE.astype(np.float64)),
     "or": ~MaskInfo.from_segments(IDS) | MaskInfo.from_attention_mask(DENSE),

@@ -58,6 +58,15 @@ MASKS = {
     "or": ~MaskInfo.from_segments(Q_IDS, KV_IDS) | MaskInfo.from_attention_mask(DENSE),
     "cropped chunks": WIDE.apply_chunked(4).apply_kv_lengths(np.array([9, 8]), q_len=Q)[:, :, :, :K],
     "window by head": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_sliding_window((np.array([1, 0, 9, 3]), 2)),
+    "causal within segments": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal(
+        np.array([0, 2]), within_segments=True
+    ),
+    "window within segments": MaskInfo.from_segments(*BY_HEAD).apply_sliding_window(
+        (np.array([1, 0, 9, 3]), 2), offset="bottom-right", within_segments=True
+    ),
+    "packed within segments": MaskInfo.from_cu_seqlens(
+        [0, 2, 2, Q], cu_seqlens_kv=[0, 1, 4, K], packed=True
+    ).apply_causal("bottom-right", within_segments=True),
     "prefix": MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().apply_prefix(np.array([2, 1])),
     "blocks": MaskInfo.from_blocks(DENSE[:, :, :3, :5], (3, 2), Q, K),
     "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], Q, K, B, H),

@@ -31,9 +31,13 @@ def term_twin(shape, term):
         name, *parts = term
         if name == "all":
             live = np.ones((queries, keys), bool)
-        elif name == "band":
+        elif name in ("band", "diagonal"):
             low, high = (part[h] if isinstance(part, np.ndarray) else part for part in parts[:2])
-            distance = k - q - per_batch(parts[2], batch)[b]
+            at = np.arange(queries)
+            if name == "diagonal":
+                at = parts[3][b % len(parts[3])]
+                at = at[h % len(at)] if at.ndim == 2 else at
+            distance = k - at.astype(np.int64)[:, None] - per_batch(parts[2], batch)[b]
             live = np.ones((queries, keys), bool)
             if low is not None:
                 live &= distance >= low
@@ -129,6 +133,23 @@ def test_bands_by_head(isa, offset):
     far = [2**62, -(2**62), 5]
     for low, high in itertools.product([None, -3, np.array([-70, 0, 4]), np.array(far)], repeat=2):
         check((3, 3, 130, 140), (("band", low, high, offset),))
+
+
+@pytest.mark.parametrize("lead", [(1,), (3,), (1, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("offset", [0, np.array([0, -7, 70])])
+def test_diagonals(isa, lead, offset):
+    """Of queries in any order; some are far beyond the keys."""
+    rng = np.random.default_rng(len(lead))
+    limits = [None, -70, 0, 3, np.array([-9, 70])]
+    for queries, keys in [(1, 1), (64, 64), (130, 140), (70, 200)]:
+        for at in (
+            np.broadcast_to(np.arange(queries) * 3 // 2, (*lead, queries)),
+            np.sort(rng.integers(-90, keys + 90, (*lead, queries)), axis=-1),
+            rng.integers(-9, keys + 9, (*lead, queries)),
+            rng.choice([-(2**31), -1, 0, 5, 2**31 - 1], (*lead, queries)),
+        ):
+            for low, high in itertools.product(limits, limits):
+                check((3, 2, queries, keys), (("diagonal", low, high, offset, at.astype(np.int32)),))
 
 
 NO_BITS = np.zeros((0, 64, 8), np.uint8)
@@ -244,13 +265,18 @@ def expressions(draw):
         def each():
             return int(rng.integers(0, 9)) if rng.random() < 0.5 else rng.integers(0, 9, batch)
 
-        kind = draw(st.sampled_from(["all", "band", "chunk", "keys", "equal", "dense", "tiles", "sequences"]))
-        if kind == "band":
+        kinds = ["all", "band", "diagonal", "chunk", "keys", "equal", "dense", "tiles", "sequences"]
+        kind = draw(st.sampled_from(kinds))
+        if kind in ("band", "diagonal"):
             low, high = (
                 [None, int(rng.integers(-80, 80)), rng.integers(-80, 80, heads)][rng.integers(3)]
                 for _ in range(2)
             )
-            return kind, low, high, each()
+            if kind == "band":
+                return kind, low, high, each()
+            lead = [(batch,), (1,), (batch, heads), (1, heads)][rng.integers(4)]
+            at = rng.integers(-5, keys + 5, (*lead, queries), np.int32)
+            return kind, low, high, each(), np.sort(at) if rng.random() < 0.5 else at
         if kind == "tiles":
             bits = rng.integers(0, 256, (2 if rng.random() < 0.5 else 0, 64, 8), np.uint8)
             size = (64, 64) if len(bits) else tuple(rng.integers(1, 200, 2).tolist())
@@ -377,6 +403,10 @@ def test_same_bits_for_any_number_of_threads(set_threads):
         ((2, 1, 2, 2), (("band", 0, 0, np.zeros((2, 1), int)),)),
         ((1, 2, 2, 2), (("band", np.zeros(3, int), 0, 0),)),
         ((1, 2, 2, 2), (("band", 0, np.zeros((2, 1), int), 0),)),
+        ((1, 1, 2, 2), (("diagonal", 0, 0, 0),)),
+        ((1, 2, 2, 3), (("diagonal", 0, 0, 0, np.zeros((1, 3), np.int32)),)),
+        ((2, 2, 2, 2), (("diagonal", 0, 0, 0, np.zeros((1, 3, 2), np.int32)),)),
+        ((2, 2, 2, 2), (("diagonal", 0, 0, np.zeros(3, int), np.zeros((1, 2), np.int32)),)),
         *(
             ((2, 1, 70, 70), (("tiles", *parts),))
             for parts in [

@@ -23,6 +23,9 @@ from attnmask import _mask_terms as mask_terms
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_sharding import MaskSharding
 
+# Of the masks that are drawn, some are packed with sides that differ.
+pytestmark = pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning")
+
 FLOATS = ("float16", "float32", "float64", ml_dtypes.bfloat16)
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", *FLOATS)
 FAR = (2**46, 2**61, 2**62, 2**63, 2**70)
@@ -141,10 +144,11 @@ def bases(draw, shape=None):
         mask = mask_of(draw, 1, 1, batch, queries)[0, 0]
         ids = mask.astype(np.int32) - 1
         info, pairs = MaskInfo.from_attention_mask(mask), ref.Pairs.of_ids(ids, ids)
-    elif kind == "packed" and queries == keys and batch == 1:
-        ids = np.sort(ids_of(draw, 1, None, queries).clip(0), axis=-1)
-        cu_seqlens = np.searchsorted(ids[0], np.arange(5))
-        info, pairs = MaskInfo.from_cu_seqlens(cu_seqlens, packed=True), ref.Pairs.of_ids(ids, ids)
+    elif kind == "packed" and batch == 1:
+        q_ids, kv_ids = (np.sort(ids_of(draw, 1, None, n).clip(0), axis=-1) for n in (queries, keys))
+        q_cu, kv_cu = (np.searchsorted(ids[0], np.arange(5)) for ids in (q_ids, kv_ids))
+        info = MaskInfo.from_cu_seqlens(q_cu, cu_seqlens_kv=kv_cu, packed=True)
+        pairs = ref.Pairs.of_ids(q_ids, kv_ids)
         info = info.apply_causal(queries + keys).replace(
             causal_mask_baked_in=False
         )  # the mask is no longer packed causal
@@ -187,6 +191,10 @@ def offset_of(draw, batch: int, low: int = -4, high: int = 6):
     return np.array(numbers, draw(st.sampled_from([np.int64, np.int32, np.int16])))
 
 
+def diagonal_of(draw, batch: int):
+    return draw(st.sampled_from(["bottom-right", None])) or offset_of(draw, batch)
+
+
 OPERATIONS = [
     "causal",
     "window",
@@ -214,30 +222,29 @@ def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo
     batch, heads, queries, keys = pairs.shape
     operation = draw(st.sampled_from(OPERATIONS))
     args: tuple = ()
+    within = pairs.q_ids is not None and draw(st.booleans())
     if operation == "causal":
-        args = (offset_of(draw, batch),)
-        info = info.apply_causal(*args)
+        args = diagonal_of(draw, batch), within
+        info = info.apply_causal(args[0], within_segments=within)
         pairs.causal(*args)
     elif operation in ("window", "decode", "prefill"):
         side = st.one_of(st.none(), st.integers(0, 5))
         window = draw(st.one_of(st.integers(0, 5), st.tuples(side, side)))
         left, right = window if isinstance(window, tuple) else (window, window)
-        offset = offset_of(draw, batch)
+        more = {"offset": diagonal_of(draw, batch), "within_segments": within}
+        offset = more["offset"]
+        args = window, offset, within
         if operation == "window":
-            args = window, offset
-            info = info.apply_sliding_window(
-                window, offset=offset, mode=draw(st.sampled_from([None, "default"]))
-            )
-            pairs.window(left, right, offset)
+            info = info.apply_sliding_window(window, mode=draw(st.sampled_from([None, "default"])), **more)
+            pairs.window(left, right, offset, within)
         elif operation == "decode" and queries:
-            args = window, offset, offset_of(draw, batch, -2, 10)
-            info = info.apply_sliding_window(window, offset=offset, mode="decode", index=args[2])
-            pairs.decode(left, right, offset, args[2])
+            args = window, offset, offset_of(draw, batch, -2, 10), within
+            info = info.apply_sliding_window(window, mode="decode", index=args[2], **more)
+            pairs.decode(left, right, offset, args[2], within)
         elif operation == "prefill":
-            args = window, offset
             width = window if isinstance(window, int) else None if None in window else left + right + 1
-            info = info.apply_sliding_window(window, offset=offset, mode="prefill")
-            pairs.prefill(left, right, offset, width)
+            info = info.apply_sliding_window(window, mode="prefill", **more)
+            pairs.prefill(left, right, offset, width, within)
     elif operation == "window by head":
         count = heads if heads != 1 else draw(st.integers(1, 3))
         numbers = st.lists(st.integers(0, 5), min_size=count, max_size=count).map(np.array)
@@ -245,9 +252,9 @@ def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo
             st.one_of(numbers, st.tuples(st.none(), numbers), st.tuples(numbers, st.integers(0, 5)))
         )
         left, right = window if isinstance(window, tuple) else (window, window)
-        args = window, offset_of(draw, batch)
-        info = info.apply_sliding_window(window, offset=args[1])
-        pairs.window(left, right, args[1])
+        args = window, diagonal_of(draw, batch), within
+        info = info.apply_sliding_window(window, offset=args[1], within_segments=within)
+        pairs.window(left, right, *args[1:])
     elif operation == "prefix":
         args = (offset_of(draw, batch, 0),)
         info = info.apply_prefix(*args)
@@ -1085,7 +1092,7 @@ def test_chunks_of_heads():
 def test_create_chunked_attention_mask(chunk_size, q_len, kv_len, offset):
     keys = q_len if kv_len is None else kv_len
     q, k = np.arange(q_len, dtype=object)[:, None], np.arange(keys, dtype=object)[None, :]
-    expected = ((q // chunk_size == k // chunk_size) & (k <= q + offset)).astype(bool)
+    expected = (((q + offset) // chunk_size == k // chunk_size) & (k <= q + offset)).astype(bool)
     for dtype in DTYPES:
         mask = MaskInfo.create_chunked_attention_mask(chunk_size, q_len, kv_len, offset, dtype)
         assert (mask.dtype, mask.shape) == (np.dtype(dtype), expected.shape)

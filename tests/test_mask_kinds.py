@@ -16,7 +16,10 @@ from test_mask_info import programs
 import attnmask
 from attnmask import MaskInfo
 
+pytestmark = pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning")
+
 IDS = np.array([[0, 0, 0, 1, 1, 1, 1, -1, -1], [2, 2, 0, 0, 0, 0, 2, 2, -1]])
+REVERSED = IDS[:, ::-1].copy()
 TYPES = np.array([[0, 1, 1, 0, 2, 2, 1, 1, 0], [0] * 9])
 SEGMENTS = MaskInfo.from_segments(IDS)
 DENSE = np.random.default_rng(0).random((2, 3, 9, 9)) < 0.5
@@ -25,6 +28,11 @@ DENSE = np.random.default_rng(0).random((2, 3, 9, 9)) < 0.5
 def live(q):
     """Everything, of the shape of the queries."""
     return q >= 0
+
+
+def place(ids, b, token):
+    """How far it is behind the first token of its segment."""
+    return token - (ids[:, :, None] == ids[:, None, :]).argmax(axis=1)[b, token]
 
 
 def ids(b, h, q, k):
@@ -50,6 +58,12 @@ KINDS = {  # of each, the mask, and what the function says
     "chunks": (
         SEGMENTS.apply_chunked(2),
         lambda b, h, q, k: ids(b, h, q, k) & (q // 2 == k // 2) & (k <= q),
+    ),
+    "causal within segments": (
+        MaskInfo.from_segments(IDS, REVERSED).apply_causal(1, within_segments=True),
+        lambda b, h, q, k: (
+            (IDS[b, q] == REVERSED[b, k]) & (IDS[b, q] >= 0) & (place(REVERSED, b, k) <= place(IDS, b, q) + 1)
+        ),
     ),
     "key lengths": (
         SEGMENTS.apply_kv_lengths([4, 6]),
@@ -111,7 +125,7 @@ def test_a_function_of_any_mask(program, slab):
     assert (asked == 1).all()
     if batch:
         assert made == info, words
-        assert made.heads == heads
+        assert made.heads == (heads if pairs.live.size else 1), "nothing is asked of no pairs"
 
 
 def test_what_all_rows_or_heads_share_is_kept_once():
@@ -347,6 +361,124 @@ def test_attention_takes_no_window_by_head():
         attnmask.flash_attention(query, query, query, sliding_window=np.array([1, 2]))
 
 
+# Diagonals within segments
+
+Q_STARTS, K_STARTS = [0, 2, 2, 5, 75], [0, 3, 4, 8, 98]  # of packed sequences, one of them without queries
+Q_PARTS, K_PARTS = ([*map(slice, starts[:-1], starts[1:])] for starts in (Q_STARTS, K_STARTS))
+
+
+def packed_mask():
+    return MaskInfo.from_cu_seqlens(Q_STARTS, cu_seqlens_kv=K_STARTS, packed=True)
+
+
+def packed_arrays():
+    rng = np.random.default_rng(0)
+    return (
+        rng.standard_normal((1, starts[-1], heads, 16), np.float32)
+        for starts, heads in ((Q_STARTS, 4), (K_STARTS, 2), (K_STARTS, 2))
+    )
+
+
+@pytest.mark.parametrize("offset", [0, "bottom-right", 3])
+@pytest.mark.parametrize("window", [None, (20, 0), (5, 3)])
+def test_packed_sequences_have_their_own_diagonals(isa, offset, window):
+    """The bits are those of cum_seqlens_q and cum_seqlens_k, forward and backward."""
+    mask = packed_mask()
+    causal = window is None
+    if causal:
+        mask = mask.apply_causal(offset, within_segments=True)
+    else:
+        mask = mask.apply_sliding_window(window, offset=offset, within_segments=True)
+    limits = {"causal": causal, "sliding_window": window, "causal_offset": offset}
+    starts = {"cum_seqlens_q": Q_STARTS, "cum_seqlens_k": K_STARTS}
+    arrays, results = tuple(packed_arrays()), []
+    for more in ({"attention_mask": mask}, limits | starts):
+        (out, lse), vjp = attnmask.flash_attention_vjp(*arrays, return_lse=True, **more)
+        grads = vjp(np.ones_like(out), np.where(np.isfinite(lse), 1, 0).astype(lse.dtype))
+        results.append((out, lse, grads.query, grads.key, grads.value))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_each_sequence_of_a_packed_mask_is_that_of_it_alone():
+    mask = (
+        packed_mask()
+        .apply_causal("bottom-right", within_segments=True)
+        .apply_sliding_window((30, 2), offset=-1, within_segments=True)
+    )
+    for queries, keys in zip(Q_PARTS, K_PARTS, strict=True):
+        lengths = queries.stop - queries.start, keys.stop - keys.start
+        one = MaskInfo.from_segments(*(np.zeros((1, length), int) for length in lengths))
+        assert mask[..., queries, keys] == one.apply_causal("bottom-right").apply_sliding_window(
+            (30, 2), offset=-1
+        )
+        assert mask[..., queries, : keys.start].density() == mask[..., queries, keys.stop :].density() == 0
+
+
+def test_bottom_right():
+    """Of the row, where it is not of each segment."""
+    mask = MaskInfo.from_segments(np.zeros((2, 3), int), np.zeros((2, 7), int))
+    assert mask.apply_causal("bottom-right") == mask.apply_causal(4)
+    assert mask.apply_sliding_window((2, 0), offset="bottom-right") == mask.apply_sliding_window(
+        (2, 0), offset=4
+    )
+
+
+def test_the_same_tokens_have_the_same_diagonal():
+    """Whether it counts within segments, then, makes no difference; nor is there an array for it."""
+    for mask in (SEGMENTS, MaskInfo.from_segments(IDS, IDS.copy()), MaskInfo.from_segments(IDS[:, None])):
+        for offset in (0, "bottom-right", [1, -1]):
+            within = mask.apply_causal(offset, within_segments=True)
+            assert within == mask.apply_causal(offset)
+            assert "within" not in repr(within)
+            assert mask.apply_sliding_window(
+                2, offset=offset, within_segments=True
+            ) == mask.apply_sliding_window(2, offset=offset)
+
+
+@pytest.mark.parametrize("apply", ["apply_causal", "apply_sliding_window", "apply_chunked"])
+def test_no_segments_to_count_in(apply):
+    mask = ~SEGMENTS
+    arguments = () if apply == "apply_causal" else (3,)
+    with pytest.raises(ValueError, match="within_segments must be False for a mask that holds no segment"):
+        getattr(mask, apply)(*arguments, within_segments=True)
+    getattr(mask, apply)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        ("top-left", "offset must be an integer or 'bottom-right', got 'top-left'; write 0 for top-left"),
+        ("bottom_right", "got 'bottom_right'; did you mean 'bottom-right'?"),
+    ],
+)
+def test_bad_diagonals(offset, words):
+    for apply in (SEGMENTS.apply_causal, lambda offset: SEGMENTS.apply_sliding_window(1, offset=offset)):
+        with pytest.raises(ValueError, match=words):
+            apply(offset)
+    with pytest.raises(TypeError, match="within_segments must be True or False, got 1"):
+        SEGMENTS.apply_causal(within_segments=1)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("offset", [5, -5, 64, -64, 2**59, -(2**59), [7, -7], [2**59, -(2**59)]])
+@pytest.mark.parametrize("size", [1, 8, 70, 2**58, 2**59 + 1, 2**70])
+def test_the_chunk_of_a_query_moves_with_its_diagonal(size, offset, within):
+    """Slices, which move both sides on, leave it where it is."""
+    ids = np.zeros((2, 130), int)
+    mask = MaskInfo.from_segments(ids, ids.copy()).apply_chunked(size, offset, within)
+    k, q = np.arange(130, dtype=object), np.arange(130, dtype=object)[:, None]
+    q = q + np.array(offset, object).reshape(-1, 1, 1)
+    pairs = np.broadcast_to((q // size == k // size) & (k <= q), (2, 130, 130)).astype(bool)
+    np.testing.assert_array_equal(mask.attention_mask[:, 0], pairs)
+    part = mask[..., 9:80, 3:77]
+    np.testing.assert_array_equal(part.attention_mask[:, 0], pairs[:, 9:80, 3:77])
+    q_ids, kv_ids = mask.q_segment_ids[:, :, None], mask.kv_segment_ids[:, None]
+    same = np.broadcast_to(q // size == k // size, (2, 130, 130))
+    np.testing.assert_array_equal((q_ids == kv_ids) & (q_ids >= 0), same)
+    np.testing.assert_array_equal(kv_ids, np.broadcast_to(k // size + 1, (2, 1, 130)))
+
+
 # Slices
 
 
@@ -458,6 +590,9 @@ def masks(queries, keys, heads):
         "window by head": everything.apply_causal(keys - queries).apply_sliding_window(
             (sizes, 0), offset=keys - queries
         ),
+        "within segments": MaskInfo.from_segments(
+            *(np.arange(length)[None] // 3 % 50 // (length // 12 + 1) for length in (queries, keys))
+        ).apply_sliding_window((9, 1), offset="bottom-right", within_segments=True),
         "slice": wide.apply_sliding_window((40, 3))[1, :, 9:, 33 : 33 + keys],
     }
 

@@ -211,6 +211,12 @@ MISTAKES = {
         "write packed=True for cu_seqlens that start at 0",
         lambda: MaskInfo.from_cu_seqlens([0, 3, 9], packed=True),
     ),
+    "a diagonal by its name, misspelt": (
+        lambda: attend(causal=True, causal_offset="bottom_right"),
+        ValueError,
+        'write "bottom-right"',
+        lambda: attend(causal=True, causal_offset="bottom-right"),
+    ),
     "padding behind packed sequences": (
         lambda: pack(cum_seqlens_q=[0, 3, 5]),
         ValueError,
@@ -455,6 +461,32 @@ def test_sinks_that_look_like_one_a_head(name):
     call, sinks = CALLS[name], zeros(H)
     warned_here(told(lambda: call(softmax_aux=sinks)), "softmax_aux[:, None]", "softmax_aux[None, :]")
     assert not told(lambda: call(softmax_aux=sinks)), "it was told before"
+
+
+UNEQUAL = MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True)
+UNEQUAL_DIAGONALS = {
+    "causal": lambda mask, **more: mask.apply_causal(**more),
+    "bottom-right": lambda mask, **more: mask.apply_causal("bottom-right", **more),
+    "window": lambda mask, **more: mask.apply_sliding_window((2, 0), **more),
+    "the second term": lambda mask, **more: mask.apply_prefix(1).apply_causal(**more),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL_DIAGONALS)
+def test_packed_sequences_that_begin_at_other_places_among_the_keys(name):
+    """The diagonal of the row leaves later queries with few keys, or none."""
+    call = UNEQUAL_DIAGONALS[name]
+    padded = MaskInfo.from_cu_seqlens(
+        [0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True, max_q_len=6, max_kv_len=9
+    )
+    for mask in (UNEQUAL, padded)[: 1 if name == "the second term" else 2]:
+        warned_here(told(lambda mask=mask: call(mask)), "within_segments=True")
+        assert not told(lambda mask=mask: call(mask)), "it was told before"
+        _warnings._not_yet_given.update(_warnings._MESSAGES)
+        assert call(mask, within_segments=True)[:, :, 4, 3:7].density() >= 0.75
+    call(MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 2, 7], packed=True))  # both begin at 2
+    call(MaskInfo.from_cu_seqlens([0, 2, 0, 5], max_q_len=5, cu_seqlens_kv=[0, 3, 0, 7], max_kv_len=7))
+    call(MaskInfo.from_segments([[0, 0, 1, 1, 1]], [[0, 0, 0, 1, 1, 1, 1]]))
 
 
 def test_the_line_that_is_shown():

@@ -676,6 +676,10 @@ def infos():
     yield "segments", info
     yield "causal", info.apply_causal()
     yield "window", info.apply_causal().apply_sliding_window(7)
+    yield (
+        "within segments",
+        MaskInfo.from_segments(ids, ids[:, 5:85]).apply_causal("bottom-right", within_segments=True),
+    )
     yield "chunks", MaskInfo.from_segments(np.zeros((2, 90), int)).apply_chunked(16)
     yield "types", info.apply_causal().apply_token_type_ids((np.arange(90) // 9 % 4)[None].repeat(2, 0))
     yield "not", ~info.apply_causal()

@@ -35,6 +35,11 @@ MASKS = {
     "heads": lambda: MaskInfo.from_attention_mask(np.tri(37, 37)[None, None] > np.zeros((2, 3, 1, 1))),
     "joined": lambda: ~segments().apply_causal() | MaskInfo.from_random(2, 37, 37, 0.5, 0),
     "window by head": lambda: segments().apply_sliding_window((np.array([3, 0, 9]), 1)),
+    "causal within segments": lambda: (
+        MaskInfo.from_segments(np.arange(74).reshape(2, 37) // 9 % 3, np.arange(98).reshape(2, 49) // 14 % 3)
+        .apply_sliding_window((np.array([3, 9]), 1), within_segments=True)
+        .apply_causal("bottom-right", within_segments=True)
+    ),
     "blocks": lambda: MaskInfo.from_blocks(np.arange(24).reshape(2, 1, 3, 4) % 3, (16, 10), 37, 37),
     "function": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k * (b + 1)) % 3 == h, 70, 130, 2, 2),
     "slice": lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3 == 0, 70, 130)[..., 5:42, 60:],

@@ -107,9 +107,9 @@ static int read_keys(am_mask_arg *arg, am_node *node, PyObject *term)
     return node->keys.end ? 0 : -1;
 }
 
-/* Ids are [batch, tokens] or [batch, heads, tokens], where batch and heads may be 1. They are copied, since
- * other threads may write to the caller's: groups and tiles are found from them and later looked for again.
- */
+/* Ids, or other numbers of tokens, are [batch, tokens] or [batch, heads, tokens], where batch and heads may
+ * be 1. They are copied, since other threads may write to the caller's: groups and tiles are found from them
+ * and later looked for again. */
 static const int32_t *read_ids(am_mask_arg *arg, PyObject *object, ptrdiff_t tokens, ptrdiff_t *batch,
                                ptrdiff_t *head)
 {
@@ -207,6 +207,16 @@ static int read_band(am_mask_arg *arg, am_node *node, PyObject *term)
     return node->band.high ? 0 : -1;
 }
 
+/* A band, and where its diagonal is for each query. */
+static int read_diagonal(am_mask_arg *arg, am_node *node, PyObject *term)
+{
+    if (read_band(arg, node, term) < 0) return -1;
+    node->kind = AM_TERM_DIAGONAL;
+    node->diagonal.at = read_ids(arg, PyTuple_GET_ITEM(term, 4), arg->mask.queries, &node->diagonal.at_batch,
+                                 &node->diagonal.at_head);
+    return node->diagonal.at ? 0 : -1;
+}
+
 static int check_starts(const ptrdiff_t *starts, ptrdiff_t count, ptrdiff_t length)
 {
     bool fits = starts[0] == 0 && starts[count] == length;
@@ -297,9 +307,9 @@ static const struct {
     Py_ssize_t size;
     read_term *read;
 } terms[] = {
-    {"band", 4, read_band},   {"chunk", 4, read_chunk}, {"keys", 3, read_keys},
-    {"equal", 4, read_equal}, {"dense", 4, read_dense}, {"sequences", 5, read_sequences},
-    {"tiles", 7, read_tiles},
+    {"band", 4, read_band},   {"chunk", 4, read_chunk},       {"keys", 3, read_keys},
+    {"equal", 4, read_equal}, {"dense", 4, read_dense},       {"sequences", 5, read_sequences},
+    {"tiles", 7, read_tiles}, {"diagonal", 5, read_diagonal},
 };
 static const struct {
     const char *name;

@@ -125,21 +125,41 @@ static const int32_t *small_numbers(am_xla_call *c, const am_xla_view *v)
     return small;
 }
 
-static bool read_ids(am_xla_call *c, ptrdiff_t length, const int32_t **ids, ptrdiff_t *batch, ptrdiff_t *head)
+/* Numbers of tokens, [batch, tokens] or [batch, heads, tokens]. */
+static bool look_at_tokens(am_xla_call *c, ptrdiff_t length, am_xla_view *v, ptrdiff_t *batch,
+                           ptrdiff_t *head)
 {
     am_xla_operand o;
-    am_xla_view v;
     if (!am_xla_next_operand(c, &o)) return false;
     if (!o.buffer) return am_xla_fail(c, "segment ids must be an array");
-    if (!am_xla_look(c, o.buffer, true, &v)) return false;
-    const ptrdiff_t rows = v.shape[0], heads = v.axes == 3 ? v.shape[1] : 1;
-    if ((v.axes != 2 && v.axes != 3) || v.shape[v.axes - 1] != length ||
+    if (!am_xla_look(c, o.buffer, true, v)) return false;
+    const ptrdiff_t rows = v->shape[0], heads = v->axes == 3 ? v->shape[1] : 1;
+    if ((v->axes != 2 && v->axes != 3) || v->shape[v->axes - 1] != length ||
         (rows != 1 && rows != c->mask.batch) || (heads != 1 && heads != c->mask.heads))
         return am_xla_fail(c, "segment ids have a shape that does not fit");
     *batch = rows == 1 ? 0 : heads * length;
     *head = heads == 1 ? 0 : length;
+    return true;
+}
+
+static bool read_ids(am_xla_call *c, ptrdiff_t length, const int32_t **ids, ptrdiff_t *batch, ptrdiff_t *head)
+{
+    am_xla_view v;
+    if (!look_at_tokens(c, length, &v, batch, head)) return false;
     *ids = small_numbers(c, &v);
     return *ids;
+}
+
+/* low, high, offset and the diagonal of each query */
+static bool read_diagonal(am_xla_call *c, am_node *node)
+{
+    am_xla_view v;
+    if (!read_band(c, node) ||
+        !look_at_tokens(c, c->mask.queries, &v, &node->diagonal.at_batch, &node->diagonal.at_head))
+        return false;
+    if (v.type != AM_INT32) return am_xla_fail(c, "the diagonals of queries must be int32");
+    node->diagonal.at = (const int32_t *)v.data;
+    return true;
 }
 
 /* q_ids, k_ids, exclude_zero */
@@ -284,7 +304,13 @@ typedef bool read_term(am_xla_call *c, am_node *node);
 static read_term *const terms[AM_TERM_KINDS] = {
     [AM_TERM_ALL] = read_all,     [AM_TERM_BAND] = read_band,   [AM_TERM_CHUNK] = read_chunk,
     [AM_TERM_KEYS] = read_keys,   [AM_TERM_EQUAL] = read_equal, [AM_TERM_SEQUENCES] = read_sequences,
-    [AM_TERM_DENSE] = read_dense, [AM_TERM_TILES] = read_tiles,
+    [AM_TERM_DENSE] = read_dense, [AM_TERM_TILES] = read_tiles, [AM_TERM_DIAGONAL] = read_diagonal,
+};
+
+/* What words say of terms and operators: by the numbers of exported programs, so new kinds come last. */
+static const am_node_kind kinds[] = {
+    AM_TERM_ALL,   AM_TERM_BAND, AM_TERM_CHUNK, AM_TERM_KEYS, AM_TERM_EQUAL, AM_TERM_SEQUENCES, AM_TERM_DENSE,
+    AM_TERM_TILES, AM_NOT,       AM_AND,        AM_OR,        AM_XOR,        AM_TERM_DIAGONAL,
 };
 
 bool am_xla_read_mask(am_xla_call *c, const am_node *more, int more_count)
@@ -294,13 +320,16 @@ bool am_xla_read_mask(am_xla_call *c, const am_node *more, int more_count)
     c->mask.nodes = am_xla_keep(c, c->words_end - c->words + 2 * more_count, sizeof *c->mask.nodes);
     if (!c->mask.nodes) return false;
     while (c->words < c->words_end) {
-        const int64_t kind = *c->words++;
+        const int64_t word = *c->words++;
+        if (word < 0 || (size_t)word >= sizeof kinds / sizeof *kinds)
+            return am_xla_fail(c, "words: the mask is no expression");
+        const am_node_kind kind = kinds[word];
         am_node *node = &c->mask.nodes[c->mask.node_count];
         const int taken = kind < AM_TERM_KINDS ? 0 : kind == AM_NOT ? 1 : 2;
-        if (kind < 0 || kind > AM_XOR || waiting < taken || (taken == 0 && waiting == AM_MASK_DEPTH))
+        if (waiting < taken || (taken == 0 && waiting == AM_MASK_DEPTH))
             return am_xla_fail(c, "words: the mask is no expression");
         waiting += 1 - taken;
-        node->kind = (am_node_kind)kind;
+        node->kind = kind;
         if (taken == 0 && !terms[kind](c, node)) return false;
         c->mask.node_count++;
     }

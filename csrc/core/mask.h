@@ -50,6 +50,7 @@ typedef enum {
                           counted from its start */
     AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
     AM_TERM_TILES, /* the tile of (q + q_shift[b], k + k_shift[b]) is live, or has a bit that is set for it */
+    AM_TERM_DIAGONAL, /* low[b, h] <= k - at[q] <= high[b, h] */
     AM_TERM_KINDS,
     /* Operators on the one or two operands before them. */
     AM_NOT = AM_TERM_KINDS,
@@ -72,6 +73,13 @@ typedef struct {
             const ptrdiff_t *low, *high; /* within ±AM_FAR */
             ptrdiff_t batch, head;       /* strides in elements */
         } band;
+        struct {
+            const ptrdiff_t *low, *high; /* these four are those of a band, in the same memory */
+            ptrdiff_t batch, head;
+            const int32_t *at; /* the key that each query has on its diagonal; contiguous along queries */
+            ptrdiff_t at_batch, at_head; /* strides in elements */
+            am_id_block *blocks;         /* summaries of 64 queries each, for each distinct (b, h) */
+        } diagonal;
         struct {
             ptrdiff_t size;
             const ptrdiff_t *q_shift, *k_shift; /* [batch], not negative */

@@ -24,11 +24,16 @@ static am_range interval_keys(interval_of *interval, const am_mask *mask, const 
     return (am_range){am_max(first.begin, 0), am_min(last.end, mask->keys)};
 }
 
-static am_tile interval_tile(interval_of *interval, const am_node *node, const am_region *p)
+/* The tile of rows whose intervals lie between the `first` and the `last` one, which are among them. */
+static am_tile tile_between(am_range first, am_range last, const am_region *p)
 {
-    am_range first = interval(node, p, p->q), last = interval(node, p, p->q + p->rows - 1);
     if (p->k >= last.end || p->k + p->columns <= first.begin) return AM_DEAD;
     return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
+}
+
+static am_tile interval_tile(interval_of *interval, const am_node *node, const am_region *p)
+{
+    return tile_between(interval(node, p, p->q), interval(node, p, p->q + p->rows - 1), p);
 }
 
 static uint64_t bits_of(am_range keys, const am_region *p)
@@ -147,17 +152,15 @@ static void all_bits(const am_mask *mask, const am_node *node, const am_region *
     for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_low_bits(p->columns);
 }
 
-/* --- Equal ids --- */
+/* --- Summaries of numbers of tokens, of which those from `least` on are valid --- */
 
-static int valid_id(int32_t id, int exclude_zero) { return id >= (exclude_zero ? 1 : 0); }
-
-static void summarize_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int exclude_zero)
+static void summarize_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int32_t least)
 {
     for (ptrdiff_t begin = 0; begin < count; begin += BLOCK, blocks++) {
         ptrdiff_t end = am_min(begin + BLOCK, count);
         int32_t low = INT32_MAX, high = INT32_MIN, all_valid = 1;
         for (ptrdiff_t t = begin; t < end; t++) {
-            int valid = valid_id(ids[t], exclude_zero);
+            int valid = ids[t] >= least;
             all_valid &= valid;
             low = valid && ids[t] < low ? ids[t] : low;
             high = valid && ids[t] > high ? ids[t] : high;
@@ -176,7 +179,7 @@ static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
 
 static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
                                 ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length,
-                                int exclude_zero)
+                                int32_t least)
 {
     ptrdiff_t count = am_distinct_rows(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
     *blocks = malloc((size_t)am_max(count, 1) * sizeof **blocks);
@@ -185,11 +188,93 @@ static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const
         for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
             am_id_block *row = *blocks + am_distinct_index(mask, b, h, batch_stride, head_stride) *
                                              am_ceil_div(length, BLOCK);
-            summarize_ids(row, ids + b * batch_stride + h * head_stride, length, exclude_zero);
+            summarize_ids(row, ids + b * batch_stride + h * head_stride, length, least);
         }
     }
     return AM_OK;
 }
+
+/* The numbers of one (b, h) and their summaries. */
+typedef struct {
+    const int32_t *ids;
+    const am_id_block *blocks;
+    int32_t least;
+} id_view;
+
+/* Summarizes tokens begin … begin + count - 1. The summary of a block that lies there only in part may be too
+ * wide, so its ids are read unless they are all the same. */
+static am_id_block summarize_range(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
+{
+    am_id_block summary = no_ids;
+    for (ptrdiff_t token = begin, end; token < begin + count; token = end) {
+        end = am_min((token / BLOCK + 1) * BLOCK, begin + count);
+        am_id_block part = view->blocks[token / BLOCK];
+        const bool differ = part.low < part.high || (part.low == part.high && !part.all_valid);
+        if (differ && end - token < BLOCK) summarize_ids(&part, view->ids + token, end - token, view->least);
+        summary = merged(summary, part);
+    }
+    return summary;
+}
+
+/* --- Diagonals --- */
+
+static am_status diagonal_prepare(const am_run *run, const am_mask *mask, am_node *node)
+{
+    (void)run;
+    return summarize_side(mask, &node->diagonal.blocks, node->diagonal.at, node->diagonal.at_batch,
+                          node->diagonal.at_head, mask->queries, INT32_MIN);
+}
+
+static void diagonal_release(am_node *node)
+{
+    free(node->diagonal.blocks);
+    node->diagonal.blocks = NULL;
+}
+
+static id_view diagonal_of(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const ptrdiff_t batch = node->diagonal.at_batch, head = node->diagonal.at_head,
+                    blocks = am_ceil_div(mask->queries, BLOCK);
+    return (id_view){
+        .ids = node->diagonal.at + p->b * batch + p->h * head,
+        .blocks = node->diagonal.blocks + am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
+        .least = INT32_MIN,
+    };
+}
+
+/* The keys around `at`. */
+static am_range keys_around(const am_node *node, const am_region *p, int32_t at)
+{
+    const ptrdiff_t i = p->b * node->diagonal.batch + p->h * node->diagonal.head;
+    return (am_range){at + node->diagonal.low[i], at + node->diagonal.high[i] + 1};
+}
+
+static am_range diagonal_keys(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const id_view view = diagonal_of(mask, node, p);
+    const am_id_block at = summarize_range(&view, p->q, p->rows);
+    return (am_range){am_max(keys_around(node, p, at.low).begin, 0),
+                      am_min(keys_around(node, p, at.high).end, mask->keys)};
+}
+
+static am_tile diagonal_tile(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const id_view view = diagonal_of(mask, node, p);
+    const am_id_block at = summarize_range(&view, p->q, p->rows);
+    return tile_between(keys_around(node, p, at.low), keys_around(node, p, at.high), p);
+}
+
+static void diagonal_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
+{
+    const int32_t *at = diagonal_of(mask, node, p).ids + p->q;
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(keys_around(node, p, at[r]), p);
+}
+
+static bool diagonal_is_by_head(const am_node *node) { return node->diagonal.head || node->diagonal.at_head; }
+
+/* --- Equal ids --- */
+
+static int32_t least_id(const am_node *node) { return node->equal.exclude_zero ? 1 : 0; }
 
 static am_status summarize_groups(const am_mask *mask, am_node *node)
 {
@@ -213,10 +298,10 @@ static am_status equal_prepare(const am_run *run, const am_mask *mask, am_node *
 {
     (void)run;
     am_status status = summarize_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
-                                      node->equal.q_head, mask->queries, node->equal.exclude_zero);
+                                      node->equal.q_head, mask->queries, least_id(node));
     if (status != AM_OK) return status;
     status = summarize_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch,
-                            node->equal.k_head, mask->keys, node->equal.exclude_zero);
+                            node->equal.k_head, mask->keys, least_id(node));
     return status == AM_OK ? summarize_groups(mask, node) : status;
 }
 
@@ -228,13 +313,6 @@ static void equal_release(am_node *node)
     node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
 }
 
-/* The ids of one (b, h) and their summaries. */
-typedef struct {
-    const int32_t *ids;
-    const am_id_block *blocks;
-    int exclude_zero;
-} id_view;
-
 static id_view ids_of(const am_mask *mask, const am_node *node, const am_region *p, am_side side)
 {
     const bool q = side == AM_QUERIES;
@@ -245,24 +323,8 @@ static id_view ids_of(const am_mask *mask, const am_node *node, const am_region 
         .ids = (q ? node->equal.q_ids : node->equal.k_ids) + p->b * batch + p->h * head,
         .blocks = (q ? node->equal.q_blocks : node->equal.k_blocks) +
                   am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
-        .exclude_zero = node->equal.exclude_zero,
+        .least = least_id(node),
     };
-}
-
-/* Summarizes tokens begin … begin + count - 1. The summary of a block that lies there only in part may be too
- * wide, so its ids are read unless they are all the same. */
-static am_id_block summarize_range(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
-{
-    am_id_block summary = no_ids;
-    for (ptrdiff_t token = begin, end; token < begin + count; token = end) {
-        end = am_min((token / BLOCK + 1) * BLOCK, begin + count);
-        am_id_block part = view->blocks[token / BLOCK];
-        const bool differ = part.low < part.high || (part.low == part.high && !part.all_valid);
-        if (differ && end - token < BLOCK)
-            summarize_ids(&part, view->ids + token, end - token, view->exclude_zero);
-        summary = merged(summary, part);
-    }
-    return summary;
 }
 
 static bool disjoint(const am_id_block *a, const am_id_block *b)
@@ -305,14 +367,13 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_region
 {
     const int32_t *q_ids = ids_of(mask, node, p, AM_QUERIES).ids + p->q,
                   *k_ids = ids_of(mask, node, p, AM_KEYS).ids + p->k;
+    const int32_t least = least_id(node);
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         int repeated = r > 0 && q_ids[r] == q_ids[r - 1];
         if (repeated)
             bits[r] = bits[r - 1];
         else
-            bits[r] = valid_id(q_ids[r], node->equal.exclude_zero)
-                          ? mask->kernels->equal_bits(k_ids, q_ids[r], p->columns)
-                          : 0;
+            bits[r] = q_ids[r] >= least ? mask->kernels->equal_bits(k_ids, q_ids[r], p->columns) : 0;
     }
 }
 
@@ -334,6 +395,12 @@ const am_term_kind am_band_term = {
 const am_term_kind am_chunk_term = {
     .keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits, .boundaries = chunk_boundaries};
 const am_term_kind am_keys_term = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits};
+const am_term_kind am_diagonal_term = {.prepare = diagonal_prepare,
+                                       .release = diagonal_release,
+                                       .keys = diagonal_keys,
+                                       .tile = diagonal_tile,
+                                       .bits = diagonal_bits,
+                                       .is_by_head = diagonal_is_by_head};
 const am_term_kind am_equal_term = {equal_prepare, equal_release,    equal_keys,      equal_tile,
                                     equal_bits,    equal_boundaries, equal_is_by_head};
 const am_term_kind am_sequences_term = {.keys = sequences_keys,

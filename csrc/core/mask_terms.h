@@ -22,7 +22,7 @@ typedef struct {
 } am_term_kind;
 
 extern const am_term_kind am_all_term, am_band_term, am_chunk_term, am_keys_term, am_equal_term,
-    am_sequences_term, am_dense_term, am_tiles_term;
+    am_sequences_term, am_dense_term, am_tiles_term, am_diagonal_term;
 
 /* A word whose lowest `count` bits are set, 0 ≤ count ≤ 64. */
 static inline uint64_t am_low_bits(ptrdiff_t count)

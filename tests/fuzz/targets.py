@@ -350,6 +350,7 @@ def any_mask(rng: Rng, batch: int, queries: int, keys: int) -> MaskInfo:
     )()
     changes: list[Callable[[MaskInfo], MaskInfo]] = [
         lambda info: info.apply_causal(1),
+        lambda info: info.apply_causal("bottom-right", within_segments=info._state.labels.complete),
         lambda info: info.apply_sliding_window((3, 2)),
         lambda info: info.apply_chunked(4),
         lambda info: info.apply_prefix(np.array([2] * batch)),
@@ -782,13 +783,20 @@ def method(
     )
 
 
-method("apply_causal", lambda rng: {"offset": pick(rng, [0, 2, np.array([1, -1])])})
+method(
+    "apply_causal",
+    lambda rng: {
+        "offset": pick(rng, [0, 2, np.array([1, -1]), "bottom-right"]),
+        "within_segments": pick(rng, [False, True]),
+    },
+)
 method(
     "apply_sliding_window",
     lambda rng: {
         "sliding_window": pick(rng, [2, (1, None), np.array([2]), (None, np.array([1]))]),
-        "offset": pick(rng, [0, np.array([1, -1])]),
+        "offset": pick(rng, [0, np.array([1, -1]), "bottom-right"]),
         "mode": pick(rng, [None, "default"]),
+        "within_segments": pick(rng, [False, True]),
     },
 )
 method(
@@ -798,7 +806,11 @@ method(
 )
 method(
     "apply_chunked",
-    lambda rng: {"chunk_size": 3, "offset": pick(rng, [0, np.array([1, 2])]), "within_segments": False},
+    lambda rng: {
+        "chunk_size": 3,
+        "offset": pick(rng, [0, np.array([1, -2])]),
+        "within_segments": pick(rng, [False, True]),
+    },
 )
 method("apply_prefix", lambda rng: {"lengths": np.array([1, 3])})
 method(
