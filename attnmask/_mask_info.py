@@ -209,13 +209,13 @@ class MaskInfo:
         qheads_axis_name: AxisName = "tp",
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
-        packed: bool = False,
+        packed: bool | None = None,
     ) -> Self:
         """A mask by where sequences begin and end: one a batch row, or all in one.
 
         ::
 
-            pairs       [0, 2, 1, 4]                      packed      [0, 2, 2, 5]
+            packed=False    [0, 2, 1, 4]                  packed=True     [0, 2, 2, 5]
 
                 k 0 1 2 3        k 0 1 2 3                    k 0 1 2 3 4
               q 0 # # . .      q 0 . . . .                  q 0 # # . . .
@@ -227,9 +227,9 @@ class MaskInfo:
         Parameters
         ----------
         cu_seqlens_q : array_like of integers
+            If `packed`, ordinary cu_seqlens: the lengths summed up, of shape [sequences + 1], from 0 on. Else pairs:
             ``[start, end]`` of each batch row, one after the other, of shape [2 B]: an end before its start is an empty
-            row, and one past the length is cut off. If `packed`, the lengths summed up, of shape [sequences + 1]:
-            starts at 0, never decreases.
+            row, and one past the length is cut off.
         max_q_len : int
             How many queries there are. If `packed`, as many as there are tokens, if it is left out; else the rest is
             padding.
@@ -239,12 +239,18 @@ class MaskInfo:
             How many keys there are; `max_q_len` if not given, or if `packed` and with `cu_seqlens_kv`, its tokens.
         q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
             As of `MaskInfo`.
-        packed : bool
-            All sequences lie in one row; segment ids are their numbers.
+        packed : bool, optional
+            True for sequences that lie end to end in one row; segment ids are their numbers. False for pairs, as is
+            None.
 
         Returns
         -------
         MaskInfo
+
+        Warns
+        -----
+        AttnmaskWarning
+            For pairs that could be ordinary cu_seqlens as well, if `packed` is not given.
 
         See Also
         --------
@@ -254,10 +260,10 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 1, 4], max_q_len=4).q_lens
-        array([2, 3], dtype=int32)
         >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 2, 5], packed=True).q_segment_ids
         array([[0, 0, 2, 2, 2]], dtype=int32)
+        >>> attnmask.MaskInfo.from_cu_seqlens([0, 2, 1, 4], max_q_len=4, packed=False).q_lens
+        array([2, 3], dtype=int32)
         """
         state = sources.of_cu_seqlens(cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, packed)
         return cls._of(with_details(state, locals()))

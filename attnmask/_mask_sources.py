@@ -35,6 +35,7 @@ from attnmask._mask_state import (
     segments,
 )
 from attnmask._mask_terms import TILE, Node, dense, ids_of_sequences, sequences, tiles
+from attnmask._warnings import warn_once
 
 _DRAWN = 2**20  # so many random numbers are drawn at a time
 _SLAB = 2**18  # a function is asked for so many pairs at a time
@@ -76,12 +77,18 @@ def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
 
 def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:
     """Where each row's tokens begin and end, and how many places a row has."""
-    places = integer(length, length_name, 0)
     pairs = integers(cu_seqlens, name, ("[2 B]",))
     if len(pairs) % 2:
         hint = "; write packed=True for cu_seqlens that start at 0"
         raise ValueError(f"{name} must be pairs of start and end, got {describe(pairs)}{hint}")
-    return pairs, places
+    if length is None:
+        raise TypeError(f"{length_name} must be given unless packed=True, got None")
+    return pairs, integer(length, length_name, 0)
+
+
+def _could_be_starts(pairs: Ids) -> bool:
+    """Whether pairs are legal starts of sequences as well; a single one means the same in either form."""
+    return len(pairs) > 2 and pairs[0] == 0 and bool((pairs[1:] >= pairs[:-1]).all())
 
 
 def _row_ids(pairs: Ids, places: int, _: str) -> Ids:
@@ -123,11 +130,9 @@ def of_cu_seqlens(
     max_q_len: int | None,
     cu_seqlens_kv: ArrayLike | None,
     max_kv_len: int | None,
-    packed: bool,
+    packed: bool | None,
 ) -> State:
-    if max_q_len is None and not flag(packed, "packed"):
-        raise TypeError("max_q_len must be given unless packed=True, got None")
-    read = _starts if flag(packed, "packed") else _pairs
+    read = _starts if packed is not None and flag(packed, "packed") else _pairs
     q_cu, q_len = read(cu_seqlens_q, "cu_seqlens_q", max_q_len, "max_q_len")
     if max_kv_len is not None:
         max_kv_len = integer(max_kv_len, "max_kv_len", 0)
@@ -142,6 +147,8 @@ def of_cu_seqlens(
         raise ValueError(
             f"cu_seqlens_kv must have {len(q_cu)} entries as cu_seqlens_q, got {describe(kv_cu)}"
         )
+    if packed is None and _could_be_starts(q_cu) and _could_be_starts(kv_cu):
+        warn_once("pairs")
     if packed and (q_len, kv_len) == (q_cu[-1], kv_cu[-1]):
         state = _of_starts(q_cu, kv_cu)
     else:

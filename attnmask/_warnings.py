@@ -12,6 +12,10 @@ _MESSAGES = {
         "packed sequences begin at different places in queries and keys, and the diagonal counts from the start of the "
         "row. Write within_segments=True to count from the start of each sequence"
     ),
+    "pairs": (
+        "cu_seqlens_q is read as pairs of start and end, one for each batch row, but could be ordinary cu_seqlens as "
+        "well. Write packed=True for sequences that lie end to end in one row, or packed=False for pairs"
+    ),
     "sinks": (
         "softmax_aux has one axis with as many entries as query has heads, and is read as [S]: all heads share them. "
         "Write softmax_aux[:, None] for one sink a head, as gpt-oss has them, or softmax_aux[None, :] for shared ones"

@@ -201,9 +201,21 @@ MISTAKES = {
     ),
     "starts as pairs": (
         lambda: MaskInfo.from_cu_seqlens([0, 3, 9]),
+        ValueError,
+        "write packed=True for cu_seqlens that start at 0",
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 9], packed=True),
+    ),
+    "starts of an even number as pairs": (
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 5, 9]),
         TypeError,
         "max_q_len must be given unless packed=True",
-        lambda: MaskInfo.from_cu_seqlens([0, 3, 9], packed=True),
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 5, 9], packed=True),
+    ),
+    "starts of the keys as pairs": (
+        lambda: MaskInfo.from_cu_seqlens([0, 3], max_q_len=3, cu_seqlens_kv=[0, 3, 9]),
+        ValueError,
+        "cu_seqlens_kv must be pairs of start and end",
+        lambda: MaskInfo.from_cu_seqlens([0, 3, 3], cu_seqlens_kv=[0, 3, 9], packed=True),
     ),
     "starts as pairs, with a length": (
         lambda: MaskInfo.from_cu_seqlens([0, 3, 9], max_q_len=9),
@@ -461,6 +473,24 @@ def test_sinks_that_look_like_one_a_head(name):
     call, sinks = CALLS[name], zeros(H)
     warned_here(told(lambda: call(softmax_aux=sinks)), "softmax_aux[:, None]", "softmax_aux[None, :]")
     assert not told(lambda: call(softmax_aux=sinks)), "it was told before"
+
+
+def test_pairs_that_could_be_starts():
+    """``[0, 3, 5, 9]`` is a batch of two rows, or three sequences in one."""
+
+    def call(**more):
+        return MaskInfo.from_cu_seqlens([0, 3, 5, 9], max_q_len=9, **more)
+
+    warned_here(told(call), "packed=True", "packed=False")
+    assert not told(call), "it was told before"
+    _warnings._not_yet_given.update(_warnings._MESSAGES)
+    assert call(packed=True).shape == (1, 9, 9)
+    assert call(packed=False).shape == (2, 9, 9)
+    MaskInfo.from_cu_seqlens([0, 3], max_q_len=9)  # one pair, or one sequence
+    MaskInfo.from_cu_seqlens([1, 3, 5, 9], max_q_len=9)
+    MaskInfo.from_cu_seqlens([0, 3, 0, 9], max_q_len=9)
+    MaskInfo.from_cu_seqlens([0, 3, 5, 9], max_q_len=9, cu_seqlens_kv=[0, 3, 0, 9])
+    MaskInfo.from_cu_seqlens([], max_q_len=9)
 
 
 UNEQUAL = MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True)

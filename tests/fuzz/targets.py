@@ -709,12 +709,13 @@ constructor(
         [
             lambda: {"cu_seqlens_q": starts(rng, 9), "packed": True},
             lambda: {"cu_seqlens_q": starts(rng, 9), "packed": True, "max_q_len": 12},
-            lambda: {"cu_seqlens_q": np.array([0, 3, 5, 8]), "max_q_len": 9},
+            lambda: {"cu_seqlens_q": np.array([0, 3, 5, 8]), "max_q_len": 9, "packed": False},
             lambda: {
                 "cu_seqlens_q": np.array([0, 3, 5, 8]),
                 "max_q_len": 9,
                 "cu_seqlens_kv": np.array([0, 3, 2, 8]),
                 "max_kv_len": 8,
+                "packed": None,
             },
         ],
     )(),
