@@ -3,8 +3,9 @@
 A call is made of its seed and its number alone. It starts from right arguments (targets.py), and either gives all of
 them another form, which must not change a bit of the result, or breaks one to three of them (hostile.py). Then it may
 succeed or raise a documented exception whose message names an argument. Inputs stay as they were; so does what the call
-writes to, if it fails. Calls run in a child process, so that a crash is seen, within limits of time and memory. A call
-that takes long is ended as Ctrl-C would, which must not take long either.
+writes to, if it fails. Some calls race with a second thread that writes to their arguments: these may give any result
+or error, but must not crash. Calls run in a child process, so that a crash is seen, within limits of time and memory. A
+call that takes long is ended as Ctrl-C would, which must not take long either.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hostile import Meddles, Mischief, break_one, disguise
+from hostile import Meddles, Mischief, Racer, break_one, disguise
 from numpy.lib.stride_tricks import as_strided
 from targets import TARGETS, Arguments, Target, coin, pick
 
@@ -232,7 +233,10 @@ class Case:
             self.broken = [str(name) for name in rng.permutation(free)[: int(rng.integers(1, 4))]]
             for name in self.broken:
                 self.arguments[name] = break_one(rng, name, self.arguments)
-        self.meddled = holds_meddler(self.arguments)
+        race = np.random.default_rng([seed, number, 2])
+        self.racer = Racer(race, arrays_in(list(self.arguments.values()))) if coin(race, 0.15) else None
+        self.disguised &= self.racer is None
+        self.meddled = self.racer is not None or holds_meddler(self.arguments)
         self.outcome, self.late = "", False
 
     def right(self) -> Arguments:
@@ -243,7 +247,7 @@ class Case:
         before = None if self.meddled else Before(self.target, self.arguments)
         result, error, ended, begin = None, None, False, time.process_time()
         try:
-            with time_limit():
+            with time_limit(), self.racer or contextlib.nullcontext():
                 result = called(self.target, self.arguments)
         except Ended:
             ended = True
@@ -297,6 +301,7 @@ class Case:
     def text(self) -> str:
         lines = [
             f"{self.target.name}, {'another form' if self.disguised else 'broken: ' + ', '.join(self.broken)}"
+            + (", while a thread writes" if self.racer else "")
         ]
         return "\n".join(
             [*lines, *(f"    {name} = {shown(value)}" for name, value in self.arguments.items())]

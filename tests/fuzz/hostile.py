@@ -3,9 +3,12 @@
 Each maker is called with the random generator, the right value and the case, and returns what to pass.
 """
 
+import ctypes
 import datetime
 import mmap
+import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,6 +19,8 @@ import numpy as np
 from targets import Arguments, Rng, coin, pick
 
 GUARD = 0xA5  # what fills the bytes around an array
+MEMMOVE = ctypes.CDLL(None).memmove
+MEMMOVE.argtypes, MEMMOVE.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_void_p
 
 
 class Mischief(Exception):
@@ -415,6 +420,47 @@ CHANGES: list[Callable[[Rng, np.ndarray], Any]] = [
     lambda rng, array: np.ndarray.fill(array, pick(rng, [0, 1, -1, 100])),
     lambda rng, array: np.ndarray.setflags(array, write=False),
 ]
+
+
+# A second thread that writes to arguments
+
+
+class Racer:
+    """Writes to arrays from another thread, without the GIL, as long as the block takes.
+
+    Each array of numbers goes back and forth between what it holds and noise, such as places far outside.
+    """
+
+    def __init__(self, rng: Rng, arrays: list[np.ndarray]) -> None:
+        self.jobs = []
+        for array in arrays:
+            array = np.ndarray.view(array, np.ndarray)
+            usual = array.flags.c_contiguous and array.flags.writeable and not array.dtype.hasobject
+            if usual and 0 < array.nbytes < 1 << 16:
+                right = array.tobytes()
+                noise = pick(rng, [rng.bytes(array.nbytes), b"\xff" * array.nbytes, b"\x7f" * array.nbytes])
+                self.jobs.append((array, array.ctypes.data, right, noise))
+        self.thread = threading.Thread(target=self.write, daemon=True)
+        self.stopped = threading.Event()
+
+    def write(self) -> None:
+        for turn in range(1 << 20):
+            for _, address, right, noise in self.jobs:  # ctypes releases the GIL
+                MEMMOVE(address, noise if turn % 2 == 0 else right, len(right))
+            if self.stopped.is_set():
+                return
+
+    def __enter__(self) -> None:
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        self.thread.start()
+
+    def __exit__(self, *error: Any) -> None:
+        self.stopped.set()
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+        for _, address, right, _ in self.jobs:
+            MEMMOVE(address, right, len(right))
 
 
 # Two arguments that share memory
