@@ -35,7 +35,7 @@ from kvcache_cases import (
 from numpy.lib.stride_tricks import as_strided
 
 import attnmask
-from attnmask import _core
+from attnmask import MaskInfo, _core
 
 # Accuracy
 
@@ -723,6 +723,15 @@ def test_out_that_overlaps_an_input(name, new, behind):
     if new or name in INPUTS:
         arguments = sharing(with_everything(new), "out", name, behind)
         refused(arguments, ValueError, f"out must share no memory with {name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_that_overlaps_the_array_of_a_mask(kind):
+    arguments = good(kind)
+    mask = np.ones((1, 1, 6, 12) if "packed" in kind else (1, 1, TQ, 11), F32)  # as many keys as there are
+    arguments = sharing(arguments | {"attention_mask": mask}, "out", "attention_mask", False)
+    arguments["attention_mask"] = MaskInfo(arguments["attention_mask"])
+    refused(arguments, ValueError, "out must share no memory with attention_mask")
 
 
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache"])

@@ -507,12 +507,7 @@ static int check_result(const arguments *a, npy_intp const *shape)
     if (!out) return 0;
     if (am_check_out(out, "out", axes, shape, PyArray_DESCR(a->arrays[QUERY]), a->arrays, a->names, OUT) < 0)
         return -1;
-    for (const am_kept *kept = a->mask.kept; kept; kept = kept->next) {
-        if (kept->object && PyArray_Check(kept->object) &&
-            am_check_apart(out, "out", (PyArrayObject *)kept->object, "attention_mask") < 0)
-            return -1;
-    }
-    return 0;
+    return am_check_apart_from_mask(out, &a->mask, "attention_mask");
 }
 
 /* --- The call --- */

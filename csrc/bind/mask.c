@@ -443,6 +443,20 @@ static int read_mask(am_mask_arg *arg, PyObject *shape, PyObject *nodes)
     return to_shape(shape, "shape", &arg->mask) < 0 ? -1 : am_read_nodes(arg, nodes);
 }
 
+int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask, const char *name)
+{
+    for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
+        PyObject *object = kept->object;
+        int bad = 0;
+        if (object && PyArray_Check(object))
+            bad = am_check_apart(out, "out", (PyArrayObject *)object, name);
+        else if (object && PyCapsule_IsValid(object, PREPARED))
+            bad = am_check_apart_from_mask(out, PyCapsule_GetPointer(object, PREPARED), name);
+        if (bad) return -1;
+    }
+    return 0;
+}
+
 /* --- Methods --- */
 
 /* Releases the GIL and prepares the mask. Call am_leave afterwards in any case. */
@@ -453,21 +467,10 @@ static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
     return am_mask_prepare(&call->run, &arg->mask);
 }
 
-/* Checks that `out` shares no memory with the arrays of the mask. */
-static int check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask)
-{
-    for (const am_kept *kept = mask->kept; kept; kept = kept->next) {
-        if (!kept->object || !PyArray_Check(kept->object)) continue;
-        PyArrayObject *input = (PyArrayObject *)kept->object;
-        if (am_check_apart(out, "out", input, "the mask's arrays") < 0) return -1;
-    }
-    return 0;
-}
-
 static int check_out(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype, const am_mask_arg *mask)
 {
     if (am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) return -1;
-    return check_apart_from_mask(out, mask);
+    return am_check_apart_from_mask(out, mask, "the mask's arrays");
 }
 
 static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

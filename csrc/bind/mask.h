@@ -28,4 +28,7 @@ int am_read_nodes(am_mask_arg *arg, PyObject *nodes);
 int am_read_nodes_and(am_mask_arg *arg, PyObject *nodes, const am_node *terms, int count);
 void am_free_mask(am_mask_arg *arg);
 
+/* Checks that `out` shares no memory with the arrays of the mask, which `name` names; 0 or -1. */
+int am_check_apart_from_mask(PyArrayObject *out, const am_mask_arg *mask, const char *name);
+
 #endif
