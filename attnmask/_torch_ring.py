@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable  # type: ignore[import-n
 
 from attnmask import _core
 from attnmask import _torch_operators as operators
-from attnmask._arguments import as_array, describe, flag
+from attnmask._arguments import as_array, describe, flag, is_floating, is_number
 from attnmask._flash import flash_attention
 from attnmask._flash_arguments import (
     Problem,
@@ -85,6 +85,8 @@ class _Task(NamedTuple):
 
 # The beginning of a call
 
+_ARRAYS = ("cu_seqlens", "q_segment_ids", "kv_segment_ids", "alibi_slopes")
+
 
 def _digest(given: Mapping[str, Any]) -> int:
     """A number for the arguments that have to be the same in all processes, as far as they can be compared fast."""
@@ -94,8 +96,11 @@ def _digest(given: Mapping[str, Any]) -> int:
             said.append((name, value.shape, value.heads))
         elif isinstance(value, ShardPlan):
             said.append((name, value.world, value.starts.tobytes(), value.owners.tobytes()))
-        elif isinstance(value, (np.ndarray, torch.Tensor)):
-            said.append((name, tuple(value.shape), as_array(value, name).astype(np.int64).tobytes()))
+        elif name in _ARRAYS and value is not None:
+            array = as_array(value, name)
+            wide = np.float64 if is_floating(array.dtype) else np.int64
+            numbers = array.astype(wide).tobytes() if is_number(array.dtype) else repr(value)
+            said.append((name, array.shape, numbers))
         else:
             said.append((name, repr(value)))
     return zlib.crc32(repr(said).encode())

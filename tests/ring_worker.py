@@ -241,6 +241,10 @@ def errors():
     else:
         refused("ring_attention was refused in process 1 of the group", RuntimeError)
     refused("must be alike in all processes", ValueError, causal=RANK == 0)
+    slopes = np.array([0.5 if RANK else 0.4, 0.25, 0.1, 0.2])
+    refused("must be alike in all processes", ValueError, alibi_slopes=slopes)
+    starts = torch.tensor([0, 9 if RANK else 8, total])
+    refused("must be alike in all processes", ValueError, cu_seqlens=starts)
     refused(
         "must be alike in all processes",
         ValueError,

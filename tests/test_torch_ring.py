@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import SANITIZED
 
@@ -51,6 +52,27 @@ def test_the_same_as_one_process(tmp_path, world):
 def test_errors_are_raised_in_all_processes(tmp_path):
     for code, out, errors in run(tmp_path, 2, "errors"):
         assert (code, out) == (0, "done\n"), errors
+
+
+def test_arguments_are_compared_by_their_numbers():
+    """Whatever holds them."""
+    import torch
+
+    from attnmask._torch_ring import _digest
+
+    for name, numbers, others in (
+        ("alibi_slopes", [0.5, 0.25], [0.1, 0.2]),
+        ("q_segment_ids", [[0, 0, 1]], [[0, 1, 1]]),
+        ("cu_seqlens", list(range(2000)), [*range(1000), 1000, *range(1001, 1999), 1998]),
+    ):
+        given = (
+            numbers,
+            np.array(numbers),
+            torch.tensor(numbers, dtype=torch.float64 if name == "alibi_slopes" else None),
+        )
+        assert len({_digest({name: x}) for x in given}) == 1
+        for convert in (list, np.array, torch.tensor):
+            assert _digest({name: convert(others)}) != _digest({name: numbers})
 
 
 @pytest.mark.long
