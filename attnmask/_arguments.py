@@ -40,6 +40,11 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _is_symbol(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
+
+
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
     """`array`, which nobody else has, read-only for good: a view cannot be made writeable against its owner."""
     owner = array if array.base is None else array.base
@@ -57,11 +62,11 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -> int:
-    """Any kind of integer but a bool, as Python's own."""
+    """Any kind of integer but a bool, as Python's own. A symbol of PyTorch stays one, so one graph does for all."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
-        number = operator.index(value)
+        number = value if type(value) is int or _is_symbol(value) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {describe(value)}{hint}") from None
     if minimum is not None and number < minimum:

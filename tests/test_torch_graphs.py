@@ -492,6 +492,44 @@ def test_masks_with_one_specification(torch):
     assert next(compilations) == 1
 
 
+FOLLOWS_LENGTH = {
+    "window": lambda t: {"sliding_window": t // 2},
+    "sides": lambda t: {"sliding_window": (t // 2, 0), "causal_offset": t // 3},
+    "seed": lambda t: {"dropout_prob": 0.5, "dropout_seed": t},
+}
+
+
+@pytest.mark.parametrize("more", FOLLOWS_LENGTH.values(), ids=FOLLOWS_LENGTH)
+def test_numbers_that_follow_a_length(torch, more):
+    """One graph does for all lengths."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def attend(query):
+        return attnmask.torch.flash_attention(query, query, query, **more(query.shape[1]))
+
+    def decode(query):
+        given = {
+            "cache_seqlens": query.shape[1] // 2,
+            "sliding_window": more(query.shape[1]).get("sliding_window"),
+        }
+        return attnmask.torch.flash_attention_with_kvcache(query, query, query, **given)
+
+    queries = [torch.randn(1, length, 1, 8) for length in (5, 9, 12, 17, 21)]
+    for function in (attend, decode):
+        graphs.clear()
+        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+        for query in queries:
+            assert torch.equal(compiled(query), function(query))
+        assert len(graphs) == 1
+        program = exported(torch, function, queries[2], dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+        for query in queries:
+            assert torch.equal(program(query), function(query))
+
+
 def test_mask_tensors(torch):
     """Any mask comes back as it was."""
     from attnmask._torch_masks import restored
