@@ -210,7 +210,7 @@ def mask_programs(
     mask = cut(attention_mask, longest)
     whole = mask_nodes(mask, (1, heads, queries, longest))
     if isinstance(mask, MaskInfo):
-        parts = ((mask[:, :, begin:end], (1, heads, end - begin, keys)) for begin, end, keys in sequences)
+        parts = ((mask[:, :, begin:end, :], (1, heads, end - begin, keys)) for begin, end, keys in sequences)
         return whole, [mask_nodes(cut(part, shape[3]), shape) for part, shape in parts]
     (node,) = whole
     assert isinstance(node, tuple)

@@ -42,6 +42,15 @@ def mask_of_dtype(state: State, dtype: DTypeLike, out: NDArray[Any] | None = Non
     return mask_array(state) if out is None and wanted == state.dtype else _filled(state, wanted, 1, 0, out)
 
 
+def array_protocol(state: State, dtype: DTypeLike | None, copy: bool | None) -> NDArray[Any]:
+    """What ``__array__`` returns: the mask itself, where no other type and no copy is asked for."""
+    array = mask_array(state)
+    wanted = array.dtype if dtype is None else np.dtype(dtype)
+    if copy is False and wanted != array.dtype:
+        raise ValueError(f"copy must be True or None for a mask of {array.dtype} as {wanted}, got False")
+    return array.astype(wanted, copy=bool(copy))
+
+
 def bias(state: State, dtype: DTypeLike, out: NDArray[Any] | None) -> NDArray[Any]:
     try:
         wanted = number_dtype(dtype)

@@ -85,6 +85,7 @@ class MaskInfo:
     __slots__ = ("__weakref__", "_held", "_leaves")
 
     __hash__ = None  # type: ignore[assignment]
+    __iter__ = None  # or Python would take rows by their index until there are no more
     __array_ufunc__ = None  # NumPy leaves operators to this class
 
     def __init__(
@@ -1180,12 +1181,29 @@ class MaskInfo:
         """
         return self._of(transforms.inverted(self._state))
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a MaskInfo is neither True nor False: use & | ~ for `and`, `or`, `not`, and `is None` for a missing one"
+        )
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """`attention_mask` of any type, for NumPy's functions.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> np.where(attnmask.MaskInfo.from_segments([[0, 1]]), 0, -1)[0, 0]
+        array([[ 0, -1],
+               [-1,  0]])
+        """
+        return derived.array_protocol(self._state, dtype, copy)
+
     def __getitem__(self, index: Any) -> Self:
         """A part of the mask: ``mask[rows, heads, queries, keys]``, as a description still.
 
-        Each index is a slice, which is clipped as that of an array, or an integer, which keeps its axis. Those left
-        out are whole, and ``...`` stands for as many as are missing. Heads that share a mask share it still, whichever
-        are asked for. Segment ids and positions are taken along.
+        Each index is a slice, which is clipped as that of an array, or an integer, which keeps its axis. ``...`` stands
+        for as many as are missing. Heads that share a mask share it still, whichever are asked for. Segment ids and
+        positions are taken along.
 
         Examples
         --------

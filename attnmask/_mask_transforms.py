@@ -91,6 +91,7 @@ def sliced(state: State, index: Any) -> State:
 
 
 _SLICED = ("rows", "heads", "queries", "keys")
+_INDEX = f"mask[{', '.join(_SLICED)}]"
 
 
 def _parts(index: Any, shape: Shape) -> list[slice]:
@@ -99,11 +100,14 @@ def _parts(index: Any, shape: Shape) -> list[slice]:
     dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
     if len(dots) > 1:
         raise IndexError("the index must have one ellipsis at most, got 2 or more")
-    if len(entries) - len(dots) > len(shape):
-        raise IndexError(f"the index must be of rows, heads, queries and keys, got {len(entries)} entries")
-    place = dots[0] if dots else len(entries)
-    missing = [slice(None)] * (len(shape) - len(entries) + len(dots))
-    entries[place : place + len(dots)] = missing
+    if len(entries) > len(shape) + len(dots):
+        raise IndexError(f"the index must be {_INDEX}, got {len(entries)} entries")
+    if len(entries) < len(shape) and not dots:
+        raise ValueError(
+            f"the index must be {_INDEX}, got {len(entries)} of them; write ... for those missing"
+        )
+    if dots:
+        entries[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
     return [_slice(*of_axis) for of_axis in zip(entries, _SLICED, shape, strict=True)]
 
 

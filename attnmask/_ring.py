@@ -76,7 +76,7 @@ class Call(NamedTuple):
                 place = self.place[0] + cut.start, self.place[1]
                 arguments = self.arguments | {"causal_offset": place[0] - place[1]}
                 if "attention_mask" in arguments:
-                    arguments["attention_mask"] = arguments["attention_mask"][:, :, cut]
+                    arguments["attention_mask"] = arguments["attention_mask"][:, :, cut, :]
                 yield Call(block, self.keys, arguments, self.rows, place)
                 continue
             q_starts, k_starts = self.arguments["cum_seqlens_q"], self.arguments["cum_seqlens_k"]

@@ -26,24 +26,22 @@ def _is_of(x: Any, package: str, name: str) -> bool:
 
 def _array(x: Any, name: str) -> Any:
     """A tensor of PyTorch or an array of JAX as it is, all else as an array of NumPy."""
+    if isinstance(x, MaskInfo):
+        hint = "write mask[:, :, begin:end, :] for a part of its queries"
+        raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}; {hint}")
     return x if _is_of(x, "torch", "Tensor") or _is_of(x, "jax", "Array") else as_array(x, name)
 
 
 def _axis(x: Any, name: str, axis: int | None) -> int:
     """Of the tokens, from 0."""
     if x.ndim == 0:
-        hint = "; write mask[:, :, begin:end] for a part of its queries" if _is_mask(x) else ""
-        raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}{hint}")
+        raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}")
     if axis is None:
         return min(1, x.ndim - 1)
     number = integer(axis, "axis")
     if not -x.ndim <= number < x.ndim:
         raise IndexError(f"axis must be from {-x.ndim} to {x.ndim - 1} as {name} has {x.ndim}, got {number}")
     return number % x.ndim
-
-
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.ndim == 0 and isinstance(x.item(), MaskInfo)
 
 
 def _taken(x: Any, places: NDArray[np.int64], axis: int) -> Any:

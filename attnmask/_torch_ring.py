@@ -363,7 +363,7 @@ def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any],
         arguments["relative_bias"] = table[heads]
     mask = arguments.get("attention_mask")
     if mask is not None and mask._state.shape("attend by it")[1] > 1:
-        arguments["attention_mask"] = mask[:, heads]
+        arguments["attention_mask"] = mask[:, heads, ...]
     problem, _ = read_problem(_DEFAULTS | arguments)
     return problem._replace(part=call.place or (0, 0))
 

@@ -36,7 +36,7 @@ MASKS = {
     "lengths": MaskInfo(DENSE).apply_kv_lengths([2, 5], q_len=2, sliding_window=3),
     "window by head": MaskInfo.from_segments(IDS).apply_sliding_window(np.array([1, 0, 2])),
     "blocks": MaskInfo.from_blocks(DENSE[:, :, :3, :2], (2, 3)),
-    "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], 6, 6, 2, 3)[0, :, 1:],
+    "function": MaskInfo.from_function(lambda b, h, q, k: DENSE[b, h, q, k], 6, 6, 2, 3)[0, :, 1:, :],
     "empty": MaskInfo.from_segments(np.zeros((0, 6), int)),
 }
 each_mask = pytest.mark.parametrize("info", MASKS.values(), ids=MASKS)

@@ -457,6 +457,38 @@ def test_dtypes(program, dtype):
         np.testing.assert_array_equal(out, bias)
 
 
+@given(program=programs(), dtype=st.sampled_from([None, "bool", "float32", "complex64", "int16", object]))
+def test_as_an_array_of_numpy(program, dtype):
+    info, pairs, words = program
+    array = np.asarray(info, dtype)
+    assert_array = np.testing.assert_array_equal
+    assert_array(array, pairs.live.astype(dtype or bool), err_msg=repr(words))
+    assert array.dtype == np.dtype(dtype or bool)
+    assert_array(np.where(info, 1, 0), np.where(pairs.live, 1, 0))
+    assert_array(np.logical_not(np.asarray(info)), ~pairs.live)
+
+
+def test_copies_of_the_array():
+    info = MaskInfo.from_segments([[0, 1, 1]])
+    assert np.shares_memory(np.asarray(info), info.attention_mask)
+    assert not np.asarray(info).flags.writeable
+    copied = np.array(info)
+    copied[...] = False  # a copy is the caller's
+    assert info.attention_mask.any()
+    assert not np.shares_memory(np.array(info, dtype=np.int8), info.attention_mask)
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        assert np.shares_memory(np.asarray(info, copy=False), info.attention_mask)
+        with pytest.raises(ValueError, match="copy must be True or None for a mask of bool as int8"):
+            np.asarray(info, dtype=np.int8, copy=False)
+    numbers = np.array([[[0, 2.5], [1, 0]]])
+    assert np.asarray(MaskInfo(numbers)).tolist() == [numbers.tolist()]
+    assert MaskInfo.from_attention_mask(info) == info
+    with pytest.raises(ValueError, match="the MaskInfo must have an attention_mask"):
+        np.asarray(MaskInfo())
+    with pytest.raises(TypeError):
+        np.asarray(info, dtype="text that is no type")
+
+
 # Constructors
 
 

@@ -74,7 +74,7 @@ KINDS = {  # of each, the mask, and what the function says
         lambda b, h, q, k: (ids(b, h, q, k) & (k <= q)) | ((TYPES[b, q] == TYPES[b, k]) & (TYPES[b, q] > 0)),
     ),
     "prefix": (
-        SEGMENTS[:1].apply_causal().apply_prefix(2),
+        SEGMENTS[:1, ...].apply_causal().apply_prefix(2),
         lambda b, h, q, k: ids(b * 0, h, q, k) & ((k <= q) | np.isin(k, [0, 1, 3, 4])),
     ),
     "packed": (
@@ -329,10 +329,10 @@ def test_parts_of_windows_by_head(mode):
     by_head = row.apply_sliding_window((sizes, 1), **more)
     widest = row.apply_sliding_window((3, 1), **more)
     assert (by_head.shape, by_head.heads) == (widest.shape, 3)
-    assert by_head[:, 0] == widest
-    assert by_head[:, 1].attention_mask.sum() < widest.attention_mask.sum()
+    assert by_head[:, 0, ...] == widest
+    assert by_head[:, 1, ...].attention_mask.sum() < widest.attention_mask.sum()
     far = row.apply_sliding_window(np.array([2**62, 1]))
-    assert far[:, 0] == row
+    assert far[:, 0, ...] == row
 
 
 @pytest.mark.parametrize(
@@ -486,17 +486,17 @@ def test_slices_are_those_of_arrays():
     mask = MaskInfo.from_attention_mask(DENSE).apply_causal([1, -1])
     pairs = mask.attention_mask
     for index in (
-        (),
-        0,
-        -1,
         ...,
-        np.int64(1),
+        (0, ...),
+        (-1, ...),
+        (np.int64(1), ...),
         (..., 3),
         (1, ..., 2, slice(3, None)),
         (slice(None), 1, ...),
         (slice(5, 2), slice(-2, 99), slice(-3, -1), slice(-99, 4)),
         (slice(0, 1), 2, 8, -9),
-        slice(None, None, 1),
+        (slice(None, None, 1), ...),
+        (slice(0, 1), 2, ..., 8, -9),
     ):
         kept = tuple(  # an integer keeps its axis
             slice(i, i + 1 or None) if isinstance(i, (int, np.integer)) else i
@@ -504,7 +504,7 @@ def test_slices_are_those_of_arrays():
         )
         expected = pairs[kept]
         assert np.array_equal(mask[index].attention_mask, expected), index
-    assert mask[:] is mask
+    assert mask[...] is mask[:, ...] is mask[:, :, :, :] is mask
     assert mask[..., :9] is mask
 
 
@@ -515,7 +515,7 @@ def test_a_slice_keeps_what_goes_along():
     assert part.kv_segment_ids.tolist() == [IDS[1, 1:].tolist()]
     assert part.q_positions.tolist() == [(IDS[1, 2:5] + 5).tolist()]
     assert part.causal_mask_baked_in
-    assert part.heads == mask[:, 7].heads == 1, "heads that share a mask"
+    assert part.heads == mask[:, 7, ...].heads == 1, "heads that share a mask"
     assert part[:, :, 1:, 2:] == mask[1, :, 3:5, 3:]
     floats = MaskInfo(np.arange(12.0).reshape(1, 3, 4))
     assert floats[:, :, 1:, 1:3].attention_mask.tolist() == [[[[5, 6], [9, 10]]]]
@@ -535,19 +535,24 @@ def test_a_slice_of_a_slice(program, data):
 @pytest.mark.parametrize(
     ("index", "error", "words"),
     [
-        (2, IndexError, "the index of rows must be from -2 to 1, got 2"),
-        ((0, -4), IndexError, "the index of heads must be from -3 to 2, got -4"),
+        ((2, ...), IndexError, "the index of rows must be from -2 to 1, got 2"),
+        ((0, -4, ...), IndexError, "the index of heads must be from -3 to 2, got -4"),
         ((..., -10), IndexError, "the index of keys must be from -9 to 8, got -10"),
-        (slice(None, None, 2), ValueError, "the step of rows must be 1, got 2"),
+        ((slice(None, None, 2), ...), ValueError, "the step of rows must be 1, got 2"),
         ((..., slice(None, None, -1)), ValueError, "the step of keys must be 1, got -1"),
-        ((0, 0, 0, 0, 0), IndexError, "the index must be of rows, heads, queries and keys, got 5 entries"),
+        ((0, 0, 0, 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 5 entries"),
+        ((0, 0, 0, ..., 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 6 entries"),
+        *(
+            (index, ValueError, r"must be mask\[rows, heads, queries, keys\], got \d of them; write \.\.\.")
+            for index in (0, slice(None), (), (slice(2, None), slice(2, None)), (0, 0, 0), None, [0, 1], "a")
+        ),
         ((..., 0, ...), IndexError, "one ellipsis"),
-        (None, TypeError, "the index of rows must be an integer or a slice, got None"),
-        ((0, True), TypeError, "the index of heads must be an integer or a slice, got True"),
-        ([0, 1], TypeError, "the index of rows must be an integer or a slice"),
-        (np.array([0, 1]), TypeError, "the index of rows must be an integer or a slice"),
-        ("a", TypeError, "the index of rows must be an integer or a slice, got 'a'"),
-        (slice(0.5, None), TypeError, "the start of rows must be an integer, got 0.5"),
+        ((None, ...), TypeError, "the index of rows must be an integer or a slice, got None"),
+        ((0, True, ...), TypeError, "the index of heads must be an integer or a slice, got True"),
+        (([0, 1], ...), TypeError, "the index of rows must be an integer or a slice"),
+        ((np.array([0, 1]), ...), TypeError, "the index of rows must be an integer or a slice"),
+        (("a", ...), TypeError, "the index of rows must be an integer or a slice, got 'a'"),
+        ((slice(0.5, None), ...), TypeError, "the start of rows must be an integer, got 0.5"),
     ],
 )
 def test_bad_slices(index, error, words):
@@ -556,7 +561,7 @@ def test_bad_slices(index, error, words):
 
 
 def test_a_slice_of_no_heads():
-    info = MaskInfo.from_segments(np.zeros((2, 3, 4), int)).apply_causal()[:, 3:]
+    info = MaskInfo.from_segments(np.zeros((2, 3, 4), int)).apply_causal()[:, 3:, ...]
     assert info.attention_mask.shape == (2, 0, 4, 4)
     assert info.q_segment_ids.shape == (2, 0, 4)
     assert info.q_lens.tolist() == [0, 0]
@@ -567,7 +572,7 @@ def test_a_slice_of_no_heads():
 
 def test_nothing_to_slice():
     with pytest.raises(ValueError, match="cannot slice it"):
-        MaskInfo()[0]
+        MaskInfo()[0, ...]
 
 
 # What becomes of them

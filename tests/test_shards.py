@@ -121,7 +121,7 @@ def test_jax_arrays():
         (ValueError, "cu_seqlens must end at 8 tokens, got 7 at index 1", {"cu_seqlens": [0, 7]}),
         (ValueError, "cu_seqlens must never decrease", {"cu_seqlens": [0, 5, 3, 8]}),
         (ValueError, r"x must have an axis of tokens, got int64 array of shape \(\)", {"x": 3}),
-        (ValueError, r"write mask\[:, :, begin:end\]", {"x": MaskInfo.from_segments([[0] * 8])}),
+        (ValueError, r"write mask\[:, :, begin:end, :\]", {"x": MaskInfo.from_segments([[0] * 8])}),
         (ValueError, "world must be at most 1048576 processes, got 1152921504606846976", {"world": 2**60}),
         (IndexError, "axis must be from -1 to 0 as x has 1, got 1", {"axis": 1}),
         (IndexError, "axis must be from -3 to 2 as x has 3, got -4", {"x": np.zeros((1, 8, 2)), "axis": -4}),

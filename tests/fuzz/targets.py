@@ -832,7 +832,13 @@ method("__getitem__", lambda rng: {"index": pick(rng, INDICES)})
 TARGETS["MaskInfo.__getitem__"] = TARGETS["MaskInfo.__getitem__"]._replace(
     call=lambda info, index: look_at(info[index])
 )
-INDICES = [0, slice(None), (slice(None), 0), (0, 0, slice(1, 4), slice(2, None)), (Ellipsis, slice(-3, None))]
+INDICES = [
+    Ellipsis,
+    (0, Ellipsis),
+    (slice(None), 0, Ellipsis),
+    (0, 0, slice(1, 4), slice(2, None)),
+    (Ellipsis, slice(-3, None)),
+]
 for _name in ("__and__", "__or__"):
     method(_name, lambda rng: {"other": any_mask(rng, 2, 5, 7)})
     TARGETS[f"MaskInfo.{_name}"] = TARGETS[f"MaskInfo.{_name}"]._replace(
