@@ -1,6 +1,6 @@
 """What a `MaskInfo` holds: its program, and the arrays that go along with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -225,15 +225,20 @@ def segments(q_ids: Ids, kv_ids: Ids) -> Node:
     return equal(q_ids, kv_ids)
 
 
-def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
-    """`state` with the shape that its arrays, and what is `fixed`, agree on."""
-    named, held = list(fixed), state.held
+def array_extents(state: State) -> Iterator[tuple[str, Extent]]:
+    """What each of the arrays says of the mask's shape."""
+    held = state.held
     for name, side in (("q_segment_ids", 2), ("kv_segment_ids", 3), ("q_positions", 2), ("kv_positions", 3)):
         shape = held[name]
         if shape is not None:
             batch, _, queries, keys = tokens_extent(shape, side)
-            named.append((name, (batch, None, queries, keys)))
-    named += extents(state.program)
+            yield name, (batch, None, queries, keys)
+    yield from extents(state.program)
+
+
+def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
+    """`state` with the shape that its arrays, and what is `fixed`, agree on."""
+    named = [*fixed, *array_extents(state)]
     batch, heads, queries, keys = agree(named)
     if batch is None and named:
         batch = 1

@@ -6,7 +6,7 @@ import numpy as np
 
 from attnmask._arguments import describe, frozen, read_only, shared_integers
 from attnmask._mask_program import Terms, hollow, refill
-from attnmask._mask_state import AXES, FLAGS, POSITIONS, Labels, State, fitted
+from attnmask._mask_state import AXES, FLAGS, POSITIONS, Labels, State, array_extents, fitted
 
 _HELD = {  # every tree has these leaves, after the dense mask
     "q_segment_ids": ("[B, T]", "[B, H, T]"),
@@ -16,7 +16,7 @@ _HELD = {  # every tree has these leaves, after the dense mask
     **POSITIONS,
 }
 _LEAVES = 1 + len(_HELD)
-_AUX = len(AXES) + len(FLAGS) + 5  # entries of the second result of `flatten`
+_AUX = len(AXES) + len(FLAGS) + 6  # entries of the second result of `flatten`
 
 
 def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -29,8 +29,10 @@ def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         state.kv_positions,
     ]
     program = hollow(state.program, leaves)
-    _, _, queries, keys = state.extent
-    aux = (*state.axes, *state.baked, queries, keys, state.dtype, state.segment_based, program)
+    batch, _, queries, keys = state.extent
+    if any(extent[0] is not None for _, extent in array_extents(state)):
+        batch = None  # the arrays tell it, also where they are divided among devices
+    aux = (*state.axes, *state.baked, batch, queries, keys, state.dtype, state.segment_based, program)
     return tuple(leaves), aux
 
 
@@ -52,7 +54,7 @@ def _kept(leaf: Any) -> Any:
 
 def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
     """What `flatten` was given, made of leaves that may be other arrays by now; checked like arguments."""
-    *details, queries, keys, dtype, segment_based, hollow_program = aux
+    *details, batch, queries, keys, dtype, segment_based, hollow_program = aux
     checked: dict[int, Any] = {}
     base, *terms = refill(hollow_program, leaves, checked) or (None,)
     for index, (name, layouts) in enumerate(_HELD.items(), 1):
@@ -71,5 +73,5 @@ def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
         baked=tuple(details[len(AXES) :]),
         axes=tuple(details[: len(AXES)]),
     )
-    known = [("the mask", (None, None, queries, keys))] if (queries, keys) != (None, None) else []
-    return fitted(state, *known)
+    known = [("the mask", (None if batch == 1 else batch, None, queries, keys))]
+    return fitted(state, *known if (batch, queries, keys) != (None, None, None) else ())

@@ -432,6 +432,25 @@ def test_equality_and_copies(program, other):
         assert repr(twin.tree_flatten()[1]) == repr(aux), words
 
 
+def test_copies_keep_a_batch_that_no_array_has():
+    for info in (
+        ~MaskInfo.from_function(lambda b, h, q, k: q >= k, 4, 5, batch=2),
+        ~MaskInfo.from_function(lambda b, h, q, k: q >= k, 4, 5, batch=0),
+        ~MaskInfo.from_segments(np.zeros((3, 4), int))[:1, ...],
+    ):
+        for twin in (
+            copy.copy(info),
+            copy.deepcopy(info),
+            pickle.loads(pickle.dumps(info)),
+            MaskInfo.tree_unflatten(*info.tree_flatten()[::-1]),
+        ):
+            assert twin.shape == info.shape
+            assert twin == info
+    children, aux = MaskInfo.from_segments(np.zeros((3, 4), int)).apply_causal().tree_flatten()
+    half = [leaf if leaf is None else leaf[:1] for leaf in children]  # as on one of several devices
+    assert MaskInfo.tree_unflatten(aux, half).shape == (1, 4, 4)
+
+
 @given(program=programs(), dtype=st.sampled_from(DTYPES))
 def test_dtypes(program, dtype):
     info, pairs, words = program
@@ -1357,7 +1376,7 @@ BAD = [
     (TypeError, "max_kv_len must be an integer, got int32 array",
      lambda: MaskInfo.from_cu_seqlens([0, 2], max_q_len=2, max_kv_len=IDS)),
     (TypeError, "aux_data must be a tuple as of tree_flatten, got None", lambda: MaskInfo.tree_unflatten(None, ())),
-    (ValueError, "aux_data must be of 13 entries as of tree_flatten, got 0",
+    (ValueError, "aux_data must be of 14 entries as of tree_flatten, got 0",
      lambda: MaskInfo.tree_unflatten((), INFO.tree_flatten()[0])),
     (ValueError, "children must be of 7 entries as of tree_flatten, got 1",
      lambda: MaskInfo.tree_unflatten(INFO.tree_flatten()[1], (None,))),

@@ -566,6 +566,14 @@ def test_a_slice_of_no_heads():
     assert info.q_segment_ids.shape == (2, 0, 4)
     assert info.q_lens.tolist() == [0, 0]
     assert info.density() == 0.0
+    for other in (
+        info.apply_prefix(1),
+        info.apply_sliding_window(1),
+        info.apply_causal("bottom-right", within_segments=True),
+        info.apply_chunked(2, 1, within_segments=True),
+        MaskInfo.from_attention_mask(np.ones((2, 2, 4, 4), bool))[:, 0:0, ...].apply_prefix(1),
+    ):
+        assert (other.shape, other.heads, other.density()) == ((2, 4, 4), 0, 0)
     query = np.ones((2, 4, 0, 8), np.float32)
     assert attnmask.flash_attention(query, query, query, attention_mask=info).shape == query.shape
 
