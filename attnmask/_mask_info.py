@@ -375,8 +375,9 @@ class MaskInfo:
         ----------
         f : callable
             ``f(b, h, q, k)`` gets index arrays of batch rows, heads, queries and keys, which broadcast against each
-            other and are read-only. It returns bools or integers, not zero for live pairs, of any shape that broadcasts
-            to that of all four.
+            other and are read-only; write ``&`` and ``|`` for ``and`` and ``or``. It returns bools or integers, not
+            zero for live pairs, of any shape that broadcasts to that of all four. Where PyTorch is loaded, a function
+            that fails with arrays gets tensors.
         q_len, kv_len : int
         batch, heads : int
             How many rows and heads there are. If `f` makes no use of ``h``, all heads share the mask.

@@ -1,8 +1,10 @@
 """What masks are made of: segment ids, arrays of pairs, blocks or tokens, cu_seqlens, functions, and chance."""
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -244,11 +246,11 @@ def of_function(f: Any, q_len: int, kv_len: int, batch: int, heads: int) -> Stat
     pairs = _SLAB // max(rows * planes, 1)
     columns = min(max(pairs // TILE, TILE) // TILE * TILE, max(grid[1] * TILE, 1))
     height = max(pairs // columns // TILE, 1) * TILE
-    b, h = _index(0, rows, 0), _index(0, planes, 1)
+    b, h, ask = _index(0, rows, 0), _index(0, planes, 1), _asker(f)
     for q in range(0, queries if rows else 0, height):
         for k in range(0, keys, columns):
             slab = (rows, planes, min(height, queries - q), min(columns, keys - k))
-            live = _asked(f, (b, h, _index(q, slab[2], 2), _index(k, slab[3], 3)), slab)
+            live = _asked(ask, (b, h, _index(q, slab[2], 2), _index(k, slab[3], 3)), slab)
             for axis in range(2):  # until now it made no difference which row or head it was
                 if live.shape[axis] > places.shape[axis]:
                     places = places.repeat(slab[axis], axis)
@@ -269,9 +271,49 @@ def _index(begin: int, count: int, axis: int) -> NDArray[np.int64]:
     )
 
 
-def _asked(f: Callable[..., Any], index: tuple[NDArray[np.int64], ...], slab: Shape) -> NDArray[Any]:
-    """What `f` says of the slab, of four axes; those along which it is the same may have the length 1."""
-    live = as_array(f(*index), "the result of f")
+_Index: TypeAlias = tuple[NDArray[np.int64], ...]
+# What functions of PyTorch raise that are given arrays. Writing to an array, or asking whether it is true, is none.
+_WITHOUT_TENSORS = (TypeError, AttributeError, RuntimeError, Warning)
+
+
+def _asker(f: Callable[..., Any]) -> Callable[[_Index], Any]:
+    """`f` of index arrays, or of tensors from when on it fails without them."""
+    takes_tensors = False
+
+    def ask(index: _Index) -> Any:
+        nonlocal takes_tensors
+        if takes_tensors:
+            return f(*_tensors(index))
+        try:
+            return f(*index)
+        except Exception as error:
+            if "torch" in sys.modules and isinstance(error, _WITHOUT_TENSORS):
+                with suppress(Exception):
+                    live = f(*_tensors(index))
+                    takes_tensors = True
+                    return live
+            raise _failure(f, error) from error
+
+    return ask
+
+
+def _tensors(index: _Index) -> list[Any]:
+    return [sys.modules["torch"].from_numpy(part.copy()) for part in index]
+
+
+def _failure(f: Callable[..., Any], error: Exception) -> Exception:
+    """An error of the same kind that says what `f` was given."""
+    name = getattr(f, "__name__", type(f).__name__)
+    message = f"{name} failed: {error}; f(b, h, q, k) gets index arrays; write & and |, np.abs"
+    try:
+        return type(error)(message)
+    except Exception:  # errors of this kind are not made of a text
+        return RuntimeError(message)
+
+
+def _asked(ask: Callable[[_Index], Any], index: _Index, slab: Shape) -> NDArray[Any]:
+    """What a function says of the slab, of four axes; those along which it is the same may have the length 1."""
+    live = as_array(ask(index), "the result of f")
     if live.dtype.kind not in "biu":
         raise TypeError(f"the result of f must be bools or integers, got {describe(live)}")
     fits = live.ndim <= 4 and all(

@@ -208,6 +208,11 @@ def unlocks(b, h, q, k):
     return q == k
 
 
+class Refuses:
+    def __call__(self, b, h, q, k):
+        raise ZeroDivisionError("by what")
+
+
 BAD_FUNCTIONS = {
     "none": (None, TypeError, "f must be a function of b, h, q and k, got None"),
     "raises": (raises, LookupError, "not today"),
@@ -223,6 +228,12 @@ BAD_FUNCTIONS = {
     ),
     "an axis too many": (lambda b, h, q, k: (q == k)[None], ValueError, "must broadcast to shape"),
     "too few arguments": (lambda q, k: q == k, TypeError, "takes 2 positional arguments"),
+    "an error that is not made of a text": (
+        lambda b, h, q, k: b"\xff".decode(),
+        RuntimeError,
+        "<lambda> failed: 'utf-8' codec can't decode byte",
+    ),
+    "an object": (Refuses(), ZeroDivisionError, "Refuses failed: by what"),
 }
 
 
@@ -230,6 +241,13 @@ BAD_FUNCTIONS = {
 def test_bad_functions(f, error, words):
     with pytest.raises(error, match=words):
         MaskInfo.from_function(f, 5, 7, batch=2, heads=3)
+
+
+def test_an_error_names_the_function_and_keeps_its_own():
+    with pytest.raises(LookupError, match=r"raises failed: not today; f\(b, h, q, k\) gets index arrays") as raised:
+        MaskInfo.from_function(raises, 5, 7)
+    assert type(raised.value.__cause__) is LookupError
+    assert raised.value.__cause__.args == ("not today",)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,54 @@ MASKS = {
 }
 
 
+DOCUMENTS = np.arange(37) // 9
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "same"),
+    [
+        (lambda torch: lambda b, h, q, k: (q - k).abs() < 3, lambda b, h, q, k: abs(q - k) < 3),
+        (
+            lambda torch: lambda b, h, q, k: torch.where(q > k, q - k < 4, k < 9),
+            lambda b, h, q, k: np.where(q > k, q - k < 4, k < 9),
+        ),
+        (
+            lambda torch: (
+                lambda b, h, q, k: (torch.tensor(DOCUMENTS)[q] == torch.tensor(DOCUMENTS)[k]) & (q >= k)
+            ),
+            lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
+        ),
+        (
+            lambda torch: lambda b, h, q, k: (k < torch.tensor([3, 4])[b]) | (q >= k),
+            lambda b, h, q, k: (k < np.array([3, 4])[b]) | (q >= k),
+        ),
+    ],
+)
+def test_functions_that_need_tensors(torch, mask_mod, same):
+    """As FlexAttention gives them to a mask_mod."""
+    assert MaskInfo.from_function(mask_mod(torch), 37, 30, 2) == MaskInfo.from_function(same, 37, 30, 2)
+
+
+def test_functions_that_fail_with_tensors_too(torch):
+    """The error is that of the arrays; one that writes to its arrays, or asks them for one answer, is not helped."""
+
+    def writes(b, h, q, k):
+        q += 1
+        return q == k
+
+    for function, error, words in (
+        (
+            lambda b, h, q, k: q.nothing(),
+            AttributeError,
+            "'numpy.ndarray' object has no attribute 'nothing'; f",
+        ),
+        (lambda b, h, q, k: q >= k and k > 2, ValueError, "ambiguous.*write & and |, np.abs"),
+        (writes, ValueError, "writes failed: output array is read-only; f"),
+    ):
+        with pytest.raises(error, match=words):
+            MaskInfo.from_function(function, 37, 30, 2)
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("size", [4, (16, 8), 128])
 def test_there_and_back(torch, mask, size):
