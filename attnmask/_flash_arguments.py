@@ -341,6 +341,9 @@ def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
     if not isinstance(attention_mask, MaskInfo):
         array = as_array(attention_mask, "attention_mask")
         check_mask_type(array, "attention_mask")
+        if array.ndim == 0:
+            hint = "; write None for no mask, and dropout_prob= for dropout, which is FlashAttention's fourth argument"
+            raise ValueError(f"attention_mask must have axes, got {describe(attention_mask)}{hint}")
         array = _four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
         return (dense(mask_array(array, "attention_mask")),)
     given, program = attention_mask._state.described("attend by attention_mask")
@@ -570,6 +573,9 @@ def _batched(
     """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
     arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
     rank = check_layout(arrays, packed, is_floating)
+    (tokens, heads), others = arrays[0].shape[-3:-1], arrays[1].shape[-3]
+    if 2 <= tokens == others and heads > 64 and heads >= 8 * tokens and not packed:
+        warn_once("heads before tokens")
     return [array if rank == 4 else array[None] for array in arrays], rank == 4
 
 

@@ -175,9 +175,9 @@ class MaskInfo:
         Parameters
         ----------
         attention_mask : array_like, shape [B, T], [B, Q, K] or [B, H, Q, K]
-            bool or numbers; not zero means live. ``[B, T]`` is a padding mask: all its tokens attend to each other.
-            The others are not copied: do not write to them afterwards. Their segment ids are 0 for queries and keys
-            with a live pair in any head, and -1 for the rest.
+            bool or numbers; not zero means live. ``[B, T]`` is a padding mask: all its tokens attend to each other;
+            ``[Q, K]`` comes as ``mask[None]``. Those of pairs are not copied: do not write to them afterwards. Their
+            segment ids are 0 for queries and keys with a live pair in any head, and -1 for the rest.
         q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
             As of `MaskInfo`.
         mask_is_valid : bool
@@ -186,6 +186,11 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
+
+        Warns
+        -----
+        AttnmaskWarning
+            For two axes that look like a causal mask ``[Q, K]``, as ``np.tri(n)`` does.
 
         Examples
         --------

@@ -65,11 +65,21 @@ def _segment_ids(ids: ArrayLike, name: str, layouts: tuple[str, ...]) -> Ids:
     return integers(ids, name, layouts, "; a padding mask goes with is_attn_mask=True")
 
 
+def _is_triangle(ids: Ids) -> bool:
+    """Whether ids of padding are those of ``np.tri(n)``, which is likelier a causal mask than a batch."""
+    rows, tokens = ids.shape
+    if not 2 <= rows == tokens or ids[0, 0] != 0 or ids[0, 1] == 0:  # the usual case
+        return False
+    return np.array_equal(ids == 0, np.tri(rows, dtype=bool))
+
+
 def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
     mask = mask_array(attention_mask, "attention_mask", ("[B, T]", "[B, Q, K]", "[B, H, Q, K]"))
     valid = flag(mask_is_valid, "mask_is_valid")
     if mask.ndim == 2:
         ids = _padding_ids(mask, "attention_mask", ("[B, T]",), valid)
+        if _is_triangle(ids):
+            warn_once("causal array")
         return _of_ids(ids, ids)
     mask = four_dimensions(mask)
     base, terms, dtype = dense(mask), Terms() if valid else Terms("not"), mask.dtype if valid else BOOL

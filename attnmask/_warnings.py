@@ -16,11 +16,21 @@ _MESSAGES = {
         "cu_seqlens_q is read as pairs of start and end, one for each batch row, but could be ordinary cu_seqlens as "
         "well. Write packed=True for sequences that lie end to end in one row, or packed=False for pairs"
     ),
+    "heads before tokens": (
+        "query and key are read as [B, T, H, D], with few tokens and many heads, and look like [B, H, T, D]. Write "
+        "x.swapaxes(1, 2) for heads before tokens; ignore this if there are so many heads"
+    ),
+    "causal array": (
+        "attention_mask has two axes and is read as a padding mask [B, T], but looks like a causal mask [Q, K]. Write "
+        "attention_mask[None, None] for [Q, K]; ignore this if it is padding"
+    ),
     "sinks": (
         "softmax_aux has one axis with as many entries as query has heads, and is read as [S]: all heads share them. "
         "Write softmax_aux[:, None] for one sink a head, as gpt-oss has them, or softmax_aux[None, :] for shared ones"
     ),
 }
+# Modules that are given heads before tokens, and put them behind.
+_SURE = {"heads before tokens": {"attnmask._torch_install", "attnmask.transformers"}}
 _LIBRARIES = {"attnmask", "ejkernel", "jax", "torch", "transformers"}  # whose modules have no line of a user
 
 _not_yet_given = _MESSAGES.copy()
@@ -47,12 +57,16 @@ class AttnmaskWarning(UserWarning):
 
 def warn_once(kind: str) -> None:
     """Warn at the user's line, if no call has given this kind of warning yet."""
+    if kind not in _not_yet_given:
+        return
+    level, frame = 1, sys._getframe()
+    while frame.f_back and (name := frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+        if name in _SURE.get(kind, ()):
+            return
+        level, frame = level + 1, frame.f_back
     message = _not_yet_given.pop(kind, None)  # a single step, so that one of two threads gets it
     if message is None:
         return
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        level, frame = level + 1, frame.f_back
     try:
         warnings.warn(message, AttnmaskWarning, stacklevel=level)
     except AttnmaskWarning:

@@ -36,6 +36,13 @@ PAIRS = {  # functions that take a mask of pairs [B, H, Q, K]
     "flash_attention_vjp": lambda mask: attnmask.flash_attention_vjp(
         np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
     ),
+    "flash_attention_with_kvcache": lambda mask: attnmask.flash_attention_with_kvcache(
+        np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), attention_mask=mask
+    ),
+    "from_blocks": lambda mask: MaskInfo.from_blocks(mask, 4),
+    "flash": lambda mask: OperationRegistry.create("flash")(
+        np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
+    ),
     "vanilla": lambda mask: OperationRegistry.create("vanilla")(
         np.ones((2, 5, 3, 4)), np.ones((2, 7, 3, 4)), np.ones((2, 7, 3, 4)), mask
     ),
@@ -76,7 +83,9 @@ def test_each_function_refuses_what_looks_like_a_bias(name, dtype):
     for number in BAD:
         mask = good(shape, dtype)
         mask[(-1,) * len(shape)] = bad(number, dtype)
-        with pytest.raises(ValueError, match=r"(mask|ids) must be zero for .* at index .* pass it as `bias`"):
+        with pytest.raises(
+            ValueError, match=r"(mask|ids|blocks) must be zero for .* at index .* pass it as `bias`"
+        ):
             function(mask)
 
 

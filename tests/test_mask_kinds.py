@@ -244,7 +244,9 @@ def test_bad_functions(f, error, words):
 
 
 def test_an_error_names_the_function_and_keeps_its_own():
-    with pytest.raises(LookupError, match=r"raises failed: not today; f\(b, h, q, k\) gets index arrays") as raised:
+    with pytest.raises(
+        LookupError, match=r"raises failed: not today; f\(b, h, q, k\) gets index arrays"
+    ) as raised:
         MaskInfo.from_function(raises, 5, 7)
     assert type(raised.value.__cause__) is LookupError
     assert raised.value.__cause__.args == ("not today",)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import sys
 import threading
 import warnings
@@ -28,6 +29,8 @@ padding = np.ones((B, TQ), bool)
 live = np.tri(TQ, TK) > 0
 heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
 flat = [x[0] for x in (query, key, value)]
+
+UNEQUAL = MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True)
 
 # For each mistake the call, its error, what the message says, and a call that does so.
 MISTAKES = {
@@ -261,6 +264,87 @@ MISTAKES = {
         "sliding_window must be an integer or a pair, got 3 entries",
         lambda: attend(sliding_window=[1, 2]),
     ),
+    "a mask and another": (
+        lambda: UNEQUAL and UNEQUAL,
+        TypeError,
+        "use & | ~",
+        lambda: UNEQUAL & UNEQUAL,
+    ),
+    "not a mask": (
+        lambda: not UNEQUAL,
+        TypeError,
+        "use & | ~",
+        lambda: ~UNEQUAL,
+    ),
+    "whether there is a mask": (
+        lambda: attend(attention_mask=MaskInfo.from_attention_mask(live[None]) or None),
+        TypeError,
+        "`is None`",
+        lambda: attend(attention_mask=MaskInfo.from_attention_mask(live[None])),
+    ),
+    "rows of a mask": (
+        lambda: list(UNEQUAL),
+        TypeError,
+        "not iterable",
+        lambda: [UNEQUAL[row, ...] for row in range(1)],
+    ),
+    "queries and keys of a mask": (
+        lambda: UNEQUAL[2:, 2:],
+        ValueError,
+        "the index must be mask[rows, heads, queries, keys], got 2 of them; write ...",
+        lambda: UNEQUAL[..., 2:, 2:],
+    ),
+    "a part of a mask among processes": (
+        lambda: attnmask.shard_sequence(UNEQUAL, 2, 0),
+        ValueError,
+        "write mask[:, :, begin:end, :]",
+        lambda: UNEQUAL[:, :, 1:3, :],
+    ),
+    "the dropout of FlashAttention": (
+        lambda: attend(0.0),
+        ValueError,
+        "attention_mask must have axes, got 0.0; write None for no mask, and dropout_prob= for dropout",
+        lambda: attend(None, dropout_prob=0.0),
+    ),
+    "a chance as a mask": (
+        lambda: attend(0.1),
+        ValueError,
+        "dropout_prob= for dropout",
+        lambda: attend(dropout_prob=0.1),
+    ),
+    "True as a mask": (
+        lambda: attend(True),
+        ValueError,
+        "got True; write None for no mask",
+        lambda: attend(),
+    ),
+    "an array without axes as a mask": (
+        lambda: attend(np.float32(1)),
+        ValueError,
+        "attention_mask must have axes",
+        lambda: attend(np.ones(TK)),
+    ),
+    "a chance as the mask of a cache": (
+        lambda: attnmask.flash_attention_with_kvcache(
+            query, key, value, cache_seqlens=TK, attention_mask=0.1
+        ),
+        ValueError,
+        "attention_mask must have axes",
+        lambda: attnmask.flash_attention_with_kvcache(query, key, value, cache_seqlens=TK),
+    ),
+    "a function with `and`": (
+        lambda: MaskInfo.from_function(lambda b, h, q, k: q >= k and q - k < 3, 9, 9),
+        ValueError,
+        "<lambda> failed: The truth value of an array with more than one element is ambiguous. Use a.any() or a.all(); "
+        "f(b, h, q, k) gets index arrays; write & and |, np.abs",
+        lambda: MaskInfo.from_function(lambda b, h, q, k: (q >= k) & (q - k < 3), 9, 9),
+    ),
+    "a function of scalars": (
+        lambda: MaskInfo.from_function(lambda b, h, q, k: math.fabs(q - k) < 3, 9, 9),
+        TypeError,
+        "f(b, h, q, k) gets index arrays; write & and |, np.abs",
+        lambda: MaskInfo.from_function(lambda b, h, q, k: np.abs(q - k) < 3, 9, 9),
+    ),
     "text as a scale": (
         lambda: attend(softmax_scale="0.5"),
         TypeError,
@@ -493,7 +577,60 @@ def test_pairs_that_could_be_starts():
     MaskInfo.from_cu_seqlens([], max_q_len=9)
 
 
-UNEQUAL = MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 3, 7], packed=True)
+def test_a_causal_array_as_padding():
+    """Of two axes, which `flash_attention` reads as queries and keys."""
+    for tokens in (2, 3, 70):
+        for call in (
+            lambda tri: MaskInfo.from_attention_mask(tri),
+            lambda tri: MaskInfo.from_attention_mask(1 - tri, mask_is_valid=False),
+            lambda tri: MaskInfo.dynamic_init(attention_mask=tri),
+        ):
+            tri = np.tri(tokens)
+            warned_here(told(lambda call=call, tri=tri: call(tri)), "[B, T]", "attention_mask[None, None]")
+            assert not told(lambda call=call, tri=tri: call(tri)), "it was told before"
+            _warnings._not_yet_given.update(_warnings._MESSAGES)
+        MaskInfo.from_attention_mask(tri[None, None])
+        MaskInfo.from_attention_mask(tri[None])
+        assert MaskInfo(tri[None, None]).apply_causal() == MaskInfo(tri[None, None])
+    for padding in (
+        np.tri(1),
+        np.tri(3, 4),
+        np.tri(4, 3),
+        np.tri(3)[::-1],
+        np.tri(3, k=1),
+        np.tri(3, k=-1),
+        np.eye(2),
+    ):
+        MaskInfo.from_attention_mask(padding)
+    MaskInfo.from_attention_mask(np.zeros((0, 0)))
+
+
+LAYOUTS = {
+    name: lambda x, name=name, **more: getattr(attnmask, name)(x, x, x, **more)
+    for name in ("flash_attention", "flash_attention_fwd", "flash_attention_vjp")
+} | {name: lambda x, name=name, **more: OperationRegistry.create(name)(x, x, x, **more) for name in OPERATORS}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_that_seem_to_lie_before_tokens(name):
+    """[B, H, T, D] as [B, T, H, D]: as many keys as queries, and many times as many heads."""
+    call = LAYOUTS[name]
+    for shape in ((1, 2, 65, 4), (2, 9, 72, 4)):
+        x = zeros(*shape)
+        warned_here(told(lambda x=x: call(x)), "x.swapaxes(1, 2)")
+        assert not told(lambda x=x: call(x)), "it was told before"
+        _warnings._not_yet_given.update(_warnings._MESSAGES)
+        assert not told(lambda x=x: call(x.swapaxes(1, 2)))
+    for shape in ((1, 1, 65, 4), (1, 2, 64, 4), (1, 9, 71, 4), (1, 65, 2, 4)):
+        call(zeros(*shape))
+
+
+def test_many_heads_that_leave_no_doubt():
+    many = zeros(1, 2, 65, 4)
+    flash_attention(many, zeros(1, 3, 65, 4), zeros(1, 3, 65, 4))  # other lengths
+    flash_attention(many[0], many[0], many[0], cum_seqlens_q=[0, 1, 2])  # packed
+
+
 UNEQUAL_DIAGONALS = {
     "causal": lambda mask, **more: mask.apply_causal(**more),
     "bottom-right": lambda mask, **more: mask.apply_causal("bottom-right", **more),

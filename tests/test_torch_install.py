@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import attnmask
+from attnmask import _warnings
 
 
 @pytest.fixture
@@ -232,6 +233,19 @@ def test_sdpa(torch, calls, kind, transposed):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for one, other in zip(got, sdpa(torch, *tensors, **more), strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("installed")
+def test_sdpa_of_many_heads_and_few_tokens(torch, monkeypatch):
+    """They are not mistaken for tokens and heads, which are read in another order elsewhere."""
+    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
+    query, key, value = inputs(torch, heads=72, kv_heads=72, queries=9)
+    sdpa(torch, query, key, value)
+    query, key, value = (x.detach().transpose(1, 2) for x in (query, key, value))
+    for more in ({}, {"return_lse": True}):
+        monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
+        with pytest.warns(attnmask.AttnmaskWarning, match=r"Write x\.swapaxes\(1, 2\)"):
+            attnmask.torch.flash_attention(query, key, value, **more)
 
 
 @pytest.mark.usefixtures("installed")

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils as masks  # noqa: E402
 
 import attnmask.transformers  # noqa: E402
+from attnmask import _warnings  # noqa: E402
 from attnmask._transformers_masks import SymbolicMask  # noqa: E402
 from attnmask.transformers import attention, attention_mask  # noqa: E402
 
@@ -626,3 +627,11 @@ def test_t5_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, farthest
     )
     got = bias[0][np.clip(distance.numpy() - low, 0, bias.shape[1] - 1)]
     np.testing.assert_array_equal(got, right.numpy())
+
+
+def test_many_heads_and_few_tokens(monkeypatch):
+    """Models give heads before tokens, so neither is mistaken for the other; a warning would be an error here."""
+    monkeypatch.setattr(_warnings, "_not_yet_given", _warnings._MESSAGES.copy())
+    query = torch.randn(1, 72, 9, 8)
+    for x in (query, query.requires_grad_()):
+        attention(torch.nn.Identity(), x, x, x, None)

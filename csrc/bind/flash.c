@@ -62,6 +62,12 @@ bool am_shapes_fit(const npy_intp *query, const npy_intp *key, const npy_intp *v
     return fits;
 }
 
+bool am_heads_seem_first(const npy_intp *query, const npy_intp *key)
+{
+    const npy_intp tokens = query[1], heads = query[2];
+    return tokens == key[1] && tokens > 1 && heads > 64 && heads / 8 >= tokens;
+}
+
 /* Reads query, key and value, of four axes each; all else looks at what has been read. Returns whether they
  * belong together. */
 static bool read_inputs(arguments *a)
@@ -385,7 +391,8 @@ static bool read_usual(PyObject *const *args, arguments *a, ptrdiff_t *high)
         if (flags[i] != Py_True && flags[i] != Py_False) return false;
     }
     if (!usual_tokens(args[QUERY], &a->query) || !usual_tokens(args[KEY], &a->key) ||
-        !usual_tokens(args[VALUE], &a->value) || !read_inputs(a))
+        !usual_tokens(args[VALUE], &a->value) || !read_inputs(a) ||
+        am_heads_seem_first(a->q.shape, a->k.shape))
         return false;
     if (!am_usual_scale(args[SCALE], a->q.shape[3], &a->scale.value) ||
         !am_usual_diagonal(args[OFFSET], args[CAUSAL] == Py_True, a->q.shape[1], a->k.shape[1], high))

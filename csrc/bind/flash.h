@@ -9,6 +9,9 @@
 /* Whether these are shapes of a query, key and value that belong together: four lengths each. */
 bool am_shapes_fit(const npy_intp *query, const npy_intp *key, const npy_intp *value);
 
+/* Whether heads seem to lie before tokens, which calls for a warning. */
+bool am_heads_seem_first(const npy_intp *query, const npy_intp *key);
+
 /* Reads the scale, None or a float; false if it is unusual. */
 bool am_usual_scale(PyObject *object, npy_intp depth, double *scale);
 

@@ -136,6 +136,7 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject 
     }
     c->causal = args[CAUSAL] == Py_True;
     return am_shapes_fit(c->v[QUERY].shape, c->v[KEY].shape, c->v[VALUE].shape) &&
+           !am_heads_seem_first(c->v[QUERY].shape, c->v[KEY].shape) &&
            am_usual_diagonal(args[OFFSET], c->causal, c->v[QUERY].shape[1], c->v[KEY].shape[1],
                              &c->diagonal) &&
            am_usual_scale(args[SCALE], c->v[QUERY].shape[3], &c->scale);
