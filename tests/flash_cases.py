@@ -56,6 +56,13 @@ def lse_dtype(dtype) -> np.dtype:
     return np.dtype(accumulator(dtype))
 
 
+# Soft caps near either end of the range of logits.
+CAPS = {
+    np.float32: (1e-39, 1e-38, 1e-37, 1e-30, 1e30, 2e30, 3e30, 1e32, 1e37, 1e38, 3.4e38),
+    np.float64: (1e-309, 1e-308, 1e-307, 1e-300, 1e290, 1e291, 1e293, 1e307, 1e308, 1.7e308),
+}
+
+
 def tiny(dtype) -> float:
     return float(ml_dtypes.finfo(dtype).smallest_subnormal)
 

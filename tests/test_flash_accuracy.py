@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 import reference_flash as ref
 from conftest import SANITIZED
-from flash_cases import BF16, F32, F64, FACTORS, FLOATS, Case, lse_dtype, tensors, thinned, worst
+from flash_cases import (
+    BF16,
+    CAPS,
+    F32,
+    F64,
+    FACTORS,
+    FLOATS,
+    Case,
+    accumulator,
+    lse_dtype,
+    tensors,
+    thinned,
+    worst,
+)
 from flash_expected import CASES, attend, expected, expected_of, run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +118,21 @@ def test_keys_near_the_greatest_number(isa, dtype, queries, scale):
         some = rng.uniform(0.5, 1, arguments[name].shape) * rng.choice([-1, 1], arguments[name].shape)
         arguments[name] = (size * some).astype(dtype)
     expected(arguments | {"softmax_scale": scale}).check(*attend(arguments, softmax_scale=scale))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", [1, 40])
+def test_soft_caps_near_the_ends_of_the_range(isa, dtype, queries):
+    """A tiny one makes all weights equal, and a huge one bends huge logits alone."""
+    for cap in CAPS[accumulator(dtype)]:
+        arguments = tensors(queries, 80, dtype=dtype) | {"logits_soft_cap": cap}
+        expected(arguments, case=(isa, dtype, cap)).check(*attend(arguments))
+        if cap < 1:
+            continue
+        bias = np.linspace(-1, 1, 80).astype(accumulator(dtype)) * cap
+        out, lse = attend(arguments, bias=bias)
+        assert (out == arguments["value"][:, -1:].repeat(2, 2)).all(), cap
+        np.testing.assert_allclose(lse, cap * np.tanh(1.0), rtol=1e-6, err_msg=str(cap))
 
 
 @pytest.mark.parametrize("sink", [-1e37, -1e20, -1e10, 1e10, 1e20, 1e37, "lowest", "highest"])

@@ -20,6 +20,7 @@ from flash_backward_expected import (
 )
 from flash_cases import (
     BF16,
+    CAPS,
     F32,
     F64,
     FACTORS,
@@ -252,6 +253,23 @@ def test_a_bias_beside_which_products_are_nothing(isa, dtype, more):
             assert error <= limit, (name, size, error)
         if "softmax_aux" not in given:
             assert got.query[:, ~large].tobytes() == plain.query[:, ~large].tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_soft_caps_near_the_ends_of_the_range(isa, dtype):
+    """Gradients are as finite as in a wider type, and as near to them as for any cap."""
+    for cap in CAPS[accumulator(dtype)]:
+        arguments = tensors(40, 80, dtype=dtype) | {"logits_soft_cap": cap}
+        expected(arguments, dout_of(arguments), case=(isa, dtype, cap)).check(gradients(arguments))
+
+
+def test_a_huge_soft_cap_of_large_logits(isa):
+    """Their quotients are below the least normal number, where numbers are flushed to zero for gradients."""
+    query = np.full((1, 4, 1, 8), -10, F32)
+    key = np.full((1, 4, 1, 8), 10, F32) + np.arange(4, dtype=F32)[None, :, None, None] / 100
+    for cap in (1e30, 1e38):
+        arguments = {"query": query, "key": key, "value": query, "logits_soft_cap": cap}
+        expected(arguments, dout_of(arguments)).check(gradients(arguments))
 
 
 # Dropout

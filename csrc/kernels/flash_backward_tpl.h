@@ -3,7 +3,8 @@
 
 /* The terms of the logits of a row. */
 typedef struct {
-    V scale, cap, inverse_cap;
+    V scale;
+    FN(soft_cap) cap;
     bool capped;
     const T *bias; /* or NULL */
 } FN(logit_terms);
@@ -13,8 +14,7 @@ static inline FN(logit_terms)
 {
     return (FN(logit_terms)){
         .scale = VOP(set1)((T)block->factor),
-        .cap = VOP(set1)((T)block->cap),
-        .inverse_cap = VOP(set1)((T)(1 / block->cap)),
+        .cap = FN(soft_cap_of)(block->cap),
         .capped = block->cap > 0,
         .bias = tile->bias ? (const T *)tile->bias + row * tile->bias_step : NULL,
     };
@@ -26,9 +26,11 @@ static inline V FN(logit_of)(const FN(logit_terms) * d, V product, ptrdiff_t i, 
     V s = VOP(mul)(product, d->scale);
     if (d->bias) s = VOP(add)(s, VOP(load)(d->bias + i));
     if (!d->capped) return s;
-    V bent = FN(tanh)(VOP(mul)(s, d->inverse_cap)), one = VOP(set1)(1);
+    const V one = VOP(set1)(1);
+    V bent;
+    const V capped = FN(apply_cap)(&d->cap, s, &bent);
     *cap_slope = VOP(mul)(VOP(sub)(one, bent), VOP(add)(one, bent));
-    return VOP(mul)(d->cap, bent);
+    return capped;
 }
 
 /* Turns products of one row into P and dS; columns begin … end - 1, whole vectors. All others are dead: 0. */
@@ -166,5 +168,6 @@ static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_step, const void 
 #undef LANES
 #undef STRIP
 #undef GREATEST
+#undef EPSILON
 #undef MIN_POWER
 #undef ROUNDER

@@ -122,3 +122,27 @@ static inline V FN(tanh)(V x)
     const V far = VOP(sub)(one, VOP(div)(VOP(set1)(2), VOP(add)(e, one)));
     return VOP(pick_less)(limit, size, VOP(pick_less)(x, zero, VOP(sub)(zero, far), far), near);
 }
+
+/* A soft cap. One that is nearly as large as the greatest number is `huge`: its reciprocal, and logits of
+ * usual size divided by it, are denormal or 0. */
+typedef struct {
+    V cap, inverse;
+    bool huge;
+} FN(soft_cap);
+static inline FN(soft_cap) FN(soft_cap_of)(double cap)
+{
+    return (FN(soft_cap)){.cap = VOP(set1)((T)cap),
+                          .inverse = VOP(set1)((T)(1 / cap)),
+                          .huge = cap > GREATEST * (EPSILON / 16)};
+}
+
+/* cap tanh(s / cap); `bent` is the tangent. Logits far below a huge cap stay as they are, to which the result
+ * is equal up to rounding: it is less by a third of the square of s / cap. */
+static inline V FN(apply_cap)(const FN(soft_cap) * c, V s, V *bent)
+{
+    *bent = FN(tanh)(c->huge ? VOP(div)(s, c->cap) : VOP(mul)(s, c->inverse));
+    const V capped = VOP(mul)(c->cap, *bent);
+    if (!c->huge) return capped;
+    const V size = VOP(max)(VOP(sub)(VOP(set1)(0), *bent), *bent);
+    return VOP(pick_less)(VOP(mul)(size, size), VOP(set1)((T)(EPSILON / 4)), s, capped);
+}

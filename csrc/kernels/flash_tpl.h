@@ -5,12 +5,12 @@ static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_til
                                   T *logits, ptrdiff_t begin, ptrdiff_t end)
 {
     const T *bias = tile->bias ? (const T *)tile->bias + row * tile->bias_step : NULL;
-    V factor = VOP(set1)((T)block->factor), cap = VOP(set1)((T)block->cap),
-      inverse = VOP(set1)((T)(1 / block->cap));
+    const FN(soft_cap) cap = FN(soft_cap_of)(block->cap);
+    V factor = VOP(set1)((T)block->factor), bent;
     for (ptrdiff_t i = begin; i < end; i += LANES) {
         V s = VOP(mul)(factor, VOP(load)(logits + i));
         if (bias) s = VOP(add)(s, VOP(load)(bias + i));
-        if (block->cap > 0) s = VOP(mul)(cap, FN(tanh)(VOP(mul)(s, inverse)));
+        if (block->cap > 0) s = FN(apply_cap)(&cap, s, &bent);
         VOP(store)(logits + i, s);
     }
 }

@@ -305,6 +305,7 @@ static inline vd tanh_tail_f64(vd z)
 #define LANES VF_LANES
 #define STRIP V_STRIP
 #define GREATEST FLT_MAX
+#define EPSILON FLT_EPSILON
 #define MIN_POWER 126
 #define ROUNDER (0x1.8p23 + MIN_POWER)
 #define HALVES /* numbers in memory may also be sixteen-bit floats */
@@ -321,6 +322,7 @@ static inline vd tanh_tail_f64(vd z)
 #define LANES VD_LANES
 #define STRIP V_STRIP
 #define GREATEST DBL_MAX
+#define EPSILON DBL_EPSILON
 #define MIN_POWER 1022
 #define ROUNDER (0x1.8p52 + MIN_POWER)
 #include "kernels/flash_product_tpl.h"
