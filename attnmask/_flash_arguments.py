@@ -31,6 +31,7 @@ from attnmask._arguments import (
     real,
     window,
 )
+from attnmask._graphs import left_to_python
 from attnmask._keywords import hides
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import AXES, Program, Shape, arrays
@@ -595,6 +596,7 @@ def attention_function(function: _Function) -> _Function:
     keywords would cost every call more.
     """
     function.__kwdefaults__["causal_offset"] = TOP_LEFT  # type: ignore[index]
+    left_to_python(function, "call attnmask.torch.flash_attention, which goes into graphs")
     return hides("unknown")(function)
 
 

@@ -18,6 +18,7 @@ from attnmask._flash_arguments import (
     sinks_of,
     slopes_of,
 )
+from attnmask._graphs import left_to_python
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Program
 from attnmask._mask_terms import dense
@@ -151,6 +152,11 @@ def flash_attention_with_kvcache(
         return_lse,
         out,
     )
+
+
+left_to_python(
+    flash_attention_with_kvcache, "call attnmask.torch.flash_attention_with_kvcache, which goes into graphs"
+)
 
 
 # The core asks these functions for what is seldom given, or has to be said in many words.

@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Literal, Never, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from attnmask import _core
 from attnmask import _mask_derived as derived
 from attnmask import _mask_sources as sources
 from attnmask import _mask_transforms as transforms
 from attnmask import _mask_tree as tree
 from attnmask._arguments import AxisName, describe, flag, frozen
 from attnmask._debug import traced
+from attnmask._graphs import left_to_python
 from attnmask._keywords import hides
 from attnmask._mask_sharding import MaskSharding, shardings
 from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
@@ -476,6 +479,15 @@ class MaskInfo:
             assert self._leaves is not None
             self._held = tree.restore(*self._leaves)
         return self._held
+
+    def _as_tensors(self) -> Any:
+        from attnmask._torch_masks import tensors_of_graphs
+
+        state = self._state
+        return None if state.base is None else state.once("tensors", lambda: tensors_of_graphs(self))
+
+    # As tensors of PyTorch, which torch.compile makes inputs of a graph; None if there is no mask.
+    _tensors = property(_core.built_in(_as_tensors))
 
     # The mask as an array
 
@@ -1868,3 +1880,11 @@ class MaskInfo:
 for _name, _member in list(vars(MaskInfo).items()):
     if not _name.startswith("_"):
         setattr(MaskInfo, _name, traced(_member))
+    if not _name.startswith("_") or _name in ("__init__", "__getitem__", "__and__", "__or__", "__invert__"):
+        _function = getattr(vars(MaskInfo)[_name], "__func__", vars(MaskInfo)[_name])
+        if isinstance(_function, FunctionType):
+            left_to_python(
+                _function,
+                "a MaskInfo is made outside of compiled functions: pass it to them, or what "
+                "attnmask.torch.mask_tensors makes of it",
+            )

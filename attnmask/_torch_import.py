@@ -13,5 +13,17 @@ from torch._library.autograd import (  # type: ignore[import-not-found, unused-i
     Info,
     make_autograd_impl,
 )
+from torch.utils._python_dispatch import (  # type: ignore[import-not-found, unused-ignore] # noqa: E402
+    _disable_current_modes as without_modes,
+)
 
-__all__ = ["Info", "make_autograd_impl", "torch"]
+from attnmask._graphs import CODES  # noqa: E402
+
+_skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+for _code in CODES:
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(
+        _code,
+        torch._C._dynamo.eval_frame._FrameExecStrategy(_skip, _skip),  # and all that it calls
+    )
+
+__all__ = ["Info", "make_autograd_impl", "torch", "without_modes"]

@@ -210,8 +210,6 @@ def flash_attention_with_kvcache(
     for name, x in tensors.items():
         check_tensor(x, name)
     if torch.compiler.is_dynamo_compiling():
-        if isinstance(attention_mask, MaskInfo):  # which does not go into a graph
-            return torch.compiler.disable(flash_attention_with_kvcache)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
         operators.check_tensors(given)
         both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
         return both if with_lse else both[0]

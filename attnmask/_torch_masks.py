@@ -12,7 +12,7 @@ from attnmask._arguments import as_array, describe, read_only
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Leaf, Program, Shape, Terms, hollow, refill
 from attnmask._mask_state import State, fitted
-from attnmask._torch_import import torch
+from attnmask._torch_import import torch, without_modes
 
 
 class MaskTensors(NamedTuple):
@@ -52,8 +52,9 @@ def _of_mask(array: NDArray[Any]) -> torch.Tensor:
 def mask_tensors(mask: MaskInfo) -> MaskTensors:
     """A mask as an argument of compiled and exported functions: `attnmask.torch.flash_attention` takes it as one.
 
-    ``torch.compile`` and ``torch.export`` know tensors and strings, and no `MaskInfo`. Masks that differ in the
-    contents of their arrays only have the same specification, and no function is compiled anew for them.
+    ``torch.export`` knows tensors and strings, and no `MaskInfo`; ``torch.compile`` makes these of a `MaskInfo` by
+    itself. Masks that differ in the contents of their arrays only have the same specification, and no function is
+    compiled anew for them.
 
     Parameters
     ----------
@@ -77,6 +78,8 @@ def mask_tensors(mask: MaskInfo) -> MaskTensors:
     """
     if not isinstance(mask, MaskInfo):
         raise TypeError(f"mask must be a MaskInfo, got {describe(mask)}")
+    if torch.compiler.is_dynamo_compiling() and mask._tensors is not None:
+        return mask._tensors  # type: ignore[no-any-return]
     shape, program = mask._state.described("take it apart")
     leaves: list[NDArray[Any]] = []
     nodes = [
@@ -84,6 +87,12 @@ def mask_tensors(mask: MaskInfo) -> MaskTensors:
         for node in hollow(program, leaves)
     ]
     return MaskTensors(json.dumps([shape, nodes]), tuple(map(_of_mask, leaves)))
+
+
+def tensors_of_graphs(mask: MaskInfo) -> MaskTensors:
+    """`mask_tensors`, to be kept: neither those of a mode that only traces, nor such as no gradient may keep."""
+    with without_modes(), torch.inference_mode(False):
+        return mask_tensors(mask)
 
 
 @lru_cache(maxsize=256)

@@ -254,8 +254,8 @@ def flash_attention(
         "attention_mask": attention_mask,
         **more,
     }
-    if compiling and (isinstance(attention_mask, MaskInfo) or torch._C._are_functorch_transforms_active()):
-        # Neither goes into a graph: a MaskInfo is no tensor, and operators have no gradients for torch.func.
+    if compiling and torch._C._are_functorch_transforms_active():
+        # Operators have no gradients for torch.func.
         return torch.compiler.disable(flash_attention)(**given, return_lse=return_lse)  # type: ignore[no-untyped-call, unused-ignore]
     if not compiling:
         check_no_tangents(given, given.values())

@@ -3,6 +3,7 @@
 import io
 import itertools
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -471,16 +472,11 @@ def test_compiled(torch, arguments, backend):
 
 def test_masks_with_one_specification(torch):
     """They share a compiled function."""
-    compilations = itertools.count()
-
-    def backend(graph, examples):
-        next(compilations)
-        return graph
-
+    graphs = []
     query = torch.randn(1, 4, 1, 8)
     compiled = torch.compile(
         lambda query, mask: attnmask.torch.flash_attention(query, query, query, mask),
-        backend=backend,
+        backend=counting(graphs),
         fullgraph=True,
     )
     for ids in ([[0, 0, 1, 1]], [[0, 1, 1, 1]], [[0, 1, 2, -1]]):
@@ -489,7 +485,7 @@ def test_masks_with_one_specification(torch):
         right = attnmask.torch.flash_attention(query, query, query, info)
         assert torch.equal(compiled(query, mask), right)
         assert torch.equal(attnmask.torch.flash_attention(query, query, query, mask), right)
-    assert next(compilations) == 1
+    assert len(graphs) == 1
 
 
 FOLLOWS_LENGTH = {
@@ -504,10 +500,6 @@ def test_numbers_that_follow_a_length(torch, more):
     """One graph does for all lengths."""
     graphs = []
 
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
     def attend(query):
         return attnmask.torch.flash_attention(query, query, query, **more(query.shape[1]))
 
@@ -521,7 +513,7 @@ def test_numbers_that_follow_a_length(torch, more):
     queries = [torch.randn(1, length, 1, 8) for length in (5, 9, 12, 17, 21)]
     for function in (attend, decode):
         graphs.clear()
-        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=counting(graphs))
         for query in queries:
             assert torch.equal(compiled(query), function(query))
         assert len(graphs) == 1
@@ -555,19 +547,117 @@ def test_mask_tensors(torch):
         attnmask.torch.mask_tensors(MaskInfo())
 
 
-def test_compiled_around_a_mask(torch):
-    """A MaskInfo itself stays outside of the graphs."""
+def counting(graphs):
+    """A backend that keeps the graphs."""
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    return backend
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_with_a_mask(torch, backend):
     arguments = masked(torch)
     right = results(torch, attnmask.torch.flash_attention, arguments)
-
-    def function(**arguments):
-        return attnmask.torch.flash_attention(**arguments)
-
-    compiled = torch.compile(function, backend="aot_eager")
+    compiled = torch.compile(attnmask.torch.flash_attention, backend=backend, fullgraph=True)
     for _ in range(2):
         assert_same(torch, results(torch, compiled, arguments), right)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(function, backend="eager", fullgraph=True)(**arguments)
+
+
+def test_compiled_with_other_masks(torch):
+    """A graph does for all masks that differ in the contents of their arrays, as arguments, attributes or globals."""
+    holder, graphs = types.SimpleNamespace(), []
+    compiled = torch.compile(
+        lambda query, mask: (
+            attnmask.torch.flash_attention(query, query, query, mask)
+            + attnmask.torch.flash_attention(query, query, query, attnmask.torch.mask_tensors(holder.mask))
+        ),
+        backend=counting(graphs),
+        fullgraph=True,
+    )
+    query = torch.randn(1, 4, 1, 8)
+    for ids in ([[0, 0, 1, 1]], [[0, 1, 1, 1]], [[0, 1, 2, -1]]):
+        mask, holder.mask = MaskInfo.from_segments(ids).apply_causal(), MaskInfo.from_segments(ids)
+        out, other = (attnmask.torch.flash_attention(query, query, query, x) for x in (mask, holder.mask))
+        assert torch.equal(compiled(query, mask), out + other)
+    assert len(graphs) == 1
+    mask = mask.apply_sliding_window(1)
+    right = attnmask.torch.flash_attention(query, query, query, mask)
+    assert torch.equal(compiled(query, mask), right + other)
+    assert len(graphs) == 2
+
+
+def test_a_mask_that_was_compiled_without_gradients(torch):
+    """What is kept of it in that mode may be saved for gradients."""
+    query, mask = torch.randn(1, 4, 1, 8), MaskInfo.from_segments([[0, 0, 1, 1]])
+    compiled = torch.compile(
+        lambda query: attnmask.torch.flash_attention(query, query, query, mask),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with torch.inference_mode():
+        compiled(query)
+    query.requires_grad_()
+    right = torch.autograd.grad(attnmask.torch.flash_attention(query, query, query, mask).sum(), query)
+    assert torch.equal(torch.autograd.grad(compiled(query).sum(), query)[0], right[0])
+
+
+MADE_INSIDE = {
+    "from_segments": lambda query, mask: MaskInfo.from_segments([[0, 0, 1, 1]]),
+    "of tensors": lambda query, mask: MaskInfo.from_segments(query[..., 0, 0] > 0, is_attn_mask=True),
+    "__init__": lambda query, mask: MaskInfo(q_segment_ids=[[0] * 4], kv_segment_ids=[[0] * 4]),
+    "method": lambda query, mask: mask.apply_sliding_window(1),
+    "operator": lambda query, mask: ~(mask & mask) | mask,
+    "slice": lambda query, mask: mask[:, :, :4],
+}
+
+
+@pytest.mark.parametrize("make", MADE_INSIDE.values(), ids=MADE_INSIDE)
+def test_masks_that_are_made_in_compiled_functions(torch, make):
+    """The graph ends before; where it must not, the error says what to do."""
+
+    def function(query, mask):
+        return attnmask.torch.flash_attention(query * 2, query, query, make(query, mask)) + 1
+
+    arguments = torch.randn(1, 4, 1, 8), MaskInfo.from_segments([[0] * 4])
+    assert torch.equal(torch.compile(function, backend="eager")(*arguments), function(*arguments))
+    torch._dynamo.reset()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"pass it to them, or what attnmask\.torch\.mask_tensors"
+    ):
+        torch.compile(function, backend="eager", fullgraph=True)(*arguments)
+
+
+def test_a_mask_without_pairs(torch):
+    query = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="the MaskInfo must have an attention_mask"):
+        torch.compile(attnmask.torch.flash_attention, backend="eager")(query, query, query, MaskInfo())
+
+
+def test_functions_of_arrays_in_compiled_functions(torch):
+    """The graph ends before; where it must not, the error names the function of tensors."""
+    query = torch.randn(1, 4, 1, 8)
+    for name, more in (
+        ("flash_attention", {}),
+        ("flash_attention_fwd", {}),
+        ("flash_attention_vjp", {}),
+        ("flash_attention_with_kvcache", {"cache_seqlens": 4}),
+    ):
+        torch._dynamo.reset()
+
+        def function(query, name=name, more=more):
+            found = getattr(attnmask, name)(2 * query, query, query, **more)
+            return torch.from_numpy(found[0] if isinstance(found, tuple) else found) + 1
+
+        assert torch.equal(torch.compile(function, backend="eager")(query), function(query))
+        torch._dynamo.reset()
+        instead = "flash_attention_with_kvcache" if "kvcache" in name else "flash_attention"
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match=rf"call attnmask\.torch\.{instead}, which goes into"
+        ):
+            torch.compile(function, backend="eager", fullgraph=True)(query)
 
 
 def test_compiled_autocast(torch):

@@ -137,14 +137,13 @@ def test_compiled(torch, name, backend):
     assert_same(torch, compiled(arguments), arguments, name)
 
 
-def test_compiled_around_a_mask(torch):
-    """A MaskInfo itself stays outside of the graphs."""
+def test_compiled_with_a_mask(torch):
     arguments = tensors(torch, made("MaskInfo"))
 
     def function(**arguments):
         return attnmask.torch.flash_attention_with_kvcache(**arguments, return_lse=True)
 
-    results = torch.compile(function, backend="aot_eager")(**arguments)
+    results = torch.compile(function, backend="aot_eager", fullgraph=True)(**arguments)
     assert_same(torch, results, arguments, "MaskInfo")
 
 

@@ -212,7 +212,27 @@ static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ss
     return function;
 }
 
+/* --- Properties for PyTorch's compiler --- */
+
+static PyObject *call_one(PyObject *function, PyObject *object)
+{
+    return PyObject_CallOneArg(function, object);
+}
+
+static PyMethodDef call_method = {"call", call_one, METH_O, NULL};
+
+static PyObject *built_in(PyObject *module, PyObject *function)
+{
+    (void)module;
+    return PyCFunction_New(&call_method, function);
+}
+
 PyMethodDef am_tensors_methods[] = {
+    {"built_in", built_in, METH_O,
+     "built_in($module, function, /)\n--\n\n"
+     "A built-in function of one argument that calls `function`. torch.compile reads a property of such, "
+     "each\n"
+     "time that it looks whether a graph does for a call, and does not look into it."},
     {"tensor_attention", (PyCFunction)(void *)tensor_attention, METH_FASTCALL,
      "tensor_attention($module, exchange, other, /)\n--\n\n"
      "A function (query, key, value, causal, offset, scale) of tensors, by the table `exchange` that DLPack\n"
