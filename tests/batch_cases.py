@@ -45,6 +45,9 @@ KINDS = (
     ("padded", "MaskInfo of ids"),
     ("padded", "MaskInfo of cu_seqlens"),
     ("padded", "MaskInfo of kv lengths"),
+    ("padded", "an array of pairs"),
+    ("padded", "a MaskInfo of pairs"),
+    ("padded", "a MaskInfo of a function"),
     ("packed", "cu_seqlens"),
     ("packed", "ids"),
     ("packed", "MaskInfo of ids"),
@@ -52,6 +55,7 @@ KINDS = (
     ("packed in rows", "ids"),
     ("packed in rows", "MaskInfo of ids"),
 )
+MOST_PAIRS = 10**6  # of an array that tells sequences from padding
 Kind = tuple[str, str | None]
 Shape = tuple[int, int, int]  # batch rows, queries, keys
 
@@ -201,6 +205,9 @@ def limits(
         return arguments | {"causal_offset": offsets[0]}
     starts = np.array([(p.q, p.k) for p in places])
     ends = starts + np.array([config.lengths[p.i] for p in places])
+    pairs = how == "padded" and tell.endswith(("pairs", "function"))
+    if pairs and batch * queries * keys > MOST_PAIRS:
+        return None
     q_cu, k_cu = np.append(np.zeros((1, 2), int), ends, axis=0).T
     q_ids, k_ids = np.full((batch, queries), -1, np.int32), np.full((batch, keys), -1, np.int32)
     for p, (q_end, k_end), number in zip(places, ends, rng.permutation(len(places)), strict=True):
@@ -221,7 +228,20 @@ def limits(
     row_offsets = np.array([min(row, default=0) for row in by_row])
     if tell == "ids":
         return arguments | {"q_segment_ids": q_ids, "kv_segment_ids": k_ids, "causal_offset": row_offsets}
-    if tell == "MaskInfo of ids":
+    if pairs:
+        q_ends, k_ends = ends.T
+
+        def is_live(b, h, q, k):
+            return (q < q_ends[b]) & (k < k_ends[b])
+
+        if tell == "a MaskInfo of a function":
+            info = MaskInfo.from_function(is_live, queries, keys, batch=batch)
+        else:
+            array = is_live(*np.ix_(range(batch), [0], range(queries), range(keys)))
+            if tell == "an array of pairs":
+                return arguments | {"attention_mask": array, "causal_offset": row_offsets}
+            info = MaskInfo.from_attention_mask(array)
+    elif tell == "MaskInfo of ids":
         info = MaskInfo.from_segments(q_ids, k_ids)
     elif tell == "MaskInfo of kv lengths":
         info = MaskInfo.from_segments(np.zeros((batch, queries), int), np.zeros((batch, keys), int))
@@ -255,7 +275,10 @@ def attend(config: Config, arrays: dict[str, np.ndarray], limits: dict) -> dict[
         }
     arguments = options | arrays | limits
     if "attention_mask" in arrays and "attention_mask" in limits:
-        arguments["attention_mask"] &= MaskInfo.from_attention_mask(arrays["attention_mask"])
+        limit, own = limits["attention_mask"], arrays["attention_mask"]
+        arguments["attention_mask"] = limit & (
+            own if isinstance(limit, np.ndarray) else MaskInfo.from_attention_mask(own)
+        )
     dout, dlse = arguments.pop("dout"), arguments.pop("dlse", None)
     previous = _core.use_isa(config.isa)
     try:
@@ -277,6 +300,12 @@ class Comparison(NamedTuple):
     lengths: tuple[int, int]
     unlike: int  # the number of elements that differ
     message: str
+
+
+def unlike_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[str]:
+    """The names of those whose bits differ, and how."""
+    found = {name: difference(got[name], wanted[name]) for name in wanted}
+    return [f"{name}: {words}" for name, (count, words) in found.items() if count]
 
 
 def difference(got: np.ndarray, wanted: np.ndarray) -> tuple[int, str]:

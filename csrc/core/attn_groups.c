@@ -46,17 +46,6 @@ static am_status add_range(am_ranges *ranges, am_range range)
 
 /* --- Groups --- */
 
-/* The keys that some queries see, of any head. */
-static am_range keys_seen(const am_mask *mask, bool by_head, ptrdiff_t b, am_range queries)
-{
-    am_range all = {PTRDIFF_MAX, 0};
-    for (ptrdiff_t h = 0; h < (by_head ? mask->heads : am_min(1, mask->heads)); h++) {
-        const am_range keys = am_mask_keys(mask, b, h, queries.begin, am_length(queries));
-        if (keys.begin < keys.end) all = (am_range){am_min(all.begin, keys.begin), am_max(all.end, keys.end)};
-    }
-    return all.end > 0 ? all : (am_range){0, 0};
-}
-
 static bool sees_keys(const am_attn_group *group) { return group->keys.begin < group->keys.end; }
 
 /* Joins the group behind another one with it. */
@@ -91,23 +80,44 @@ static void join_last(am_attn_groups *groups, ptrdiff_t first)
     }
 }
 
+/* Lists a group, and joins it with others. */
+static am_status add_group(am_attn_groups *groups, ptrdiff_t b, am_range queries, am_range keys,
+                           ptrdiff_t first)
+{
+    void *list = groups->list;
+    if (!grow(&list, groups->count, &groups->capacity, sizeof *groups->list)) return AM_NO_MEMORY;
+    groups->list = list;
+    groups->list[groups->count++] = (am_attn_group){.b = b, .queries = queries, .keys = keys};
+    join_last(groups, first);
+    return AM_OK;
+}
+
+/* How batch rows are divided into groups. */
+typedef struct {
+    bool by_boundaries; /* else groups begin with batch rows */
+    bool leaves_rest;   /* queries behind the last one that sees a key are left to a group without keys */
+    bool has_rest;      /* some are */
+} division;
+
 /* Lists the groups of a batch row, without their blocks and tiles. */
-static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdiff_t b, bool by_mask)
+static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdiff_t b, division *d)
 {
     const row_side side = {mask, AM_QUERIES, b, mask->queries};
-    const bool by_head = am_mask_is_by_head(mask);
+    const am_range heads = {0, am_mask_is_by_head(mask) ? mask->heads : am_min(1, mask->heads)};
     const ptrdiff_t first = groups->count;
-    for (ptrdiff_t begin = 0, end; begin < mask->queries; begin = end) {
-        end = by_mask ? next_boundary(&side, begin, mask->queries) : mask->queries;
-        void *list = groups->list;
-        if (!grow(&list, groups->count, &groups->capacity, sizeof *groups->list)) return AM_NO_MEMORY;
-        groups->list = list;
-        const am_range queries = {begin, end};
-        groups->list[groups->count++] =
-            (am_attn_group){.b = b, .queries = queries, .keys = keys_seen(mask, by_head, b, queries)};
-        join_last(groups, first);
+    am_status status = AM_OK;
+    for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
+        end = d->by_boundaries ? next_boundary(&side, begin, mask->queries) : mask->queries;
+        const am_range all = {begin, end};
+        const am_seen seen = am_mask_seen(mask, b, heads, all, d->by_boundaries ? 1 : MOST);
+        const bool known = seen.by_last || seen.keys.begin == seen.keys.end || end - begin == 1;
+        const ptrdiff_t last = known || !d->leaves_rest ? end : am_mask_queries_end(mask, b, heads, all);
+        if (last > begin) status = add_group(groups, b, (am_range){begin, last}, seen.keys, first);
+        if (last == end || status != AM_OK) continue;
+        status = add_group(groups, b, (am_range){last, end}, (am_range){0, 0}, first);
+        d->has_rest = true;
     }
-    return AM_OK;
+    return status;
 }
 
 /* --- Blocks and tiles --- */
@@ -175,12 +185,12 @@ static void number_ranges(am_attn_groups *groups)
 am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask)
 {
     const ptrdiff_t most = MANY / am_max(mask->batch, 1);
-    by_mask = by_mask && am_mask_has_boundaries(mask) && mask->queries <= most && mask->keys <= most;
+    by_mask = by_mask && mask->queries <= most && mask->keys <= most;
+    division d = {.by_boundaries = by_mask && am_mask_has_boundaries(mask), .leaves_rest = by_mask};
     *groups = (am_attn_groups){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
     am_status status = AM_OK;
-    for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++)
-        status = list_groups(groups, mask, b, by_mask);
-    if (status == AM_OK && by_mask) return list_ranges(groups, mask);
+    for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++) status = list_groups(groups, mask, b, &d);
+    if (status == AM_OK && (d.by_boundaries || d.has_rest)) return list_ranges(groups, mask);
     groups->blocks.row = am_ceil_div(mask->queries, MOST), groups->tiles.row = am_ceil_div(mask->keys, MOST);
     groups->blocks.count = mask->batch * groups->blocks.row;
     groups->tiles.count = mask->batch * groups->tiles.row;

@@ -3,7 +3,8 @@
  *
  * A group is a batch row; or where the mask separates sequences, a sequence in it. What is computed for a
  * group follows from the group alone, so that a sequence's results are the same bits whatever it is computed
- * with. Its first block begins with its first query, and its tiles are counted from its first key. */
+ * with. Its first block begins with its first query, and its tiles are counted from its first key. It ends
+ * with the last query that sees a key, and the last key that is seen. */
 #ifndef AM_ATTN_GROUPS_H
 #define AM_ATTN_GROUPS_H
 
@@ -28,7 +29,7 @@ typedef struct {
 typedef struct {
     ptrdiff_t b;
     am_range queries;       /* tokens */
-    am_range keys;          /* tokens: all that the queries see of any head; may be none */
+    am_range keys;          /* tokens: from the first that is seen to the last, of any head; may be none */
     am_range blocks, tiles; /* indices of ranges; tiles are those that hold `keys` */
 } am_attn_group;
 
@@ -38,7 +39,7 @@ typedef struct {
     ptrdiff_t count, capacity;
 } am_attn_groups;
 
-/* The mask is prepared. `by_mask`: not only batch rows are groups, also the sequences in them. */
+/* The mask is prepared. `by_mask`: groups are sequences, and what is behind them; else whole batch rows. */
 am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask);
 void am_attn_groups_free(am_attn_groups *groups);
 

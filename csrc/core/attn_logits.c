@@ -71,18 +71,39 @@ am_status am_sum_sinks(const am_run *run, const am_attn_base *base, am_sink_sum 
 
 /* --- Tiles --- */
 
-am_range am_tiles_seen(const am_attn_base *base, const am_attn_groups *groups, const am_attn_place *at)
+/* The tiles of a group that hold some keys. */
+static am_range tiles_with(const am_attn_groups *groups, const am_attn_group *group, am_range keys)
+{
+    const ptrdiff_t begin = am_max(keys.begin, group->keys.begin), end = am_min(keys.end, group->keys.end);
+    if (begin >= end) return (am_range){group->tiles.begin, group->tiles.begin};
+    return (am_range){am_tile_index(groups, group, begin), am_tile_index(groups, group, end - 1) + 1};
+}
+
+/* The heads of a block that may see different keys. */
+static am_range heads_of(const am_attn_base *base, const am_attn_place *at)
 {
     const ptrdiff_t heads = at->queries == 0 ? 0 : base->by_head ? at->heads : am_min(1, at->heads);
-    ptrdiff_t begin = PTRDIFF_MAX, end = 0;
-    for (ptrdiff_t h = 0; h < heads; h++) {
-        const am_range keys = am_mask_keys(base->attn->mask, at->b, at->head + h, at->q, at->queries);
+    return (am_range){at->head, at->head + heads};
+}
+
+am_range am_tiles_seen(const am_attn_base *base, const am_attn_groups *groups, const am_attn_place *at)
+{
+    const am_range queries = {at->q, at->q + at->queries};
+    const am_seen seen = am_mask_seen(base->attn->mask, at->b, heads_of(base, at), queries, 1);
+    return tiles_with(groups, at->group, seen.keys);
+}
+
+am_range am_tiles_within_reach(const am_attn_base *base, const am_attn_groups *groups,
+                               const am_attn_place *at)
+{
+    const am_range heads = heads_of(base, at);
+    am_range reach = {PTRDIFF_MAX, 0};
+    for (ptrdiff_t h = heads.begin; h < heads.end; h++) {
+        const am_range keys = am_mask_keys(base->attn->mask, at->b, h, at->q, at->queries);
         if (keys.begin >= keys.end) continue;
-        begin = am_min(begin, am_max(keys.begin, at->group->keys.begin));
-        end = am_max(end, am_min(keys.end, at->group->keys.end));
+        reach = (am_range){am_min(reach.begin, keys.begin), am_max(reach.end, keys.end)};
     }
-    if (begin >= end) return (am_range){at->group->tiles.begin, at->group->tiles.begin};
-    return (am_range){am_tile_index(groups, at->group, begin), am_tile_index(groups, at->group, end - 1) + 1};
+    return tiles_with(groups, at->group, reach);
 }
 
 ptrdiff_t am_most_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_attn_group *group)
@@ -100,7 +121,7 @@ ptrdiff_t am_most_tiles(const am_attn_base *base, const am_attn_groups *groups, 
                                   .heads = 1,
                                   .q = rows.begin,
                                   .queries = am_length(rows)};
-        found = am_max(found, am_length(am_tiles_seen(base, groups, &at)));
+        found = am_max(found, am_length(am_tiles_within_reach(base, groups, &at)));
     }
     return found;
 }

@@ -391,11 +391,12 @@ am_attn_place am_item_place(const am_attn_base *base, const am_attn_groups *grou
                        am_min(h->block_heads, base->group - in_group));
 }
 
-/* The tiles that a block sees. */
+/* The tiles that a block sees; where it takes them all, also some that it does not. */
 static am_range tiles_of(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *g,
                          const am_attn_place *at)
 {
-    return g->shape.q_blocks == 1 ? g->group.tiles : am_tiles_seen(base, groups, at);
+    if (g->shape.q_blocks == 1) return g->group.tiles;
+    return g->shape.splits == 1 ? am_tiles_within_reach(base, groups, at) : am_tiles_seen(base, groups, at);
 }
 
 am_range am_split_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *g,

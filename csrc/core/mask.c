@@ -16,9 +16,22 @@ static const am_term_kind *term_of(const am_node *node)
     return terms[node->kind];
 }
 
+/* Whether am_mask_keys is exact: where intervals intersect of which only one follows from the query. */
+static bool has_exact_keys(const am_mask *mask)
+{
+    int by_query = 0;
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term ? term->form == AM_SCATTERED : node->kind != AM_AND) return false;
+        by_query += term && term->form == AM_INTERVALS;
+    }
+    return by_query <= 1;
+}
+
 am_status am_mask_prepare(const am_run *run, am_mask *mask)
 {
     mask->kernels = run->kernels;
+    mask->exact_keys = has_exact_keys(mask);
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         am_node *node = &mask->nodes[i];
         const am_term_kind *term = term_of(node);
@@ -217,4 +230,28 @@ am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
         all &= bits[r];
     }
     return !any ? AM_DEAD : all == am_low_bits(columns) ? AM_FULL : AM_MIXED;
+}
+
+uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
+                     ptrdiff_t columns)
+{
+    const am_region region = {b, h, q, 1, k, columns};
+    uint64_t stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            term->bits(mask, node, &region, &stack[++top]);
+            continue;
+        }
+        if (node->kind == AM_NOT) {
+            stack[top] ^= am_low_bits(columns);
+            continue;
+        }
+        const uint64_t right = stack[top--];
+        stack[top] = node->kind == AM_AND  ? stack[top] & right
+                     : node->kind == AM_OR ? stack[top] | right
+                                           : stack[top] ^ right;
+    }
+    return stack[0];
 }

@@ -11,9 +11,10 @@
  *     which of its pairs are live?                     am_mask_bits
  *
  * The first two may be inexact in one direction: am_mask_keys may return too large a range, and am_mask_tile
- * may call a dead or a full tile mixed. am_mask_bits is exact. A new kind of mask is a new term: a value of
- * am_node_kind, its functions in mask_terms.c or mask_arrays.c, its readers in bind, and its row in
- * attnmask/_mask_terms.py.
+ * may call a dead or a full tile mixed. How inexact they are may follow from other batch rows or sequences,
+ * so what alters a sum must not stand on them. am_mask_bits is exact, and so is am_mask_seen. A new kind of
+ * mask is a new term: a value of am_node_kind, its functions in mask_terms.c or mask_arrays.c, its readers in
+ * bind, and its row in attnmask/_mask_terms.py.
  */
 #ifndef AM_MASK_H
 #define AM_MASK_H
@@ -131,6 +132,7 @@ typedef struct {
     am_node *nodes;
     ptrdiff_t node_count;
     const am_kernels *kernels; /* set by am_mask_prepare */
+    bool exact_keys;           /* likewise: am_mask_keys returns no range that is too large */
 } am_mask;
 
 /* Makes the summaries that the questions need; call it once, before the first question. am_mask_release frees
@@ -152,6 +154,21 @@ am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q,
  * kind of the tile, and writes the bits only if the tile is mixed. */
 am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
                      ptrdiff_t columns, uint64_t *bits);
+
+/* The bits of one query and up to AM_TILE_COLUMNS keys. Asks no summaries: for a few pairs it is faster. */
+uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
+                     ptrdiff_t columns);
+
+/* Exact, whatever terms the mask has: the range from the first key that any of the queries sees in any of the
+ * heads to the last one, at most rounded outwards to multiples of `grain` ≤ AM_TILE_COLUMNS. */
+typedef struct {
+    am_range keys;
+    bool by_last; /* the last of the queries is known to see a key */
+} am_seen;
+am_seen am_mask_seen(const am_mask *mask, ptrdiff_t b, am_range heads, am_range queries, ptrdiff_t grain);
+
+/* One more than the last of the queries that sees a key in any of the heads, or queries.begin. */
+ptrdiff_t am_mask_queries_end(const am_mask *mask, ptrdiff_t b, am_range heads, am_range queries);
 
 typedef enum { AM_QUERIES, AM_KEYS } am_side;
 

@@ -389,21 +389,34 @@ static uint64_t equal_boundaries(const am_node *node, ptrdiff_t b, am_side side,
 
 static bool equal_is_by_head(const am_node *node) { return node->equal.q_head || node->equal.k_head; }
 
-const am_term_kind am_all_term = {.keys = all_keys, .tile = all_tile, .bits = all_bits};
-const am_term_kind am_band_term = {
-    .keys = band_keys, .tile = band_tile, .bits = band_bits, .is_by_head = band_is_by_head};
-const am_term_kind am_chunk_term = {
-    .keys = chunk_keys, .tile = chunk_tile, .bits = chunk_bits, .boundaries = chunk_boundaries};
-const am_term_kind am_keys_term = {.keys = keys_keys, .tile = keys_tile, .bits = keys_bits};
+const am_term_kind am_all_term = {.keys = all_keys, .tile = all_tile, .bits = all_bits, .form = AM_INTERVAL};
+const am_term_kind am_band_term = {.keys = band_keys,
+                                   .tile = band_tile,
+                                   .bits = band_bits,
+                                   .is_by_head = band_is_by_head,
+                                   .form = AM_INTERVALS};
+const am_term_kind am_chunk_term = {.keys = chunk_keys,
+                                    .tile = chunk_tile,
+                                    .bits = chunk_bits,
+                                    .boundaries = chunk_boundaries,
+                                    .form = AM_INTERVALS};
+const am_term_kind am_keys_term = {
+    .keys = keys_keys, .tile = keys_tile, .bits = keys_bits, .form = AM_INTERVAL};
 const am_term_kind am_diagonal_term = {.prepare = diagonal_prepare,
                                        .release = diagonal_release,
                                        .keys = diagonal_keys,
                                        .tile = diagonal_tile,
                                        .bits = diagonal_bits,
                                        .is_by_head = diagonal_is_by_head};
-const am_term_kind am_equal_term = {equal_prepare, equal_release,    equal_keys,      equal_tile,
-                                    equal_bits,    equal_boundaries, equal_is_by_head};
+const am_term_kind am_equal_term = {.prepare = equal_prepare,
+                                    .release = equal_release,
+                                    .keys = equal_keys,
+                                    .tile = equal_tile,
+                                    .bits = equal_bits,
+                                    .boundaries = equal_boundaries,
+                                    .is_by_head = equal_is_by_head};
 const am_term_kind am_sequences_term = {.keys = sequences_keys,
                                         .tile = sequences_tile,
                                         .bits = sequences_bits,
-                                        .boundaries = sequences_boundaries};
+                                        .boundaries = sequences_boundaries,
+                                        .form = AM_INTERVALS};

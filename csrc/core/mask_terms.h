@@ -9,6 +9,13 @@ typedef struct {
     ptrdiff_t b, h, q, rows, k, columns;
 } am_region;
 
+/* What is known of the keys that the queries of one sequence see. */
+typedef enum {
+    AM_SCATTERED, /* nothing */
+    AM_INTERVALS, /* each query sees one interval, and those of all queries together make one */
+    AM_INTERVAL,  /* all queries see the same interval */
+} am_keys_form;
+
 typedef struct {
     am_status (*prepare)(const am_run *run, const am_mask *mask, am_node *node); /* NULL: no summaries */
     void (*release)(am_node *node);
@@ -19,6 +26,7 @@ typedef struct {
     uint64_t (*boundaries)(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
                            ptrdiff_t count); /* the `count` tokens after `begin`; NULL: none */
     bool (*is_by_head)(const am_node *node); /* NULL: all heads see the same keys */
+    am_keys_form form;
 } am_term_kind;
 
 extern const am_term_kind am_all_term, am_band_term, am_chunk_term, am_keys_term, am_equal_term,
