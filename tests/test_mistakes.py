@@ -229,7 +229,7 @@ MISTAKES = {
     "a diagonal by its name, misspelt": (
         lambda: attend(causal=True, causal_offset="bottom_right"),
         ValueError,
-        'write "bottom-right"',
+        "did you mean 'bottom-right'?",
         lambda: attend(causal=True, causal_offset="bottom-right"),
     ),
     "padding behind packed sequences": (
@@ -491,7 +491,7 @@ def test_signatures_do_not_show_what_is_refused():
         }
         assert inspect.Parameter.VAR_KEYWORD not in kinds
     window = inspect.signature(MaskInfo.apply_sliding_window).parameters
-    assert list(window) == ["self", "sliding_window", "offset", "mode", "index"]
+    assert list(window) == ["self", "sliding_window", "offset", "mode", "index", "within_segments"]
 
 
 # Warnings
