@@ -1,8 +1,9 @@
 """What users pass, checked where it comes in: errors name the argument, what it must be and what came."""
 
 import operator
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -38,6 +39,25 @@ def describe(value: Any) -> str:
 def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+_IN_TORCH = {  # what hints say of arrays, and what that is of tensors
+    r"\.astype\(np\.": ".to(torch.",
+    r"\.astype\(": ".to(",
+    r"np\.(where|reshape)\(": r"torch.\1(",
+    r"np\.transpose\((\w+)\)": r"\1.T",
+    r"np\.transpose\(": "torch.permute(",
+    r"np\.append\((\w+), (\d+)\)": r"torch.nn.functional.pad(\1, (0, 1), value=\2)",
+}
+
+
+def suit_hint(error: Exception, given: Mapping[str, Any]) -> None:
+    """Have the hint that ends a message speak of tensors, if the argument that it begins with is one."""
+    text, semicolon, hint = str(error).rpartition("; ")
+    if _is_tensor(given.get(text.partition(" ")[0])):
+        for of_arrays, of_tensors in _IN_TORCH.items():
+            hint = re.sub(of_arrays, of_tensors, hint)
+        error.args = (text + semicolon + hint,)
 
 
 def _is_symbol(value: Any) -> bool:
@@ -134,7 +154,16 @@ def _of_a_library(value: Any, name: str) -> NDArray[Any]:
     """The memory of an array or tensor, as NumPy's own."""
     if _is_tensor(value):
         return _of_torch(value, name)
-    return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    try:
+        return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    except TypeError as error:
+        jax = sys.modules.get("jax")
+        if jax is None or not isinstance(value, jax.core.Tracer):
+            raise
+        hint = "; attnmask.jax has functions that JAX can trace, such as attnmask.jax.flash_attention"
+        raise TypeError(
+            f"{name} must be an array that NumPy can read, got a traced value of JAX{hint}"
+        ) from error
 
 
 def check_kind_of_tensor(tensor: Any, name: str) -> None:
@@ -164,8 +193,11 @@ def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
         check_kind_of_tensor(tensor, name)
         if tensor.is_neg() or tensor._is_zerotensor():  # a bit of the tensor changes what its memory says
             return frozen(_of_torch(tensor.clone(), name))
-        # It is sparse, or its class wraps other tensors.
-        raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}") from error
+        # It is sparse; or it stands for other tensors, or for one that will be there.
+        hint = ""
+        if tensor.layout is torch.strided:
+            hint = "; attnmask.torch has functions that PyTorch can trace, such as attnmask.torch.flash_attention"
+        raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}{hint}") from error
 
 
 def bfloat16(name: str) -> np.dtype[Any]:

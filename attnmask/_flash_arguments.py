@@ -29,6 +29,7 @@ from attnmask._arguments import (
     mask_array,
     per_row,
     real,
+    suit_hint,
     window,
 )
 from attnmask._graphs import left_to_python
@@ -604,6 +605,14 @@ def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     """What the core takes, of the arguments of `attnmask.flash_attention` by their names; and whether there is an axis
     for the batch.
     """
+    try:
+        return _read_problem(given)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+
+
+def _read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     check_hints(given)
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnmask import _core
-from attnmask._arguments import as_array, flag, integer_array, per_row
+from attnmask._arguments import as_array, flag, integer_array, per_row, suit_hint
 from attnmask._flash_arguments import (
     cap_of,
     distances,
@@ -131,27 +131,31 @@ def flash_attention_with_kvcache(
     >>> last.ravel()
     array([1., 4.])
     """
-    return _core.flash_kvcache(
-        query,
-        k_cache,
-        v_cache,
-        key,
-        value,
-        cache_seqlens,
-        block_table,
-        cu_seqlens_q,
-        k_scale,
-        v_scale,
-        softmax_scale,
-        causal,
-        sliding_window,
-        logits_soft_cap,
-        softmax_aux,
-        alibi_slopes,
-        attention_mask,
-        return_lse,
-        out,
-    )
+    try:
+        return _core.flash_kvcache(
+            query,
+            k_cache,
+            v_cache,
+            key,
+            value,
+            cache_seqlens,
+            block_table,
+            cu_seqlens_q,
+            k_scale,
+            v_scale,
+            softmax_scale,
+            causal,
+            sliding_window,
+            logits_soft_cap,
+            softmax_aux,
+            alibi_slopes,
+            attention_mask,
+            return_lse,
+            out,
+        )
+    except (TypeError, ValueError) as error:
+        suit_hint(error, locals())
+        raise
 
 
 left_to_python(

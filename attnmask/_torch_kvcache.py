@@ -9,7 +9,7 @@ from typing import Any
 
 from attnmask import _flash_kvcache as kvcache
 from attnmask import _torch_operators as operators
-from attnmask._arguments import as_array, describe, flag, integer, real, window
+from attnmask._arguments import as_array, describe, flag, integer, real, suit_hint, window
 from attnmask._mask_info import MaskInfo
 from attnmask._torch_import import torch
 from attnmask._torch_masks import MaskTensors, mask_tensors, restored, to_tensor
@@ -46,7 +46,11 @@ def _tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: bool) -> Any:
     """On the CPU. Autograd has to know what is written to, as by any operator that writes in place."""
     arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
-    result = kvcache.flash_attention_with_kvcache(**given | arrays, return_lse=with_lse)
+    try:
+        result = kvcache.flash_attention_with_kvcache(**given | arrays, return_lse=with_lse)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, tensors)
+        raise
     if given["key"] is not None:
         written = (tensors[name] for name in _WRITTEN if name in tensors)
         torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from attnmask import _core
 from attnmask import _flash as flash
-from attnmask._arguments import as_array, check_kind_of_tensor, describe
+from attnmask._arguments import as_array, check_kind_of_tensor, describe, suit_hint
 from attnmask._flash_arguments import ARRAYS, LEARNED, check_layout
 from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd
 from attnmask._mask_info import MaskInfo
@@ -143,9 +143,17 @@ def _given(arguments: Sequence[Any]) -> dict[str, Any]:
     return given if window == (None, None) else given | {"sliding_window": window}
 
 
+def call(given: dict[str, Any], return_lse: bool) -> Any:
+    try:
+        result = flash.flash_attention(**in_arrays(given), return_lse=return_lse)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+    return tuple(map(to_tensor, result)) if return_lse else to_tensor(result)
+
+
 def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = flash.flash_attention_fwd(**in_arrays(given))
-    return to_tensor(out), to_tensor(lse)
+    return call(given, True)  # type: ignore[no-any-return]
 
 
 def _on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,8 +168,8 @@ def _plain_on_cpu(
     offset: int,
     scale: "float | None",
 ) -> torch.Tensor:
-    arrays = _in_place(query, "query"), _in_place(key, "key"), _in_place(value, "value")
-    return to_tensor(flash.flash_attention(*arrays, causal=causal, causal_offset=offset, softmax_scale=scale))
+    given = {"query": query, "key": key, "value": value, "attention_mask": None}
+    return call(given | {"causal": causal, "causal_offset": offset, "softmax_scale": scale}, False)
 
 
 # The same in C, which leaves to it what is unusual, or wrong.
@@ -227,13 +235,21 @@ def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
                 )
 
 
+def _check_fakes(query: Any, key: Any, value: Any, packed: bool) -> None:
+    try:
+        check_layout((query, key, value), packed, _TYPES.__contains__)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, {"query": query, "key": key, "value": value})
+        raise
+
+
 def _fake(*arguments: Any) -> tuple[Any, ...]:
     check_no_tangents(NAMES, arguments)
     check_devices(NAMES, arguments)
     given = dict(zip(NAMES, arguments, strict=True))
     query, key, value = (given[name] for name in LEARNED[:3])
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
-    check_layout((query, key, value), packed, _TYPES.__contains__)
+    _check_fakes(query, key, value, packed)
     return new_results(query, value)
 
 
@@ -243,7 +259,7 @@ def new_results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor,
 
 def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     check_devices(LEARNED[:3], (query, key, value))
-    check_layout((query, key, value), False, _TYPES.__contains__)
+    _check_fakes(query, key, value, False)
     return new_results(query, value)[0]
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from attnmask import _flash as flash
 from attnmask import _torch_operators as operators
 from attnmask._arguments import flag, integer, is_bottom_right, real, window
 from attnmask._flash_arguments import ARRAYS, LEARNED, TOP_LEFT, check_hints
@@ -282,5 +281,4 @@ def flash_attention(
         inputs = [given.pop(name) for name in LEARNED]
         both = _FlashAttention.apply(*inputs, given)  # type: ignore[no-untyped-call, unused-ignore]
         return both if with_lse else both[0]
-    result = flash.flash_attention(**operators.in_arrays(given), return_lse=with_lse)
-    return tuple(map(to_tensor, result)) if with_lse else to_tensor(result)
+    return operators.call(given, with_lse)

@@ -349,6 +349,31 @@ def test_a_program_of_another_version():
     np.testing.assert_array_equal(call(x, x, x, words=np.array([*good, 0], np.int64)), x)
 
 
+TRANSFORMS = {
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
+}
+AS_ARRAYS = {
+    "flash_attention": lambda x: attnmask.flash_attention(x, x, x),
+    "flash_attention_fwd": lambda x: attnmask.flash_attention_fwd(x, x, x)[0],
+    "flash_attention_vjp": lambda x: attnmask.flash_attention_vjp(x, x, x)[0],
+    "flash_attention_with_kvcache": lambda x: attnmask.flash_attention_with_kvcache(x, x, x, cache_seqlens=4),
+    "one argument": lambda x: attnmask.flash_attention(*[np.ones(x.shape, np.float32)] * 3, alibi_slopes=x[0, 0, :, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("function", AS_ARRAYS.values(), ids=AS_ARRAYS)
+def test_traced_values_as_arrays_of_numpy(function, transform):
+    """The functions of NumPy name those that take them."""
+    message = (
+        r"(query|alibi_slopes) must be an array that .* got a traced value of JAX; .* such as attnmask\.jax"
+    )
+    with pytest.raises(TypeError, match=message):
+        transform(function)(jax.numpy.ones((1, 4, 2, 8)))
+
+
 def test_large_inputs_are_not_copied():
     """A compiled call that reads a few of the keys in 64 MB takes a small part of the time that a copy does."""
     query = jax.numpy.ones((1, 1, 2, 64))

@@ -176,6 +176,41 @@ def test_refusals(torch, inputs):
         out.sum().backward()
 
 
+HINTS = {
+    "query": (lambda torch: torch.zeros(1, 4, 2, 8, dtype=torch.int32), r"write query\.to\(torch\.float32\)"),
+    "key": (lambda torch: torch.zeros(1, 4, 2, 8).double(), r"write key\.to\(query\.dtype\)"),
+    "bias": (lambda torch: torch.zeros(4, 4, dtype=torch.int32), r"or bias\.to\(torch\.float32\)"),
+    "attention_mask": (lambda torch: torch.ones(4, 2, 5, 1), r"write torch\.permute\(attention_mask, \(3, 1, 0, 2\)\)"),
+    "q_segment_ids": (lambda torch: torch.zeros(1, 4), r"write torch\.where\(mask, 0, -1\)"),
+    "cum_seqlens_q": (lambda torch: torch.tensor([0, 3]), r"torch\.nn\.functional\.pad\(cum_seqlens_q, .*value=4\)"),
+    "softmax_aux": (lambda torch: torch.zeros(3, 2), r"write softmax_aux\.T for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_for_tensors_speak_of_tensors(torch, name):
+    """Those for arrays speak of arrays."""
+    x, keys = torch.zeros(1, 4, 2, 8), torch.zeros(1, 5 if name == "attention_mask" else 4, 2, 8)
+    make, hint = HINTS[name]
+    given = {"query": x, "key": keys, "value": keys} | {name: make(torch)}
+    arrays = {key: value.numpy() for key, value in given.items()}
+    for call, arguments in (
+        (attnmask.torch.flash_attention, given),
+        (attnmask.torch.flash_attention, given | {"sliding_window": 2}),
+        (attnmask.flash_attention, given),
+        (attnmask.flash_attention_vjp, given),
+        (attnmask.flash_attention, arrays | {name: given[name]}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=hint):
+            call(**arguments)
+    with pytest.raises((TypeError, ValueError), match=r"np\.|\.astype"):
+        attnmask.flash_attention(**given | {name: arrays[name]})
+    if name == "softmax_aux":
+        for module in (attnmask, attnmask.torch):
+            with pytest.raises(ValueError, match=hint):
+                module.flash_attention_with_kvcache(x, x, x, cache_seqlens=4, softmax_aux=given[name])
+
+
 # Transformations of functions
 
 
@@ -288,6 +323,26 @@ def test_meta_tensors(torch, query, name, shape, dtype, wanting):
     meta = torch.zeros(shape, dtype=getattr(torch, dtype), device="meta")
     with pytest.raises(TypeError, match=f"{name} must be on the CPU, got a tensor on meta"):
         attnmask.torch.flash_attention(query, query, query, causal=True, **{name: meta})
+
+
+def test_traced_tensors_as_arrays(torch, query):
+    """The functions of NumPy name those that take them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def attend_as_array(query):
+        return attnmask.flash_attention(query, query, query)
+
+    hint = r"query must be .* attnmask\.torch"
+    with FakeTensorMode() as mode, pytest.raises(TypeError, match=hint):
+        attend_as_array(mode.from_tensor(query))
+    for call in (torch.vmap(attend_as_array), torch.func.grad(lambda x: attend_as_array(x[0]).sum())):
+        with pytest.raises(TypeError, match=hint):
+            call(query[None])
+    with pytest.raises(TypeError, match=hint):
+        make_fx(attend_as_array, tracing_mode="fake")(query)
+    with pytest.raises(TypeError, match=hint):
+        attend_as_array(query.requires_grad_())
 
 
 def test_a_mask_of_meta_tensors(torch, query):
