@@ -1,6 +1,6 @@
 """Builds the C core: one object per instruction set with its own flags, everything else for any processor.
 
-Switches, read from the environment; a build with others than the last one starts afresh:
+Switches, read from the environment; what was compiled with others is compiled again:
 
 ATTNMASK_DEBUG=1                       assertions on, no optimization, debug symbols
 ATTNMASK_SANITIZE=address,undefined    build with these sanitizers (or thread)
@@ -12,24 +12,29 @@ The first two emulate what multiplies bfloat16 on other processors, so that its 
 
 import os
 import platform
+import re
+import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, LinkError
-from setuptools.modified import newer_group
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 # Floating-point contraction stays off: a result must not depend on where a vector ends and its tail begins.
 CFLAGS = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"]
+CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-pthread"]
 
 # Kernel file -> flags. Levels in the order in which the dispatcher climbs them.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
@@ -44,6 +49,8 @@ ARM_BASELINE = ["-fno-schedule-insns"]
 ALIGNED = ["-falign-functions=64", "-falign-loops=64"]
 # What assemblers may not know that are older than their compiler.
 INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
+# About how long a file takes to compile: the longest begin first, and a person is told how long all may take.
+SECONDS = {"baseline": 27, "avx2": 26, "avx512": 65, "avx512bf16": 107, "amx": 2}
 
 
 def sources(pattern: str) -> list[str]:
@@ -54,85 +61,153 @@ def switch(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
+class Unit(NamedTuple):
+    """A file to compile."""
+
+    source: str
+    object: Path
+    command: list[str]
+    seconds: float
+
+    @property
+    def record(self) -> Path:
+        """Holds the command by which the object was made, once it has been made."""
+        return self.object.with_suffix(".txt")
+
+    def is_current(self) -> bool:
+        """Whether the object was made by this command, of these sources."""
+        try:
+            rule = self.object.with_suffix(".d").read_text().replace("\\\n", " ").split(": ", 1)[1]
+            read = [name.replace("\\ ", " ") for name in re.findall(r"(?:\\ |\S)+", rule)]
+            made = self.object.stat().st_mtime_ns
+            return self.record.read_text() == " ".join(self.command) and all(
+                os.stat(name).st_mtime_ns <= made for name in read
+            )
+        except FileNotFoundError:
+            return False
+
+    def compile(self) -> None:
+        self.object.parent.mkdir(parents=True, exist_ok=True)
+        self.record.unlink(missing_ok=True)
+        result = subprocess.run(self.command, stderr=subprocess.PIPE, text=True)
+        sys.stderr.write(result.stderr)
+        if result.returncode:
+            raise CompileError(f"attnmask: {self.command[0]} does not compile {self.source}")
+        self.record.write_text(" ".join(self.command))
+
+
+def compile_units(units: Sequence[Unit]) -> None:
+    """Compile files on all processors, and say how far it is."""
+    if not units:
+        return
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    work, begin, said = sum(unit.seconds for unit in units), time.monotonic(), -10.0
+    terminal = sys.stderr.isatty()
+    with ThreadPoolExecutor(processors) as pool:
+        longest_first = sorted(units, key=lambda unit: -unit.seconds)
+        left = {pool.submit(unit.compile): unit for unit in longest_first}
+        try:
+            while left:
+                passed = time.monotonic() - begin
+                running = [unit for future, unit in left.items() if future.running()]
+                remains = sum(unit.seconds for unit in left.values()) - sum(
+                    unit.seconds / 2 for unit in running
+                )
+                remains *= (
+                    max(passed / (work - remains), 1 / processors) if remains < work else 1 / processors
+                )
+                at = len(units) - len(left) + max(1, len(running))
+                line = f"attnmask: compiling {at} of {len(units)} files, about {max(remains, 1):.0f} s left"
+                if terminal or passed - said >= 10:
+                    print(f"\r{line:60}" if terminal else line, end="" if terminal else "\n", file=sys.stderr)
+                    sys.stderr.flush()
+                    said = passed
+                for future in wait(left, 1, FIRST_COMPLETED).done:
+                    del left[future]
+                    future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if terminal:
+                print(f"\r{'':60}\r", end="", file=sys.stderr)
+    passed = time.monotonic() - begin
+    print(f"attnmask: compiled {len(units)} files in {passed:.0f} s", file=sys.stderr)
+
+
 class BuildExt(build_ext):
     def finalize_options(self) -> None:
+        if self.build_temp is None and (self.editable_mode or self.inplace):
+            self.build_temp = "build/editable"  # else every object is made again
         super().finalize_options()
-        if self.editable_mode:  # else every object is made again
-            self.build_temp = "build/editable"
 
     def build_extension(self, ext: Extension) -> None:
         self.check_tools()
-        flags, of_kernels = list(CFLAGS), []
+        units = self.units_of(ext)
+        compile_units([unit for unit in units if self.force or not unit.is_current()])
+        # The rest is to link, if any object is newer than the result, or they are others.
+        ext.extra_objects = ext.depends = [str(unit.object) for unit in units]
+        ext.sources, sources = [], ext.sources
+        record = Path(self.build_temp, "objects.txt")
+        linked = " ".join([*self.compiler.linker_so, *ext.extra_link_args, *ext.extra_objects])
+        if not record.exists() or record.read_text() != linked:
+            self.force = True
+        super().build_extension(ext)
+        ext.sources = sources
+        record.write_text(linked)
+
+    def units_of(self, ext: Extension) -> list[Unit]:
+        flags, of_kernels = list(CFLAGS), ["-fno-lto"]
         sanitizers = os.environ.get("ATTNMASK_SANITIZE")
         flags += ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1"]
         flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
+        macros = [f"-D{name}={value}" for name, value in ext.define_macros]
         if switch("ATTNMASK_DEBUG") or sanitizers:
-            ext.define_macros += [("AM_EMULATE", "1")]
+            macros += ["-DAM_EMULATE"]
         if sanitizers:
             sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
             # Python's own -fwrapv would hide signed overflow.
             flags += [*sanitize, "-O1", "-fno-wrapv", "-fno-omit-frame-pointer", "-UNDEBUG"]
             ext.extra_link_args += sanitize
             # These take half of the time of a build, and AddressSanitizer sees wrong addresses as well.
-            of_kernels = ["-fno-sanitize=null,pointer-overflow"]
+            of_kernels += ["-fno-sanitize=null,pointer-overflow"]
+        files = list(ext.sources)
         if switch("ATTNMASK_FAULTS"):
             flags += ["-DAM_FAULTS", "-include", str(ROOT / "csrc/faults.h")]
-            ext.sources += ["csrc/faults.c"]
-        flags += ["-pthread"]
+            files += ["csrc/faults.c"]
         # Kernels know nothing of threads, and get no more flags than their instruction set's.
         openmp = ["-fopenmp"] if self.understands(["-fopenmp"], before="#include <omp.h>") else []
         ext.extra_link_args += ["-pthread", *openmp]
+        levels = self.levels(sanitizers)
+        macros += [f"-DAM_HAVE_{level.upper()}" for level in levels]
+        made_for = [f"-DAM_MADE_FOR={sys.version.split()[0]},{numpy.__version__}"]
+        includes = [f"-I{folder}" for folder in [*ext.include_dirs, *self.compiler.include_dirs]]
 
-        levels = {"baseline": []}
+        def unit(source: str, *its_flags: str) -> Unit:
+            made = Path(self.build_temp, source).with_suffix(".o")
+            command = [*self.compiler.compiler_so, *macros, *includes, *flags, *its_flags]
+            command += ["-MMD", "-c", source, "-o", str(made)]
+            return Unit(source, made, command, SECONDS.get(made.stem, 0.2))
+
+        kernels = [
+            unit(f"csrc/kernels/{level}.c", *of_kernels, *own_flags) for level, own_flags in levels.items()
+        ]
+        return kernels + [unit(source, *made_for, *openmp) for source in files]
+
+    def levels(self, sanitizers: str | None) -> dict[str, list[str]]:
+        """The levels of instruction sets that the compiler knows, and their flags."""
+        levels: dict[str, list[str]] = {"baseline": []}
         machine = platform.machine().lower()
         if machine in ("aarch64", "arm64") and self.understands(ARM_BASELINE):
             levels["baseline"] = ARM_BASELINE
         if machine in ("x86_64", "amd64"):
             levels |= {
-                level: isa
-                for level, isa in X86_KERNELS.items()
-                if self.understands(isa, INSTRUCTIONS.get(level, ""))
+                level: flags
+                for level, flags in X86_KERNELS.items()
+                if self.understands(flags, INSTRUCTIONS.get(level, ""))
             }
         if sanitizers == "thread":  # kernels know nothing of threads
             levels = {level: levels[level] for level in ("baseline", "avx2") if level in levels}
-        aligned = ALIGNED if self.understands(ALIGNED, "") else []
-        levels = {level: [*isa, *aligned] for level, isa in levels.items()}
-        ext.define_macros += [(f"AM_HAVE_{level.upper()}", "1") for level in levels]
-        ext.extra_compile_args += [*flags, *openmp]
-        made_for = [sys.version, numpy.get_include(), numpy.__version__]
-        command = " ".join([*self.compiler.compiler_so, *flags, *openmp, *levels, *made_for])
-        depends = list(ext.depends)
-        record = Path(self.build_temp, "command.txt")
-        if not record.exists() or record.read_text() != command:
-            self.force = True
-
-        def compile_source(source: str, flags: list[str]) -> list[str]:
-            objects = self.compiler.object_filenames([source], output_dir=self.build_temp)
-            if not self.force and not newer_group([source, *depends], objects[0]):
-                return objects
-            return self.compiler.compile(
-                [source],
-                output_dir=self.build_temp,
-                macros=ext.define_macros,
-                include_dirs=ext.include_dirs,
-                extra_postargs=flags,
-                depends=ext.depends,
-            )
-
-        work = {
-            f"csrc/kernels/{level}.c": [*flags, *of_kernels, *isa, "-fno-lto"]
-            for level, isa in levels.items()
-        }
-        work |= dict.fromkeys(ext.sources, ext.extra_compile_args)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for objects in pool.map(compile_source, work, work.values()):
-                ext.extra_objects += objects
-        # The rest is to link, if any object is newer than the result.
-        sources, ext.sources = ext.sources, []
-        ext.depends += ext.extra_objects
-        super().build_extension(ext)
-        ext.sources = sources
-        record.write_text(command)
+        aligned = ALIGNED if self.understands(ALIGNED) else []
+        return {level: [*flags, *aligned] for level, flags in levels.items()}
 
     def check_tools(self) -> None:
         if not self.understands([]):
@@ -148,20 +223,21 @@ class BuildExt(build_ext):
 
     def understands(self, flags: list[str], instruction: str = "", before: str = "") -> bool:
         """Whether the compiler knows `flags`, its assembler the instruction, and both what comes before."""
+        includes = [f"-I{folder}" for folder in self.compiler.include_dirs]
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "probe.c")
-            source.write_text(
+            source, made, program = (str(Path(folder, name)) for name in ("probe.c", "probe.o", "probe"))
+            Path(source).write_text(
                 f'{before}\nint main(void) {{ return 0; }}\nvoid other(void) {{ __asm__("{instruction}"); }}\n'
             )
+            compiler, linker = self.compiler.compiler_so, self.compiler.linker_exe
+            commands = (
+                [*compiler, *includes, *flags, "-Werror", "-c", source, "-o", made],
+                [*linker, made, *flags, "-o", program],
+            )
             try:
-                # The object lands beside its source: its path is the source's own, below output_dir.
-                objects = self.compiler.compile(
-                    [str(source)], output_dir="/", extra_postargs=[*flags, "-Werror"]
-                )
-                self.compiler.link_executable(objects, str(source.with_suffix("")), extra_postargs=flags)
-            except (CompileError, LinkError):
+                return all(subprocess.run(line, capture_output=True).returncode == 0 for line in commands)
+            except OSError:
                 return False
-        return True
 
 
 class CheckTools(BuildExt):
@@ -171,12 +247,16 @@ class CheckTools(BuildExt):
         self.check_tools()
 
 
+if sys.platform == "darwin":  # what the rest of Python was built for
+    os.environ.setdefault(
+        "MACOSX_DEPLOYMENT_TARGET", str(sysconfig.get_config_var("MACOSX_DEPLOYMENT_TARGET"))
+    )
+
 setup(
     ext_modules=[
         Extension(
             "attnmask._core",
             sources=["csrc/module.c", *sources("csrc/bind/*.c"), *sources("csrc/core/*.c")],
-            depends=[*sources("csrc/**/*.h"), *sources("csrc/kernels/*.c"), "setup.py", "pyproject.toml"],
             include_dirs=["csrc", numpy.get_include()],
             define_macros=[
                 ("AM_VERSION", f'"{VERSION}"'),
