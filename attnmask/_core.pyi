@@ -165,6 +165,22 @@ def flash_forward(
     out: NDArray[Any] | None,
     /,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
+def flash_forward_vjp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    nodes: tuple[Any, ...],
+    bias: ArrayLike | None,
+    scale: float,
+    cap: float,
+    sinks: NDArray[np.float64] | None,
+    normalize: bool,
+    dropout: float,
+    seed: int,
+    relative: Any,
+    part: tuple[int, int] | None,
+    /,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 def get_num_threads() -> int: ...
 def int32_copy(array: ArrayLike, name: str, /) -> NDArray[Any]: ...
 def check_mask(array: ArrayLike, name: str, /) -> None: ...

@@ -43,6 +43,12 @@ def _wanted(array: ArrayLike | None, wanted: Any, name: str) -> NDArray[Any] | N
     return as_array(array, name)
 
 
+def _of_result(array: ArrayLike, name: str, problem: Problem, batched: bool) -> NDArray[Any]:
+    """An array like the result, with an axis for the batch."""
+    shape = (*problem.query.shape[:3], problem.value.shape[3])
+    return _of_rows(array, name, shape, problem.query.dtype, batched)
+
+
 def _of_rows(
     array: ArrayLike, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], batched: bool
 ) -> NDArray[Any]:
@@ -60,19 +66,19 @@ def _backward(
     problem: Problem,
     batched: bool,
     dout: ArrayLike,
-    out: ArrayLike,
+    out: NDArray[Any],
     lse: ArrayLike,
     dlse: ArrayLike | None,
     extras: _Extras,
 ) -> FlashAttentionGrads:
+    """`out` has an axis for the batch."""
     batch, queries, heads, _ = problem.query.shape
-    dtype = problem.query.dtype
-    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    row, rows = (batch, queries, heads, problem.value.shape[3]), (batch, heads, queries)
+    wide = np.dtype(np.float64 if problem.query.dtype == np.float64 else np.float32)
+    rows = (batch, heads, queries)
     dquery, dkey, dvalue, dbias, dsinks, dtable = _core.flash_backward(
         *problem,
-        _of_rows(dout, "dout", row, dtype, batched),
-        _of_rows(out, "out", row, dtype, batched),
+        _of_result(dout, "dout", problem, batched),
+        out,
         _of_rows(lse, "lse", rows, wide, batched),
         None if dlse is None else _of_rows(dlse, "dlse", rows, wide, batched),
         extras.bias is not None,
@@ -191,6 +197,7 @@ def flash_attention_bwd(
         _wanted(relative_bias, grad_relative_bias, "relative_bias"),
     )
     problem, batched = read_problem(given)
+    out = _of_result(out, "out", problem, batched)
     return _backward(problem, batched, dout, out, lse, dlse, extras)
 
 
@@ -234,6 +241,8 @@ def flash_attention_vjp(
     ----------
     query, key, value, attention_mask, ..., causal_offset
         As of `flash_attention`. They and the result are kept, not copied: leave them as they are while `vjp` is of use.
+        For types of 16 bits what is kept of the result is a copy in float32, as gradients would suffer most from its
+        rounding: 4 bytes a number, O(T · D) in all.
     return_lse : bool
         Return the logsumexp of each row as well.
     grad_bias, grad_softmax_aux, grad_relative_bias : bool
@@ -280,10 +289,11 @@ def flash_attention_vjp(
     )
     with_lse = flag(return_lse, "return_lse")
     problem, batched = read_problem(given)
-    both: tuple[Any, Any] = _core.flash_forward(*problem, True, None)
-    out, lse = both if batched else (both[0][0], both[1][0])
+    out, lse, wide_out = _core.flash_forward_vjp(*problem)
+    if not batched:
+        out, lse = out[0], lse[0]
 
     def vjp(dout: ArrayLike, dlse: ArrayLike | None = None) -> FlashAttentionGrads:
-        return _backward(problem, batched, dout, out, lse, dlse, extras)
+        return _backward(problem, batched, dout, wide_out, lse, dlse, extras)
 
     return (out, lse) if with_lse else out, vjp

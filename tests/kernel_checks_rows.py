@@ -100,7 +100,7 @@ def check_merge(kernel: Kernel, rng) -> None:
                 ref_max[rng.random(rows) < 0.2] = -np.inf
                 seen = np.isfinite(ref_max)
                 out, total = rng.standard_normal((rows, depth)) * seen[:, None], rng.random(rows) * seen
-                some = [x.astype(dtype) for x in (out, ref_max, total, ref_max + 0.5)]
+                some = [x.astype(dtype) for x in (out, ref_max, total, ref_max + 0.5, 2 * total)]
                 given.append([x.astype(np.float64) for x in some])
                 parts.append([memory.written(x) for x in some])
             blocks = [
@@ -112,20 +112,22 @@ def check_merge(kernel: Kernel, rng) -> None:
                     ref_max=ref_max,
                     sum=total,
                     row_max=row_max if has_max else None,
+                    exact_sum=exact_sum if has_max else None,
                     unit=unit,
                 )
-                for out, ref_max, total, row_max in parts
+                for out, ref_max, total, row_max, exact_sum in parts
             ]
             kernel(blocks[0], blocks[1])
             memory.check((rows, depth))
-            (a_out, a_ref, a_sum, a_max), (b_out, b_ref, b_sum, b_max) = given
+            (a_out, a_ref, a_sum, a_max, a_exact), (b_out, b_ref, b_sum, b_max, _) = given
             both = np.maximum(a_ref, b_ref)
             distance = np.where(np.isfinite(a_ref) & np.isfinite(b_ref), np.abs(a_ref - b_ref), 0) * unit
             a, b = (np.exp2((x - np.maximum(both, -1e30)) * unit) for x in (a_ref, b_ref))
             bound = (distance + 8) * eps  # the exponent and a few later steps are rounded
-            got_out, got_ref, got_sum, got_max = parts[0]
+            got_out, got_ref, got_sum, got_max, got_exact = parts[0]
             assert (got_ref == both).all()
             assert (np.abs(got_sum - (a * a_sum + b * b_sum)) <= bound * (a * a_sum + b * b_sum)).all()
+            assert (got_exact == (2 * got_sum if has_max else a_exact)).all()
             size = a[:, None] * np.abs(a_out) + b[:, None] * np.abs(b_out)
             expected = a[:, None] * a_out + b[:, None] * b_out
             assert (np.abs(got_out - expected) <= bound[:, None] * size).all(), (rows, depth)

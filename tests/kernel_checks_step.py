@@ -163,21 +163,34 @@ def prefetch_of(rng, memory: Memory):
     )
 
 
-def draw_state(rng, arithmetic: Arithmetic, rows: int, out_depth: int) -> State:
-    """The accumulators of a block at the beginning, or later; rows whose keys were all dead are as at the beginning."""
+def draw_state(rng, arithmetic: Arithmetic, rows: int, out_depth: int, rounds: bool) -> State:
+    """The accumulators of a block at the beginning, or later; rows whose keys were all dead are as at the beginning.
+    The first column of the result is the sum, and stays so if all values of that column are 1. `rounds`: weights are
+    rounded to bfloat16, so that there may be a second sum.
+    """
     t = arithmetic.dtype
     state = State(np.zeros((rows, out_depth), t), np.full(rows, -np.inf, t), np.zeros(rows, t), None)
     begun = rng.random(rows) < pick(rng, [0, 0.8])
     state.out[begun] = numbers(rng, (begun.sum(), out_depth), t)
     state.ref_max[begun] = numbers(rng, begun.sum(), t, 12)
     state.sum[begun] = 1 + rng.random(begun.sum())
+    state.out[:, :1] = state.sum[:, None]
+    if rounds and rng.random() < 0.5:
+        state.exact_sum = (state.sum * rng.uniform(0.99, 1.01, rows)).astype(t)
     if rng.random() < 0.5:
         state.row_max = np.where(begun, state.ref_max + rng.integers(0, 8), -np.inf).astype(t)
     return state
 
 
 def block_of(
-    memory: Memory, arithmetic: Arithmetic, p: Problem, state: State, q_step: int, q_packed, scratch: int
+    memory: Memory,
+    arithmetic: Arithmetic,
+    p: Problem,
+    state: State,
+    q_step: int,
+    q_packed,
+    scratch: int,
+    float_weights: bool = False,
 ):
     """The structure of a block, and its accumulators in memory."""
     q, rows = lanes_of(p.q, arithmetic.width), len(p.q)
@@ -194,6 +207,7 @@ def block_of(
         cap=p.terms.cap,
         factor=p.terms.factor,
         q_factor=Q_FACTOR,
+        float_weights=float_weights,
         unit=p.terms.unit,
         **vars(mine),
     )
@@ -228,9 +242,17 @@ def padded_columns(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def check_state(
-    arithmetic: Arithmetic, p: Problem, old: State, new: State, i16_scales=None, by_bf16: bool = False
+    arithmetic: Arithmetic,
+    p: Problem,
+    old: State,
+    new: State,
+    i16_scales=None,
+    by_bf16: bool = False,
+    float_weights: bool = False,
 ) -> None:
-    """`i16_scales`: those of values, if queries and P become sixteen-bit integers; `by_bf16`: they become bfloat16."""
+    """`i16_scales`: those of values, if queries and P become sixteen-bit integers; `by_bf16`: they become bfloat16;
+    `float_weights`: P does not become bfloat16.
+    """
     q, k, v = (Bounded.exact(wide(x), arithmetic.size) for x in (p.q, whole_rows(p.k), whole_rows(p.v)))
     if i16_scales is not None:
         q = q.to_i16(most_in_i16(p.q.shape[1]))
@@ -238,13 +260,21 @@ def check_state(
         q = q.to_bf16()
     s = p.terms.logits(q, k)
     check_maxima(old, new, s, p.terms, p)
-    rounding = EXP2_ERROR_BF16X2 if arithmetic.width == 2 else None
-    narrow = arithmetic.width == 2 or by_bf16
+    narrow = (arithmetic.width == 2 and not float_weights) or by_bf16
+    rounding = EXP2_ERROR_BF16X2 if narrow else None
     columns = slice(p.v.shape[1])  # the others are not defined
     before = replace(old, out=old.out[:, columns])
     expected = forward(before, new.ref_max, s, v, p.terms, rounding, narrow, i16_scales)
     expected.sum.check(new.sum, ("sum", p))
+    if new.exact_sum is not None:
+        expected.exact_sum.check(new.exact_sum, ("exact sum", p))
     expected.out.check(new.out[:, columns], ("out", p))
+
+
+def check_ones(p: Problem, new: State) -> None:
+    """Where all values are 1, the result is the sum: weights are added as they are multiplied."""
+    if p.v.shape[1] and (p.v[:, 0] == 1).all() and p.terms.kept is None:
+        np.testing.assert_allclose(new.out[:, 0], new.sum, rtol=1e-5, err_msg=repr(p))
 
 
 def draw_columns(rng, arithmetic: Arithmetic) -> int:
@@ -340,7 +370,8 @@ def check_step(kernel: Kernel, rng) -> None:
     arithmetic = arithmetic_of(kernel)
     for _ in range(STEPS):
         kind, p, out_depth = draw_step(rng, arithmetic)
-        old = draw_state(rng, arithmetic, len(p.q), out_depth)
+        old = draw_state(rng, arithmetic, len(p.q), out_depth, arithmetic.width == 2)
+        p.v[:, :1] = pick(rng, [1, p.v[:, :1]])
         scales = None, None
         if arithmetic.width == 2 and kind == "packed" and not arithmetic.amx:
             scales = draw_scales(rng, arithmetic)
@@ -349,13 +380,17 @@ def check_step(kernel: Kernel, rng) -> None:
                 some[~p.terms.live.any(0)] = np.nan
         new = run_step(kernel, rng, arithmetic, p, old, kind, scales)
         check_state(arithmetic, scaled(p, scales), old, new)
+        if scales[1] is None:
+            check_ones(p, new)
         check_dead_pairs(p, new, run_step(kernel, rng, arithmetic, p.clean(), old, kind, scales))
 
 
 def check_dead_pairs(p: Problem, got: State, clean: State) -> None:
     """NaN and Inf that belong to no live pair of a row must not change a bit of the row."""
     rows = p.untouched_rows()
-    for name in ("out", "sum", "ref_max"):
+    for name in ("out", "sum", "ref_max", "exact_sum"):
+        if getattr(got, name) is None:
+            continue
         one, other = getattr(got, name)[rows], getattr(clean, name)[rows]
         np.testing.assert_array_equal(one, other, err_msg=f"{name} depends on dead pairs: {p}")
 
@@ -366,7 +401,14 @@ def query_packer(kernel: Kernel) -> Kernel:
 
 
 def run_unpacked(
-    kernel: Kernel, rng, arithmetic: Arithmetic, problems: list, states: list, run: int, scales: tuple
+    kernel: Kernel,
+    rng,
+    arithmetic: Arithmetic,
+    problems: list,
+    states: list,
+    run: int,
+    scales: tuple,
+    float_weights: bool,
 ) -> list[State]:
     """Runs one step of several heads, whose keys and values lie in runs of so many rows, unless that is 0."""
     memory, width, blocks, tiles, mine = Memory(), arithmetic.width, [], [], []
@@ -376,7 +418,8 @@ def run_unpacked(
         if packer.address:
             q_packed = memory.written(np.full((rows, packed_query_lanes(depth)), np.nan, np.float32))
             packer(q_packed, memory.read(p.q), depth, rows, depth)
-        block, accumulators = block_of(memory, arithmetic, p, state, -(-depth // width), q_packed, rows)
+        q_step = -(-depth // width)
+        block, accumulators = block_of(memory, arithmetic, p, state, q_step, q_packed, rows, float_weights)
         k, k_step = strided(memory, p.k, rng, width)
         v, v_step = strided(memory, p.v, rng, width)
         k_runs = v_runs = None
@@ -434,16 +477,24 @@ def check_step_unpacked(kernel: Kernel, rng) -> None:
         depth, value_depth = depth + depth % width, min(value_depth + value_depth % width, out_depth)
         shape = (rows, depth, value_depth, draw_columns(rng, arithmetic))
         problems = [draw(rng, arithmetic, shape, factors_of(arithmetic), source) for _ in range(heads)]
-        old = [draw_state(rng, arithmetic, rows, out_depth) for _ in range(heads)]
+        float_weights = width == 2 and rng.random() < 0.5
+        rounds = by_bf16 or (width == 2 and not float_weights)
+        old = [draw_state(rng, arithmetic, rows, out_depth, rounds) for _ in range(heads)]
+        for p in problems:
+            p.v[:, :1] = pick(rng, [1, p.v[:, :1]])
         run = pick(rng, [0, 0, 2, 4, 16, 64])
         scales = draw_scales(rng, arithmetic) if width == 1 else (None, None)
-        new = run_unpacked(kernel, rng, arithmetic, problems, old, run, scales)
-        clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, run, scales)
+        options = run, scales, float_weights
+        new = run_unpacked(kernel, rng, arithmetic, problems, old, *options)
+        clean = run_unpacked(kernel, rng, arithmetic, [p.clean() for p in problems], old, *options)
+        by_i16 = source == np.int8 and query_packer(kernel).address
         for p, before, after, beside in zip(problems, old, new, clean, strict=True):
             i16_scales = None
-            if source == np.int8 and query_packer(kernel).address:
+            if by_i16:
                 i16_scales = np.ones(TILE) if scales[1] is None else wide(scales[1])
             if by_bf16:  # which scales products
                 p = replace(p, q=p.q * np.float32(Q_FACTOR))
-            check_state(arithmetic, scaled(p, scales), before, after, i16_scales, by_bf16)
+            check_state(arithmetic, scaled(p, scales), before, after, i16_scales, by_bf16, float_weights)
+            if scales[1] is None and not by_i16:
+                check_ones(p, after)
             check_dead_pairs(p, after, beside)

@@ -174,6 +174,7 @@ class State:
     ref_max: np.ndarray
     sum: np.ndarray | Bounded
     row_max: np.ndarray | None
+    exact_sum: np.ndarray | Bounded | None = None  # of weights before they are rounded to bfloat16
 
 
 SLACK = 8  # how far a logit may exceed ref_max before the row is rescaled
@@ -221,15 +222,18 @@ def forward(
     factor = ((Bounded.exact(old.ref_max, size) - exact) * unit).exp2()
     factor = Bounded(np.where(rose, factor.value, 1), np.where(rose, factor.error, 0), size)
     rescaled = Bounded.exact(old.out, size) * factor[:, None]
+    exact_total = None
+    if old.exact_sum is not None:
+        exact_total = Bounded.exact(old.exact_sum, size) * factor + p.sum()
+    if to_bf16:
+        p = p.to_bf16()
     total = Bounded.exact(old.sum, size) * factor + p.sum()
     if terms.kept is not None:
         p = p.where(terms.kept)
-    if to_bf16:
-        p = p.to_bf16()
-    elif scales is not None:
+    if scales is not None:
         p = p.to_i16(MOST_I16, scales)
     out = p.dot(v, terms.live, rescaled)
-    return State(out, ref_max, total, None)
+    return State(out, ref_max, total, None, exact_total)
 
 
 @dataclass

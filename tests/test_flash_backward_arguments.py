@@ -23,7 +23,7 @@ FORMS = [
 @pytest.mark.parametrize("more", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bwd_gives_the_same_as_vjp(isa, dtype, more):
-    """Given the results of `flash_attention_fwd`, in any layout."""
+    """Given the results of `flash_attention_fwd`, in any layout; but for their rounding, which vjp does without."""
     for layout, with_dlse in (
         ("contiguous", False),
         ("strided", True),
@@ -39,7 +39,12 @@ def test_bwd_gives_the_same_as_vjp(isa, dtype, more):
         out, lse = laid_out(fwd[0], layout), arrange(fwd[1], "strided" if layout == "heads first" else layout)
         bwd = attnmask.flash_attention_bwd(dout=dout, out=out, lse=lse, dlse=dlse, **arguments, **flags)
         check_form(bwd, arguments, flags, case)
-        assert_equal_bits(vjp(dout, dlse), bwd, case)
+        if dtype in (F32, F64):
+            assert_equal_bits(vjp(dout, dlse), bwd, case)
+            continue
+        right = expected(arguments, dout, dlse, case.keep(), case)
+        right.check(bwd)
+        right.check(vjp(dout, dlse))
 
 
 def test_positional_arguments(isa):

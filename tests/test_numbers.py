@@ -3,11 +3,72 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_table import table_of
 
 import attnmask
 from attnmask import _core
 
 BF16 = ml_dtypes.bfloat16
+
+
+def multiplies_bf16(isa) -> bool:
+    """Whether a level multiplies bfloat16, as those do that have it, and in builds for tests others too."""
+    return table_of(isa).flash_bf16x2.panel > 0
+
+
+def errors(got, right) -> tuple[float, float]:
+    """The largest error, and the root of the mean square."""
+    difference = got.astype(float) - right
+    return abs(difference).max(), (difference**2).mean() ** 0.5
+
+
+@pytest.fixture(scope="module")
+def normal() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((16, 128, 4, 32)).astype(BF16)
+
+
+@pytest.fixture(scope="module")
+def exact(normal) -> tuple:
+    """Attention of these to themselves in float64, and its gradients."""
+    wide = normal.astype(float)
+    out, vjp = attnmask.flash_attention_vjp(wide, wide, wide)
+    return out, vjp(wide)
+
+
+def test_gradients_in_bfloat16(isa, normal, exact):
+    """Their errors are those of the table, from the result that vjp keeps and from the rounded one."""
+    _, vjp = attnmask.flash_attention_vjp(normal, normal, normal)
+    out, lse = attnmask.flash_attention_fwd(normal, normal, normal)
+    kept, rounded = vjp(normal), attnmask.flash_attention_bwd(normal, normal, normal, normal, out, lse)
+    stated = {False: [(0.008, 0.0013), (0.095, 0.0025)], True: [(0.023, 0.0023), (0.095, 0.0031)]}
+    for gradients, limits in zip((kept, rounded), stated[multiplies_bf16(isa)], strict=True):
+        largest, rms = errors(gradients.query, exact[1].query)
+        assert largest < limits[0] + 0.0005, largest
+        assert rms < limits[1] + 0.00005, rms
+        for name in ("key", "value"):
+            assert errors(getattr(gradients, name), getattr(exact[1], name))[1] < limits[1] + 0.0002, name
+    largest, rms = errors(exact[1].query.astype(BF16), exact[1].query)
+    assert largest > 0.0075, largest  # rounding alone
+    assert rms > 0.00125, rms
+
+
+def test_rounded_weights_do_not_scale_a_result(isa, normal, exact):
+    """In bfloat16 it is off by little more than its own rounding; it was by 1.17 times as much."""
+    out = attnmask.flash_attention(normal, normal, normal)
+    assert errors(out, exact[0])[1] < 1.03 * errors(exact[0].astype(BF16), exact[0])[1]
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+def test_decoding_keeps_the_weights(isa, heads):
+    """In bfloat16 each element, also one near 0, is off by its own rounding; and by little else."""
+    rng = np.random.default_rng(1)
+    query, key = (
+        rng.standard_normal((4, tokens, count, 576)).astype(BF16) for tokens, count in ((1, heads), (256, 1))
+    )
+    arrays = query, key, key[..., :512]
+    right = attnmask.flash_attention(*(array.astype(float) for array in arrays))
+    out = attnmask.flash_attention(*arrays)
+    np.testing.assert_allclose(out.astype(float), right, rtol=1.01 * 2.0**-8, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -22,7 +22,7 @@ typedef struct {
     Py_ssize_t low;                                  /* the distance that the table begins with */
     am_mask_arg mask;
     am_scale scale, cap, dropout;
-    bool normalize, return_lse;
+    bool normalize, return_lse, return_wide; /* return_wide: also the result as `wide_result` says */
     uint64_t seed;
     ptrdiff_t first_query, first_key; /* of a part of a larger problem, their places in it */
 } arguments;
@@ -259,10 +259,18 @@ static am_attn flash_of(arguments *a)
     return flash;
 }
 
+/* What takes the result in the type of the arithmetic: an array of its own, or `out`. */
+static PyArrayObject *wide_result(PyArrayObject *out)
+{
+    const am_dtype type = am_dtype_of(PyArray_DESCR(out));
+    return type == AM_FLOAT16 || type == AM_BFLOAT16 ? am_new_array_of(4, PyArray_DIMS(out), NPY_FLOAT32)
+                                                     : (PyArrayObject *)Py_NewRef(out);
+}
+
 static PyObject *compute(PyObject *module, arguments *a)
 {
     const am_mask *mask = &a->mask.mask;
-    PyArrayObject *lse = NULL;
+    PyArrayObject *lse = NULL, *wide = NULL;
     PyObject *result = NULL;
     npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, a->v.shape[3]};
     PyArray_Descr *dtype = result_dtype(a);
@@ -274,8 +282,10 @@ static PyObject *compute(PyObject *module, arguments *a)
         lse = am_new_array_of(3, rows, a->q.tokens.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
+    if (a->return_wide && !(wide = wide_result(out))) goto fail;
     am_attn flash = flash_of(a);
     flash.out = am_tokens_of(out);
+    if (wide && wide != out) flash.wide_out = am_tokens_of(wide);
     flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
@@ -283,14 +293,15 @@ static PyObject *compute(PyObject *module, arguments *a)
     if (status == AM_OK) status = am_attn_forward(&call.run, &flash);
     am_leave(&call);
     if (status == AM_OK)
-        result =
-            PyTuple_Pack(2, a->out.given ? a->out.given : (PyObject *)out, lse ? (PyObject *)lse : Py_None);
+        result = PyTuple_Pack(wide ? 3 : 2, a->out.given ? a->out.given : (PyObject *)out,
+                              lse ? (PyObject *)lse : Py_None, wide);
     else
         am_raise(status, NULL);
 fail:
     Py_XDECREF(dtype);
     Py_XDECREF(out);
     Py_XDECREF(lse);
+    Py_XDECREF(wide);
     return result;
 }
 
@@ -342,6 +353,19 @@ static PyObject *flash_forward(PyObject *module, PyObject *const *args, Py_ssize
     };
     PyObject *result = NULL;
     if (am_parse("flash_forward", args, nargs, params, PROBLEM_PARAMS + 2) == 0 && check_problem(&a) == 0)
+        result = compute(module, &a);
+    release(&a);
+    return result;
+}
+
+/* The same for gradients: with the logsumexp, and the result in the type of the arithmetic, which rounding to
+ * a narrower type would make the largest error of the gradients. */
+static PyObject *flash_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {.return_lse = true, .return_wide = true};
+    const am_param params[] = {PROBLEM(a)};
+    PyObject *result = NULL;
+    if (am_parse("flash_forward_vjp", args, nargs, params, PROBLEM_PARAMS) == 0 && check_problem(&a) == 0)
         result = compute(module, &a);
     release(&a);
     return result;
@@ -584,7 +608,8 @@ static int check_backward(const backward_arguments *g)
     static const char *const result_names[] = {"dout", "out"}, *const stat_names[] = {"lse", "dlse"};
     am_dtype stat_type = type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
     for (int i = 0; i < 2; i++) {
-        if (am_dtype_of(PyArray_DESCR(results[i])) != type)
+        const am_dtype given = am_dtype_of(PyArray_DESCR(results[i]));
+        if (given != type && !(results[i] == g->out && given == stat_type))
             return reject_array(PyExc_TypeError, result_names[i], "of the query's dtype", results[i]);
         if (check_shape(results[i], result_names[i], 4, tokens_, "[B, Tq, H, Dv] like the result") < 0)
             return -1;
@@ -740,6 +765,10 @@ PyMethodDef am_flash_methods[] = {
     {"flash_forward", (PyCFunction)(void *)flash_forward, METH_FASTCALL,
      "flash_forward($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, seed, "
      "relative, part, return_lse, out, /)\n--\n\n"},
+    {"flash_forward_vjp", (PyCFunction)(void *)flash_forward_vjp, METH_FASTCALL,
+     "flash_forward_vjp($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
+     "seed, relative, part, /)\n--\n\nReturns the result, its logsumexp, and what flash_backward takes as "
+     "out."},
     {"flash_usual", (PyCFunction)(void *)flash_usual, METH_FASTCALL,
      "flash_usual($module, return_lse, query, key, value, scale, causal, offset, out, normalize, dropout, "
      "low, /, *others)\n--\n\n"},

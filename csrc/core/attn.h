@@ -56,8 +56,9 @@ typedef struct {
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
 typedef struct {
     ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
-    am_tokens q, k, v, out;          /* k and v of one type, q and out of another or the same */
-    am_pages pages;                  /* then the batch rows of k and v are pages; not for gradients */
+    am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
+    am_tokens wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
+    am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
     am_kv_scales k_scales, v_scales; /* both, of pages of eight bits alone */
     am_mask *mask;                   /* batch × heads × queries × keys */
     const char *bias;                /* NULL: none */
@@ -94,7 +95,8 @@ typedef struct {
 } am_row_stats;
 
 typedef struct {
-    am_attn forward;         /* `out` is its result; its lse is not read */
+    am_attn forward;         /* `out` is its result, of its type or of that of the arithmetic; its lse is not
+                              * read */
     am_row_stats lse, d_lse; /* d_lse.data: NULL if it is 0 */
     am_tokens d_out, d_q, d_k, d_v;
     char *d_bias;            /* C-contiguous, of bias_type; NULL: not computed */

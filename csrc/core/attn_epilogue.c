@@ -12,6 +12,7 @@ void am_clear_rows(const am_attn_base *base, const am_flash_rows *block)
         am_set_number(base, block->ref_max, r, -INFINITY);
         if (block->row_max) am_set_number(base, block->row_max, r, -INFINITY);
         am_set_number(base, block->sum, r, 0);
+        if (block->exact_sum) am_set_number(base, block->exact_sum, r, 0);
     }
     memset(block->out, 0, (size_t)(block->rows * block->out_depth * base->size));
 }
@@ -26,13 +27,15 @@ static double end_row(const am_attn_base *base, const am_sink_sum *sinks, const 
     const double unit = base->unit == 1 ? AM_LN_2 : 1, ref_max = unit * am_number(base, block->ref_max, r),
                  live = am_number(base, block->sum, r);
     double highest = ref_max, sum = live,
+           exact_sum = block->exact_sum ? am_number(base, block->exact_sum, r) : live,
            row_max = block->row_max ? unit * am_number(base, block->row_max, r) : 0;
     if (sinks) {
         highest = fmax(ref_max, sinks->highest), row_max = fmax(row_max, sinks->highest);
-        sum = live * am_power(AM_LOG2_E, ref_max, highest) +
-              sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
+        const double power = am_power(AM_LOG2_E, ref_max, highest),
+                     more = sinks->sum * am_power(AM_LOG2_E, sinks->highest, highest);
+        sum = live * power + more, exact_sum = exact_sum * power + more;
     }
-    if (f->lse) am_set_number(base, f->lse, lse_index, sum == 0 ? -INFINITY : highest + log(sum));
+    if (f->lse) am_set_number(base, f->lse, lse_index, exact_sum == 0 ? -INFINITY : highest + log(exact_sum));
     if (live == 0) return 0; /* no live pair: out is zero already */
     /* A NaN is of a logit whose P may have been dropped out. */
     const double factor = f->normalize  ? am_power(AM_LOG2_E, ref_max, highest) / sum
@@ -60,6 +63,9 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
         for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
             const double factor = end_row(base, sinks ? &sinks[head] : NULL, block, r, lse_index);
             write(direct ? dst : scratch, row, factor, f->value_depth);
+            if (f->wide_out.data)
+                base->kernels->numbers[base->type].write(
+                    (char *)am_token(&f->wide_out, at->b, head, at->q + q), row, factor, f->value_depth);
             if (!direct) am_copy_2d(dst, 0, out->element, scratch, 0, size, 1, f->value_depth, (size_t)size);
             row += block->out_depth * base->size;
         }

@@ -93,6 +93,8 @@ static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_r
     rows->out = memory;
     rows->ref_max = stats, rows->sum = stats + stat_bytes;
     rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
+    const bool rounds = f->base.bf16x2 && !g->shape.float_weights;
+    rows->exact_sum = rounds && f->base.attn->lse ? stats + 3 * stat_bytes : NULL;
 }
 
 static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memory, ptrdiff_t count)
@@ -104,6 +106,7 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
         .cap = f->base.attn->cap,
         .factor = f->base.bf16x2 && !packs_queries(f, g) ? f->schedule.factor : 1,
         .q_factor = f->schedule.factor,
+        .float_weights = g->shape.float_weights,
         .unit = f->base.unit,
     };
     set_accumulators(f, g, &rows, memory);

@@ -32,6 +32,7 @@ enum {
     MORE_ROWS = 24,          /* the same where vectors and keys are long */
     FEW_WIDENED = 12,        /* the same for short keys, if they are widened for every few rows */
     FEW_ROWS_F8X2 = 8,       /* and for float8 that becomes bf16x2, which takes longer */
+    FLOAT_WEIGHTS = 8,       /* of a block of bfloat16 that waits for memory, not for products */
     LONG_ROW = 64,           /* channels of keys or values */
     WHOLE_PART = 32,         /* channels that kernels of any type take at once */
     FEW_TILES = 2,           /* of a block for which copying its queries takes a large part of the time */
@@ -144,6 +145,17 @@ static bool can_leave_values(const am_attn_base *base, const am_shape *h)
     return depth % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
 }
 
+/* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
+ * multiply-adds of float32 instead of one of bf16x2. Zen 4 starts as many of either, so that the products of
+ * eight rows take 0.19 cycles a byte of keys and values, about as long as memory takes to deliver it to a
+ * core. Intel's processors start four times as many of float32. */
+static bool has_float_weights(const am_attn_base *base, const am_shape *h)
+{
+    if (!base->bf16x2 || h->strategy != AM_UNPACKED) return false;
+    const bool waits = h->rows <= FLOAT_WEIGHTS || base->kernels->amx;
+    return base->attn->k.type == AM_INT8 || (base->attn->k.type == AM_BFLOAT16 && waits);
+}
+
 static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
                          const am_attn_group *group)
 {
@@ -161,6 +173,7 @@ static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const a
     h.scales_keys = few && !base->bf16x2 && fabs(s->factor) <= 1;
     h.queries_direct = few && can_read_directly(s, base, &h);
     h.values_unpacked = can_leave_values(base, &h);
+    h.float_weights = has_float_weights(base, &h);
     return h;
 }
 

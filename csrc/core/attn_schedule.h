@@ -35,6 +35,7 @@ typedef struct {
     bool scales_keys;                /* keys are scaled as they are packed, else queries as they are copied */
     bool queries_direct;             /* queries are read where they lie, else they are copied */
     bool values_unpacked;            /* values are read where they lie, in full tiles */
+    bool float_weights;              /* weights are not rounded to bfloat16 though the arithmetic is bf16x2 */
 } am_shape;
 
 /* A group and its tasks. Its items are blocks of rows: for each key head those of the query heads that share
@@ -122,11 +123,11 @@ static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *
     return schedule->splits_apart && group->shape.splits > 1;
 }
 
-/* The bytes of the accumulators of a block: out, ref_max, sum, row_max. */
+/* The bytes of the accumulators of a block: out, ref_max, sum, row_max, exact_sum. */
 static inline ptrdiff_t am_accumulator_bytes(const am_schedule *schedule, const am_attn_base *base,
                                              ptrdiff_t rows)
 {
-    return am_ceil_div(rows * (schedule->out_depth + 3) * base->size, AM_LINE) * AM_LINE;
+    return am_ceil_div(rows * (schedule->out_depth + 4) * base->size, AM_LINE) * AM_LINE;
 }
 
 #endif

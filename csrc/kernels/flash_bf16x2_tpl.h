@@ -1,7 +1,7 @@
 /* flash_bf16x2_tpl.h – attention in bfloat16 by the processor's own dot products, where it has some. A
  * lane of float32 holds two bfloat16 (bf16x2), sums are float32. In queries and keys the two are neighbours
- * in depth, in P and values neighbouring keys. P is rounded to bfloat16. That is exact for the greatest entry
- * of a row if `ref_max` is its logit, as it is unless FLASH_SLACK keeps an older one.
+ * in depth, in P and values neighbouring keys. P is rounded to bfloat16, unless rows are so few that they
+ * wait for memory.
  */
 
 #define S float
@@ -31,6 +31,21 @@ static inline __attribute__((always_inline)) void store_p_bf16x2(float *to, cons
 {
     UNROLL(16)
     for (int j = 0; j < count; j += 2) vf_store(to + j / 2 * VF_LANES, vf_narrow_bf16x2(p[j], p[j + 1]));
+}
+
+/* Adds both numbers of each lane to `total`. */
+static inline vf add_both_bf16x2(vf total, vf bf16x2)
+{
+    return vf_fma_bf16x2(bf16x2, vf_set1(am_float_of_bits(0x3f803f80)), total);
+}
+
+/* Adds some vectors of weights as values are multiplied by them: rounded. Else a row of which one weight is
+ * the most would be off by the rounding of that weight. */
+static inline __attribute__((always_inline)) vf add_weights_bf16x2(vf total, const vf *p, const int count)
+{
+    UNROLL(16)
+    for (int j = 0; j < count; j += 2) total = add_both_bf16x2(total, vf_narrow_bf16x2(p[j], p[j + 1]));
+    return total;
 }
 
 /* Narrows P begin … end - 1 to bf16x2, from lane begin / 2 on. */
@@ -140,6 +155,12 @@ APART void add_first_strip_bf16x2(ptrdiff_t lanes, const float *p, const uint16_
 static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
                               ptrdiff_t end, const float *values, prefetch_lines *prefetch)
 {
+    if (block->float_weights) {
+        am_flash_tile numbers = *tile;
+        numbers.v_step *= 2, numbers.value_depth *= 2;
+        add_values_bf16(block, &numbers, begin, end, (const uint16_t *)values, prefetch);
+        return;
+    }
     begin -= begin % 2;
     const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
     const uint16_t *v = (const uint16_t *)values + begin * step;
@@ -195,13 +216,30 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     }
 }
 
+/* Turns products of unpacked keys into P, as bf16x2 or float32. */
+static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    if (!block->float_weights) {
+        find_p_bf16x2(block, tile);
+        return;
+    }
+    const vf factor = vf_set1((float)block->factor);
+    float *logits = block->logits;
+    for (ptrdiff_t i = 0; i < block->rows * AM_FLASH_TILE; i += VF_LANES)
+        vf_store(logits + i, vf_mul(factor, vf_load(logits + i)));
+    am_flash_rows scaled = *block;
+    scaled.factor = 1;
+    find_p_f32(&scaled, tile);
+}
+
 #define S float
 #define W S
 #define UNIT 1
 #define LOAD_WIDE vf_load
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
-#define AT_ONCE(block, tile) true
+#define AT_ONCE(block, tile) (!(block)->float_weights || (block)->out_depth == 2 * (tile)->value_depth)
+#define FIND_P find_weights_bf16x2
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2
 #include "kernels/flash_unpacked_tpl.h"

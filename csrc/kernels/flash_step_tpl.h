@@ -25,6 +25,7 @@ static __attribute__((noinline)) void STEP(rescale)(const am_flash_rows *block, 
         for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
             VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
         *sum *= VOP(first)(factor);
+        if (WIDTH > 1 && block->exact_sum) ((T *)block->exact_sum)[row] *= VOP(first)(factor);
     }
     *ref_max = highest;
 }
@@ -42,6 +43,24 @@ static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
     return VOP(max)(VOP(set1)(((const T *)block->ref_max)[row]), VOP(set1)(-GREATEST));
 }
 
+#ifdef V_FEW
+#    define FEW V_FEW
+#    define TOTALS_OF_FEW VOP(totals_of_few)
+#else
+#    define FEW 0
+#    define TOTALS_OF_FEW VOP(totals)
+#endif
+/* Adds up the lanes of some rows side by side, and adds the totals to their sums. */
+static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
+{
+    T totals[LANES];
+    const bool few = rows <= FEW;
+    for (ptrdiff_t i = rows; i < (few ? FEW : LANES); i++) lanes[i] = VOP(set1)(0);
+    VOP(store)(totals, few ? TOTALS_OF_FEW(lanes) : VOP(totals)(lanes));
+    for (ptrdiff_t i = 0; i < rows; i++) sums[i] += totals[i];
+}
+
+#if WIDTH == 1 /* else whole tiles are taken */
 /* Turns products of one row into logits, and rescales the row if one exceeds `ref_max`; columns begin …
  * end - 1, whole vectors. */
 static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
@@ -83,25 +102,8 @@ static inline __attribute__((always_inline)) V STEP(softmax_vectors)(const am_fl
         total = VOP(add)(total, p[j]);
         if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
     }
-    STEP(store_p)(logits + column / WIDTH, p, count);
+    STEP(store_p)(logits + column, p, count);
     return total;
-}
-
-#ifdef V_FEW
-#    define FEW V_FEW
-#    define TOTALS_OF_FEW VOP(totals_of_few)
-#else
-#    define FEW 0
-#    define TOTALS_OF_FEW VOP(totals)
-#endif
-/* Adds up the lanes of some rows side by side, and adds the totals to their sums. */
-static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
-{
-    T totals[LANES];
-    const bool few = rows <= FEW;
-    for (ptrdiff_t i = rows; i < (few ? FEW : LANES); i++) lanes[i] = VOP(set1)(0);
-    VOP(store)(totals, few ? TOTALS_OF_FEW(lanes) : VOP(totals)(lanes));
-    for (ptrdiff_t i = 0; i < rows; i++) sums[i] += totals[i];
 }
 
 /* Turns products of some rows into P. */
@@ -117,13 +119,15 @@ static void STEP(softmax_rows)(const am_flash_rows *block, const am_flash_tile *
             ptrdiff_t column = begin;
             for (; column + FN(IN_FLIGHT) * LANES <= end; column += FN(IN_FLIGHT) * LANES)
                 total = STEP(softmax_vectors)(block, tile, row + i, column, FN(IN_FLIGHT), total);
-            for (; column < end; column += WIDTH * LANES)
-                total = STEP(softmax_vectors)(block, tile, row + i, column, WIDTH, total);
+            for (; column < end; column += LANES)
+                total = STEP(softmax_vectors)(block, tile, row + i, column, 1, total);
             lanes[i] = total;
         }
         STEP(add_lanes)((T *)block->sum + row, lanes, count);
     }
 }
+
+#endif
 
 /* Whether logits are products but for a factor, P is e^logit alone, and `row_max` is not needed. */
 static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
@@ -192,14 +196,15 @@ STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint
 {
 #define BIAS_OF(row) (bias ? bias + (row) * bias_step : NULL)
     const ptrdiff_t last = row + rows, some = count * LANES;
+    T *const exact_sum = WIDTH > 1 ? block->exact_sum : NULL;
     V next[FN(IN_FLIGHT)], next_whole[FN(IN_FLIGHT)];
     STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, begin, count, next, next_whole);
     while (row < last) {
         const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
-        V lanes[LANES];
+        V lanes[LANES], exact_lanes[LANES];
         for (; row < behind; row++) {
             T *logits = (T *)block->logits + row * AM_FLASH_TILE;
-            V total = VOP(set1)(0);
+            V total = VOP(set1)(0), exact_total = total;
             UNROLL(16)
             for (ptrdiff_t i = begin; i < end; i += some) {
                 V p[FN(IN_FLIGHT)], whole[FN(IN_FLIGHT)];
@@ -213,17 +218,23 @@ STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint
                                       next, next_whole);
                 FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
                 UNROLL(16)
-                for (int j = 0; j < count; j++) {
+                for (int j = 0; j < count; j++)
                     if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
-                    total = VOP(add)(total, p[j]);
+                total = WIDTH > 1 && !scales ? STEP(add_weights)(total, p, count)
+                                             : FN(add_weights)(total, p, count);
+                if (exact_sum) exact_total = FN(add_weights)(exact_total, p, count);
+                UNROLL(16)
+                for (int j = 0; j < count; j++) {
                     if (kept) p[j] = VOP(select)(kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
                     if (scales) p[j] = STEP(scale_p)(p[j], VOP(load)(scales + i + j * LANES));
                 }
                 STEP(store_p)(logits + i / WIDTH, p, count);
             }
             lanes[row - first] = total;
+            if (exact_sum) exact_lanes[row - first] = exact_total;
         }
         STEP(add_lanes)((T *)block->sum + first, lanes, row - first);
+        if (exact_sum) STEP(add_lanes)(exact_sum + first, exact_lanes, row - first);
     }
 #undef BIAS_OF
 }
@@ -271,13 +282,14 @@ static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile 
     return true;
 }
 
+#if WIDTH == 1
 /* The same for a strip of a mixed tile, if it has few vectors; returns whether it has. Short documents and
  * narrow windows are 1.02 times as fast by it where a whole row is so few, and 0.98 times where it is more.
  */
 APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block, const uint64_t *live,
                                                       const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
 {
-#define VECTORS(n)                                                                                           \
+#    define VECTORS(n)                                                                                       \
     case n:                                                                                                  \
         STEP(softmax_plain)(block, live, NULL, NULL, 0, NULL, NULL, s->row, s->rows, begin,                  \
                             begin + (n) * LANES, n);                                                         \
@@ -289,22 +301,38 @@ APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block
         VECTORS(4)
     default: return false;
     }
-#undef VECTORS
+#    undef VECTORS
     return true;
+}
+#endif
+
+/* Turns products of unpacked keys into P. */
+static void STEP(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    if (STEP(softmax_whole)(block, tile)) return;
+#if WIDTH == 1
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    begin -= begin % FN(PANEL);
+    end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
+    STEP(softmax_rows)(block, tile, 0, block->rows, begin, end);
+#endif
 }
 
 /* Turns the products of a tile into P: of all columns, or for each strip of those that it takes. */
 static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *tile,
                                const FN(strip) * strips, ptrdiff_t count)
 {
+    (void)strips, (void)count;
     if (STEP(softmax_whole)(block, tile)) return;
-    const bool plain = WIDTH == 1 && FN(IN_FLIGHT) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
+#if WIDTH == 1
+    const bool plain = FN(IN_FLIGHT) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
-        ptrdiff_t whole = WIDTH * LANES, begin = s->begin / whole * whole,
-                  end = (s->end + whole - 1) / whole * whole;
+        ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
         if (begin == end || (plain && STEP(softmax_few)(block, tile->live, s, begin, end))) continue;
         STEP(softmax_rows)(block, tile, s->row, s->rows, begin, end);
     }
+#endif
 }
 
 #if WIDTH == 1 || !defined V_AMX

@@ -43,6 +43,14 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
                       (T *)block->out + column, block->out_depth, columns_at(block, column, FN(PANEL)));
 }
 
+/* Adds some vectors of weights to `total`, lane by lane. */
+static inline __attribute__((always_inline)) V FN(add_weights)(V total, const V *p, const int count)
+{
+    UNROLL(16)
+    for (int j = 0; j < count; j++) total = VOP(add)(total, p[j]);
+    return total;
+}
+
 /* P is what `add_product` takes. */
 static inline void FN(narrow)(T *to, ptrdiff_t begin, ptrdiff_t end) { (void)to, (void)begin, (void)end; }
 static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p, const int count)
@@ -80,18 +88,23 @@ static inline void FN(store_first)(T *to, V v, ptrdiff_t count)
 static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
 {
     const V unit = VOP(set1)((T)whole->unit);
-    T *ref_max = whole->ref_max, *sum = whole->sum, *row_max = whole->row_max, *out = whole->out;
-    const T *other_max = split->ref_max, *more = split->sum, *most = split->row_max, *from = split->out;
+    T *ref_max = whole->ref_max, *const sums[] = {whole->sum, whole->exact_sum}, *row_max = whole->row_max,
+      *out = whole->out;
+    const T *other_max = split->ref_max, *const more[] = {split->sum, split->exact_sum},
+            *most = split->row_max, *from = split->out;
     for (ptrdiff_t row = 0; row < whole->rows; row += LANES) {
         const ptrdiff_t count = whole->rows - row < LANES ? whole->rows - row : LANES;
         const V own = VOP(load_part)(ref_max + row, count), other = VOP(load_part)(other_max + row, count),
                 both = VOP(max)(own, other), base = VOP(max)(both, VOP(set1)(-GREATEST)),
                 own_factor = FN(exp2)(VOP(mul)(VOP(sub)(own, base), unit)),
-                other_factor = FN(exp2)(VOP(mul)(VOP(sub)(other, base), unit)),
-                own_sum = VOP(mul)(own_factor, VOP(load_part)(sum + row, count)),
-                other_sum = VOP(mul)(other_factor, VOP(load_part)(more + row, count));
+                other_factor = FN(exp2)(VOP(mul)(VOP(sub)(other, base), unit));
         FN(store_first)(ref_max + row, both, count);
-        FN(store_first)(sum + row, VOP(add)(own_sum, other_sum), count);
+        for (int i = 0; i < 2; i++) {
+            if (!sums[i]) continue;
+            const V own_sum = VOP(mul)(own_factor, VOP(load_part)(sums[i] + row, count)),
+                    other_sum = VOP(mul)(other_factor, VOP(load_part)(more[i] + row, count));
+            FN(store_first)(sums[i] + row, VOP(add)(own_sum, other_sum), count);
+        }
         for (ptrdiff_t r = row; row_max && r < row + count; r++)
             if (most[r] > row_max[r]) row_max[r] = most[r];
         T own_factors[LANES], other_factors[LANES];

@@ -5,24 +5,30 @@
  *     O = O + (Pᵀ)ᵀ V         one panel of columns after the other
  */
 
-/* Stores P of neighbouring keys where `add_product_transposed` reads it. */
-static inline __attribute__((always_inline)) void STEP(store_p_transposed)(T *to, const V *p, const int count)
+/* Stores P of neighbouring keys where `add_product_transposed` reads it, and adds it to `total`. */
+static inline __attribute__((always_inline)) V STEP(store_p_transposed)(T *to, const V *p, const int count,
+                                                                        V total)
 {
     UNROLL(16)
     for (int j = 0; j < count; j += WIDTH) {
 #if WIDTH > 1
-        VOP(store)(to + j / 2 * AM_FLASH_TILE, vf_join_bf16x2(p[j], p[j + 1]));
+        const V both = vf_join_bf16x2(p[j], p[j + 1]);
+        VOP(store)(to + j / 2 * AM_FLASH_TILE, both);
+        total = add_both_bf16x2(total, both);
 #else
         VOP(store)(to + j * AM_FLASH_TILE, p[j]);
+        total = VOP(add)(total, p[j]);
 #endif
     }
+    return total;
 }
 
 /* Turns products of up to LANES rows into P, as `softmax_plain` does. */
 static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, ptrdiff_t rows)
 {
     T *logits = (T *)block->logits + row, *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
-    T *row_max = block->row_max ? (T *)block->row_max + row : NULL;
+    T *row_max = block->row_max ? (T *)block->row_max + row : NULL,
+      *exact_sum = WIDTH > 1 && block->exact_sum ? (T *)block->exact_sum + row : NULL;
     const V factor = VOP(set1)((T)block->factor);
     V most = VOP(set1)(-(T)INFINITY);
     for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k++)
@@ -36,7 +42,7 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, 
     }
     const V base = VOP(max)(VOP(load_part)(ref_max, rows), VOP(set1)(-GREATEST)),
             minus_base = VOP(sub)(VOP(set1)(0), base);
-    V total = VOP(set1)(0);
+    V total = VOP(set1)(0), exact_total = total;
     for (ptrdiff_t k = 0; k < AM_FLASH_TILE; k += FN(IN_FLIGHT)) {
         V p[FN(IN_FLIGHT)];
         UNROLL(16)
@@ -45,12 +51,14 @@ static void STEP(softmax_transposed)(const am_flash_rows *block, ptrdiff_t row, 
             p[j] = WIDTH > 1 ? VOP(fma)(factor, p[j], minus_base) : VOP(sub)(p[j], base);
         }
         FN(exp2_each)(p, FN(IN_FLIGHT), EXP2_TERMS, COUNT_OF(EXP2_TERMS));
-        UNROLL(16)
-        for (int j = 0; j < FN(IN_FLIGHT); j++) total = VOP(add)(total, p[j]);
-        STEP(store_p_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(IN_FLIGHT));
+        total = STEP(store_p_transposed)(logits + k / WIDTH * AM_FLASH_TILE, p, FN(IN_FLIGHT), total);
+        if (exact_sum) exact_total = FN(add_weights)(exact_total, p, FN(IN_FLIGHT));
     }
     VOP(store)(lanes, total);
     for (ptrdiff_t r = 0; r < rows; r++) sum[r] += lanes[r];
+    if (!exact_sum) return;
+    VOP(store)(lanes, exact_total);
+    for (ptrdiff_t r = 0; r < rows; r++) exact_sum[r] += lanes[r];
 }
 
 /* O + P V of a strip and one panel of columns, where values are packed, or unpacked and interleaved if a

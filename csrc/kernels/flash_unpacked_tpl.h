@@ -15,6 +15,9 @@
 #    define PARTS 1
 #    define PART_OF(x, part) (x)
 #endif
+#ifndef FIND_P
+#    define FIND_P STEP(find_p)
+#endif
 #ifndef QUERIES
 #    define QUERIES(block) ((const T *)(block)->q)
 #    define QUERY_STEP(depth) (depth)
@@ -288,16 +291,6 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     }
 }
 
-static void FROM(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
-{
-    if (STEP(softmax_whole)(block, tile)) return;
-    ptrdiff_t begin, end;
-    find_live(block, tile, &begin, &end);
-    begin -= begin % FN(PANEL);
-    end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
-    STEP(softmax_rows)(block, tile, 0, block->rows, begin, end);
-}
-
 /* Multiplies products by the units of their rows, or P by UNIT, and both by the scales of keys or values. P
  * of a dead pair is 0, and stays so whatever is its scale. */
 static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_flash_rows *block,
@@ -374,7 +367,7 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
                               &prefetch);
             if (next < AM_FLASH_TILE) continue;
             FROM(scale_columns)(blocks[h], tile->k_scales, false);
-            FROM(find_p)(blocks[h], tile);
+            FIND_P(blocks[h], tile);
 #if NUMBERS == 1
             FROM(scale_columns)(blocks[h], tile->v_scales, true);
 #endif
@@ -385,6 +378,7 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
 }
 
 #undef AT_ONCE
+#undef FIND_P
 #undef PARTS
 #undef PART_OF
 #undef NUMBERS

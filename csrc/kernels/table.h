@@ -130,6 +130,11 @@ typedef uint64_t am_keep_bits(uint64_t row_key, uint32_t k, uint32_t threshold);
  * follows the row's maximum lazily. `row_max` is the true maximum, and is NULL if it is not needed. Logits
  * and maxima are in units of ln 2, so that powers are those of two; or where a bias might be too large for
  * that, in units of 1.
+ *
+ * Where a lane holds two numbers, weights are rounded to bfloat16 before values are multiplied by them, and
+ * `sum` adds them as they are then, unless scales of values are multiplied into them. `exact_sum` adds them
+ * as they were before, for the logsumexp; it is NULL if that is not needed. With `float_weights` they are
+ * not rounded.
  */
 enum {
     AM_FLASH_ROWS = 64,
@@ -146,11 +151,13 @@ typedef struct {
     const void *q_packed;             /* like keys, for transposed tiles; or by pack_queries */
     void *out;                        /* [rows][out_depth]; columns that values lack are not defined */
     void *ref_max, *sum, *row_max;    /* [rows]; row_max may be NULL */
+    void *exact_sum;                  /* [rows]; where a lane holds two numbers, or NULL */
     void *logits;                     /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed
                                        * [AM_FLASH_TILE][AM_FLASH_ROWS] */
     double cap;                       /* 0: none */
     double factor;                    /* logits are q kᵀ times it, but for bias and cap; 1 unless a lane of q
                                        * and k holds two numbers */
+    bool float_weights;               /* for unpacked bfloat16 where a lane holds two numbers */
     double q_factor;                  /* what step_unpacked multiplies products by, if it scales them */
     double unit;                      /* of logits: e^logit is 2^(unit logit); 1, or log2 e */
 } am_flash_rows;
