@@ -2,6 +2,8 @@
 
 from attnmask._loading import _core as _core  # isort: skip  # before all that needs the core
 
+from typing import TYPE_CHECKING
+
 from attnmask._cumsum import (
     chunk_global_cumsum,
     chunk_global_cumsum_scalar,
@@ -125,3 +127,16 @@ for _name in __all__:  # so that messages, pictures of types and pickles name wh
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = "attnmask"
 del _name
+
+if not TYPE_CHECKING:  # a checker would take every name
+
+    def __getattr__(name: str) -> object:
+        """What needs more than NumPy is loaded when it is first asked for."""
+        import sys
+        from importlib import import_module
+
+        if name in ("ejkernel", "jax", "operations", "torch", "transformers"):
+            return import_module(f"attnmask.{name}")
+        raise AttributeError(
+            f"module 'attnmask' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )

@@ -62,6 +62,38 @@ def test_import_brings_in_nothing_but_numpy():
     assert not loaded & {"ml_dtypes", "jax", "torch", "matplotlib", "scipy"}
 
 
+@pytest.mark.parametrize("name", ["torch", "jax", "operations"])
+def test_what_needs_more_is_loaded_on_first_access(name):
+    if name != "operations":
+        pytest.importorskip(name)
+    code = f"""if True:
+        import sys, attnmask
+        assert not hasattr(attnmask, "nothing")
+        assert "attnmask.{name}" not in sys.modules and "{name}" not in sys.modules
+        print(attnmask.{name} is sys.modules["attnmask.{name}"])
+    """
+    assert python(code).stdout == "True\n"
+
+
+def test_what_there_is_not(monkeypatch):
+    with pytest.raises(AttributeError, match="module 'attnmask' has no attribute 'flash_atention'") as caught:
+        attnmask.flash_atention  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("flash_atention", attnmask)  # for what Python suggests
+    code = """if True:
+        import sys
+        sys.modules["torch"] = sys.modules["jax"] = None
+        import attnmask
+        for name in ("torch", "jax"):
+            try:
+                getattr(attnmask, name)
+            except ImportError as error:
+                print(error)
+    """
+    lines = python(code).stdout.splitlines()
+    assert lines[0].startswith("attnmask.torch needs PyTorch, which is not installed: pip install torch")
+    assert lines[1].startswith("attnmask.jax needs JAX")
+
+
 # Signatures, docstrings
 
 TAIL = "head_first=False, output_dtype=None, *"
