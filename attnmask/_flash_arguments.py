@@ -309,13 +309,13 @@ def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
 def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
     if bias is None:
         return None
-    array = as_array(bias, "bias")
-    if not is_floating(array.dtype):
+    given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
+    if isinstance(given, MaskInfo) or not is_floating(given.dtype):
         hint = ""
-        if array.dtype.kind in "biu" or isinstance(bias, MaskInfo):
+        if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
             hint = "; write attention_mask= for what says which pairs are live, or bias.astype(np.float32)"
-        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(array)}{hint}")
-    return _four_axes(array, "bias", shape)
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(given)}{hint}")
+    return _four_axes(given, "bias", shape)
 
 
 def _for_all_rows(node: Node) -> Node:

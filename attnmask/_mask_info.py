@@ -1389,6 +1389,11 @@ class MaskInfo:
         -------
         MaskInfo
 
+        Warns
+        -----
+        AttnmaskWarning
+            As `apply_causal` does.
+
         See Also
         --------
         MaskInfo.create_chunked_attention_mask : the same as an array.

@@ -372,6 +372,8 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
         labels, extent = Labels(*chunks), _extent_with(state, nodes)
         return _with_terms(state, *nodes, flag="chunked", labels=labels, extent=extent)
+    if _have_other_starts(state):
+        warn_once("packed sequences")
     if not labels.complete:
         labels = padding_of(shape, program)
 

@@ -34,14 +34,15 @@ def _array(x: Any, name: str) -> Any:
 
 def _axis(x: Any, name: str, axis: int | None) -> int:
     """Of the tokens, from 0."""
-    if x.ndim == 0:
+    axes: int = x.ndim
+    if axes == 0:
         raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}")
     if axis is None:
-        return min(1, x.ndim - 1)
+        return min(1, axes - 1)
     number = integer(axis, "axis")
-    if not -x.ndim <= number < x.ndim:
-        raise IndexError(f"axis must be from {-x.ndim} to {x.ndim - 1} as {name} has {x.ndim}, got {number}")
-    return number % x.ndim
+    if not -axes <= number < axes:
+        raise IndexError(f"axis must be from {-axes} to {axes - 1} as {name} has {axes}, got {number}")
+    return number % axes
 
 
 def _taken(x: Any, places: NDArray[np.int64], axis: int) -> Any:

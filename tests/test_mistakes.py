@@ -635,6 +635,7 @@ UNEQUAL_DIAGONALS = {
     "causal": lambda mask, **more: mask.apply_causal(**more),
     "bottom-right": lambda mask, **more: mask.apply_causal("bottom-right", **more),
     "window": lambda mask, **more: mask.apply_sliding_window((2, 0), **more),
+    "chunks": lambda mask, **more: mask.apply_chunked(5, **more),
     "the second term": lambda mask, **more: mask.apply_prefix(1).apply_causal(**more),
 }
 
