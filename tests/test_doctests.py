@@ -116,6 +116,7 @@ def test_the_reference_has_everything_public():
             "MaskTensors",
             "install",
             "uninstall",
+            "installed",
         ],
         "transformers": ["PagedCache", "attention", "attention_mask", "register"],
     }

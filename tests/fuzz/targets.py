@@ -775,9 +775,16 @@ def method(
         result = getattr(info, name)(**a)
         return look_at(result) if isinstance(result, MaskInfo) else result
 
+    def right(rng: Rng) -> Arguments:
+        info = any_mask(rng, 2, 5, 7)
+        made = arguments(rng)
+        if not info._state.labels.complete:  # there are no segments to count in
+            made.pop("within_segments", None)
+        return {"info": info} | made
+
     target(
         f"MaskInfo.{name}{label}",
-        lambda rng: {"info": any_mask(rng, 2, 5, 7)} | arguments(rng),
+        right,
         call,
         kept=frozenset({"info"}),
         **more,
