@@ -140,3 +140,6 @@ if not TYPE_CHECKING:  # a checker would take every name
         raise AttributeError(
             f"module 'attnmask' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
+
+
+del TYPE_CHECKING

@@ -7,7 +7,7 @@ their arrays only.
 
 Under ``jax.jit`` the arrays are tracers, and the core, which is no part of JAX, cannot look into them. So a mask that
 came in as an argument goes on to `flash_attention`, as it is, or in parts by `tree_flatten`; whatever else reads it,
-its shape or a term more included, raises ``TracerArrayConversionError``. Read it before, close over it, or read it in a
+its shape or a term more included, raises a TypeError. Read it before, close over it, or read it in a
 ``jax.pure_callback``. As any array, one of 64 bits loses half of them on its way through ``jax.jit`` unless
 ``jax_enable_x64`` is set; only the numbers of batch rows (offsets, lengths) and dense masks may have as many.
 

@@ -215,7 +215,7 @@ def errors():
     refused("key must be float32 as query", TypeError, key=x.double())
     refused("value must have 8 tokens and 4 heads as key", ValueError, value=x[:, :, :2])
     refused("attention_mask must be a MaskInfo or None", TypeError, attention_mask=torch.ones(total, total))
-    refused(f"got (1, 1, {total - 1}, {total})", ValueError, attention_mask=mask[:, :, 1:])
+    refused(f"got (1, 1, {total - 1}, {total})", ValueError, attention_mask=mask[:, :, 1:, :])
     refused("layout must be one of", ValueError, layout="ring")
     refused("cu_seqlens must end at", ValueError, cu_seqlens=[0, 5])
     refused(

@@ -102,10 +102,10 @@ def test_what_compiles_again(jax):
 
 
 def test_reading_under_jit(jax):
-    """Reading a tracer raises JAX's own error at that line. In a callback, or in a closure, a mask can be read."""
+    """Reading a tracer is an error at that line. In a callback, or in a closure, a mask can be read."""
     info = MASKS["offsets by row"]
     for read in (lambda mask: mask.attention_mask, lambda mask: mask.shape, lambda mask: mask.apply_causal()):
-        with pytest.raises(jax.errors.TracerArrayConversionError):
+        with pytest.raises(TypeError, match="trace"):
             jax.jit(read)(info)
     live = int(info.attention_mask.sum())
     shape = jax.ShapeDtypeStruct(info.attention_mask.shape, bool)

@@ -610,7 +610,7 @@ MADE_INSIDE = {
     "__init__": lambda query, mask: MaskInfo(q_segment_ids=[[0] * 4], kv_segment_ids=[[0] * 4]),
     "method": lambda query, mask: mask.apply_sliding_window(1),
     "operator": lambda query, mask: ~(mask & mask) | mask,
-    "slice": lambda query, mask: mask[:, :, :4],
+    "slice": lambda query, mask: mask[:, :, :4, :],
 }
 
 
