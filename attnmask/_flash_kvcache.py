@@ -219,14 +219,17 @@ def mask_programs(
     """
     mask = cut(attention_mask, longest)
     whole = mask_nodes(mask, (1, heads, queries, longest))
-    if isinstance(mask, MaskInfo):
-        parts = ((mask[:, :, begin:end, :], (1, heads, end - begin, keys)) for begin, end, keys in sequences)
-        return whole, [mask_nodes(cut(part, shape[3]), shape) for part, shape in parts]
-    (node,) = whole
-    assert isinstance(node, tuple)
-    array = node[1]
-    one_row = array.shape[2] == 1
-    return whole, [(dense(array if one_row else array[:, :, begin:end]),) for begin, end, _ in sequences]
+    programs: list[Program] = []  # in a loop: Python 3.11 loses references where a closure fits no memory
+    for begin, end, keys in sequences:
+        if isinstance(mask, MaskInfo):
+            part = cut(mask[:, :, begin:end, :], keys)
+            programs.append(mask_nodes(part, (1, heads, end - begin, keys)))
+            continue
+        (node,) = whole
+        assert isinstance(node, tuple)
+        array = node[1]
+        programs.append((dense(array if array.shape[2] == 1 else array[:, :, begin:end]),))
+    return whole, programs
 
 
 def cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
