@@ -10,7 +10,7 @@ from attnmask import _masks as masks
 from attnmask import _packed as packed
 from attnmask._arguments import frozen, integer, is_floating, number_dtype, place
 from attnmask._mask_program import Shape, fill, join, same
-from attnmask._mask_state import Ids, Labels, MaybeIds, State, fitted
+from attnmask._mask_state import Ids, Labels, MaybeIds, State, base_ids, fitted, padding_of
 from attnmask._mask_terms import equal
 from attnmask._mask_tree import flatten
 
@@ -68,15 +68,30 @@ def bias(state: State, dtype: DTypeLike, out: NDArray[Any] | None) -> NDArray[An
 
 
 def segment_ids(state: State, per_head: bool = False) -> tuple[Ids, Ids]:
-    """Segment ids that are held, or where they are not, those of rows and columns of the mask that are alike."""
+    """Segment ids that are held; or else what the base says without any, or those of rows and columns of the mask that
+    are alike.
+    """
     q_ids, kv_ids = state.labels.get()
     if q_ids is None or kv_ids is None:
         state.shape("tell segment ids")
-        name = "per-head segment ids" if per_head else "segment ids"
-        found = state.once(name, lambda: _alike(state, per_head))
+        if state.segment_based:
+            found = state.once("segment ids", lambda: base_ids(state))
+        else:
+            name = "per-head segment ids" if per_head else "segment ids"
+            found = state.once(name, lambda: _alike(state, per_head))
         q_ids = found[0] if q_ids is None else q_ids
         kv_ids = found[1] if kv_ids is None else kv_ids
     return q_ids, kv_ids
+
+
+def labels_of_tokens(state: State) -> Labels:
+    """The segment ids that are held or that the base says; else 0 and -1 for tokens with a live pair and without."""
+    if state.labels.complete:
+        return state.labels
+    shape, program = state.described("tell segment ids")
+    if state.segment_based:
+        return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], lambda: segment_ids(state))
+    return padding_of(shape, program)
 
 
 def _alike(state: State, per_head: bool) -> tuple[Ids, Ids]:
@@ -202,7 +217,8 @@ def grid(state: State, batch: int, head: int, q_cell: int, k_cell: int) -> NDArr
 def plane_labels(state: State, batch: int, head: int) -> tuple[Ids, Ids] | None:
     shape = state.shape("tell segment ids")
     batch, head = place(batch, "batch", shape[0]), place(head, "head", shape[1])
-    if not state.labels.complete and shape[1] * shape[2] * shape[3] > _LABELLED_PAIRS:
+    told = state.labels.complete or state.segment_based
+    if not told and shape[1] * shape[2] * shape[3] > _LABELLED_PAIRS:
         return None
     labels = segment_ids(state, per_head=shape[1] > 1)
     if any(ids.ndim == 3 and ids.shape[1] == 0 for ids in labels):

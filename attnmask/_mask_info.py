@@ -40,10 +40,11 @@ from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
 class MaskInfo:
     """Which query may attend to which key: a description, and what was derived from it.
 
-    Make one with `from_segments`, `from_attention_mask`, `from_cu_seqlens`, `from_blocks`, `from_function`,
-    `from_random` or `dynamic_init`, and narrow it down with the `apply_*` methods, with ``&``, ``|`` and ``~``, or by
-    slices. But for `from_function`, all of these cost next to nothing, whatever the length: pairs are looked at when
-    somebody reads `attention_mask` or `bias`, or asks for a dtype. That happens in C, once, and the result is kept.
+    Make one with `full`, `causal`, `from_lengths`, `from_padding_mask`, `from_segments`, `from_attention_mask`,
+    `from_cu_seqlens`, `from_blocks`, `from_function`, `from_random` or `dynamic_init`, and narrow it down with the
+    `apply_*` methods, with ``&``, ``|`` and ``~``, or by slices. But for `from_function`, all of these cost next to
+    nothing, whatever the length: pairs are looked at when somebody reads `attention_mask` or `bias`, or asks for a
+    dtype. That happens in C, once, and the result is kept.
 
     A MaskInfo does not change: methods return new ones, which share arrays, and all arrays that it hands out are
     read-only. What comes in is copied, but for masks ``[B, Q, K]`` and ``[B, H, Q, K]``: they are used as they lie in
@@ -113,6 +114,144 @@ class MaskInfo:
         self._leaves: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
     # Constructors. `locals()` passes arguments on by name, so that only the signature lists them.
+
+    @classmethod
+    def full(cls, q_len: int, kv_len: int | None = None, batch: int = 1) -> Self:
+        """Let all queries attend to all keys: what terms are applied to where there is no padding.
+
+        Parameters
+        ----------
+        q_len : int
+        kv_len : int, optional
+            `q_len` if not given.
+        batch : int
+
+        Returns
+        -------
+        MaskInfo
+            It holds no array. All tokens of a row are in one segment.
+
+        See Also
+        --------
+        MaskInfo.from_lengths : rows of different lengths.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.full(3).apply_sliding_window((1, 0)).attention_mask[0, 0].astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 1, 1]])
+        """
+        return cls._of(sources.of_all(q_len, kv_len, batch))
+
+    @classmethod
+    def causal(
+        cls,
+        q_len: int,
+        kv_len: int | None = None,
+        offset: ArrayLike | Literal["bottom-right"] = 0,
+        batch: int = 1,
+    ) -> Self:
+        """Let queries attend to keys up to their own place: `full` with `apply_causal`.
+
+        Parameters
+        ----------
+        q_len : int
+        kv_len : int, optional
+            `q_len` if not given.
+        offset : int, array_like of integers, shape [B], or "bottom-right"
+            As in `apply_causal`. ``"bottom-right"`` is for the last queries of all tokens, as in decoding.
+        batch : int
+
+        Returns
+        -------
+        MaskInfo
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.causal(3).attention_mask[0, 0].astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [1, 1, 1]])
+        >>> attnmask.MaskInfo.causal(2, 4, "bottom-right").attention_mask[0, 0].astype(int)
+        array([[1, 1, 1, 0],
+               [1, 1, 1, 1]])
+        """
+        return cls._of(transforms.causal(sources.of_all(q_len, kv_len, batch), offset, False))
+
+    @classmethod
+    def from_lengths(cls, lengths: ArrayLike, max_len: int | None = None) -> Self:
+        """A padded batch, by the number of tokens of each row; what is behind them is padding.
+
+        ::
+
+            lengths [2, 3]
+                k 0 1 2          k 0 1 2
+              q 0 # # .        q 0 # # #
+                1 # # .          1 # # #
+                2 . . .          2 # # #
+                batch row 0      batch row 1
+
+        Parameters
+        ----------
+        lengths : array_like of integers, shape [B]
+            Copied; no array of tokens is held.
+        max_len : int, optional
+            How many queries and keys there are; the largest of `lengths` if not given. ValueError if a row has more.
+
+        Returns
+        -------
+        MaskInfo
+            All tokens of a row are in one segment.
+
+        See Also
+        --------
+        MaskInfo.from_padding_mask : the same by a mask of tokens.
+        pack : the tokens of such a batch without the padding.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> info = attnmask.MaskInfo.from_lengths([2, 3], max_len=4)
+        >>> info.q_segment_ids
+        array([[ 0,  0, -1, -1],
+               [ 0,  0,  0, -1]], dtype=int32)
+        >>> info.apply_causal().attention_mask[0, 0].astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 0, 0],
+               [0, 0, 0, 0]])
+        """
+        return cls._of(sources.of_lengths(lengths, max_len))
+
+    @classmethod
+    def from_padding_mask(cls, padding_mask: ArrayLike) -> Self:
+        """A padded batch, by a mask of its tokens, as tokenizers give it.
+
+        Parameters
+        ----------
+        padding_mask : array_like, shape [B, T]
+            bool or numbers; not zero for tokens, which attend to each other, and zero for padding. Copied.
+
+        Returns
+        -------
+        MaskInfo
+
+        See Also
+        --------
+        MaskInfo.from_attention_mask : a mask of pairs, ``[Q, K]`` as ``mask[None]``.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.MaskInfo.from_padding_mask([[1, 1, 0]]).attention_mask[0, 0].astype(int)
+        array([[1, 1, 0],
+               [1, 1, 0],
+               [0, 0, 0]])
+        """
+        return cls._of(sources.of_padding_mask(padding_mask))
 
     @classmethod
     def from_segments(
@@ -1602,7 +1741,8 @@ class MaskInfo:
         attention_mask : array_like, shape [B, Q, K] or [B, H, Q, K], optional
             The new base, without any terms; segment ids stay, as labels. Not copied.
         q_segment_ids, kv_segment_ids : array_like of integers, [B, Q] or [B, H, Q] ([B, K] or [B, H, K]), optional
-            If the base is made of segments, it is made of these from now on, and terms stay. Else they are mere labels.
+            If the base is made of segments, or of all pairs or lengths, it is made of these from now on, and terms
+            stay. Else they are mere labels.
         cu_seqlens_q, cu_seqlens_kv : array_like of integers, 1-D, optional
             They are dropped where a mask or ids are given without them.
         **others

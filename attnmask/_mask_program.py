@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmask import _core
-from attnmask._arguments import frozen
+from attnmask._arguments import describe, frozen, integer
 from attnmask._mask_terms import KINDS, Crop, Extent, Node, dense, operands
 
 Program: TypeAlias = tuple[Node, ...]
@@ -25,6 +25,14 @@ LONGEST = 2**56  # the core takes no longer axis of a mask
 AXES = ("batch rows", "heads", "queries", "keys")
 _SYMBOLS = {"and": "&", "or": "|", "xor": "^"}
 _REPR_TERMS = 12
+
+
+def axis_length(value: Any, name: str) -> int:
+    """How long an axis of a mask is to be."""
+    length = integer(value, name, 0)
+    if length > LONGEST:
+        raise ValueError(f"{name} must be at most 2**56, got {describe(length)}")
+    return length
 
 
 def extents(program: Program) -> Iterable[tuple[str, Extent]]:
@@ -190,12 +198,16 @@ def _elided(parts: list[str]) -> list[str]:
     return [*parts[:half], f"… {len(parts) - 2 * half} more …", *parts[-half:]]
 
 
+_BASES = {"all": "full", "chunk": "lengths"}  # that tell segments without ids
+
+
 def words(program: Program, segment_based: bool) -> tuple[str, list[str]]:
     """The base, and each term with its operator, as one would say them."""
     waiting: list[list[str]] = []
     for place, node in enumerate(program):
         if not isinstance(node, str):
-            waiting.append(["segments" if place == 0 and segment_based else KINDS[node[0]].words(*node[1:])])
+            is_base = place == 0 and segment_based
+            waiting.append([_BASES.get(node[0], "segments") if is_base else KINDS[node[0]].words(*node[1:])])
             continue
         operand = waiting.pop()
         text = f"({' '.join(_elided(operand))})" if len(operand) > 1 else operand[0]

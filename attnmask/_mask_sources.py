@@ -19,10 +19,11 @@ from attnmask._arguments import (
     flag,
     frozen,
     integer,
+    integer_array,
     integers,
     mask_array,
 )
-from attnmask._mask_program import LONGEST, Shape, Terms, fill
+from attnmask._mask_program import LONGEST, Shape, Terms, axis_length, fill
 from attnmask._mask_state import (
     BOOL,
     KEYS,
@@ -36,7 +37,17 @@ from attnmask._mask_state import (
     padding_of,
     segments,
 )
-from attnmask._mask_terms import TILE, Node, dense, ids_of_sequences, sequences, tiles
+from attnmask._mask_terms import (
+    TILE,
+    Node,
+    dense,
+    everything,
+    first_keys,
+    first_tokens,
+    ids_of_sequences,
+    sequences,
+    tiles,
+)
 from attnmask._warnings import warn_once
 
 _DRAWN = 2**20  # so many random numbers are drawn at a time
@@ -85,6 +96,38 @@ def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
     base, terms, dtype = dense(mask), Terms() if valid else Terms("not"), mask.dtype if valid else BOOL
     labels = padding_of(mask.shape, (base, *terms.nodes))
     return State(base=base, terms=terms, dtype=dtype, extent=mask.shape, labels=labels)
+
+
+def of_all(q_len: int, kv_len: int | None, batch: int) -> State:
+    """Every pair of so many tokens."""
+    queries = axis_length(q_len, "q_len")
+    keys = queries if kv_len is None else axis_length(kv_len, "kv_len")
+    extent = (axis_length(batch, "batch"), 1, queries, keys)
+    return State(base=everything(), extent=extent, segment_based=True)
+
+
+def of_lengths(lengths: ArrayLike, max_len: int | None) -> State:
+    """Rows of so many tokens, and padding behind them; that no query of the padding sees a key takes two terms."""
+    given = integer_array(lengths, "lengths")
+    if given.ndim != 1:
+        raise ValueError(f"lengths must be [B], got {describe(given)}")
+    given = given.copy()
+    tokens = max(given.tolist(), default=0) if max_len is None else axis_length(max_len, "max_len")
+    outside = (given < 0) | (given > min(tokens, LONGEST))
+    if outside.any():
+        index = int(outside.argmax())
+        limit = "2**56" if max_len is None else f"max_len, {tokens}"
+        what = "at least 0" if given[index] < 0 else f"at most {limit}"
+        raise ValueError(f"lengths must be {what}, got {given[index]} at index {index}")
+    counts = int(given[0]) if len(given) == 1 else frozen(given.astype(np.int64))
+    terms = Terms(first_keys(counts), "and")
+    extent = (len(given), 1, tokens, tokens)
+    return State(base=first_tokens(counts, tokens), terms=terms, extent=extent, segment_based=True)
+
+
+def of_padding_mask(padding_mask: ArrayLike) -> State:
+    ids = _padding_ids(padding_mask, "padding_mask", ("[B, T]",))
+    return _of_ids(ids, ids)
 
 
 def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from attnmask import _core
 from attnmask._arguments import AxisName, allocate, axis_name, describe, flag, frozen, integers, mask_array
 from attnmask._mask_program import Program, Shape, Terms, agree, arrays, extents, words
-from attnmask._mask_terms import Extent, Node, dense, equal, ids_of_sequences, tokens_extent
+from attnmask._mask_terms import Extent, Node, PerRow, dense, equal, ids_of_sequences, tokens_extent
 
 _T = TypeVar("_T")
 Ids: TypeAlias = NDArray[np.int32]
@@ -123,7 +123,7 @@ class State:
     base: Node | None = None
     terms: Terms = _NO_TERMS
     extent: Extent = (None, None, None, None)  # has no None if there is a base
-    segment_based: bool = False  # whether the base is made of segment ids
+    segment_based: bool = False  # whether the base tells segments: see `base_ids`
     dtype: np.dtype[Any] = BOOL  # of the mask as an array
     labels: Labels = _NO_LABELS
     cu_seqlens_q: NDArray[Any] | None = None
@@ -286,7 +286,7 @@ def changed(state: State, given: Mapping[str, Any]) -> State:
         fixed.append(("attention_mask", tuple(None if size == 1 else size for size in mask.shape)))  # type: ignore[arg-type]
         changes |= {"base": dense(mask), "terms": Terms(), "segment_based": False, "dtype": mask.dtype}
     elif relabelled and (state.segment_based or state.base is None):
-        old = held if state.base is None else _base_ids(state.base)
+        old = held if state.base is None else base_ids(state)
         q_ids, kv_ids = (_first(*pair) for pair in zip(new, old, strict=True))
         if kv_ids is not None and q_ids is not None:
             changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
@@ -302,11 +302,30 @@ def changed(state: State, given: Mapping[str, Any]) -> State:
     return fitted(replace(state, **changes), *fixed)
 
 
-def _base_ids(base: Node) -> tuple[Ids, Ids]:
-    """Those that a base of segments is made of."""
-    assert isinstance(base, tuple)
-    kind, q_side, kv_side, *_ = base
-    return ids_of_sequences(q_side, kv_side) if kind == "sequences" else (q_side, kv_side)
+def base_ids(state: State) -> tuple[Ids, Ids]:
+    """Those that a base of segments is made of; or 0 for tokens and -1 for padding, where it needs none."""
+    assert isinstance(state.base, tuple)
+    kind, *parts = state.base
+    if kind == "sequences":
+        return ids_of_sequences(*parts[:2])
+    if kind == "equal":
+        return parts[0], parts[1]
+    size, *shifts = parts if kind == "chunk" else (0, 0, 0)
+    batch, _, queries, keys = state.extent
+    ids = [
+        _first_tokens((batch, length), length if kind == "all" else size - shift)  # type: ignore[arg-type]
+        for length, shift in zip((queries, keys), shifts, strict=True)
+    ]
+    alike = queries == keys and np.array_equal(*shifts)
+    return ids[0], ids[0] if alike else ids[1]
+
+
+def _first_tokens(shape: tuple[int, int], counts: PerRow) -> Ids:
+    """0 for so many tokens of each row, and -1 for the rest."""
+    ids = allocate(shape, np.int32, "segment ids", np.zeros)
+    if not isinstance(counts, int) or counts < shape[1]:
+        ids[np.broadcast_to(np.arange(shape[1]) >= np.reshape(counts, (-1, 1)), shape)] = -1
+    return frozen(ids)
 
 
 def _first(new: MaybeIds, old: Any) -> MaybeIds:

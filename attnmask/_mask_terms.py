@@ -59,6 +59,10 @@ TILE = 64  # pairs along each side of a tile with bits
 _NO_BITS = frozen(np.zeros((0, TILE, TILE // 8), np.uint8))
 
 
+def everything() -> Node:
+    return ("all",)
+
+
 def band(low: Limit, high: Limit, offset: PerRow) -> Node:
     return ("band", low, high, offset)
 
@@ -85,6 +89,13 @@ def chunk(size: int, offset: PerRow = 0) -> Node:
 
 def first_keys(end: PerRow) -> Node:
     return ("keys", 0, end)
+
+
+def first_tokens(count: PerRow, tokens: int) -> Node:
+    """The pairs of the first `count` tokens of each row, and those of the others, of so many `tokens`: two chunks."""
+    size = max(tokens, 1)
+    before = size - count if isinstance(count, int) else frozen(size - count)
+    return ("chunk", size, before, before)
 
 
 def equal(q_ids: NDArray[np.int32], kv_ids: NDArray[np.int32], exclude_zero: bool = False) -> Node:

@@ -26,9 +26,9 @@ from attnmask._arguments import (
     per_row,
     windows,
 )
-from attnmask._mask_derived import mask_of_dtype, segment_ids
-from attnmask._mask_program import LONGEST, Shape, Terms, agree, cropped, extents, fill, join, same
-from attnmask._mask_state import BOOL, FLAGS, Ids, Labels, State, padding_of
+from attnmask._mask_derived import labels_of_tokens, mask_of_dtype, segment_ids
+from attnmask._mask_program import Shape, Terms, agree, axis_length, cropped, extents, fill, join, same
+from attnmask._mask_state import BOOL, FLAGS, Ids, Labels, State
 from attnmask._mask_terms import (
     ALL_PLACES,
     Crop,
@@ -186,7 +186,7 @@ def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool
         base, terms, in_order = join(
             (left.base, left.terms), (right.base, right.terms), operator, right_shape
         )
-    labels = left.labels if left.labels.complete else right.labels
+    labels = _joined_labels(left, right, in_order)
     return replace(
         left,
         base=base,
@@ -203,11 +203,24 @@ def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool
     )
 
 
+def _joined_labels(left: State, right: State, in_order: bool) -> Labels:
+    """The first that are held; else what a base says, which is to be held unless that stays the base."""
+    for state in (left, right):
+        if state.labels.complete:
+            return state.labels
+    if left.segment_based and in_order:
+        return left.labels
+    for state in (left, right):
+        if state.segment_based:
+            return labels_of_tokens(state)
+    return right.labels
+
+
 # Terms
 
 
 def _held_segments(state: State) -> tuple[Ids, Ids]:
-    if not state.labels.complete:
+    if not (state.labels.complete or state.segment_based):
         raise ValueError("within_segments must be False for a mask that holds no segment ids, got True")
     return segment_ids(state)
 
@@ -220,7 +233,7 @@ def _near(
     assert batch is not None
     bottom_right = is_bottom_right(offset, "offset")
     shift = 0 if bottom_right else per_row(offset, "offset", batch)
-    if flag(within_segments, "within_segments"):
+    if flag(within_segments, "within_segments") and not _is_one_segment(state):
         q_ids, kv_ids = _held_segments(state)
         return equal(q_ids, kv_ids), "and", _within(q_ids, kv_ids, limits, shift, bottom_right), "and"
     if _have_other_starts(state):
@@ -230,6 +243,12 @@ def _near(
         assert keys is not None
         shift = keys - queries
     return band(*limits, shift), "and"
+
+
+def _is_one_segment(state: State) -> bool:
+    """Whether all tokens of a row are in one, so that it has its diagonal where the row has it."""
+    kind = state.base[0] if state.segment_based and state.base is not None else None
+    return kind == "all" and not state.labels.complete
 
 
 def _have_other_starts(state: State) -> bool:
@@ -336,10 +355,8 @@ def reject_window(given: tuple[Any, ...]) -> NoReturn:
 
 
 def prefix(state: State, lengths: ArrayLike) -> State:
-    shape, program = state.described("apply a prefix")
-    given = per_row(lengths, "lengths", shape[0], 0)
-    labels = state.labels if state.labels.complete else padding_of(shape, program)
-    q_ids, kv_ids = labels.get()
+    given = per_row(lengths, "lengths", state.shape("apply a prefix")[0], 0)
+    q_ids, kv_ids = labels_of_tokens(state).get()
     assert q_ids is not None
     assert kv_ids is not None
     length = np.reshape(given, (-1, *(1,) * (kv_ids.ndim - 1)))
@@ -363,9 +380,9 @@ def _places(ids: Ids) -> NDArray[np.int64]:
 
 def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: bool) -> State:
     size = integer(chunk_size, "chunk_size", 1)
-    shape, program = state.described("apply chunks")
+    shape = state.shape("apply chunks")
     shift = per_row(offset, "offset", shape[0])
-    labels, up_to = state.labels, (None, 0)
+    up_to = None, 0
     if flag(within_segments, "within_segments"):
         ids = _held_segments(state)
         chunks = _chunks_of_segments(*ids, size, shift)
@@ -374,8 +391,6 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         return _with_terms(state, *nodes, flag="chunked", labels=labels, extent=extent)
     if _have_other_starts(state):
         warn_once("packed sequences")
-    if not labels.complete:
-        labels = padding_of(shape, program)
 
     def numbered(ids: Ids) -> Ids:
         number = np.arange(ids.shape[-1], dtype=np.int32) // np.int32(min(size, _INT32_MAX)) + np.int32(1)
@@ -389,7 +404,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         return frozen(np.where(ids < 0, np.int32(-1), number.clip(max=_INT32_MAX).astype(np.int32)))
 
     still = isinstance(shift, int) and shift == 0
-    labels = labels.map(numbered if still else moved, numbered, shape[2], shape[3])
+    labels = labels_of_tokens(state).map(numbered if still else moved, numbered, shape[2], shape[3])
     return _with_terms(
         state, chunk(size, shift), "and", band(*up_to, shift), "and", flag="chunked", labels=labels
     )
@@ -509,11 +524,8 @@ def kv_lengths(state: State, kv_lengths: ArrayLike, q_len: int | None, sliding_w
 def chunked_array(
     chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: DTypeLike, out: NDArray[Any] | None
 ) -> NDArray[Any]:
-    size, queries = integer(chunk_size, "chunk_size", 1), integer(q_len, "q_len", 0)
-    keys = queries if kv_len is None else integer(kv_len, "kv_len", 0)
-    for name, length in (("q_len", queries), ("kv_len", keys)):
-        if length > LONGEST:
-            raise ValueError(f"{name} must be at most 2**56, got {length}")
+    size, queries = integer(chunk_size, "chunk_size", 1), axis_length(q_len, "q_len")
+    keys = queries if kv_len is None else axis_length(kv_len, "kv_len")
     shift = per_row(offset, "offset", 1)
     program = (chunk(size, shift), band(None, 0, shift), "and")
     wanted = number_dtype(dtype)

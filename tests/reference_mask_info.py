@@ -72,6 +72,18 @@ class Pairs:
         self.q_ids, self.kv_ids = q_ids, kv_ids
         self.q_positions, self.kv_positions = q_positions, kv_positions
         self.baked: set[str] = set()
+        self.held = True  # else ids are known without any that are held
+
+    @classmethod
+    def of_lengths(cls, q_lengths, kv_lengths, queries: int, keys: int) -> "Pairs":
+        """Rows of so many tokens, and padding behind them."""
+        sides = (q_lengths, queries), (kv_lengths, keys)
+        ids = [
+            np.where(np.arange(n) < np.reshape(each, (-1, 1)), 0, -1).astype(np.int32) for each, n in sides
+        ]
+        pairs = cls.of_ids(*ids)
+        pairs.held = False
+        return pairs
 
     @classmethod
     def of_ids(cls, q_ids, kv_ids) -> "Pairs":
@@ -161,6 +173,7 @@ class Pairs:
         if self.q_ids is None:
             self.q_ids = self.live.any(axis=(1, 3)).astype(np.int32) - 1
             self.kv_ids = self.live.any(axis=(1, 2)).astype(np.int32) - 1
+        self.held = True
         q = q + per_row(offset, self.shape[0])[:, None, None, None]  # [B, 1, Q, 1]
         self.keep((q // size == k // size) & (k <= q), "chunked")
         number = np.maximum(q[:, 0, :, 0] // size + 1, 0)
@@ -170,7 +183,7 @@ class Pairs:
         self.kv_ids = np.where(self.kv_ids < 0, -1, k[0] // size + 1).astype(np.int32)
 
     def chunked_within_segments(self, size: int, offset=0) -> None:
-        upto = self.distance(offset, True) <= 0
+        upto, self.held = self.distance(offset, True) <= 0, True
         sides = both_per_head(self.q_ids, self.kv_ids)
         rows = sides[0].shape[:-1]
         chunks = [places(ids, -1) // size for ids in sides]
@@ -206,6 +219,7 @@ class Pairs:
         self.live = {"union": self.live | alike, "intersect": self.live & alike, "replace": alike}[combine]
         self.baked |= {"token_type_ids"}
         if update or (update is None and combine != "union"):
+            self.held = True
             self.q_ids, self.kv_ids = (
                 np.where(q_types == 0, -1, q_types),
                 np.where(kv_types == 0, -1, kv_types),
@@ -238,8 +252,8 @@ class Pairs:
     def joined(self, other: "Pairs", union: bool) -> None:
         self.live = self.live | other.live if union else self.live & other.live
         self.baked = self.baked & other.baked if union else self.baked | other.baked
-        if self.q_ids is None:
-            self.q_ids, self.kv_ids = other.q_ids, other.kv_ids
+        if self.q_ids is None or (other.q_ids is not None and other.held > self.held):
+            self.q_ids, self.kv_ids, self.held = other.q_ids, other.kv_ids, True
 
     def inverted(self) -> None:
         self.live, self.q_ids, self.kv_ids, self.baked = ~self.live, None, None, set()
@@ -265,7 +279,7 @@ class Pairs:
             yield np.asarray(counts).astype(np.int32)
 
     def cu_seqlens(self) -> Iterator[np.ndarray]:
-        if self.q_ids is None:
+        if self.q_ids is None or not self.held:
             for live in (self.live.any(axis=(1, 3)), self.live.any(axis=(1, 2))):
                 spans = [np.flatnonzero(row) for row in live]
                 ends = [(span[0], span[-1] + 1) if len(span) else (0, 0) for span in spans]

@@ -130,6 +130,8 @@ def bases(draw, shape=None):
                 "packed",
                 "blocks",
                 "function",
+                "full",
+                "lengths",
             ]
         )
     )
@@ -144,6 +146,13 @@ def bases(draw, shape=None):
         mask = mask_of(draw, 1, 1, batch, queries)[0, 0]
         ids = mask.astype(np.int32) - 1
         info, pairs = MaskInfo.from_attention_mask(mask), ref.Pairs.of_ids(ids, ids)
+    elif kind == "full":
+        info = MaskInfo.full(queries, keys, batch)
+        pairs = ref.Pairs.of_lengths([queries] * batch, [keys] * batch, queries, keys)
+    elif kind == "lengths" and queries == keys:
+        lengths = draw(st.lists(st.integers(0, queries), min_size=batch, max_size=batch))
+        info = MaskInfo.from_lengths(np.array(lengths, int), queries)
+        pairs = ref.Pairs.of_lengths(lengths, lengths, queries, keys)
     elif kind == "packed" and batch == 1:
         q_ids, kv_ids = (np.sort(ids_of(draw, 1, None, n).clip(0), axis=-1) for n in (queries, keys))
         q_cu, kv_cu = (np.searchsorted(ids[0], np.arange(5)) for ids in (q_ids, kv_ids))
@@ -312,9 +321,10 @@ def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo
     elif operation == "segments":
         info = info.materialize_segment_ids()
         pairs.q_ids, pairs.kv_ids = pairs.ids()
+        pairs.held = True
     elif operation == "relabel" and info.tree_flatten()[0][0] is not None:  # ids of an array are labels
         pairs.q_ids, pairs.kv_ids = ids_of(draw, batch, None, queries), ids_of(draw, batch, None, keys)
-        info = info.replace(q_segment_ids=pairs.q_ids, kv_segment_ids=pairs.kv_ids)
+        info, pairs.held = info.replace(q_segment_ids=pairs.q_ids, kv_segment_ids=pairs.kv_ids), True
     words.append(f"{operation} {args}")
     return info
 
@@ -332,7 +342,7 @@ def expected_answers(pairs: ref.Pairs) -> dict[str, object]:
     q_ids, kv_ids = pairs.ids()
     q_lens, kv_lens = pairs.lens()
     cu_q, cu_kv = pairs.cu_seqlens()
-    held = pairs.q_ids if pairs.q_ids is not None else np.zeros((1, 1), np.int32)
+    held = pairs.q_ids if pairs.q_ids is not None and pairs.held else np.zeros((1, 1), np.int32)
     first = held[:, 0] if held.ndim == 3 else held
     of_segments = ref.equal_ids(q_ids, kv_ids)
     return {
@@ -354,7 +364,7 @@ def expected_answers(pairs: ref.Pairs) -> dict[str, object]:
         "create_bias": np.where(pairs.live, np.float32(0), np.finfo(np.float32).min),
         "density": pairs.live.mean() if pairs.live.size else 0.0,
         "is_self_attention": np.array_equal(pairs.q_ids, pairs.kv_ids)
-        if pairs.q_ids is not None
+        if pairs.q_ids is not None and pairs.held
         else queries == keys,
         "is_multi_sequence": first.max(initial=-1) > 0,
         "shape": (batch, queries, keys),
