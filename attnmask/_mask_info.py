@@ -33,6 +33,7 @@ from attnmask._arguments import AxisName, describe, flag, frozen
 from attnmask._debug import traced
 from attnmask._graphs import left_to_python
 from attnmask._keywords import hides
+from attnmask._mask_program import words
 from attnmask._mask_sharding import MaskSharding, shardings
 from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
 
@@ -1276,6 +1277,26 @@ class MaskInfo:
         except Exception:  # JAX may put other objects than arrays into the leaves
             return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
 
+    def __str__(self) -> str:
+        """The first plane as `visualize` draws it, as wide as the terminal, under a line of words.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> print(attnmask.MaskInfo.full(0))
+        mask [1, 1, 0, 0]: full; no pairs
+        """
+        try:
+            state = self._state
+        except Exception:
+            return repr(self)
+        if state.base is None:
+            return f"no mask: {state}"
+        from attnmask import _render as render
+
+        base, terms = words(state.program, state.segment_based)
+        return render.text(self._drawable(), " ".join([base, *terms]))
+
     # Masks made of masks
 
     def __eq__(self, other: object) -> bool:
@@ -1919,7 +1940,7 @@ class MaskInfo:
 
     def visualize(
         self,
-        block_size: int | tuple[int, int] = 32,
+        block_size: int | tuple[int, int] | None = None,
         batch: int = 0,
         head: int = 0,
         fit_in_screen: bool = True,
@@ -1935,8 +1956,9 @@ class MaskInfo:
 
         Parameters
         ----------
-        block_size : int or (int, int)
-            How many queries and keys make a cell.
+        block_size : int or (int, int), optional
+            How many queries and keys make a cell. If not given, cells are the smallest that fit `max_rows`, `max_cols`
+            and the terminal; without `fit_in_screen`, 32.
         batch, head : int
             Which plane; IndexError if there is no such.
         fit_in_screen : bool
@@ -1956,10 +1978,15 @@ class MaskInfo:
         Examples
         --------
         >>> import attnmask
-        >>> info = attnmask.MaskInfo.from_segments([[0] * 8]).apply_causal()
-        >>> drawing = info.visualize(block_size=2, charset="ascii", return_str=True)
-        >>> "||##..    ||" in drawing
-        True
+        >>> attnmask.MaskInfo.causal(4).visualize(show_segments=False)  # doctest: +NORMALIZE_WHITESPACE
+        mask [1, 1, 4, 4], batch 0, head 0; 62.5 % live; a cell is 1 × 1 pairs
+          ========
+        ||██      ||
+        ||████    ||
+        ||██████  ||
+        ||████████||
+          ========
+        '██' all live, '░░' some live, '  ' none
         """
         from attnmask import _render as render
 

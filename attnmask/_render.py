@@ -14,6 +14,9 @@ size of the mask::
 
 import importlib
 import os
+import shutil
+import sys
+import textwrap
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -194,6 +197,37 @@ _GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}
 _MARGIN = 6  # characters of a label at the left, at least
 
 
+_AROUND = 4  # characters of a line beside its label and its cells
+_OTHER_LINES = 8  # title, labels, edges and legend, and where the next command is written
+
+
+def _terminal() -> os.terminal_size:
+    """How wide it is, and how many lines it has; 80 characters and 0 lines if there is none."""
+    return shutil.get_terminal_size((80, 0))
+
+
+def _fitting(tokens: tuple[int, int], margin: int, max_rows: int, max_cols: int) -> tuple[int, int]:
+    """The smallest cells that are no more than `max_rows` × `max_cols`, and fit the terminal."""
+    width, lines = _terminal()
+    rows = max(min(max_rows, lines - _OTHER_LINES if lines else max_rows), 1)
+    columns = max(min(max_cols, (width - margin - _AROUND) // len(_GLYPHS["ascii"][0])), 1)
+    return max(cell_count(tokens[0], rows), 1), max(cell_count(tokens[1], columns), 1)
+
+
+def _wrapped(lines: list[str]) -> list[str]:
+    """No longer than the terminal is wide."""
+    return [part for line in lines for part in textwrap.wrap(line, max(_terminal().columns, 1))]
+
+
+def _charset() -> str:
+    """Of the letters that standard output can write."""
+    try:
+        "".join((*_GLYPHS["unicode"], "×")).encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeError, LookupError):
+        return "ascii"
+    return "unicode"
+
+
 def _margin_label(label: int) -> str:
     return {PAD: "PAD", MIX: "MIX"}.get(label, str(label))
 
@@ -223,7 +257,7 @@ def _painted_cells(glyphs: list[str], colours: list[int]) -> str:
 
 def visualize(
     info: Drawable,
-    block_size: int | tuple[int, int] = 32,
+    block_size: int | tuple[int, int] | None = None,
     batch: int = 0,
     head: int = 0,
     fit_in_screen: bool = True,
@@ -232,6 +266,7 @@ def visualize(
     charset: str = "unicode",
     show_segments: bool = True,
     coloured: bool = False,
+    words: str = "",
 ) -> str:
     """Draw one plane of a mask with characters: each cell is empty, partly live or full.
 
@@ -241,8 +276,9 @@ def visualize(
     ----------
     info : MaskInfo
         The mask.
-    block_size : int or (int, int)
-        Tokens along the sides of a cell: as many queries as keys, or queries and keys.
+    block_size : int or (int, int), optional
+        Tokens along the sides of a cell: as many queries as keys, or queries and keys. The smallest that fit
+        `max_rows`, `max_cols` and the terminal if not given; without `fit_in_screen`, 32.
     batch, head : int
         Which plane. IndexError outside the mask, or if `head` is not 0 in a mask that all heads share.
     fit_in_screen : bool
@@ -256,6 +292,8 @@ def visualize(
         its last two digits. A cell of nothing but padding is ``PAD`` or blank; one with several, ``MIX`` or ``??``.
     coloured : bool
         With the codes by which a terminal gives each segment the colour that it has in other pictures.
+    words : str
+        What the mask is made of, for the title.
 
     Returns
     -------
@@ -278,30 +316,37 @@ def visualize(
     left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several
     """
     batch, head = places(info, batch, head)
-    q_block, k_block = _block(block_size)
     fit_in_screen = flag(fit_in_screen, "fit_in_screen")
     show_segments = flag(show_segments, "show_segments")
     max_rows, max_cols = integer(max_rows, "max_rows", 1), integer(max_cols, "max_cols", 1)
     one_of(charset, "charset", tuple(_GLYPHS))
+    fits_terminal = block_size is None and fit_in_screen
+    q_block, k_block = _block(32 if block_size is None else block_size)
 
     batches, queries, keys = info.shape
+    labels = info.labels(batch, head) if show_segments else None
     q_cell, k_cell = q_block, k_block
-    if fit_in_screen:
+    if fits_terminal:
+        longest = 0 if labels is None else len(str(labels[0].max(initial=0)))
+        margin = max(longest, _MARGIN) + 1 if show_segments else 0
+        q_cell, k_cell = q_block, k_block = _fitting((queries, keys), margin, max_rows, max_cols)
+    elif fit_in_screen:
         q_cell *= max(cell_count(cell_count(queries, q_block), max_rows), 1)
         k_cell *= max(cell_count(cell_count(keys, k_block), max_cols), 1)
     counts = counted(info, batch, head, q_cell, k_cell)
-    labels = info.labels(batch, head) if show_segments else None
 
     glyphs = _GLYPHS[charset]
     rows = np.array(glyphs)[np.where(counts == q_cell * k_cell, 2, np.minimum(counts, 1))]
     times = "×" if charset == "unicode" else "x"
-    title = (
-        f"mask [{batches}, {info.heads}, {queries}, {keys}], batch {batch}, head {head}; "
-        f"{percent(density(counts, queries, keys))} live; a cell is {q_cell} {times} {k_cell} pairs"
-    )
+    share = density(counts, queries, keys)
+    shape = f"mask [{batches}, {info.heads}, {queries}, {keys}]"
+    title = f"{shape}, batch {batch}, head {head}; {percent(share)} live"
+    if words:
+        title = f"{shape}: {words}; {shown(info, batch, head, share)}"
+    title += f"; a cell is {q_cell} {times} {k_cell} pairs"
     if (q_cell, k_cell) != (q_block, k_block):
         title += f", {q_cell // q_block} {times} {k_cell // k_block} blocks"
-    lines = [title]
+    lines: list[str] = []
     indent, margins = " " * (_MARGIN if show_segments else 0), [""] * len(rows)
     if labels is not None:
         q_labels, k_labels = (
@@ -321,12 +366,23 @@ def visualize(
         texts = [_painted_cells(*row) for row in zip(rows.tolist(), colours.tolist(), strict=True)]
     lines += [f"{margin}||{text}||" for margin, text in zip(margins, texts, strict=True)]
     lines.append(edge)
-    lines.append(f"'{glyphs[2]}' all live, '{glyphs[1]}' some live, '{glyphs[0]}' none")
+    legend = [f"'{glyphs[2]}' all live, '{glyphs[1]}' some live, '{glyphs[0]}' none"]
     if labels is not None:
-        lines.append("left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several")
+        legend.append("left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several")
     elif show_segments:
-        lines.append("no segments: the mask has none, and is too large to find rows that are alike")
-    return "\n".join(lines)
+        legend.append("no segments: the mask has none, and is too large to find rows that are alike")
+    before, after = (_wrapped(part) if fits_terminal else part for part in ([title], legend))
+    return "\n".join((*before, *lines, *after))
+
+
+def text(info: Drawable, words: str) -> str:
+    """The first plane of a mask as wide as the terminal, under a line that says what it is made of; the line alone if
+    there is nothing to draw.
+    """
+    if all((*info.shape, info.heads)):
+        return visualize(info, max_cols=_terminal().columns, charset=_charset(), words=words)
+    batches, queries, keys = info.shape
+    return "\n".join(_wrapped([f"mask [{batches}, {info.heads}, {queries}, {keys}]: {words}; no pairs"]))
 
 
 # matplotlib

@@ -278,7 +278,7 @@ def test_places_outside(drawing, place, error):
         ({"block_size": True}, TypeError, "block_size must be an integer, got True"),
         ({"block_size": 2.0}, TypeError, "block_size must be an integer, got 2.0"),
         ({"block_size": (2, 2.5)}, TypeError, "block_size must be an integer, got 2.5"),
-        ({"block_size": None}, TypeError, "block_size must be an integer, got None"),
+        ({"block_size": "2"}, TypeError, "block_size must be an integer, got '2'"),
         ({"block_size": "32"}, TypeError, "block_size must be an integer, got '32'"),
         ({"block_size": (1, 2, 3)}, ValueError, "block_size must be an integer or two of them, got 3"),
         ({"max_rows": 0}, ValueError, "max_rows must be at least 1, got 0"),
@@ -301,6 +301,104 @@ def test_numpy_integers_will_do():
     two = np.int64(2)
     got = render.visualize(Held(causal(8)), (two, two), np.uint8(0), np.int8(0), np.True_, two, two)
     assert got == render.visualize(Held(causal(8)), 2, 0, 0, True, 2, 2)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Sets how many characters and lines it has."""
+
+    def set_size(width, lines=0):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("LINES", str(lines))
+
+    return set_size
+
+
+@pytest.mark.parametrize("width", [20, 80, 200])
+@pytest.mark.parametrize("tokens", [(1, 1), (7, 90), (33, 33), (1000, 5), (131_072, 131_072)])
+@pytest.mark.parametrize("segments", [False, True])
+def test_smallest_cells_that_fit(terminal, width, tokens, segments):
+    terminal(width)
+    info = MaskInfo.causal(*tokens)
+    text = render.visualize(info, max_rows=32, max_cols=64, show_segments=segments)
+    found = re.search(r"a cell is (\d+) × (\d+) pairs$", text.split("\n  ")[0].replace("\n", " "))
+    rows = [line for line in text.split("\n") if line.endswith("||")]
+    assert max(map(len, text.split("\n"))) <= width
+    limits = 32, min(64, (width - (11 if segments else 4)) // 2)
+    cells = tuple(-(-length // limit) for length, limit in zip(tokens, limits, strict=True))
+    assert not found or tuple(map(int, found.groups())) == cells
+    assert len(rows) == -(-tokens[0] // cells[0])
+    assert len(rows[0]) == (11 if segments else 4) + 2 * -(-tokens[1] // cells[1])
+
+
+def test_cells_fit_the_lines_of_a_terminal(terminal):
+    terminal(80, 20)
+    assert len(MaskInfo.causal(64).visualize(return_str=True).split("\n")) <= 20
+    terminal(80, 3)  # too few for anything
+    assert MaskInfo.causal(64).visualize(return_str=True).count("||") == 2
+    terminal(80, 20)
+    assert MaskInfo.causal(64).visualize(2, return_str=True).count("||\n") == 32  # as they were asked for
+
+
+def test_cells_without_an_end_are_as_large_as_ever():
+    text = MaskInfo.causal(100).visualize(fit_in_screen=False, return_str=True)
+    assert "a cell is 32 × 32 pairs" in text
+
+
+def test_cells_leave_room_for_large_ids(terminal):
+    terminal(40)
+    text = MaskInfo.from_segments([[123_456_789_0] * 50]).visualize(return_str=True)
+    assert max(map(len, text.split("\n"))) <= 40
+
+
+PRINTED = {
+    "causal": (MaskInfo.causal(8), "mask [1, 1, 8, 8]: full & causal; 56.2 % live; a cell is 1 × 1 pairs"),
+    "batch": (
+        MaskInfo.from_lengths([2, 3]),
+        "mask [2, 1, 3, 3]: lengths & key lengths; batch row 0: 44.4 % live; a cell is 1 × 1 pairs",
+    ),
+    "long": (MaskInfo.causal(131_072), "mask [1, 1, 131072, 131072]: full & causal; 50 % live; a cell is "),
+    "no queries": (MaskInfo.full(0, 5), "mask [1, 1, 0, 5]: full; no pairs"),
+    "no rows": (MaskInfo.full(2, batch=0), "mask [0, 1, 2, 2]: full; no pairs"),
+    "no heads": (MaskInfo(np.ones((1, 0, 2, 2))), "mask [1, 0, 2, 2]: dense float64[1, 0, 2, 2]; no pairs"),
+    "nothing": (MaskInfo(), "no mask: holds=[], cached=[]"),
+    "ids of queries": (
+        MaskInfo(q_segment_ids=[[0, 1]]),
+        "no mask: batch_size=1, q_len=2, holds=[q_segment_ids], cached=[]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("width", [30, 80, 132])
+def test_print(terminal, capsys, name, width):
+    """The drawing is as wide as the terminal, under a line of words; `repr` stays in one line."""
+    terminal(width)
+    info, words = PRINTED[name]
+    print(info)
+    lines = capsys.readouterr().out.split("\n")[:-1]
+    title = " ".join(itertools.takewhile(lambda line: "===" not in line and line[:1] != " ", lines))
+    assert title.startswith(words)
+    if "live" in words:
+        assert max(map(len, lines)) <= width
+    assert ("█" in "".join(lines)) == ("live" in words)
+    if name == "long" and width > 30:
+        assert max(map(len, lines)) >= width - 2
+    assert repr(info).startswith("MaskInfo(")
+    assert "\n" not in repr(info)
+    assert f"{info}" == str(info)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such"])
+def test_print_writes_what_standard_output_can(monkeypatch, encoding):
+    class Stream(io.StringIO):
+        pass
+
+    Stream.encoding = encoding
+    monkeypatch.setattr(sys, "stdout", Stream())
+    assert str(MaskInfo.causal(4)).isascii()
+    monkeypatch.setattr(sys, "stdout", None)
+    assert "██" in str(MaskInfo.causal(4))
 
 
 class Terminal(io.StringIO):
@@ -705,7 +803,7 @@ def test_info_is_drawn_like_its_array(pyplot, name):
         got, expected = (render.plot(drawn, batch=batch, head=head) for drawn in (info, held))
         np.testing.assert_array_equal(got.images[0].get_array(), expected.images[0].get_array())
     ids = {(0, 0): info.visualize(return_str=True), (1, 0): info.visualize(batch=1, return_str=True)}
-    assert ids == {place: render.visualize(info, 32, *place) for place in ids}
+    assert ids == {place: render.visualize(info, None, *place) for place in ids}
     assert info._repr_html_() == render_svg.svg(info)
 
 
