@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n $(JOBS) --dist worksteal
+SLOWEST ?= 10
 BENCH_ARGS ?=
 COMPILERS ?= gcc clang
 FUZZ_ARGS ?=
@@ -11,19 +12,28 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PYTEST := $(BIN)/pytest --durations=$(SLOWEST)
 SOURCES := $(sort $(shell find csrc -name '*.[ch]'))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks test-frameworks-quick frameworks-quick-installed frameworks frameworks-installed fuzz bench docs wheel lint format stubs faults sanitize tsan werror clean
+.PHONY: help demo test test-quick test-frameworks test-frameworks-quick frameworks-quick-installed frameworks frameworks-installed fuzz bench docs wheel lint format stubs faults sanitize tsan werror clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(VENV)/installed ## install and show what the library does
-	$(BIN)/python -m attnmask
+	@$(BIN)/python -m attnmask
+	@echo
+	@echo 'Next: $(BIN)/python to try it, `make test` to test this build, `make docs` for the documentation.'
 
-test: $(VENV)/installed $(VENV)/test.txt ## install and run the tests (PYTEST_ARGS='-k cumsum')
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: $(VENV)/installed $(VENV)/test.txt ## install and run all tests (PYTEST_ARGS='-k cumsum')
+	@echo 'attnmask: testing at every instruction set of this processor. `make test-quick` takes a third of the time.'
+	@$(PYTEST) $(PYTEST_ARGS)
+	@echo 'All tests passed. Next: `make demo`, or `pip install .` to install into an environment of your own.'
+
+test-quick: export ATTNMASK_TEST_LEVELS := turns
+test-quick: $(VENV)/installed $(VENV)/test.txt ## the same tests, each at one instruction set
+	@$(PYTEST) $(PYTEST_ARGS)
 
 # PyTorch for the CPU alone: PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'.
 test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transformers, JAX or ejKernel, with all of these
@@ -33,13 +43,13 @@ test-frameworks: $(VENV)/installed ## run the tests that need PyTorch, transform
 test-frameworks-quick: $(VENV)/installed
 	@$(MAKE) --no-print-directory frameworks-quick-installed || \
 	    { echo 'no PyTorch or JAX to be had: skipped'; exit 0; }; \
-	$(MAKE) --no-print-directory VENV=.venv-frameworks PYTEST_ARGS='-m "not long" -n $(JOBS) --dist worksteal' frameworks
+	$(MAKE) --no-print-directory VENV=.venv-frameworks PYTEST_ARGS='-m "not long" $(PYTEST_ARGS)' frameworks
 
 frameworks-quick-installed:
 	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed
 
 frameworks: frameworks-installed # with the package that is built where it lies
-	PYTHONPATH=$(CURDIR) $(BIN)/pytest $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
+	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
 
 frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 
@@ -50,7 +60,9 @@ bench: $(VENV)/installed $(VENV)/bench.txt ## measure beside other libraries (BE
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
 
 docs: $(VENV)/installed $(VENV)/docs.txt ## make the documentation, in build/docs
-	$(BIN)/sphinx-build -W --keep-going --quiet -d build/doctrees -b html docs build/docs
+	@echo 'attnmask: making the documentation, in about a minute'
+	@$(BIN)/sphinx-build -W --keep-going --quiet -d build/doctrees -b html docs build/docs
+	@echo 'Open build/docs/index.html'
 
 # The wheel is made from the source distribution, and tested where there are no sources and no compiler.
 WHEEL := build/wheel
@@ -94,7 +106,7 @@ werror: $(VENV)/created ## build without a warning, and look for instructions th
 
 faults: $(VENV)/installed $(VENV)/test.txt ## let each allocation of many calls fail
 	CFLAGS=-w ATTNMASK_DEBUG=1 ATTNMASK_FAULTS=1 $(call BUILD_AS,faults)
-	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib $(BIN)/pytest $(PYTEST_ARGS) tests/test_allocation_faults.py
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/faults/lib $(PYTEST) $(PYTEST_ARGS) tests/test_allocation_faults.py
 
 # What a target needs beside a compiler: a command that succeeds where it is there, and what to say where it is not.
 need = @$(1) || { echo '$(2)' >&2; exit 1; }
@@ -112,7 +124,7 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests, those of faults a
 	$(call need,test -e "$$(gcc -print-file-name=libasan.so)",make sanitize needs gcc and its sanitizers: apt install gcc)
 	CC=gcc ATTNMASK_FAULTS=1 ATTNMASK_SANITIZE=address,undefined $(call BUILD_AS,sanitize)
 	$(SANITIZED) $(BIN)/python -c 'import attnmask._core as c; assert "/sanitize/" in c.__file__, c.__file__'
-	$(SANITIZED) $(BIN)/pytest --capture=sys -n $(JOBS) --dist worksteal $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
+	$(SANITIZED) $(PYTEST) --capture=sys $(PYTEST_ARGS) # which leaves the sanitizer's report to be seen
 
 # Python is not instrumented, nor is the OpenMP runtime: archer, which comes with LLVM's, tells what it orders. Children of
 # processes with threads are beyond the sanitizer.
@@ -131,7 +143,7 @@ tsan: $(VENV)/installed $(VENV)/test.txt ## look for races in the tests of threa
 	CC=clang ATTNMASK_SANITIZE=thread $(call BUILD_AS,tsan)
 	$(TSAN) $(BIN)/python -c 'import attnmask; assert "LLVM" in attnmask.show_config("dict")["openmp"]'
 	$(TSAN) ARCHER_OPTIONS=verbose=1 $(BIN)/python -c 'import attnmask' 2>&1 | grep -q 'Archer detected'
-	$(TSAN) $(BIN)/pytest --capture=sys -n $(JOBS) --dist worksteal $(TSAN_TESTS) $(PYTEST_ARGS) # which leaves the report to be seen
+	$(TSAN) $(PYTEST) --capture=sys $(TSAN_TESTS) $(PYTEST_ARGS) # which leaves the report to be seen
 
 clean: ## remove all that was made
 	rm -rf $(VENV) .venv-frameworks build dist *.egg-info attnmask/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
@@ -140,19 +152,23 @@ clean: ## remove all that was made
 $(VENV)/created: # with what pyproject.toml asks for to build, so that a rebuild needs no new environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo 'attnmask needs Python 3.11 or newer, and $(PYTHON) is none: make PYTHON=python3.12' >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) 'setuptools>=77' 'numpy>=2.0'
-	touch $@
+	@echo 'attnmask: making $(VENV), and downloading NumPy and setuptools'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) 'setuptools>=77' 'numpy>=2.0'
+	@touch $@
 
+# Built by setup.py, which says how far it is and how long it may take; pip would show nothing of that.
 $(VENV)/installed: $(VENV)/created $(SOURCES) setup.py pyproject.toml # Python code is used where it is
 	@$(BIN)/python setup.py --quiet check_tools
-	$(PIP) --no-build-isolation --editable .
-	touch $@
+	@$(BIN)/python setup.py --quiet build_ext --inplace --build-temp build/editable
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
 
 EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
 
 $(VENV)/%.txt: $(VENV)/created pyproject.toml # the packages of one extra
-	$(BIN)/python -c '$(EXTRA)' $* > $@.new
-	$(PIP) -r $@.new
-	mv $@.new $@
+	@echo 'attnmask: downloading what `make $*` needs'
+	@$(BIN)/python -c '$(EXTRA)' $* > $@.new
+	@$(PIP) -r $@.new
+	@mv $@.new $@

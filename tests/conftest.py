@@ -98,6 +98,15 @@ def isa(request):
     _core.use_isa(previous)
 
 
+# A warning in a test is an error, one of a plugin that happens to be installed is not. `torch.jit` is used by PyTorch
+# itself, which warns of it from 2.13 on.
+WARNINGS = pytest.mark.filterwarnings("error", "ignore:`torch.jit")
+
+
+def pytest_itemcollected(item) -> None:
+    item.add_marker(WARNINGS, append=False)  # before what a test says of itself
+
+
 def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
 

@@ -105,6 +105,19 @@ def test_make_without_a_sanitizer(target, said, venv, no_compiler):
     assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
 
 
+@with_make
+def test_make_uses_all_processors():
+    """Unless PYTEST_ARGS says otherwise."""
+
+    def command(*variables: str) -> str:
+        made = ["VENV=none", "-o", "none/installed", "-o", "none/test.txt", "--no-print-directory", "-n"]
+        result = subprocess.run([str(MAKE), *made, *variables], cwd=ROOT, capture_output=True, text=True)
+        return next(line for line in result.stdout.splitlines() if "pytest" in line)
+
+    assert command("test", "JOBS=3") == "none/bin/pytest --durations=10 -n 3 --dist worksteal"
+    assert command("test-quick", "PYTEST_ARGS=-k x", "SLOWEST=20") == "none/bin/pytest --durations=20 -k x"
+
+
 def test_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
