@@ -13,7 +13,11 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError as error:
+    raise SystemExit(f"this example needs PyTorch: pip install torch ({error})") from None
 
 import attnmask
 import attnmask.torch

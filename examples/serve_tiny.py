@@ -12,8 +12,14 @@ import time
 from functools import partial
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+try:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as error:
+    raise SystemExit(
+        f"this example needs PyTorch and transformers: pip install torch transformers ({error})"
+    ) from None
 
 import attnmask.transformers
 

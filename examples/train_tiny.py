@@ -148,6 +148,19 @@ def loss_and_gradients(params, characters, following, starts):
     return loss, grads
 
 
+def curve(losses, bigram, width=60, height=8):
+    """The losses as lines of text, over the line of the bigrams."""
+    means = [part.mean() for part in np.array_split(np.array(losses), min(width, len(losses)))]
+    top = max(*means, bigram)
+    rows = [max(0, min(height - 1, int(height * mean / top))) for mean in means]
+    for row in reversed(range(height)):
+        line = "".join("●" if at == row else " " for at in rows)
+        level = row == min(height - 1, int(height * bigram / top))
+        yield f"{top * (row + 0.5) / height:5.2f} ┤ {line.replace(' ', '·') if level else line.rstrip()}" + (
+            " bigrams" if level else ""
+        )
+
+
 def train(steps=200, count=8, rate=3e-3, seed=0, report=print):
     """The bits a character of unseen documents that the model needs, and those that a bigram would."""
     rng = np.random.default_rng(seed)
@@ -157,9 +170,10 @@ def train(steps=200, count=8, rate=3e-3, seed=0, report=print):
         f"{sum(array.size for array in params.values())} parameters; bigram entropy {bigram:.3f} bits a character"
     )
     means, squares = ({name: np.zeros_like(array) for name, array in params.items()} for _ in range(2))
-    begin = time.perf_counter()
+    begin, losses = time.perf_counter(), []
     for step in range(1, steps + 1):
         loss, grads = loss_and_gradients(params, *packed(rng, count))
+        losses.append(loss * BITS)
         now = rate * min(1, step / 20) * (1 - 0.9 * step / steps)
         for name, grad in grads.items():  # Adam
             means[name] += 0.1 * (grad - means[name])
@@ -169,6 +183,8 @@ def train(steps=200, count=8, rate=3e-3, seed=0, report=print):
         if step == 1 or step % 25 == 0:
             report(f"step {step:4}   loss {loss * BITS:.3f} bits   {time.perf_counter() - begin:5.1f} s")
     loss = loss_and_gradients(params, *unseen)[0] * BITS
+    for line in curve(losses, bigram):
+        report(line)
     report(f"unseen documents: {loss:.3f} bits a character, of {bigram:.3f} by bigrams")
     return loss, bigram
 

@@ -45,5 +45,9 @@ def test_training_beats_bigrams(train_tiny):
     assert [line.split()[0] for line in lines] == [
         str(lines[0].split()[0]),
         *["step"] * (1 + steps // 25),
+        *[line.split()[0] for line in lines[-9:-1]],
         "unseen",
     ]
+    drawn = "".join(lines[-9:-1])
+    assert drawn.count("●") == min(steps, 60)
+    assert drawn.count("bigrams") == 1
