@@ -1,6 +1,11 @@
 """The documentation: guides, and a reference made from the docstrings. `make docs` builds it."""
 
 import importlib.util
+import inspect
+import re
+import sys
+import textwrap
+from pathlib import Path
 
 import numpy as np
 from docutils import nodes
@@ -8,11 +13,21 @@ from docutils.parsers.rst import Directive
 
 import attnmask
 
+sys.path.append(str(Path(__file__).parent))
+
+import gallery
+
 project = "attnmask"
 version = release = attnmask.__version__
 project_copyright = "the authors of attnmask, Apache-2.0"
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
+    "numpydoc",
+    "myst_parser",
+]
 rst_prolog = ".. currentmodule:: attnmask"
 default_role = "py:obj"  # `name` is a link where there is such a name, and else stands out
 highlight_language = "none"  # drawings of masks are no Python; examples are, with >>>
@@ -54,6 +69,39 @@ class Mask(Directive):
         return [nodes.figure("", nodes.raw("", mask._repr_html_(), format="html"), caption, classes=["mask"])]
 
 
+def small(picture):
+    """A picture of a mask without the words around it."""
+    height = int(re.search('height="(\\d+)"', picture)[1])
+    legend = int(re.search(r'font-size="11"[^>]*><text x="(\d+)', picture)[1])
+    frame = f' viewBox="22 28 {legend - 52} {height - 36}"'
+    return re.sub(' width="[^"]*" height="[^"]*" viewBox="[^"]*"', frame, picture, count=1)
+
+
+class Gallery(Directive):
+    """``.. gallery::`` draws the masks of gallery.py: a grid of small pictures, and a section for each."""
+
+    def run(self):
+        grid, sections = "", []
+        for name, make in vars(gallery).items():
+            if not inspect.isfunction(make):
+                continue
+            title, _, text = inspect.getdoc(make).partition("\n\n")
+            code = textwrap.dedent(inspect.getsource(make).split('"""')[2]).strip()
+            code, _, shown = code.rpartition("\nreturn ")
+            picture = make()._repr_html_()
+            grid += f'<a href="#{nodes.make_id(name)}">{small(picture)}<span>{title}</span></a>'
+            section = nodes.section(ids=[nodes.make_id(name)], names=[name])
+            section += nodes.title(title, title)
+            section += nodes.paragraph(
+                "", "", *self.state.inline_text(" ".join(text.split()), self.lineno)[0]
+            )
+            section += nodes.literal_block(code, code, language="python")
+            caption = [] if shown == "mask" else [nodes.caption("", "", nodes.literal(shown, shown))]
+            section += nodes.figure("", nodes.raw("", picture, format="html"), *caption, classes=["mask"])
+            sections.append(section)
+        return [nodes.raw("", f'<div class="gallery">{grid}</div>', format="html"), *sections]
+
+
 def find_name(app, env, node, text):
     """Links `name` also in summaries and in docstrings of modules, which are of no class or of an internal module."""
     prefixes = ["attnmask."] + ["attnmask.MaskInfo."] * (node["refdoc"] == "mask_info")
@@ -69,4 +117,5 @@ def find_name(app, env, node, text):
 
 def setup(app):
     app.add_directive("mask", Mask)
+    app.add_directive("gallery", Gallery)
     app.connect("missing-reference", find_name)

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import inspect
 import io
 import json
 import re
@@ -67,6 +68,43 @@ def test_pictures():
     for expression in expressions:
         mask = eval(" ".join(expression.split()), {"np": np, "MaskInfo": MaskInfo})
         assert mask._repr_html_().startswith("<svg "), expression
+
+
+def test_gallery(monkeypatch):
+    """Each mask of the gallery is drawn, and the words beside it are short."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import gallery
+
+    makers = [make for make in vars(gallery).values() if inspect.isfunction(make)]
+    assert len(makers) >= 24
+    for make in makers:
+        mask = make()
+        assert mask._repr_html_().startswith("<svg "), make.__name__
+        assert 0 < mask.density() <= 1, make.__name__
+        lines = inspect.getsource(make).split('"""')[2].strip().splitlines()
+        assert len(lines) <= 9, make.__name__
+        assert lines[-1].strip().startswith("return mask"), make.__name__
+
+
+def test_links_between_files():
+    """What README, CONTRIBUTING and the like link to is there."""
+    root = DOCS.parent
+    for page in [*root.glob("*.md"), *root.glob("benchmarks/results/*.md"), *root.glob("examples/*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if not target.startswith(("http", "mailto")):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_is_one_screen():
+    lines = (DOCS.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert any(line.startswith("![") for line in lines[:25])
+
+
+def test_no_page_is_long():
+    """But the reference and its lists."""
+    for name, text in TEXTS.items():
+        assert len(text.split()) <= 2500, name
 
 
 @pytest.fixture(scope="module")

@@ -133,6 +133,8 @@ def test_the_reference_has_everything_public():
 def test_readme(set_threads):
     """The lines to paste print what their comments say."""
     for block in re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S):
+        if "import torch" in block and not importlib.util.find_spec("torch"):
+            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(block, {})
