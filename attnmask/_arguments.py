@@ -18,6 +18,7 @@ Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; N
 
 # Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.
 FARTHEST = 2**59
+_BRIEF = 60  # characters
 LONG = 256  # messages show an integer of more bits by their number
 
 
@@ -34,6 +35,33 @@ def describe(value: Any) -> str:
     if _is_tensor(value):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return f"an object of type {type(value).__name__}"
+
+
+def check_form(state: Any, known: int, what: str) -> None:
+    """Refuse what a later version has pickled: the forms of pickles are numbered."""
+    form = state.get("version") if isinstance(state, dict) else None
+    if type(form) is not int:
+        raise ValueError(f"the pickle of {what} must have a version, got {describe(form)}")
+    if form > known:
+        raise ValueError(
+            f"{what} was pickled by a later version of attnmask, in form {form}; this one reads forms up to {known}: "
+            "update attnmask"
+        )
+
+
+def briefly(value: Any) -> str:
+    """An array or a tensor by its type and shape, and several as well; all else by its `repr`, cut off."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if type(value) is tuple:
+        return f"({', '.join(map(briefly, value))}{',' if len(value) == 1 else ''})"
+    return repr(value) if len(repr(value)) <= _BRIEF else f"{value!r:.{_BRIEF}}…"
+
+
+def fields_in_a_line(named: Any) -> str:
+    """What the `repr` of a named tuple of arrays is: no array is written out."""
+    fields = (f"{name}={briefly(value)}" for name, value in zip(named._fields, named, strict=True))
+    return f"{type(named).__name__}({', '.join(fields)})"
 
 
 def _is_tensor(value: Any) -> bool:

@@ -20,6 +20,7 @@ from attnmask._arguments import (
     as_array,
     check_mask_type,
     describe,
+    fields_in_a_line,
     flag,
     integer,
     integer_array,
@@ -185,6 +186,9 @@ class FlashAttentionGrads(NamedTuple):
     bias: NDArray[Any] | None = None
     softmax_aux: NDArray[Any] | None = None
     relative_bias: NDArray[Any] | None = None
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
 
 
 def check_hints(given: Mapping[str, Any]) -> None:

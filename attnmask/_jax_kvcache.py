@@ -11,7 +11,7 @@ import numpy as np
 from attnmask import _core
 from attnmask import _flash_kvcache as kvcache
 from attnmask import _jax_call as call
-from attnmask._arguments import as_array
+from attnmask._arguments import as_array, fields_in_a_line
 from attnmask._flash_arguments import mask_nodes
 from attnmask._jax_arguments import (
     Arrays,
@@ -69,6 +69,9 @@ class KVCacheResult(NamedTuple):
     v_cache: Any
     k_scale: Any
     v_scale: Any
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
 
 
 def attend(given: Mapping[str, Any]) -> KVCacheResult:

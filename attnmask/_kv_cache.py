@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from attnmask._arguments import (
     allocate,
     as_array,
+    check_form,
     describe,
     frozen,
     integer,
@@ -159,6 +160,7 @@ def _table(lists: list[array.array[int]]) -> NDArray[np.int32]:
     return table
 
 
+_FORM = 1  # of pickles
 _HELD = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
@@ -272,6 +274,20 @@ class KVCache:
         sizes["nbytes"] = sum(held.nbytes for held in map(vars(self).get, _HELD) if held is not None)
         return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: which sequences have each page, and how full it is."""
+        from attnmask._render_pages import svg
+        from attnmask._render_svg import plural
+
+        layers, pages, page_size, kv_heads, _ = self.k_pages.shape
+        words = [
+            f"KVCache: {plural(layers, 'layer', 'layers')}, {plural(kv_heads, 'head', 'heads')}",
+            f"{plural(pages, 'page', 'pages')} of {plural(page_size, 'token', 'tokens')}, {self.free_pages} free",
+            plural(len(self._sequences), "sequence", "sequences"),
+        ]
+        taken = [] if self._step is None else self._step._taken
+        return svg(words, pages, page_size, self._sequences, taken)
+
     def __copy__(self) -> NoReturn:
         raise TypeError(
             "a KVCache cannot be copied without its pages: copy.deepcopy(cache) makes an independent one, "
@@ -280,10 +296,13 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_no_step()
-        return vars(self).copy()
+        sequences = {number: tuple(sequence) for number, sequence in self._sequences.items()}
+        return vars(self) | {"version": _FORM, "_sequences": sequences}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        check_form(state, _FORM, "the KVCache")
+        vars(self).update((name, value) for name, value in state.items() if name != "version")
+        self._sequences = {number: _Sequence(*held) for number, held in state["_sequences"].items()}
         for name in _HELD:
             held = state[name]
             if held is not None:

@@ -1893,9 +1893,12 @@ class MaskInfo:
         info._held, info._leaves = None, tree.parts(aux_data, children)
         return info
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         children, aux_data = self.tree_flatten()
-        return type(self).tree_unflatten, (aux_data, children)
+        return tree.pickled(aux_data, children)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._held, self._leaves = None, tree.unpickled(state)
 
     # Sharding
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from attnmask._arguments import describe, frozen, read_only, shared_integers
-from attnmask._mask_program import Terms, hollow, refill
+from attnmask._arguments import check_form, describe, frozen, read_only, shared_integers
+from attnmask._mask_program import Leaf, Terms, hollow, refill
 from attnmask._mask_state import AXES, FLAGS, POSITIONS, Labels, State, array_extents, fitted
 
 _HELD = {  # every tree has these leaves, after the dense mask
@@ -34,6 +34,33 @@ def flatten(state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         batch = None  # the arrays tell it, also where they are divided among devices
     aux = (*state.axes, *state.baked, batch, queries, keys, state.dtype, state.segment_based, program)
     return tuple(leaves), aux
+
+
+_FORM = 1  # of pickles
+
+
+def pickled(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> dict[str, Any]:
+    """What `flatten` gives, of objects that have no types of this package."""
+    *details, program = aux
+    nodes = tuple(
+        node
+        if isinstance(node, str)
+        else tuple(tuple(part) if isinstance(part, Leaf) else part for part in node)
+        for node in program
+    )
+    return {"version": _FORM, "aux_data": (*details, nodes), "children": leaves}
+
+
+def unpickled(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    check_form(state, _FORM, "the MaskInfo")
+    *details, nodes = state["aux_data"]
+    program = tuple(
+        node
+        if isinstance(node, str)
+        else tuple(Leaf(*part) if isinstance(part, tuple) else part for part in node)
+        for node in nodes
+    )
+    return parts((*details, program), state["children"])
 
 
 def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

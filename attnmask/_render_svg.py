@@ -27,7 +27,7 @@ _PLOT = 256  # pixels of the longer side, at most
 _THIN = 24  # pixels of the shorter side, at least; and of one token, at most
 _GAP = 8  # pixels of a token from which on there is a gap between it and the next
 _BUDGET = 36_000  # characters for cells and titles; beyond that cells are drawn larger
-_LEVELS = 5  # shades of cells that are live in part; their share is rounded up
+CELL_LEVELS = 5  # shades of cells that are live in part; their share is rounded up
 _DIGIT = 6.4  # pixels of its width in tick labels
 _LETTER = 6.2  # pixels of its width in the legend, at most on average
 _LINE = 16  # pixels of a line of the legend
@@ -78,7 +78,7 @@ def _axes(queries: int, keys: int, coarser: int) -> tuple[_Axis, _Axis]:
     return (long, short) if queries >= keys else (short, long)
 
 
-def _plural(count: int, one: str, several: str) -> str:
+def plural(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
@@ -106,21 +106,24 @@ def _strokes(styles: NDArray[np.intp]) -> dict[int, str]:
     return {style: "".join(paths[style]) for style in sorted(paths)}
 
 
-def _stroke(colour: int, level: int, data: str, title: str = "") -> str:
+def stroke(colour: int, level: int, data: str, title: str = "") -> str:
     """A path of one colour. At the highest level it is opaque; BLANK cells look like dead ones."""
-    name, shade = COLOURS[colour], render.FAINTEST + (render.STRONGEST - render.FAINTEST) * level / _LEVELS
+    name, shade = (
+        COLOURS[colour],
+        render.FAINTEST + (render.STRONGEST - render.FAINTEST) * level / CELL_LEVELS,
+    )
     if colour == BLANK:
         name, shade = "currentColor", render.DEAD_OPACITY
-    opacity = "" if colour != BLANK and level > _LEVELS else f' stroke-opacity="{_number(shade)}"'
+    opacity = "" if colour != BLANK and level > CELL_LEVELS else f' stroke-opacity="{_number(shade)}"'
     end = f"><title>{title}</title></path>" if title else "/>"
     return f'<path stroke="{name}"{opacity} d="{data}"{end}'
 
 
 def _coloured(colours: NDArray[np.intp], levels: NDArray[np.intp]) -> str:
     """The cells that are live in part or wholly."""
-    base = _LEVELS + 2
+    base = CELL_LEVELS + 2
     strokes = _strokes(np.where(levels == 0, 0, colours * base + levels))
-    return "".join(_stroke(*divmod(style, base), data) for style, data in strokes.items())
+    return "".join(stroke(*divmod(style, base), data) for style, data in strokes.items())
 
 
 def _segment(low: int, high: int) -> str:
@@ -136,7 +139,7 @@ def _strip(segments: render.Segments, ends: tuple[Ids, Ids], axis: _Axis, tokens
     for (colour, low, high), run in groupby(cells):
         end = begin + sum(1 for _ in run)
         title = f"{tokens} {axis.span(begin, end)}: {_segment(low, high)}"
-        drawn += _stroke(colour, _LEVELS + 1, f"M{begin} 0h{end - begin}", title)
+        drawn += stroke(colour, CELL_LEVELS + 1, f"M{begin} 0h{end - begin}", title)
         begin = end
     return drawn
 
@@ -152,7 +155,7 @@ class _Plane:
             self.counts = counts = render.counted(info, batch, head, q.cell, k.cell)
         shares = render.shares(counts, queries, keys, q.cell, k.cell)
         self.density = render.density(counts, queries, keys)
-        self.levels = np.where(shares == 1, _LEVELS + 1, np.ceil(shares * _LEVELS)).astype(np.intp)
+        self.levels = np.where(shares == 1, CELL_LEVELS + 1, np.ceil(shares * CELL_LEVELS)).astype(np.intp)
         self.segments = segments = render.segments_of(info, batch, head, counts, q.cell, k.cell)
         self.colours = render.cell_colours(counts, segments)
         self.q_strip = self.k_strip = ""
@@ -178,7 +181,7 @@ class _Plane:
             text += f" ({_segment(low[row], high[row])})"
         span = k.span(columns[0], columns[-1] + 1) if columns else ""
         if queries == 1:
-            text += f" attends to {live} of {_plural(k.tokens, 'key', 'keys')}"
+            text += f" attends to {live} of {plural(k.tokens, 'key', 'keys')}"
             return f"{text}: {span}" if span else text
         text += f": {render.percent(live / max(queries * k.tokens, 1))} live"
         return f"{text}, keys {span}" if span else text
@@ -213,7 +216,7 @@ Entry = tuple[list[tuple[int, int]], str]  # colours and levels of squares, and 
 
 def _legend(plane: _Plane) -> list[Entry]:
     """What the colours mean that are there."""
-    full, live, segments = _LEVELS + 1, plane.levels > 0, plane.segments
+    full, live, segments = CELL_LEVELS + 1, plane.levels > 0, plane.segments
     entries: list[Entry] = []
     if segments is not None:
         known = segments.known.tolist()
@@ -229,14 +232,16 @@ def _legend(plane: _Plane) -> list[Entry]:
         entries.append(([(UNTOLD, full)], "live"))
     if (plane.levels[live] < full).any():
         colour = UNTOLD if segments is None else FIRST
-        entries.append(([(colour, level) for level in (1, _LEVELS // 2 + 1, _LEVELS)], "live in part"))
+        entries.append(
+            ([(colour, level) for level in (1, CELL_LEVELS // 2 + 1, CELL_LEVELS)], "live in part")
+        )
     if not live.all():
         padding = segments is not None and segments.padded
         entries.append(([(BLANK, full)], "not live, or padding" if padding else "not live"))
     return entries
 
 
-def _words(lines: list[str], entries: list[Entry], x: float) -> tuple[str, float, float]:
+def words_beside(lines: list[str], entries: list[Entry], x: float) -> tuple[str, float, float]:
     """The column at the right, and where it ends."""
     drawn, y, right = "", 12, 0.0
     for number, line in enumerate(lines):
@@ -248,12 +253,21 @@ def _words(lines: list[str], entries: list[Entry], x: float) -> tuple[str, float
     for squares, text in entries:
         at = x
         for colour, level in squares:
-            drawn += _stroke(colour, level, f"M{_number(at)} {y - 4}h10")
+            drawn += stroke(colour, level, f"M{_number(at)} {y - 4}h10")
             at += 12
         drawn += f'<text x="{_number(at + 4)}" y="{y}">{text}</text>'
         right = max(right, at + 4 + _LETTER * len(text))
         y += _LINE
-    return drawn, right, y - _LINE
+    return f'<g font-size="11" stroke-width="10">{drawn}</g>', right, y - _LINE
+
+
+def frame(width: int, height: int, title: str, drawn: str) -> str:
+    """A picture, in the colour of the text around it."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" fill="currentColor" '
+        f'font-family="system-ui, sans-serif" font-size="10"><title>{title}</title>{drawn}</svg>'
+    )
 
 
 def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
@@ -309,23 +323,21 @@ def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
         if paths
     ]
 
-    sizes = f"batch {batches}, {_plural(info.heads, 'head', 'heads')}"
-    shape = f"{_plural(queries, 'query', 'queries')} × {_plural(keys, 'key', 'keys')}"
+    sizes = f"batch {batches}, {plural(info.heads, 'head', 'heads')}"
+    shape = f"{plural(queries, 'query', 'queries')} × {plural(keys, 'key', 'keys')}"
     shown = render.shown(info, batch, head, plane.density)
     lines = [sizes, shape, shown]
     if max(q.cell, k.cell) > 1:
         lines.append(f"a cell is {q.cell} × {k.cell} pairs")
-    legend, width, height = _words(lines, _legend(plane), max(x + k.length, 100) + 32)
+    legend, width, height = words_beside(lines, _legend(plane), max(x + k.length, 100) + 32)
     width, height = math.ceil(width), math.ceil(max(y + q.length, height) + 8)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" fill="currentColor" '
-        f'font-family="system-ui, sans-serif" font-size="10">'
-        f"<title>Attention mask: {sizes}, {shape}; {shown}</title>"
+    return frame(
+        width,
+        height,
+        f"Attention mask: {sizes}, {shape}; {shown}",
         f'<g fill="none" stroke="currentColor" shape-rendering="crispEdges" '
         f'stroke-width="{thick:.4g}">{"".join(groups)}</g>'
         f'<g fill-opacity=".75"><text x="8" y="12">query ↓</text>'
         f'<text x="{_number(max(x + k.length / 2, 76))}" y="12" text-anchor="middle">key →</text>'
-        f"{_ticks(q, False, left, y)}{_ticks(k, True, x, top)}</g>"
-        f'<g font-size="11" stroke-width="10">{legend}</g></svg>'
+        f"{_ticks(q, False, left, y)}{_ticks(k, True, x, top)}</g>{legend}",
     )

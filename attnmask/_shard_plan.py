@@ -74,6 +74,9 @@ class ShardPlan:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __repr__(self) -> str:
+        return f"ShardPlan(world={self.world}, tokens={self.length}, chunks={len(self.owners)})"
+
     @property
     def length(self) -> int:
         """How many tokens there are.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnmask._arguments import as_array, describe, read_only
+from attnmask._arguments import as_array, describe, fields_in_a_line, read_only
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import Leaf, Program, Shape, Terms, hollow, refill
 from attnmask._mask_state import State, fitted
@@ -35,6 +35,9 @@ class MaskTensors(NamedTuple):
 
     specification: str
     tensors: tuple[torch.Tensor, ...]
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
 
 
 def to_tensor(array: NDArray[Any]) -> torch.Tensor:

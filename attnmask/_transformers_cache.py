@@ -347,6 +347,9 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         self._store = _Store(kv, writers)
         super().__init__(layers=[_PagedLayer(self._store, index) for index in range(layers)])
 
+    def __repr__(self) -> str:
+        return f"PagedCache(layers={len(self.layers)}, rows={len(self._store.rows)}, kv={self.kv!r})"
+
     @property
     def kv(self) -> KVCache:
         """The pages.

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import xml.etree.ElementTree as ET
 
 import ml_dtypes
 import numpy as np
@@ -757,3 +758,80 @@ def test_tokens_that_do_not_fit(place, counts, shape, wrong, expected):
     ):
         step.attend(0, *tokens)
     np.testing.assert_array_equal(cache.k_pages, before)
+
+
+# How it is shown
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn_cache():
+    """Two sequences and a fork, of pages of four tokens."""
+    cache, x = KVCache(1, 8, pages=6, page_size=4, dtype="float32"), np.ones((9, 1, 8), np.float32)
+    a, b = cache.new_sequence(), cache.new_sequence()
+    with cache.step([a, b], [6, 3]) as step:
+        step.attend(0, x, x, x)
+    cache.fork(a)
+    return cache
+
+
+def titles(cache):
+    return [element.text for element in ET.fromstring(cache._repr_html_()).iter(f"{SVG}title")]
+
+
+def test_picture_of_pages():
+    cache = drawn_cache()
+    assert titles(cache) == [
+        "KVCache: 1 layer, 1 head, 6 pages of 4 tokens, 3 free, 3 sequences",
+        "page 0: sequences 0, 2; 4 of 4 tokens",
+        "page 1: sequences 0, 2; 2 of 4 tokens",
+        "page 2: sequence 1; 3 of 4 tokens",
+        *(f"page {page}: free" for page in (3, 4, 5)),
+    ]
+    texts = [element.text for element in ET.fromstring(cache._repr_html_()).iter(f"{SVG}text")]
+    assert texts[-5:] == ["sequence 0", "sequence 1", "sequence 2", "several sequences", "free"]
+
+
+def test_picture_of_an_open_step():
+    cache, x = drawn_cache(), np.ones((2, 1, 8), np.float32)
+    with cache.step([1], 2) as step:
+        assert titles(cache)[4] == "page 3: the open step; 0 of 4 tokens"
+        step.attend(0, x, x, x)
+    assert titles(cache)[4] == "page 3: sequence 1; 1 of 4 tokens"
+
+
+def test_pictures_of_large_and_of_empty_caches():
+    cache = KVCache(1, 1, pages=5000, page_size=16, dtype="int8")
+    assert len(titles(cache)) == 1 + 250
+    ids, x = [cache.new_sequence() for _ in range(900)], np.ones((900, 50, 1, 1), np.float32)
+    with cache.step(ids, 50) as step:
+        step.attend(0, x, x, x)
+    shown = titles(cache)
+    assert shown[1] == "pages 0–19: sequences 0, 1, 2, 3, 4; 250 of 320 tokens"
+    assert shown[-1] == "pages 4980–4999: free"
+    assert len(cache._repr_html_()) < 40_000
+    many = KVCache(1, 1, pages=1, page_size=16, dtype="int8")
+    first = many.new_sequence()
+    with many.step([first], 1) as step:
+        step.attend(0, x[0, :1], x[0, :1], x[0, :1])
+    for _ in range(20):
+        many.fork(first)
+    assert titles(many)[1] == "page 0: sequences 0, 1, 2, 3, 4, 5, 6, 14 more; 1 of 16 tokens"
+
+
+# Versions of pickles
+
+
+def test_pickles_have_a_version():
+    cache = drawn_cache()
+    state = cache.__getstate__()
+    made = KVCache.__new__(KVCache)
+    made.__setstate__(state)
+    assert (repr(made), vars(made).keys()) == (repr(cache), vars(cache).keys())
+    assert b"attnmask." not in pickle.dumps(cache)  # private modules may move
+    for version, message in (
+        (99, "the KVCache was pickled by a later version of attnmask, in form 99"),
+        (None, "must have a version, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.__setstate__(state | {"version": version})

@@ -19,6 +19,7 @@ from attnmask._arguments import (
     axis_name,
     bfloat16,
     describe,
+    fields_in_a_line,
     flag,
     integer,
     is_floating,
@@ -119,6 +120,9 @@ class OperationOutput(NamedTuple):
     attention_outputs: NDArray[Any]
     attention_weights: NDArray[Any] | None = None
     lse: NDArray[Any] | None = None
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
