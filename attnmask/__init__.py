@@ -56,6 +56,7 @@ from attnmask._packed import (
     prepare_sequence_ids,
     prepare_token_indices,
 )
+from attnmask._padding import pack, unpack
 from attnmask._relative_bias import t5_relative_bias, t5_relative_bias_vjp
 from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
@@ -96,6 +97,7 @@ __all__ = [
     "mask_to_segment_ids",
     "merge_attention_states",
     "merge_attention_states_vjp",
+    "pack",
     "pairs_to_cu_seqlens",
     "plan_shards",
     "positions_from_segment_ids",
@@ -120,6 +122,7 @@ __all__ = [
     "show_config",
     "t5_relative_bias",
     "t5_relative_bias_vjp",
+    "unpack",
     "unshard_sequence",
 ]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._arguments import as_array, describe, integer, place
+from attnmask._arguments import describe, integer, place
+from attnmask._array_kinds import any_array, concatenated, taken
 from attnmask._flash_arguments import starts_of
 from attnmask._mask_info import MaskInfo
 from attnmask._shard_plan import ShardPlan, layout_plan, processes
@@ -19,17 +19,11 @@ __all__ = ["ShardPlan", "plan_shards", "shard_sequence", "unshard_sequence"]
 _Array = TypeVar("_Array")
 
 
-def _is_of(x: Any, package: str, name: str) -> bool:
-    module = sys.modules.get(package)
-    return module is not None and isinstance(x, getattr(module, name, ()))
-
-
 def _array(x: Any, name: str) -> Any:
-    """A tensor of PyTorch or an array of JAX as it is, all else as an array of NumPy."""
     if isinstance(x, MaskInfo):
         hint = "write mask[:, :, begin:end, :] for a part of its queries"
         raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}; {hint}")
-    return x if _is_of(x, "torch", "Tensor") or _is_of(x, "jax", "Array") else as_array(x, name)
+    return any_array(x, name)
 
 
 def _axis(x: Any, name: str, axis: int | None) -> int:
@@ -43,23 +37,6 @@ def _axis(x: Any, name: str, axis: int | None) -> int:
     if not -axes <= number < axes:
         raise IndexError(f"axis must be from {-axes} to {axes - 1} as {name} has {axes}, got {number}")
     return number % axes
-
-
-def _taken(x: Any, places: NDArray[np.int64], axis: int) -> Any:
-    if _is_of(x, "torch", "Tensor"):
-        return x.index_select(axis, sys.modules["torch"].from_numpy(places).to(x.device))
-    if _is_of(x, "jax", "Array"):
-        small = places.astype(np.int32) if x.shape[axis] < 2**31 else places
-        return sys.modules["jax"].numpy.take(x, small, axis=axis)
-    return np.take(x, places, axis=axis)
-
-
-def _concatenated(parts: Sequence[Any], axis: int) -> Any:
-    if _is_of(parts[0], "torch", "Tensor"):
-        return sys.modules["torch"].cat(parts, dim=axis)
-    if any(_is_of(part, "jax", "Array") for part in parts):
-        return sys.modules["jax"].numpy.concatenate(parts, axis=axis)
-    return np.concatenate(parts, axis=axis)
 
 
 def shard_sequence(
@@ -126,7 +103,7 @@ def shard_sequence(
     length = array.shape[tokens]
     count, number = _process(world, rank)
     starts = None if cu_seqlens is None else starts_of(cu_seqlens, "cu_seqlens", length)
-    return _taken(array, layout_plan(layout, length, count, starts).tokens(number), tokens)  # type: ignore[no-any-return]
+    return taken(array, layout_plan(layout, length, count, starts).tokens(number), tokens)  # type: ignore[no-any-return]
 
 
 def _process(world: int, rank: int) -> tuple[int, int]:
@@ -182,7 +159,7 @@ def unshard_sequence(
         if lengths[rank] != expected:
             raise ValueError(f"shards[{rank}] must have {expected} tokens, got {describe(parts[rank])}")
     order = np.concatenate([plan.tokens(rank) for rank in range(len(parts))])
-    return _taken(_concatenated(parts, tokens), np.argsort(order), tokens)  # type: ignore[no-any-return]
+    return taken(concatenated(parts, tokens), np.argsort(order), tokens)  # type: ignore[no-any-return]
 
 
 def _others(part: Any, axis: int) -> tuple[Any, ...]:

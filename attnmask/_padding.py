@@ -1,0 +1,177 @@
+"""Between padded batches and packed sequences, of arrays, tensors of PyTorch and arrays of JAX::
+
+x         a b c . .       pack       a b c d e f g h        cu_seqlens 0 3 4 8
+          d . . . .       ->
+          e f g h .       <- unpack
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask import _packed as packing
+from attnmask._arguments import as_array, describe, integer, integer_array, is_floating, mask_array
+from attnmask._array_kinds import any_array, cast, like, put, taken
+from attnmask._flash_arguments import starts_of
+
+_Array = TypeVar("_Array")
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+@overload
+def pack(x: NDArray[_Scalar], lengths: ArrayLike) -> tuple[NDArray[_Scalar], NDArray[np.int32]]: ...
+@overload
+def pack(x: _Array, lengths: ArrayLike) -> tuple[_Array, _Array]: ...
+def pack(x: Any, lengths: ArrayLike) -> Any:
+    """The tokens of a padded batch end to end, without the padding.
+
+    Parameters
+    ----------
+    x : array_like, Tensor or jax.Array, shape [B, T, ...]
+        What there is for each token: ids, embeddings, queries, keys.
+    lengths : array_like of integers, shape [B], or of bool or numbers, shape [B, T]
+        How many tokens each row has, before its padding; or a padding mask, which is not zero for the tokens, wherever
+        they are.
+
+    Returns
+    -------
+    packed : ndarray, Tensor or jax.Array, shape [total, ...]
+        A copy, through which gradients of tensors and of JAX flow.
+    cu_seqlens : ndarray, Tensor or jax.Array of int32, shape [B + 1]
+        Where each row begins and ends in it.
+
+    See Also
+    --------
+    unpack : the way back.
+    MaskInfo.from_lengths : attention in the padded batch itself.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.array([[1, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 0]])
+    >>> packed, cu_seqlens = attnmask.pack(x, [3, 1, 4])
+    >>> packed, cu_seqlens
+    (array([1, 2, 3, 4, 5, 6, 7, 8]), array([0, 3, 4, 8], dtype=int32))
+    >>> attnmask.unpack(packed, cu_seqlens, 5)
+    array([[1, 2, 3, 0, 0],
+           [4, 0, 0, 0, 0],
+           [5, 6, 7, 8, 0]])
+    """
+    array = any_array(x, "x")
+    if array.ndim < 2:
+        raise ValueError(f"x must be [B, T, ...], got {describe(array)}")
+    rows, tokens = (int(length) for length in array.shape[:2])
+    given = as_array(lengths, "lengths")
+    if given.ndim == 2:
+        starts, places = _of_mask(given, (rows, tokens))
+    else:
+        starts, places = _of_lengths(lengths, (rows, tokens))
+    if type(array) is np.ndarray:  # read in place, whatever its strides
+        return np.ascontiguousarray(array[np.divmod(places, max(tokens, 1))]), starts
+    return taken(array.reshape(rows * tokens, *array.shape[2:]), places, 0), like(array, starts)
+
+
+def _of_mask(mask: NDArray[Any], shape: tuple[int, int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The cu_seqlens, and the places of the tokens in all rows."""
+    if mask.shape != shape:
+        raise ValueError(f"lengths must be a mask of shape {shape} as x, or [B], got {describe(mask)}")
+    live = mask_array(mask, "lengths") != 0
+    return packing.prepare_cu_seqlens_from_mask(live), np.flatnonzero(live)
+
+
+def _of_lengths(lengths: ArrayLike, shape: tuple[int, int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    rows, tokens = shape
+    given = integer_array(lengths, "lengths").copy()
+    if given.shape != (rows,):
+        raise ValueError(
+            f"lengths must be of shape ({rows},), or a mask of shape {shape}, got {describe(given)}"
+        )
+    outside = (given < 0) | (given > tokens)
+    if outside.any():
+        index = int(outside.argmax())
+        limit = "at least 0" if given[index] < 0 else f"at most {tokens}, the tokens of x"
+        raise ValueError(f"lengths must be {limit}, got {given[index]} at index {index}")
+    starts = np.append(0, np.cumsum(given, dtype=np.int64))
+    if starts[-1] > np.iinfo(np.int32).max:
+        raise OverflowError(f"cu_seqlens do not fit int32: there are {starts[-1]} tokens")
+    return starts.astype(np.int32), _places(starts, tokens)
+
+
+def _places(starts: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
+    """Where packed tokens are in rows of so many."""
+    before = np.arange(len(starts) - 1) * tokens - starts[:-1]
+    return np.arange(starts[-1]) + np.repeat(before, np.diff(starts))
+
+
+def unpack(packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> _Array:
+    """A padded batch of packed sequences, with a row for each.
+
+    Parameters
+    ----------
+    packed : array_like, Tensor or jax.Array, shape [total, ...]
+    cu_seqlens : array_like of integers, shape [B + 1]
+        Where sequences begin and end.
+    max_len : int
+        How many tokens a row has room for; ValueError if a sequence has more.
+    fill : number
+        What padding is; ValueError if the type of `packed` does not hold it.
+
+    Returns
+    -------
+    ndarray, Tensor or jax.Array, shape [B, max_len, ...]
+        A copy, through which gradients of tensors and of JAX flow.
+
+    See Also
+    --------
+    pack : the way back.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> attnmask.unpack(np.array([1, 2, 3, 4]), [0, 3, 4], max_len=3, fill=-1)
+    array([[ 1,  2,  3],
+           [ 4, -1, -1]])
+    """
+    array: Any = any_array(packed, "packed")
+    if array.ndim < 1:
+        raise ValueError(f"packed must be [total, ...], got {describe(array)}")
+    starts = starts_of(cu_seqlens, "cu_seqlens", int(array.shape[0])).astype(np.int64)
+    room, lengths = integer(max_len, "max_len", 0), np.diff(starts)
+    if lengths.size and lengths.max() > room:
+        index = int(lengths.argmax())
+        raise ValueError(
+            f"max_len must be at least {lengths[index]}, the length of sequence {index}, got {room}"
+        )
+    number = _held(fill, array)
+    rows = len(lengths)
+    if rows * room >= 2**63:
+        raise MemoryError(f"{rows} rows of {describe(room)} tokens do not fit in memory: max_len")
+    padded = put(array, _places(starts, room), rows * room, number)
+    return padded.reshape(rows, room, *array.shape[1:])  # type: ignore[no-any-return]
+
+
+def _held(fill: Any, array: Any) -> Any:
+    """`fill`, which has to be a number that the type of `array` holds, if only rounded."""
+    number = fill
+    if not isinstance(fill, (bool, int, float, complex)):
+        given = as_array(fill, "fill")
+        if given.ndim or not (given.dtype.kind in "biufc" or is_floating(given.dtype)):
+            raise TypeError(f"fill must be a number, got {describe(fill)}")
+        number = given.item()
+    try:
+        held = cast(array, number)
+    except (RuntimeError, ValueError, OverflowError, TypeError):
+        held = None
+    if held != number and not (held != held and number != number):
+        rounded = isinstance(held, (float, complex)) and isinstance(number, (int, float, complex))
+        if not (rounded and np.isfinite(held) and _is_finite(number)):
+            name = str(array.dtype).removeprefix("torch.")
+            raise ValueError(f"fill must be a number that {name} holds, got {describe(number)}")
+    return number
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, int) or bool(np.isfinite(number))
