@@ -49,7 +49,8 @@ frameworks-quick-installed:
 	@$(MAKE) --no-print-directory VENV=.venv-frameworks PIP_ARGS='$(PIP_ARGS) torch==2.13.0' frameworks-installed
 
 frameworks: frameworks-installed # with the package that is built where it lies
-	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py
+	PYTHONPATH=$(CURDIR) $(PYTEST) $(PYTEST_ARGS) tests/test_torch*.py tests/test_jax*.py tests/test_transformers*.py tests/test_ejkernel.py \
+	    tests/test_mask_lengths.py tests/test_padding.py tests/test_reprs.py tests/test_shards.py
 
 frameworks-installed: $(VENV)/test.txt $(VENV)/frameworks.txt
 

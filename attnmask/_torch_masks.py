@@ -14,6 +14,8 @@ from attnmask._mask_program import Leaf, Program, Shape, Terms, hollow, refill
 from attnmask._mask_state import State, fitted
 from attnmask._torch_import import torch, without_modes
 
+_FORM = 1  # of specifications, which exported programs have in them
+
 
 class MaskTensors(NamedTuple):
     """What `mask_tensors` makes of a `MaskInfo`.
@@ -21,7 +23,7 @@ class MaskTensors(NamedTuple):
     Parameters
     ----------
     specification : str
-        The mask without its arrays. A compiled function is compiled once for each.
+        The mask without its arrays, after the version of the form. A compiled function is compiled once for each.
     tensors : tuple of Tensor
         The arrays.
 
@@ -30,7 +32,7 @@ class MaskTensors(NamedTuple):
     >>> import attnmask.torch
     >>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]])
     >>> attnmask.torch.mask_tensors(info).specification
-    '[[1, 1, 3, 3], [["equal", [0], [0], false]]]'
+    '[1, [1, 1, 3, 3], [["equal", [0], [0], false]]]'
     """
 
     specification: str
@@ -89,7 +91,7 @@ def mask_tensors(mask: MaskInfo) -> MaskTensors:
         node if isinstance(node, str) else [[part.place] if isinstance(part, Leaf) else part for part in node]
         for node in hollow(program, leaves)
     ]
-    return MaskTensors(json.dumps([shape, nodes]), tuple(map(_of_mask, leaves)))
+    return MaskTensors(json.dumps([_FORM, shape, nodes]), tuple(map(_of_mask, leaves)))
 
 
 def tensors_of_graphs(mask: MaskInfo) -> MaskTensors:
@@ -100,7 +102,13 @@ def tensors_of_graphs(mask: MaskInfo) -> MaskTensors:
 
 @lru_cache(maxsize=256)
 def _read(specification: str) -> tuple[Shape, Program]:
-    shape, nodes = json.loads(specification)
+    form, *described = json.loads(specification)
+    if type(form) is not int or form > _FORM:
+        raise ValueError(
+            f"the specification of a mask must be of form {_FORM}, got {describe(form)}; a later version of attnmask "
+            "made it: update attnmask"
+        )
+    shape, nodes = described
     program = tuple(
         node
         if isinstance(node, str)

@@ -175,6 +175,47 @@ def test_attention_has_the_bits_of_other_ways(causal):
     )
 
 
+def of_frameworks():
+    rng = np.random.default_rng(0)
+    tensors = [rng.standard_normal((3, 70, 2, 16)).astype(np.float32) for _ in range(3)]
+    masks = {
+        "full": MaskInfo.full(70, batch=3),
+        "causal": MaskInfo.causal(70),
+        "lengths": MaskInfo.from_lengths([70, 3, 0]).apply_causal(),
+        "slice": MaskInfo.from_lengths([80, 3, 0])[..., :70, :70],
+    }
+    return tensors, {name: (mask, attnmask.flash_attention(*tensors, mask)) for name, mask in masks.items()}
+
+
+def test_torch():
+    torch = pytest.importorskip("torch")
+    from attnmask.torch import flash_attention, mask_tensors
+
+    arrays, masks = of_frameworks()
+    tensors = [torch.from_numpy(array) for array in arrays]
+    compiled = torch.compile(
+        lambda *given: flash_attention(*given), fullgraph=True, backend="eager", dynamic=False
+    )
+    for mask, expected in masks.values():
+        for given in (mask, mask_tensors(mask)):
+            np.testing.assert_array_equal(flash_attention(*tensors, given).numpy(), expected)
+        np.testing.assert_array_equal(compiled(*tensors, mask).numpy(), expected)
+        assert MaskInfo.from_block_mask(mask.to_block_mask()) == mask
+
+
+def test_jax():
+    jax = pytest.importorskip("jax")
+    from attnmask.jax import flash_attention
+
+    arrays, masks = of_frameworks()
+    for mask, expected in masks.values():
+        np.testing.assert_array_equal(flash_attention(*arrays, mask), expected)
+        np.testing.assert_array_equal(jax.jit(flash_attention)(*arrays, mask), expected)
+        leaves, tree = jax.tree_util.tree_flatten(mask)
+        assert jax.tree_util.tree_unflatten(tree, leaves) == mask
+    assert jax.jit(lambda mask: mask.apply_causal())(MaskInfo.full(3)) == MaskInfo.causal(3)
+
+
 def test_lengths_and_masks_are_copied():
     lengths, tokens = LENGTHS.copy(), TOKENS.copy()
     masks = MaskInfo.from_lengths(lengths, 6), MaskInfo.from_padding_mask(tokens)

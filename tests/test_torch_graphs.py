@@ -470,6 +470,15 @@ def test_compiled(torch, arguments, backend):
     assert_same(torch, results(torch, compiled, arguments), right)
 
 
+def test_specifications_have_a_version(torch):
+    made = attnmask.torch.mask_tensors(attnmask.MaskInfo.causal(3))
+    assert made.specification.startswith("[1, ")
+    query = torch.zeros(1, 3, 1, 8)
+    later = made._replace(specification="[2" + made.specification[2:])
+    with pytest.raises(ValueError, match="must be of form 1, got 2; a later version of attnmask"):
+        attnmask.torch.flash_attention(query, query, query, later)
+
+
 def test_masks_with_one_specification(torch):
     """They share a compiled function."""
     graphs = []
