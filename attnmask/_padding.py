@@ -7,6 +7,7 @@ x         a b c . .       pack       a b c d e f g h        cu_seqlens 0 3 4 8
 
 from __future__ import annotations
 
+import operator
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -153,25 +154,30 @@ def unpack(packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -
     return padded.reshape(rows, room, *array.shape[1:])  # type: ignore[no-any-return]
 
 
+def _number(value: Any) -> Any:
+    """As Python's own."""
+    if isinstance(value, (bool, float, complex)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        given = as_array(value, "fill")
+    if given.ndim or not (given.dtype.kind in "biufc" or is_floating(given.dtype)):
+        raise TypeError(f"fill must be a number, got {describe(value)}")
+    return given.item()
+
+
 def _held(fill: Any, array: Any) -> Any:
     """`fill`, which has to be a number that the type of `array` holds, if only rounded."""
-    number = fill
-    if not isinstance(fill, (bool, int, float, complex)):
-        given = as_array(fill, "fill")
-        if given.ndim or not (given.dtype.kind in "biufc" or is_floating(given.dtype)):
-            raise TypeError(f"fill must be a number, got {describe(fill)}")
-        number = given.item()
+    number = _number(fill)
     try:
         held = cast(array, number)
     except (RuntimeError, ValueError, OverflowError, TypeError):
         held = None
-    if held != number and not (held != held and number != number):
-        rounded = isinstance(held, (float, complex)) and isinstance(number, (int, float, complex))
-        if not (rounded and np.isfinite(held) and _is_finite(number)):
-            name = str(array.dtype).removeprefix("torch.")
-            raise ValueError(f"fill must be a number that {name} holds, got {describe(number)}")
+    if held == number or (held != held and number != number):
+        return number
+    rounded = isinstance(held, (float, complex)) and np.isfinite(held)
+    if not (rounded and (isinstance(number, int) or np.isfinite(number))):
+        name = str(array.dtype).removeprefix("torch.")
+        raise ValueError(f"fill must be a number that {name} holds, got {describe(number)}")
     return number
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, int) or bool(np.isfinite(number))

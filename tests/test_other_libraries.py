@@ -80,6 +80,8 @@ CALLS = {
         MaskInfo(x(MASK)).attention_mask,
         MaskInfo.from_segments(x(IDS)).apply_causal(x(np.array([1]))).attention_mask,
         MaskInfo.from_cu_seqlens(x(STARTS), packed=True).attention_mask,
+        MaskInfo.from_lengths(x(STARTS)).attention_mask,
+        MaskInfo.from_padding_mask(x(PADDING)).attention_mask,
     ),
     "flash_attention": lambda x: attnmask.flash_attention(
         x(QUERY),
@@ -124,11 +126,13 @@ NOT_OF_ARRAYS = {
     "dropout_keep_mask",
     "get_debug_mode",
     "get_num_threads",
+    "pack",  # gives back what it is given
     "plan_shards",
     "set_debug_mode",
     "set_num_threads",
     "shard_sequence",  # gives back what it is given
     "show_config",
+    "unpack",
     "unshard_sequence",
 }
 

@@ -342,6 +342,7 @@ def any_mask(rng: Rng, batch: int, queries: int, keys: int) -> MaskInfo:
             lambda: MaskInfo.from_segments(ids(rng, batch, queries), ids(rng, batch, keys)),
             lambda: MaskInfo.from_attention_mask(mask(rng, batch, 1, queries, keys)),
             lambda: MaskInfo.from_random(batch, queries, keys, 0.4, 1),
+            lambda: MaskInfo.causal(queries, keys, 2, batch),
             lambda: MaskInfo.from_function(lambda b, h, q, k: (q + k) % 3, queries, keys, batch),
             lambda: MaskInfo.from_blocks(
                 mask(rng, batch, 1, -(-queries // 3), -(-keys // 4)), (3, 4), queries, keys
@@ -692,6 +693,21 @@ target(
     ),
     lambda **a: look_at(MaskInfo(**a)),
 )
+constructor("full", lambda rng: {"q_len": 5} | some(rng, {"kv_len": lambda: 7, "batch": lambda: 2}))
+constructor(
+    "causal",
+    lambda rng: (
+        {"q_len": 5, "batch": 2}
+        | some(
+            rng, {"kv_len": lambda: 7, "offset": lambda: pick(rng, [-2, "bottom-right", np.array([1, 2])])}
+        )
+    ),
+)
+constructor(
+    "from_lengths",
+    lambda rng: {"lengths": rng.integers(0, 6, int(rng.integers(4)))} | some(rng, {"max_len": lambda: 6}),
+)
+constructor("from_padding_mask", lambda rng: {"padding_mask": mask(rng, 2, 5)})
 constructor(
     "from_segments",
     lambda rng: {"q_segment_ids": ids(rng, 2, 5), "kv_segment_ids": ids(rng, 2, 7)} | positions(rng),
@@ -1006,6 +1022,24 @@ target(
     lambda rng: {"state_ps": ("dp", None, "tp"), "preserved_indices": [0, 2], "clone_ps": None, "dep": True},
     _operation.create_stable_sharding,
 )
+
+# Padded batches
+
+
+def pack_arguments(rng: Rng) -> Arguments:
+    rows, tokens = int(rng.integers(0, 4)), int(rng.integers(0, 9))
+    lengths = pick(rng, [rng.integers(0, tokens + 1, rows), mask(rng, rows, tokens)])
+    return {"x": floats(rng, rows, tokens, *pick(rng, [(), (2,), (2, 3)])), "lengths": lengths}
+
+
+def unpack_arguments(rng: Rng) -> Arguments:
+    total = int(rng.integers(0, 9))
+    packed = floats(rng, total, 2).astype(pick(rng, [np.float32, np.int8]))
+    return {"packed": packed, "cu_seqlens": starts(rng, total), "max_len": 9, "fill": pick(rng, [0, -1])}
+
+
+target("pack", pack_arguments, attnmask.pack)
+target("unpack", unpack_arguments, attnmask.unpack)
 
 # Sequences that processes share
 
