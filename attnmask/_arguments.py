@@ -14,6 +14,8 @@ from attnmask import _core
 
 AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
 
+# An offset, or one for each batch row. ArrayLike would take any text beside the one that an offset may be.
+Offsets: TypeAlias = int | np.integer[Any] | Sequence[int] | NDArray[np.integer[Any]]
 Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; None for none
 
 # Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.

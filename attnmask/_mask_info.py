@@ -29,7 +29,7 @@ from attnmask import _mask_derived as derived
 from attnmask import _mask_sources as sources
 from attnmask import _mask_transforms as transforms
 from attnmask import _mask_tree as tree
-from attnmask._arguments import AxisName, describe, flag, frozen
+from attnmask._arguments import AxisName, Offsets, describe, flag, frozen
 from attnmask._debug import traced
 from attnmask._graphs import left_to_python
 from attnmask._keywords import hides
@@ -151,7 +151,7 @@ class MaskInfo:
         cls,
         q_len: int,
         kv_len: int | None = None,
-        offset: ArrayLike | Literal["bottom-right"] = 0,
+        offset: Offsets | Literal["bottom-right"] = 0,
         batch: int = 1,
     ) -> Self:
         """Let queries attend to keys up to their own place: `full` with `apply_causal`.
@@ -1398,7 +1398,7 @@ class MaskInfo:
     # Terms
 
     def apply_causal(
-        self, offset: ArrayLike | Literal["bottom-right"] = 0, *, within_segments: bool = False
+        self, offset: Offsets | Literal["bottom-right"] = 0, *, within_segments: bool = False
     ) -> Self:
         """Let queries attend to keys up to their own place: ``k <= q + offset``.
 
@@ -1457,7 +1457,7 @@ class MaskInfo:
         self,
         sliding_window: int | NDArray[np.integer] | tuple[int | ArrayLike | None, int | ArrayLike | None],
         *more: Never,
-        offset: ArrayLike | Literal["bottom-right"] = 0,
+        offset: Offsets | Literal["bottom-right"] = 0,
         mode: Literal["default", "decode", "prefill"] | None = None,
         index: ArrayLike | None = None,
         within_segments: bool = False,
@@ -1518,7 +1518,7 @@ class MaskInfo:
         state = transforms.sliding_window(self._state, sliding_window, offset, mode, index, within_segments)
         return self._of(state)
 
-    def apply_chunked(self, chunk_size: int, offset: ArrayLike = 0, within_segments: bool = False) -> Self:
+    def apply_chunked(self, chunk_size: int, offset: Offsets = 0, within_segments: bool = False) -> Self:
         """Let queries attend to keys of their own chunk up to their own place: ``k <= q + offset``.
 
         ::

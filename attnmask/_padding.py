@@ -107,7 +107,15 @@ def _places(starts: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
     return np.arange(starts[-1]) + np.repeat(before, np.diff(starts))
 
 
-def unpack(packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> _Array:
+@overload
+def unpack(
+    packed: NDArray[_Scalar], cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number[Any] = 0
+) -> NDArray[_Scalar]: ...
+@overload
+def unpack(
+    packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number[Any] = 0
+) -> _Array: ...
+def unpack(packed: Any, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> Any:
     """A padded batch of packed sequences, with a row for each.
 
     Parameters
@@ -136,7 +144,7 @@ def unpack(packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -
     array([[ 1,  2,  3],
            [ 4, -1, -1]])
     """
-    array: Any = any_array(packed, "packed")
+    array = any_array(packed, "packed")
     if array.ndim < 1:
         raise ValueError(f"packed must be [total, ...], got {describe(array)}")
     starts = starts_of(cu_seqlens, "cu_seqlens", int(array.shape[0])).astype(np.int64)
@@ -151,7 +159,7 @@ def unpack(packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -
     if rows * room >= 2**63:
         raise MemoryError(f"{rows} rows of {describe(room)} tokens do not fit in memory: max_len")
     padded = put(array, _places(starts, room), rows * room, number)
-    return padded.reshape(rows, room, *array.shape[1:])  # type: ignore[no-any-return]
+    return padded.reshape(rows, room, *array.shape[1:])
 
 
 def _number(value: Any) -> Any:
