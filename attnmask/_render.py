@@ -343,7 +343,8 @@ def visualize(
     title = f"{shape}, batch {batch}, head {head}; {percent(share)} live"
     if words:
         title = f"{shape}: {words}; {shown(info, batch, head, share)}"
-    title += f"; a cell is {q_cell} {times} {k_cell} pairs"
+    if not words or (q_cell, k_cell) != (1, 1):
+        title += f"; a cell is {q_cell} {times} {k_cell} pairs"
     if (q_cell, k_cell) != (q_block, k_block):
         title += f", {q_cell // q_block} {times} {k_cell // k_block} blocks"
     lines: list[str] = []

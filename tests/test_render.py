@@ -352,10 +352,10 @@ def test_cells_leave_room_for_large_ids(terminal):
 
 
 PRINTED = {
-    "causal": (MaskInfo.causal(8), "mask [1, 1, 8, 8]: full & causal; 56.2 % live; a cell is 1 × 1 pairs"),
+    "causal": (MaskInfo.causal(8), "mask [1, 1, 8, 8]: full & causal; 56.2 % live"),
     "batch": (
         MaskInfo.from_lengths([2, 3]),
-        "mask [2, 1, 3, 3]: lengths & key lengths; batch row 0: 44.4 % live; a cell is 1 × 1 pairs",
+        "mask [2, 1, 3, 3]: lengths & key lengths; batch row 0: 44.4 % live",
     ),
     "long": (MaskInfo.causal(131_072), "mask [1, 1, 131072, 131072]: full & causal; 50 % live; a cell is "),
     "no queries": (MaskInfo.full(0, 5), "mask [1, 1, 0, 5]: full; no pairs"),
