@@ -77,6 +77,7 @@ _IN_TORCH = {  # what hints say of arrays, and what that is of tensors
     r"np\.(where|reshape)\(": r"torch.\1(",
     r"np\.transpose\((\w+)\)": r"\1.T",
     r"np\.transpose\(": "torch.permute(",
+    r"np\.cumsum\(\[0, \*lengths\]\)": "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
     r"np\.append\((\w+), (\d+)\)": r"torch.nn.functional.pad(\1, (0, 1), value=\2)",
 }
 

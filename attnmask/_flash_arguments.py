@@ -389,12 +389,18 @@ def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: boo
 
 def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
     """Where sequences start, and where the last one ends, which is the number of tokens."""
-    starts = _core.checked_starts(as_array(value, name), name)
-    if starts[-1] != tokens:
-        hint = f"; write np.append({name}, {tokens}) if the rest is padding" if starts[-1] < tokens else ""
-        raise ValueError(
-            f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}{hint}"
-        )
+    try:
+        starts = _core.checked_starts(as_array(value, name), name)
+        if starts[-1] != tokens:
+            hint = (
+                f"; write np.append({name}, {tokens}) if the rest is padding" if starts[-1] < tokens else ""
+            )
+            raise ValueError(
+                f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}{hint}"
+            )
+    except ValueError as error:
+        suit_hint(error, {name: value})
+        raise
     return starts
 
 

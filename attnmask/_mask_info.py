@@ -1305,12 +1305,12 @@ class MaskInfo:
         return derived.are_equal(self._state, other._state)
 
     def _joined(self, other: Any, operator: str, baked: Callable[[bool, bool], bool]) -> Self:
-        if isinstance(other, np.ndarray):
+        if not isinstance(other, MaskInfo):
+            if not hasattr(other, "__array__"):
+                return NotImplemented  # type: ignore[no-any-return]
             raise TypeError(
                 f"the other operand must be a MaskInfo, got {describe(other)}: MaskInfo.from_attention_mask makes one"
             )
-        if not isinstance(other, MaskInfo):
-            return NotImplemented  # type: ignore[no-any-return]
         return self._of(transforms.joined(self._state, other._state, operator, baked))
 
     def __and__(self, other: MaskInfo) -> Self:

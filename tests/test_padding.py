@@ -1,5 +1,7 @@
 """`pack` and `unpack`: arrays, tensors and arrays of JAX, there and back, their gradients, and what is refused."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -195,6 +197,20 @@ def test_fill_of_tensors():
     assert unpack(torch.zeros(1), [0, 1], 2, float("-inf"))[0, 1].item() == -np.inf
     with pytest.raises(MemoryError, match="does not fit in memory"):
         unpack(torch.zeros(1), [0, 1], 2**60)
+
+
+def test_hints_for_tensors():
+    torch, _ = tensors()
+    lengths = torch.tensor([3, 5])
+    for wrong, hint in (
+        (lengths, "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"),
+        (torch.tensor([0, 3]), "torch.nn.functional.pad(cu_seqlens, (0, 1), value=8)"),
+    ):
+        with pytest.raises(ValueError, match=f"write {re.escape(hint)}"):
+            unpack(torch.zeros(8), wrong, 5)
+        right = eval(hint, {"torch": torch, "lengths": lengths, "cu_seqlens": wrong})
+        np.testing.assert_array_equal(right, [0, 3, 8])
+        assert unpack(torch.zeros(8), right, 5).shape == (2, 5)
 
 
 # Arrays of JAX
