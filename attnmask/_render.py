@@ -324,16 +324,19 @@ def visualize(
     q_block, k_block = _block(32 if block_size is None else block_size)
 
     batches, queries, keys = info.shape
-    labels = info.labels(batch, head) if show_segments else None
     q_cell, k_cell = q_block, k_block
+    margin = _MARGIN + 1 if show_segments else 0
     if fits_terminal:
-        longest = 0 if labels is None else len(str(labels[0].max(initial=0)))
-        margin = max(longest, _MARGIN) + 1 if show_segments else 0
         q_cell, k_cell = q_block, k_block = _fitting((queries, keys), margin, max_rows, max_cols)
     elif fit_in_screen:
         q_cell *= max(cell_count(cell_count(queries, q_block), max_rows), 1)
         k_cell *= max(cell_count(cell_count(keys, k_block), max_cols), 1)
     counts = counted(info, batch, head, q_cell, k_cell)
+    labels = info.labels(batch, head) if show_segments else None
+    longest = 0 if labels is None else len(str(labels[0].max(initial=0)))
+    if fits_terminal and show_segments and longest >= margin:  # which ids seldom are
+        q_cell, k_cell = q_block, k_block = _fitting((queries, keys), longest + 1, max_rows, max_cols)
+        counts = counted(info, batch, head, q_cell, k_cell)
 
     glyphs = _GLYPHS[charset]
     rows = np.array(glyphs)[np.where(counts == q_cell * k_cell, 2, np.minimum(counts, 1))]
