@@ -62,7 +62,12 @@ def from_blocks(rng: Rng, shape: Shape) -> MaskInfo:
 
 
 def full(shape: Shape) -> MaskInfo:
-    return MaskInfo.from_segments(*(np.zeros((shape[0], tokens), int) for tokens in shape[2:]))
+    return MaskInfo.full(*shape[2:], shape[0])
+
+
+def from_lengths(rng: Rng, shape: Shape) -> MaskInfo:
+    tokens = max(shape[2:])
+    return MaskInfo.from_lengths(rng.integers(0, tokens + 1, shape[0]), tokens)[..., : shape[2], : shape[3]]
 
 
 KINDS: dict[str, Callable[[Rng, Shape], MaskInfo]] = {
@@ -71,6 +76,9 @@ KINDS: dict[str, Callable[[Rng, Shape], MaskInfo]] = {
     "rectangles": lambda rng, shape: from_array(rectangles(rng, shape), shape),
     "padded triangles": lambda rng, shape: from_array(np.tri(*shape[2:], dtype=bool) & rectangles(rng, shape), shape),
     "keys": lambda rng, shape: full(shape).apply_kv_lengths(rng.integers(0, shape[3] + 1, shape[0])),
+    "lengths": from_lengths,
+    "lengths, causal": lambda rng, shape: from_lengths(rng, shape).apply_causal(rng.integers(-3, 4)),
+    "all": lambda rng, shape: full(shape),
     "runs of ids": lambda rng, shape: from_ids(rng, shape, disorder=False),
     "ids in disorder": lambda rng, shape: from_ids(rng, shape, disorder=True),
     "ids of heads": lambda rng, shape: from_ids(rng, shape, disorder=True, by_head=True),
