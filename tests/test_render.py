@@ -389,6 +389,13 @@ def test_print(terminal, capsys, name, width):
     assert f"{info}" == str(info)
 
 
+def test_print_of_leaves_that_are_no_arrays():
+    """As `repr`: JAX puts other objects into trees."""
+    children, aux = MaskInfo.from_segments([[0, 0, 1]]).tree_flatten()
+    info = MaskInfo.tree_unflatten(aux, (None, object(), object(), *children[3:]))
+    assert str(info) == repr(info) == "MaskInfo(7 leaves)"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such"])
 def test_print_writes_what_standard_output_can(monkeypatch, encoding):
     class Stream(io.StringIO):

@@ -639,7 +639,7 @@ def look_at(info: MaskInfo) -> Any:
     seen: list[Any] = [info.shape, info.heads, repr(info)]
     if np.prod([float(size) for size in (*info.shape[:1], info.heads or 1, *info.shape[1:])]) > 1e5:
         return seen
-    seen += [info.density(), info._repr_html_(), info.is_self_attention()]
+    seen += [str(info), info.density(), info._repr_html_(), info.is_self_attention()]
     if all(info.shape) and info.heads:
         seen.append(info.visualize(return_str=True))
     for name in PROPERTIES:
