@@ -118,7 +118,7 @@ class MaskInfo:
 
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, batch: int = 1) -> Self:
-        """Let all queries attend to all keys: what terms are applied to where there is no padding.
+        """Let all queries attend to all keys: the mask to begin with where there is no padding.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class MaskInfo:
 
     @classmethod
     def from_lengths(cls, lengths: ArrayLike, max_len: int | None = None) -> Self:
-        """A padded batch, by the number of tokens of each row; what is behind them is padding.
+        """Describe a padded batch by its lengths: row b has ``lengths[b]`` tokens, and the rest is padding.
 
         ::
 
@@ -229,7 +229,7 @@ class MaskInfo:
 
     @classmethod
     def from_padding_mask(cls, padding_mask: ArrayLike) -> Self:
-        """A padded batch, by a mask of its tokens, as tokenizers give it.
+        """Describe a padded batch by a mask of its tokens, as tokenizers return it.
 
         Parameters
         ----------

@@ -27,7 +27,7 @@ def pack(x: NDArray[_Scalar], lengths: ArrayLike) -> tuple[NDArray[_Scalar], NDA
 @overload
 def pack(x: _Array, lengths: ArrayLike) -> tuple[_Array, _Array]: ...
 def pack(x: Any, lengths: ArrayLike) -> Any:
-    """The tokens of a padded batch end to end, without the padding.
+    """Take the padding out of a batch, and lay its tokens end to end.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def unpack(
     packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number[Any] = 0
 ) -> _Array: ...
 def unpack(packed: Any, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> Any:
-    """A padded batch of packed sequences, with a row for each.
+    """Make a padded batch of packed sequences, with one row for each.
 
     Parameters
     ----------
