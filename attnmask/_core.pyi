@@ -71,6 +71,7 @@ def flash_backward(
     NDArray[np.float64] | None,
     NDArray[np.float64] | None,
 ]: ...
+def attention_strategy(numbers: dict[str, Any], all: int, most: int, /) -> dict[str, Any]: ...
 def attention_schedule(
     query: ArrayLike,
     key: ArrayLike,

@@ -136,7 +136,7 @@ static int module_exec(PyObject *module)
     PyMethodDef *const topics[] = {runtime_methods,  am_packed_methods,   am_cumsum_methods,
                                    am_mask_methods,  am_segments_methods, am_pairs_methods,
                                    am_merge_methods, am_flash_methods,    am_kvcache_methods,
-                                   am_xla_methods,   am_tensors_methods};
+                                   am_xla_methods,   am_tensors_methods,  am_strategy_methods};
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
         if (PyModule_AddFunctions(module, topics[i]) < 0) return -1;
     }

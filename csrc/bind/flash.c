@@ -462,17 +462,12 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- The schedule as data --- */
 
-static const char *const strategy_names[AM_STRATEGIES] = {
-    [AM_UNPACKED] = "unpacked", [AM_TRANSPOSED] = "transposed",       [AM_PRIVATE_PACKING] = "private",
-    [AM_LOCKSTEP] = "lockstep", [AM_LOCAL_PACKING] = "local packing", [AM_SHARED_PACKING] = "shared packing",
-};
-
 static PyObject *group_data(const am_scheduled *g)
 {
     return Py_BuildValue("{s:n,s:(nn),s:(nn),s:n,s:s,s:n,s:n,s:n,s:n}", "row", g->group.b, "queries",
                          g->group.queries.begin, g->group.queries.end, "keys", g->group.keys.begin,
                          g->group.keys.end, "tiles", am_length(g->group.tiles), "strategy",
-                         strategy_names[g->shape.strategy], "block_rows", g->shape.rows, "items", g->items,
+                         am_strategy_name(g->shape.strategy), "block_rows", g->shape.rows, "items", g->items,
                          "splits", g->shape.splits, "task_items", g->task_items);
 }
 

@@ -1,22 +1,13 @@
 /* attn_schedule.c – chooses the strategy of each group, and deals its items to tasks. */
 #include "core/attn_schedule.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "core/attn_logits.h"
 
 enum {
     TILE = AM_FLASH_TILE,
-    SHARED_QUERIES = 32, /* a block of up to so many queries takes several heads */
-    ENOUGH_ITEMS = 64,   /* of a group; with fewer its keys are split */
-    MANY_ITEMS = 512,    /* of a group; with as many they may differ in length */
-    SPLIT_TILES = 8,     /* the fewest tiles that are worth a split */
-    SHORT_SPLIT = 4,     /* the same for a group that is worth many threads */
-    MUCH_WORK = 256,     /* the tiles of all items of such a group */
-    UNPACKED_TILES = 4,  /* the same for unpacked keys and few rows: many heads read them in lockstep */
-    FEW_SPLIT_ROWS = 12, /* the most rows of such a block: more have more sums to merge */
-    APART_ITEMS = 16,    /* with fewer for each thread, each split is an item of its own */
+    APART_ITEMS = 16, /* with fewer for each thread, each split is an item of its own */
     FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
     FEW_UNPACKED = 2, /* the same for unpacked keys, which are read up to 1.15 times as fast if the items
                        * of a task are all heads that lie side by side */
@@ -24,18 +15,6 @@ enum {
      * bytes: then its memory stays in the cache, and few pages are touched for the first time. */
     WAVE_TASKS = 256,
     WAVE_BYTES = 4 << 20,
-    /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
-     * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
-    LONG_PANEL = 128,
-    FEWEST_TRANSPOSED = 13,  /* rows of a block whose tiles are transposed */
-    FEW_ROWS = 16,           /* of a block that reads keys unpacked */
-    MORE_ROWS = 24,          /* the same where vectors and keys are long */
-    FEW_WIDENED = 12,        /* the same for short keys, if they are widened for every few rows */
-    FEW_ROWS_F8X2 = 8,       /* and for float8 that becomes bf16x2, which takes longer */
-    FLOAT_WEIGHTS = 8,       /* of a block of bfloat16 that waits for memory, not for products */
-    LONG_ROW = 64,           /* channels of keys or values */
-    WHOLE_PART = 32,         /* channels that kernels of any type take at once */
-    FEW_TILES = 2,           /* of a block for which copying its queries takes a large part of the time */
     L1_WAY = 4096,           /* bytes after which addresses map to the same sets of the first-level cache */
     SIDE_BY_SIDE = 4096,     /* bytes of neighbouring heads of a key that one task reads */
     SIDE_BYTES = 128 << 10,  /* of their queries and results: they stay in the second-level cache */
@@ -45,49 +24,6 @@ enum {
 };
 
 /* --- The shape of a group --- */
-
-/* Whether full tiles are transposed: if more than a few rows fill vectors, and logits are products but for a
- * factor. */
-static bool can_transpose(const am_schedule *s, const am_attn_base *base, const am_shape *h, ptrdiff_t tiles)
-{
-    const am_attn *f = base->attn;
-    if (h->head_blocks > 1 || f->depth == 0 || tiles <= FEW_TILES || h->rows < FEWEST_TRANSPOSED)
-        return false;
-    if (base->threshold || f->cap > 0 || am_adds_to_products(f) || !am_is_floating(f->k.type)) return false;
-    if (base->bf16x2 && (s->factor <= 0 || base->kernels->amx)) return false;
-    const ptrdiff_t panel = base->kernels->panel;
-    const bool one_vector = f->k.type == base->type && h->rows <= panel / 2;
-    const ptrdiff_t part = one_vector ? panel / 2 : panel, lanes = am_ceil_div(h->rows, part) * part;
-    /* With more lanes empty it is 0.82 to 1.08 times as fast. */
-    return panel * base->size >= LONG_PANEL && h->rows >= lanes * 7 / 8;
-}
-
-/* The most rows of a block that reads keys unpacked: more where vectors and keys are long. Widened keys that
- * are short, or no whole vectors, are packed for fewer rows, and so are all if vectors have but four lanes or
- * the processor has tiles. */
-static ptrdiff_t most_unpacked_rows(const am_attn_base *base)
-{
-    const am_attn *f = base->attn;
-    const ptrdiff_t depth = am_min(f->depth, f->value_depth), panel = base->kernels->panel * base->size;
-    const bool widened = f->k.type != base->type,
-               whole = f->depth % WHOLE_PART == 0 && f->value_depth % WHOLE_PART == 0,
-               tiles = base->bf16x2 && base->kernels->amx;
-    if (base->bf16x2 && f->k.type == AM_FLOAT8) return FEW_ROWS_F8X2;
-    if (widened && (!whole || depth < LONG_ROW || panel < LONG_PANEL / 2 || tiles)) return FEW_WIDENED;
-    /* The kernels multiply integers, but packed keys would be float32. */
-    if (base->kv->rounds_queries && am_query_packer(base) && !base->bf16x2) return AM_FLASH_ROWS;
-    return whole && depth >= 2 * LONG_ROW && panel >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
-}
-
-static am_strategy choose_strategy(const am_schedule *s, const am_attn_base *base, const am_shape *h,
-                                   ptrdiff_t tiles)
-{
-    if (h->q_blocks > 1) return AM_SHARED_PACKING;
-    if (can_transpose(s, base, h, tiles)) return AM_TRANSPOSED;
-    const bool can_widen = base->attn->k.type != AM_FLOAT8 || base->attn->depth <= AM_MOST_WIDENED;
-    if (can_widen && h->rows <= most_unpacked_rows(base)) return AM_UNPACKED;
-    return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
-}
 
 /* The tiles that the blocks of a group see of any head, and the most that one sees. */
 static ptrdiff_t count_tiles(const am_attn_base *base, const am_attn_groups *groups,
@@ -103,77 +39,60 @@ static ptrdiff_t count_tiles(const am_attn_base *base, const am_attn_groups *gro
     return all;
 }
 
-/* Splits the keys of a group that has few items, or some of whose blocks see much more than others. */
-static void choose_splits(am_shape *h, const am_attn_base *base, const am_attn_groups *groups,
-                          const am_attn_group *group)
-{
-    const ptrdiff_t heads = base->attn->kv_heads * h->head_blocks, items = am_max(1, heads * h->q_blocks);
-    ptrdiff_t most = am_length(group->tiles), all = most;
-    if (h->q_blocks > 1 && items < MANY_ITEMS) all = count_tiles(base, groups, group, &most);
-    most = am_max(1, most);
-    if (h->strategy == AM_UNPACKED) {
-        const ptrdiff_t fewest = h->rows <= FEW_SPLIT_ROWS ? UNPACKED_TILES : SPLIT_TILES;
-        h->splits = am_min(am_ceil_div(most, fewest), am_max(1, ENOUGH_ITEMS / items));
-    } else if (items < MANY_ITEMS) {
-        const ptrdiff_t fewest = all * heads < MUCH_WORK ? SPLIT_TILES : SHORT_SPLIT;
-        h->splits = am_ceil_div(most, am_max(fewest, am_ceil_div(all * heads, ENOUGH_ITEMS)));
-    }
-    h->split_tiles = am_ceil_div(most, h->splits);
-    h->splits = am_ceil_div(most, h->split_tiles);
-}
-
-/* Whether a block's queries can be read where they lie: not if they are to be scaled, nor if all rows map to
- * the same cache lines. */
-static bool can_read_directly(const am_schedule *s, const am_attn_base *base, const am_shape *h)
+/* Whether queries can be read where they lie, but for the factor: not if all rows map to the same cache
+ * lines. */
+static bool can_read_queries(const am_attn_base *base)
 {
     const am_tokens *q = &base->attn->q;
-    if (h->block_heads > 1 || q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
+    if (q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
     if (base->bf16x2) return am_is_aligned_bf16x2(q, base->attn->depth);
-    return (h->scales_keys || s->factor == 1) && q->type == base->type && am_is_plain(q);
+    return q->type == base->type && am_is_plain(q);
 }
 
-/* Values are not worth packing if few strips of one block read them, and with long vectors never, unless they
- * would be interleaved for each strip. */
-static bool can_leave_values(const am_attn_base *base, const am_shape *h)
+/* Whether values can be read where they lie, in whole vectors. */
+static bool can_read_values(const am_attn_base *base)
 {
     const am_tokens *v = &base->attn->v;
     const ptrdiff_t panel = base->kernels->panel, depth = base->attn->value_depth;
-    const bool always = panel * base->size >= LONG_PANEL && !base->bf16x2;
-    if (h->head_blocks * h->q_blocks > 1 || h->rows > (always ? AM_FLASH_ROWS : panel * 3 / 2)) return false;
-    if (v->token <= 0 || base->kernels->amx) return false;
+    if (v->token <= 0) return false;
     if (base->bf16x2) return am_kv_is_bf16x2(base) && depth % panel == 0 && am_is_plain_bf16x2(v, depth);
     return depth % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
 }
 
-/* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
- * multiply-adds of float32 instead of one of bf16x2. Zen 4 starts as many of either, so that the products of
- * eight rows take 0.19 cycles a byte of keys and values, about as long as memory takes to deliver it to a
- * core. Intel's processors start four times as many of float32. */
-static bool has_float_weights(const am_attn_base *base, const am_shape *h)
+static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
+                       const am_attn_group *group)
 {
-    if (!base->bf16x2 || h->strategy != AM_UNPACKED) return false;
-    const bool waits = h->rows <= FLOAT_WEIGHTS || base->kernels->amx;
-    return base->attn->k.type == AM_INT8 || (base->attn->k.type == AM_BFLOAT16 && waits);
+    const am_attn *f = base->attn;
+    return (am_work){
+        .queries = am_most_queries(groups, group),
+        .q_blocks = am_length(group->blocks),
+        .tiles = am_length(group->tiles),
+        .kv_heads = f->kv_heads,
+        .group = base->group,
+        .depth = f->depth,
+        .value_depth = f->value_depth,
+        .type = base->type,
+        .k_type = f->k.type,
+        .panel = base->kernels->panel,
+        .size = base->size,
+        .factor = s->factor,
+        .bf16x2 = base->bf16x2,
+        .amx = base->kernels->amx,
+        .products_alone = !(base->threshold || f->cap > 0 || am_adds_to_products(f)),
+        .packs_rounded = base->kv->rounds_queries && am_query_packer(base),
+        .queries_readable = can_read_queries(base),
+        .values_readable = can_read_values(base),
+    };
 }
 
 static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
                          const am_attn_group *group)
 {
-    const ptrdiff_t queries = am_most_queries(groups, group), tiles = am_length(group->tiles);
-    am_shape h = {.block_heads = 1, .splits = 1, .q_blocks = am_length(group->blocks)};
-    if (base->group > 1 && queries <= SHARED_QUERIES)
-        h.block_heads = am_min(base->group, AM_FLASH_ROWS / queries);
-    h.head_blocks = am_ceil_div(base->group, h.block_heads);
-    h.rows = queries * h.block_heads;
-    h.strategy = choose_strategy(s, base, &h, tiles);
-    choose_splits(&h, base, groups, group);
-    /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could
-     * make one infinite. */
-    const bool few = h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && tiles <= FEW_TILES;
-    h.scales_keys = few && !base->bf16x2 && fabs(s->factor) <= 1;
-    h.queries_direct = few && can_read_directly(s, base, &h);
-    h.values_unpacked = can_leave_values(base, &h);
-    h.float_weights = has_float_weights(base, &h);
+    const am_work work = work_of(s, base, groups, group);
+    am_shape h = am_choose_shape(&work);
+    ptrdiff_t most = work.tiles, all = most;
+    if (am_counts_tiles(&work, &h)) all = count_tiles(base, groups, group, &most);
+    am_choose_splits(&work, &h, all, most);
     return h;
 }
 

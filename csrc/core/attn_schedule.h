@@ -7,36 +7,12 @@
 #define AM_ATTN_SCHEDULE_H
 
 #include "core/attn_base.h"
+#include "core/attn_strategy.h"
 
 enum {
     AM_MOST_ITEMS = 16,      /* of a task */
     AM_MOST_LOCAL_TILES = 8, /* packed tiles that a task keeps for itself */
 };
-
-/* How a group reads its keys. */
-typedef enum {
-    AM_UNPACKED,   /* a few rows in all: keys and values are read where they lie; decode */
-    AM_TRANSPOSED, /* one block whose rows fill vectors: queries are packed, and Sᵀ = K Qᵀ in full tiles */
-    AM_PRIVATE_PACKING, /* one block: a task packs each tile for it */
-    AM_LOCKSTEP, /* blocks of heads that share keys: a task packs each tile, and its items take it one after
-                    the other */
-    AM_LOCAL_PACKING,  /* many blocks that see few tiles: a task keeps the tiles that it has packed */
-    AM_SHARED_PACKING, /* many blocks: the first task that needs a tile packs it for all */
-    AM_STRATEGIES
-} am_strategy;
-
-/* How a group is computed. It follows from the group alone. */
-typedef struct {
-    am_strategy strategy;
-    ptrdiff_t rows;                  /* the most of a block: queries × heads */
-    ptrdiff_t block_heads;           /* the most query heads of a block */
-    ptrdiff_t head_blocks, q_blocks; /* blocks along the heads that share keys, and along the queries */
-    ptrdiff_t splits, split_tiles;   /* parts of the keys, and the tiles of each */
-    bool scales_keys;                /* keys are scaled as they are packed, else queries as they are copied */
-    bool queries_direct;             /* queries are read where they lie, else they are copied */
-    bool values_unpacked;            /* values are read where they lie, in full tiles */
-    bool float_weights;              /* weights are not rounded to bfloat16 though the arithmetic is bf16x2 */
-} am_shape;
 
 /* A group and its tasks. Its items are blocks of rows: for each key head those of the query heads that share
  * it, and of these the blocks of queries. */

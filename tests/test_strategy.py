@@ -1,0 +1,190 @@
+"""How a group of queries is computed: a line for each decision, on both sides of each bound, for any processor."""
+
+import pytest
+
+from attnmask import _core
+
+# One block of few queries over 16 tiles of keys, float32 in vectors of 16 numbers.
+USUAL = {
+    "queries": 1,
+    "q_blocks": 1,
+    "tiles": 16,
+    "kv_heads": 4,
+    "group": 1,
+    "depth": 64,
+    "value_depth": 64,
+    "type": "float32",
+    "k_type": "float32",
+    "panel": 32,
+    "size": 4,
+    "factor": 0.125,
+    "bf16x2": False,
+    "amx": False,
+    "products_alone": True,
+    "packs_rounded": False,
+    "queries_readable": True,
+    "values_readable": True,
+}
+SUMS = {"products_alone": False}  # logits are more than products: no tile is transposed
+BF16 = {"bf16x2": True, "k_type": "bfloat16", **SUMS}
+AVX2, SSE = {"panel": 16}, {"panel": 8}
+LONG = {"depth": 128, "value_depth": 128}
+
+
+def choose(changes, all_tiles=None, most=None):
+    numbers = USUAL | changes
+    most = numbers["tiles"] if most is None else most
+    all_tiles = most * numbers["q_blocks"] if all_tiles is None else all_tiles
+    return _core.attention_strategy(numbers, all_tiles, most)
+
+
+STRATEGIES = [
+    # Few rows read keys where they lie: more rows where vectors and keys are long.
+    ({}, "unpacked"),
+    ({"queries": 16, **SUMS}, "unpacked"),
+    ({"queries": 17, **SUMS}, "private"),
+    ({"queries": 24, **SUMS, **LONG}, "unpacked"),
+    ({"queries": 25, **SUMS, **LONG}, "private"),
+    ({"queries": 17, **SUMS, **LONG, **AVX2}, "private"),
+    ({"queries": 17, **SUMS, "depth": 129, "value_depth": 129}, "private"),
+    # Keys that are widened: fewer rows if they are short, or no whole vectors, or vectors have four numbers.
+    ({"queries": 16, "k_type": "float16", **SUMS}, "unpacked"),
+    ({"queries": 12, "k_type": "float16", "depth": 32, **SUMS}, "unpacked"),
+    ({"queries": 13, "k_type": "float16", "depth": 32, **SUMS}, "private"),
+    ({"queries": 13, "k_type": "float16", "depth": 65, **SUMS}, "private"),
+    ({"queries": 13, "k_type": "float16", **SSE, **SUMS}, "private"),
+    # Integers are multiplied for any number of rows, but not by bf16x2.
+    ({"queries": 64, "k_type": "int8", "packs_rounded": True}, "unpacked"),
+    ({"queries": 64, "k_type": "int8"}, "private"),
+    ({"queries": 17, "k_type": "int8", "packs_rounded": True, "bf16x2": True}, "private"),
+    ({"queries": 13, "k_type": "int8", "packs_rounded": True, "depth": 32}, "private"),
+    # float8: short rows are widened at once; as bf16x2 they take longer.
+    ({"k_type": "float8", "depth": 1024}, "unpacked"),
+    ({"k_type": "float8", "depth": 1025}, "private"),
+    ({"queries": 8, "k_type": "float8", "bf16x2": True}, "unpacked"),
+    ({"queries": 9, "k_type": "float8", "bf16x2": True}, "private"),
+    # Tiles of the processor pack sooner.
+    ({"queries": 16, **BF16}, "unpacked"),
+    ({"queries": 13, **BF16, "amx": True}, "private"),
+    # Transposed: rows that fill vectors, of long panels, over more than two tiles.
+    ({"queries": 12}, "unpacked"),
+    ({"queries": 13}, "unpacked"),
+    ({"queries": 14}, "transposed"),
+    ({"queries": 16}, "transposed"),
+    ({"queries": 17}, "private"),
+    ({"queries": 28}, "transposed"),
+    ({"queries": 60}, "transposed"),
+    ({"queries": 55}, "private"),
+    ({"queries": 16, "tiles": 2}, "unpacked"),
+    ({"queries": 32, "tiles": 3}, "transposed"),
+    ({"queries": 32, "tiles": 2}, "private"),
+    ({"queries": 32, **AVX2}, "private"),
+    ({"queries": 32, **SUMS}, "private"),
+    ({"queries": 32, "k_type": "int8"}, "private"),
+    ({"queries": 32, "depth": 0}, "private"),
+    ({"queries": 32, "bf16x2": True, "k_type": "bfloat16"}, "transposed"),
+    ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "factor": -1.0}, "private"),
+    ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "amx": True}, "private"),
+    # Several heads share keys: in one block, or in blocks that take tiles in lockstep.
+    ({"group": 16}, "transposed"),
+    ({"group": 16, **SUMS}, "unpacked"),
+    ({"group": 17, **SUMS}, "private"),
+    ({"queries": 32, "group": 2, **SUMS}, "private"),
+    ({"queries": 32, "group": 3, **SUMS}, "lockstep"),
+    ({"queries": 33, "group": 2, **SUMS}, "lockstep"),
+    # More queries than a block has rows.
+    ({"queries": 64, "q_blocks": 2}, "shared packing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "strategy"), STRATEGIES, ids=str)
+def test_strategy(changes, strategy):
+    assert choose(changes)["strategy"] == strategy
+
+
+SPLITS = [
+    # Unpacked keys: parts of 4 tiles, or of 8 for many rows, until there are 64 items.
+    ({}, (4, 4)),
+    ({"queries": 12, **SUMS}, (4, 4)),
+    ({"queries": 13, **SUMS}, (2, 8)),
+    ({"kv_heads": 32}, (2, 8)),
+    ({"kv_heads": 64}, (1, 16)),
+    ({"tiles": 3}, (1, 3)),
+    ({"tiles": 5}, (2, 3)),
+    ({"tiles": 0}, (1, 1)),
+    # Packed keys: parts of 8 tiles, of 4 where there is much to do, and longer ones for many items.
+    ({"queries": 64}, (2, 8)),
+    ({"queries": 64, "kv_heads": 16}, (4, 4)),
+    ({"queries": 64, "kv_heads": 64}, (1, 16)),
+    ({"queries": 64, "q_blocks": 8}, (2, 8)),
+    ({"queries": 64, "q_blocks": 128}, (1, 16)),
+]
+
+
+@pytest.mark.parametrize(("changes", "splits"), SPLITS, ids=str)
+def test_splits(changes, splits):
+    found = choose(changes)
+    assert (found["splits"], found["split_tiles"]) == splits
+
+
+def test_splits_follow_from_what_blocks_see():
+    """A causal mask halves what eight blocks see in all; a window leaves little."""
+    shape = {"queries": 64, "q_blocks": 8, "tiles": 64, "kv_heads": 1}
+    full, causal, window = choose(shape), choose(shape, 260, 64), choose(shape, 16, 2)
+    assert [x["split_tiles"] for x in (full, causal, window)] == [8, 5, 2]
+
+
+BLOCKS = [
+    ({"group": 8}, (8, 8, 1)),
+    ({"queries": 8, "group": 16}, (64, 8, 2)),
+    ({"queries": 32, "group": 8}, (64, 2, 4)),
+    ({"queries": 33, "group": 8}, (33, 1, 8)),
+    ({"queries": 1, "group": 100}, (64, 64, 2)),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BLOCKS, ids=str)
+def test_heads_of_a_block(changes, expected):
+    found = choose(changes)
+    assert (found["rows"], found["block_heads"], found["head_blocks"]) == expected
+
+
+FEW = {"queries": 40, "tiles": 2, **SUMS}
+FLAGS = [
+    # One block over few tiles: keys are scaled, and queries read where they lie.
+    (FEW, "scales_keys", True),
+    (FEW | {"tiles": 3}, "scales_keys", False),
+    (FEW | {"factor": 1.5}, "scales_keys", False),
+    (FEW | BF16, "scales_keys", False),
+    (FEW, "queries_direct", True),
+    (FEW | {"factor": 1.5}, "queries_direct", False),
+    (FEW | BF16, "queries_direct", True),
+    (FEW | {"queries_readable": False}, "queries_direct", False),
+    (FEW | {"queries": 20, "group": 2}, "queries_direct", False),
+    # Values of one block stay where they are: always with long vectors, else for up to three strips.
+    ({"queries": 64, **SUMS}, "values_unpacked", True),
+    ({"queries": 64, **SUMS, "values_readable": False}, "values_unpacked", False),
+    ({"queries": 25, **SUMS, **AVX2}, "values_unpacked", False),
+    ({"queries": 24, **SUMS, **AVX2}, "values_unpacked", True),
+    ({"queries": 64, "q_blocks": 2}, "values_unpacked", False),
+    ({"queries": 40, **BF16, "amx": True}, "values_unpacked", False),
+    # Weights beside bfloat16 stay float32 where memory is what a block waits for.
+    ({"queries": 8, **BF16}, "float_weights", True),
+    ({"queries": 9, **BF16}, "float_weights", False),
+    ({"queries": 12, **BF16, "amx": True}, "float_weights", True),
+    ({"queries": 12, **BF16, "k_type": "int8"}, "float_weights", True),
+    ({"queries": 8, **BF16, "k_type": "float8"}, "float_weights", False),
+    ({"queries": 8}, "float_weights", False),
+]
+
+
+@pytest.mark.parametrize(("changes", "flag", "expected"), FLAGS, ids=str)
+def test_flags(changes, flag, expected):
+    assert choose(changes)[flag] is expected
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(KeyError, match="tiles"):
+        _core.attention_strategy({name: value for name, value in USUAL.items() if name != "tiles"}, 1, 1)
+    with pytest.raises(ValueError, match="complex64"):
+        _core.attention_strategy(USUAL | {"k_type": "complex64"}, 1, 1)
