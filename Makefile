@@ -165,11 +165,10 @@ $(VENV)/installed: $(VENV)/created $(SOURCES) setup.py pyproject.toml # Python c
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
+GROUP = import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]], sep="\n")
 
-$(VENV)/%.txt: $(VENV)/created pyproject.toml # the packages of one extra
+$(VENV)/%.txt: $(VENV)/created pyproject.toml # the packages of one group
 	@echo 'attnmask: downloading what `make $*` needs'
-	@$(BIN)/python -c '$(EXTRA)' $* > $@.new
+	@$(BIN)/python -c '$(GROUP)' $* > $@.new
 	@$(PIP) -r $@.new
 	@mv $@.new $@
