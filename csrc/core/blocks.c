@@ -17,7 +17,7 @@
 
 enum {
     LARGE_PAGE = 2 << 20,
-    KEPT = 4,              /* blocks at most */
+    KEPT = 8,              /* blocks at most: as many as a training step needs */
     KEPT_BYTES = 64 << 20, /* of all kept blocks together */
 };
 
