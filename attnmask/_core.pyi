@@ -104,6 +104,21 @@ def flash_usual(
     /,
     *others: Any,
 ) -> Any: ...
+def flash_usual_vjp(
+    return_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    scale: Any,
+    causal: Any,
+    offset: Any,
+    out: Any,
+    normalize: Any,
+    dropout: Any,
+    low: Any,
+    /,
+    *others: Any,
+) -> Any: ...
 def flash_kvcache(
     query: ArrayLike,
     k_cache: ArrayLike,

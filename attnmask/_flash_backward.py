@@ -43,10 +43,15 @@ def _wanted(array: ArrayLike | None, wanted: Any, name: str) -> NDArray[Any] | N
     return as_array(array, name)
 
 
-def _of_result(array: ArrayLike, name: str, problem: Problem, batched: bool) -> NDArray[Any]:
+def _of_result(
+    array: ArrayLike, name: str, problem: Problem, batched: bool, may_be_wide: bool = False
+) -> NDArray[Any]:
     """An array like the result, with an axis for the batch."""
-    shape = (*problem.query.shape[:3], problem.value.shape[3])
-    return _of_rows(array, name, shape, problem.query.dtype, batched)
+    shape, dtype = (*problem.query.shape[:3], problem.value.shape[3]), problem.query.dtype
+    array = as_array(array, name)
+    if may_be_wide and dtype.itemsize == 2 and array.dtype == np.float32:
+        dtype = array.dtype
+    return _of_rows(array, name, shape, dtype, batched)
 
 
 def _of_rows(
@@ -167,6 +172,7 @@ def flash_attention_bwd(
     query, key, value, attention_mask, ...
         As they were for `flash_attention_fwd`.
     out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
+        Of the query's type; beside queries of 16 bits float32 as well, for a result that was not rounded.
     lse : array_like, shape [B, H, Tq] or [H, Tq]
     grad_bias, grad_softmax_aux, grad_relative_bias : bool
         Return the gradients of these, too.
@@ -197,7 +203,7 @@ def flash_attention_bwd(
         _wanted(relative_bias, grad_relative_bias, "relative_bias"),
     )
     problem, batched = read_problem(given)
-    out = _of_result(out, "out", problem, batched)
+    out = _of_result(out, "out", problem, batched, may_be_wide=True)
     return _backward(problem, batched, dout, out, lse, dlse, extras)
 
 

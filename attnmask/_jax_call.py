@@ -183,18 +183,15 @@ def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:
     return [learned[name] for name in LEARNED if name in learned], flags  # trees sort names
 
 
-def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], with_lse: bool) -> tuple[Any, ...]:
-    """The result, and with it the logsumexp of each row if that is wanted."""
+def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results: int) -> tuple[Any, ...]:
+    """So many of the result, the logsumexp of each row, and the result before it is rounded to sixteen bits."""
     arrays, flags = _split(learned)
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
     wide = np.float64 if query.dtype == np.float64 else np.float32
-    shapes: list[Any] = [
-        ((batch, queries, heads, value.shape[3]), query.dtype if spec.part is None else wide)
-    ]
-    if with_lse:
-        shapes.append(((batch, heads, queries), wide))
-    return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes)
+    row = batch, queries, heads, value.shape[3]
+    shapes = [(row, query.dtype if spec.part is None else wide), ((batch, heads, queries), wide), (row, wide)]
+    return _call(TARGETS[0], spec, flags, [*arrays, *others], shapes[:results])
 
 
 def backward(
@@ -204,8 +201,8 @@ def backward(
     wanted: Sequence[str],
     of_result: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """The gradients of those that are `wanted`, by the result, its logsumexp and the gradients of both; that of the
-    logsumexp may be missing.
+    """The gradients of those that are `wanted`, by the result, which may be that before rounding, its logsumexp and the
+    gradients of both; that of the logsumexp may be missing.
     """
     arrays, flags = _split(learned)
     flags |= _GRAD_BIAS * ("bias" in wanted) | _GRAD_SINKS * ("softmax_aux" in wanted)

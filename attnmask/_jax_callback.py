@@ -7,7 +7,7 @@ import jax  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
 from attnmask._arguments import as_array
-from attnmask._flash import flash_attention_fwd
+from attnmask._flash import attend_for_gradients, flash_attention_fwd
 from attnmask._flash_backward import flash_attention_bwd
 from attnmask._jax_arguments import LEARNED
 from attnmask._jax_call import alike, struct_like
@@ -35,19 +35,20 @@ def _call(compute: Any, shapes: Iterable[tuple[tuple[int, ...], Any]], *argument
 
 
 def forward(
-    static: dict[str, Any], learned: dict[str, Any], others: dict[str, Any], with_lse: bool
+    static: dict[str, Any], learned: dict[str, Any], others: dict[str, Any], results: int
 ) -> tuple[Any, ...]:
     """As of `_jax_call`, with arguments by their names."""
 
     def compute(learned: Any, others: Any) -> Any:
-        both = flash_attention_fwd(**on_host(learned | others), **static)
-        return both if with_lse else both[:1]
+        given = on_host(learned | others) | static
+        return attend_for_gradients(given) if results == 3 else flash_attention_fwd(**given)[:results]
 
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape
     wide = np.float64 if query.dtype == np.float64 else np.float32
-    shapes = [((batch, queries, heads, value.shape[3]), query.dtype), ((batch, heads, queries), wide)]
-    return _call(compute, shapes[: 1 + with_lse], learned, others)
+    row = batch, queries, heads, value.shape[3]
+    shapes = [(row, query.dtype), ((batch, heads, queries), wide), (row, wide)]
+    return _call(compute, shapes[:results], learned, others)
 
 
 def backward(

@@ -260,7 +260,7 @@ def _merge(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any, Any]:
-    """[B, T, H, Dv] in the query's type, and [B, H, T]."""
+    """[B, T, H, Dv] in the type of the arithmetic, and [B, H, T]."""
     sinks, table = learned.get("softmax_aux"), learned.get("relative_bias")
     query, value = task.in_row(learned["query"]), learned["value"]
     rows, tokens, heads, _ = query.shape
@@ -275,7 +275,7 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
         arrays = {"query": query} | {name: task.in_row(x[:, :count]) for name, x in keys.items()} | table
         for call in calls:
             spec, part, others = _problem(task, call, arrays, seed)
-            found = engine.forward(spec, part, others, True)
+            found = engine.forward(spec, part, others, 2)
             out, lse = results
             here = call.queries
             merged = _merge((out[:, here], lse[:, :, here]), found)
@@ -291,7 +291,7 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
         results = travel.after(task.by_rank(branches, results, query, keys, tables, seed))
     out, lse = results
     shape = (*learned["query"].shape[:3], value.shape[3])
-    return out.astype(query.dtype).reshape(shape), task.stats(lse)
+    return out.reshape(shape), task.stats(lse)
 
 
 def _backward(
@@ -368,11 +368,12 @@ def _attention(task: _Task, with_lse: bool) -> Any:
 
     @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
     def attend(learned: Any, seed: Any) -> Any:
-        return _forward(task, learned, seed)[: 1 + with_lse]
+        return forward(learned, seed)[0]
 
     def forward(learned: Any, seed: Any) -> Any:
-        results = _forward(task, learned, seed)
-        return results[: 1 + with_lse], (learned, seed, results)
+        out, lse = _forward(task, learned, seed)
+        rounded = out.astype(learned["query"].dtype)
+        return (rounded, lse)[: 1 + with_lse], (learned, seed, (out, lse))
 
     def backward(residuals: Any, given: Any) -> Any:
         learned, seed, results = residuals

@@ -7,7 +7,9 @@ are always there::
     out, lse = torch.ops.attnmask.flash_attention(query, key, value, ...)
     gradients = torch.ops.attnmask.flash_attention_backward(dout, dlse, out, lse, query, key, value, ..., wanted)
 
-`wanted` says of query, key, value, bias and softmax_aux whether their gradients are to be returned. Compiled calls that
+`wanted` says of query, key, value, bias and softmax_aux whether their gradients are to be returned. Where gradients of
+types of 16 bits will be, ``attnmask::flash_attention_wide`` is called instead, whose third result is `out` in float32
+as it was before it was rounded; the gradients take that as `out`. Compiled calls that
 ask for little go to ``attnmask::flash_attention_plain``, which is sooner called and knows no gradient::
 
     out = torch.ops.attnmask.flash_attention_plain(query, key, value, causal, offset, softmax_scale)
@@ -156,8 +158,25 @@ def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return call(given, True)  # type: ignore[no-any-return]
 
 
+def attend_for_gradients(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result and its logsumexp, and what `gradients` is to be given as the result."""
+    try:
+        out, lse, wide_out = flash.attend_for_gradients(in_arrays(given))
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+    same = out.dtype == wide_out.dtype
+    out = to_tensor(out)
+    return out, to_tensor(lse), out if same else to_tensor(wide_out)
+
+
 def _on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return attend(_given(arguments))
+
+
+def _wide_on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse, wide_out = attend_for_gradients(_given(arguments))
+    return out, lse, wide_out.clone() if wide_out is out else wide_out
 
 
 def _plain_on_cpu(
@@ -194,7 +213,7 @@ def gradients(
 ) -> FlashAttentionGrads:
     check_no_tangents(("dout", "dlse"), (dout, dlse))
     return flash_attention_bwd(
-        torch.zeros_like(out) if dout is None else detached(dout),
+        torch.zeros_like(out, dtype=given["query"].dtype) if dout is None else detached(dout),
         out=detached(out),
         lse=detached(lse),
         dlse=detached(dlse),
@@ -214,11 +233,12 @@ def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> li
 # Of tensors without numbers
 
 
-def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Shape and type of the two results."""
+def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], ...]:
+    """Shape and type of the result, its logsumexp, and the wide result."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     *batch, tokens, heads, _ = query.shape
-    return ((*batch, tokens, heads, value.shape[-1]), query.dtype), ((*batch, heads, tokens), wide)
+    row = (*batch, tokens, heads, value.shape[-1])
+    return (row, query.dtype), ((*batch, heads, tokens), wide), (row, wide)
 
 
 def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
@@ -243,18 +263,22 @@ def _check_fakes(query: Any, key: Any, value: Any, packed: bool) -> None:
         raise
 
 
-def _fake(*arguments: Any) -> tuple[Any, ...]:
+def _fake_wide(*arguments: Any) -> tuple[Any, ...]:
     check_no_tangents(NAMES, arguments)
     check_devices(NAMES, arguments)
     given = dict(zip(NAMES, arguments, strict=True))
     query, key, value = (given[name] for name in LEARNED[:3])
     packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
     _check_fakes(query, key, value, packed)
-    return new_results(query, value)
+    return new_results(query, value, 3)
 
 
-def new_results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value))
+def _fake(*arguments: Any) -> tuple[Any, ...]:
+    return _fake_wide(*arguments)[:2]
+
+
+def new_results(query: torch.Tensor, value: torch.Tensor, count: int = 2) -> tuple[torch.Tensor, ...]:
+    return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value)[:count])
 
 
 def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -266,7 +290,7 @@ def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_:
 def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
     check_devices(("out", "lse", *NAMES), (out, lse, *arguments))
     query, value = arguments[0], arguments[2]
-    for name, x, (shape, dtype) in zip(("out", "lse"), (out, lse), _likes(query, value), strict=True):
+    for name, x, (shape, dtype) in zip(("out", "lse"), (out, lse), _likes(query, value)[:2], strict=True):
         if x.shape != shape or x.dtype != dtype:
             expected = describe(x.new_empty(shape, dtype=dtype, device="meta"))
             raise ValueError(f"{name} must be a {expected}, got {describe(x)}")
@@ -290,7 +314,9 @@ def spread(grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:TENSORS], *inputs[TENSORS])
+    out, lse, *wide_out = output
+    ctx.mark_non_differentiable(*wide_out)
+    ctx.save_for_backward(*wide_out or (out,), lse, *inputs[:TENSORS], *inputs[TENSORS])
     ctx.mask_tensors, ctx.more = len(inputs[TENSORS]), inputs[TENSORS + 1 :]
     ctx.set_materialize_grads(False)
 
@@ -302,18 +328,23 @@ def _by(operator: Any, ctx: Any, dout: Any, dlse: Any) -> list[Any]:
     return spread(grads, wanted) + [None] * (len(NAMES) - len(LEARNED))
 
 
-def _backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     grads = _by(torch.ops.attnmask.flash_attention_backward, ctx, dout, dlse)
     grads[TENSORS] = [None] * ctx.mask_tensors
     return tuple(grads)
 
 
-def _autograd(operator: Any, on_cpu: Callable[..., Any], rules: Info) -> Callable[..., Any]:
-    """As `torch.library.register_autograd` has it, with a short way: it takes 20 microseconds to get to the CPU."""
+def _autograd(operator: Any, on_cpu: Callable[..., Any], rules: Info, wide: Any = None) -> Callable[..., Any]:
+    """As `torch.library.register_autograd` has it, with a short way: it takes 20 microseconds to get to the CPU. With
+    gradients, `wide` is the operator for types of 16 bits.
+    """
     kernel = make_autograd_impl(operator, rules)
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
-        if needs_operator(arguments) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+        learning = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        if learning and wide and arguments[0].dtype.itemsize == 2:
+            return wide(*arguments)[:2]
+        if learning or needs_operator(arguments):
             return kernel(keyset, *arguments)
         return on_cpu(*arguments)
 
@@ -396,12 +427,14 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        return torch.ops.attnmask.flash_attention(*arguments)
+        operators = torch.ops.attnmask
+        narrow = arguments[0].dtype.itemsize == 2
+        return (operators.flash_attention_wide if narrow else operators.flash_attention)(*arguments)
 
     setup_context = staticmethod(_keep)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
         return tuple(_by(_TransformedBackward.apply, ctx, dout, dlse))
 
     @staticmethod
@@ -487,9 +520,10 @@ def register(
 
 def _register() -> None:
     tags = _TAGS
-    forward, backward = "flash_attention", "flash_attention_backward"
+    forward, wide, backward = "flash_attention", "flash_attention_wide", "flash_attention_backward"
     results = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
     _library.define(f"{forward}({_PARAMETERS}) -> (Tensor out, Tensor lse)", tags=tags)
+    _library.define(f"{wide}({_PARAMETERS}) -> (Tensor out, Tensor lse, Tensor wide_out)", tags=tags)
     # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
     _library.define(f"{forward}.out({_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()", tags=tags)
     _library.define(f"{backward}({results}, {_PARAMETERS}, bool[] wanted) -> Tensor[]", tags=tags)
@@ -501,22 +535,25 @@ def _register() -> None:
     for name, on_cpu, fake in (
         (f"{forward}_plain", plain, _plain_fake),
         (forward, _on_cpu, _fake),
+        (wide, _wide_on_cpu, _fake_wide),
         (f"{forward}.out", _into, _fake_into),
         (backward, _backward_on_cpu, _backward_fake),
     ):
         _library.impl(name, on_cpu, "CPU")
         torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
-    for name, on_cpu, rule, setup in (
-        (forward, _on_cpu, _backward, _keep),
-        (backward, _backward_on_cpu, _no_second, lambda *args, **kwargs: None),
+    packet = torch.ops.attnmask
+    for name, on_cpu, rule, setup, narrow in (
+        (forward, _on_cpu, _backward, _keep, packet.flash_attention_wide.default),
+        (wide, _wide_on_cpu, _backward, _keep, None),
+        (backward, _backward_on_cpu, _no_second, lambda *args, **kwargs: None, None),
     ):
-        kernel = _autograd(getattr(torch.ops.attnmask, name).default, on_cpu, Info(rule, setup))
+        kernel = _autograd(getattr(packet, name).default, on_cpu, Info(rule, setup), narrow)
         _library.impl(name, kernel, "Autograd", with_keyset=True)
     _library.impl(forward, _cast, "AutocastCPU")
-    for name, parameters in ((forward, NAMES), (backward, BACKWARD_NAMES)):
-        operator = getattr(torch.ops.attnmask, name).default
+    for name, parameters in ((forward, NAMES), (wide, NAMES), (backward, BACKWARD_NAMES)):
+        operator = getattr(packet, name).default
         torch.library.register_vmap(
-            f"attnmask::{name}", _mapped(operator, parameters, name == forward), lib=_library
+            f"attnmask::{name}", _mapped(operator, parameters, name != backward), lib=_library
         )
 
 

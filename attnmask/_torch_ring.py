@@ -424,7 +424,7 @@ class _Sum:
 def _forward(
     task: _Task, given: list[torch.Tensor], sinks: "torch.Tensor | None", table: "torch.Tensor | None"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` and `lse`."""
+    """`out` in the type of the arithmetic, and `lse`."""
     query, *own = given
     row = task.in_row(query)
     merged = _Merged(row, own[1].shape[3], sinks)
@@ -434,7 +434,7 @@ def _forward(
             out, lse = _core.flash_forward(*_problem(task, call, heads, row, keys, table), True, None)
             merged.add(call.queries, heads, to_tensor(out), to_tensor(lse))  # type: ignore[arg-type]
     total, lse = merged.total()
-    return total.to(query.dtype).view(*query.shape[:3], own[1].shape[3]), task.stats(lse)
+    return total.view(*query.shape[:3], own[1].shape[3]), task.stats(lse)
 
 
 def _backward(
@@ -544,18 +544,19 @@ class _RingAttention(torch.autograd.Function):  # type: ignore[misc, unused-igno
         *tensors, task = inputs
         query, key, value, softmax_aux, table = map(operators.detached, tensors)
         sinks = _sinks(softmax_aux, query)
-        results = _forward(task, [query, key, value], sinks, table)
+        kept, lse = _forward(task, [query, key, value], sinks, table)
+        out = kept.to(query.dtype)  # rounded, it would be the largest error of gradients
         ctx.task = task
-        ctx.save_for_backward(*tensors, *results)
+        ctx.save_for_backward(*tensors, kept, lse)
         ctx.set_materialize_grads(False)
-        return results
+        return out, lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         *tensors, softmax_aux, table, out, lse = map(operators.detached, ctx.saved_tensors)
         wanted = ctx.needs_input_grad
-        given = torch.zeros_like(out) if dout is None else dout, dlse
+        given = torch.zeros_like(out, dtype=tensors[0].dtype) if dout is None else dout, dlse
         grads, d_table = _backward(ctx.task, tensors, table, (out, lse), given, wanted[4])
         d_sinks: Any = None
         if wanted[3]:

@@ -402,20 +402,21 @@ def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:
 
     @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
     def attend(learned: Any, others: Any) -> Any:
-        return engine.forward(spec, learned, others, with_lse)
+        return engine.forward(spec, learned, others, 1 + with_lse)
 
     def forward(learned: Any, others: Any) -> Any:
         wanted = {
             name: () for name, x in learned.items() if x.perturbed
         }  # its keys, which tracing leaves alone
         learned, others = jax.tree.map(lambda x: x.value, (learned, others))
-        out, lse = engine.forward(spec, learned, others, True)
-        return (out, lse) if with_lse else (out,), (wanted, learned, others, out, lse)
+        narrow = learned["query"].dtype.itemsize == 2  # rounded, it would be the largest error of gradients
+        results = engine.forward(spec, learned, others, 3 if narrow else 2)
+        return results[: 1 + with_lse], (wanted, learned, others, results[-1 if narrow else 0], results[1])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         wanted, learned, others, out, lse = residuals
         dout, *dlse = cotangents
-        dout = jax.numpy.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
+        dout = jax.numpy.zeros(out.shape, learned["query"].dtype) if isinstance(dout, SymbolicZero) else dout
         dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
         found = engine.backward(spec, learned, others, tuple(wanted), (dout, out, lse, *dlse))
         grads: dict[str, Any] = dict.fromkeys(learned) | dict(zip(wanted, found, strict=True))

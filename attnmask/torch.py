@@ -44,7 +44,8 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *learned, more = inputs
         arguments = dict(zip(LEARNED, learned, strict=True)) | more
-        out, lse = operators.attend({name: detached(x) for name, x in arguments.items()})
+        given = {name: detached(x) for name, x in arguments.items()}
+        out, lse, kept = operators.attend_for_gradients(given)
         mask = arguments["attention_mask"]
         parts: tuple[torch.Tensor, ...] = ()
         if isinstance(mask, MaskTensors):
@@ -52,7 +53,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
         tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
         ctx.names, ctx.parts = tuple(tensors), len(parts)
         ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
-        ctx.save_for_backward(*parts, *tensors.values(), out, lse)
+        ctx.save_for_backward(*parts, *tensors.values(), kept, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -265,8 +266,8 @@ def flash_attention(
             if operators.is_differentiated()
             else torch.ops.attnmask.flash_attention
         )
-        both = operator(*_operands(**given))
-        return both if with_lse else both[0]
+        results = operator(*_operands(**given))
+        return results[:2] if with_lse else results[0]
     if "out" in more:
         raise TypeError("flash_attention() of tensors got an unexpected keyword argument 'out'")
     if torch.is_autocast_enabled("cpu"):

@@ -107,6 +107,13 @@ def pytest_itemcollected(item) -> None:
     item.add_marker(WARNINGS, append=False)  # before what a test says of itself
 
 
+def multiplies_bf16(isa) -> bool:
+    """Whether a level multiplies bfloat16, as those do that have it, and in builds for tests others too."""
+    from kernel_table import table_of
+
+    return table_of(isa).flash_bf16x2.panel > 0
+
+
 def parameters(item) -> dict:
     return item.callspec.params if hasattr(item, "callspec") else {}
 

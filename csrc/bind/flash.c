@@ -433,7 +433,7 @@ static bool read_usual(PyObject *const *args, arguments *a, ptrdiff_t *high)
 /* Attention without Python's checks, which take longer than a short call: of arrays that can be read as they
  * are, with a causal mask or none. All arguments after the ones that have names here are None. Returns
  * NotImplemented if anything is unusual, or wrong. */
-static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs, bool return_wide)
 {
     if (nargs < NAMED) {
         PyErr_Format(PyExc_TypeError, "flash_usual() takes %d arguments or more, got %zd", NAMED, nargs);
@@ -446,7 +446,10 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
     if (!usual) Py_RETURN_NOTIMPLEMENTED;
     const ptrdiff_t low = -AM_FAR;
     ptrdiff_t high;
-    arguments a = {.part = Py_None, .normalize = true, .return_lse = args[RETURN_LSE] == Py_True};
+    arguments a = {.part = Py_None,
+                   .normalize = true,
+                   .return_lse = args[RETURN_LSE] == Py_True,
+                   .return_wide = return_wide};
     PyObject *result = NULL;
     if (read_usual(args, &a, &high)) {
         const am_node band = {.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
@@ -458,6 +461,17 @@ static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     release(&a);
     return result;
+}
+
+static PyObject *flash_usual(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return attend_usual(module, args, nargs, false);
+}
+
+/* The same with the results of flash_forward_vjp. */
+static PyObject *flash_usual_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return attend_usual(module, args, nargs, true);
 }
 
 /* --- The schedule as data --- */
@@ -766,6 +780,10 @@ PyMethodDef am_flash_methods[] = {
      "out."},
     {"flash_usual", (PyCFunction)(void *)flash_usual, METH_FASTCALL,
      "flash_usual($module, return_lse, query, key, value, scale, causal, offset, out, normalize, dropout, "
+     "low, /, *others)\n--\n\n"},
+    {"flash_usual_vjp", (PyCFunction)(void *)flash_usual_vjp, METH_FASTCALL,
+     "flash_usual_vjp($module, return_lse, query, key, value, scale, causal, offset, out, normalize, "
+     "dropout, "
      "low, /, *others)\n--\n\n"},
     {"attention_schedule", (PyCFunction)(void *)attention_schedule, METH_FASTCALL,
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "

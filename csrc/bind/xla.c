@@ -281,23 +281,43 @@ static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const ch
     return v.type == c->attn.q.type ? true : am_xla_fail(c, "%s must have the type of query", name);
 }
 
-/* The same of a result: that of a part, which will be added to others, has the type of the arithmetic. */
-static bool look_at_result(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
-                           const ptrdiff_t shape[4], am_tokens *to)
+/* The type of the arithmetic. */
+static am_dtype wide_type(const am_xla_call *c)
+{
+    return c->attn.q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+}
+
+/* The same of a result of a type. */
+static bool look_at_wide(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_dtype type,
+                         const ptrdiff_t shape[4], am_tokens *to)
 {
     am_xla_view v;
-    const am_dtype type = (c->flags & PART) && c->attn.q.type != AM_FLOAT64 ? AM_FLOAT32 : c->attn.q.type;
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
     *to = am_xla_tokens(&v);
     return v.type == type ? true : am_xla_fail(c, "%s has a type that does not fit", name);
 }
 
+/* The same of a result: that of a part, which will be added to others, has the type of the arithmetic. */
+static bool look_at_result(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
+                           const ptrdiff_t shape[4], am_tokens *to)
+{
+    return look_at_wide(c, buffer, name, c->flags & PART ? wide_type(c) : c->attn.q.type, shape, to);
+}
+
+/* What gradients take as the result: it, or the same in the type of the arithmetic. */
+static bool look_at_kept(am_xla_call *c, const am_xla_buffer *buffer, const ptrdiff_t shape[4], am_tokens *to)
+{
+    const bool wide = am_xla_type_of(buffer->dtype) == wide_type(c);
+    return look_at_wide(c, buffer, "out", wide ? wide_type(c) : c->attn.q.type, shape, to);
+}
+
 static bool look_at_rows(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_xla_view *v)
 {
     const ptrdiff_t shape[3] = {c->mask.batch, c->mask.heads, c->mask.queries};
-    const am_dtype wide = c->attn.q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
     if (!am_xla_look(c, buffer, true, v) || !has_shape(c, v, name, 3, shape)) return false;
-    return v->type == wide ? true : am_xla_fail(c, "%s must be float32, or float64 for float64 inputs", name);
+    return v->type == wide_type(c)
+               ? true
+               : am_xla_fail(c, "%s must be float32, or float64 for float64 inputs", name);
 }
 
 static bool forward(am_xla_call *c)
@@ -311,6 +331,9 @@ static bool forward(am_xla_call *c)
         if (!look_at_rows(c, am_xla_result(c, 1), "lse", &lse)) return false;
         attn->lse = lse.data;
     }
+    if (c->frame->results.count > 2 &&
+        !look_at_wide(c, am_xla_result(c, 2), "wide out", wide_type(c), shape, &attn->wide_out))
+        return false;
     return am_xla_fail_status(c, am_attn_forward(&c->run, attn));
 }
 
@@ -365,7 +388,7 @@ static bool backward(am_xla_call *c)
                     v[4] = {attn->batch, attn->keys, attn->kv_heads, attn->value_depth};
     am_attn_gradients problem = {.forward = *attn};
     if (!look_at_tokens(c, am_xla_argument(c, own), "dout", out, &problem.d_out) ||
-        !look_at_tokens(c, am_xla_argument(c, own + 1), "out", out, &problem.forward.out) ||
+        !look_at_kept(c, am_xla_argument(c, own + 1), out, &problem.forward.out) ||
         !look_at_rows(c, am_xla_argument(c, own + 2), "lse", &lse) ||
         !look_at_result(c, am_xla_result(c, 0), "dquery", q, &problem.d_q) ||
         !look_at_result(c, am_xla_result(c, 1), "dkey", k, &problem.d_k) ||

@@ -284,6 +284,9 @@ static void choose_prefetch(const forward *f, const position *here, const positi
                                                  q_end - q_begin, attn->depth);
     prefetch[AM_PREFETCH_OUT] =
         am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_depth);
+    if (attn->wide_out.data) /* in the place of d_q, which there is none of */
+        prefetch[AM_PREFETCH_D_Q] = am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, at->q + begin,
+                                                       end - begin, attn->value_depth);
 }
 
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
