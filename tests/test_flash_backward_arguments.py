@@ -10,6 +10,7 @@ from flash_backward_expected import GradientCase, assert_equal_bits, check_form,
 from flash_cases import F32, F64, FLOATS, laid_out, tensors
 
 import attnmask
+from attnmask._flash import attend_for_gradients
 
 FORMS = [
     {},
@@ -45,6 +46,26 @@ def test_bwd_gives_the_same_as_vjp(isa, dtype, more):
         right = expected(arguments, dout, dlse, case.keep(), case)
         right.check(bwd)
         right.check(vjp(dout, dlse))
+        wide = attend_for_gradients(arguments)[2]
+        assert wide.dtype == F32
+        np.testing.assert_array_equal(wide.astype(dtype), fwd[0])
+        unrounded = {"out": laid_out(wide, layout), "lse": lse, "dlse": dlse}
+        bwd = attnmask.flash_attention_bwd(dout=dout, **unrounded, **arguments, **flags)
+        assert_equal_bits(vjp(dout, dlse), bwd, case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_types_of_a_result(dtype):
+    """Its own, and float32 in the place of sixteen bits."""
+    arguments = tensors(5, 6, dtype=dtype)
+    out, lse = attnmask.flash_attention_fwd(**arguments)
+    for other in {np.dtype(each) for each in FLOATS} - {out.dtype}:
+        given = {"out": out.astype(other), "lse": lse, **arguments}
+        if other == F32 and out.itemsize == 2:
+            attnmask.flash_attention_bwd(out, **given)
+        else:
+            with pytest.raises(TypeError, match=f"out must be {out.dtype}, got"):
+                attnmask.flash_attention_bwd(out, **given)
 
 
 def test_positional_arguments(isa):
