@@ -231,6 +231,58 @@ def test_ids_within_packed_sequences(seed):
         assert not unlike, f"{tokens} of {lengths.tolist()}, {isa}, {more}: {unlike}"
 
 
+def in_order(
+    order: np.ndarray, parts: list[np.ndarray], padding: list[int]
+) -> tuple[np.ndarray, dict[int, slice]]:
+    """Ids one behind the other in an order, each behind some padding, and where each lies."""
+    ids, places, end = [], {}, 0
+    for i in order.tolist():
+        ids += [np.full((1, padding[i]), -1), parts[i]]
+        places[i] = slice(end + padding[i], end + padding[i] + parts[i].shape[1])
+        end = places[i].stop
+    return np.concatenate(ids, axis=1), places
+
+
+@pytest.mark.parametrize("seed", range(10 if SANITIZED else 120))
+def test_keys_of_sequences_in_another_order(seed):
+    """Sequences told by ids, whose queries lie in one order and whose keys in another; some have only one side."""
+    rng = np.random.default_rng(seed)
+    count, rows = int(rng.integers(1, 7)), int(rng.integers(1, 3))
+    lengths = rng.choice((0, 1, 5, 16, 20, 64, 65, 100, 200), (2, count))
+    runs = rng.random() < 0.5
+    more = one(rng, (None, {"causal": True}, {"sliding_window": (20, 9)})) if runs else None
+    if runs:
+        ids = [[np.full((1, tokens), i) for i, tokens in enumerate(side)] for side in lengths]
+    else:
+        ids = [[packed_ids(rng, tokens) for tokens in side] for side in lengths]
+        ids = [[np.where(own < 0, -1, own + 100 * i) for i, own in enumerate(side)] for side in ids]
+    orders = [rng.permutation(count), rng.permutation(count)]
+    if rng.random() < 0.3:
+        orders[1] = orders[0][::-1]
+    padding = [one(rng, ([0] * count, rng.choice((0, 1, 40), count).tolist())) for _ in range(2)]
+    (q_ids, q_at), (k_ids, k_at) = (in_order(*side) for side in zip(orders, ids, padding, strict=True))
+    if 0 in (q_ids.size, k_ids.size):
+        return
+    isa, _, arrays, _ = random_call(rng, rows, q_ids.shape[1], k_ids.shape[1])
+
+    def attend(arrays, q_ids, k_ids):
+        mask = MaskInfo.from_segments(
+            q_ids.repeat(len(arrays[0]), axis=0), k_ids.repeat(len(arrays[0]), axis=0)
+        )
+        if more:
+            mask = mask.apply_causal(within_segments=True)
+        if more and "sliding_window" in more:
+            mask = mask.apply_sliding_window(more["sliding_window"], within_segments=True)
+        return computed(isa, *arrays, attention_mask=mask)
+
+    packed = attend(arrays, q_ids, k_ids)
+    for i in range(count):
+        tokens, row = (q_at[i], k_at[i]), slice(0, 1)
+        own = [x[row, tokens[side]] for x, side in zip(arrays, (0, 1, 1, 0), strict=True)]
+        unlike = unlike_results(part_of(packed, row, *tokens), attend(own, ids[0][i], ids[1][i]))
+        assert not unlike, f"{i}: {tokens} of {lengths.tolist()}, {orders}, {isa}, {more}: {unlike}"
+
+
 @pytest.mark.parametrize("seed", range(10 if SANITIZED else 120))
 def test_rows_of_a_cache_under_any_mask(seed):
     """Beside longer rows, in a longer cache and under a larger mask."""

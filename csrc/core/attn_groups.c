@@ -2,6 +2,7 @@
 #include "core/attn_groups.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     MOST = AM_MOST_RANGE,
@@ -48,48 +49,112 @@ static am_status add_range(am_ranges *ranges, am_range range)
 
 static bool sees_keys(const am_attn_group *group) { return group->keys.begin < group->keys.end; }
 
-/* Joins the group behind another one with it. */
-static void join(am_attn_group *group, const am_attn_group *next)
+/* Joins two groups. */
+static void join(am_attn_group *group, const am_attn_group *other)
 {
-    group->queries.end = next->queries.end;
+    group->queries = (am_range){am_min(group->queries.begin, other->queries.begin),
+                                am_max(group->queries.end, other->queries.end)};
     if (!sees_keys(group))
-        group->keys = next->keys;
-    else if (sees_keys(next))
-        group->keys =
-            (am_range){am_min(group->keys.begin, next->keys.begin), am_max(group->keys.end, next->keys.end)};
+        group->keys = other->keys;
+    else if (sees_keys(other))
+        group->keys = (am_range){am_min(group->keys.begin, other->keys.begin),
+                                 am_max(group->keys.end, other->keys.end)};
 }
 
-static bool share_keys(const am_attn_group *group, const am_attn_group *next)
-{
-    return sees_keys(group) && sees_keys(next) && next->keys.begin < group->keys.end;
-}
+/* The groups of a batch row, in the order of queries. */
+typedef struct {
+    am_attn_groups *groups;
+    ptrdiff_t first; /* the first of them */
+    int32_t *owners; /* 1 + a query of the group that has a key, or 0; NULL if groups see no keys of others */
+} row_groups;
 
-/* Joins the last group with those before it whose keys it sees. Groups that see no keys are joined, too, so
- * that at most one lies between two others. */
-static void join_last(am_attn_groups *groups, ptrdiff_t first)
+/* The group that a query belongs to. */
+static ptrdiff_t group_with(const row_groups *row, ptrdiff_t query)
 {
-    for (am_attn_group *list = groups->list;;) {
-        const ptrdiff_t last = groups->count - 1;
-        ptrdiff_t before = last - 1;
-        if (before > first && sees_keys(&list[last]) && !sees_keys(&list[before])) before--;
-        if (before < first) return;
-        const bool see_none = !sees_keys(&list[before]) && !sees_keys(&list[last]);
-        if (!see_none && !share_keys(&list[before], &list[last])) return;
-        for (ptrdiff_t i = before + 1; i <= last; i++) join(&list[before], &list[i]);
-        groups->count = before + 1;
+    ptrdiff_t first = row->first, last = row->groups->count - 1;
+    while (first < last) {
+        const ptrdiff_t middle = last - (last - first) / 2;
+        if (row->groups->list[middle].queries.begin <= query)
+            first = middle;
+        else
+            last = middle - 1;
     }
+    return first;
 }
 
-/* Lists a group, and joins it with others. */
-static am_status add_group(am_attn_groups *groups, ptrdiff_t b, am_range queries, am_range keys,
-                           ptrdiff_t first)
+/* Gives keys that no group has to the last group. Returns the first group that has any of the others, or
+ * `before` if that comes first. */
+static ptrdiff_t claim(const row_groups *row, am_range keys, ptrdiff_t before)
 {
+    const am_attn_group *list = row->groups->list;
+    const int32_t owner = 1 + (int32_t)list[row->groups->count - 1].queries.begin;
+    for (ptrdiff_t k = keys.begin; k < keys.end;) {
+        if (row->owners[k] == 0) {
+            row->owners[k++] = owner;
+            continue;
+        }
+        const ptrdiff_t found = group_with(row, row->owners[k] - 1);
+        before = am_min(before, found), k = am_max(list[found].keys.end, k + 1);
+    }
+    return before;
+}
+
+/* Joins the last group with those whose keys lie between its first and its last key, and with all groups
+ * between these and it. A group has all keys between its ends, so each key is claimed once, and a group that
+ * is met is joined: the time is that of reading the keys, whatever their order. */
+static void join_keys(const row_groups *row)
+{
+    am_attn_group *list = row->groups->list;
+    ptrdiff_t before = row->groups->count - 1, joined = before;
+    am_attn_group all = list[before];
+    for (am_range claimed = {all.keys.begin, all.keys.begin}; am_length(claimed) < am_length(all.keys);) {
+        const am_range keys = all.keys;
+        before = claim(row, (am_range){keys.begin, claimed.begin}, before);
+        before = claim(row, (am_range){claimed.end, keys.end}, before);
+        claimed = keys;
+        while (joined > before) join(&all, &list[--joined]);
+    }
+    list[before] = all;
+    row->groups->count = before + 1;
+}
+
+/* Lists a group, and joins it with others. Groups that see no keys are joined, too, so that at most one lies
+ * between two others. */
+static am_status add_group(const row_groups *row, ptrdiff_t b, am_range queries, am_range keys)
+{
+    am_attn_groups *groups = row->groups;
     void *list = groups->list;
     if (!grow(&list, groups->count, &groups->capacity, sizeof *groups->list)) return AM_NO_MEMORY;
     groups->list = list;
-    groups->list[groups->count++] = (am_attn_group){.b = b, .queries = queries, .keys = keys};
-    join_last(groups, first);
+    am_attn_group *group = &groups->list[groups->count++];
+    *group = (am_attn_group){.b = b, .queries = queries, .keys = keys};
+    if (row->owners && sees_keys(group))
+        join_keys(row);
+    else if (!sees_keys(group) && groups->count - 1 > row->first && !sees_keys(group - 1))
+        join(group - 1, group), groups->count--;
     return AM_OK;
+}
+
+static int compare_keys(const void *a, const void *b)
+{
+    const am_attn_group *x = a, *y = b;
+    const ptrdiff_t i = x->keys.begin, j = y->keys.begin;
+    return i != j ? (i > j) - (i < j)
+                  : (x->queries.begin > y->queries.begin) - (x->queries.begin < y->queries.begin);
+}
+
+/* Brings the groups of a batch row into the order of keys. */
+static void order_by_keys(const row_groups *row)
+{
+    am_attn_group *list = row->groups->list + row->first;
+    const ptrdiff_t count = row->groups->count - row->first;
+    ptrdiff_t key = 0;
+    bool ordered = true;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        if (!sees_keys(&list[i])) continue;
+        ordered &= list[i].keys.begin >= key, key = list[i].keys.end;
+    }
+    if (!ordered) qsort(list, (size_t)count, sizeof *list, compare_keys);
 }
 
 /* How batch rows are divided into groups. */
@@ -97,26 +162,29 @@ typedef struct {
     bool by_boundaries; /* else groups begin with batch rows */
     bool leaves_rest;   /* queries behind the last one that sees a key are left to a group without keys */
     bool has_rest;      /* some are */
+    int32_t *owners;    /* memory for those of a batch row's keys; NULL unless by boundaries */
 } division;
 
 /* Lists the groups of a batch row, without their blocks and tiles. */
 static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdiff_t b, division *d)
 {
+    const row_groups row = {groups, groups->count, d->owners};
     const row_side side = {mask, AM_QUERIES, b, mask->queries};
     const am_range heads = {0, am_mask_is_by_head(mask) ? mask->heads : am_min(1, mask->heads)};
-    const ptrdiff_t first = groups->count;
     am_status status = AM_OK;
+    if (d->owners) memset(d->owners, 0, (size_t)mask->keys * sizeof *d->owners);
     for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
         end = d->by_boundaries ? next_boundary(&side, begin, mask->queries) : mask->queries;
         const am_range all = {begin, end};
         const am_seen seen = am_mask_seen(mask, b, heads, all, d->by_boundaries ? 1 : MOST);
         const bool known = seen.by_last || seen.keys.begin == seen.keys.end || end - begin == 1;
         const ptrdiff_t last = known || !d->leaves_rest ? end : am_mask_queries_end(mask, b, heads, all);
-        if (last > begin) status = add_group(groups, b, (am_range){begin, last}, seen.keys, first);
+        if (last > begin) status = add_group(&row, b, (am_range){begin, last}, seen.keys);
         if (last == end || status != AM_OK) continue;
-        status = add_group(groups, b, (am_range){last, end}, (am_range){0, 0}, first);
+        status = add_group(&row, b, (am_range){last, end}, (am_range){0, 0});
         d->has_rest = true;
     }
+    order_by_keys(&row);
     return status;
 }
 
@@ -188,8 +256,10 @@ am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool 
     by_mask = by_mask && mask->queries <= most && mask->keys <= most;
     division d = {.by_boundaries = by_mask && am_mask_has_boundaries(mask), .leaves_rest = by_mask};
     *groups = (am_attn_groups){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
-    am_status status = AM_OK;
+    if (d.by_boundaries) d.owners = malloc((size_t)am_max(mask->keys, 1) * sizeof *d.owners);
+    am_status status = d.by_boundaries && !d.owners ? AM_NO_MEMORY : AM_OK;
     for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++) status = list_groups(groups, mask, b, &d);
+    free(d.owners);
     if (status == AM_OK && (d.by_boundaries || d.has_rest)) return list_ranges(groups, mask);
     groups->blocks.row = am_ceil_div(mask->queries, MOST), groups->tiles.row = am_ceil_div(mask->keys, MOST);
     groups->blocks.count = mask->batch * groups->blocks.row;

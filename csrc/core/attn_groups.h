@@ -35,7 +35,8 @@ typedef struct {
 
 typedef struct {
     am_ranges blocks, tiles;
-    am_attn_group *list; /* in the order of batch rows and queries; their keys are in that order, too */
+    am_attn_group
+        *list; /* in the order of batch rows and keys; those without keys are anywhere in their row */
     ptrdiff_t count, capacity;
 } am_attn_groups;
 
