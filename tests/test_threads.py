@@ -528,6 +528,26 @@ def test_a_signal_ends_a_call_whose_last_task_is_anothers(set_threads):
     assert time.perf_counter() - begin < 0.6
 
 
+@on_linux
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer may have threads of its own")
+def test_whether_threads_can_be_created_is_tried_once():
+    """Each Python thread has a team of 31 more. Linux numbers threads one by one, those of all processes."""
+    code = """
+import threading
+attnmask.set_num_threads(32)
+values, numbers = np.ones((4, 100_000, 4), np.float32), []
+def run():
+    numbers.append(threading.get_native_id())
+    attnmask.chunk_global_cumsum(values)
+for _ in range(12):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+print(min(np.diff(numbers[1:])) < 40)
+"""
+    assert told(COUNT + code) == ["True"]
+
+
 # Threads that cannot be created
 
 

@@ -12,6 +12,8 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef _OPENMP
@@ -60,6 +62,14 @@ struct am_team {
 /* The number of threads that are calling loops large enough for a team. */
 static atomic_int callers;
 
+/* The threads that wait for the next loops of their callers, of all callers, and the most that there have
+ * been or could have been at a time: so many need not be tried again. `own_threads`: how many a caller has.
+ */
+static atomic_int waiting_threads, possible_threads;
+static pthread_key_t own_threads;
+
+static void forget_threads(void *own) { atomic_fetch_sub(&waiting_threads, (int)(intptr_t)own); }
+
 /* The thread that polls sleeps here until the other threads of its team have ended their tasks. Only Python's
  * main thread polls, and it has one team at a time, so one condition is enough. */
 static struct {
@@ -85,6 +95,9 @@ static void start_over_in_child(void)
     make_ending();
     ending.awaited = false;
     atomic_store(&callers, 0);
+    atomic_store(&waiting_threads, 0);
+    atomic_store(&possible_threads, 0);
+    pthread_setspecific(own_threads, NULL);
 }
 
 static ptrdiff_t cache_bytes = 16 << 20;
@@ -93,6 +106,7 @@ static void init(void)
 {
     am_openmp_init();
     make_ending();
+    pthread_key_create(&own_threads, forget_threads);
     am_forks_init(start_over_in_child);
 #ifdef _SC_LEVEL3_CACHE_SIZE
     long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
@@ -283,24 +297,38 @@ static void *wait_for_lock(void *lock)
 /* How many threads the system creates, up to `wanted`: they are there at the same time, and end. */
 static int creatable_threads(int wanted)
 {
-    pthread_t threads[AM_MAX_THREADS];
+    pthread_t *threads = malloc((size_t)wanted * sizeof *threads);
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     int count = 0;
+    if (!threads) return 0;
     pthread_mutex_lock(&lock);
     while (count < wanted && pthread_create(&threads[count], NULL, wait_for_lock, &lock) == 0) count++;
     pthread_mutex_unlock(&lock);
     for (int i = 0; i < count; i++) pthread_join(threads[i], NULL);
     pthread_mutex_destroy(&lock);
+    free(threads);
     return count;
 }
 
 /* The size of a region that the calling thread can begin: runtimes end the process if they cannot create a
- * thread. They keep those of the last region, so only what it did not have is tried. */
+ * thread. They keep those of the caller's last region until it ends, so only what it did not have is tried,
+ * and only where more threads are to wait than ever before: to create 63 threads takes milliseconds. */
 static int possible_members(int members)
 {
-    static _Thread_local int last = 1;
-    if (members > last) members = last + creatable_threads(members - last);
-    return last = members;
+    const int own = (int)(intptr_t)pthread_getspecific(own_threads);
+    int more = members - 1 - own;
+    const int waiting = atomic_fetch_add(&waiting_threads, more) + more;
+    if (more > 0 && waiting > atomic_load(&possible_threads)) {
+        const int missing = more - creatable_threads(more);
+        atomic_fetch_sub(&waiting_threads, missing);
+        more -= missing;
+        for (int known = atomic_load(&possible_threads);
+             known < waiting - missing &&
+             !atomic_compare_exchange_weak(&possible_threads, &known, waiting - missing);)
+            continue;
+    }
+    if (more != 0) pthread_setspecific(own_threads, (void *)(intptr_t)(own + more));
+    return 1 + own + more;
 }
 
 static void run_region(am_team *team)
