@@ -548,6 +548,49 @@ print(min(np.diff(numbers[1:])) < 40)
     assert told(COUNT + code) == ["True"]
 
 
+# Small stacks
+
+
+@on_linux
+@pytest.mark.skipif(SANITIZED, reason="a sanitizer takes more of the stack")
+@pytest.mark.parametrize("isa", attnmask.show_config(mode="dict")["isa_available"])
+def test_threads_with_stacks_of_64_kilobytes(isa):
+    code = """
+import threading
+from ml_dtypes import bfloat16
+rng, done = np.random.default_rng(0), []
+mask = attnmask.MaskInfo.from_segments(np.zeros((1, 120), int)).apply_sliding_window(3)
+pairs = np.eye(5000, 50, dtype=bool)[None]
+x, cache = rng.standard_normal((1, 200, 2, 64)), np.zeros((2, 1, 600, 2, 64))
+def attend(dtype):
+    y = x.astype(dtype)
+    out, vjp = attnmask.flash_attention_vjp(y, y, y, causal=True)
+    vjp(out)
+def decode(dtype):
+    y = x[:, :1].astype(dtype)
+    attnmask.flash_attention_with_kvcache(y, *cache.astype(dtype), y, y, cache_seqlens=500)
+calls = [
+    lambda: mask.attention_mask,
+    lambda: attnmask.mask_to_segment_ids(pairs),
+    lambda: attnmask.mask_to_segment_ids(pairs[..., ::2]),
+    lambda: attnmask.attention_mask_to_padding_segment_ids(pairs),
+    lambda: attnmask.prepare_lens_from_mask(pairs[0, :, ::2]),
+]
+for dtype in (np.float16, bfloat16, np.float32, np.float64, np.int32):
+    calls.append(lambda dtype=dtype: attnmask.chunk_global_cumsum(np.ones((2, 1000, 400), dtype)))
+    calls.append(lambda dtype=dtype: attnmask.chunk_global_cumsum(np.ones((2, 1000, 400), dtype)[..., ::2]))
+for dtype in (np.float16, bfloat16, np.float32, np.float64):
+    calls += [lambda dtype=dtype: attend(dtype), lambda dtype=dtype: decode(dtype)]
+threading.stack_size(64 * 1024)
+for call in calls:
+    thread = threading.Thread(target=lambda: (call(), done.append(call)))
+    thread.start()
+    thread.join()
+print(len(done) == len(calls))
+"""
+    assert told(COUNT + code, ATTNMASK_ISA=isa) == ["True"]
+
+
 # Threads that cannot be created
 
 

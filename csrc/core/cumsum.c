@@ -56,7 +56,7 @@ typedef struct {
     ptrdiff_t rows, columns, row_stride, column_stride;
 } grid;
 
-/* Buffers for a region that is copied through the cache. */
+/* Buffers for a region that is copied through the cache: too much for the stack of a small thread. */
 typedef struct {
     _Alignas(64) double in[TILE], out[TILE], raw[TILE];
 } tile_buffers;
@@ -164,12 +164,24 @@ static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsu
     sum(dst, src, tile, carry, p->cumsum->scaled ? p->cumsum->scale : 1);
 }
 
-/* Sums one region; src and dst point at its first step in memory. */
-static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t steps, ptrdiff_t period,
-                       ptrdiff_t lanes, void *carry)
+/* The lanes of one task. */
+typedef struct {
+    char *dst;
+    const char *src;
+    ptrdiff_t lanes;
+    tile_buffers *buffers; /* NULL if the kernel reads and writes everything where it lies */
+    am_team *team;
+    ptrdiff_t done; /* elements since the last checkpoint */
+} band;
+
+/* Sums one region of a band, from step `first` in memory on. */
+static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t steps, ptrdiff_t period,
+                       void *carry)
 {
     const am_cumsum *c = p->cumsum;
-    ptrdiff_t size = (ptrdiff_t)am_size_of(p->kernel_type);
+    ptrdiff_t size = (ptrdiff_t)am_size_of(p->kernel_type), lanes = l->lanes;
+    char *dst = l->dst + first * c->dst_step;
+    const char *src = l->src + first * c->src_step;
     am_cumsum_tile tile = {
         .steps = steps,
         .period = period,
@@ -183,27 +195,18 @@ static bool sum_region(const plan *p, char *dst, const char *src, ptrdiff_t step
         sum_floats(p, dst, src, &tile, carry);
         return true;
     }
-    tile_buffers scratch;
+    tile_buffers *scratch = l->buffers;
     grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
     if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
-    bool fits = p->src_direct || load_tile(p, &scratch, src, from);
+    bool fits = p->src_direct || load_tile(p, scratch, src, from);
     if (p->type == AM_INT64) {
-        fits &= sum_integers((int64_t *)scratch.out, (const int64_t *)scratch.in, &tile, carry);
-        return fits && store_integers(p, dst, to, &scratch);
+        fits &= sum_integers((int64_t *)scratch->out, (const int64_t *)scratch->in, &tile, carry);
+        return fits && store_integers(p, dst, to, scratch);
     }
-    sum_floats(p, p->dst_direct ? (void *)dst : scratch.out, p->src_direct ? (const void *)src : scratch.in,
+    sum_floats(p, p->dst_direct ? (void *)dst : scratch->out, p->src_direct ? (const void *)src : scratch->in,
                &tile, carry);
-    return p->dst_direct || store_tile(p, p->type, dst, to, scratch.out, &scratch);
+    return p->dst_direct || store_tile(p, p->type, dst, to, scratch->out, scratch);
 }
-
-/* The lanes of one task. */
-typedef struct {
-    char *dst;
-    const char *src;
-    ptrdiff_t lanes;
-    am_team *team;
-    ptrdiff_t done; /* elements since the last checkpoint */
-} band;
 
 /* Sums steps begin … end - 1 in regions of `piece` steps, in the direction of the sums. */
 static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t piece,
@@ -218,9 +221,7 @@ static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t en
     for (ptrdiff_t left = end - begin; left > 0;) {
         ptrdiff_t steps = am_min(left == end - begin ? first_piece : piece, left);
         ptrdiff_t first = c->reverse ? begin + left - steps : end - left;
-        if (!sum_region(p, l->dst + first * c->dst_step, l->src + first * c->src_step, steps, period,
-                        l->lanes, carry))
-            return AM_OVERFLOW;
+        if (!sum_region(p, l, first, steps, period, carry)) return AM_OVERFLOW;
         left -= steps;
         l->done += steps * l->lanes;
         if (l->done >= PIECE) {
@@ -279,7 +280,13 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     char *dst = c->dst + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
     band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
-    return sum_span(p, s, &l);
+    if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
+    void *memory = NULL;
+    if (posix_memalign(&memory, _Alignof(tile_buffers), sizeof *l.buffers) != 0) return AM_NO_MEMORY;
+    l.buffers = memory;
+    const am_status status = sum_span(p, s, &l);
+    free(memory);
+    return status;
 }
 
 /* Divides time at boundaries of segments into spans of at least `target` steps, except for the last. */

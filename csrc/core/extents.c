@@ -12,7 +12,7 @@ enum {
     WORDS = 8,             /* of each head that are read at once */
     STRETCH = 1 << 18,     /* columns searched between two checkpoints */
     TASK_BYTES = 1 << 18,  /* of the rows of a task */
-    PIECE_BYTES = 1 << 14, /* of a row: the marks of its columns stay in the first-level cache */
+    PIECE_BYTES = 1 << 13, /* of a row: the marks of its columns stay in the first-level cache */
 };
 
 /* Converts a range of rows or columns to the order of the array. An axis along which the array repeats itself

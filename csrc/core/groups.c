@@ -154,23 +154,23 @@ static am_status read_rows(const am_mask_rows *plane, const side *s, uint64_t *w
     return status;
 }
 
-static void read_columns(const am_mask_rows *plane, const side *s, uint64_t *words, ptrdiff_t begin,
-                         ptrdiff_t count)
+/* `panel`: memory for [WORD][PANEL]. */
+static void read_columns(const am_mask_rows *plane, const side *s, uint64_t *words, uint64_t *panel,
+                         ptrdiff_t begin, ptrdiff_t count)
 {
     words[0] = 0;
-    uint64_t panel[WORD][PANEL];
     for (ptrdiff_t first = 0; first < s->count; first += PANEL * WORD) {
         ptrdiff_t columns = am_min(PANEL * WORD, s->count - first), used = am_ceil_div(columns, WORD);
         ptrdiff_t tiles = am_ceil_div(used, AM_TRANSPOSE_TILES) * AM_TRANSPOSE_TILES;
         for (ptrdiff_t r = 0; r < WORD; r++) {
             ptrdiff_t filled = r < count ? used : 0;
             if (filled)
-                am_mask_rows_pack(plane, panel[r], plane->data + (begin + r) * plane->rows.stride, first,
-                                  columns);
-            memset(panel[r] + filled, 0, (size_t)(tiles - filled) * sizeof **panel);
+                am_mask_rows_pack(plane, panel + r * PANEL, plane->data + (begin + r) * plane->rows.stride,
+                                  first, columns);
+            memset(panel + r * PANEL + filled, 0, (size_t)(tiles - filled) * sizeof *panel);
         }
         for (ptrdiff_t t = 0; t < tiles; t += AM_TRANSPOSE_TILES)
-            plane->kernels->transpose_bits(words + 1 + first + t * WORD, panel[0] + t, PANEL);
+            plane->kernels->transpose_bits(words + 1 + first + t * WORD, panel + t, PANEL);
     }
 }
 
@@ -182,9 +182,9 @@ typedef struct {
 static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_team *team)
 {
     classes c = {0};
-    ptrdiff_t width = s->is_columns ? 1 : STRIPE;
+    ptrdiff_t width = s->is_columns ? 1 : STRIPE, panel = s->is_columns ? WORD * PANEL : 0;
     int32_t *leader = s->leader + part * s->lines;
-    uint64_t *words = malloc((size_t)(width * s->lines) * sizeof *words);
+    uint64_t *words = malloc((size_t)(width * s->lines + panel) * sizeof *words);
     am_status status = words ? start_classes(&c, job->plane.kernels, s->lines, leader) : AM_NO_MEMORY;
     memset(leader, 0, (size_t)s->lines * sizeof *leader);
     ptrdiff_t end = am_min((part + 1) * s->part, s->positions);
@@ -192,7 +192,7 @@ static am_status refine_part(const plane_job *job, side *s, ptrdiff_t part, am_t
         if (atomic_load_explicit(&s->distinct, memory_order_relaxed)) break;
         ptrdiff_t count = am_min(s->step, end - begin);
         if (s->is_columns)
-            read_columns(&job->plane, s, words, begin, count);
+            read_columns(&job->plane, s, words, words + s->lines, begin, count);
         else
             status = read_rows(&job->plane, s, words, begin, count, team);
         for (ptrdiff_t w = 0; status == AM_OK && w < am_ceil_div(count, WORD); w++) {

@@ -11,9 +11,11 @@
 #include "core/mask_terms.h"
 
 enum {
-    ROW_COLUMNS = 4096, /* columns whose tiles are found before their rows are written */
+    ROW_COLUMNS = 4096, /* the most columns whose tiles are found before their rows are written */
     ROW_TILES = ROW_COLUMNS / AM_TILE_COLUMNS,
-    MANY_TILES = 1024, /* between two checkpoints */
+    ROW_MIXED = 16,        /* the most mixed tiles of them, which take up stack */
+    APART_BYTES = 1 << 13, /* the most of a row whose elements lie apart */
+    MANY_TILES = 1024,     /* between two checkpoints */
 };
 
 static ptrdiff_t count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
@@ -38,7 +40,7 @@ typedef struct {
 /* Adjacent tiles of one block of queries: the kind of each, and the bits of the mixed ones. */
 typedef struct {
     uint8_t kind[ROW_TILES + 1]; /* the last entry differs from every kind, and so ends any run */
-    uint64_t bits[ROW_TILES][AM_TILE_ROWS];
+    uint64_t bits[ROW_MIXED][AM_TILE_ROWS];
 } tile_row;
 
 /* Writes row r of adjacent tiles. A run of full or dead tiles is written at once. */
@@ -46,11 +48,11 @@ static void fill_row(const fill_job *job, char *row, const tile_row *tiles, ptrd
 {
     const am_mask_target *t = job->target;
     const am_kernels *k = job->mask->kernels;
-    for (ptrdiff_t w = 0; w * AM_TILE_COLUMNS < columns;) {
+    for (ptrdiff_t w = 0, mixed = 0; w * AM_TILE_COLUMNS < columns;) {
         ptrdiff_t begin = w * AM_TILE_COLUMNS;
         am_tile kind = tiles->kind[w++];
         if (kind == AM_MIXED) {
-            job->expand(row + begin * t->size, tiles->bits[w - 1][r],
+            job->expand(row + begin * t->size, tiles->bits[mixed++][r],
                         am_min(AM_TILE_COLUMNS, columns - begin), t->live, t->dead);
             continue;
         }
@@ -61,17 +63,31 @@ static void fill_row(const fill_job *job, char *row, const tile_row *tiles, ptrd
     }
 }
 
-static void find_tiles(const am_mask *mask, const am_region *p, am_range live, tile_row *tiles)
+/* Writes row r where its elements lie apart. */
+static __attribute__((noinline)) void fill_apart(const fill_job *job, char *row, const tile_row *tiles,
+                                                 ptrdiff_t r, ptrdiff_t columns)
+{
+    const am_mask_target *t = job->target;
+    uint64_t buffer[APART_BYTES / sizeof(uint64_t)];
+    fill_row(job, (char *)buffer, tiles, r, columns);
+    am_copy_2d(row, 0, t->column, (const char *)buffer, 0, t->size, 1, columns, (size_t)t->size);
+}
+
+/* Finds the tiles of a region, or the first of them with as many mixed ones as there is room for. Returns the
+ * columns of those found. */
+static ptrdiff_t find_tiles(const am_mask *mask, const am_region *p, am_range live, tile_row *tiles)
 {
     ptrdiff_t w = 0;
-    for (; w * AM_TILE_COLUMNS < p->columns; w++) {
+    for (ptrdiff_t mixed = 0; w * AM_TILE_COLUMNS < p->columns && mixed < ROW_MIXED; w++) {
         ptrdiff_t k = p->k + w * AM_TILE_COLUMNS, count = am_min(AM_TILE_COLUMNS, mask->keys - k);
         bool outside = k + count <= live.begin || k >= live.end;
-        tiles->kind[w] =
-            (uint8_t)(outside ? AM_DEAD
-                              : am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, count, tiles->bits[w]));
+        am_tile kind =
+            outside ? AM_DEAD : am_mask_bits(mask, p->b, p->h, p->q, p->rows, k, count, tiles->bits[mixed]);
+        tiles->kind[w] = (uint8_t)kind;
+        mixed += kind == AM_MIXED;
     }
     tiles->kind[w] = UINT8_MAX;
+    return am_min(w * AM_TILE_COLUMNS, p->columns);
 }
 
 static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
@@ -79,6 +95,8 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     const fill_job *job = arg;
     const am_mask *mask = job->mask;
     const am_mask_target *t = job->target;
+    const bool apart = t->column != t->size;
+    const ptrdiff_t most = apart ? APART_BYTES / t->size : ROW_COLUMNS;
     ptrdiff_t plane = index / job->blocks, q = index % job->blocks * AM_TILE_ROWS;
     am_region p = {.b = plane / mask->heads,
                    .h = plane % mask->heads,
@@ -86,19 +104,16 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
                    .rows = am_min(AM_TILE_ROWS, mask->queries - q)};
     am_range live = am_mask_keys(mask, p.b, p.h, q, p.rows);
     char *block = t->data + p.b * t->batch + p.h * t->head + q * t->row;
-    for (p.k = 0; p.k < mask->keys; p.k += ROW_COLUMNS) {
+    for (p.k = 0; p.k < mask->keys; p.k += p.columns) {
         tile_row tiles;
-        p.columns = am_min(ROW_COLUMNS, mask->keys - p.k);
-        find_tiles(mask, &p, live, &tiles);
+        p.columns = am_min(am_min(most, ROW_COLUMNS), mask->keys - p.k);
+        p.columns = find_tiles(mask, &p, live, &tiles);
         for (ptrdiff_t r = 0; r < p.rows; r++) {
             char *row = block + r * t->row + p.k * t->column;
-            uint64_t buffer[ROW_COLUMNS]; /* for rows whose elements lie apart; the widest type fits */
-            bool direct = t->column == t->size;
-            fill_row(job, direct ? row : (char *)buffer, &tiles, r, p.columns);
-            if (!direct) {
-                am_copy_2d(row, 0, t->column, (const char *)buffer, 0, t->size, 1, p.columns,
-                           (size_t)t->size);
-            }
+            if (apart)
+                fill_apart(job, row, &tiles, r, p.columns);
+            else
+                fill_row(job, row, &tiles, r, p.columns);
         }
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
