@@ -390,3 +390,85 @@ def test_eager_calls_that_are_wrong(torch):
             tensors[place] = wrong
             with pytest.raises(TypeError, match=f"{name} must be .* got {got}"):
                 attnmask.torch.flash_attention(*tensors)
+
+
+# Without PyTorch: a table of our own
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("axes", ctypes.c_int32),
+        ("kind", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+Look = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Tensor))
+Give = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Table(ctypes.Structure):
+    _fields_ = [
+        ("version", ctypes.c_uint32 * 2),
+        ("before", ctypes.c_void_p * 3),
+        ("to_object", Give),
+        ("look", Look),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class Plain:
+    """A tensor of ones that the table below describes."""
+
+    requires_grad = False
+    shape = (ctypes.c_int64 * 4)(1, 3, 2, 4)
+    numbers = (ctypes.c_float * 24)(*[1] * 24)
+
+    def __init__(self, *strides):
+        self.strides = (ctypes.c_int64 * 4)(*strides) if strides else None
+
+    def is_neg(self):
+        return False
+
+
+@pytest.mark.parametrize("strides", [(), (24, 8, 4, 1)], ids=["without strides", "with strides"])
+def test_a_tensor_without_strides(strides):
+    """DLPack allowed that for compact ones before version 1.2: they are left to the other function."""
+    given = []
+
+    @Look
+    def look(plain, to):
+        to[0] = Tensor(
+            data=ctypes.addressof(plain.numbers),
+            device=(1, 0),
+            axes=4,
+            kind=2,
+            bits=32,
+            lanes=1,
+            shape=plain.shape,
+        )
+        if plain.strides is not None:
+            to[0].strides = plain.strides
+        return 0
+
+    @Give
+    def give(managed, to):
+        given.append(managed)
+        ctypes.c_void_p.from_address(to).value = id(None)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+        return 0
+
+    table = Table(version=(1, 3), to_object=give, look=look)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = new(ctypes.addressof(table), b"dlpack_exchange_api", None)
+    attend = _core.tensor_attention(capsule, lambda *_: "the other")
+    tensor = Plain(*strides)
+    assert attend(tensor, tensor, tensor, False, 0, None) == (None if strides else "the other")
+    assert len(given) == (1 if strides else 0)

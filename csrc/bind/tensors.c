@@ -66,7 +66,8 @@ static bool look(const am_dl_exchange *exchange, PyObject *object, view *v)
 {
     am_dl_tensor t;
     if (exchange->look(object, &t) < 0) return false;
-    if (t.device.kind != AM_DL_CPU || t.axes != 4) return false;
+    /* Before DLPack 1.2 a compact tensor may have no strides. */
+    if (t.device.kind != AM_DL_CPU || t.axes != 4 || !t.strides) return false;
     bool empty = false;
     for (int i = 0; i < 4; i++) {
         v->shape[i] = t.shape[i];
@@ -131,6 +132,8 @@ static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject 
     for (int i = 0; i < 3; i++) { /* before any pointer is read: this may run code of a subclass */
         if (is_more_than_memory(bound, args[i])) return false;
     }
+    /* From here on no Python code runs: the table's functions read a tensor's fields, and the rest of the
+     * arguments must be plain numbers. */
     for (int i = 0; i < 3; i++) {
         if (!look(exchange, args[i], &c->v[i]) || c->v[i].tokens.type != c->v[0].tokens.type) return false;
     }
