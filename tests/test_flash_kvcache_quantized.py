@@ -354,3 +354,21 @@ def test_each_number_of_float8(isa, query_type):
         _, lse = attnmask.flash_attention_with_kvcache(query, tokens, zeros, **scales, **options)
         expected = tokens[0, 0, 0, i].astype(np.float64) + np.log(64)
         np.testing.assert_allclose(lse.item(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("query_type", [np.float16, BF16], ids=str)
+@pytest.mark.parametrize("depth", [2**16, 2**20])
+def test_many_channels(isa, query_type, depth):
+    """Where kernels round queries, a sum of int32 has room for fewer digits the more channels there are."""
+    rng = np.random.default_rng(depth)
+    query = rng.standard_normal((1, 1, 1, depth)).astype(query_type)
+    query[..., 0] = 30
+    keys = rng.integers(-127, 128, (1, 24, 1, depth), np.int8)
+    values = rng.integers(-127, 128, (1, 24, 1, 8), np.int8)
+    _, lse = attnmask.flash_attention_with_kvcache(
+        query, keys, values, **ones((keys, values)), return_lse=True
+    )
+    products = keys[0, :, 0].astype(np.float64) * query[0, 0, 0].astype(np.float64) / math.sqrt(depth)
+    logits = products.sum(axis=1)
+    expected = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+    assert abs(lse.item() - expected) < 2**-20 * np.abs(products).sum(axis=1).max()

@@ -144,12 +144,20 @@ static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
     return &base->kernels->kv[base->bf16x2 ? AM_BFLOAT16 : base->type];
 }
 
+/* Whether kernels round queries too much: the more channels, the fewer digits a sum of int32 has room for,
+ * and from 2^16 channels on they are fewer than those of bfloat16. */
+static inline bool am_rounds_too_much(const am_kv_kernels *kv, ptrdiff_t depth)
+{
+    return kv->rounds_queries && depth >= 1 << 16;
+}
+
 /* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
 static inline am_flash_pack_queries *am_query_packer(const am_attn_base *base)
 {
     const am_kv_kernels *kv = base->kv;
     const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
-    return narrow || !kv->rounds_queries ? kv->pack_queries : NULL;
+    return !kv->rounds_queries || (narrow && !am_rounds_too_much(kv, base->attn->depth)) ? kv->pack_queries
+                                                                                         : NULL;
 }
 
 /* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */
