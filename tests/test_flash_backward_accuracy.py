@@ -151,6 +151,25 @@ def test_sinks(isa, dtype, normalize):
         expected(given, dout_of(arguments), dlse).check(FlashAttentionGrads(None, None, None, None, got))
 
 
+@pytest.mark.parametrize("queries", [1, 700, 3000])
+def test_many_sinks(isa, set_threads, queries):
+    """Their sums over queries are divided, in the same way for any number of threads."""
+    rng = np.random.default_rng(queries)
+    query, key, value, dout = (rng.standard_normal((1, n, 2, 8)) for n in (queries, 20, 20, queries))
+    sinks = rng.standard_normal((2, 90))
+    got = []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        (out, lse), vjp = attnmask.flash_attention_vjp(
+            query, key, value, softmax_aux=sinks, return_lse=True, grad_softmax_aux=True
+        )
+        got.append(vjp(dout).softmax_aux)
+    weights = np.exp(sinks[:, None] - lse[0, :, :, None])
+    wanted = -(weights * (dout * out).sum(axis=3)[0].T[:, :, None]).sum(axis=1)
+    np.testing.assert_allclose(got[0], wanted, rtol=1e-10, atol=1e-11)
+    assert got[0].tobytes() == got[1].tobytes() == got[2].tobytes()
+
+
 def test_sinks_that_are_none_or_nothing(isa):
     arguments = tensors(9, 11)
     for shape in ((0,), (4, 0)):

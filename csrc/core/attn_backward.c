@@ -61,6 +61,8 @@ typedef struct {
     char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */
     ptrdiff_t stats_bytes; /* the length of each */
     am_sink_sum *sinks;    /* one for each head; NULL without sinks */
+    ptrdiff_t sink_parts;  /* of a head, into which the gradient of its sinks is divided */
+    double *d_sinks;       /* [heads][sink_parts][sink_count] */
     am_bias_gradient bias;
     am_table_gradient table;
     am_workspaces workspaces;
@@ -330,16 +332,19 @@ static am_status rows_task(void *arg, ptrdiff_t index, am_team *team)
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
-/* The gradient of the sinks. A sink adds to the sum of powers as a key without a value would; not normalized,
- * it may also be the row's maximum, which moves all powers. */
-static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
+/* The gradient of the sinks of one head, of a part of its blocks. A sink adds to the sum of powers as a key
+ * without a value would; not normalized, it may also be the row's maximum, which moves all powers. */
+static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const plan *p = arg;
     const am_attn *f = p->base.attn;
-    double *d_sinks = p->problem->d_sinks + head * f->sink_count;
+    const ptrdiff_t head = index / p->sink_parts, part = index % p->sink_parts,
+                    blocks = p->groups.blocks.count;
+    double *d_sinks = p->d_sinks + index * f->sink_count;
     am_status status = AM_OK;
     memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
-    for (ptrdiff_t block = 0; status == AM_OK && block < p->groups.blocks.count; block++) {
+    for (ptrdiff_t block = part * blocks / p->sink_parts;
+         status == AM_OK && block < (part + 1) * blocks / p->sink_parts; block++) {
         const am_attn_place at = block_at(p, block * f->heads + head);
         for (ptrdiff_t r = 0; status == AM_OK && r < at.rows; r++) {
             double base = am_number(&p->base, row_stats_of(p, &at, BASE), r),
@@ -355,6 +360,29 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
             status = am_checkpoint(team);
         }
     }
+    return status;
+}
+
+/* The gradient of the sinks. How many parts a head has follows from the shape alone, and parts are added in
+ * their order, so that the sums are the same for any number of threads. */
+static am_status sum_sinks(const am_run *run, plan *p)
+{
+    enum { MOST_PARTS = 64, PART = 1 << 16 }; /* rows times sinks that are worth a part: a millisecond */
+    const am_attn *f = p->base.attn;
+    const ptrdiff_t work = am_product(p->groups.blocks.count, TILE, f->sink_count),
+                    sums = f->heads * f->sink_count;
+    p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->groups.blocks.count));
+    p->d_sinks = malloc((size_t)am_max(am_product(sums, p->sink_parts, sizeof *p->d_sinks), 1));
+    am_status status =
+        p->d_sinks ? am_parallel(run, f->heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
+    for (ptrdiff_t i = 0; status == AM_OK && i < sums; i++) {
+        const double *from =
+            p->d_sinks + i / f->sink_count * p->sink_parts * f->sink_count + i % f->sink_count;
+        p->problem->d_sinks[i] = 0;
+        for (ptrdiff_t part = 0; part < p->sink_parts; part++)
+            p->problem->d_sinks[i] += from[part * f->sink_count];
+    }
+    free(p->d_sinks);
     return status;
 }
 
@@ -716,7 +744,7 @@ static am_status compute(const am_run *run, plan *p)
     const ptrdiff_t blocks = p->groups.blocks.count * f->heads;
     am_status status = am_parallel(run, blocks, 1, rows_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
-    if (status == AM_OK && p->problem->d_sinks) status = am_parallel(run, f->heads, 1, sinks_task, p);
+    if (status == AM_OK && p->problem->d_sinks) status = sum_sinks(run, p);
     /* Batch rows that share a bias or a table add to its gradient in order, too. */
     const bool in_order = (p->bias.sums && p->bias.shape[0] == 1) || p->table.result;
     const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
