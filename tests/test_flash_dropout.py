@@ -132,3 +132,14 @@ def test_the_keep_mask_into_any_strides():
 def test_the_keep_mask_of_a_shape_as_an_array():
     keep = attnmask.dropout_keep_mask(3, 0.4, np.array([1, 2, 3, 4]))
     np.testing.assert_array_equal(keep, attnmask.dropout_keep_mask(3, 0.4, (1, 2, 3, 4)))
+
+
+def test_dropout_takes_up_to_two_to_the_32_keys():
+    """It numbers them by 32 bits: the keys behind would be dropped together with those at the front."""
+    keys = 2**32 + 1
+    query, many = np.zeros((1, 1, 1, 1), np.float32), np.broadcast_to(np.float32(0), (1, keys, 1, 1))
+    words = rf"dropout takes up to 2\*\*32 keys, got {keys}"
+    with pytest.raises(ValueError, match=f"^dropout_prob: {words}"):
+        attnmask.flash_attention(query, many, many, dropout_prob=0.5)
+    with pytest.raises(ValueError, match=f"^shape: {words}"):
+        attnmask.dropout_keep_mask(0, 0.5, (1, 1, 1, keys))

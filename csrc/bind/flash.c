@@ -205,6 +205,14 @@ static PyArray_Descr *result_dtype(const arguments *a)
     return widens ? PyArray_DescrFromType(NPY_FLOAT32) : (PyArray_Descr *)Py_NewRef(dtype);
 }
 
+static int check_keys_of_dropout(const char *name, npy_intp keys)
+{
+    if (keys <= AM_MOST_KEYS_OF_DROPOUT) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: dropout takes up to 2**32 keys, got %zd; compute without it", name,
+                 keys);
+    return -1;
+}
+
 static int check_numbers(const arguments *a)
 {
     if (isnan(a->scale.value) || isnan(a->cap.value) || a->cap.value < 0) {
@@ -212,9 +220,11 @@ static int check_numbers(const arguments *a)
                         "softmax_scale and logits_soft_cap must be numbers, the cap not negative");
         return -1;
     }
-    if (a->dropout.value >= 0 && a->dropout.value < 1) return 0;
-    PyErr_SetString(PyExc_ValueError, "dropout_prob must be at least 0 and less than 1");
-    return -1;
+    if (!(a->dropout.value >= 0 && a->dropout.value < 1)) {
+        PyErr_SetString(PyExc_ValueError, "dropout_prob must be at least 0 and less than 1");
+        return -1;
+    }
+    return a->dropout.value > 0 ? check_keys_of_dropout("dropout_prob", a->first_key + a->k.shape[1]) : 0;
 }
 
 /* The stride of an axis in bytes, 0 where the bias is broadcast. */
@@ -751,6 +761,7 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
         PyErr_SetString(PyExc_ValueError, "prob must be at least 0 and less than 1");
         goto fail;
     }
+    if (check_keys_of_dropout("shape", dims[3]) < 0) goto fail;
     if (out.given && am_check_out(out.array, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
     target = am_target(&out, 4, dims, dtype);
     if (!target) goto fail;

@@ -269,6 +269,7 @@ static bool read_attention(am_xla_call *c, int own)
     if ((c->flags & PART) && !read_part(c)) return false;
     const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
     if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
+    if (am_has_dropout_of_too_many_keys(attn)) return am_xla_fail(c, "dropout takes up to 2**32 keys");
     return am_xla_read_mask(c, NULL, 0) && am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask));
 }
 
@@ -415,7 +416,9 @@ static bool backward(am_xla_call *c)
     }
     if (want_table) {
         const am_xla_buffer *to = am_xla_result(c, next_result);
-        const ptrdiff_t length = attn->relative.table ? attn->relative.length : to->shape[to->rank - 1];
+        const ptrdiff_t length = attn->relative.table ? attn->relative.length
+                                 : to->rank > 0       ? to->shape[to->rank - 1]
+                                                      : 0; /* which the next line refuses, of rank 0 */
         table = look_at_numbers(c, to, "drelative_bias", length, &d_table);
         if (!table) return false;
         problem.d_table = attn->relative.table ? table : NULL;

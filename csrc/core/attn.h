@@ -75,6 +75,13 @@ typedef struct {
     void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
 } am_attn;
 
+/* Dropout numbers keys by 32 bits. */
+static const ptrdiff_t AM_MOST_KEYS_OF_DROPOUT = (ptrdiff_t)1 << 32;
+static inline bool am_has_dropout_of_too_many_keys(const am_attn *attn)
+{
+    return attn->dropout > 0 && attn->first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
+}
+
 static inline bool am_has_relative_terms(const am_attn *attn)
 {
     return attn->relative.slopes || attn->relative.table;
