@@ -609,7 +609,7 @@ class KVCacheStep:
         if len(set(self._ids)) != n:
             twice = next(number for number in self._ids if self._ids.count(number) > 1)
             raise ValueError(f"ids must be distinct, got {twice} more than once")
-        each = per_row(counts, "counts", n, 0, "id")
+        each = per_row(counts, "counts", n, 0, "id", broadcast=False)
         self._counts: list[int] = [each] * n if isinstance(each, int) else each.tolist()
         self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
         if isinstance(each, int) or len(set(self._counts)) == 1:

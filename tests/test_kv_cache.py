@@ -619,6 +619,12 @@ def test_ids_of_no_sequence(method, number):
         ([0, 1], -1, ValueError, "counts must be at least 0, got -1"),
         ([0, 1], [1, -2], ValueError, "counts must be at least 0, got -2 at index 1"),
         ([0, 1], [1, 1, 1], ValueError, r"counts must be an integer or of shape \(2,\)"),
+        (
+            [0, 1],
+            [1],
+            ValueError,
+            r"counts must be .* of shape \(2,\), got .*; write counts\[0\] for one number for all",
+        ),
         ([0, 1], 1.5, TypeError, "counts must be an integer or one for each id, got 1.5"),
         ([0, 1], None, TypeError, "counts must be an integer or one for each id"),
     ],
