@@ -38,6 +38,7 @@ from attnmask._keywords import hides
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_program import AXES, Program, Shape, arrays
 from attnmask._mask_terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
+from attnmask._mask_transforms import have_other_starts
 from attnmask._warnings import warn_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -463,7 +464,12 @@ def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> 
     """What sequences, the diagonal and the window allow; None if that is everything."""
     low, high = distances(given)
     if starts is None:
-        return None if low is None and high is None else band(low, high, offset)
+        if low is None and high is None:
+            return None
+        mask = given["attention_mask"]
+        if isinstance(mask, MaskInfo) and have_other_starts(mask._state):
+            warn_once("packed sequences")
+        return band(low, high, offset)
     limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))
     return sequences(*starts, *limits)
 

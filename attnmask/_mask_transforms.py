@@ -236,7 +236,7 @@ def _near(
     if flag(within_segments, "within_segments") and not _is_one_segment(state):
         q_ids, kv_ids = _held_segments(state)
         return equal(q_ids, kv_ids), "and", _within(q_ids, kv_ids, limits, shift, bottom_right), "and"
-    if _have_other_starts(state):
+    if have_other_starts(state):
         warn_once("packed sequences")
     if bottom_right:
         assert queries is not None
@@ -251,7 +251,7 @@ def _is_one_segment(state: State) -> bool:
     return kind == "all" and not state.labels.complete
 
 
-def _have_other_starts(state: State) -> bool:
+def have_other_starts(state: State) -> bool:
     """Whether queries and keys are packed, and some sequence does not begin at the same place among both."""
     starts = state.cu_seqlens_q, state.cu_seqlens_kv
     if isinstance(state.base, tuple) and state.base[0] == "sequences":
@@ -389,7 +389,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
         nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
         labels, extent = Labels(*chunks), _extent_with(state, nodes)
         return _with_terms(state, *nodes, flag="chunked", labels=labels, extent=extent)
-    if _have_other_starts(state):
+    if have_other_starts(state):
         warn_once("packed sequences")
 
     def numbered(ids: Ids) -> Ids:

@@ -10,7 +10,8 @@ _MESSAGES = {
     ),
     "packed sequences": (
         "packed sequences begin at different places in queries and keys, and the diagonal counts from the start of the "
-        "row. Write within_segments=True to count from the start of each sequence"
+        "row. Write within_segments=True to count from the start of each sequence, as an argument of apply_causal, "
+        "apply_sliding_window or apply_chunked"
     ),
     "pairs": (
         "cu_seqlens_q is read as pairs of start and end, one for each batch row, but could be ordinary cu_seqlens as "

@@ -657,6 +657,22 @@ def test_packed_sequences_that_begin_at_other_places_among_the_keys(name):
     call(MaskInfo.from_segments([[0, 0, 1, 1, 1]], [[0, 0, 0, 1, 1, 1, 1]]))
 
 
+@pytest.mark.parametrize("limits", [{"causal": True}, {"sliding_window": (2, 0)}], ids=str)
+def test_a_diagonal_beside_a_mask_of_packed_sequences(limits):
+    """As the mask's own methods; the argument that counts from each sequence is theirs alone."""
+    x, keys = zeros(1, 5, H, D), zeros(1, 7, HKV, D)
+
+    def call(mask, **more):
+        flash_attention(x, keys, keys, mask, **more)
+
+    warned_here(told(lambda: call(UNEQUAL, **limits)), "within_segments=True", "apply_causal")
+    assert not told(lambda: call(UNEQUAL, **limits)), "it was told before"
+    _warnings._not_yet_given.update(_warnings._MESSAGES)
+    call(UNEQUAL)
+    call(UNEQUAL.apply_causal(within_segments=True))
+    call(MaskInfo.from_cu_seqlens([0, 2, 5], cu_seqlens_kv=[0, 2, 7], packed=True), **limits)
+
+
 def test_the_line_that_is_shown():
     def call():
         return attnmask.flash_attention_vjp(one, cache, cache, causal=True)
