@@ -333,6 +333,30 @@ static bool disjoint(const am_id_block *a, const am_id_block *b)
 }
 static bool is_within(const am_id_block *ids, int32_t id) { return ids->low <= id && id <= ids->high; }
 
+/* The part of a range of keys from the first to the last that has an id. Where ids are in disorder, as many
+ * blocks are read as the range has, for each run of queries: whole words, so that it takes long only for
+ * hundreds of thousands of runs. */
+static am_range keys_with(const am_mask *mask, const id_view *keys, int32_t id, am_range range)
+{
+    for (ptrdiff_t stop; range.begin < range.end; range.begin = stop) {
+        stop = am_min((range.begin / BLOCK + 1) * BLOCK, range.end);
+        if (!is_within(&keys->blocks[range.begin / BLOCK], id)) continue;
+        const uint64_t found = mask->kernels->equal_bits(keys->ids + range.begin, id, stop - range.begin);
+        if (!found) continue;
+        range.begin += __builtin_ctzll(found);
+        break;
+    }
+    for (ptrdiff_t start; range.begin < range.end; range.end = start) {
+        start = am_max((range.end - 1) / BLOCK * BLOCK, range.begin);
+        if (!is_within(&keys->blocks[start / BLOCK], id)) continue;
+        const uint64_t found = mask->kernels->equal_bits(keys->ids + start, id, range.end - start);
+        if (!found) continue;
+        range.end = start + BLOCK - __builtin_clzll(found);
+        break;
+    }
+    return range;
+}
+
 static am_range equal_keys(const am_mask *mask, const am_node *node, const am_region *p)
 {
     const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
@@ -348,6 +372,7 @@ static am_range equal_keys(const am_mask *mask, const am_node *node, const am_re
     while (begin < end && disjoint(&queries, &keys[begin])) begin++;
     while (begin < end && disjoint(&queries, &keys[end - 1])) end--;
     begin *= BLOCK, end = am_min(end * BLOCK, mask->keys);
+    if (queries.low == queries.high) return keys_with(mask, &k_view, queries.low, (am_range){begin, end});
     while (begin < end && !is_within(&queries, k_view.ids[begin])) begin++;
     while (begin < end && !is_within(&queries, k_view.ids[end - 1])) end--;
     return (am_range){begin, end};
