@@ -80,7 +80,7 @@ def test_rounded_weights_do_not_scale_a_result(isa, normal, exact):
     assert errors(out, exact[0])[1] < 1.03 * errors(exact[0].astype(BF16), exact[0])[1]
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("heads", [1, 2, 4])
 def test_decoding_keeps_the_weights(isa, heads):
     """In bfloat16 each element, also one near 0, is off by its own rounding; and by little else."""
     rng = np.random.default_rng(1)

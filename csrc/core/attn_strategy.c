@@ -24,10 +24,12 @@ enum {
     MORE_ROWS = 24,         /* the same where vectors and keys are long */
     FEW_WIDENED = 12,       /* the same for short keys, if they are widened for every few rows */
     FEW_ROWS_F8X2 = 8,      /* and for float8 that becomes bf16x2, which takes longer */
-    FLOAT_WEIGHTS = 8,      /* of a block of bfloat16 that waits for memory, not for products */
-    LONG_ROW = 64,          /* channels of keys or values */
-    WHOLE_PART = 32,        /* channels that kernels of any type take at once */
-    FEW_TILES = 2,          /* of a block for which copying its queries takes a large part of the time */
+    /* Of a block of bfloat16 that waits for memory, not for products. On Zen 5, 4 rows take 1.00 to 1.03 of
+     * the time in memory, and 8 rows would take 1.19. */
+    FLOAT_WEIGHTS = 4,
+    LONG_ROW = 64,   /* channels of keys or values */
+    WHOLE_PART = 32, /* channels that kernels of any type take at once */
+    FEW_TILES = 2,   /* of a block for which copying its queries takes a large part of the time */
 };
 _Static_assert((int)TILE == (int)AM_FLASH_TILE && (int)TILE == (int)AM_FLASH_ROWS, "a block and a tile");
 
@@ -90,9 +92,9 @@ static bool can_leave_values(const am_work *w, const am_shape *h)
 }
 
 /* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
- * multiply-adds of float32 instead of one of bf16x2. Zen 4 starts as many of either, so that the products of
- * eight rows take 0.19 cycles a byte of keys and values, about as long as memory takes to deliver it to a
- * core. Intel's processors start four times as many of float32. */
+ * multiply-adds of float32 instead of one of bf16x2. Zen 4 and 5 start as many of either, so that the
+ * products of four rows take about 0.1 cycles a byte of keys and values, half of what memory takes to deliver
+ * it to a core. Intel's processors start four times as many of float32. */
 static bool has_float_weights(const am_work *w, const am_shape *h)
 {
     if (!w->bf16x2 || h->strategy != AM_UNPACKED) return false;

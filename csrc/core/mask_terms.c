@@ -393,6 +393,10 @@ static void equal_bits(const am_mask *mask, const am_node *node, const am_region
     const int32_t *q_ids = ids_of(mask, node, p, AM_QUERIES).ids + p->q,
                   *k_ids = ids_of(mask, node, p, AM_KEYS).ids + p->k;
     const int32_t least = least_id(node);
+    if (p->rows == 1 && p->columns == 1) { /* as each short sequence asks of its ends */
+        *bits = q_ids[0] >= least && q_ids[0] == k_ids[0];
+        return;
+    }
     for (ptrdiff_t r = 0; r < p->rows; r++) {
         int repeated = r > 0 && q_ids[r] == q_ids[r - 1];
         if (repeated)
