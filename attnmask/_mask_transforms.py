@@ -134,6 +134,11 @@ def _clipped(value: PerRow, low: int, high: int) -> PerRow:
     return min(max(value, low), high) if isinstance(value, int) else np.clip(value, low, high)
 
 
+def _kept_labels(state: State) -> Labels:
+    """What is to be held where the base, which may tell segments without ids, goes."""
+    return labels_of_tokens(state) if state.segment_based else state.labels
+
+
 # As an array
 
 
@@ -148,7 +153,8 @@ def materialized(state: State, dtype: DTypeLike) -> State:
     if array is not None and array.dtype == wanted:
         return state
     mask = mask_of_dtype(state, wanted)
-    return replace(state, base=dense(mask), terms=Terms(), segment_based=False, dtype=wanted)
+    labels = _kept_labels(state)
+    return replace(state, base=dense(mask), terms=Terms(), segment_based=False, labels=labels, dtype=wanted)
 
 
 def with_segment_ids(state: State, per_head: bool) -> State:
@@ -502,6 +508,7 @@ def token_type_ids(
         changes["labels"] = Labels(q_ids, kv_ids)
     if combine == "replace":
         extent = (batch, 1, queries, keys)
+        changes = {"labels": _kept_labels(state), **changes}
         return _with_terms(state, base=term, terms=Terms(), extent=extent, segment_based=False, **changes)
     return _with_terms(state, term, "or" if combine == "union" else "and", **changes)
 

@@ -218,6 +218,7 @@ class Pairs:
             alike = alike & (k != 0)
         self.live = {"union": self.live | alike, "intersect": self.live & alike, "replace": alike}[combine]
         self.baked |= {"token_type_ids"}
+        self.held |= combine == "replace"
         if update or (update is None and combine != "union"):
             self.held = True
             self.q_ids, self.kv_ids = (

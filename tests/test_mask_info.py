@@ -23,8 +23,11 @@ from attnmask import _mask_terms as mask_terms
 from attnmask._mask_info import MaskInfo
 from attnmask._mask_sharding import MaskSharding
 
-# Of the masks that are drawn, some are packed with sides that differ.
-pytestmark = pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning")
+# Of the masks that are drawn, some are packed with sides that differ, or padded as a triangle is.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning"),
+    pytest.mark.filterwarnings("ignore:attention_mask has two axes:attnmask.AttnmaskWarning"),
+]
 
 FLOATS = ("float16", "float32", "float64", ml_dtypes.bfloat16)
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", *FLOATS)
@@ -316,8 +319,9 @@ def change(draw, info: MaskInfo, pairs: ref.Pairs, words: list[str]) -> MaskInfo
     elif operation == "dtype":
         args = (draw(st.sampled_from(["float32", "int8", "bool"])),)
         info = info.to_dtype(*args).to_dtype("bool")
+        pairs.held |= args != ("bool",)
     elif operation == "materialize":
-        info = info.materialize_attention_mask()
+        info, pairs.held = info.materialize_attention_mask(), True
     elif operation == "segments":
         info = info.materialize_segment_ids()
         pairs.q_ids, pairs.kv_ids = pairs.ids()
