@@ -131,8 +131,8 @@ sanitize: $(VENV)/installed $(VENV)/test.txt ## run the tests, those of faults a
 # processes with threads are beyond the sanitizer.
 TSAN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/tsan/lib LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
     OMP_TOOL_LIBRARIES="$$(dirname "$$(readlink -f "$$(command -v clang)")")/../lib/libarcher.so" \
-    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0
-TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py \
+    TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:die_after_fork=0:allocator_may_return_null=1
+TSAN_TESTS = tests/test_threads.py tests/test_float_mode.py tests/test_fuzz.py::test_hostile_calls \
     tests/test_promises.py::test_sixteen_callers_get_the_bits_of_one \
     tests/test_runtime.py::test_calls_from_many_python_threads \
     'tests/test_runtime.py::test_a_signal_ends_a_long_call[attention]' \
