@@ -1,4 +1,4 @@
-"""The masks of the gallery: a function each, whose docstring is its title and text, and whose body is shown."""
+"""The masks of the gallery, one function each: the docstring is title and text, the body is shown as code."""
 
 # ruff: noqa: E731 - a function of indices is shorter as a lambda, and that is how it is shown
 
@@ -37,7 +37,7 @@ def bidirectional():
 def cross_attention():
     """Cross attention: T5, Whisper
 
-    Six queries of the decoder see all tokens of the encoder but the padding at its end.
+    Six queries of the decoder see all tokens of the encoder except the padding at its end.
     """
     mask = MaskInfo.full(6, 16).apply_kv_lengths([12])
     return mask
