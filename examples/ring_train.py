@@ -1,10 +1,10 @@
-"""The language model of train_tiny.py, trained over a sequence that several processes share:
+"""Train the language model of train_tiny.py on sequences shared by several processes:
 
     torchrun --nproc-per-node 2 examples/ring_train.py
 
-Each process has a part of every document, and all of the parameters. Attention is `attnmask.torch.ring_attention`; all
-else looks at tokens one by one, and so needs no other process. Gradients of parameters are summed over the processes.
-The losses are those of one process: ``python examples/ring_train.py``.
+Each process has a part of every document and all of the parameters. Attention is `attnmask.torch.ring_attention`; every
+other layer handles tokens one by one and needs no other process. Parameter gradients are summed over the processes. The
+losses match those of one process: ``python examples/ring_train.py``.
 """
 
 import argparse
@@ -32,14 +32,14 @@ def norm(x):
 
 
 def rotate(x, positions):
-    """Each pair of channels of a head by its own angle, which grows with the token's position in its document."""
+    """Rotate each pair of channels by its own angle, which grows with the token's position in its document."""
     angles = positions[:, None, None] * 100.0 ** -torch.linspace(0, 1, tiny.DEPTH // 2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
 
 
 def loss_of(params, characters, following, positions, starts, layout):
-    """The sum over the tokens of this process, in nats."""
+    """Return the loss in nats, summed over the tokens of this process."""
     x = params["embed"][characters]
     for layer in range(tiny.LAYERS):
         mixed = (norm(x) @ params[f"{layer}.qkv"]).unflatten(-1, (-1, tiny.DEPTH))
@@ -54,7 +54,7 @@ def loss_of(params, characters, following, positions, starts, layout):
 
 
 def train(steps=100, count=8, rate=3e-3, seed=0, planned=False, report=print):
-    """The losses of all steps, in bits a character. With `planned` documents are dealt out by their work."""
+    """Return the loss of each step, in bits per character. With `planned`, documents are dealt out by their work."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rng = np.random.default_rng(seed)
     params = {name: torch.from_numpy(x).requires_grad_() for name, x in tiny.parameters(rng).items()}

@@ -1,10 +1,10 @@
-"""Prompts of several lengths served together, with Hugging Face transformers on a CPU: python examples/serve_tiny.py
+"""Serve prompts of different lengths with Hugging Face transformers on a CPU: python examples/serve_tiny.py
 
-Requests arrive over time at a tiny Llama with random weights. With attnmask's `PagedCache` the tokens of all sequences
-lie in one row without padding: a prompt that has just arrived is read while the others go on by one token. Beside it,
-transformers' own ``generate`` answers one prompt after the other, and all of them at once behind padding, which must
-wait until the last one has arrived: here they are all there. That tokens are the same is asserted before anything is
-measured.
+Requests arrive over time at a tiny Llama with random weights. With attnmask's `PagedCache`, the tokens of all sequences
+share one row without padding: a new prompt is read while the other sequences advance by one token. For comparison,
+transformers' own ``generate`` answers the prompts one by one, and all at once with padding (which in practice must wait
+for the last one; here all are there from the start). The script checks that all answers agree before it measures
+anything.
 """
 
 import argparse
@@ -44,14 +44,14 @@ def tiny_llama(implementation):
 
 
 def made_up_prompts(count, longest):
-    """Most of them are short."""
+    """Make random prompts, most of them short."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(longest, rng.lognormal(3.5, 1, count).astype(int) + 1)
     return [torch.from_numpy(rng.integers(1, VOCABULARY, length)) for length in lengths]
 
 
 def served(model, dtype, prompts, new_tokens, every=2, watch=lambda done: None):
-    """The answers to requests, one of which arrives every few steps; some of them are answered together."""
+    """Answer requests that arrive one every few steps, several at a time."""
     longest = max(map(len, prompts)) + new_tokens
     cache = attnmask.transformers.PagedCache(
         model.config, pages=TOGETHER * -(-longest // PAGE_SIZE), page_size=PAGE_SIZE, dtype=dtype
@@ -66,7 +66,7 @@ def served(model, dtype, prompts, new_tokens, every=2, watch=lambda done: None):
             continue
         new = [torch.tensor(answers[i][-1:]) if answers[i] else prompts[i] for i in sequences]
         counts = [len(tokens) for tokens in new]
-        last = torch.tensor(counts).cumsum(0) - 1  # of each sequence, whose logits are needed
+        last = torch.tensor(counts).cumsum(0) - 1  # of each sequence: only its logits are needed
         with torch.no_grad(), cache.step(list(sequences.values()), counts) as inputs:
             logits = model(torch.cat(new)[None], **inputs, logits_to_keep=last).logits[0]
         for i, token in zip(list(sequences), logits.argmax(-1).tolist(), strict=True):
@@ -87,7 +87,7 @@ def one_by_one(model, prompts, new_tokens, watch=lambda done: None):
 
 
 def padded(model, prompts, new_tokens, watch=lambda done: None):
-    """In batches, the prompts of each behind padding."""
+    """Answer in batches, with prompts padded on the left."""
     answers = []
     for begin in range(0, len(prompts), TOGETHER):
         part = prompts[begin : begin + TOGETHER]
@@ -106,11 +106,11 @@ def progress(name, count, show):
 
 
 def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
-    """Tokens that are generated in a second, by each way."""
+    """Return the tokens per second of each way."""
     prompts = made_up_prompts(requests, longest)
     lengths = sorted(map(len, prompts))
     report(f"{requests} prompts of {lengths[0]} to {lengths[-1]} tokens, {new_tokens} new ones each")
-    plain, own = tiny_llama("sdpa"), tiny_llama("attnmask")  # of the same weights
+    plain, own = tiny_llama("sdpa"), tiny_llama("attnmask")  # with the same weights
     ways = {"one by one": partial(one_by_one, plain), "padded": partial(padded, plain)}
     ways |= {dtype: partial(served, own, dtype) for dtype in ("float32", "bfloat16", "int8")}
 
@@ -118,7 +118,7 @@ def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
     right = one_by_one(plain, few, count)
     for name in ("padded", "float32"):
         assert ways[name](few, count) == right, f"{name} gives other tokens"
-    for name in ("bfloat16", "int8"):  # which round keys: they give what they give to each prompt alone
+    for name in ("bfloat16", "int8"):  # these round keys: answers are those that each prompt gets alone
         alone = [ways[name]([prompt], count)[0] for prompt in few]
         assert ways[name](few, count) == alone, f"{name} gives other tokens beside other sequences"
 
@@ -136,7 +136,7 @@ def serve(requests=24, new_tokens=48, longest=400, report=print, show=False):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Serve prompts of several lengths by a tiny Llama.")
+    parser = argparse.ArgumentParser(description="Serve prompts of different lengths with a tiny Llama.")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt")

@@ -1,10 +1,10 @@
-"""A language model of two layers that learns to spell, in NumPy and attnmask alone: python examples/train_tiny.py
+"""Train a two-layer language model to spell, in NumPy and attnmask only: python examples/train_tiny.py
 
-Documents of a few sentences are made up, each about two animals, and laid end to end: `cum_seqlens` keeps attention
-within each of them. Knowing the last character only, nobody could guess the next one better than the bigram entropy
-says; the model soon does, by words, and then by what its document is about.
+The documents are a few made-up sentences, each about two animals, laid end to end; `cum_seqlens` keeps attention within
+each of them. From the last character alone, nobody can predict the next one better than the bigram entropy. The model
+soon does, first by words, then by what its document is about.
 
-Each function returns its result and a function that takes the gradient of the result to those of its inputs.
+Each layer returns its result and a function that maps the gradient of the result to those of its inputs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BITS = 1 / np.log(2)  # a nat in bits
 
 
 def documents(rng, count):
-    """Made-up texts, as numbers of characters."""
+    """Yield made-up texts as character numbers."""
     for _ in range(count):
         animals, sentences = rng.choice(ANIMALS, 2, replace=False), []
         for _ in range(rng.integers(1, 5)):
@@ -33,7 +33,7 @@ def documents(rng, count):
 
 
 def packed(rng, count):
-    """Characters, those that follow them, and where documents begin."""
+    """Return the characters, the characters that follow them, and where documents begin."""
     texts = list(documents(rng, count))
     lengths = [len(text) - 1 for text in texts]
     characters, following = (np.concatenate([text[cut] for text in texts]) for cut in np.s_[:-1, 1:])
@@ -52,14 +52,14 @@ def linear(x, weight):
 
 
 def norm(x):
-    """Of length one per channel."""
+    """Scale each token to a root mean square of 1."""
     scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
     y = x * scale
     return y, lambda dy: scale * (dy - y * (dy * y).mean(axis=-1, keepdims=True))
 
 
 def rotate(x, angles):
-    """Each pair of channels of a head by its own angle, which grows with the token's position."""
+    """Rotate each pair of channels by its own angle, which grows with the token's position."""
     a, b = np.split(x, 2, axis=-1)
     cos, sin = np.cos(angles), np.sin(angles)
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -122,7 +122,7 @@ def parameters(rng):
 
 
 def loss_and_gradients(params, characters, following, starts):
-    """In nats a character."""
+    """Return the loss in nats per character, and its gradients."""
     x, steps = params["embed"][characters], []
     for layer in range(LAYERS):
         for function, names, more in (
@@ -149,7 +149,7 @@ def loss_and_gradients(params, characters, following, starts):
 
 
 def curve(losses, bigram, width=60, height=8):
-    """The losses as lines of text, over the line of the bigrams."""
+    """Draw the losses as lines of text, with a line for the bigrams."""
     means = [part.mean() for part in np.array_split(np.array(losses), min(width, len(losses)))]
     top = max(*means, bigram)
     rows = [max(0, min(height - 1, int(height * mean / top))) for mean in means]
@@ -162,12 +162,12 @@ def curve(losses, bigram, width=60, height=8):
 
 
 def train(steps=200, count=8, rate=3e-3, seed=0, report=print):
-    """The bits a character of unseen documents that the model needs, and those that a bigram would."""
+    """Train; return the bits per character of unseen documents, for the model and for bigrams."""
     rng = np.random.default_rng(seed)
     params, unseen = parameters(rng), packed(rng, 100)
     bigram = bigram_entropy(*unseen[:2])
     report(
-        f"{sum(array.size for array in params.values())} parameters; bigram entropy {bigram:.3f} bits a character"
+        f"{sum(array.size for array in params.values())} parameters; bigram entropy {bigram:.3f} bits per character"
     )
     means, squares = ({name: np.zeros_like(array) for name, array in params.items()} for _ in range(2))
     begin, losses = time.perf_counter(), []
@@ -185,7 +185,7 @@ def train(steps=200, count=8, rate=3e-3, seed=0, report=print):
     loss = loss_and_gradients(params, *unseen)[0] * BITS
     for line in curve(losses, bigram):
         report(line)
-    report(f"unseen documents: {loss:.3f} bits a character, of {bigram:.3f} by bigrams")
+    report(f"unseen documents: {loss:.3f} bits per character, bigrams {bigram:.3f}")
     return loss, bigram
 
 
