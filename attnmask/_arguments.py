@@ -298,7 +298,7 @@ def per_row(
         return number
     if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
         came = describe(array if array.ndim else value)
-        raise TypeError(f"{name} must be an integer or one for each {row}, got {came}")
+        raise TypeError(f"{name} must be an integer or one per {row}, got {came}")
     if array.shape != (rows,) and (array.shape != (1,) or not broadcast):
         hint = f"; write {name}[0] for one number for all" if array.shape == (1,) else ""
         raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}{hint}")
@@ -329,7 +329,7 @@ _NO_LIMIT = "; write None for no limit"
 def window(sliding_window: Any) -> tuple[int | None, int | None]:
     """How far a window reaches to the left and to the right; None for no end."""
     if isinstance(sliding_window, np.ndarray) and sliding_window.ndim:
-        hint = "; MaskInfo.apply_sliding_window takes a window by head"
+        hint = "; MaskInfo.apply_sliding_window takes a window per head"
         raise TypeError(f"sliding_window must be an integer or a pair, got {describe(sliding_window)}{hint}")
     left, right = (_side(side, name) for side, name in _sides(sliding_window))
     return left, right
@@ -362,7 +362,7 @@ def _side(side: Any, name: str) -> int | None:
 def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
     lengths = integer_array(side, name)
     if lengths.ndim != 1 or not len(lengths) or (heads != 1 and len(lengths) not in (1, heads)):
-        expected = "[H]" if heads == 1 else f"of shape ({heads},), one for each head"
+        expected = "[H]" if heads == 1 else f"of shape ({heads},), one per head"
         raise ValueError(f"{name} must be an integer or {expected}, got {describe(lengths)}")
     clipped = allocate(
         lengths.shape, np.int64, name

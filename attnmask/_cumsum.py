@@ -1,4 +1,4 @@
-"""Cumulative sums over time that start anew at every chunk or sequence.
+"""Cumulative sums over time that restart at every chunk or sequence.
 
 With ``T = 8``, ``chunk_size = 4`` and two packed sequences, ``cu_seqlens = [0, 5, 8]``::
 
@@ -6,7 +6,7 @@ With ``T = 8``, ``chunk_size = 4`` and two packed sequences, ``cu_seqlens = [0, 
     global           1 2 3 4 5 6 7 8
     global, packed   1 2 3 4 5│1 2 3
     local            1 2 3 4│1 2 3 4
-    local, packed    1 2 3 4│1│1 2 3     chunks are counted from each sequence's start
+    local, packed    1 2 3 4│1│1 2 3     chunks count from the start of each sequence
     local, reverse   4 3 2 1│4 3 2 1
 
 Arrays are ``[B, T, H]`` or ``[B, T, H, S]``, or with ``head_first`` ``[B, H, T]`` or ``[B, H, T, S]``.
@@ -27,18 +27,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PARAMETERS = """
     reverse : bool
-        Sum from the end of each chunk or sequence towards its start.
+        Sum from the end of each chunk or sequence to its start.
     softmax_scale : float, optional
-        A factor for the sums.
+        Multiply the sums by this.
     cu_seqlens : array_like of integers, shape [sequences + 1], optional
-        The batch is one row of packed sequences, and sums start anew at each. From 0 to T, never decreasing.
+        The batch is one row of packed sequences, and sums restart at each. From 0 to T, never decreasing.
     head_first : bool
-        Time is the third axis and not the second.
+        Time is the third axis instead of the second.
     output_dtype : dtype, optional
-        Of the result; the input's if not given. float16 and bfloat16 are summed in float32, integers in int64 (with
-        OverflowError where a result does not fit: `out` then holds some of the sums).
+        dtype of the result; defaults to the input's. float16 and bfloat16 are summed in float32, integers in int64. A
+        result that does not fit is an OverflowError, and `out` then holds some of the sums.
     out : ndarray, optional
-        Takes the result, and is returned. Of the result's shape and type, sharing no memory with the inputs.
+        Write the result here, and return it. It must have the result's shape and type, and share no memory with the
+        inputs.
 """
 
 
@@ -71,7 +72,7 @@ def chunk_local_cumsum(
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Running sums inside chunks of `chunk_size` steps.
+    """Return running sums within chunks of `chunk_size` tokens.
 
     Parameters
     ----------
@@ -84,12 +85,12 @@ def chunk_local_cumsum(
     Returns
     -------
     ndarray
-        Of the shape of `g`.
+        Same shape as `g`.
 
     See Also
     --------
-    chunk_global_cumsum : over whole sequences.
-    chunk_local_cumsum_vjp : with gradients.
+    chunk_global_cumsum : sum over whole sequences.
+    chunk_local_cumsum_vjp : also return the gradient.
 
     Examples
     --------
@@ -116,9 +117,9 @@ def chunk_global_cumsum(
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Running sums over whole sequences.
+    """Return running sums over whole sequences.
 
-    The error of float32 sums stays below a millionth of the sum of absolute values, however long the sequence.
+    The error of float32 sums stays below 1e-6 of the sum of absolute values, however long the sequence.
 
     Parameters
     ----------
@@ -129,12 +130,12 @@ def chunk_global_cumsum(
     Returns
     -------
     ndarray
-        Of the shape of `s`.
+        Same shape as `s`.
 
     See Also
     --------
-    chunk_local_cumsum : in chunks.
-    chunk_global_cumsum_vjp : with gradients.
+    chunk_local_cumsum : sum within chunks.
+    chunk_global_cumsum_vjp : also return the gradient.
 
     Examples
     --------
@@ -159,7 +160,7 @@ def chunk_local_cumsum_scalar(
     cu_seqlens: ArrayLike | None = None,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """`chunk_local_cumsum` for one number a head: `g` is ``[B, T, H]``.
+    """Apply `chunk_local_cumsum` to one number per head: `g` is ``[B, T, H]``.
 
     Examples
     --------
@@ -184,7 +185,7 @@ def chunk_local_cumsum_vector(
     cu_seqlens: ArrayLike | None = None,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """`chunk_local_cumsum` for a vector a head: `g` is ``[B, T, H, S]``.
+    """Apply `chunk_local_cumsum` to one vector per head: `g` is ``[B, T, H, S]``.
 
     Examples
     --------
@@ -208,7 +209,7 @@ def chunk_global_cumsum_scalar(
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """`chunk_global_cumsum` for one number a head: `s` is ``[B, T, H]``.
+    """Apply `chunk_global_cumsum` to one number per head: `s` is ``[B, T, H]``.
 
     Examples
     --------
@@ -230,7 +231,7 @@ def chunk_global_cumsum_vector(
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """`chunk_global_cumsum` for a vector a head: `s` is ``[B, T, H, S]``.
+    """Apply `chunk_global_cumsum` to one vector per head: `s` is ``[B, T, H, S]``.
 
     Examples
     --------
@@ -243,7 +244,7 @@ def chunk_global_cumsum_vector(
 
 
 def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
-    """`array` as an array, if its type has gradients."""
+    """Return `array` as an array; its type must have gradients."""
     array = as_array(array, name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be floating-point for gradients, got {array.dtype}")
@@ -253,7 +254,7 @@ def _floating(array: ArrayLike, name: str) -> NDArray[Any]:
 def _pullback(
     sum_back: Callable[..., NDArray[Any]], primal: NDArray[Any], name: str
 ) -> Callable[[ArrayLike], NDArray[Any]]:
-    """The gradient of running sums: `sum_back`, running the other way, of the gradient that comes in."""
+    """Return the gradient function of running sums: `sum_back` sums the incoming gradient in the other direction."""
     shape, dtype = primal.shape, primal.dtype.newbyteorder("=")
 
     def vjp(dout: ArrayLike) -> NDArray[Any]:
@@ -276,18 +277,18 @@ def chunk_local_cumsum_vjp(
     *,
     out: NDArray[Any] | None = None,
 ) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
-    """`chunk_local_cumsum` and its gradient.
+    """Return `chunk_local_cumsum` and its gradient function.
 
     Parameters
     ----------
     g, chunk_size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype, out
-        As of `chunk_local_cumsum`; `g` is floating-point.
+        As in `chunk_local_cumsum`; `g` must be floating-point.
 
     Returns
     -------
     out : ndarray
     vjp : callable
-        Takes the gradient of `out`, returns that of `g`: the same sums, running the other way.
+        Maps the gradient of `out` to that of `g`: the same sums in the other direction.
 
     Examples
     --------
@@ -320,18 +321,18 @@ def chunk_global_cumsum_vjp(
     *,
     out: NDArray[Any] | None = None,
 ) -> tuple[NDArray[Any], Callable[[ArrayLike], NDArray[Any]]]:
-    """`chunk_global_cumsum` and its gradient.
+    """Return `chunk_global_cumsum` and its gradient function.
 
     Parameters
     ----------
     s, reverse, cu_seqlens, softmax_scale, head_first, output_dtype, out
-        As of `chunk_global_cumsum`; `s` is floating-point.
+        As in `chunk_global_cumsum`; `s` must be floating-point.
 
     Returns
     -------
     out : ndarray
     vjp : callable
-        Takes the gradient of `out`, returns that of `s`: the same sums, running the other way.
+        Maps the gradient of `out` to that of `s`: the same sums in the other direction.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Attention that never holds a matrix of queries by keys, and works only where a query may attend to a key.
+"""Flash attention: memory is O(tokens), and fully masked tiles are skipped.
 
-Arrays are ``[B, T, H, D]``: batch rows, tokens, heads, channels; or ``[T, H, D]`` for packed sequences. Keys and values
-may have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
+Arrays are ``[B, T, H, D]``: batch, tokens, heads, head_dim; or ``[T, H, D]`` for packed sequences. Keys and values may
+have fewer heads than queries, which then share them: query head ``h`` reads head ``h // (H // Hkv)``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def _without_batch(out: Any, problem: Problem) -> NDArray[Any]:
-    """`out` of packed sequences, with the axis for the batch that it lacks."""
+    """Return the `out` of packed sequences with the batch axis it lacks."""
     shape, dtype = (*problem.query.shape[1:3], problem.value.shape[3]), problem.query.dtype
     target: NDArray[Any] = np.asarray(out)
     if target.shape != shape or target.dtype.newbyteorder("=") != dtype:
@@ -57,7 +57,7 @@ _USUAL = itemgetter(
 
 
 def _attend(given: dict[str, Any], return_lse: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Attention into `out` of the arguments `given`, which may be None and may share no memory with the others."""
+    """Attend into `out` of `given`, which may be None and must share no memory with the other arguments."""
     usual = _core.flash_usual(return_lse, *_USUAL(given))
     if usual is not NotImplemented:
         return usual  # type: ignore[no-any-return]
@@ -125,17 +125,17 @@ def flash_attention(
     out: NDArray[Any] | None = None,
     **unknown: Unpack[NoKeywords],
 ) -> Any:
-    """Softmax attention of queries over the keys that they may attend to.
+    """Return softmax attention of queries over the keys that they may attend to.
 
     ::
 
         logit[q, k] = soft_cap(query[q] · key[k] · softmax_scale + biases[q, k])
-        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]      over live pairs
+        out[q] = Σ_k softmax_k(logit[q, k]) · value[k]      over allowed pairs
         soft_cap(x) = c · tanh(x / c)
 
-    A pair (q, k) is live if every condition that is given allows it: `attention_mask`, equal segment ids, the same
-    packed sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window.
-    For 3 queries and 5 keys, then for 5 queries and 3 keys::
+    A pair (q, k) is allowed if every given condition allows it: `attention_mask`, equal segment ids, the same packed
+    sequence, ``k <= q + causal_offset`` if `causal`, ``-left <= k - q - causal_offset <= right`` with a window. For 3
+    queries and 5 keys, then for 5 queries and 3 keys::
 
         causal          causal,         window 1        window (1, 0),
                         bottom-right                    bottom-right
@@ -164,77 +164,78 @@ def flash_attention(
           3 . . . # #     3 . . . # #     3 . . . # .     3 . . . # .
           4 . . . # #     4 . . . # #     4 . . . # #     4 . . . # #
 
-    A dead pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future reaches
-    nothing. A logit of -inf is a dead pair, too. A query without a live pair gets zeros.
+    A masked pair has no influence, whatever its numbers: a NaN in padding, in another sequence or in the future spreads
+    nowhere. A logit of -inf masks its pair too. A fully masked query gets zeros.
 
     Parameters
     ----------
     query : array_like, shape [B, Tq, H, D], or [Tq, H, D] with `cum_seqlens_q` or `cum_seqlens_k`
         float16, bfloat16, float32 or float64, like `key` and `value`. All are read in place, whatever their strides:
-        ``[B, H, T, D]`` goes in as ``query.swapaxes(1, 2)``.
+        pass ``[B, H, T, D]`` as ``query.swapaxes(1, 2)``.
     key : array_like, shape [B, Tk, Hkv, D], or [Tk, Hkv, D]
         H is a multiple of Hkv.
     value : array_like, shape [B, Tk, Hkv, Dv], or [Tk, Hkv, Dv]
     attention_mask : array_like or MaskInfo, optional
-        An array of bool or numbers that broadcasts to [B, H, Tq, Tk]: not zero means that the pair may be live. (What
-        is added to logits, 0 and -inf, say, is a `bias`; floats below 0 are refused here.) A `MaskInfo` has Tq queries
-        and Tk keys, and is never written out.
+        An array of bool or numbers that broadcasts to [B, H, Tq, Tk]; nonzero means allowed. (Pass numbers to add to
+        logits, such as 0 and -inf, as `bias`; floats below 0 are refused here.) A `MaskInfo` must have Tq queries and
+        Tk keys, and is never written out.
     bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
     softmax_scale : float, optional
         ``1 / sqrt(D)`` if not given.
     dropout_prob : float
-        The chance that a weight is dropped, from 0 to below 1; the others grow by ``1 / (1 - dropout_prob)``.
+        The probability that a weight is dropped, at least 0 and below 1. The others grow by ``1 / (1 - dropout_prob)``.
     causal : bool
     dropout_seed : int, optional
-        Of any size, taken modulo 2**64; 0 if not given. `dropout_keep_mask` tells what is kept.
+        Any integer, taken modulo 2**64; defaults to 0. `dropout_keep_mask` returns what is kept.
     cum_seqlens_q, cum_seqlens_k : array_like of integers, shape [sequences + 1], optional
-        The one batch row holds packed sequences: where they start, from 0 to Tq (Tk), never decreasing. Sequence i of
-        the queries attends to sequence i of the keys. One will do for both if they are equally long.
+        Starts of packed sequences in the one batch row, from 0 to Tq (Tk), never decreasing. Sequence i of the queries
+        attends to sequence i of the keys. One argument is enough if both sides are equally long.
     sliding_window : int or tuple of two, optional
-        How many keys to the left and to the right, or to either side; None for all.
+        The number of keys to the left and to the right, or to either side; None means all.
     fwd_params, bwd_params : FwdParams, BwdParams, optional
         Hints.
     logits_soft_cap : float, optional
-        ``c`` above; none if it is 0 or infinite.
+        ``c`` above; 0 and infinity mean no cap.
     softmax_aux : array_like, shape [S], [1, S] or [H, S], optional
-        Sinks: logits that take part in each softmax, as they are, and have no value. All heads share those of [S] and
-        [1, S]; one sink a head is [H, 1].
+        Sinks: extra logits in each softmax, used as they are, without a value. All heads share [S] and [1, S]; one sink
+        per head is [H, 1].
     normalize_output : bool
-        If not, weights are ``exp(logit - the row's largest logit or sink)``.
+        If False, weights are ``exp(logit - the row's largest logit or sink)``.
     precision : {None, "default", "high", "highest"}, int from 0 to 2 or jax.lax.Precision
-        Accepted, as float32 is multiplied as float32 in any case.
+        Accepted without effect: float32 is always multiplied as float32.
     logits_dtype : dtype, optional
-        Accepted, as logits are float32, or float64 for float64 inputs.
+        Accepted without effect: logits are float32, or float64 for float64 inputs.
     q_segment_ids, kv_segment_ids : array_like of integers, shape [B, Tq] ([B, Tk]), optional
-        Tokens attend to those with the same id; below 0 is padding. One will do for both if they are equally long.
+        Tokens attend to tokens with the same id; negative ids are padding. One argument is enough if both sides are
+        equally long.
     causal_offset : int, array_like of integers, or "bottom-right"
-        Moves the diagonal of `causal` and the window to the right: one number, one a batch row, or one a packed
-        sequence. ``"bottom-right"`` is as many keys as there are more of them than queries.
+        Moves the diagonal of `causal` and the window to the right: one number, one per batch row, or one per packed
+        sequence. ``"bottom-right"`` aligns the last query with the last key: an offset of Tk - Tq.
     alibi_slopes : array_like, shape [H] or [B, H], optional
-        ALiBi: adds ``-slope · |k - q - causal_offset|`` to a logit, before the soft cap. [n, H] is a row for each of n
-        packed sequences, whose positions count from their own starts.
+        ALiBi: adds ``-slope · |k - q - causal_offset|`` to each logit, before the soft cap. For packed sequences, [n,
+        H] has one row per sequence, whose positions count from its own start.
     relative_bias : array_like, shape [H, L], optional
-        Adds ``relative_bias[h, k - q - causal_offset - relative_low]``; its first and last column also stand for all
-        that is farther.
+        Adds ``relative_bias[h, k - q - causal_offset - relative_low]``; its first and last column also apply to
+        everything farther away.
     relative_low : int
-        The distance that ``relative_bias[:, 0]`` is for.
+        The distance that ``relative_bias[:, 0]`` applies to.
     return_lse : bool
-        Return the logsumexp of each row as well.
+        Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv], optional
-        Takes the result, and is returned. Of the query's type, sharing no memory with the inputs.
+        Write the result here, and return it. It must have the query's type and share no memory with the inputs.
 
     Returns
     -------
     out : ndarray, shape [B, Tq, H, Dv] or [Tq, H, Dv]
         Of the query's type.
     lse : ndarray, shape [B, H, Tq] or [H, Tq]
-        Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over live pairs and sinks, -inf if
-        there are none; float32, or float64 for float64 inputs.
+        Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over allowed pairs and sinks, or -inf
+        if there are none; float32, or float64 for float64 inputs.
 
     Examples
     --------
     >>> import numpy as np, attnmask
-    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all live keys weigh the same
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
     >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
     >>> attnmask.flash_attention(query, key, value, causal=True).ravel()
     array([0. , 0.5, 1. ])
@@ -288,12 +289,12 @@ def flash_attention_fwd(
     out: NDArray[Any] | None = None,
     **unknown: Unpack[NoKeywords],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """`flash_attention` with what its gradient and `merge_attention_states` need: the logsumexp of each row.
+    """Return `flash_attention` and its logsumexp, which gradients and `merge_attention_states` need.
 
     Parameters
     ----------
     query, key, value, ...
-        As of `flash_attention`, without `return_lse`.
+        As in `flash_attention`, without `return_lse`.
 
     Returns
     -------
@@ -320,7 +321,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
-    """How a call of `flash_attention` with these arguments is divided among so many threads, as plain data:
+    """Return as plain data how a call of `flash_attention` is divided among threads:
 
     groups
         What is computed by itself, a sequence or a batch row: a dict of its ``row``, ``queries`` and ``keys`` (begin
@@ -341,21 +342,22 @@ def _schedule(threads: int, /, **arguments: Any) -> dict[str, Any]:
 def dropout_keep_mask(
     seed: int | None, prob: float, shape: tuple[SupportsIndex, ...], *, out: NDArray[np.bool_] | None = None
 ) -> NDArray[np.bool_]:
-    """Which weights `flash_attention` keeps when it drops some out.
+    """Return which weights `flash_attention` keeps under dropout.
 
-    Each is drawn for itself, by the seed and its place: a larger shape begins like a smaller one, and neither blocks
-    nor threads nor processors matter. In packed sequences places count from the start of the row.
+    Each weight is drawn independently, from the seed and its position: a larger shape begins like a smaller one, and
+    neither block sizes nor threads nor processors matter. In packed sequences, positions count from the start of the
+    row.
 
     Parameters
     ----------
     seed : int or None
         `dropout_seed` of `flash_attention`.
     prob : float
-        Its `dropout_prob`, from 0 to below 1.
+        Its `dropout_prob`, at least 0 and below 1.
     shape : tuple of four int
         [B, H, Tq, Tk]
     out : ndarray of bool, optional
-        Takes the result, and is returned.
+        Write the result here, and return it.
 
     Returns
     -------
@@ -380,7 +382,7 @@ def dropout_keep_mask(
 
 
 def _parts(arrays: Any, name: str) -> Any:
-    """As many arrays as there are, one by one, or a stack of them as it is."""
+    """Return a sequence of arrays as a tuple, or a stack of them as it is."""
     if isinstance(arrays, (tuple, list)):
         return tuple(arrays)
     stack = as_array(arrays, name)
@@ -390,28 +392,28 @@ def _parts(arrays: Any, name: str) -> Any:
 
 
 def merge_attention_states(outs: Any, lses: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Attention over all keys, of attention over parts of them.
+    """Merge attention over parts of the keys into attention over all of them.
 
     ::
 
         lse = log Σ_i exp(lse_i)          out = Σ_i exp(lse_i - lse) · out_i
 
     A part whose lse is -inf, or +inf as FlashAttention returns it, has no keys: its `out` is ignored, whatever it
-    holds. NaN stays NaN. Sinks go with one of the parts, or they are counted in each; and the parts are normalized.
+    holds. NaN stays NaN. Parts must be normalized. Give sinks to one part only, or each part counts them.
 
     Parameters
     ----------
     outs : sequence of array_like, each of shape [B, T, H, D] or [T, H, D]; or an array of one axis more
-        What `flash_attention` returned for each part, of one floating-point type.
+        Results of `flash_attention` for each part, of one floating-point type.
     lses : sequence of array_like, each of shape [B, H, T] or [H, T]; or an array of one axis more
-        As many.
+        One per part.
 
     Returns
     -------
     out : ndarray, shape [B, T, H, D] or [T, H, D]
-        Of the type of `outs`. Sums are taken in float32, or in float64 for float64.
+        Same type as `outs`. Sums are computed in float32, or in float64 for float64.
     lse : ndarray, shape [B, H, T] or [H, T]
-        float32, or float64 if `outs` are. -inf, with zeros in `out`, where all parts are so.
+        float32, or float64 if `outs` are. Where all parts are -inf, it is -inf and `out` is zero.
 
     Examples
     --------
@@ -430,9 +432,9 @@ class _MergeVjp(Protocol):
 
 
 def merge_attention_states_vjp(outs: Any, lses: Any) -> tuple[tuple[NDArray[Any], NDArray[Any]], _MergeVjp]:
-    """`merge_attention_states` and its gradients.
+    """Return `merge_attention_states` and its gradient function.
 
-    With the share of each part, w_i = exp(lse_i - lse)::
+    With each part's share, w_i = exp(lse_i - lse)::
 
         d out_i = w_i · d out          d lse_i = w_i · (d out · (out_i - out) + d lse)
 
@@ -441,16 +443,16 @@ def merge_attention_states_vjp(outs: Any, lses: Any) -> tuple[tuple[NDArray[Any]
     Parameters
     ----------
     outs, lses
-        As of `merge_attention_states`. They are kept, not copied: leave them as they are while `vjp` is of use.
+        As in `merge_attention_states`. They are kept, not copied: do not change them while you use `vjp`.
 
     Returns
     -------
     (out, lse) : tuple of two ndarray
         What `merge_attention_states` returns.
     vjp : callable
-        ``vjp(dout)`` takes the gradient of `out`, in its type, ``vjp(dout, dlse)`` that of `lse` as well. It returns
-        those of `outs` and of `lses`: tuples of as many arrays, or one array of one axis more where one was given;
-        in the types of `out` and `lse`.
+        ``vjp(dout)`` takes the gradient of `out`, in its type; ``vjp(dout, dlse)`` also takes that of `lse`. It returns
+        the gradients of `outs` and `lses` in the types of `out` and `lse`: tuples with one array per part, or one
+        stacked array if a stack was given.
 
     Examples
     --------

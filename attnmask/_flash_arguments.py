@@ -272,7 +272,7 @@ def sinks_of(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDAr
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] not in (1, heads)):
         hint = ""
         if array.size == heads:
-            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink a head"
+            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink per head"
         elif array.ndim == 2 and array.shape[1] == heads:
             hint = "; write np.transpose(softmax_aux) for [S, H]"
         expected = f"[S], [1, S] or [H, S] with H = {heads}"
@@ -318,7 +318,7 @@ def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
     if isinstance(given, MaskInfo) or not is_floating(given.dtype):
         hint = ""
         if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
-            hint = "; write attention_mask= for what says which pairs are live, or bias.astype(np.float32)"
+            hint = "; write attention_mask= for a mask of allowed pairs, or bias.astype(np.float32)"
         raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(given)}{hint}")
     return _four_axes(given, "bias", shape)
 
@@ -535,7 +535,7 @@ def _relative(
 
 def _layout_hint(array: NDArray[Any]) -> str:
     axes, swap = (
-        ("tokens, heads, depth", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, depth", (1, 2))
+        ("tokens, heads, head_dim", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, head_dim", (1, 2))
     )
     return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
 
@@ -678,7 +678,7 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
 def check_apart(out: Any, given: Mapping[str, Any], names: Iterable[str] = ARRAYS) -> None:
     """What is written to may be none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
-        hint = "; it takes the result alone, and the logsumexp is returned as a new array"
+        hint = "; it takes only the result; the logsumexp is returned as a new array"
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
     out = np.asarray(out)  # a subclass might override what NumPy asks below
     for name in names:

@@ -1,4 +1,4 @@
-"""Gradients of attention: from its result and the logsumexp of each row, tile by tile like the result itself."""
+"""Gradients of attention, from its result and logsumexp, computed tile by tile like the result itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Vjp(Protocol):
 
 
 class _Extras(NamedTuple):
-    """The bias, the sinks and the relative bias as they were given, if their gradients are asked for."""
+    """The bias, sinks and relative bias as given, if their gradients are requested."""
 
     bias: NDArray[Any] | None
     softmax_aux: NDArray[Any] | None
@@ -46,7 +46,7 @@ def _wanted(array: ArrayLike | None, wanted: Any, name: str) -> NDArray[Any] | N
 def _of_result(
     array: ArrayLike, name: str, problem: Problem, batched: bool, may_be_wide: bool = False
 ) -> NDArray[Any]:
-    """An array like the result, with an axis for the batch."""
+    """Return an array like the result, with a batch axis."""
     shape, dtype = (*problem.query.shape[:3], problem.value.shape[3]), problem.query.dtype
     array = as_array(array, name)
     if may_be_wide and dtype.itemsize == 2 and array.dtype == np.float32:
@@ -57,7 +57,7 @@ def _of_result(
 def _of_rows(
     array: ArrayLike, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], batched: bool
 ) -> NDArray[Any]:
-    """What belongs to the result, with an axis for the batch."""
+    """Return an array that goes with the result, with a batch axis."""
     given = as_array(array, name)
     if given.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {describe(given)}")
@@ -76,7 +76,7 @@ def _backward(
     dlse: ArrayLike | None,
     extras: _Extras,
 ) -> FlashAttentionGrads:
-    """`out` has an axis for the batch."""
+    """Return all gradients; `out` has a batch axis."""
     batch, queries, heads, _ = problem.query.shape
     wide = np.dtype(np.float64 if problem.query.dtype == np.float64 else np.float32)
     rows = (batch, heads, queries)
@@ -103,7 +103,7 @@ def _backward(
 
 
 def like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) -> NDArray[Any]:
-    """The gradient of `softmax_aux`, from the sums of each head; None says that there are no sinks."""
+    """Return the gradient of `softmax_aux` from the sums of each head; None means that there are no sinks."""
     dtype = softmax_aux.dtype if is_floating(softmax_aux.dtype) else np.dtype(np.float64)
     if dsinks is None:
         return np.zeros(softmax_aux.shape, dtype)
@@ -113,7 +113,7 @@ def like_sinks(dsinks: NDArray[np.float64] | None, softmax_aux: NDArray[Any]) ->
 
 
 def like_table(dtable: NDArray[np.float64] | None, relative_bias: NDArray[Any]) -> NDArray[Any]:
-    """The gradient of `relative_bias`; None says that there are no sequences."""
+    """Return the gradient of `relative_bias`; None means that there are no sequences."""
     if dtable is None:
         return np.zeros_like(relative_bias)
     with np.errstate(over="ignore"):
@@ -157,27 +157,29 @@ def flash_attention_bwd(
     dlse: ArrayLike | None = None,
     **unknown: Unpack[NoKeywords],
 ) -> FlashAttentionGrads:
-    """The gradients of `flash_attention`, from what `flash_attention_fwd` gave; `flash_attention_vjp` is both in one.
+    """Return the gradients of `flash_attention` from what `flash_attention_fwd` returned.
 
-    Dead pairs have no influence here either: dead keys and queries without a live pair get zeros.
-    Weights are computed anew from `lse`, whose rounding is their relative error: 6e-8 for each unit of its size (1e-16
-    in float64). Where it is larger than 1,024, and of these very keys, the row's logits are summed up once more
-    instead. With `out` and `lse` of all keys, parts of the keys give their parts of the gradients, if the output is
-    normalized and nothing is dropped out.
+    `flash_attention_vjp` does both in one. Masked pairs have no influence here either: masked keys and fully masked
+    queries get zeros.
+
+    Weights are recomputed from `lse`, whose rounding is their relative error: 6e-8 per unit of its size (1e-16 in
+    float64). If it is above 1,024 and belongs to these very keys, the row's logits are summed again instead. Given
+    `out` and `lse` of all keys, parts of the keys return their parts of the gradients, if the output is normalized and
+    there is no dropout.
 
     Parameters
     ----------
     dout : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
         The gradient of `out`, of the query's type.
     query, key, value, attention_mask, ...
-        As they were for `flash_attention_fwd`.
+        As passed to `flash_attention_fwd`.
     out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
         Of the query's type; beside queries of 16 bits float32 as well, for a result that was not rounded.
     lse : array_like, shape [B, H, Tq] or [H, Tq]
     grad_bias, grad_softmax_aux, grad_relative_bias : bool
-        Return the gradients of these, too.
+        Also return the gradients of these.
     dlse : array_like, shape [B, H, Tq] or [H, Tq], optional
-        The gradient of `lse`, of its type; none if not given.
+        The gradient of `lse`, in its type.
 
     Returns
     -------
@@ -186,7 +188,7 @@ def flash_attention_bwd(
     Examples
     --------
     >>> import numpy as np, attnmask
-    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all live keys weigh the same
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
     >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
     >>> out, lse = attnmask.flash_attention_fwd(query, key, value, causal=True)
     >>> dout = np.ones_like(out)
@@ -241,32 +243,32 @@ def flash_attention_vjp(
     grad_relative_bias: bool = False,
     **unknown: Unpack[NoKeywords],
 ) -> tuple[Any, _Vjp]:
-    """`flash_attention` and its gradients.
+    """Return `flash_attention` and its gradient function.
 
     Parameters
     ----------
     query, key, value, attention_mask, ..., causal_offset
-        As of `flash_attention`. They and the result are kept, not copied: leave them as they are while `vjp` is of use.
-        For types of 16 bits what is kept of the result is a copy in float32, as gradients would suffer most from its
-        rounding: 4 bytes a number, O(T · D) in all.
+        As in `flash_attention`. They and the result are kept, not copied: do not change them while you use `vjp`. For
+        16-bit types a float32 copy of the result is kept, because gradients suffer most from its rounding: 4 bytes per
+        number, O(T · D) in total.
     return_lse : bool
-        Return the logsumexp of each row as well.
+        Also return the logsumexp of each row.
     grad_bias, grad_softmax_aux, grad_relative_bias : bool
-        Have `vjp` return the gradients of these, too.
+        Let `vjp` also return the gradients of these.
 
     Returns
     -------
     out : ndarray, or tuple of two if `return_lse`
-        What `flash_attention` returns.
+        The result of `flash_attention`.
     vjp : callable
         ``vjp(dout)`` takes the gradient of `out`, in its shape and type, and returns `FlashAttentionGrads`, a tuple of
-        six: ``dq, dk, dv = vjp(dout)[:3]``. ``vjp(dout, dlse)`` takes that of the logsumexp as well. It may be called
-        any number of times.
+        six: ``dq, dk, dv = vjp(dout)[:3]``. ``vjp(dout, dlse)`` also takes that of the logsumexp. You may call it any
+        number of times.
 
     Examples
     --------
     >>> import numpy as np, attnmask
-    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all live keys weigh the same
+    >>> query, key = np.zeros((1, 3, 1, 8)), np.zeros((1, 5, 1, 8))  # all allowed keys weigh the same
     >>> value = np.arange(5.0).reshape(1, 5, 1, 1)
     >>> out, vjp = attnmask.flash_attention_vjp(
     ...     query, key, value, bias=np.zeros(5), causal=True, grad_bias=True
@@ -277,7 +279,7 @@ def flash_attention_vjp(
     >>> grads.bias.round(3)
     array([-0.583,  0.25 ,  0.333,  0.   ,  0.   ])
 
-    The logsumexp is there to be trained as well, as where parts are merged:
+    The logsumexp has a gradient too, for example when parts are merged:
 
     >>> (out, lse), vjp = attnmask.flash_attention_vjp(
     ...     query, key, value, bias=np.zeros(5), return_lse=True, grad_bias=True

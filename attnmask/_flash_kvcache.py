@@ -1,4 +1,4 @@
-"""Attention of new tokens over a cache of keys and values, to which it appends theirs."""
+"""Append new tokens to a KV cache and attend to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flash_attention_with_kvcache(
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
 ) -> Any:
-    """Attention of the last tokens of sequences over all their tokens, whose keys and values are in a cache.
+    """Append keys and values to a cache, and attend to it with the last tokens of each sequence.
 
     ::
 
@@ -56,65 +56,65 @@ def flash_attention_with_kvcache(
 
         row 0  k k k k k k . .                page 0  k k . .     the end of sequence 0
         row 1  k k k . . . . .                page 1  k k k .     sequence 1
-                                              page 2  k k k k     the begin of sequence 0
+                                              page 2  k k k k     the start of sequence 0
 
-    New keys and values are written behind those that are there, and then the queries, which are the last tokens of
-    their sequences, attend to all: query ``i`` of ``Tq`` is token ``length - Tq + i``, and `causal` and the window
-    count from there. Sequences may be of any lengths. What lies behind the end of one, or in pages that none of its
-    queries sees, has no influence and is not read.
+    New keys and values are appended first. Then the queries, which are the last tokens of their sequences, attend to
+    everything: query ``i`` of ``Tq`` is token ``length - Tq + i``, and `causal` and the window count from there.
+    Sequences may have any lengths. Anything after the end of a sequence, or in pages that none of its queries sees, has
+    no influence and is not read.
 
     Parameters
     ----------
     query : array_like, shape [B, Tq, H, D], or [total, H, D] with `cu_seqlens_q`
     k_cache : ndarray, shape [B, Tmax, Hkv, D], or [pages, page_size, Hkv, D] with `block_table`
-        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``, with any strides. Queries may be of
-        another type, but float64 goes with float64 alone.
+        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``, with any strides. Queries may have
+        another type, but float64 goes only with float64.
     v_cache : ndarray, shape [B, Tmax, Hkv, Dv], or [pages, page_size, Hkv, Dv]
-        Of the type of `k_cache`.
+        Same type as `k_cache`.
     key : array_like, shape [B, Tnew, Hkv, D], or [total, Hkv, D], optional
-        Written to `k_cache` in place, in its type. Nothing is written if any argument is wrong. No two elements of the
-        caches and scales may then be the same memory, and they may share none with what is read.
+        Written to `k_cache` in place, in its type. Nothing is written if any argument is wrong. With new tokens, no two
+        elements of the caches and scales may share memory, nor may they share it with anything that is read.
     value : array_like, shape [B, Tnew, Hkv, Dv], or [total, Hkv, Dv], optional
     cache_seqlens : int or array_like of integers, shape [B], optional
-        Tokens that are there before the call. All of a contiguous cache if not given.
+        The number of cached tokens before the call. Defaults to all of a contiguous cache.
     block_table : array_like of integers, shape [B, max_pages], optional
-        The pages of each sequence, in order. Entries behind its last token are not looked at.
+        The pages of each sequence, in order. Entries after its last token are ignored.
     k_scale, v_scale : ndarray of float32, optional
-        Both are needed for a cache of eight bits, whose numbers they multiply: one per token and head, of shape ``[B,
-        Tmax, Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or one per head and channel, ``[1, 1, Hkv, D]``. New tokens
-        get scales of their own, which are written; or they are quantized by those of the channels.
+        Both are required for 8-bit caches, whose numbers they multiply: one per token and head, of shape ``[B, Tmax,
+        Hkv, 1]`` or ``[pages, page_size, Hkv, 1]``, or one per head and channel, ``[1, 1, Hkv, D]``. The scales of new
+        tokens are written in the first case; in the second, new tokens are quantized with the given scales.
     cu_seqlens_q : array_like of integers, shape [B + 1], optional
-        Where the queries of each sequence begin, and the keys and values with them: some may be one token, and others
+        Where the queries of each sequence start, and its new keys and values: some sequences may have one token, others
         many.
     softmax_scale : float, optional
         ``1 / sqrt(D)`` if not given.
     causal : bool
     sliding_window : int or tuple of two, optional
-        How many keys to the left and to the right of a token's own place, or to either side; None for all.
+        The number of keys to the left and to the right of a token's own position, or to either side; None means all.
     logits_soft_cap, softmax_aux
-        As of `flash_attention`.
+        As in `flash_attention`.
     alibi_slopes : array_like, shape [H] or [B, H], optional
-        As of `flash_attention`.
+        As in `flash_attention`.
     attention_mask : array_like or MaskInfo, broadcasts to [B, H, Tq, Tk], optional
-        Its keys are the places in the sequence: there may be more than tokens. With `cu_seqlens_q` of one row, and
-        with as many queries as there are in all.
+        Its keys are positions in the sequence; there may be more of them than tokens. With `cu_seqlens_q`, it must have
+        one batch row and one query per packed token.
     return_lse : bool
-        Return the logsumexp of each row as well.
+        Also return the logsumexp of each row.
     out : ndarray, shape [B, Tq, H, Dv] or [total, H, Dv], optional
-        Takes the result, and is returned.
+        Write the result here, and return it.
 
     Returns
     -------
     out : ndarray, shape [B, Tq, H, Dv] or [total, H, Dv]
-        Of the query's type. A sequence's rows are the same bits whether its cache is contiguous or paged, and whatever
-        it is computed with.
+        Same type as the query. A sequence gets the same bits whether its cache is contiguous or paged, and whatever
+        else is in the call.
     lse : ndarray, shape [B, H, Tq] or [H, total]
         Only with `return_lse`.
 
     See Also
     --------
-    flash_attention : without a cache.
-    merge_attention_states : joins attention over parts of the keys, such as a prefix that sequences share.
+    flash_attention : attend without a cache.
+    merge_attention_states : merge attention over parts of the keys, such as a prefix that sequences share.
 
     Examples
     --------
@@ -167,14 +167,14 @@ left_to_python(
 
 
 def int32_table(block_table: NDArray[Any], given: Any) -> NDArray[np.int32]:
-    """A table of integers of any type. What lies behind the pages of a sequence may be anything."""
+    """Convert a table of any integer type. Entries after the pages of a sequence may be anything."""
     if block_table.size or isinstance(given, np.ndarray):
         block_table = integer_array(block_table, "block_table")
     return np.ascontiguousarray(block_table.clip(-1, np.iinfo(np.int32).max), np.int32)
 
 
 def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
-    """The tokens of each sequence that are there."""
+    """Return the number of cached tokens of each sequence."""
     given = per_row(cache_seqlens, "cache_seqlens", batch, 0, broadcast=False)
     return np.full(batch, given, np.int64) if isinstance(given, int) else given
 
@@ -206,16 +206,16 @@ def options(
 
 
 def mask_program(attention_mask: Any, batch: int, heads: int, queries: int, keys: int) -> Program:
-    """The mask, which may have more keys than there are."""
+    """Return the mask's program; it may have more keys than there are."""
     return mask_nodes(cut(attention_mask, keys), (batch, heads, queries, keys))
 
 
 def mask_programs(
     attention_mask: Any, sequences: list[tuple[int, int, int]], heads: int, queries: int, longest: int
 ) -> tuple[Program, list[Program]]:
-    """The mask of all packed queries, and that of each sequence: of its queries, from one to before another, and keys.
+    """Return the mask of all packed queries, and that of each sequence (first query, end, number of keys).
 
-    What is no MaskInfo is read once, so that nothing of it can be wrong after new tokens were written.
+    Anything but a MaskInfo is read once, so that it cannot turn out wrong after new tokens were written.
     """
     mask = cut(attention_mask, longest)
     whole = mask_nodes(mask, (1, heads, queries, longest))
@@ -233,7 +233,7 @@ def mask_programs(
 
 
 def cut(mask: ArrayLike | MaskInfo, keys: int) -> ArrayLike | MaskInfo:
-    """The mask of the first keys, of which it may have more."""
+    """Return the mask of the first `keys` keys; it may have more."""
     if isinstance(mask, MaskInfo):
         return mask[..., :keys] if mask.kv_len is not None and mask.kv_len > keys else mask
     array = as_array(mask, "attention_mask")

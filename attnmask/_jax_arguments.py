@@ -78,7 +78,7 @@ def check(given: Mapping[str, Any]) -> tuple[Problem, bool]:
     for name in LEARNED[:3]:
         shape = given[name].shape
         if not all(isinstance(length, int) for length in shape):
-            raise ValueError(f"{name} must have a shape that is known when a function is traced, got {shape}")
+            raise ValueError(f"{name} must have a known shape at trace time, got {shape}")
         if len(shape) > 2:
             tokens[name] = shape[-3]
     known = dict(given)

@@ -1,5 +1,5 @@
-"""Attention over a cache as a call of XLA, which writes new tokens to the memory of the cache that it is given. The
-other side is ``csrc/bind/xla_kvcache.c``.
+"""Attention over a cache as an XLA call that writes new tokens into the cache's memory. Its counterpart is
+``csrc/bind/xla_kvcache.c``.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class KVCacheResult(NamedTuple):
     ----------
     out : array, shape [B, Tq, H, Dv] or [total, H, Dv]
     lse : array, shape [B, H, Tq] or [H, total], or None
-        None unless asked for by `return_lse`.
+        None without `return_lse`.
     k_cache, v_cache : array
     k_scale, v_scale : array or None
 

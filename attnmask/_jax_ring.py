@@ -1,17 +1,18 @@
-"""`ring_attention` for JAX: collectives of the devices of a mesh, and attention of a device for itself in between.
+"""`ring_attention` for JAX: collectives of a mesh's devices, and each device's own attention in between.
 
-What is computed and sent is said by `attnmask._ring`, when a function is traced. As in PyTorch, keys and values go
-straight from their owner to those whose queries see them: in round d from device s to device s + d, and gradients back.
+`attnmask._ring` decides at trace time what is computed and sent. As in PyTorch, keys and values go straight from their
+owner to those whose queries see them: in round d from device s to device s + d, and gradients back.
 
-All devices run one program, yet each has rectangles of its own. Two designs were weighed:
+All devices run one program, yet each has its own rectangles. Two designs were considered:
 
 * arrays with a row for each device (where sequences begin, offsets, segment ids), of which a device takes its own: the
   program is as long as there are rounds, but a mask that is no array (chunks, windows by head, tiles) has no such form;
 * ``lax.switch`` over the devices, each branch with what is known of one device: any mask, and the very calls that
   PyTorch makes. The program has a call for each pair of devices of which one sees keys of the other.
 
-This is the second one. Of 8 devices it has up to 64 calls, which with their gradients take a second to trace and three
-to compile. What one device sends in a round is as long as what any of them sends, as shapes are those of the program.
+This is the second one. With 8 devices it has up to 64 calls, which with their gradients take one second to trace and
+three to compile. In a round, every device sends as much as the one that sends most, because shapes are those of the
+program.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +109,7 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
     for name in _KNOWN:
         leaves = jax.tree.leaves(given[name])
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
+            raise TypeError(f"{name} must be known at compile time, got a traced value")
     (batch, tokens, heads, _), length = query.shape, query.shape[1] * world
     if value.shape[1] != tokens:
         raise ValueError(f"value must have {tokens} tokens as query, got {describe(value)}")
@@ -118,9 +119,9 @@ def _task(learned: Mapping[str, Any], given: Mapping[str, Any]) -> _Task:
     ring, options, slopes = described(given, (batch, heads, length), world, "relative_bias" in learned)
     if (ring.shards.lengths != tokens).any():
         raise ValueError(
-            f"query must have shards of one length, as devices have, got {length} tokens that are divided into "
-            f"{ring.shards.lengths.tolist()}; pad it to a multiple of {2 * world}, with the segment id -1, and give "
-            "segment ids instead of cu_seqlens"
+            f"query must have shards of equal length, got {length} tokens divided into "
+            f"{ring.shards.lengths.tolist()}; pad it to a multiple of {2 * world} with segment id -1, and pass segment "
+            "ids instead of cu_seqlens"
         )
     return _Task(ring, given["axis_name"], batch, options, slopes)
 

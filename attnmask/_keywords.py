@@ -15,7 +15,7 @@ _LEAVE_OUT = {
     "deterministic": "results are the same bits in every run",
     "training": "dropout_prob is 0.0 unless it is given",
     "implementation": "the package has one",
-    "layout": "arrays are [batch, tokens, heads, depth]: write x.swapaxes(1, 2) for heads first",
+    "layout": "arrays are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2) for heads first",
 }
 _WRITE = {
     "q": "query=",
@@ -28,7 +28,7 @@ _WRITE = {
     "sm_scale": "softmax_scale=",
     "mask": "attention_mask=",
     "attention_mask": "mask=",  # an operator calls it so
-    "attn_mask": "attention_mask= for what says which pairs are live, or bias= for what is added to logits",
+    "attn_mask": "attention_mask= for a mask of allowed pairs, or bias= for what is added to logits",
     "attn_bias": "bias=",
     "attention_bias": "bias=",
     "key_padding_mask": "attention_mask=~key_padding_mask[:, None, None, :]",

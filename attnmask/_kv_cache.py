@@ -1,7 +1,7 @@
-"""Keys and values kept for decoding: pages that many sequences share, and numbers of eight bits.
+"""KV caches for decoding: pages that many sequences share, and 8-bit numbers.
 
-A sequence is a list of pages, of which the last one may be partly full. Forks share pages, and who writes to a page
-that others have too gets a copy of it::
+A sequence is a list of pages; the last one may be partly full. Forks share pages, and writing to a shared page copies
+it first::
 
     page_size 4         a of 6 tokens       b = fork(a)         one more token for b
 
@@ -70,7 +70,7 @@ def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
 def quantize_kv(
     x: ArrayLike, dtype: DTypeLike, axis: int | tuple[int, ...]
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Numbers of eight bits and their scales: ``x`` is about ``values * scale``.
+    """Quantize to 8 bits: return values and scales with ``x ≈ values * scale``.
 
     ::
 
@@ -80,25 +80,24 @@ def quantize_kv(
     Parameters
     ----------
     x : array_like of floats
-        float16, bfloat16, float32 or float64. It is read as float32, in which all of it must be finite: NaN, infinity
-        and what is beyond float32 raise a ValueError.
+        float16, bfloat16, float32 or float64. It is read as float32 and must be finite there: NaN, infinity and
+        anything beyond float32 raise a ValueError.
     dtype : dtype
         int8 or ``ml_dtypes.float8_e4m3fn``.
     axis : int or tuple of int
-        The axes that share a scale. For ``[B, T, Hkv, D]``, -1 gives a scale to each token and head, and ``(0, 1)`` to
-        each head and channel.
+        The axes that share a scale. For ``[B, T, Hkv, D]``, -1 makes one scale per token and head, and ``(0, 1)`` one
+        per head and channel.
 
     Returns
     -------
     values : ndarray
-        Of the shape of `x`; int8 from -127 to 127.
+        Same shape as `x`; int8 from -127 to 127.
     scale : ndarray of float32
-        Of the same number of axes; those of `axis` are of length 1. It is finite and positive, and 1 where all numbers
-        are 0.
+        Same number of axes; those of `axis` have length 1. Finite and positive, and 1 where all numbers are 0.
 
     See Also
     --------
-    KVCache : quantizes what is appended to it.
+    KVCache : quantizes on append.
 
     Examples
     --------
@@ -165,20 +164,20 @@ _HELD = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
 class KVCache:
-    """Keys and values of many sequences, in pages.
+    """Keys and values of many sequences in pages.
 
-    Each step appends the next tokens of some sequences, and their queries attend to all tokens up to themselves::
+    Each step appends the next tokens of some sequences, and their queries attend to all tokens up to their own::
 
         with cache.step(ids, counts) as step:
             for layer in range(layers):
                 ...
                 out = step.attend(layer, query, key, value)
 
-    A page belongs to as many sequences as `fork` has given it to. It is free again when the last one gives it back, by
+    A page may belong to several sequences after `fork`. It is free again when the last of them gives it back, by
     `truncate` or `free`.
 
-    All memory is taken when the cache is made. Only one thread at a time may use a cache. Outside steps it can be
-    pickled, and ``copy.deepcopy`` makes an independent one with the same sequences and ids.
+    All memory is allocated when the cache is made. Only one thread at a time may use a cache. Outside a step you can
+    pickle it, and ``copy.deepcopy`` makes an independent copy with the same sequences and ids.
 
     Parameters
     ----------
@@ -186,13 +185,13 @@ class KVCache:
         Hkv and D of the keys.
     layers : int
     pages : int
-        How many pages there are, each of which has all layers; ``pages * page_size`` is at most ``2**31 - 1``.
+        The number of pages, each of which covers all layers; ``pages * page_size`` is at most ``2**31 - 1``.
     page_size : int
-        Tokens a page. Powers of two from 16 to 256 are fast: a few queries read such pages where they lie, and copy
-        tokens of others first.
+        Tokens per page. Powers of two from 16 to 256 are fast: a few queries read such pages in place, and copy tokens
+        of others first.
     dtype : dtype
-        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have a scale for each
-        token and head, as of `quantize_kv`.
+        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have one scale per token
+        and head, as in `quantize_kv`.
     value_depth : int, optional
         Dv of the values; `depth` if not given.
 
@@ -200,12 +199,12 @@ class KVCache:
     ----------
     k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, depth] (or value_depth)
     k_scales, v_scales : ndarray of float32, shape [layers, pages, page_size, kv_heads, 1], or None
-        Only of caches of eight bits.
+        Only for 8-bit caches.
     page_size : int
 
     See Also
     --------
-    quantize_kv : numbers of eight bits.
+    quantize_kv : quantize to 8 bits.
 
     Examples
     --------
@@ -312,7 +311,7 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """How many pages are free.
+        """The number of free pages.
 
         Examples
         --------
@@ -323,12 +322,12 @@ class KVCache:
         return len(self._returned) + len(self._fresh)
 
     def new_sequence(self) -> int:
-        """A sequence without tokens.
+        """Make an empty sequence, and return its id.
 
         Returns
         -------
         int
-            Its id. Ids are not used again.
+            The id. Ids are never reused.
 
         Examples
         --------
@@ -340,7 +339,7 @@ class KVCache:
         return self._add(_Sequence(_pages(), 0))
 
     def fork(self, id: int) -> int:
-        """A sequence of the same tokens, which shares its pages until one of both writes to them.
+        """Make a sequence with the same tokens that shares its pages until either writes to them.
 
         Parameters
         ----------
@@ -350,7 +349,7 @@ class KVCache:
         Returns
         -------
         int
-            The id of the new one.
+            The id of the new sequence.
 
         Examples
         --------
@@ -370,14 +369,14 @@ class KVCache:
         return self._add(sequence)
 
     def truncate(self, id: int, length: int) -> None:
-        """Forget the last tokens of a sequence, such as drafts that were not accepted, and give back their pages.
+        """Remove the last tokens of a sequence, such as rejected drafts, and free their pages.
 
         Parameters
         ----------
         id : int
             KeyError if there is no such sequence, and RuntimeError if it is in an open step.
         length : int
-            How many tokens to keep.
+            The number of tokens to keep.
 
         Examples
         --------
@@ -399,7 +398,7 @@ class KVCache:
         self._give_back(pages[used:])
 
     def free(self, id: int) -> None:
-        """Forget a sequence, and give back its pages.
+        """Remove a sequence and free its pages.
 
         Parameters
         ----------
@@ -417,12 +416,12 @@ class KVCache:
         del self._sequences[number]
 
     def lengths(self, ids: ArrayLike) -> NDArray[np.int32]:
-        """How many tokens sequences have; those of an open step do not count yet.
+        """Return the number of tokens of sequences, without those of an open step.
 
         Parameters
         ----------
         ids : array_like of integers, shape [n]
-            KeyError if one is of no sequence.
+            KeyError if there is no such sequence.
 
         Returns
         -------
@@ -438,17 +437,17 @@ class KVCache:
         return np.array([self._sequence(number).length for number in _numbers(ids)], np.int32)
 
     def block_table(self, ids: ArrayLike) -> NDArray[np.int32]:
-        """The pages of sequences, in the order of their tokens; those that an open step takes are not there yet.
+        """Return the pages of sequences in token order, without those of an open step.
 
         Parameters
         ----------
         ids : array_like of integers, shape [n]
-            KeyError if one is of no sequence.
+            KeyError if there is no such sequence.
 
         Returns
         -------
         ndarray of int32, shape [n, most pages]
-            Behind a sequence's pages stands -1.
+            Padded with -1 after a sequence's pages.
 
         Examples
         --------
@@ -464,20 +463,19 @@ class KVCache:
         return _table([self._sequence(number).pages for number in _numbers(ids)])
 
     def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep:
-        """The next tokens of some sequences: to be used by ``with``, once, one step at a time.
+        """Begin a step: the next tokens of some sequences. Use it in a ``with`` block, once, one step at a time.
 
-        When the block begins, all pages that it needs are taken; if too few are free, a MemoryError says how many, and
-        nothing has changed. Pages to write to that others have too are copied. When the block ends, the sequences have
-        become longer. If it raises, they are as before, and what was taken is given back. So they are after the
-        RuntimeError of a block that has not attended every layer. In the block, other sequences may be made, forked,
-        truncated and freed.
+        When the block begins, it takes all the pages it needs; if too few are free, a MemoryError says how many, and
+        nothing has changed. Shared pages that will be written to are copied. When the block ends, the sequences are
+        longer. If it raises, or leaves out a layer (a RuntimeError), they are unchanged, and the pages are given back.
+        Inside the block you may make, fork, truncate and free other sequences.
 
         Parameters
         ----------
         ids : array_like of integers, shape [n]
-            Each at most once. KeyError if one is of no sequence.
+            Each at most once. KeyError if there is no such sequence.
         counts : int or array_like of integers, shape [n]
-            How many tokens each sequence, or all of them, get; may be 0.
+            The number of tokens per sequence, or one for all; may be 0.
 
         Returns
         -------
@@ -485,7 +483,7 @@ class KVCache:
 
         Examples
         --------
-        Some sequences begin with many tokens while others go on by one:
+        Some sequences begin with many tokens while others advance by one:
 
         >>> import numpy as np, attnmask
         >>> cache = attnmask.KVCache(1, 8, layers=2, pages=16, dtype="float32")
@@ -507,7 +505,7 @@ class KVCache:
     def _sequence(self, number: int) -> _Sequence:
         sequence = self._sequences.get(number)
         if sequence is None:
-            raise KeyError(f"id must be that of a sequence that was not freed, got {describe(number)}")
+            raise KeyError(f"id must be the id of an existing sequence, got {describe(number)}")
         return sequence
 
     def _outside_step(self, id: Any) -> int:
@@ -523,7 +521,7 @@ class KVCache:
             raise RuntimeError("a step of this cache is open; wait until its with block ends")
 
     def _next_free(self, needed: int) -> list[int]:
-        """Pages that are about to be taken, in their order."""
+        """Return the pages to take next, in order."""
         free, pages = self.free_pages, self.k_pages.shape[1]
         if needed > free:
             verb = "is" if free == 1 else "are"
@@ -534,7 +532,7 @@ class KVCache:
         return [*again, *self._fresh[: needed - len(again)]]
 
     def _take(self, pages: list[int]) -> None:
-        """Take what `_next_free` has told."""
+        """Take the pages of `_next_free`."""
         again = min(len(pages), len(self._returned))
         del self._returned[len(self._returned) - again :]
         self._fresh = self._fresh[len(pages) - again :]
@@ -553,7 +551,7 @@ class KVCache:
                 held[:, target, :tokens] = held[:, source, :tokens]
 
     def _who_copies(self, rows: list[_Sequence], counts: list[int]) -> list[int]:
-        """Which of the rows get a copy of their last page, as they write to it, and others have it too.
+        """Return which rows need a copy of their last page because they write to it and others share it.
 
         If all who have it write, one need not copy it. That is the longest one: it does not write over tokens that
         the others come back to if the block raises.
@@ -574,7 +572,7 @@ class KVCache:
 
 
 class KVCacheStep:
-    """The next tokens of some sequences of a `KVCache`: what `KVCache.step` makes.
+    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
 
     Examples
     --------
@@ -673,27 +671,27 @@ class KVCacheStep:
             which = f"{'layer' if len(missing) == 1 else 'layers'} {', '.join(map(str, missing))}"
             raise RuntimeError(
                 f"every layer must be attended in a step, but {len(missing)} of {len(layers)} were not ({which}); "
-                "the cache is as it was before the step"
+                "the cache is unchanged"
             )
 
     def attend(self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Any) -> Any:
-        """Append keys and values to one layer, and attend to all of its tokens, by `flash_attention_with_kvcache`.
+        """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
 
         Parameters
         ----------
         layer : int
         query : array_like, shape [total, H, D], or [n, c, H, D] where all counts are c
-            The tokens of the first sequence of the step, then those of the second one, and so on.
+            The tokens of the step's first sequence, then those of the second, and so on.
         key : array_like, shape [total, Hkv, D] or [n, c, Hkv, D]
         value : array_like, shape [total, Hkv, Dv] or [n, c, Hkv, Dv]
         **more
-            As of `flash_attention_with_kvcache`: `softmax_scale`, `causal`, `sliding_window`, `logits_soft_cap`,
+            As in `flash_attention_with_kvcache`: `softmax_scale`, `causal`, `sliding_window`, `logits_soft_cap`,
             `softmax_aux`, `alibi_slopes`, `attention_mask`, `return_lse`, `out`.
 
         Returns
         -------
         out : ndarray, shape [total, H, Dv] or [n, c, H, Dv]
-            Of the query's type.
+            Same type as the query.
         lse : ndarray, shape [H, total] or [n, H, c]
             Only with `return_lse`.
 
@@ -701,7 +699,7 @@ class KVCacheStep:
         --------
         >>> import numpy as np, attnmask
         >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float64", value_depth=1)
-        >>> a, zeros = cache.new_sequence(), np.zeros((3, 1, 8))  # all keys weigh the same
+        >>> a, zeros = cache.new_sequence(), np.zeros((3, 1, 8))  # all keys have the same weight
         >>> with cache.step([a], 3) as step:
         ...     step.attend(0, zeros, zeros, np.array([0.0, 1.0, 2.0]).reshape(3, 1, 1)).ravel()
         array([0. , 0.5, 1. ])

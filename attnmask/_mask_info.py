@@ -1,7 +1,7 @@
-"""`MaskInfo`: which query may attend to which key, as a description that is an array only once somebody asks for one.
+"""`MaskInfo`: which query may attend to which key, as a description that becomes an array only on request.
 
-A mask has batch rows, heads, queries and keys: its shape is ``[B, H, Q, K]``, where one head stands for all that share
-it. It begins with a base (segments, or an array) and goes on with terms, each of which takes pairs away or adds some::
+A mask has shape ``[B, H, Q, K]``: batch rows, heads, queries and keys; one head stands for all heads that share it. It
+starts from a base (segments or an array) and applies terms in order, each of which removes pairs or adds some::
 
     segments 0 0 0 1 1 -1       & causal                & window (1, 0)         | token types 0 0 0 0 2 2
 
@@ -39,40 +39,41 @@ from attnmask._mask_state import DETAILS, FLAGS, State, changed, with_details
 
 
 class MaskInfo:
-    """Which query may attend to which key: a description, and what was derived from it.
+    """Which query may attend to which key, as a description.
 
     Make one with `full`, `causal`, `from_lengths`, `from_padding_mask`, `from_segments`, `from_attention_mask`,
-    `from_cu_seqlens`, `from_blocks`, `from_function`, `from_random` or `dynamic_init`, and narrow it down with the
-    `apply_*` methods, with ``&``, ``|`` and ``~``, or by slices. But for `from_function`, all of these cost next to
-    nothing, whatever the length: pairs are looked at when somebody reads `attention_mask` or `bias`, or asks for a
-    dtype. That happens in C, once, and the result is kept.
+    `from_cu_seqlens`, `from_blocks`, `from_function`, `from_random` or `dynamic_init`. Narrow it with the `apply_*`
+    methods, with ``&``, ``|`` and ``~``, or by slicing. Except for `from_function`, all of these cost next to nothing
+    at any length: pairs are computed only when you read `attention_mask` or `bias`, or convert to a dtype. This happens
+    once, in C, and the result is kept.
 
-    A MaskInfo does not change: methods return new ones, which share arrays, and all arrays that it hands out are
-    read-only. What comes in is copied, but for masks ``[B, Q, K]`` and ``[B, H, Q, K]``: they are used as they lie in
-    memory, **so leave them alone afterwards**.
+    A MaskInfo is immutable: methods return new ones, which share arrays, and every array you get from it is read-only.
+    Inputs are copied, except masks ``[B, Q, K]`` and ``[B, H, Q, K]``, which are used in place: **do not change them
+    afterwards**.
 
-    Two are equal if the same pairs are live, whatever they are made of; a head that many share is equal to as many
-    heads of their own. They cannot be hashed.
+    Two are equal if they allow the same pairs, however they were made; a head shared by many equals that many separate
+    heads. They are not hashable.
 
     Parameters
     ----------
     attention_mask : array_like, shape [B, Q, K] or [B, H, Q, K], optional
-        bool or numbers; where it is not zero a query may attend to a key.
+        bool or numbers; nonzero means allowed.
     q_segment_ids, kv_segment_ids : array_like of integers, shape [B, Q] or [B, H, Q] ([B, K] or [B, H, K]), optional
-        Tokens may attend to those with the same id; below 0 is padding. With an `attention_mask`, mere labels.
+        Tokens attend to tokens with the same id; negative ids are padding. With an `attention_mask`, ids are only
+        labels.
     cu_seqlens_q, cu_seqlens_kv : array_like of integers, 1-D, optional
-        Where sequences begin and end, to be told by the properties of that name.
+        Where sequences start and end, for the properties of that name.
     q_positions, kv_positions : array_like of integers, shape [B, Q] ([B, K]), optional
-        Positions of tokens, to be told by the properties of that name.
+        Positions of tokens, for the properties of that name.
     token_type_ids_baked_in, chunked_mask_baked_in, sliding_window_baked_in, causal_mask_baked_in : bool
-        What `baked_in_masks` tells.
+        The values of `baked_in_masks`.
     batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name : str, tuple of str or None
         Mesh axes, for `get_shardings`.
 
     See Also
     --------
     flash_attention : takes it as `attention_mask`.
-    mask_to_segment_ids : segment ids of any array.
+    mask_to_segment_ids : compute segment ids of any array.
 
     Examples
     --------
@@ -118,19 +119,19 @@ class MaskInfo:
 
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, batch: int = 1) -> Self:
-        """Let all queries attend to all keys: the mask to begin with where there is no padding.
+        """Let every query attend to every key: the usual start if there is no padding.
 
         Parameters
         ----------
         q_len : int
         kv_len : int, optional
-            `q_len` if not given.
+            Defaults to `q_len`.
         batch : int
 
         Returns
         -------
         MaskInfo
-            It holds no array. All tokens of a row are in one segment.
+            It holds no array. All tokens of a row form one segment.
 
         See Also
         --------
@@ -154,15 +155,15 @@ class MaskInfo:
         offset: Offsets | Literal["bottom-right"] = 0,
         batch: int = 1,
     ) -> Self:
-        """Let queries attend to keys up to their own place: `full` with `apply_causal`.
+        """Let queries attend to keys up to their own position: `full` with `apply_causal`.
 
         Parameters
         ----------
         q_len : int
         kv_len : int, optional
-            `q_len` if not given.
+            Defaults to `q_len`.
         offset : int, array_like of integers, shape [B], or "bottom-right"
-            As in `apply_causal`. ``"bottom-right"`` is for the last queries of all tokens, as in decoding.
+            As in `apply_causal`. Use ``"bottom-right"`` if the queries are the last tokens, as in decoding.
         batch : int
 
         Returns
@@ -200,7 +201,7 @@ class MaskInfo:
         lengths : array_like of integers, shape [B]
             Copied; no array of tokens is held.
         max_len : int, optional
-            How many queries and keys there are; the largest of `lengths` if not given. ValueError if a row has more.
+            The number of queries and keys; defaults to the largest length. ValueError if a row has more.
 
         Returns
         -------
@@ -209,7 +210,7 @@ class MaskInfo:
 
         See Also
         --------
-        MaskInfo.from_padding_mask : the same by a mask of tokens.
+        MaskInfo.from_padding_mask : the same from a mask of tokens.
         pack : the tokens of such a batch without the padding.
 
         Examples
@@ -234,7 +235,7 @@ class MaskInfo:
         Parameters
         ----------
         padding_mask : array_like, shape [B, T]
-            bool or numbers; not zero for tokens, which attend to each other, and zero for padding. Copied.
+            bool or numbers; nonzero for tokens, which attend to each other, and zero for padding. Copied.
 
         Returns
         -------
@@ -242,7 +243,7 @@ class MaskInfo:
 
         See Also
         --------
-        MaskInfo.from_attention_mask : a mask of pairs, ``[Q, K]`` as ``mask[None]``.
+        MaskInfo.from_attention_mask : for a mask of pairs; pass ``[Q, K]`` as ``mask[None]``.
 
         Examples
         --------
@@ -267,18 +268,18 @@ class MaskInfo:
         sequence_axis_name: AxisName = "sp",
         is_attn_mask: bool = False,
     ) -> Self:
-        """A mask under which tokens attend to those of the same segment.
+        """Make a mask in which tokens attend to tokens of the same segment.
 
         Parameters
         ----------
         q_segment_ids : array_like of integers, shape [B, Q] or [B, H, Q]
-            Below 0 is padding. With `is_attn_mask`, bool or numbers.
+            Negative ids are padding. With `is_attn_mask`, bool or numbers.
         kv_segment_ids : array_like of integers, shape [B, K] or [B, H, K], optional
-            Those of the keys; the queries' if not given.
+            Segment ids of the keys; default to those of the queries.
         q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-            As of `MaskInfo`.
+            As in `MaskInfo`.
         is_attn_mask : bool
-            What is given are padding masks: tokens where they are not zero, in one segment.
+            The arguments are padding masks: nonzero marks tokens, all in one segment.
 
         Returns
         -------
@@ -313,18 +314,18 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> Self:
-        """A mask by an array of pairs, or one of tokens.
+        """Make a mask from an array of pairs, or of tokens.
 
         Parameters
         ----------
         attention_mask : array_like, shape [B, T], [B, Q, K] or [B, H, Q, K]
-            bool or numbers; not zero means live. ``[B, T]`` is a padding mask: all its tokens attend to each other;
-            ``[Q, K]`` comes as ``mask[None]``. Those of pairs are not copied: do not write to them afterwards. Their
-            segment ids are 0 for queries and keys with a live pair in any head, and -1 for the rest.
+            bool or numbers; nonzero means allowed. ``[B, T]`` is a padding mask: its tokens all attend to each other.
+            Pass ``[Q, K]`` as ``mask[None]``. Arrays of pairs are not copied: do not write to them afterwards. Their
+            segment ids are 0 for queries and keys with an allowed pair in any head, and -1 for the rest.
         q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-            As of `MaskInfo`.
+            As in `MaskInfo`.
         mask_is_valid : bool
-            Whether not zero means live; else it means dead.
+            If False, nonzero means masked out.
 
         Returns
         -------
@@ -333,7 +334,7 @@ class MaskInfo:
         Warns
         -----
         AttnmaskWarning
-            For two axes that look like a causal mask ``[Q, K]``, as ``np.tri(n)`` does.
+            If two axes look like a causal mask ``[Q, K]``, as ``np.tri(n)`` does.
 
         Examples
         --------
@@ -360,7 +361,7 @@ class MaskInfo:
         sequence_axis_name: AxisName = "sp",
         packed: bool | None = None,
     ) -> Self:
-        """A mask by where sequences begin and end: one a batch row, or all in one.
+        """Make a mask from where sequences start and end: one per batch row, or all in one row.
 
         ::
 
@@ -376,21 +377,20 @@ class MaskInfo:
         Parameters
         ----------
         cu_seqlens_q : array_like of integers
-            If `packed`, ordinary cu_seqlens: the lengths summed up, of shape [sequences + 1], from 0 on. Else pairs:
-            ``[start, end]`` of each batch row, one after the other, of shape [2 B]: an end before its start is an empty
-            row, and one past the length is cut off.
+            If `packed`, ordinary cu_seqlens: the running sum of the lengths, of shape [sequences + 1], from 0.
+            Otherwise pairs: ``[start, end]`` of each batch row, one after the other, of shape [2 B]. An end before its
+            start makes an empty row, and one past the length is clipped.
         max_q_len : int
-            How many queries there are. If `packed`, as many as there are tokens, if it is left out; else the rest is
-            padding.
+            The number of queries. If `packed`, it defaults to the number of tokens; the rest is padding.
         cu_seqlens_kv : array_like of integers, optional
-            Those of the keys; the queries' if not given.
+            The same for keys; defaults to that of the queries.
         max_kv_len : int, optional
-            How many keys there are; `max_q_len` if not given, or if `packed` and with `cu_seqlens_kv`, its tokens.
+            The number of keys. Defaults to `max_q_len`, or to the number of packed keys if `packed` with
+            `cu_seqlens_kv`.
         q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-            As of `MaskInfo`.
+            As in `MaskInfo`.
         packed : bool, optional
-            True for sequences that lie end to end in one row; segment ids are their numbers. False for pairs, as is
-            None.
+            True for sequences laid end to end in one row; segment ids are their numbers. False or None for pairs.
 
         Returns
         -------
@@ -399,12 +399,12 @@ class MaskInfo:
         Warns
         -----
         AttnmaskWarning
-            For pairs that could be ordinary cu_seqlens as well, if `packed` is not given.
+            If pairs could also be ordinary cu_seqlens and `packed` is not given.
 
         See Also
         --------
-        prepare_cu_seqlens_from_mask : ``cu_seqlens`` of a padded batch.
-        cu_seqlens_to_pairs : from one form to the other.
+        prepare_cu_seqlens_from_mask : compute ``cu_seqlens`` of a padded batch.
+        cu_seqlens_to_pairs : convert one form to the other.
 
         Examples
         --------
@@ -432,19 +432,19 @@ class MaskInfo:
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
     ) -> Self:
-        """A mask whose pairs are live by chance, each for itself.
+        """Make a mask whose pairs are allowed at random, independently.
 
         Parameters
         ----------
         batch_size, q_len : int
         kv_len : int, optional
-            `q_len` if not given.
+            Defaults to `q_len`.
         sparsity : float
-            The chance that a pair is dead, from 0 to 1.
+            The probability that a pair is masked out, from 0 to 1.
         seed : int
-            Of ``numpy.random.default_rng``.
+            The seed of ``numpy.random.default_rng``.
         q_positions, kv_positions, batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name
-            As of `MaskInfo`.
+            As in `MaskInfo`.
 
         Returns
         -------
@@ -468,7 +468,7 @@ class MaskInfo:
         q_len: int | None = None,
         kv_len: int | None = None,
     ) -> Self:
-        """A block-sparse mask, by which blocks of pairs are live.
+        """Make a block-sparse mask from which blocks of pairs are allowed.
 
         ::
 
@@ -485,11 +485,11 @@ class MaskInfo:
         Parameters
         ----------
         blocks : array_like, shape [B, H, Q / q_size, K / k_size]
-            bool or numbers; not zero means live. Copied, as a number for each block.
+            bool or numbers; nonzero means allowed. Copied, one number per block.
         block_size : int or (int, int)
-            Queries and keys of a block; 64 and its multiples are the fast ones.
+            Queries and keys per block; 64 and its multiples are fast.
         q_len, kv_len : int, optional
-            How many queries and keys there are, if the last blocks are cut; as many as the blocks have if not given.
+            The number of queries and keys, if the last blocks are cut. Defaults to what the blocks cover.
 
         Returns
         -------
@@ -497,7 +497,7 @@ class MaskInfo:
 
         See Also
         --------
-        MaskInfo.grid : how many pairs are live in each block of any mask.
+        MaskInfo.grid : count the allowed pairs in each block of any mask.
 
         Examples
         --------
@@ -514,21 +514,21 @@ class MaskInfo:
     def from_function(
         cls, f: Callable[..., Any], q_len: int, kv_len: int, batch: int = 1, heads: int = 1
     ) -> Self:
-        """A mask by a function that says of index arrays which pairs are live; FlexAttention calls it a mask_mod.
+        """Make a mask from a function of index arrays, like a mask_mod of FlexAttention.
 
-        It is asked part by part, so that no array is as large as the mask, and never again: what is kept is a number
-        for each tile of 64 x 64 pairs, and 512 bytes for each different tile that is neither dead nor live as a whole.
+        It is called part by part, so no array is as large as the mask, and never again. One number is kept per tile of
+        64 x 64 pairs, and 512 bytes per distinct mixed tile.
 
         Parameters
         ----------
         f : callable
-            ``f(b, h, q, k)`` gets index arrays of batch rows, heads, queries and keys, which broadcast against each
-            other and are read-only; write ``&`` and ``|`` for ``and`` and ``or``. It returns bools or integers, not
-            zero for live pairs, of any shape that broadcasts to that of all four. Where PyTorch is loaded, a function
-            that fails with arrays gets tensors.
+            ``f(b, h, q, k)`` gets read-only index arrays of batch rows, heads, queries and keys, which broadcast
+            against each other; write ``&`` and ``|`` for ``and`` and ``or``. It returns bools or integers, nonzero for
+            allowed pairs, of any shape that broadcasts to that of all four. If PyTorch is loaded, a function that fails
+            with arrays gets tensors.
         q_len, kv_len : int
         batch, heads : int
-            How many rows and heads there are. If `f` makes no use of ``h``, all heads share the mask.
+            The number of batch rows and heads. If `f` does not use ``h``, all heads share the mask.
 
         Returns
         -------
@@ -536,8 +536,8 @@ class MaskInfo:
 
         See Also
         --------
-        MaskInfo.from_blocks : where whole blocks are live or dead.
-        MaskInfo.from_block_mask : from a BlockMask of FlexAttention.
+        MaskInfo.from_blocks : for blocks that are allowed or masked out as a whole.
+        MaskInfo.from_block_mask : convert a BlockMask of FlexAttention.
 
         Examples
         --------
@@ -563,16 +563,16 @@ class MaskInfo:
         inputs_embeds: ArrayLike | None = None,
         attention_mask: ArrayLike | None = None,
     ) -> MaskInfo:
-        """A mask by whatever a model was given: the first of these that is there.
+        """Make a mask from a model's inputs: from the first of these that is given.
 
         Parameters
         ----------
         mask_info : MaskInfo, optional
             Returned as it is.
         attention_mask : array_like, shape [B, T], [B, Q, K] or [B, H, Q, K], optional
-            As of `from_attention_mask`.
+            As in `from_attention_mask`.
         input_ids : array_like, shape [B, T], optional
-            Tells the shape only: all tokens attend to each other.
+            Only the shape matters: all tokens attend to each other.
         inputs_embeds : array_like, shape [B, T, D], optional
             Likewise.
 
@@ -610,7 +610,7 @@ class MaskInfo:
         return info
 
     def _made(self, state: State) -> Self:
-        """It itself, if that is its state."""
+        """Return self if `state` is already its state."""
         return self if state is self._state else self._of(state)
 
     @property
@@ -633,9 +633,9 @@ class MaskInfo:
 
     @property
     def attention_mask(self) -> NDArray[Any]:
-        """Which pairs are live, ``[B, H, Q, K]``; one head if all share it.
+        """The mask as an array ``[B, H, Q, K]``, with one head if all share it.
 
-        bool; or of the type of the array that the mask is, if it came as one or was converted by `to_dtype` or
+        bool, or the type of the array that it was made from or converted to by `to_dtype` or
         `materialize_attention_mask`. ValueError if the MaskInfo has no mask, MemoryError if it is too large.
 
         Examples
@@ -649,19 +649,19 @@ class MaskInfo:
     def get_or_compute_attention_mask(
         self, dtype: DTypeLike = np.bool_, *, out: NDArray[Any] | None = None
     ) -> NDArray[Any]:
-        """Which pairs are live: 1 or True for those, 0 or False for others.
+        """Return the mask as an array: 1 or True for allowed pairs, 0 or False for others.
 
         Parameters
         ----------
         dtype : dtype
             bool, an integer or a floating-point type.
         out : ndarray, shape [B, H, Q, K], optional
-            Takes the result, and is returned.
+            Write the result here, and return it.
 
         Returns
         -------
         ndarray, shape [B, H, Q, K]
-            An array that came in is returned as it is, if it has that type.
+            An array the mask was made from is returned as it is if it has that type.
 
         Examples
         --------
@@ -675,7 +675,7 @@ class MaskInfo:
         return derived.mask_of_dtype(self._state, dtype, out)
 
     def materialize_attention_mask(self, dtype: DTypeLike = np.bool_) -> Self:
-        """The same mask as an array instead of a description; all that goes along stays.
+        """Return the same mask as an array instead of a description; ids and positions are kept.
 
         Parameters
         ----------
@@ -696,7 +696,7 @@ class MaskInfo:
         return self._made(transforms.materialized(self._state, dtype))
 
     def to_dtype(self, dtype: DTypeLike) -> Self:
-        """The same mask, with an `attention_mask` of another type.
+        """Return the same mask with an `attention_mask` of another type.
 
         Parameters
         ----------
@@ -706,7 +706,7 @@ class MaskInfo:
         Returns
         -------
         MaskInfo
-            This one, if it has that type.
+            The mask itself if it already has that type.
 
         Examples
         --------
@@ -718,7 +718,7 @@ class MaskInfo:
 
     @property
     def bias(self) -> NDArray[np.float32]:
-        """What to add to logits: 0 for live pairs, the lowest float32 for others; see `create_bias`.
+        """The additive mask: 0 for allowed pairs, the lowest float32 for others; see `create_bias`.
 
         Examples
         --------
@@ -729,14 +729,14 @@ class MaskInfo:
         return derived.bias(self._state, np.float32, None)
 
     def create_bias(self, dtype: DTypeLike = np.float32, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """What to add to logits: 0 for live pairs, the lowest number of a type for others.
+        """Return the additive mask: 0 for allowed pairs, the lowest number of the dtype for others.
 
         Parameters
         ----------
         dtype : dtype
             float16, bfloat16, float32 or float64.
         out : ndarray, shape [B, H, Q, K], optional
-            Takes the result, and is returned.
+            Write the result here, and return it.
 
         Returns
         -------
@@ -744,7 +744,7 @@ class MaskInfo:
 
         See Also
         --------
-        MaskInfo.bias : the same in float32, kept.
+        MaskInfo.bias : the same in float32; the result is kept.
 
         Examples
         --------
@@ -758,9 +758,9 @@ class MaskInfo:
 
     @property
     def q_segment_ids(self) -> NDArray[np.int32]:
-        """The segment of every query, ``[B, Q]`` or ``[B, H, Q]``; below 0 for padding.
+        """The segment id of each query, ``[B, Q]`` or ``[B, H, Q]``; negative for padding.
 
-        Those that came in or were given by an operation; else as of `get_or_compute_segment_ids`.
+        The ids that the mask holds, otherwise those of `get_or_compute_segment_ids`.
 
         Examples
         --------
@@ -772,7 +772,7 @@ class MaskInfo:
 
     @property
     def kv_segment_ids(self) -> NDArray[np.int32]:
-        """The segment of every key, ``[B, K]`` or ``[B, H, K]``; below 0 for padding.
+        """The segment id of each key, ``[B, K]`` or ``[B, H, K]``; negative for padding.
 
         Examples
         --------
@@ -785,12 +785,12 @@ class MaskInfo:
     def get_or_compute_segment_ids(
         self, per_head: bool = False
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Segment ids of queries and of keys: those that are held, or else as of `mask_to_segment_ids`.
+        """Return segment ids of queries and keys: those held, otherwise those of `mask_to_segment_ids`.
 
         Parameters
         ----------
         per_head : bool
-            Where they are not held: for each head, and not those of the first.
+            If they have to be computed: per head, instead of those of the first head.
 
         Returns
         -------
@@ -806,17 +806,17 @@ class MaskInfo:
         return derived.segment_ids(self._state, flag(per_head, "per_head"))
 
     def materialize_segment_ids(self, per_head: bool = False) -> Self:
-        """The same mask, holding the segment ids of `get_or_compute_segment_ids`.
+        """Return the same mask with the segment ids of `get_or_compute_segment_ids`.
 
         Parameters
         ----------
         per_head : bool
-            As there.
+            As in `get_or_compute_segment_ids`.
 
         Returns
         -------
         MaskInfo
-            This one, if it holds them already.
+            The mask itself if it already holds them.
 
         Examples
         --------
@@ -829,7 +829,7 @@ class MaskInfo:
 
     @property
     def q_attention_mask(self) -> NDArray[np.int32]:
-        """1 for the queries and 0 for padding, ``[B, Q]``, by the segment ids.
+        """1 for queries and 0 for padding, ``[B, Q]``, from the segment ids.
 
         Examples
         --------
@@ -840,9 +840,9 @@ class MaskInfo:
         return frozen((self.q_segment_ids >= 0).astype(np.int32))
 
     def get_qkv_masks(self, dtype: DTypeLike = np.bool_) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Which queries and which keys are not padding, and which pairs are of one segment.
+        """Return which queries and keys are not padding, and which pairs share a segment.
 
-        By segment ids alone, whatever terms were applied.
+        From segment ids alone, whatever terms were applied.
 
         Parameters
         ----------
@@ -854,7 +854,7 @@ class MaskInfo:
         q_mask : ndarray, shape [B, Q]
         kv_mask : ndarray, shape [B, K]
         attention_mask : ndarray, shape [B, 1, Q, K]
-            Of per-head ids all three are per head.
+            With per-head ids, all three are per head.
 
         Examples
         --------
@@ -867,9 +867,9 @@ class MaskInfo:
 
     @property
     def is_multi_sequence(self) -> np.bool:
-        """Whether the segment ids that are held tell of more than one segment: whether any is above 0.
+        """True if the held segment ids name more than one segment: if any is above 0.
 
-        Of queries, or of keys if those are all that is held; False if none are.
+        Those of queries, or of keys if only these are held; False if none are.
 
         Examples
         --------
@@ -881,10 +881,10 @@ class MaskInfo:
 
     @property
     def q_lens(self) -> NDArray[np.int32] | None:
-        """How many queries each segment has, if there are several, else each batch row; padding not counted.
+        """The number of queries of each segment, or of each batch row if there is one segment; without padding.
 
-        Segments are those of all rows together, from 0 to the highest id. Of per-head ids, those of the first head
-        count. None if there is nothing to tell it by.
+        Segments are counted over all rows together, from 0 to the highest id, by the first head of per-head ids. None
+        if it cannot be told.
 
         Examples
         --------
@@ -898,7 +898,7 @@ class MaskInfo:
 
     @property
     def kv_lens(self) -> NDArray[np.int32] | None:
-        """How many keys each segment has, if there are several, else each batch row; see `q_lens`.
+        """The number of keys of each segment, or of each batch row if there is one segment; see `q_lens`.
 
         Examples
         --------
@@ -910,7 +910,7 @@ class MaskInfo:
 
     @property
     def cu_seqlens_q(self) -> NDArray[np.integer]:
-        """Where the segments of the queries begin and end; see `get_or_compute_qkv_cu_seqlens`.
+        """Where the segments of the queries start and end; see `get_or_compute_qkv_cu_seqlens`.
 
         Examples
         --------
@@ -922,7 +922,7 @@ class MaskInfo:
 
     @property
     def cu_seqlens_kv(self) -> NDArray[np.integer]:
-        """Where the segments of the keys begin and end; see `get_or_compute_qkv_cu_seqlens`.
+        """Where the segments of the keys start and end; see `get_or_compute_qkv_cu_seqlens`.
 
         Examples
         --------
@@ -935,24 +935,24 @@ class MaskInfo:
     def get_or_compute_qkv_cu_seqlens(
         self, *, out_dtype: DTypeLike = np.int32, max_segments: int | None = None
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Where the segments of queries and of keys begin and end.
+        """Return where the segments of queries and keys start and end.
 
-        What came in, if anything did. Else by segment ids that are held: the tokens of segments 0, 1, 2, … summed up,
-        padding not counted. Else by the mask: ``[start0, end0, start1, end1, …]``, in each batch row from the first
-        token with a live pair to the last.
+        Given values are returned as they are. Otherwise they come from held segment ids: the running sum of the tokens
+        of segments 0, 1, 2, …, without padding. Otherwise from the mask: ``[start0, end0, start1, end1, …]``, for each
+        batch row from the first token with an allowed pair to the last.
 
         Parameters
         ----------
         out_dtype : dtype
             An integer type.
         max_segments : int, optional
-            How many segments there is room for; ValueError if there are more. 128 if not given, or as many as there
-            are.
+            Room for this many segments; ValueError if there are more. Defaults to 128, or to the number of segments if
+            larger.
 
         Returns
         -------
         cu_seqlens_q, cu_seqlens_kv : ndarray
-            By segment ids, of shape [max_segments + 1].
+            From segment ids, of shape [max_segments + 1].
 
         Examples
         --------
@@ -968,7 +968,7 @@ class MaskInfo:
 
     @property
     def q_positions(self) -> NDArray[np.int32] | None:
-        """The positions of the queries that came in, or None.
+        """The given positions of the queries, or None.
 
         Examples
         --------
@@ -980,7 +980,7 @@ class MaskInfo:
 
     @property
     def kv_positions(self) -> NDArray[np.int32] | None:
-        """The positions of the keys that came in, or None.
+        """The given positions of the keys, or None.
 
         Examples
         --------
@@ -992,7 +992,7 @@ class MaskInfo:
 
     @property
     def q_position_ids(self) -> NDArray[np.int32]:
-        """The place of every query in its segment, from 0, by the segment ids; -1 for padding.
+        """The position of each query in its segment, from 0, from the segment ids; -1 for padding.
 
         Examples
         --------
@@ -1003,12 +1003,12 @@ class MaskInfo:
         return derived.position_ids(self._state, 0)
 
     def get_or_compute_positions(self) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
-        """Positions of queries and of keys: those that came in, or else their places in their segments.
+        """Return positions of queries and keys: those given, otherwise their positions in their segments.
 
         Returns
         -------
         q_positions : ndarray of int32 or None
-            Padding is at -1. None if there is nothing to tell them by.
+            Padding is at -1. None if they cannot be told.
         kv_positions : ndarray of int32 or None
             Padding is at 2147483647: later than every query.
 
@@ -1025,7 +1025,7 @@ class MaskInfo:
 
     @property
     def shape(self) -> tuple[int | None, int | None, int | None]:
-        """Batch rows, queries, keys; None for what is not known.
+        """Batch rows, queries, keys; None for unknown ones.
 
         Examples
         --------
@@ -1038,7 +1038,7 @@ class MaskInfo:
 
     @property
     def batch_size(self) -> int | None:
-        """How many batch rows there are, or None.
+        """The number of batch rows, or None.
 
         Examples
         --------
@@ -1050,7 +1050,7 @@ class MaskInfo:
 
     @property
     def q_len(self) -> int | None:
-        """How many queries there are, or None.
+        """The number of queries, or None.
 
         Examples
         --------
@@ -1062,7 +1062,7 @@ class MaskInfo:
 
     @property
     def kv_len(self) -> int | None:
-        """How many keys there are, or None.
+        """The number of keys, or None.
 
         Examples
         --------
@@ -1074,7 +1074,7 @@ class MaskInfo:
 
     @property
     def heads(self) -> int:
-        """How many heads have a mask of their own; 1 if all share it.
+        """The number of heads with their own mask; 1 if all share one.
 
         Examples
         --------
@@ -1086,7 +1086,7 @@ class MaskInfo:
 
     @property
     def causal_mask_baked_in(self) -> bool:
-        """Whether `apply_causal` was.
+        """True if `apply_causal` was applied.
 
         Examples
         --------
@@ -1098,7 +1098,7 @@ class MaskInfo:
 
     @property
     def sliding_window_baked_in(self) -> bool:
-        """Whether `apply_sliding_window` was.
+        """True if `apply_sliding_window` was applied.
 
         Examples
         --------
@@ -1110,7 +1110,7 @@ class MaskInfo:
 
     @property
     def chunked_mask_baked_in(self) -> bool:
-        """Whether `apply_chunked` was.
+        """True if `apply_chunked` was applied.
 
         Examples
         --------
@@ -1122,7 +1122,7 @@ class MaskInfo:
 
     @property
     def token_type_ids_baked_in(self) -> bool:
-        """Whether `apply_token_type_ids` was.
+        """True if `apply_token_type_ids` was applied.
 
         Examples
         --------
@@ -1135,7 +1135,7 @@ class MaskInfo:
 
     @property
     def baked_in_masks(self) -> dict[str, bool]:
-        """Which kinds of terms were applied, by name.
+        """The kinds of terms that were applied, by name.
 
         Examples
         --------
@@ -1195,9 +1195,9 @@ class MaskInfo:
         return self._state.axes[3]
 
     def is_self_attention(self) -> bool:
-        """Whether queries and keys are the same tokens.
+        """Return whether queries and keys are the same tokens.
 
-        By the segment ids that are held; else whether there are as many queries as keys; else by cu_seqlens.
+        Judged by the held segment ids, otherwise by equal numbers of queries and keys, otherwise by cu_seqlens.
 
         Examples
         --------
@@ -1208,7 +1208,7 @@ class MaskInfo:
         return derived.is_self_attention(self._state)
 
     def density(self) -> float:
-        """The share of pairs that are live, from 0 to 1, counted without writing out the mask.
+        """Return the share of allowed pairs, from 0 to 1, without writing out the mask.
 
         Returns
         -------
@@ -1224,14 +1224,14 @@ class MaskInfo:
         return derived.density(self._state)
 
     def grid(self, batch: int, head: int, q_cell: int, k_cell: int) -> NDArray[np.int64]:
-        """How many pairs are live in each cell of a grid, as `visualize` draws it.
+        """Count the allowed pairs in each cell of a grid, as `visualize` draws it.
 
         Parameters
         ----------
         batch, head : int
-            Which plane; IndexError if there is no such.
+            The plane; IndexError if it does not exist.
         q_cell, k_cell : int
-            How many queries and keys make a cell, at least 1. The last cells may have fewer.
+            Queries and keys per cell, at least 1. The last cells may have fewer.
 
         Returns
         -------
@@ -1239,7 +1239,7 @@ class MaskInfo:
 
         See Also
         --------
-        MaskInfo.density : the share of the whole mask.
+        MaskInfo.density : the allowed share of the whole mask.
 
         Examples
         --------
@@ -1250,18 +1250,17 @@ class MaskInfo:
         return derived.grid(self._state, batch, head, q_cell, k_cell)
 
     def labels(self, batch: int, head: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-        """Segment ids of the queries and of the keys of one plane, as `visualize` shows them.
+        """Return the segment ids of queries and keys of one plane, as `visualize` shows them.
 
         Parameters
         ----------
         batch, head : int
-            Which plane; IndexError if there is no such.
+            The plane; IndexError if it does not exist.
 
         Returns
         -------
         (ndarray of int32, ndarray of int32) or None
-            Those that are held; else those of rows and columns that are alike, or None if there are too many to look
-            through.
+            The held ids, otherwise those of equal rows and columns, or None if there are too many to compare.
 
         Examples
         --------
@@ -1278,7 +1277,7 @@ class MaskInfo:
             return f"{type(self).__name__}({len(self._leaves[1]) if self._leaves else 0} leaves)"
 
     def __str__(self) -> str:
-        """The first plane as `visualize` draws it, as wide as the terminal, under a line of words.
+        """Draw the first plane as `visualize` does, as wide as the terminal, below a line of text.
 
         Examples
         --------
@@ -1309,15 +1308,16 @@ class MaskInfo:
             if not hasattr(other, "__array__"):
                 return NotImplemented  # type: ignore[no-any-return]
             raise TypeError(
-                f"the other operand must be a MaskInfo, got {describe(other)}: MaskInfo.from_attention_mask makes one"
+                f"the other operand must be a MaskInfo, got {describe(other)}; "
+                "write MaskInfo.from_attention_mask(array)"
             )
         return self._of(transforms.joined(self._state, other._state, operator, baked))
 
     def __and__(self, other: MaskInfo) -> Self:
-        """Pairs that are live in both; batch rows and heads broadcast.
+        """Allow the pairs that both allow; batch rows and heads broadcast.
 
-        Segment ids, positions and mesh axes are those of the left one, where it has them. What either has baked in
-        the result has too.
+        Segment ids, positions and mesh axes come from the left mask where it has them. Whatever is baked into either
+        is baked into the result.
 
         Examples
         --------
@@ -1331,9 +1331,9 @@ class MaskInfo:
         return self._joined(other, "and", lambda mine, others: mine or others)
 
     def __or__(self, other: MaskInfo) -> Self:
-        """Pairs that are live in one or the other, or in both; what goes along is as of ``&``.
+        """Allow the pairs that either allows; ids, positions and axes are handled as in ``&``.
 
-        It has baked in what both have.
+        Whatever is baked into both is baked into the result.
 
         Examples
         --------
@@ -1347,7 +1347,7 @@ class MaskInfo:
     __rand__, __ror__ = __and__, __or__  # refuse an array on the left side, too
 
     def __invert__(self) -> Self:
-        """The pairs that are dead, padding among them. It holds no segment ids, and has nothing baked in.
+        """Allow exactly the masked pairs, including padding. The result has no segment ids and nothing baked in.
 
         Examples
         --------
@@ -1365,7 +1365,7 @@ class MaskInfo:
         )
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """`attention_mask` of any type, for NumPy's functions.
+        """Return `attention_mask` in any dtype, for NumPy functions.
 
         Examples
         --------
@@ -1377,11 +1377,10 @@ class MaskInfo:
         return derived.array_protocol(self._state, dtype, copy)
 
     def __getitem__(self, index: Any) -> Self:
-        """A part of the mask: ``mask[rows, heads, queries, keys]``, as a description still.
+        """Return a part of the mask, ``mask[rows, heads, queries, keys]``, still as a description.
 
-        Each index is a slice, which is clipped as that of an array, or an integer, which keeps its axis. ``...`` stands
-        for as many as are missing. Heads that share a mask share it still, whichever are asked for. Segment ids and
-        positions are taken along.
+        Each index is a slice, clipped as in NumPy, or an integer, which keeps its axis. ``...`` stands for all missing
+        axes. Heads that share a mask still share it, whichever you select. Segment ids and positions are sliced too.
 
         Examples
         --------
@@ -1400,7 +1399,7 @@ class MaskInfo:
     def apply_causal(
         self, offset: Offsets | Literal["bottom-right"] = 0, *, within_segments: bool = False
     ) -> Self:
-        """Let queries attend to keys up to their own place: ``k <= q + offset``.
+        """Let queries attend to keys up to their own position: ``k <= q + offset``.
 
         ::
 
@@ -1424,12 +1423,12 @@ class MaskInfo:
         Parameters
         ----------
         offset : int, array_like of integers, shape [B], or "bottom-right"
-            How many keys more; negative for fewer. ``"bottom-right"`` aligns the last query with the last key.
+            Additional keys; negative for fewer. ``"bottom-right"`` aligns the last query with the last key.
         within_segments : bool
-            Count places from where each segment begins among the queries and among the keys, not from the first token
-            of the row; ``"bottom-right"`` aligns the last query and the last key of each segment. Queries see no key of
-            another segment. The mask has to hold segment ids. Where queries and keys are the same tokens, all this
-            changes nothing.
+            Count positions from the start of each segment among the queries and among the keys, not from the start of
+            the row; ``"bottom-right"`` then aligns the last query and the last key of each segment. Queries see no key
+            of another segment. The mask must hold segment ids. If queries and keys are the same tokens, this makes no
+            difference.
 
         Returns
         -------
@@ -1438,7 +1437,7 @@ class MaskInfo:
         Warns
         -----
         AttnmaskWarning
-            For packed sequences that begin at other places among the keys, without `within_segments`.
+            If packed sequences start at different positions in queries and keys, without `within_segments`.
 
         Examples
         --------
@@ -1462,7 +1461,7 @@ class MaskInfo:
         index: ArrayLike | None = None,
         within_segments: bool = False,
     ) -> Self:
-        """Let queries attend to keys near their own place: ``-left <= k - q - offset <= right``.
+        """Let queries attend to keys near their own position: ``-left <= k - q - offset <= right``.
 
         ::
 
@@ -1477,19 +1476,19 @@ class MaskInfo:
         Parameters
         ----------
         sliding_window : int, ndarray of integers, shape [H], or a pair
-            How many keys to either side, or to the left and to the right; an array has a number for each head. In a
-            pair, None is for all on that side.
+            The number of keys to either side, or to the left and to the right. An array has one number per head. In a
+            pair, None means all keys on that side.
         offset : int, array_like of integers, shape [B], or "bottom-right"
-            Added to the place of every query. ``"bottom-right"`` aligns the last query with the last key.
+            Added to the position of each query. ``"bottom-right"`` aligns the last query with the last key.
         mode : {None, "default", "decode", "prefill"}
-            With ``"decode"`` only query `index` is kept, and the keys that the window reaches from there:
-            ``left + right + 1`` of them from ``index - left`` on, moved inside if that leads out. With ``"prefill"``
-            all queries are kept and the last keys, as many as the window is wide: ``left + right + 1``, or
-            `sliding_window` if that is one number. Segment ids and positions are taken along.
+            ``"decode"`` keeps only query `index` and the keys in its window: ``left + right + 1`` of them from ``index
+            - left`` on, shifted inside if they leave the mask. ``"prefill"`` keeps all queries and the last keys, as
+            many as the window is wide: ``left + right + 1``, or `sliding_window` if that is one number. Segment ids and
+            positions are sliced too.
         index : int or array_like of integers, shape [B], optional
-            The query to decode; beyond either end, the last or the first.
+            The query to decode, clipped to the first and the last.
         within_segments : bool
-            Count places from where each segment begins, as in `apply_causal`.
+            Count positions from the start of each segment, as in `apply_causal`.
 
         Returns
         -------
@@ -1519,7 +1518,7 @@ class MaskInfo:
         return self._of(state)
 
     def apply_chunked(self, chunk_size: int, offset: Offsets = 0, within_segments: bool = False) -> Self:
-        """Let queries attend to keys of their own chunk up to their own place: ``k <= q + offset``.
+        """Let queries attend to keys of their own chunk up to their own position: ``k <= q + offset``.
 
         ::
 
@@ -1533,17 +1532,17 @@ class MaskInfo:
                 4 . . . . # .              4 . . . . # .                         4 . . . # # .
                 5 . . . . # #              5 . . . . # #                         5 . . . . . #
 
-        Segment ids become the numbers of the chunks, from 1 on, and stay below 0 for padding.
+        Segment ids become chunk numbers from 1, and stay negative for padding.
 
         Parameters
         ----------
         chunk_size : int
             At least 1.
         offset : int or array_like of integers, shape [B]
-            Added to the place of every query, which decides on its chunk, too.
+            Added to the position of each query, which also determines its chunk.
         within_segments : bool
-            Count chunks and places from where each segment begins, and not from the first token of the row. The mask
-            has to hold segment ids.
+            Count chunks and positions from the start of each segment, not from the start of the row. The mask must hold
+            segment ids.
 
         Returns
         -------
@@ -1577,7 +1576,7 @@ class MaskInfo:
         zero_policy: Literal["q", "kv", "both", "none"] = "q",
         update_segment_ids: bool | None = None,
     ) -> Self:
-        """Let queries attend to keys of the same type: also, only, or instead.
+        """Let queries attend to keys of the same type: in addition, only, or instead.
 
         ::
 
@@ -1593,14 +1592,14 @@ class MaskInfo:
         Parameters
         ----------
         token_type_ids : array_like of integers, shape [B, T], or a tuple of [B, Q] and [B, K]
-            The type of every token, of queries and keys alike or of each. Below 0 is like no other.
+            The type of each token, for queries and keys alike or for each. Negative types match nothing.
         combine : {"union", "intersect", "replace"}
-            Pairs of one type are live as well, are all that may be live, or are all that is.
+            Allow pairs of the same type in addition, allow only these of the pairs so far, or replace the mask by them.
         zero_policy : {"q", "kv", "both", "none"}
-            Type 0 is like no other, whether among queries, among keys or on both sides (which comes to the same); or
-            with ``"none"`` it is a type of its own.
+            Type 0 matches nothing, whether you name queries, keys or both (the effect is the same). With ``"none"`` it
+            is an ordinary type.
         update_segment_ids : bool, optional
-            Make the types the segment ids, -1 for type 0. By default all but ``"union"`` do.
+            Use the types as segment ids, -1 for type 0. The default is to do so for all but ``"union"``.
 
         Returns
         -------
@@ -1619,7 +1618,7 @@ class MaskInfo:
         return self._of(state)
 
     def apply_prefix(self, lengths: ArrayLike) -> Self:
-        """Let all queries of a segment attend to its first tokens as well: the mask of a prefix LM.
+        """Let all queries of a segment also attend to its first tokens: the mask of a prefix LM.
 
         ::
 
@@ -1634,13 +1633,13 @@ class MaskInfo:
                 5 # # # # # #              5 . . . . # # .
                                            6 . . . . # # #
 
-        What stands before it in the order of terms stays live; terms that come after it apply to the prefix, too.
+        Pairs that earlier terms allow stay allowed; later terms apply to the prefix too.
 
         Parameters
         ----------
         lengths : int or array_like of integers, shape [B]
-            How many tokens of each segment; not negative. Segments are those of the segment ids that are held, and
-            padding is in none.
+            The number of prefix tokens per segment, not negative. Segments come from the held segment ids; padding is
+            in none.
 
         Returns
         -------
@@ -1663,7 +1662,7 @@ class MaskInfo:
     def apply_kv_lengths(
         self, kv_lengths: ArrayLike, *, q_len: int | None = None, sliding_window: int | None = None
     ) -> Self:
-        """Let queries attend to the first keys of each row only, and keep the last tokens up to there.
+        """Let queries attend only to the first keys of each row, and optionally keep only the last tokens before them.
 
         ::
 
@@ -1680,16 +1679,16 @@ class MaskInfo:
         Parameters
         ----------
         kv_lengths : int or array_like of integers, shape [B]
-            How many keys of each row may be live; not negative, and more than there are is all.
+            The number of keys allowed in each row, not negative; larger numbers mean all.
         q_len : int, optional
-            Keep as many queries, the last one being that at ``kv_lengths - 1``. All if not given.
+            Keep this many queries, the last one at ``kv_lengths - 1``. Defaults to all.
         sliding_window : int, optional
-            Keep as many keys, up to ``kv_lengths``. All if not given, or if there are fewer.
+            Keep this many keys, up to ``kv_lengths``. Defaults to all, also if there are fewer.
 
         Returns
         -------
         MaskInfo
-            Segment ids and positions are taken along.
+            Segment ids and positions are sliced too.
 
         Examples
         --------
@@ -1711,9 +1710,9 @@ class MaskInfo:
         *,
         out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
-        """The pairs of one chunk with ``k <= q + offset``, as an array; see `apply_chunked`.
+        """Return the array of pairs within a chunk with ``k <= q + offset``; see `apply_chunked`.
 
-        The chunk of a query is that of place ``q + offset``.
+        The chunk of a query is that of position ``q + offset``.
 
         Parameters
         ----------
@@ -1721,12 +1720,12 @@ class MaskInfo:
             At least 1.
         q_len : int
         kv_len : int, optional
-            `q_len` if not given.
+            Defaults to `q_len`.
         offset : int
         dtype : dtype
             bool, an integer or a floating-point type.
         out : ndarray, shape [q_len, kv_len], optional
-            Takes the result, and is returned.
+            Write the result here, and return it.
 
         Returns
         -------
@@ -1755,19 +1754,19 @@ class MaskInfo:
         cu_seqlens_kv: ArrayLike | None = None,
         **others: Any,
     ) -> Self:
-        """A MaskInfo with something else in place of what this one has.
+        """Return a MaskInfo with some parts replaced.
 
         Parameters
         ----------
         attention_mask : array_like, shape [B, Q, K] or [B, H, Q, K], optional
             The new base, without any terms; segment ids stay, as labels. Not copied.
         q_segment_ids, kv_segment_ids : array_like of integers, [B, Q] or [B, H, Q] ([B, K] or [B, H, K]), optional
-            If the base is made of segments, or of all pairs or lengths, it is made of these from now on, and terms
-            stay. Else they are mere labels.
+            If the base is made of segments, all pairs or lengths, it is rebuilt from these, and terms stay. Otherwise
+            they are only labels.
         cu_seqlens_q, cu_seqlens_kv : array_like of integers, 1-D, optional
-            They are dropped where a mask or ids are given without them.
+            Dropped if a mask or ids are given without them.
         **others
-            Whatever else `MaskInfo` takes: positions, flags, names of mesh axes. Here None counts, and is stored.
+            Other arguments of `MaskInfo`: positions, flags, mesh axis names. None is stored as a value here.
 
         Returns
         -------
@@ -1792,17 +1791,17 @@ class MaskInfo:
     # FlexAttention
 
     def to_block_mask(self, block_size: int | tuple[int, int] = 128) -> Any:
-        """The mask as FlexAttention of PyTorch takes it, which must be there.
+        """Return the mask as a BlockMask of FlexAttention. PyTorch must be installed.
 
         Parameters
         ----------
         block_size : int or tuple of two int
-            Queries and keys of a block.
+            Queries and keys per block.
 
         Returns
         -------
         torch.nn.attention.flex_attention.BlockMask
-            On the CPU. Its ``mask_mod`` is made of the terms: nothing is as large as the mask.
+            On the CPU. Its ``mask_mod`` is built from the terms: nothing is as large as the mask.
 
         Examples
         --------
@@ -1818,9 +1817,9 @@ class MaskInfo:
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> MaskInfo:
-        """A mask of a BlockMask of FlexAttention, on the CPU.
+        """Make a mask from a BlockMask of FlexAttention on the CPU.
 
-        Its ``mask_mod`` is asked for every pair, once, as `from_function` asks.
+        Its ``mask_mod`` is evaluated once for every pair, as in `from_function`.
 
         Parameters
         ----------
@@ -1845,15 +1844,15 @@ class MaskInfo:
     # Trees
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Take it apart for JAX: arrays, and the rest.
+        """Take the mask apart for JAX: arrays, and the rest.
 
         Returns
         -------
         children : tuple
-            The mask it came with, segment ids of queries and keys, both cu_seqlens, both positions, each None if it is
-            not held; then the arrays of terms.
+            The mask it was made from, segment ids of queries and keys, both cu_seqlens and both positions, each None if
+            not held; then the arrays of the terms.
         aux_data : tuple
-            What is no array; can be hashed.
+            Everything that is not an array; hashable.
 
         Examples
         --------
@@ -1869,13 +1868,13 @@ class MaskInfo:
 
     @classmethod
     def tree_unflatten(cls, aux_data: tuple[Any, ...], children: tuple[Any, ...]) -> Self:
-        """Put together what `tree_flatten` took apart.
+        """Rebuild a mask from the parts of `tree_flatten`.
 
         Parameters
         ----------
         aux_data : tuple
         children : tuple
-            May be anything; they are looked at, and checked, when the mask is used.
+            May be anything; they are read and checked when the mask is used.
 
         Returns
         -------
@@ -1904,7 +1903,7 @@ class MaskInfo:
 
     @staticmethod
     def get_empty_sharding() -> MaskSharding:
-        """No sharding for any array.
+        """Return a `MaskSharding` without a sharding for any array.
 
         Examples
         --------
@@ -1915,20 +1914,20 @@ class MaskInfo:
         return MaskSharding(*[None] * len(MaskSharding._fields))
 
     def get_shardings(self, sequence_parallel: bool = False, *, mesh: Any) -> MaskSharding:
-        """How to divide the arrays that are held among the devices of a mesh, by the names of its axes.
+        """Return how to divide the held arrays among the devices of a mesh, by axis names.
 
         Parameters
         ----------
         sequence_parallel : bool
-            Divide queries, and ids and positions of tokens, too.
+            Also divide queries, and the ids and positions of tokens.
         mesh : jax.sharding.Mesh or mapping of str to int
             The axes of the mesh and their sizes.
 
         Returns
         -------
         MaskSharding
-            ``PartitionSpec`` of JAX where it is installed, else tuples. A dimension whose length the axes do not divide
-            is not divided. None for an array that is not held, and for cu_seqlens.
+            ``PartitionSpec`` if JAX is installed, otherwise tuples. A dimension is not divided if the axes do not
+            divide its length. None for arrays that are not held, and for cu_seqlens.
 
         Examples
         --------
@@ -1953,26 +1952,26 @@ class MaskInfo:
         show_segments: bool = True,
         return_str: bool = False,
     ) -> str | None:
-        """Draw one plane of the mask with characters: each cell is empty, partly live or full.
+        """Draw one plane of the mask in text: each cell is empty, mixed or full.
 
-        On a terminal, cells have the colour of their segment, unless the environment variable ``NO_COLOR`` is set.
+        On a terminal, cells take the colour of their segment unless the environment variable ``NO_COLOR`` is set.
 
         Parameters
         ----------
         block_size : int or (int, int), optional
-            How many queries and keys make a cell. If not given, cells are the smallest that fit `max_rows`, `max_cols`
-            and the terminal; without `fit_in_screen`, 32.
+            Queries and keys per cell. By default the smallest cells that fit `max_rows`, `max_cols` and the terminal,
+            or 32 without `fit_in_screen`.
         batch, head : int
-            Which plane; IndexError if there is no such.
+            The plane; IndexError if it does not exist.
         fit_in_screen : bool
-            Make cells larger, so that there are no more than `max_rows` × `max_cols`.
+            Enlarge cells until there are at most `max_rows` × `max_cols`.
         max_rows, max_cols : int
             At least 1.
         charset : {"unicode", "ascii"}
         show_segments : bool
             Write segment ids along both sides.
         return_str : bool
-            Return the drawing, and do not print it.
+            Return the drawing instead of printing it.
 
         Returns
         -------
@@ -2012,14 +2011,14 @@ class MaskInfo:
         return None
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the first plane of the mask with matplotlib: the more of a cell is live, the stronger its colour.
+        """Draw the first plane of the mask with matplotlib: the more of a cell is allowed, the stronger its colour.
 
-        If segments are known, cells inside one of them have its colour.
+        If segments are known, cells take the colour of their segment.
 
         Parameters
         ----------
         ax : matplotlib.axes.Axes, optional
-            Where; a new figure if not given.
+            Where to draw; defaults to a new figure.
 
         Returns
         -------
@@ -2038,7 +2037,7 @@ class MaskInfo:
         return render.plot(self._drawable(), ax)
 
     def _repr_html_(self) -> str | None:
-        """A picture for notebooks; None, which leaves them with the words, where there is nothing to draw."""
+        """Return a picture for notebooks, or None if there is nothing to draw; they then show the repr."""
         from attnmask import _render_svg
 
         state = self._state

@@ -9,11 +9,10 @@ from attnmask._mask_state import AXES, State
 
 
 class MaskSharding(NamedTuple):
-    """For each array of a `MaskInfo`, the mesh axes that its dimensions are divided over; None for no array.
+    """For each array of a `MaskInfo`, the mesh axes that divide its dimensions; None if there is no array.
 
-    An entry is a ``jax.sharding.PartitionSpec`` where JAX is installed and else a plain tuple. It has one item a
-    dimension: the name of a mesh axis, a tuple of names, or None for a dimension that is not divided. It is empty if
-    none is.
+    An entry is a ``jax.sharding.PartitionSpec`` if JAX is installed, otherwise a tuple. It has one item per dimension:
+    a mesh axis name, a tuple of names, or None for a dimension that is not divided. It is empty if no dimension is.
 
     Examples
     --------

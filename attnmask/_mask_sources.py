@@ -156,9 +156,7 @@ def _starts(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: s
     tokens = int(_core.checked_starts(starts, name)[-1])
     places = tokens if length is None else integer(length, length_name, 0)
     if places < tokens:
-        raise ValueError(
-            f"{length_name} must be at least {tokens}, as many tokens as there are, got {places}"
-        )
+        raise ValueError(f"{length_name} must be at least {tokens}, the number of tokens, got {places}")
     return starts, places
 
 
@@ -238,7 +236,7 @@ def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, 
         rng = np.random.default_rng(_seed(seed))
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"seed must be one that numpy.random.default_rng takes, got {describe(seed)}"
+            f"seed must be accepted by numpy.random.default_rng, got {describe(seed)}"
         ) from None
     mask = allocate((batch_size, 1, q_len, kv_len), bool, "batch_size, q_len and kv_len")
     pairs, live = mask.reshape(-1), 1 - sparsity

@@ -99,12 +99,12 @@ def _parts(index: Any, shape: Shape) -> list[slice]:
     entries = list(index) if isinstance(index, tuple) else [index]
     dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
     if len(dots) > 1:
-        raise IndexError("the index must have one ellipsis at most, got 2 or more")
+        raise IndexError("the index must have at most one ellipsis, got 2 or more")
     if len(entries) > len(shape) + len(dots):
         raise IndexError(f"the index must be {_INDEX}, got {len(entries)} entries")
     if len(entries) < len(shape) and not dots:
         raise ValueError(
-            f"the index must be {_INDEX}, got {len(entries)} of them; write ... for those missing"
+            f"the index must be {_INDEX}, got {len(entries)} entries; write ... for the missing ones"
         )
     if dots:
         entries[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
@@ -227,7 +227,7 @@ def _joined_labels(left: State, right: State, in_order: bool) -> Labels:
 
 def _held_segments(state: State) -> tuple[Ids, Ids]:
     if not (state.labels.complete or state.segment_based):
-        raise ValueError("within_segments must be False for a mask that holds no segment ids, got True")
+        raise ValueError("within_segments must be False for a mask without segment ids, got True")
     return segment_ids(state)
 
 
@@ -518,7 +518,7 @@ def kv_lengths(state: State, kv_lengths: ArrayLike, q_len: int | None, sliding_w
     lengths = per_row(kv_lengths, "kv_lengths", batch, 0)
     kept_queries = queries if q_len is None else integer(q_len, "q_len", 0)
     if kept_queries > queries:
-        raise ValueError(f"q_len must be at most {queries}, as many queries as there are, got {kept_queries}")
+        raise ValueError(f"q_len must be at most {queries}, the number of queries, got {kept_queries}")
     kept_keys = keys if sliding_window is None else min(integer(sliding_window, "sliding_window", 0), keys)
     state = _with_terms(state, first_keys(lengths), "and")
     if (kept_queries, kept_keys) == (queries, keys):

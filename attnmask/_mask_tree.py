@@ -67,9 +67,9 @@ def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...
     """What `restore` takes, not looked at yet; what is an array may not change until then."""
     for name, given, least in (("aux_data", aux_data, _AUX), ("children", children, _LEAVES)):
         if not isinstance(given, (tuple, list)):
-            raise TypeError(f"{name} must be a tuple as of tree_flatten, got {describe(given)}")
+            raise TypeError(f"{name} must be a tuple from tree_flatten, got {describe(given)}")
         if len(given) < least:
-            raise ValueError(f"{name} must be of {least} entries as of tree_flatten, got {len(given)}")
+            raise ValueError(f"{name} must be of {least} entries from tree_flatten, got {len(given)}")
     return aux_data, tuple(map(_kept, children))
 
 

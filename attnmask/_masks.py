@@ -1,7 +1,7 @@
-"""From one description of a mask to another: arrays, segment ids, and ranges of tokens.
+"""Convert between masks, segment ids, ``cu_seqlens`` and ranges of tokens.
 
-A **mask** says which query may attend to which key. **Segment ids** say it for packed sequences: a pair is live where
-the two ids are equal and not negative. ::
+A **mask** says which query may attend to which key. **Segment ids** say it for packed sequences: a pair is allowed if
+both ids are equal and not negative. ::
 
                                k ids  0 0 0 1 1 -1
     mask_to_segment_ids      q ids
@@ -10,20 +10,20 @@ the two ids are equal and not negative. ::
                                1      . . . # # .
                               -1      . . . . . .
 
-A batch that is padded needs less: where the tokens of each row begin and end. That is the **pair form**, which the
-functions here take and give under the name ``cu_seqlens``, as ejKernel does. It is not the ordinary form, which the
-`prepare_*` functions take, and in which sequences lie end to end::
+A padded batch needs less: where the tokens of each row start and end. This is the **pair form**, which the functions
+here take and return under the name ``cu_seqlens``, like ejKernel. The `prepare_*` functions take the ordinary form, in
+which sequences lie end to end::
 
     row 0   . . # # # .                        one row    a a a b b
     row 1   # # . . . .
 
     pairs        [2, 5, 0, 2]                  cu_seqlens [0, 3, 5]
-                  start, end of each row                   lengths summed up from zero
+                  start, end of each row                   running sum of the lengths
 
                       pairs_to_cu_seqlens([2, 5, 0, 2]) = [0, 3, 5]
                       cu_seqlens_to_pairs([0, 3, 5]) = [0, 3, 3, 5]
 
-Packing drops the padding, so the first of these forgets where rows began, and the second gives the places in the
+Packing drops the padding. So the first of these loses where the rows began, and the second returns positions in the
 packed row.
 """
 
@@ -42,10 +42,10 @@ from attnmask._debug import traced
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool = False, strict: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Number the queries, and the keys, by what they attend to.
+    """Return segment ids for queries and keys by what they attend to.
 
-    Queries whose rows of the mask are equal get the same id, and so do keys whose columns are. Each side counts from
-    0 in the order in which its ids first occur. What has no live pair is padding, -1. ::
+    Queries with equal mask rows get the same id, and so do keys with equal columns. Each side counts from 0 in order of
+    first appearance. Rows and columns without an allowed pair are padding, -1. ::
 
         k ids    0 0 1 -1 1
         q ids
@@ -57,27 +57,27 @@ def mask_to_segment_ids(
     Parameters
     ----------
     mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K]
-        bool, or numbers of which the non-zero ones are live. Read in place.
+        bool, or numbers; nonzero means allowed. Read in place.
     per_head : bool
-        Give each head of a 4-D mask its own ids. Otherwise those of the first head stand for all.
+        Return ids per head of a 4-D mask. Otherwise the first head's ids stand for all.
     strict : bool
-        Raise ValueError if the ids do not give the mask back, in every head: equal and valid ids where it is live, and
-        only there. They do so for packed sequences, and not for a causal mask, say.
+        Raise ValueError if the ids do not reproduce the mask in every head: ids equal and valid exactly where it
+        allows. They do for packed sequences, but not for a causal mask.
 
     Returns
     -------
     q_segment_ids, kv_segment_ids : ndarray of int32
-        Of shapes ``[Q]`` and ``[K]``, ``[B, Q]`` and ``[B, K]``, or with `per_head` ``[B, H, Q]`` and ``[B, H, K]``.
+        Shapes ``[Q]`` and ``[K]``, ``[B, Q]`` and ``[B, K]``, or with `per_head` ``[B, H, Q]`` and ``[B, H, K]``.
 
     See Also
     --------
-    segment_ids_to_mask : the way back.
-    attention_mask_to_padding_segment_ids : only tells padding from the rest, and is faster.
+    segment_ids_to_mask : the inverse.
+    attention_mask_to_padding_segment_ids : only finds padding, and is faster.
 
     Notes
     -----
-    Rows are compared, not only their hashes: different rows never share an id. Time is proportional to the size of
-    the mask, and memory to its sides.
+    Rows themselves are compared, not only their hashes: different rows never share an id. Time is proportional to the
+    size of the mask, memory to its sides.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def _equal_pairs(
     dtype: DTypeLike,
     out: NDArray[Any] | None,
 ) -> NDArray[Any]:
-    """The mask of ids that were checked one by one."""
+    """Return the mask of ids that were checked one by one."""
     batch, other_batch = len(q_ids), len(kv_ids)
     heads = {ids.shape[1] for ids in (q_ids, kv_ids) if ids.ndim == 3}
     if batch != other_batch or len(heads) > 1:
@@ -136,30 +136,29 @@ def segment_ids_to_mask(
     return_separate_masks: bool = False,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The mask in which tokens attend to those with the same segment id.
+    """Return the mask in which tokens attend to tokens with the same segment id.
 
     Parameters
     ----------
     segment_ids : array_like of integers, or a tuple of two
-        Shape ``[B, T]`` or ``[B, H, T]``, for queries and keys alike; or a tuple of one such array for the queries and
-        one for the keys. A negative id is padding, which neither attends nor is attended to.
+        Shape ``[B, T]`` or ``[B, H, T]`` for both queries and keys, or a tuple of one such array for each. A negative
+        id is padding, which neither attends nor is attended to.
     dtype : dtype
-        Of the mask: bool, or a type of numbers, where live pairs are 1.
+        dtype of the mask: bool, or a number type, in which allowed pairs are 1.
     return_separate_masks : bool
-        Return which queries and which keys are not padding, too.
+        Also return which queries and which keys are not padding.
     out : ndarray, optional
-        Takes the mask, and is returned. Of the mask's shape and type, sharing no memory with the ids.
+        Write the mask here, and return it. It must have the mask's shape and type, and share no memory with the ids.
 
     Returns
     -------
     ndarray, shape [B, 1, Q, K] or [B, H, Q, K]
-        Or with `return_separate_masks` the tuple ``(q_mask, kv_mask, mask)``, where the first two have the shapes of
-        the ids.
+        With `return_separate_masks`, the tuple ``(q_mask, kv_mask, mask)``; the first two have the shapes of the ids.
 
     See Also
     --------
-    mask_to_segment_ids : the way back.
-    MaskInfo.from_segments : the same mask, not written out.
+    mask_to_segment_ids : the inverse.
+    MaskInfo.from_segments : the same mask as a description.
 
     Examples
     --------
@@ -200,29 +199,30 @@ def segment_ids_to_qkv_masks(
     dtype: DTypeLike = np.bool_,
     out: NDArray[Any] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Which queries and which keys are not padding, and the mask between them.
+    """Return which queries and which keys are not padding, and the mask between them.
 
     Parameters
     ----------
     q_segment_ids : array_like of integers, shape [B, Q] or [B, H, Q]
         A negative id is padding.
     kv_segment_ids : array_like of integers, shape [B, K] or [B, H, K], optional
-        As for the queries if not given.
+        Defaults to those of the queries.
     dtype : dtype
-        Of all three masks: bool, or a type of numbers, where 1 says yes.
+        dtype of all three masks: bool, or a number type of zeros and ones.
     out : ndarray, optional
-        Takes the attention mask, and is returned as such. Of its shape and type, sharing no memory with the ids.
+        Write the attention mask here, and return it. It must have the mask's shape and type, and share no memory with
+        the ids.
 
     Returns
     -------
     q_mask : ndarray, shape of `q_segment_ids`
     kv_mask : ndarray, shape of `kv_segment_ids`
     attention_mask : ndarray, shape [B, 1, Q, K] or [B, H, Q, K]
-        As of `segment_ids_to_mask`.
+        As in `segment_ids_to_mask`.
 
     See Also
     --------
-    MaskInfo.get_qkv_masks : the same of a mask that is a description.
+    MaskInfo.get_qkv_masks : the same for a `MaskInfo`.
 
     Examples
     --------
@@ -245,9 +245,9 @@ def segment_ids_to_qkv_masks(
 def attention_mask_to_padding_segment_ids(
     attention_mask: ArrayLike,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Tell the tokens that take part in a mask from padding.
+    """Return segment ids that separate tokens from padding: 0 and -1.
 
-    A query takes part if it attends to any key, and a key if any query attends to it, in any head. ::
+    A query is a token if it attends to any key, and a key if any query attends to it, in any head. ::
 
         k ids    0 0 0 -1
         q ids
@@ -258,18 +258,18 @@ def attention_mask_to_padding_segment_ids(
     Parameters
     ----------
     attention_mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K]
-        bool, or numbers of which the non-zero ones are live. Read in place.
+        bool, or numbers; nonzero means allowed. Read in place.
 
     Returns
     -------
     q_segment_ids : ndarray of int32, shape [B, Q]
-        0 for queries that take part, and -1 for the others. B is 1 for a 2-D mask.
+        0 for tokens, -1 for padding. B is 1 for a 2-D mask.
     kv_segment_ids : ndarray of int32, shape [B, K]
         The same for keys.
 
     See Also
     --------
-    mask_to_segment_ids : tells segments from each other, too.
+    mask_to_segment_ids : also separates segments from each other.
 
     Examples
     --------
@@ -284,28 +284,28 @@ def attention_mask_to_padding_segment_ids(
 def qkv_masks_to_cu_seqlens(
     q_mask: ArrayLike, kv_mask: ArrayLike | None = None, *, out_dtype: DTypeLike = np.int32
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Where the tokens of each row begin and end, in pair form.
+    """Return where the tokens of each row start and end, in pair form.
 
     Parameters
     ----------
     q_mask : array_like, shape [B, Q]
-        bool, or numbers of which the non-zero ones are tokens. Read in place.
+        bool, or numbers; nonzero marks a token. Read in place.
     kv_mask : array_like, shape [B, K], optional
-        As for the queries if not given.
+        Defaults to those of the queries.
     out_dtype : dtype
-        An integer type. OverflowError if an end does not fit it.
+        An integer type. OverflowError if an end does not fit.
 
     Returns
     -------
     cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
-        ``[start0, end0, start1, end1, …]``: the first token of a row, and one more than its last; 0 and 0 for a row
-        without tokens. What is masked between them counts as part of the row.
+        ``[start0, end0, start1, end1, …]``: the first token of a row, and one past its last; 0 and 0 for a row without
+        tokens. Masked positions in between count as part of the row.
 
     See Also
     --------
-    qkv_cu_seqlens_to_qkv_masks : the way back.
-    pairs_to_cu_seqlens : lengths summed up, of the result.
-    prepare_cu_seqlens_from_mask : these at once.
+    qkv_cu_seqlens_to_qkv_masks : the inverse.
+    pairs_to_cu_seqlens : turn the result into ordinary ``cu_seqlens``.
+    prepare_cu_seqlens_from_mask : both steps at once.
 
     Examples
     --------
@@ -324,9 +324,9 @@ def attention_mask_to_qkv_cu_seqlens(
     reduce_heads: Literal["any", "all", "first"] = "any",
     out_dtype: DTypeLike = np.int32,
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Where the queries and keys that take part in a mask begin and end, in pair form.
+    """Return where the queries and keys of a mask start and end, in pair form.
 
-    For a mask that is a rectangle in each row of the batch, as padding makes it, this tells it all. ::
+    If the mask is one rectangle per batch row, as with padding, this describes it completely. ::
 
           . . . . .
           . # # # .       queries [1, 3), keys [1, 4)
@@ -335,20 +335,20 @@ def attention_mask_to_qkv_cu_seqlens(
     Parameters
     ----------
     attention_mask : array_like, shape [B, T], [B, Q, K] or [B, H, Q, K]
-        bool, or numbers of which the non-zero ones are live. A 2-D mask is one of tokens, queries and keys alike.
+        bool, or numbers; nonzero means allowed. A 2-D mask marks tokens, for both queries and keys.
     reduce_heads : {"any", "all", "first"}
-        A pair counts if it is live in any head, in all, or in the first.
+        Count a pair if any head allows it, all heads do, or the first does.
     out_dtype : dtype
-        An integer type. OverflowError if an end does not fit it.
+        An integer type. OverflowError if an end does not fit.
 
     Returns
     -------
     cu_seqlens_q, cu_seqlens_kv : ndarray, shape [2 B]
-        ``[start0, end0, start1, end1, …]``, 0 and 0 for a row of the batch without a live pair.
+        ``[start0, end0, start1, end1, …]``; 0 and 0 for a fully masked batch row.
 
     See Also
     --------
-    qkv_cu_seqlens_to_attention_mask : the way back.
+    qkv_cu_seqlens_to_attention_mask : the inverse.
 
     Examples
     --------
@@ -368,19 +368,19 @@ def cu_seqlens_to_mask(
     dtype: DTypeLike = np.bool_,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """The mask of the tokens in ranges that are given in pair form.
+    """Return the token mask of ranges in pair form.
 
     Parameters
     ----------
     cu_seqlens : array_like of integers, shape [2 B]
-        ``[start0, end0, start1, end1, …]``. A range whose end is not above its start is empty; one that leaves the row
-        is cut off.
+        ``[start0, end0, start1, end1, …]``. A range is empty if its end is not above its start, and is clipped to the
+        row.
     max_len : int
-        Tokens a row.
+        Tokens per row.
     dtype : dtype
-        Of the mask: bool, or a type of numbers, where tokens are 1.
+        dtype of the mask: bool, or a number type, in which tokens are 1.
     out : ndarray, optional
-        Takes the mask, and is returned. Of its shape and type, sharing no memory with `cu_seqlens`.
+        Write the mask here, and return it. It must have its shape and type, and share no memory with `cu_seqlens`.
 
     Returns
     -------
@@ -388,7 +388,7 @@ def cu_seqlens_to_mask(
 
     See Also
     --------
-    qkv_masks_to_cu_seqlens : the way back.
+    qkv_masks_to_cu_seqlens : the inverse.
 
     Examples
     --------
@@ -409,20 +409,20 @@ def qkv_cu_seqlens_to_qkv_masks(
     max_kv_len: SupportsIndex | None = None,
     dtype: DTypeLike = np.bool_,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The masks of the queries and of the keys in ranges that are given in pair form.
+    """Return the token masks of queries and keys, from ranges in pair form.
 
     Parameters
     ----------
     cu_seqlens_q : array_like of integers, shape [2 B]
-        ``[start0, end0, start1, end1, …]``, as of `cu_seqlens_to_mask`.
+        ``[start0, end0, start1, end1, …]``, as in `cu_seqlens_to_mask`.
     max_q_len : int
-        Queries a row.
+        Queries per row.
     cu_seqlens_kv : array_like of integers, shape [2 B], optional
-        Ranges of keys; those of the queries if not given.
+        Ranges of keys; default to those of the queries.
     max_kv_len : int, optional
-        Keys a row; as many as queries if not given.
+        Keys per row; defaults to the number of queries.
     dtype : dtype
-        Of the masks: bool, or a type of numbers, where tokens are 1.
+        dtype of the masks: bool, or a number type, in which tokens are 1.
 
     Returns
     -------
@@ -431,7 +431,7 @@ def qkv_cu_seqlens_to_qkv_masks(
 
     See Also
     --------
-    qkv_masks_to_cu_seqlens : the way back.
+    qkv_masks_to_cu_seqlens : the inverse.
 
     Examples
     --------
@@ -453,22 +453,22 @@ def qkv_cu_seqlens_to_attention_mask(
     dtype: DTypeLike = np.bool_,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """The mask in which the queries of a range attend to the keys of one, given in pair form.
+    """Return the mask in which each row's queries attend to its keys, from ranges in pair form.
 
     Parameters
     ----------
     cu_seqlens_q : array_like of integers, shape [2 B]
-        ``[start0, end0, start1, end1, …]``, as of `cu_seqlens_to_mask`.
+        ``[start0, end0, start1, end1, …]``, as in `cu_seqlens_to_mask`.
     max_q_len : int
-        Queries a row.
+        Queries per row.
     cu_seqlens_kv : array_like of integers, shape [2 B], optional
-        Ranges of keys; those of the queries if not given.
+        Ranges of keys; default to those of the queries.
     max_kv_len : int, optional
-        Keys a row; as many as queries if not given.
+        Keys per row; defaults to the number of queries.
     dtype : dtype
-        Of the mask: bool, or a type of numbers, where live pairs are 1.
+        dtype of the mask: bool, or a number type, in which allowed pairs are 1.
     out : ndarray, optional
-        Takes the mask, and is returned. Of its shape and type, sharing no memory with the ranges.
+        Write the mask here, and return it. It must have its shape and type, and share no memory with the ranges.
 
     Returns
     -------
@@ -476,8 +476,8 @@ def qkv_cu_seqlens_to_attention_mask(
 
     See Also
     --------
-    attention_mask_to_qkv_cu_seqlens : the way back.
-    MaskInfo.from_cu_seqlens : the same mask, not written out.
+    attention_mask_to_qkv_cu_seqlens : the inverse.
+    MaskInfo.from_cu_seqlens : the same mask as a description.
 
     Examples
     --------
@@ -505,22 +505,22 @@ def _keys_like_queries(
 
 @traced
 def pairs_to_cu_seqlens(pairs: ArrayLike) -> NDArray[np.integer]:
-    """From the pair form to ordinary ``cu_seqlens``: where the rows begin once their tokens are packed.
+    """Convert the pair form to ordinary ``cu_seqlens``: where rows start once their tokens are packed.
 
     Parameters
     ----------
     pairs : array_like of integers, shape [2 B]
-        ``[start0, end0, start1, end1, …]``. A range whose end is not above its start is empty, and what lies before
+        ``[start0, end0, start1, end1, …]``. A range is empty if its end is not above its start; whatever lies before
         token 0 does not count.
 
     Returns
     -------
     ndarray, shape [B + 1]
-        Of the type of `pairs`. OverflowError if the total does not fit it, or a number does not fit int64.
+        Same type as `pairs`. OverflowError if the total does not fit it, or a number does not fit int64.
 
     See Also
     --------
-    cu_seqlens_to_pairs : from ordinary ``cu_seqlens``.
+    cu_seqlens_to_pairs : the inverse.
 
     Examples
     --------
@@ -533,7 +533,7 @@ def pairs_to_cu_seqlens(pairs: ArrayLike) -> NDArray[np.integer]:
 
 @traced
 def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
-    """From ordinary ``cu_seqlens`` to the pair form: start and end of each sequence in the packed row.
+    """Convert ordinary ``cu_seqlens`` to the pair form: start and end of each sequence in the packed row.
 
     Parameters
     ----------
@@ -543,11 +543,11 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     Returns
     -------
     ndarray, shape [2 sequences]
-        Of the type of `cu_seqlens`.
+        Same type as `cu_seqlens`.
 
     See Also
     --------
-    pairs_to_cu_seqlens : to ordinary ``cu_seqlens``.
+    pairs_to_cu_seqlens : the inverse.
 
     Examples
     --------
@@ -562,9 +562,9 @@ def cu_seqlens_to_pairs(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 def segment_ids_to_cu_seqlens(
     segment_ids: ArrayLike, out_dtype: DTypeLike = np.int32, max_segments: SupportsIndex | None = 128
 ) -> NDArray[np.integer]:
-    """How many tokens each segment has, summed up from zero.
+    """Return the running sum of the segments' lengths.
 
-    An id is an index: it has its place even if ids below it are not used. ::
+    An id is an index: it keeps its place even if smaller ids are unused. ::
 
         segment_ids    0 0 0 2 2 -1
         tokens of      0 1 2 3 …
@@ -576,9 +576,9 @@ def segment_ids_to_cu_seqlens(
     segment_ids : array_like of integers, shape [T], [B, T] or [B, H, T]
         Counted over all axes. A negative id is padding. Read in place.
     out_dtype : dtype
-        An integer type. OverflowError if the total does not fit it.
+        An integer type. OverflowError if the total does not fit.
     max_segments : int, optional
-        Ids must be below it. None for one more than the largest id.
+        Ids must be below this. None means the largest id plus one.
 
     Returns
     -------
@@ -586,7 +586,7 @@ def segment_ids_to_cu_seqlens(
 
     See Also
     --------
-    prepare_sequence_ids : the way back, of sequences end to end.
+    prepare_sequence_ids : the inverse, for sequences end to end.
 
     Examples
     --------
@@ -599,14 +599,14 @@ def segment_ids_to_cu_seqlens(
 
 @traced
 def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsIndex = -1) -> NDArray[np.int32]:
-    """The place of every token in its run of equal segment ids.
+    """Return the position of each token within its run of equal segment ids.
 
     Parameters
     ----------
     segment_ids : array_like of integers, shape [B, T] or [B, H, T]
-        A negative id is padding. An id that comes back after another one, or after padding, counts from 0 again.
+        A negative id is padding. An id that returns after another one, or after padding, counts from 0 again.
     pad_value : int
-        For padding.
+        The value for padding.
 
     Returns
     -------
@@ -614,7 +614,7 @@ def positions_from_segment_ids(segment_ids: ArrayLike, *, pad_value: SupportsInd
 
     See Also
     --------
-    prepare_position_ids : the same by ``cu_seqlens``.
+    prepare_position_ids : the same from ``cu_seqlens``.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Facts about packed sequences: several sequences laid end to end in one row of tokens.
+"""Lengths, positions and chunks of packed sequences: several sequences laid end to end in one row of tokens.
 
-Where they begin and end is told by ``cu_seqlens``, the lengths summed up from zero::
+``cu_seqlens``, the running sum of their lengths, says where they start and end::
 
     tokens       a b c d e f g h i        three sequences: abc, de, fghi
     lengths      3     2   4
@@ -9,7 +9,7 @@ Where they begin and end is told by ``cu_seqlens``, the lengths summed up from z
     positions    0 1 2 0 1 0 1 2 3        prepare_position_ids
     sequences    0 0 0 1 1 2 2 2 2        prepare_sequence_ids
 
-A sequence may be empty; it keeps its number. Results have the integer type of ``cu_seqlens``.
+An empty sequence keeps its number. Results have the integer type of ``cu_seqlens``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def cdiv(a: Any, b: Any) -> Any:
     Returns
     -------
     int or ndarray
-        An int of any size for two ints. Else an array, of the type that NumPy would give the pair. Nothing overflows
-        on the way.
+        An int of any size for two ints, otherwise an array of the type that NumPy gives the pair. Nothing overflows on
+        the way.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def cdiv(a: Any, b: Any) -> Any:
 
 
 def prepare_lens(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
-    """Lengths of the sequences.
+    """Return the lengths of the sequences.
 
     Parameters
     ----------
@@ -92,12 +92,12 @@ def prepare_lens(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 
 
 def prepare_lens_from_mask(mask: ArrayLike) -> NDArray[np.int32]:
-    """How many tokens of each row are kept by a padding mask.
+    """Return the number of tokens that a padding mask keeps in each row.
 
     Parameters
     ----------
     mask : array_like, shape [batch, length]
-        bool, or numbers of which the non-zero ones count. Read in place.
+        bool, or numbers; nonzero marks a token. Read in place.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def prepare_lens_from_mask(mask: ArrayLike) -> NDArray[np.int32]:
 
     See Also
     --------
-    prepare_cu_seqlens_from_mask : these lengths summed up.
+    prepare_cu_seqlens_from_mask : the running sum of these lengths.
 
     Examples
     --------
@@ -117,12 +117,12 @@ def prepare_lens_from_mask(mask: ArrayLike) -> NDArray[np.int32]:
 
 
 def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = np.int32) -> NDArray[np.integer]:
-    """Where the rows of a padded batch begin once their padding is taken out and they are packed.
+    """Return where the rows of a padded batch start once they are packed without padding.
 
     Parameters
     ----------
     mask : array_like, shape [batch, length]
-        bool, or numbers of which the non-zero ones count. Read in place.
+        bool, or numbers; nonzero marks a token. Read in place.
     out_dtype : dtype
         An integer type. OverflowError if the total does not fit it.
 
@@ -144,7 +144,7 @@ def prepare_cu_seqlens_from_mask(mask: ArrayLike, out_dtype: DTypeLike = np.int3
 
 
 def prepare_position_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
-    """The place of every token in its own sequence, from 0.
+    """Return the position of each token in its own sequence, from 0.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def prepare_position_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 
     See Also
     --------
-    positions_from_segment_ids : the same by segment ids.
+    positions_from_segment_ids : the same from segment ids.
 
     Examples
     --------
@@ -169,13 +169,13 @@ def prepare_position_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 
 
 def prepare_sequence_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
-    """The number of the sequence that every token belongs to.
+    """Return the number of the sequence that each token belongs to.
 
     Parameters
     ----------
     cu_seqlens : array_like of integers, shape [sequences + 1]
-        Starts at 0 and never decreases. Sequence ``i`` is the one from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``,
-        counted also when it or one before it is empty.
+        Starts at 0 and never decreases. Sequence ``i`` runs from ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``; empty
+        sequences are counted.
 
     Returns
     -------
@@ -196,7 +196,7 @@ def prepare_sequence_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 
 
 def prepare_token_indices(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
-    """The number of its sequence and the place in it, for every token.
+    """Return the sequence number and the position in it, for each token.
 
     Parameters
     ----------
@@ -206,11 +206,11 @@ def prepare_token_indices(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
     Returns
     -------
     ndarray, shape [tokens, 2]
-        Columns as of `prepare_sequence_ids` and `prepare_position_ids`.
+        Columns as in `prepare_sequence_ids` and `prepare_position_ids`.
 
     See Also
     --------
-    prepare_chunk_indices : the same of chunks.
+    prepare_chunk_indices : the same for chunks.
 
     Examples
     --------
@@ -222,16 +222,16 @@ def prepare_token_indices(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 
 
 def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.integer]:
-    """The number of its sequence and the place in it, for every chunk.
+    """Return the sequence number and the position in it, for each chunk.
 
-    Each sequence is cut into chunks of `chunk_size` tokens from its start; its last one may be shorter.
+    Each sequence is cut into chunks of `chunk_size` tokens from its start; its last chunk may be shorter.
 
     Parameters
     ----------
     cu_seqlens : array_like of integers, shape [sequences + 1]
         Starts at 0 and never decreases.
     chunk_size : int
-        Tokens a chunk, at least 1.
+        Tokens per chunk, at least 1.
 
     Returns
     -------
@@ -239,7 +239,7 @@ def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
 
     See Also
     --------
-    prepare_chunk_offsets : where the chunks of each sequence begin.
+    prepare_chunk_offsets : where the chunks of each sequence start.
 
     Examples
     --------
@@ -251,14 +251,14 @@ def prepare_chunk_indices(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
 
 
 def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.integer]:
-    """How many chunks lie before each sequence, and in all.
+    """Return the number of chunks before each sequence, and the total.
 
     Parameters
     ----------
     cu_seqlens : array_like of integers, shape [sequences + 1]
         Starts at 0 and never decreases.
     chunk_size : int
-        Tokens a chunk, at least 1.
+        Tokens per chunk, at least 1.
 
     Returns
     -------
@@ -267,7 +267,7 @@ def prepare_chunk_offsets(cu_seqlens: ArrayLike, chunk_size: int) -> NDArray[np.
 
     See Also
     --------
-    prepare_chunk_indices : the number of its sequence for each chunk.
+    prepare_chunk_indices : the sequence number of each chunk.
 
     Examples
     --------
@@ -305,17 +305,17 @@ class _IdentityDtypeConvert(Generic[_T]):
 
 
 def identity_dtype_convert(dtype: DTypeLike) -> _IdentityDtypeConvert[Any]:
-    """A function that changes nothing on the way forward, and the type of the gradient on the way back.
+    """Return a function that leaves its input alone and casts the gradient to `dtype`.
 
     Parameters
     ----------
     dtype : dtype
-        Of the gradient.
+        dtype of the gradient.
 
     Returns
     -------
     callable
-        ``f(x)`` is `x`. ``f.vjp(x)`` is `x` and a pullback, which casts its argument to `dtype`.
+        ``f(x)`` returns `x`. ``f.vjp(x)`` returns `x` and a pullback that casts its argument to `dtype`.
 
     Examples
     --------

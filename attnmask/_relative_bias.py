@@ -1,4 +1,4 @@
-"""Relative biases from the tables of T5, whose rows are buckets of distances."""
+"""Relative biases from T5's tables, whose rows are buckets of distances."""
 
 from __future__ import annotations
 
@@ -53,30 +53,30 @@ def _buckets_and_low(
 def t5_relative_bias(
     table: ArrayLike, q_len: int, kv_len: int, *, bidirectional: bool = True, max_distance: int = 128
 ) -> tuple[NDArray[Any], int]:
-    """The bias of T5 as `relative_bias` and `relative_low` of `flash_attention`.
+    """Return T5's bias as `relative_bias` and `relative_low` for `flash_attention`.
 
-    T5 learns a number for each head and bucket. A bucket is one distance between query and key, or several: the
+    T5 learns one number per head and bucket. A bucket covers one distance between query and key, or several: the
     farther, the more. The bias of a pair is that of its distance's bucket.
 
     Parameters
     ----------
     table : array_like, shape [buckets, H]
-        The weights of ``relative_attention_bias``, floating-point numbers.
+        The weights of ``relative_attention_bias``, floating-point.
     q_len, kv_len : int
     bidirectional : bool
-        Tell keys behind the query from those before it, as encoders do. Decoders do not.
+        Distinguish keys after the query from keys before it, as encoders do and decoders do not.
     max_distance : int
-        From here on all distances are in one bucket.
+        All distances from here on share one bucket.
 
     Returns
     -------
     relative_bias : ndarray, shape [H, L]
     relative_low : int
-        The distance from a query to a key that ``relative_bias[:, 0]`` is for.
+        The distance from query to key that ``relative_bias[:, 0]`` applies to.
 
     See Also
     --------
-    t5_relative_bias_vjp : the same with its gradient
+    t5_relative_bias_vjp : also return the gradient.
 
     Examples
     --------
@@ -96,19 +96,19 @@ def t5_relative_bias(
 def t5_relative_bias_vjp(
     table: ArrayLike, q_len: int, kv_len: int, *, bidirectional: bool = True, max_distance: int = 128
 ) -> tuple[tuple[NDArray[Any], int], Callable[[ArrayLike], NDArray[Any]]]:
-    """`t5_relative_bias` and its gradient.
+    """Return `t5_relative_bias` and its gradient function.
 
     Parameters
     ----------
     table, q_len, kv_len, bidirectional, max_distance
-        As of `t5_relative_bias`.
+        As in `t5_relative_bias`.
 
     Returns
     -------
     relative_bias : tuple of ndarray and int
         What `t5_relative_bias` returns.
     vjp : callable
-        It takes the gradient of ``relative_bias``, shape [H, L], and returns that of `table`.
+        Maps the gradient of ``relative_bias``, shape [H, L], to that of `table`.
 
     Examples
     --------

@@ -1,34 +1,34 @@
-"""Attention over a sequence that several processes share: who computes what, and who sends which keys to whom.
+"""Attention over a sequence shared by several processes: who computes what, and who sends which keys to whom.
 
 The path of one call, on each of W processes::
 
-    arguments, a plan of shards              the same on each process
+    arguments, shard plan                    the same on each process
       ▼
-    Ring          for any two processes the rectangles of pairs, of the queries of one and the keys of the other, in
-      │           which something may be live: chunk by chunk, narrowed to what the diagonal, the window, the
-      │           documents and the mask leave. No process asks another for it.
+    Ring          for any two processes, the rectangles of pairs (queries of one, keys of the other) in which
+      │           something may be live: chunk by chunk, narrowed by the diagonal, the window, the documents and
+      │           the mask. No process has to ask another.
       ▼
-    W rounds      in round d process r computes with the keys of process r - d, of which it has those that its queries
-      │           see, and sends its own to process r + d; both while the rounds before are computed.
+    W rounds      in round d, process r computes with those keys of process r - d that its queries see, and sends
+      │           its own to process r + d; messages travel while earlier rounds are computed.
       ▼
-    calls         the rectangles of a round as few calls of `flash_attention`: as packed sequences, each with its own
-      │           offset of the diagonal, or one by one as slices of a mask
+    calls         the rectangles of a round in few calls of `flash_attention`: as packed sequences, each with its
+      │           own diagonal offset, or one by one as slices of a mask
       ▼
-    merged        the results of calls by their logsumexp, which begins as that of the sinks
+    merge         the results of the calls by their logsumexp, which starts as that of the sinks
 
-Backward goes the same rounds. It takes the merged result and logsumexp, which make the gradients of each rectangle
-their parts of those of the whole. The gradients of keys and values go back to the process that the keys came from,
-while the next round is computed, and are added up there in the order of the rounds.
+Backward runs the same rounds. From the merged result and logsumexp, the gradients of each rectangle come out as its
+share of the whole. The gradients of keys and values return to the process that the keys came from, while the next round
+is computed, and are summed there in the order of the rounds.
 
-In PyTorch a round is cut into parts, of few heads and, where there are not enough heads, of some keys. Less is received
-at a time, and fewer results are there before they are added up. A call with few keys takes a tenth longer, one with few
-heads does not. All processes have as many parts, as each waits for the other before the next one.
+In PyTorch a round is cut into parts of few heads and, if there are not enough heads, of some keys. This bounds what is
+received at a time, and how many results wait to be summed. A call with few keys takes 10 % longer; one with few heads
+does not. All processes have the same number of parts, because each waits for the other before the next one.
 
-Two designs were weighed. In a ring of whole shards each process hands on to its neighbour what it got from the other
-one, and gradients go around with the keys. What nobody needs any more goes on all the same, unless everybody knows what
-is needed further on, and a window or documents save little. Here keys go straight from their owner to those who see
-them. Over a switch that takes the same time where everything is live, it is no more code, and only what is live is ever
-sent: under a causal mask with zigzag shards a quarter less, under a window only its edges, of whole documents nothing.
+Two designs were considered. In a ring of whole shards, each process passes on to its neighbour what it got from the
+other, and gradients travel with the keys. Keys that nobody needs any more travel on, unless everybody knows what is
+needed later, and a window or documents save little. Here, keys go straight from their owner to those who see them. Over
+a switch this takes the same time for a full mask and no more code, and only what is live is ever sent: under a causal
+mask with zigzag shards 25 % less, under a window only its edges, of whole documents nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ Table = NDArray[np.int64]
 
 
 class Conditions(NamedTuple):
-    """What makes a pair of tokens live, but for the mask."""
+    """What makes a pair of tokens live, apart from the mask."""
 
     low: int | None  # limits of k - q, None for none
     high: int | None
@@ -56,7 +56,7 @@ class Conditions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of attention: tokens of the process, tokens among the keys of the round, and more arguments."""
+    """One attention call: tokens of the process, tokens among the round's keys, and further arguments."""
 
     queries: slice
     keys: slice
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     place: tuple[int, int] | None  # of one rectangle, its first query and its first key in the sequence
 
     def in_blocks(self, most: int) -> "Iterator[Call]":
-        """The same as calls of so many queries each, whose results take less memory at a time."""
+        """Yield the same call in parts of at most `most` queries, whose results take less memory at a time."""
         if self.queries.stop - self.queries.start <= most:
             yield self
             return
@@ -95,9 +95,9 @@ class Call(NamedTuple):
 
 
 class Ring:
-    """What each process does, for shards of a sequence and conditions of live pairs.
+    """What each process does, for given shards of a sequence and conditions of live pairs.
 
-    Arguments `queries` and `keys` are the processes that have them; None for keys of all.
+    Arguments `queries` and `keys` are the processes that own them; None for keys of all.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Ring:
         self._rectangles: dict[tuple[int, int | None], Table] = {}
 
     def chunks(self, rank: int | None) -> Table:
-        """The tokens of a process, or of all, as rows of begin, end, document."""
+        """Return the tokens of a process, or of all, as rows of start, end, document."""
         if rank not in self._chunks:
             whole = np.array([[0, self.shards.length]])
             begin, end = (whole if rank is None else self.shards.ranges(rank)).T
@@ -123,7 +123,7 @@ class Ring:
         return self._chunks[rank]
 
     def rectangles(self, queries: int, keys: int | None) -> Table:
-        """What may be live, as rows of begin and end among queries, begin and end among keys; sorted."""
+        """Return what may be live, as sorted rows of query start and end, key start and end."""
         if (queries, keys) not in self._rectangles:
             self._rectangles[queries, keys] = self._narrowed(
                 _of_same_documents(self.chunks(queries), self.chunks(keys))
@@ -145,7 +145,7 @@ class Ring:
         return np.array(live, np.int64).reshape(-1, 4)
 
     def _of_mask(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> tuple[int, ...] | None:
-        """A rectangle without the queries and keys at its edges that have no live pair; None if nothing is left."""
+        """Trim queries and keys without a live pair off a rectangle's edges; None if nothing is left."""
         assert self.mask is not None
         part = self.mask[:, :, q_begin:q_end, k_begin:k_end]
         sides = _core.mask_any(*part._state.described("divide it"))
@@ -160,18 +160,18 @@ class Ring:
         )
 
     def sent(self, queries: int, keys: int) -> Table:
-        """The tokens whose keys and values the one sends the other, as ranges of the sequence."""
+        """Return the tokens whose keys and values one sends the other, as ranges of the sequence."""
         ranges = self.rectangles(queries, keys)[:, 2:]
         return joined_ranges(ranges[np.argsort(ranges[:, 0], kind="stable")])
 
     def sent_places(self, queries: int, keys: int) -> Table:
-        """The same, as ranges of the tokens that the sender has."""
+        """Return the same as ranges of the sender's own tokens."""
         ranges = self.sent(queries, keys)
         begin = _local(self.shards.ranges(keys), ranges[:, 0])
         return joined_ranges(np.stack([begin, begin + ranges[:, 1] - ranges[:, 0]], axis=1))
 
     def live_pairs(self, queries: int, keys: int | None) -> int:
-        """How many pairs are live, of all heads that the mask tells apart."""
+        """Count live pairs over all heads that the mask distinguishes."""
         table = self.rectangles(queries, keys)
         if self.mask is None:
             low, high = self.conditions.low, self.conditions.high
@@ -185,9 +185,9 @@ class Ring:
         return total
 
     def calls(self, queries: int, keys: int, rows: int = 1, part: slice | None = None) -> list[Call]:
-        """What `queries` computes with the keys that it has from `keys`, or with a part of them. They lie one after the
-        other as they were `sent`, its own as it has them. Unless rectangles go one by one, so many batch rows lie one
-        after the other, too.
+        """Return what `queries` computes with the keys it has from `keys`, or with part of them. They lie one after the
+        other as they were `sent`, its own as it has them. Unless rectangles go one by one, `rows` batch rows lie one
+        after the other too.
         """
         table = self.rectangles(queries, keys)
         if not len(table):
@@ -253,7 +253,7 @@ class Ring:
         return Call(slice(*block[:2]), slice(*block[2:]), arguments, row, (q_begin, k_begin))
 
     def _packed(self, blocks: Table, offsets: Table, documents: Table, counts: list[int], rows: int) -> Call:
-        """Blocks, in each row, as packed sequences; between them are some without keys and some without queries."""
+        """Return blocks, in each row, as packed sequences; between them are some without keys or queries."""
         step = np.arange(rows)[:, None, None] * np.repeat(counts, 2)
         q_begin, q_end, k_begin, k_end = (blocks + step).reshape(-1, 4).T
         before = np.append(k_begin[:1], k_end[:-1])
@@ -274,20 +274,20 @@ class Ring:
 
 
 def _counted(first: Table, counts: Table) -> tuple[Table, Table]:
-    """``first[i], first[i] + 1, ...``, as many as `counts` says, and each with its i."""
+    """Return ``first[i], first[i] + 1, ...``, ``counts[i]`` of them, each with its i."""
     which = np.repeat(np.arange(len(first)), counts)
     return which, np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
 def _of_same_documents(queries: Table, keys: Table) -> Table:
-    """Rectangles of all chunks of queries by all chunks of keys of the same document."""
+    """Return rectangles of all query chunks by all key chunks of the same document."""
     first, last = (np.searchsorted(keys[:, 2], queries[:, 2], side) for side in ("left", "right"))
     q, k = _counted(first, last - first)
     return np.concatenate([queries[q, :2], keys[k, :2]], axis=1)
 
 
 def _local(ranges: Table, places: Table) -> Table:
-    """Where the tokens at these places of the sequence lie, if those of `ranges` lie one after the other."""
+    """Return where tokens of the sequence lie if the tokens of `ranges` lie one after the other."""
     lengths = ranges[:, 1] - ranges[:, 0]
     which = np.searchsorted(ranges[:, 0], places, "right") - 1
     local: Table = (np.cumsum(lengths) - lengths)[which] + places - ranges[which, 0]
@@ -295,7 +295,7 @@ def _local(ranges: Table, places: Table) -> Table:
 
 
 def _pairs_up_to(table: Table, limit: int) -> Table:
-    """How many pairs of each rectangle have k - q <= limit: the sum over queries of how many keys are so near."""
+    """Count the pairs of each rectangle with k - q <= limit: sum over queries how many keys are that near."""
     q_begin, q_end, k_begin, k_end = table.T
 
     def sums(first: Table) -> Table:
@@ -311,8 +311,8 @@ def _pairs_up_to(table: Table, limit: int) -> Table:
 def _joined(
     blocks: Table, offsets: Table, documents: Table, full: NDArray[np.bool_]
 ) -> tuple[Table, Table, Table]:
-    """Blocks that are full, and neighbours along one side and equal along the other, as one: first neighbouring
-    queries, then neighbouring keys. The diagonal of a full one is moved out of the way.
+    """Join full blocks that are neighbours along one side and equal along the other: first neighbouring queries, then
+    neighbouring keys. The diagonal of a full one is moved out of the way.
     """
     offsets = np.where(full, blocks[:, 3] - blocks[:, 2], offsets)
     for begin, end, other in ((0, 1, slice(2, 4)), (2, 3, slice(0, 2))):
@@ -335,7 +335,7 @@ def _joined(
 
 
 def _chains(blocks: Table) -> list[Any]:
-    """Blocks as few lists of indices, along each of which both queries and keys go on."""
+    """Group blocks into few lists of indices, along each of which both queries and keys increase."""
     if ((blocks[1:, 0] >= blocks[:-1, 1]) & (blocks[1:, 2] >= blocks[:-1, 3])).all():
         return [slice(None)]
     chains: list[list[int]] = []
@@ -363,7 +363,7 @@ def ring_of(
     mask: MaskInfo | None,
     conditions: Conditions,
 ) -> Ring:
-    """The ring of these arguments. It is kept: that of a mask with the mask."""
+    """Return the ring for these arguments. It is kept, with the mask if there is one."""
     rings: dict[Any, Ring] = _without_mask if mask is None else mask._state.once("rings", dict)
     asked = layout, length, world, None if starts is None else starts.tobytes(), conditions
     ring = rings.get(asked)
@@ -386,10 +386,10 @@ OPTIONS = ("softmax_scale", "logits_soft_cap", "dropout_prob", "dropout_seed", "
 
 
 def check_whole(given: Mapping[str, Any], batch: int) -> None:
-    """Refuse descriptions of the whole sequence that no sequence fits."""
+    """Refuse descriptions that fit no whole sequence."""
     mask = given["attention_mask"]
     if mask is not None and not isinstance(mask, MaskInfo):
-        hint = "; write MaskInfo.from_attention_mask(array) of that of the whole sequence"
+        hint = "; write MaskInfo.from_attention_mask(array) with the mask of the whole sequence"
         raise TypeError(f"attention_mask must be a MaskInfo or None, got {describe(mask)}{hint}")
     if given["cu_seqlens"] is not None and batch != 1:
         raise ValueError(f"query must have batch size 1 with cu_seqlens, got {batch}")
@@ -415,7 +415,7 @@ def _whole_mask(given: Mapping[str, Any], batch: int, heads: int, length: int) -
 
 
 class Described(NamedTuple):
-    """A call of `ring_attention`, as far as it is the same in all processes."""
+    """The part of a `ring_attention` call that is the same in all processes."""
 
     ring: Ring
     options: dict[str, Any]  # more arguments of each call of attention
@@ -425,7 +425,7 @@ class Described(NamedTuple):
 def described(
     given: Mapping[str, Any], shape: tuple[int, int, int], world: int, by_distance: bool
 ) -> Described:
-    """Of the shape [batch, heads, length] of the whole; `by_distance` if logits depend on it by more than slopes."""
+    """Describe a call on the whole [batch, heads, length]; `by_distance` if more than slopes uses distances."""
     batch, heads, length = shape
     starts = None if given["cu_seqlens"] is None else starts_of(given["cu_seqlens"], "cu_seqlens", length)
     mask = _whole_mask(given, *shape)

@@ -9,18 +9,18 @@ __version__: str = _core.config()["version"]
 
 
 def get_num_threads() -> int:
-    """The number of threads that a large call may use.
+    """Return the number of threads that a large call may use.
 
     Returns
     -------
     int
-        What `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS`` asked for, else what OpenMP gives
-        (``OMP_NUM_THREADS``, or the processors that this process may run on); no more than ``OMP_THREAD_LIMIT`` or
-        ``threadpoolctl.threadpool_limits`` allow, and 1 inside of a parallel region of another library.
+        The number set by `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS``, otherwise OpenMP's
+        (``OMP_NUM_THREADS``, or the processors that this process may run on). It is at most what ``OMP_THREAD_LIMIT``
+        and ``threadpoolctl.threadpool_limits`` allow, and 1 inside another library's parallel region.
 
     See Also
     --------
-    set_num_threads : allow more or fewer.
+    set_num_threads : change the number.
 
     Examples
     --------
@@ -32,19 +32,19 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Let large calls use up to `n` threads; small ones stay on the calling thread.
+    """Let large calls use up to `n` threads; small calls stay on the calling thread.
 
-    Results do not depend on it: the same inputs give the same bits for any number of threads. It holds for this
-    library alone, whatever others do with the same OpenMP runtime.
+    Results do not depend on it: the same inputs give the same bits for any number of threads. It applies only to this
+    library, not to others that use the same OpenMP runtime.
 
     Parameters
     ----------
     n : int
-        At least 1. More than 1,024 count as 1,024.
+        At least 1. Values above 1,024 count as 1,024.
 
     See Also
     --------
-    get_num_threads : how many there are now.
+    get_num_threads : return the number.
 
     Examples
     --------
@@ -57,21 +57,21 @@ def set_num_threads(n: int) -> None:
 
 
 def show_config(mode: str = "stdout") -> dict[str, Any] | None:
-    """Print, or return, how the library was built and what it runs on.
+    """Print or return how the library was built and what it runs on.
 
     Parameters
     ----------
     mode : {"stdout", "dict"}
-        Whether to print, or to return a dictionary.
+        Print, or return a dictionary.
 
     Returns
     -------
     dict or None
-        With ``mode="dict"``: ``version``; ``compiler``; ``openmp``, the runtime whose threads are used and its
-        version, ``openmp_library``, its file, and ``openmp_spin``, how long its threads look for work before they sleep
-        (all three None if the compiler had no OpenMP: one thread); ``threads``; ``isa``, the instruction set whose
-        kernels are in use; ``isa_available``, those that this build has and this processor runs, best last. The
-        environment variable ``ATTNMASK_ISA`` chooses one.
+        With ``mode="dict"``: ``version``; ``compiler``; ``openmp``, the OpenMP runtime in use and its version;
+        ``openmp_library``, its file; ``openmp_spin``, how long its idle threads spin before they sleep (these three are
+        None if the compiler had no OpenMP); ``threads``; ``isa``, the instruction set of the kernels in use;
+        ``isa_available``, those that this build has and this processor runs, best last. The environment variable
+        ``ATTNMASK_ISA`` selects one.
 
     Examples
     --------

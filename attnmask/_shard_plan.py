@@ -1,7 +1,7 @@
-"""A sequence divided among processes: which of its tokens each of them has.
+"""Which tokens of a sequence each process has.
 
-A `ShardPlan` says so for every layout: the sequence is cut at `starts` into chunks, and chunk i belongs to process
-``owners[i]``, which keeps its tokens in the order of the sequence::
+A `ShardPlan` describes any layout: the sequence is cut at `starts` into chunks, and chunk i belongs to process
+``owners[i]``, which keeps its tokens in sequence order::
 
     zigzag, 2 processes, 8 tokens      zigzag, 2 processes, cu_seqlens = [0, 4, 12]
 
@@ -35,18 +35,18 @@ def processes(world: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
-    """Which process has which tokens of a sequence: chunks, and whom each belongs to.
+    """Which process has which tokens of a sequence: chunks and their owners.
 
-    `plan_shards` makes one. `shard_sequence`, `unshard_sequence` and ``ring_attention`` take it as `layout`.
+    `plan_shards` makes one. Pass it as `layout` to `shard_sequence`, `unshard_sequence` and ``ring_attention``.
 
     Parameters
     ----------
     starts : array_like of integers, shape [chunks + 1]
         Where chunks begin, from 0 to the number of tokens, never decreasing.
     owners : array_like of integers, shape [chunks]
-        The process that each belongs to.
+        The process that each chunk belongs to.
     world : int
-        How many processes there are.
+        The number of processes.
 
     Examples
     --------
@@ -79,7 +79,7 @@ class ShardPlan:
 
     @property
     def length(self) -> int:
-        """How many tokens there are.
+        """The number of tokens.
 
         Examples
         --------
@@ -91,7 +91,7 @@ class ShardPlan:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How many tokens each process has.
+        """The number of tokens of each process.
 
         Examples
         --------
@@ -104,7 +104,7 @@ class ShardPlan:
         return lengths
 
     def ranges(self, rank: int) -> NDArray[np.int64]:
-        """The tokens of one process, as ranges.
+        """Return the tokens of one process as ranges.
 
         Parameters
         ----------
@@ -113,7 +113,7 @@ class ShardPlan:
         Returns
         -------
         ndarray of int64, shape [ranges, 2]
-            Begin and end of each, in the order of the sequence; none is empty, and none touches the next.
+            Start and end of each, in sequence order. No range is empty or touches the next.
 
         Examples
         --------
@@ -126,7 +126,7 @@ class ShardPlan:
         return joined_ranges(np.stack([self.starts[chunks], self.starts[chunks + 1]], axis=1))
 
     def tokens(self, rank: int) -> NDArray[np.int64]:
-        """The tokens of one process, one by one.
+        """Return the tokens of one process one by one.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class ShardPlan:
         Returns
         -------
         ndarray of int64, shape [tokens]
-            Their places in the sequence.
+            Their positions in the sequence.
 
         Examples
         --------
@@ -147,7 +147,7 @@ class ShardPlan:
 
 
 def joined_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The union of ranges [n, 2], which are sorted by their begins: those that touch or overlap are one."""
+    """Return the union of ranges [n, 2], sorted by start: ranges that touch or overlap become one."""
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
     if len(ranges) < 2:
         return ranges
@@ -157,7 +157,7 @@ def joined_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def places_in(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All numbers that lie in ranges [n, 2], range by range."""
+    """Return all numbers in ranges [n, 2], range by range."""
     lengths = ranges[:, 1] - ranges[:, 0]
     before = np.cumsum(lengths) - lengths
     places: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(ranges[:, 0] - before, lengths)
@@ -171,7 +171,7 @@ def _cut(length: Any, count: int) -> Any:
 
 
 def layout_plan(layout: Any, length: int, world: int, starts: NDArray[np.int64] | None) -> ShardPlan:
-    """The plan that a layout stands for. `starts` are those of packed sequences."""
+    """Return the plan of a layout. `starts` are those of packed sequences."""
     if isinstance(layout, ShardPlan):
         if layout.world != world:
             raise ValueError(f"layout must be a plan for {world} processes, got one for {layout.world}")

@@ -1,4 +1,4 @@
-"""A sequence divided among processes, and put together again: arrays, tensors of PyTorch and arrays of JAX."""
+"""Divide a sequence among processes and put it together again: NumPy arrays, PyTorch tensors and JAX arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _array(x: Any, name: str) -> Any:
 
 
 def _axis(x: Any, name: str, axis: int | None) -> int:
-    """Of the tokens, from 0."""
+    """Return the axis of tokens, counted from 0."""
     axes: int = x.ndim
     if axes == 0:
         raise ValueError(f"{name} must have an axis of tokens, got {describe(x)}")
@@ -48,7 +48,7 @@ def shard_sequence(
     *,
     axis: int | None = None,
 ) -> _Array:
-    """The tokens of a sequence that one of several processes has.
+    """Return the tokens of one process out of several.
 
     ::
 
@@ -64,27 +64,26 @@ def shard_sequence(
     Parameters
     ----------
     x : array_like, Tensor or jax.Array
-        What there is for each token: embeddings, queries, keys, ids, positions, masks of tokens.
+        Anything with one entry per token: embeddings, queries, keys, ids, positions, token masks.
     world : int
-        How many processes there are.
+        The number of processes.
     rank : int
-        Which one it is, from 0.
+        The process, counted from 0.
     layout : {"zigzag", "contiguous"} or ShardPlan
     cu_seqlens : array_like of integers, shape [sequences + 1], optional
-        Packed sequences, each of which is divided by itself: where they start, from 0 to T, never decreasing. A plan
-        needs none.
+        Starts of packed sequences, each divided on its own: from 0 to T, never decreasing. A plan needs none.
     axis : int, optional
-        The axis of tokens: 1 by default, or 0 if there is only one. Packed ``[total, H, D]`` needs ``axis=0``.
+        The axis of tokens: defaults to 1, or to 0 if there is only one axis. Packed ``[total, H, D]`` needs ``axis=0``.
 
     Returns
     -------
     ndarray, Tensor or jax.Array
-        A copy, in the order of the sequence.
+        A copy, in sequence order.
 
     See Also
     --------
-    unshard_sequence : the sequence of the parts.
-    plan_shards : a layout for documents of different lengths.
+    unshard_sequence : the inverse.
+    plan_shards : make a layout for documents of different lengths.
 
     Examples
     --------
@@ -118,14 +117,14 @@ def unshard_sequence(
     *,
     axis: int | None = None,
 ) -> _Array:
-    """A sequence, of the parts that all processes have.
+    """Put the shards of all processes back together.
 
     Parameters
     ----------
     shards : sequence of array_like, Tensor or jax.Array
-        What `shard_sequence` gives process 0, 1, and so on.
+        What `shard_sequence` returns for process 0, 1, and so on.
     layout, cu_seqlens, axis
-        As of `shard_sequence`.
+        As in `shard_sequence`.
 
     Returns
     -------
@@ -143,13 +142,13 @@ def unshard_sequence(
     if not isinstance(shards, (list, tuple)):
         raise TypeError(f"shards must be a list or tuple of arrays, got {describe(shards)}")
     if not shards:
-        raise ValueError("shards must be one of each process, got none")
+        raise ValueError("shards must hold one array per process, got none")
     parts = [_array(shard, f"shards[{rank}]") for rank, shard in enumerate(shards)]
     tokens = _axis(parts[0], "shards[0]", axis)
     others = _others(parts[0], tokens)
     for rank, part in enumerate(parts):
         if _others(part, tokens) != others:
-            expected = f"a {parts[0].dtype} array like shards[0] but for its tokens, {describe(parts[0])}"
+            expected = f"a {parts[0].dtype} array like shards[0] except for its tokens, {describe(parts[0])}"
             raise ValueError(f"shards[{rank}] must be {expected}, got {describe(part)}")
     lengths = [part.shape[tokens] for part in parts]
     length = sum(lengths)
@@ -163,7 +162,7 @@ def unshard_sequence(
 
 
 def _others(part: Any, axis: int) -> tuple[Any, ...]:
-    """What parts of one sequence have in common."""
+    """Return what the parts of one sequence have in common."""
     return part.dtype, part.ndim, *part.shape[:axis], *part.shape[axis + 1 :]
 
 
@@ -172,23 +171,23 @@ _CELLS = 2**14  # live pairs are counted for so many ranges of queries, and divi
 
 
 def plan_shards(mask: MaskInfo, world: int) -> ShardPlan:
-    """A layout by which processes have nearly as many live pairs, and nearly as many tokens, as each other.
+    """Return a layout that gives each process nearly the same number of allowed pairs and of tokens.
 
-    Zigzag does it for one causal sequence, and for packed ones that are long. Where documents are short or differ, or
-    under masks of other kinds, this does better; and most documents stay in one process, which then needs no keys of
-    the others. Shards may differ in length.
+    Zigzag does this for one causal sequence and for long packed ones. For short or unequal documents, and for other
+    masks, this is better; and most documents stay in one process, which then needs no keys from the others. Shards may
+    differ in length.
 
     Parameters
     ----------
     mask : MaskInfo
-        Of the whole sequence, with all that tells which pairs are live.
+        The mask of the whole sequence, complete with causal masks and windows.
     world : int
-        How many processes there are.
+        The number of processes.
 
     Returns
     -------
     ShardPlan
-        The same for the same arguments, in every process.
+        The same in every process for the same arguments.
 
     Examples
     --------
@@ -212,7 +211,7 @@ def plan_shards(mask: MaskInfo, world: int) -> ShardPlan:
     edges, up_to = np.minimum(np.arange(len(live) + 1) * cell, queries), np.append(0, np.cumsum(live))
 
     def shares(starts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of all tokens and of all live pairs."""
+        """Return the shares of all tokens and of all live pairs."""
         pairs = np.diff(np.interp(starts, edges, up_to))
         return np.stack([np.diff(starts) / max(queries, 1), pairs / max(up_to[-1], 1)], axis=1)
 
@@ -232,7 +231,7 @@ def plan_shards(mask: MaskInfo, world: int) -> ShardPlan:
 
 
 def _documents(mask: MaskInfo, length: int) -> NDArray[np.int64]:
-    """Where segments begin in any batch row, as far as the mask tells, and where the last one ends."""
+    """Return where segments begin in any batch row, if the mask says so, and where the last one ends."""
     labels = mask._state.labels
     ids = labels.get()[0] if labels.complete else None
     inner: Any = []

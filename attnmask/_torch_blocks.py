@@ -1,4 +1,4 @@
-"""A `MaskInfo` as the BlockMask of FlexAttention, and back."""
+"""Convert a `MaskInfo` to a BlockMask of FlexAttention, and back."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,9 +1,10 @@
-"""attnmask under PyTorch's own attention on the CPU.
+"""Run PyTorch's own attention on attnmask, on the CPU.
 
-``torch.nn.attention.varlen`` stands on ``aten::_flash_attention_forward`` and its likes, which PyTorch has for other
-devices only. ``scaled_dot_product_attention`` on the CPU stands, wherever that applies, on
-``aten::_scaled_dot_product_flash_attention_for_cpu``. `install` puts kernels under both, in the place that PyTorch has
-for implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` is then ``"attnmask"``.
+``torch.nn.attention.varlen`` uses ``aten::_flash_attention_forward`` and related operators, which PyTorch implements
+only for other devices. ``scaled_dot_product_attention`` on the CPU uses
+``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies. `install` registers kernels for both, in
+PyTorch's slot for implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` then
+returns ``"attnmask"``.
 """
 
 import threading
@@ -135,7 +136,7 @@ def _first_keys(seqused_k: Any, starts: tuple[Any, Any], query: Any, key: Any) -
 
 def _check(dropout: float) -> None:
     if dropout:
-        raise NotImplementedError(f"dropout_p must be 0 where attnmask is installed, got {dropout}")
+        raise NotImplementedError(f"dropout_p must be 0 while attnmask is installed, got {dropout}")
 
 
 def _varlen_into(
@@ -151,9 +152,7 @@ def _varlen_into(
         and torch.is_grad_enabled()
         and torch._C._any_requires_grad(query, key, value)
     ):
-        raise NotImplementedError(
-            "alibi_slopes have no gradients in PyTorch: it must be under torch.no_grad()"
-        )
+        raise NotImplementedError("alibi_slopes have no gradients in PyTorch: call it under torch.no_grad()")
     query, key, value, into = query.detach(), key.detach(), value.detach(), as_array(out.detach(), "out")
     if block_table is not None:
         if seqused_k is None:
@@ -261,23 +260,23 @@ def _install() -> None:
         return
     if current is not None:
         raise RuntimeError(
-            f"{current} is active: torch.nn.attention.restore_flash_attention_impl() must be called before"
+            f"{current} is active: call torch.nn.attention.restore_flash_attention_impl() first"
         )
     attention.register_flash_attention_impl(_NAME, register_fn=_register)
     attention.activate_flash_attention_impl(_NAME)
 
 
 def install() -> None:
-    """Put attnmask under PyTorch's own attention on the CPU, until `uninstall`. To install it again changes nothing.
+    """Run PyTorch's own attention on attnmask on the CPU, until `uninstall`. Installing again has no effect.
 
-    ``torch.nn.attention.varlen.varlen_attn``, which PyTorch has for GPUs only, runs on the CPU from then on.
-    ``torch.nn.functional.scaled_dot_product_attention`` of tensors on the CPU is computed by attnmask wherever PyTorch
-    would have taken its own flash attention; with dropout, or a mask that wants a gradient, PyTorch computes it as
-    before. Both keep the semantics that PyTorch gives them. Other devices do not notice.
+    ``torch.nn.attention.varlen.varlen_attn``, which PyTorch supports only on GPUs, then runs on the CPU. For CPU
+    tensors, ``torch.nn.functional.scaled_dot_product_attention`` runs on attnmask wherever PyTorch would use its own
+    flash attention; with dropout, or a mask that needs a gradient, PyTorch still computes it. Both keep PyTorch's
+    semantics. Other devices are not affected.
 
     See Also
     --------
-    installed : the same for as long as a context is open.
+    installed : the same as a context manager.
 
     Examples
     --------
@@ -297,10 +296,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back what `install` did.
+    """Undo `install`.
 
-    ``scaled_dot_product_attention`` is PyTorch's own again, and takes a few microseconds more per call than before the
-    first `install`: other threads may be using what PyTorch would free.
+    ``scaled_dot_product_attention`` is PyTorch's own again, at a few microseconds more per call than before the first
+    `install`: other threads may be using what PyTorch would free.
 
     Examples
     --------
@@ -310,13 +309,13 @@ def uninstall() -> None:
     """
     with _lock:
         if attention.current_flash_attention_impl() != _NAME:
-            raise RuntimeError("attnmask must be installed before, by attnmask.torch.install()")
+            raise RuntimeError("attnmask must be installed: call attnmask.torch.install() first")
         attention.restore_flash_attention_impl()
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install` for as long as a context is open, in all threads. Where it is installed already, it stays so.
+    """Apply `install` within a ``with`` block, for all threads. If already installed, it stays installed.
 
     Examples
     --------

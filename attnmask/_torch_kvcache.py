@@ -1,8 +1,8 @@
 """`flash_attention_with_kvcache` for PyTorch, and the operator ``attnmask::flash_attention_with_kvcache``.
 
-The operator takes what `attnmask.flash_attention_with_kvcache` takes, a `MaskInfo` and a window as that of
-`flash_attention` does, and ``cache_seqlens`` as a tensor or, where that is None, as an integer. It declares that it
-writes to the caches and their scales, and returns both results.
+The operator takes the arguments of `attnmask.flash_attention_with_kvcache`, a `MaskInfo` and a window as
+`flash_attention` does, and ``cache_seqlens`` as a tensor or, if that is None, as an integer. It declares that it writes
+to the caches and their scales, and returns both results.
 """
 
 from typing import Any
@@ -166,23 +166,23 @@ def flash_attention_with_kvcache(
     attention_mask: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """`attnmask.flash_attention_with_kvcache` of tensors on the CPU: new keys and values are written to the caches.
+    """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
 
-    It has no gradient: with grad mode on, tensors that require one are an error. Under ``torch.autocast`` `query`,
-    `key` and `value` are cast, and the caches are not. ``torch.compile`` and ``torch.export`` see one operator, which
-    declares that it writes to the caches and their scales.
+    It has no gradient: with grad mode on, tensors that require one are an error. ``torch.autocast`` casts `query`,
+    `key` and `value`, but not the caches. ``torch.compile`` and ``torch.export`` see one operator, which declares that
+    it writes to the caches and their scales.
 
     Parameters
     ----------
     query, key, value : Tensor
     k_cache, v_cache : Tensor
-        Of float16, bfloat16, float32, float64, int8 or float8_e4m3fn.
+        float16, bfloat16, float32, float64, int8 or float8_e4m3fn.
     k_scale, v_scale : Tensor of float32, optional
     cache_seqlens : int, Tensor or array_like, optional
     block_table, cu_seqlens_q, softmax_aux, alibi_slopes : Tensor or array_like, optional
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
     softmax_scale, causal, sliding_window, logits_soft_cap
-        All of these as of `attnmask.flash_attention_with_kvcache`.
+        All of these as in `attnmask.flash_attention_with_kvcache`.
     return_lse : bool
 
     Returns
@@ -191,7 +191,7 @@ def flash_attention_with_kvcache(
 
     See Also
     --------
-    attnmask.transformers.PagedCache : pages under the models of transformers.
+    attnmask.transformers.PagedCache : pages for transformers models.
 
     Examples
     --------

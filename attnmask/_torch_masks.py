@@ -1,4 +1,4 @@
-"""A `MaskInfo` as tensors and a specification, which is how it goes through the graphs of PyTorch."""
+"""A `MaskInfo` as tensors and a specification: the form in which it goes through PyTorch's graphs."""
 
 import json
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ _FORM = 1  # of specifications, which exported programs have in them
 
 
 class MaskTensors(NamedTuple):
-    """What `mask_tensors` makes of a `MaskInfo`.
+    """A `MaskInfo` in parts, as returned by `mask_tensors`.
 
     Parameters
     ----------
     specification : str
-        The mask without its arrays, after the version of the form. A compiled function is compiled once for each.
+        The mask without its arrays, after a format version. Each distinct specification is compiled once.
     tensors : tuple of Tensor
         The arrays.
 
@@ -55,11 +55,11 @@ def _of_mask(array: NDArray[Any]) -> torch.Tensor:
 
 
 def mask_tensors(mask: MaskInfo) -> MaskTensors:
-    """A mask as an argument of compiled and exported functions: `attnmask.torch.flash_attention` takes it as one.
+    """Return a mask as an argument for compiled and exported functions.
 
-    ``torch.export`` knows tensors and strings, and no `MaskInfo`; ``torch.compile`` makes these of a `MaskInfo` by
-    itself. Masks that differ in the contents of their arrays only have the same specification, and no function is
-    compiled anew for them.
+    `attnmask.torch.flash_attention` takes the result as a mask. ``torch.export`` accepts tensors and strings but no
+    `MaskInfo`; ``torch.compile`` converts a `MaskInfo` by itself. Masks that differ only in the contents of their
+    arrays have the same specification, so they do not recompile.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""`ring_attention` for PyTorch: the messages of a process group, and attention of a process for itself in between.
+"""`ring_attention` for PyTorch: messages of a process group, and each process's own attention in between.
 
-What is computed and sent is said by `attnmask._ring`. A call begins with one small message of all to all, by which they
-know how long the sequence is, and that their arguments are good and the same; or all raise an error. What breaks later,
-in one of them, ends in an error of gloo in the others, at the latest after the timeout of the group.
+`attnmask._ring` decides what is computed and sent. A call begins with one small all-to-all message, which tells the
+processes how long the sequence is and whether their arguments are valid and agree; otherwise all raise an error. If one
+process breaks later, gloo raises an error in the others, at the latest after the timeout of the group.
 """
 
 import itertools
@@ -129,8 +129,8 @@ def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
     for other, row in enumerate(rows):
         if row[2:] != rows[rank][2:]:
             raise ValueError(
-                f"query, key, value and all else must be alike in all processes, but process {other} of the group has "
-                f"shapes, types or arguments that differ from those of process {rank}"
+                f"all arguments must be alike in all processes, but process {other} of the group has other shapes, "
+                f"types or arguments than process {rank}"
             )
     return [row[1] for row in rows]
 
@@ -173,8 +173,8 @@ def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Tas
     relative = tensors["relative_bias"] is not None
     ring, options, slopes = described(given, (batch, heads, length), world, relative)
     if ring.shards.lengths.tolist() != lengths:
-        expected = f"those of shard_sequence, {ring.shards.lengths.tolist()} tokens"
-        raise ValueError(f"query must have in each process {expected}, got {lengths}")
+        expected = f"the tokens of shard_sequence, {ring.shards.lengths.tolist()}"
+        raise ValueError(f"query must have {expected} in the processes of the group, got {lengths}")
     return _Task(ring, group, rank, batch, options, slopes)
 
 
@@ -598,47 +598,47 @@ def ring_attention(
     relative_low: int = 0,
     return_lse: bool = False,
 ) -> Any:
-    """Attention over a sequence that is divided among the processes of a group, each of which has a shard.
+    """Attend over a sequence that is divided among the processes of a group.
 
-    All processes of the group call it together, with shards as `attnmask.shard_sequence` makes them, and get theirs of
-    the result: that of `flash_attention` of the whole sequence, merged in float32. Keys and values travel, in the
-    background, to those processes whose queries see any of them; what is seen follows from the arguments alone. There
-    are gradients of `query`, `key` and `value`, once the call is differentiated in all processes; and of `softmax_aux`
-    and `relative_bias` this process's part, to be summed up over the group like the gradients of other parameters.
+    All processes of the group call it together, each with its shard as made by `attnmask.shard_sequence`. Each gets its
+    shard of the result of `flash_attention` on the whole sequence, merged in float32. Keys and values travel in the
+    background, only to processes whose queries see them; the arguments alone decide which. `query`, `key` and `value`
+    have gradients if the call is differentiated in all processes. For `softmax_aux` and `relative_bias`, each process
+    gets its part of the gradient: sum them over the group, like the gradients of other parameters.
 
-    Arguments that disagree between processes, or are refused in one, are errors in all. If a process fails or is late,
-    the others have an error when the timeout of the group is over, or before.
+    If arguments disagree between processes, or one process refuses them, all raise an error. If a process fails or
+    hangs, the others raise an error, at the latest after the timeout of the group.
 
     Parameters
     ----------
     query, key, value : Tensor, shape [B, T of the shard, H, D], [B, T of the shard, Hkv, D (Dv)]
         On the CPU.
     group : ProcessGroup or DeviceMesh of one dimension, optional
-        The processes that share the sequence, in the order of its shards; of ``torch.distributed``, with gloo. All if
-        not given.
+        The processes that share the sequence, in the order of its shards; of ``torch.distributed``, with gloo. Defaults
+        to all processes.
     layout : {"zigzag", "contiguous"} or ShardPlan
-        As of `attnmask.shard_sequence`.
+        As in `attnmask.shard_sequence`.
     cu_seqlens : array_like of integers, shape [sequences + 1], optional
-        Of packed sequences: those of the whole sequence, the same in each process.
+        Starts of packed sequences in the whole sequence, the same in each process.
     attention_mask : MaskInfo, optional
-        Of the whole sequence, the same in each process. Only the parts that this process needs are looked at.
+        The mask of the whole sequence, the same in each process. Only the parts that this process needs are read.
     softmax_aux : Tensor or array_like, shape [S], [1, S] or [H, S], optional
         Sinks, which count once.
     q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
         The same in each process.
     alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
     softmax_scale, dropout_prob, causal, dropout_seed, sliding_window, logits_soft_cap, relative_bias, relative_low
-        As of `attnmask.flash_attention`. Dropout is that of the whole sequence.
+        As in `attnmask.flash_attention`. Dropout is that of the whole sequence.
     return_lse : bool
 
     Returns
     -------
     Tensor, or tuple of two Tensors if `return_lse`
-        Of shape [B, T of the shard, H, Dv], and [B, H, T of the shard].
+        Shapes [B, T of the shard, H, Dv] and [B, H, T of the shard].
 
     Examples
     --------
-    A group of one process; more are started by ``torchrun``:
+    A group of one process; ``torchrun`` starts more:
 
     >>> import torch
     >>> import attnmask.torch

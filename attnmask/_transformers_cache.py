@@ -1,8 +1,8 @@
-"""A cache of transformers whose keys and values are in the pages of a `KVCache`.
+"""A transformers cache whose keys and values are in the pages of a `KVCache`.
 
-A model gives each layer's new keys and values to ``update``, and gets two ``PagedTensor`` back. Attention of this
-package appends the new ones and reads the pages where they lie, in one call; whatever else computes with these tensors
-computes with all keys, copied one behind the other.
+A model passes each layer's new keys and values to ``update`` and gets two ``PagedTensor`` back. This package's
+attention appends the new ones and reads the pages in place, in one call. If anything else computes with these tensors,
+they become all keys or values, copied end to end.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Store:
 
     def check_complete(self) -> None:
         if self.now is not None and self.now.packed:
-            raise RuntimeError("the sequences of a batch cannot be changed inside of a step")
+            raise RuntimeError("the sequences of a batch cannot be changed inside a step")
         if self.now is not None:
             raise RuntimeError(
                 f"the last call of the model has appended to {len(self.now.layers)} of {self.writers} layers: "
@@ -198,7 +198,7 @@ class _Store:
             self.rows = [self.kv.new_sequence() for _ in range(count)]
         try:
             if len(self.rows) != count:
-                raise ValueError(f"the cache has {len(self.rows)} rows, and not {count}: reset() it")
+                raise ValueError(f"the cache has {len(self.rows)} rows, not {count}: call reset()")
             return self.begin(self.rows, tokens, packed=False)
         except BaseException:
             if made:
@@ -279,29 +279,29 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
 
 
 class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
-    """A cache of transformers on pages.
+    """A transformers cache on pages.
 
     ::
 
         cache = attnmask.transformers.PagedCache(model.config, pages=512)
         model.generate(..., past_key_values=cache)  # cache=cache in later versions of transformers
 
-    With ``attn_implementation="attnmask"``, attention reads the pages where they lie. Beams of a search share pages.
-    Sequences of any lengths are computed together without padding in a `step`.
+    With ``attn_implementation="attnmask"``, attention reads the pages in place. Beams share pages. A `step` computes
+    sequences of any lengths together, without padding.
 
     Parameters
     ----------
     config : PreTrainedConfig
-        Of the model, all layers of which are layers of attention with keys of the same shape.
+        The model's. All its layers must be attention layers with keys of the same shape.
     pages, page_size : int
-        As of `attnmask.KVCache`: all memory is taken when the cache is made.
+        As in `attnmask.KVCache`; all memory is allocated when the cache is made.
     dtype : dtype or str, optional
-        float16, bfloat16, float32, float64, int8 or float8_e4m3fn; that of the model if not given.
+        float16, bfloat16, float32, float64, int8 or float8_e4m3fn; defaults to the model's.
 
     Attributes
     ----------
     kv : KVCache
-        It makes the sequences of steps (``kv.new_sequence()``), forks, truncates and frees them.
+        Makes the sequences of steps (``kv.new_sequence()``), forks, truncates and frees them.
 
     Examples
     --------
@@ -323,14 +323,14 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, config: Any, *, pages: int, page_size: int = 64, dtype: Any = None) -> None:
         if not isinstance(config, transformers.PreTrainedConfig):
-            raise TypeError(f"config must be that of a model, got {describe(config)}")
+            raise TypeError(f"config must be a model's config, got {describe(config)}")
         decoder = config.get_text_config(decoder=True)
         layers, heads = decoder.num_hidden_layers, decoder.num_attention_heads
         if getattr(decoder, "kv_lora_rank", None):
-            raise ValueError("config must have keys of heads, got latent attention, whose keys are made anew")
+            raise ValueError("config must have keys per head, got latent attention")
         for kind in getattr(decoder, "layer_types", None) or ():
             if kind not in _KINDS:
-                raise ValueError(f"config must have layers of attention only, got {kind!r:.200}")
+                raise ValueError(f"config must have only attention layers, got {kind!r:.200}")
         if dtype is None:
             dtype = decoder.dtype or torch.get_default_dtype()
         if isinstance(dtype, torch.dtype):
@@ -366,23 +366,23 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def step(self, ids: ArrayLike, counts: ArrayLike) -> Iterator[dict[str, Any]]:
-        """The next tokens of some sequences of `kv`, as one row without padding: some begin while others go on.
+        """Begin a step: the next tokens of some sequences of `kv`, in one row without padding.
 
-        The block calls the model once. When it ends, the sequences have become longer; if it raises, they are as
-        before. `KVCache.step` says more.
+        Call the model once inside the block. When the block ends, the sequences are longer; if it raises, they are
+        unchanged. See `KVCache.step` for more.
 
         Parameters
         ----------
         ids : array_like of integers, shape [n]
         counts : int or array_like of integers, shape [n]
-            How many tokens each sequence gets.
+            The number of tokens each sequence gets.
 
         Yields
         ------
         dict
-            Arguments for the model: the positions of the tokens, and the cache. It takes tokens ``[1, total]`` and
-            returns ``[1, total, …]``: those of the first sequence, then those of the second one, and so on. Masks are
-            those of the model alone, causal ones and windows.
+            Arguments for the model: token positions and the cache. The model takes tokens ``[1, total]`` and returns
+            ``[1, total, …]``: those of the first sequence, then those of the second, and so on. Masks are the model's
+            own, causal ones and windows.
 
         Examples
         --------
@@ -424,7 +424,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         store.end()
 
     def reset(self) -> None:
-        """Forget all rows of the batch, also after a call of the model that has failed.
+        """Remove all batch rows, also after a failed model call.
 
         Examples
         --------
@@ -445,12 +445,12 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         store.free()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens of all rows back.
+        """Remove the last tokens of all rows.
 
         Parameters
         ----------
         tokens_to_remove : int
-            Below 0: ``-3`` takes three tokens back. Above 0, it is how many to keep, as in the first versions of
+            Negative: ``-3`` removes three tokens. Positive: the number of tokens to keep, as in the first versions of
             transformers.
 
         Examples
@@ -473,7 +473,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
             store.kv.truncate(row, keep)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """As `batch_select_indices`, of a search with beams.
+        """Select rows as `batch_select_indices` does, for beam search.
 
         Parameters
         ----------
@@ -494,7 +494,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch so many times; they share pages.
+        """Repeat each batch row; the copies share pages.
 
         Parameters
         ----------
@@ -516,7 +516,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         self.batch_select_indices([row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Rows of the batch instead of all of them; those that are chosen more than once share pages.
+        """Keep only the chosen batch rows; rows chosen more than once share pages.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Attention of this package under the functions of ejKernel, on CPUs."""
+"""Run ejKernel's attention on attnmask, on CPUs."""
 
 import inspect
 from typing import Any
@@ -21,7 +21,7 @@ def _is_ours(spec: Any) -> bool:
 def _flash_attention(
     *, fwd_params: Any = None, bwd_params: Any = None, block_tables: Any = None, **arguments: Any
 ) -> Any:
-    """As ejKernel calls its kernels. Sizes of blocks are not needed here; caches in pages are left to ejKernel."""
+    """Attend as ejKernel calls its kernels. Block sizes are not needed; paged caches are left to ejKernel."""
     if block_tables is None:
         return attnmask_jax.flash_attention(**arguments)
     held = kernels.kernel_registry.list_implementations(_ALGORITHM)
@@ -32,14 +32,14 @@ def _flash_attention(
 
 
 def register(priority: int = 100) -> None:
-    """Make it what ejKernel computes ``flash_attention`` with: eager, under ``jax.jit``, and for gradients.
+    """Make ejKernel compute ``flash_attention`` with attnmask: eagerly, under ``jax.jit``, and in gradients.
 
-    ejKernel chooses among implementations for XLA by priority. To register it again changes nothing.
+    ejKernel chooses among XLA implementations by priority. Registering again has no effect.
 
     Parameters
     ----------
     priority : int
-        ejKernel's own implementation has 0.
+        ejKernel's own implementation has priority 0.
 
     Raises
     ------

@@ -1,15 +1,14 @@
-"""`flash_attention` for JAX, under ``jit``, ``grad`` and ``vmap``, and `MaskInfo` as a pytree.
+"""`flash_attention` for JAX under ``jit``, ``grad`` and ``vmap``, and `MaskInfo` as a pytree.
 
-To import this module is to register `MaskInfo`. From then on a mask may stand wherever JAX takes a tree: `jax.tree.map`
-reaches its arrays, and functions under ``jax.jit`` take and return it. Its arrays are the leaves, and everything else
-(shape, terms, flags, names of axes) is static: a function is compiled once for all masks that differ in the contents of
-their arrays only.
+Importing this module registers `MaskInfo` as a pytree: `jax.tree.map` reaches its arrays, and functions under
+``jax.jit`` take and return masks. The arrays are the leaves. Everything else (shape, terms, flags, axis names) is
+static, so masks that differ only in the contents of their arrays share one compilation.
 
-Under ``jax.jit`` the arrays are tracers, and the core, which is no part of JAX, cannot look into them. So a mask that
-came in as an argument goes on to `flash_attention`, as it is, or in parts by `tree_flatten`; whatever else reads it,
-its shape or a term more included, raises a TypeError. Read it before, close over it, or read it in a
-``jax.pure_callback``. As any array, one of 64 bits loses half of them on its way through ``jax.jit`` unless
-``jax_enable_x64`` is set; only the numbers of batch rows (offsets, lengths) and dense masks may have as many.
+Under ``jax.jit`` the arrays are tracers, which the core cannot read. So pass a traced mask on to `flash_attention`, as
+it is or in parts by `tree_flatten`. Anything else that reads it, even its shape or another term, raises a TypeError:
+read it before, close over it, or read it in a ``jax.pure_callback``. Like any array, 64-bit ones are truncated to 32
+bits by ``jax.jit`` unless ``jax_enable_x64`` is set; only per-row numbers (offsets, lengths) and dense masks may have
+64 bits.
 
 Examples
 --------
@@ -38,7 +37,7 @@ except ImportError as _missing:
     raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
 if not hasattr(jax, "enable_x64"):
     raise ImportError(
-        f"attnmask.jax needs JAX 0.8 or a later one, got {jax.__version__}: pip install --upgrade jax"
+        f"attnmask.jax needs JAX 0.8 or later, got {jax.__version__}: pip install --upgrade jax"
     )
 
 from attnmask import _flash as flash
@@ -67,11 +66,11 @@ _DEFAULTS = {
 
 def _check_known(value: Any, name: str) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-        raise TypeError(f"{name} must be known when a function is compiled, got a traced value")
+        raise TypeError(f"{name} must be known at compile time, got a traced value")
 
 
 def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
-    """What is said in other words than where attention is computed."""
+    """Check what has another message here than where attention is computed."""
     for name in LEARNED[:3]:
         if name in static:
             raise TypeError(f"{name} must be an array, got {describe(static[name])}")
@@ -87,7 +86,7 @@ def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
 
 
 def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
-    """What is learned as the core takes it; gradients find their way back by themselves."""
+    """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
     arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
     if "bias" in learned:
         bias = learned["bias"]
@@ -101,7 +100,7 @@ def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_jax(result: Any) -> Any:
-    """A result that nobody else has: in place where it is long, and so lies as JAX wants it; small ones are copied."""
+    """Hand a fresh result to JAX: large ones in place, because they are aligned; small ones are copied."""
     return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
 
 
@@ -117,26 +116,26 @@ def flash_attention(
     callback: bool = False,
     **more: Any,
 ) -> Any:
-    """`attnmask.flash_attention` as a function of JAX: it may be compiled, differentiated and mapped.
+    """Apply `attnmask.flash_attention` in JAX: under ``jit``, ``grad`` and ``vmap``.
 
-    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias`, and with `return_lse`
-    through the logsumexp, too; gradients of gradients there are not. It runs on the CPU, where compiled functions call
-    C: types and shapes are checked when they are traced.
+    `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
+    `return_lse`. Higher-order gradients are not supported. It runs on the CPU, where compiled functions call C: types
+    and shapes are checked at trace time.
 
     Parameters
     ----------
     query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
-        Or without B, with `cum_seqlens_q` or `cum_seqlens_k`.
+        Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
     attention_mask : array or MaskInfo, optional
     bias, softmax_aux : array, optional
     return_lse : bool
     callback : bool
-        Have a compiled function call back into Python, for a runtime that calls no other code. This is slow, and with
-        more devices than threads it may hang.
+        Let compiled functions call back into Python, for runtimes that cannot call C. This is slow, and with more
+        devices than threads it may hang.
     **more
-        The other arguments of `attnmask.flash_attention` but `out`, by their names. Segment ids, `cum_seqlens_q`,
+        The other arguments of `attnmask.flash_attention` by name, except `out`. Segment ids, `cum_seqlens_q`,
         `cum_seqlens_k`, `causal_offset`, `alibi_slopes`, `relative_bias` and `dropout_seed` may be traced; the others
-        are fixed when a function is compiled.
+        are fixed at compile time.
 
     Returns
     -------
@@ -211,22 +210,22 @@ def flash_attention_with_kvcache(
     attention_mask: Any = None,
     return_lse: bool = False,
 ) -> KVCacheResult:
-    """`attnmask.flash_attention_with_kvcache` as a function of JAX, which returns the caches with the new tokens.
+    """Apply `attnmask.flash_attention_with_kvcache` in JAX, and return the caches with the new tokens.
 
-    A compiled function that is given its caches for good, by ``donate_argnums``, and a loop that carries them, write to
-    them in place. All others copy them, and so does an eager call. There are no gradients.
+    Compiled functions write to their caches in place if ``donate_argnums`` names them or a loop carries them. Otherwise
+    the caches are copied, as in eager calls. Gradients are not supported.
 
     Parameters
     ----------
     query, k_cache, v_cache, key, value : array
-        As of `attnmask.flash_attention_with_kvcache`.
+        As in `attnmask.flash_attention_with_kvcache`.
     cache_seqlens, block_table, cu_seqlens_q : array, optional
-        They may be traced, as all arrays may. What is wrong in their numbers is an error when the function runs.
+        May be traced, like all arrays. Errors in their numbers are raised when the function runs.
     k_scale, v_scale, softmax_aux, alibi_slopes : array, optional
     softmax_scale, causal, sliding_window, logits_soft_cap, return_lse
-        Known when a function is compiled.
+        Must be known at compile time.
     attention_mask : array or MaskInfo, optional
-        Not with `cu_seqlens_q` in a compiled function.
+        Not supported with `cu_seqlens_q` in a compiled function.
 
     Returns
     -------
@@ -278,7 +277,7 @@ def flash_attention_with_kvcache(
 
 
 def _eager(given: dict[str, Any]) -> KVCacheResult:
-    """By NumPy, with a copy of caches that are written to."""
+    """Compute with NumPy, on a copy of caches that are written to."""
     arrays: dict[str, Any] = {
         name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()
     }
@@ -315,43 +314,42 @@ def ring_attention(
     relative_low: int = 0,
     return_lse: bool = False,
 ) -> Any:
-    """Attention over a sequence that is divided along an axis of a mesh, inside of `jax.shard_map`.
+    """Attend over a sequence that is divided along a mesh axis, inside `jax.shard_map`.
 
-    Each device calls it with shards as `attnmask.shard_sequence` makes them, all of one length, and gets its own of the
-    result: that of `flash_attention` of the whole sequence, merged in float32. Keys and values travel to those devices
-    whose queries see any of them. There are gradients of `query`, `key`, `value`, `softmax_aux` and `relative_bias`,
-    once.
+    Each device calls it with its shard, as made by `attnmask.shard_sequence`, all of one length. It gets its shard of
+    the result of `flash_attention` on the whole sequence, merged in float32. Keys and values travel only to devices
+    whose queries see them. `query`, `key`, `value`, `softmax_aux` and `relative_bias` have first-order gradients.
 
     Parameters
     ----------
     query, key, value : array, shape [B, T of the shard, H, D], [B, T of the shard, Hkv, D (Dv)]
     axis_name : str or tuple of str
-        Of the mesh; shards are in the order of its devices.
+        The mesh axis; shards are in the order of its devices.
     layout : {"zigzag", "contiguous"} or ShardPlan
-        As of `attnmask.shard_sequence`.
+        As in `attnmask.shard_sequence`.
     cu_seqlens : array_like of integers, shape [sequences + 1], optional
-        Of packed sequences: those of the whole sequence.
+        Starts of packed sequences in the whole sequence.
     attention_mask : MaskInfo, optional
-        Of the whole sequence.
+        The mask of the whole sequence.
     softmax_aux : array, shape [S], [1, S] or [H, S], optional
         Sinks, which count once.
     q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
     alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
     dropout_seed : int, optional
-        The same on each device. It may be traced, as may `softmax_aux` and `relative_bias`; all else but query, key and
-        value is known when a function is compiled.
+        The same on each device. It may be traced, like `softmax_aux` and `relative_bias`; everything else except query,
+        key and value must be known at compile time.
     softmax_scale, dropout_prob, causal, sliding_window, logits_soft_cap, relative_bias, relative_low
-        As of `attnmask.flash_attention`. Dropout is that of the whole sequence.
+        As in `attnmask.flash_attention`. Dropout is that of the whole sequence.
     return_lse : bool
 
     Returns
     -------
     array, or tuple of two if `return_lse`
-        Of shape [B, T of the shard, H, Dv], and [B, H, T of the shard].
+        Shapes [B, T of the shard, H, Dv] and [B, H, T of the shard].
 
     Examples
     --------
-    A mesh of one device; as many are used as there are:
+    A mesh of one device; pass ``jax.devices()`` for all:
 
     >>> from functools import partial
     >>> import jax, jax.numpy as jnp
@@ -373,10 +371,10 @@ def ring_attention(
 
 
 def register() -> tuple[str, ...]:
-    """Give JAX the functions in C that compiled programs call, and tell their names.
+    """Register the C functions that compiled programs call, and return their names.
 
-    `flash_attention` does so by itself when it is first traced. Two cases are left: a program of `jax.export` that is
-    loaded where nothing was traced; and `jax.export` itself, which wants to be told that a program may call them.
+    `flash_attention` does this when it is first traced. You need it in two cases: to load a program of `jax.export`
+    where nothing was traced, and to tell `jax.export` that a program may call these functions.
 
     Returns
     -------
@@ -393,12 +391,12 @@ def register() -> tuple[str, ...]:
     (1, 3, 1, 8)
     """
     if not call.registered():
-        raise RuntimeError("JAX refuses the functions of this build of attnmask")
+        raise RuntimeError("JAX refuses the C functions of this build of attnmask")
     return call.TARGETS
 
 
 def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:
-    """A function of what is learned and of other arrays, with its gradients."""
+    """Return attention as a function of learned and other arrays, with its gradients."""
 
     @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
     def attend(learned: Any, others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`flash_attention` for PyTorch: tensors in and out, and gradients by the package's own backward pass."""
+"""`flash_attention` for PyTorch: tensors in and out, with gradients from the package's own backward pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,8 +36,8 @@ __all__ = [
 
 
 class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """The operator without PyTorch's dispatcher, which takes longer than a short call. It takes the arguments of which
-    there are gradients, and all others.
+    """Call the operator without PyTorch's dispatcher, which takes longer than a short call. It takes the arguments that
+    have gradients, and all others.
     """
 
     @staticmethod
@@ -80,7 +80,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
 
 
 def _seed(dropout_seed: Any) -> "int | None":
-    """The same 64 bits, with a sign."""
+    """Return the same 64 bits as a signed integer."""
     if dropout_seed is None:
         return None
     seed = integer(dropout_seed, "dropout_seed")
@@ -105,7 +105,7 @@ def _operands(
     relative_low: Any = 0,
     **arrays: Any,
 ) -> tuple[Any, ...]:
-    """The operands of the operator that stand for arguments of `attnmask.flash_attention`."""
+    """Return the operator's operands for arguments of `attnmask.flash_attention`."""
     for name in arrays:
         if name not in ARRAYS:
             raise TypeError(f"flash_attention() of tensors got an unexpected keyword argument {name!r}")
@@ -160,7 +160,7 @@ _PLAIN_OPTIONS = {"causal", "causal_offset", "softmax_scale"}
 
 
 def _is_plain(tensors: Sequence[Any], others: Sequence[Any], more: dict[str, Any]) -> bool:
-    """Whether ``attnmask::flash_attention_plain`` does for a call; `others` have to be None."""
+    """Return whether ``attnmask::flash_attention_plain`` can answer a call; `others` must be None."""
     for x in tensors:
         if not (isinstance(x, _Tensor) and x.is_cpu):
             return False
@@ -198,22 +198,22 @@ def flash_attention(
     return_lse: bool = False,
     **more: Any,
 ) -> Any:
-    """`attnmask.flash_attention` of tensors on the CPU, which share their memory with the package.
+    """Apply `attnmask.flash_attention` to CPU tensors, without copying them.
 
-    There are gradients of `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias`, and with `return_lse`
-    through the logsumexp, too; gradients of gradients and forward-mode derivatives there are not. Under
-    ``torch.autocast`` `query`, `key` and `value` are cast as by ``scaled_dot_product_attention``, and nothing else is.
-    ``torch.compile``, ``torch.export`` and others that make graphs see one operator; ``torch.func`` may transform it.
+    `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
+    `return_lse`. Higher-order gradients and forward mode are not supported. ``torch.autocast`` casts `query`, `key` and
+    `value` as for ``scaled_dot_product_attention``, and nothing else. ``torch.compile``, ``torch.export`` and other
+    tracers see one operator; ``torch.func`` can transform it.
 
     Parameters
     ----------
     query, key, value : Tensor, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
-        Or without B, with `cum_seqlens_q` or `cum_seqlens_k`.
+        Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
     attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
     bias, softmax_aux, relative_bias : Tensor or array_like, optional
     return_lse : bool
     **more
-        The other arguments of `attnmask.flash_attention` but `out`, by their names.
+        The other arguments of `attnmask.flash_attention` by name, except `out`.
 
     Returns
     -------

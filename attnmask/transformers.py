@@ -1,9 +1,8 @@
-"""Attention of this package in the models of Hugging Face transformers.
+"""Run Hugging Face transformers models on attnmask.
 
-`register` makes it one of the implementations that models choose from by name. It is two functions: one that computes
-attention, and one that makes masks. Masks stay descriptions: a model holds a ``SymbolicMask``, which has the shape of
-the array that other implementations make, and a `MaskInfo` as its attribute ``info``. It is written out only if the
-model computes with it.
+`register` adds attnmask to the attention implementations that models choose by name: one function computes attention,
+another makes masks. Masks stay descriptions: a model holds a ``SymbolicMask``, which has the shape of the usual mask
+array and a `MaskInfo` as its attribute ``info``. It is written out only if the model computes with it.
 """
 
 from typing import Any
@@ -23,27 +22,27 @@ _logger = transformers.utils.logging.get_logger(__name__)
 
 
 def _is_traced() -> bool:
-    """Whether a graph is being made, in which tensors have no numbers."""
+    """Return whether a graph is being traced, in which tensors have no numbers."""
     return bool(
         torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
     )
 
 
 def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.Tensor | None":
-    """A mask as transformers asks for it; the second function that `register` registers.
+    """Make a mask when transformers asks for one; `register` registers this function.
 
     Parameters
     ----------
     batch_size, kv_length : int
     **given
-        The other arguments of ``transformers.masking_utils.sdpa_mask``, by their names. `q_offset` and `kv_offset` are
-        the places of the first query and of the first key, and `attention_mask` is a mask of padding, [B, T], or what
-        this function returned, which it then returns again.
+        The other arguments of ``transformers.masking_utils.sdpa_mask``, by name. `q_offset` and `kv_offset` are the
+        positions of the first query and the first key. `attention_mask` is a padding mask [B, T], or an earlier result
+        of this function, which is returned unchanged.
 
     Returns
     -------
     SymbolicMask
-        While a graph is made, by ``torch.compile`` or otherwise, what ``sdpa_mask`` returns.
+        While a graph is traced, by ``torch.compile`` or otherwise, the result of ``sdpa_mask``.
 
     Examples
     --------
@@ -67,7 +66,7 @@ def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.T
 
 
 def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "NDArray[Any] | None":
-    """The sequences that rows are packed of, by the positions of their tokens, which begin again at 0 then."""
+    """Return the packed sequences of each row, if positions restart at 0 at each of them."""
     if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or query.shape[2] != key.shape[2]:
         return None
     positions = position_ids.numpy()
@@ -80,7 +79,7 @@ def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "ND
 
 
 def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
-    """How far from its own place a query sees, if that is all that a mask says."""
+    """Return how far a query sees from its own position, if that is all the mask says."""
     lows: list[int] = []
     highs: list[int] = []
     for node in mask.info._state.program:
@@ -95,9 +94,9 @@ def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
 
 
 def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor | None":
-    """The numbers of a bias [1, H, Tq, Tk] by the distance k - q, from 1 - Tq on, if it follows from that.
+    """Return a bias [1, H, Tq, Tk] by the distance k - q, from 1 - Tq on, if it depends on nothing else.
 
-    Layers share one bias, and so the answer is kept with it, as long as nobody writes to it.
+    Layers share one bias, so the answer is kept with it until something writes to it.
     """
     if bias.shape[2:] != (queries, keys) or bias.shape[0] != 1 or queries == 1 or _is_traced():
         return None
@@ -114,7 +113,7 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
 
 @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
 def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
-    """Where a cache of pages has both."""
+    """Return the pages that hold both, if a paged cache does."""
     both = isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages
     return key.pages if both else None
 
@@ -138,33 +137,32 @@ def attention(
     cu_seq_lens_k: "torch.Tensor | None" = None,
     **more: Any,
 ) -> "tuple[torch.Tensor, None]":
-    """Attention as the models of transformers call it; the first function that `register` registers.
+    """Attend as transformers models call it; `register` registers this function.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Says whether it is causal, by its attribute ``is_causal``, where nothing else does.
+        Its attribute ``is_causal`` applies if `is_causal` is not given.
     query, key, value : Tensor, shape [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv]
-        Read in place, as transposed as they come.
+        Read in place, whatever their strides.
     attention_mask : SymbolicMask or Tensor, optional
-        All that is masked but packed sequences; without one, `is_causal` and `sliding_window` tell. A tensor of
-        floats is added to the logits.
+        Everything but packed sequences. Without it, `is_causal` and `sliding_window` apply. A tensor of floats is added
+        to the logits.
     dropout : float
         Seeded by PyTorch's generator.
     scaling : float, optional
     is_causal : bool, optional
     sliding_window : int, optional
-        How many keys a query sees, itself among them; to either side if it is not causal.
+        The number of keys that a query sees, including its own; to either side if not causal.
     softcap : float, optional
     s_aux : Tensor, shape [H], optional
-        A sink for each head.
+        One sink per head.
     position_bias : Tensor, broadcasts to [B, H, Tq, Tk], optional
-        That of T5, which follows from the distances of tokens, is read as numbers by distance.
+        Added to the logits. T5's bias depends only on distances and is read as one number per distance.
     position_ids : Tensor, shape [B, T], optional
-        Where sequences are packed, positions begin again at 0. This counts for causal attention of a whole sequence
-        without padding.
+        Positions that restart at 0 mark packed sequences, in causal attention of a whole sequence without padding.
     cu_seq_lens_q, cu_seq_lens_k : Tensor, shape [sequences + 1], optional
-        Where packed sequences begin, in the one batch row.
+        Starts of packed sequences in the one batch row.
     **more
         Ignored.
 
@@ -172,7 +170,7 @@ def attention(
     -------
     out : Tensor, shape [B, Tq, H, Dv]
     weights : None
-        Which there never are.
+        Always None.
 
     Examples
     --------
@@ -237,16 +235,16 @@ def attention(
 
 
 def register(name: str = "attnmask") -> None:
-    """Make it an implementation of attention in transformers, by the name that models are told.
+    """Register attnmask as an attention implementation of transformers.
 
-    ``from_pretrained(…, attn_implementation=name)``, ``from_config`` and ``model.set_attn_implementation(name)`` take
-    it from then on. To register it again by the same name changes nothing.
+    Then ``from_pretrained(…, attn_implementation=name)``, ``from_config`` and ``model.set_attn_implementation(name)``
+    accept the name. Registering it again has no effect.
 
     Parameters
     ----------
     name : str
-        None that another implementation has. transformers takes names with "flash" for its own implementations, and
-        those with "/" or "|" for others.
+        A name no other implementation has. transformers reserves names with "flash" for its own implementations, and
+        names with "/" or "|" for others.
 
     Examples
     --------
@@ -263,13 +261,15 @@ def register(name: str = "attnmask") -> None:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {describe(name)}")
     if not name or any(part in name for part in ("flash", "/", "|")):
-        raise ValueError(f"name must not be empty, nor have 'flash', '/' or '|' in it, got {name!r:.200}")
+        raise ValueError(f"name must not be empty or contain 'flash', '/' or '|', got {name!r:.200}")
     pairs = (
         (transformers.AttentionInterface, attention),
         (transformers.AttentionMaskInterface, attention_mask),
     )
     for interface, function in pairs:
         if interface().get(name, function) is not function:
-            raise ValueError(f"name must be one that transformers has no attention by, got {name!r:.200}")
+            raise ValueError(
+                f"name must not be taken by another implementation in transformers, got {name!r:.200}"
+            )
     for interface, function in pairs:
         interface.register(name, function)

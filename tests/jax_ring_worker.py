@@ -285,7 +285,7 @@ def errors():
     refused("axis_name must be an axis of the mesh of jax.shard_map, got 'x'", axis_name="x")
     refused("layout must be one of", layout="spiral")
     refused(f"layout must be a plan for {WORLD} processes", layout=ShardPlan([0, length], [0], WORLD + 1))
-    refused("query must have shards of one length", layout=ShardPlan([0, length], [0], WORLD))
+    refused("query must have shards of equal length", layout=ShardPlan([0, length], [0], WORLD))
     refused("query must have batch size 1 with cu_seqlens, got 2", cu_seqlens=[0, length])
     refused(
         "attention_mask must be a MaskInfo or None", TypeError, attention_mask=np.ones((length, length), bool)
@@ -302,7 +302,7 @@ def errors():
         1,
         (P(),),
     )
-    with pytest.raises(TypeError, match="alibi_slopes must be known when a function is compiled"):
+    with pytest.raises(TypeError, match="alibi_slopes must be known at compile time"):
         attend(x, np.ones(4, np.float32))
 
 

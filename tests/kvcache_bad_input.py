@@ -97,7 +97,7 @@ BAD = [
     ("packed", {"key": zeros(5, HKV, D)}, ValueError, "cu_seqlens_q must end at 5 tokens of key, got 6"),
     ("packed", {"value": zeros(7, HKV, DV)}, ValueError, "cu_seqlens_q must end at 7 tokens of value, got 6"),
     # Lengths
-    ("rows", {"cache_seqlens": 1.5}, TypeError, "cache_seqlens must be an integer or one for each .*, got 1.5"),
+    ("rows", {"cache_seqlens": 1.5}, TypeError, "cache_seqlens must be an integer or one per .*, got 1.5"),
     ("rows", {"cache_seqlens": True}, TypeError, "cache_seqlens must be an integer"),
     ("rows", {"cache_seqlens": "x"}, TypeError, "cache_seqlens must be an integer"),
     ("rows", {"cache_seqlens": np.array([4.0, 8.0])}, TypeError, "cache_seqlens must be an integer .* float64 array"),

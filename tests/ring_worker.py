@@ -234,7 +234,7 @@ def errors():
         q_segment_ids=np.zeros((1, total), int),
     )
     plan = attnmask.ShardPlan([0, 5, total], [1, 0], WORLD)
-    refused("query must have in each process those of shard_sequence", ValueError, layout=plan)
+    refused("query must have the tokens of shard_sequence", ValueError, layout=plan)
     # Of one process only
     if RANK == 1:
         refused("softmax_scale must be a real number", TypeError, softmax_scale="1")

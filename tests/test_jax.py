@@ -249,5 +249,5 @@ def test_bad_attention(jax, arrays):
     for name in ("out", "sliding_windows"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             attnmask.jax.flash_attention(query, key, value, **{name: 1})
-    with pytest.raises(TypeError, match="sliding_window must be known when a function is compiled"):
+    with pytest.raises(TypeError, match="sliding_window must be known at compile time"):
         jax.jit(lambda width: attnmask.jax.flash_attention(query, key, value, sliding_window=width))(3)

@@ -393,7 +393,7 @@ def test_what_must_be_known():
         function = jax.jit(
             lambda value, name=name: attnmask.jax.flash_attention_with_kvcache(x, x, x, **{name: value})
         )
-        with pytest.raises(TypeError, match=f"{name} must be known when a function is compiled"):
+        with pytest.raises(TypeError, match=f"{name} must be known at compile time"):
             function(value)
 
 

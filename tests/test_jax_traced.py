@@ -261,7 +261,7 @@ def test_types_when_traced():
     with pytest.raises(TypeError, match="dropout_seed must be an integer"):
         attend(1.5)
     dims = jax.export.symbolic_shape("b, 7, 4, 8")
-    with pytest.raises(ValueError, match="query must have a shape that is known when a function is traced"):
+    with pytest.raises(ValueError, match="query must have a known shape at trace time"):
         jax.export.export(jax.jit(lambda x: attnmask.jax.flash_attention(x, key, value)))(
             jax.ShapeDtypeStruct(dims, np.float32)
         )

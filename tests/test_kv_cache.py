@@ -603,7 +603,7 @@ def test_ids_of_no_sequence(method, number):
         "step": lambda: cache.step([0, number], 1).__enter__(),
     }
     call = calls.get(method, lambda: getattr(cache, method)(number))
-    with pytest.raises(KeyError, match=f"id must be that of a sequence that was not freed, got {number}"):
+    with pytest.raises(KeyError, match=f"id must be the id of an existing sequence, got {number}"):
         call()
     assert cache.lengths([0]).tolist() == [3]
 
@@ -625,8 +625,8 @@ def test_ids_of_no_sequence(method, number):
             ValueError,
             r"counts must be .* of shape \(2,\), got .*; write counts\[0\] for one number for all",
         ),
-        ([0, 1], 1.5, TypeError, "counts must be an integer or one for each id, got 1.5"),
-        ([0, 1], None, TypeError, "counts must be an integer or one for each id"),
+        ([0, 1], 1.5, TypeError, "counts must be an integer or one per id, got 1.5"),
+        ([0, 1], None, TypeError, "counts must be an integer or one per id"),
     ],
     ids=repr,
 )

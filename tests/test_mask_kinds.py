@@ -329,7 +329,7 @@ def test_prefix_and_what_comes_after_it():
         (-1, ValueError, "lengths must be at least 0, got -1"),
         ([1, -2], ValueError, "lengths must be at least 0, got -2 at index 1"),
         ([1, 2, 3], ValueError, r"lengths must be an integer or of shape \(2,\)"),
-        (1.5, TypeError, "lengths must be an integer or one for each batch row, got 1.5"),
+        (1.5, TypeError, "lengths must be an integer or one per batch row, got 1.5"),
     ],
 )
 def test_bad_prefixes(lengths, error, words):
@@ -362,7 +362,7 @@ def test_parts_of_windows_by_head(mode):
         (
             (None, [1, 2]),
             ValueError,
-            r"sliding_window\[1\] must be an integer or of shape \(3,\), one for each head",
+            r"sliding_window\[1\] must be an integer or of shape \(3,\), one per head",
         ),
         (np.ones((1, 3), int), ValueError, "sliding_window must be an integer or"),
         ((np.array([1.0, 2, 3]), 0), TypeError, r"sliding_window\[0\] must be integers, got float64"),
@@ -377,7 +377,7 @@ def test_bad_windows(window, error, words):
 
 def test_attention_takes_no_window_by_head():
     query = np.zeros((1, 4, 2, 8), np.float32)
-    with pytest.raises(TypeError, match=r"MaskInfo\.apply_sliding_window takes a window by head"):
+    with pytest.raises(TypeError, match=r"MaskInfo\.apply_sliding_window takes a window per head"):
         attnmask.flash_attention(query, query, query, sliding_window=np.array([1, 2]))
 
 
@@ -460,7 +460,7 @@ def test_the_same_tokens_have_the_same_diagonal():
 def test_no_segments_to_count_in(apply):
     mask = ~SEGMENTS
     arguments = () if apply == "apply_causal" else (3,)
-    with pytest.raises(ValueError, match="within_segments must be False for a mask that holds no segment"):
+    with pytest.raises(ValueError, match="within_segments must be False for a mask without segment ids"):
         getattr(mask, apply)(*arguments, within_segments=True)
     getattr(mask, apply)(*arguments)
 
@@ -563,7 +563,7 @@ def test_a_slice_of_a_slice(program, data):
         ((0, 0, 0, 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 5 entries"),
         ((0, 0, 0, ..., 0, 0), IndexError, r"must be mask\[rows, heads, queries, keys\], got 6 entries"),
         *(
-            (index, ValueError, r"must be mask\[rows, heads, queries, keys\], got \d of them; write \.\.\.")
+            (index, ValueError, r"must be mask\[rows, heads, queries, keys\], got \d entries; write \.\.\.")
             for index in (0, slice(None), (), (slice(2, None), slice(2, None)), (0, 0, 0), None, [0, 1], "a")
         ),
         ((..., 0, ...), IndexError, "one ellipsis"),

@@ -37,13 +37,13 @@ MISTAKES = {
     "heads before tokens": (
         lambda: flash_attention(*heads_first),
         ValueError,
-        "axes are [batch, tokens, heads, depth]: write x.swapaxes(1, 2)",
+        "axes are [batch, tokens, heads, head_dim]: write x.swapaxes(1, 2)",
         lambda: flash_attention(*(x.swapaxes(1, 2) for x in heads_first)),
     ),
     "heads before tokens, packed": (
         lambda: flash_attention(*(x[0] for x in heads_first), cum_seqlens_q=[0, TQ], cum_seqlens_k=[0, TK]),
         ValueError,
-        "axes are [tokens, heads, depth]: write x.swapaxes(0, 1)",
+        "axes are [tokens, heads, head_dim]: write x.swapaxes(0, 1)",
         lambda: flash_attention(*flat, cum_seqlens_q=[0, TQ], cum_seqlens_k=[0, TK]),
     ),
     "heads before tokens in value": (
@@ -103,7 +103,7 @@ MISTAKES = {
     "a mask as a bias": (
         lambda: attend(bias=live),
         TypeError,
-        "write attention_mask= for what says which pairs are live",
+        "write attention_mask= for a mask of allowed pairs",
         lambda: attend(attention_mask=live),
     ),
     "integers as a bias": (
@@ -291,7 +291,7 @@ MISTAKES = {
     "queries and keys of a mask": (
         lambda: UNEQUAL[2:, 2:],
         ValueError,
-        "the index must be mask[rows, heads, queries, keys], got 2 of them; write ...",
+        "the index must be mask[rows, heads, queries, keys], got 2 entries; write ...",
         lambda: UNEQUAL[..., 2:, 2:],
     ),
     "a part of a mask among processes": (
@@ -384,7 +384,7 @@ MISTAKES = {
     "an array for the logsumexp": (
         lambda: attend(return_lse=True, out=(zeros(B, TQ, H, DV), zeros(B, H, TQ))),
         TypeError,
-        "it takes the result alone, and the logsumexp is returned as a new array",
+        "it takes only the result; the logsumexp is returned as a new array",
         lambda: attend(return_lse=True, out=zeros(B, TQ, H, DV)),
     ),
     "sinks with heads at the end": (
@@ -396,7 +396,7 @@ MISTAKES = {
     "sinks of too many axes": (
         lambda: attend(softmax_aux=zeros(1, H, 1, 1)),
         ValueError,
-        f"write np.reshape(softmax_aux, ({H}, 1)) for one sink a head",
+        f"write np.reshape(softmax_aux, ({H}, 1)) for one sink per head",
         lambda: attend(softmax_aux=np.reshape(zeros(1, H, 1, 1), (H, 1))),
     ),
 }
@@ -456,7 +456,7 @@ def test_keywords_lead_to_arguments():
     ("name", "advice"),
     [
         ("is_causal", "write causal="),
-        ("attn_mask", "write attention_mask= for what says which pairs are live, or bias= for what is added"),
+        ("attn_mask", "write attention_mask= for a mask of allowed pairs, or bias= for what is added"),
         ("scale", "write softmax_scale="),
         ("dropout_p", "write dropout_prob="),
         ("window_size", "write sliding_window=, with None instead of -1"),

@@ -138,7 +138,7 @@ def test_errors_of_sharding(error, words, change):
     ("error", "words", "shards"),
     [
         (TypeError, "shards must be a list or tuple of arrays, got int64 array", np.arange(4)),
-        (ValueError, "shards must be one of each process, got none", []),
+        (ValueError, "shards must hold one array per process, got none", []),
         (ValueError, r"shards\[0\] must have 2 tokens, got int64 array of shape \(1,\)", [np.arange(1), np.arange(3)]),
         (ValueError, r"shards\[1\] must be a int64 array like shards\[0\]", [np.arange(2), np.arange(2.0)]),
         (ValueError, r"shards\[1\] must be a int64 array like", [np.zeros((1, 2), int), np.zeros((2, 2), int)]),

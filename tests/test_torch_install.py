@@ -534,7 +534,7 @@ def test_what_flash_attention_has_and_attnmask_has_not(torch):
     (query, key, value), starts = packed(torch, (3, 5), (3, 5), kv_heads=4)
     forward = torch.ops.aten._flash_attention_forward
     with pytest.raises(
-        NotImplementedError, match=r"dropout_p must be 0 where attnmask is installed, got 0\.5"
+        NotImplementedError, match=r"dropout_p must be 0 while attnmask is installed, got 0\.5"
     ):
         forward(query, key, value, *starts, 5, 5, 0.5, False, False)
     with torch.no_grad(), pytest.raises(ValueError, match=r"alibi_slopes must be .* with H = 4"):

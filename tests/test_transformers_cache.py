@@ -189,7 +189,7 @@ def test_a_step_that_fails_changes_nothing():
     for call, words in (
         (lambda inputs: None, r"the model must be called in a step, .*: 0 of 2 layers have appended"),
         (lambda inputs: [model(prompt[None], **inputs) for _ in range(2)], "the model must be called once"),
-        (lambda inputs: cache.reset(), "the sequences of a batch cannot be changed inside of a step"),
+        (lambda inputs: cache.reset(), "the sequences of a batch cannot be changed inside a step"),
         (lambda inputs: cache.step([a], 1).__enter__(), "the sequences of a batch cannot be changed inside"),
     ):
         with pytest.raises(RuntimeError, match=words), torch.no_grad(), cache.step([a], 5) as inputs:
@@ -518,7 +518,7 @@ def test_keys_of_another_shape():
 
 def test_configs():
     config = model_of("Llama").config
-    with pytest.raises(TypeError, match="config must be that of a model, got None"):
+    with pytest.raises(TypeError, match="config must be a model's config, got None"):
         PagedCache(None, pages=3)
     with pytest.raises(TypeError, match=r"dtype must be float16, .*, got 'int4'"):
         PagedCache(config, pages=3, dtype="int4")
@@ -531,7 +531,7 @@ def test_configs():
     with pytest.raises(ValueError, match="config must have keys of heads, got latent attention"):
         PagedCache(transformers.DeepseekV3Config(), pages=3)
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
-    with pytest.raises(ValueError, match="config must have layers of attention only, got 'linear_attention'"):
+    with pytest.raises(ValueError, match="config must have only attention layers, got 'linear_attention'"):
         PagedCache(config, pages=3)
 
 

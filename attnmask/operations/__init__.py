@@ -1,12 +1,12 @@
-"""Attention behind one call, whatever computes it: operators with a name, their settings, and tools to write more.
+"""Attention operators by name, behind one call, with shared settings and tools to write your own.
 
-An operator is made by name and called with arrays ``[B, T, H, D]`` and a mask, an array or a `MaskInfo`::
+Make an operator by name and call it with arrays ``[B, T, H, D]`` and a mask, an array or a `MaskInfo`::
 
     op = OperationRegistry.create("flash", OperationMetadata(dropout_prob=0.1))
     out = op(query, key, value, mask=None, bias=None, causal=False, **more).attention_outputs
 
-``"flash"`` is `attnmask.flash_attention`. ``"vanilla"`` is the same in plain NumPy and returns the weights, too; it
-takes memory for every pair of a query and a key. To add one, subclass `OperationImpl` and decorate it with
+``"flash"`` is `attnmask.flash_attention`. ``"vanilla"`` is the same in plain NumPy and also returns the weights; it
+needs memory for every pair of a query and a key. To add one, subclass `OperationImpl` and decorate it with
 `OperationRegistry.register`.
 
 Examples

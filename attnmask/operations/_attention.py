@@ -1,4 +1,4 @@
-"""Softmax attention twice: by the kernels of this package, and in NumPy, to be read and to be compared with."""
+"""Softmax attention twice: with this package's kernels, and in NumPy, for reading and comparing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MORE = _DEFAULTS.keys() - {"query", "key", "value", "attention_mask", "bias", "
 
 
 class _Attention(OperationImpl):
-    """What both understand by the same call."""
+    """The arguments that both operators share."""
 
     def _arguments(
         self,
@@ -39,7 +39,7 @@ class _Attention(OperationImpl):
         causal: bool,
         more: dict[str, Any],
     ) -> dict[str, Any]:
-        """All arguments of `flash_attention_fwd`, but `out`."""
+        """Return all arguments of `flash_attention_fwd` except `out`."""
         for name in more:
             if name not in _MORE:
                 known, hint = ", ".join(sorted(_MORE)), advice(name, _MORE | {"mask", "bias", "causal"})
@@ -81,9 +81,9 @@ class _Attention(OperationImpl):
 class FlashAttention(_Attention):
     """`attnmask.flash_attention` as the operator ``"flash"``.
 
-    An array of a mask or a bias may have as many heads as the keys; each then holds for the heads of the queries that
-    share one. Beyond that a call takes, by name, all other arguments of `flash_attention` but `out` and `return_lse`.
-    `mask` is its `attention_mask`, and errors call it so.
+    A mask or bias array may have as many heads as the keys; each then applies to the query heads that share it. By
+    name, a call takes all other arguments of `flash_attention` except `out` and `return_lse`. `mask` is its
+    `attention_mask`, and errors call it that.
 
     Examples
     --------
@@ -115,7 +115,7 @@ class FlashAttention(_Attention):
 
 
 def _weighted_sums(weights: NDArray[Any], values: NDArray[Any], live: NDArray[np.bool_]) -> NDArray[Any]:
-    """``weights @ values``, but dead pairs have no part in it: their weight is 0, and 0 × NaN is NaN."""
+    """Return ``weights @ values`` without masked pairs: their weight is 0, and 0 × NaN is NaN."""
     sums: NDArray[Any]
     if np.isfinite(values).all():
         sums = weights @ values
@@ -136,7 +136,7 @@ def _attend(
     kept: NDArray[np.bool_] | None,
     problem: Problem,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The results, the weights and the logsumexp of some queries of one batch row, heads first."""
+    """Return the results, weights and logsumexp of some queries of one batch row, heads first."""
     logits = q @ k.swapaxes(1, 2) * problem.scale
     if bias is not None:
         live = live & (bias != -np.inf)
@@ -164,9 +164,9 @@ def _attend(
 
 @OperationRegistry.register
 class VanillaAttention(_Attention):
-    """The same in plain NumPy as the operator ``"vanilla"``: all pairs at once, and their weights are returned.
+    """The same in plain NumPy as the operator ``"vanilla"``, which also returns the weights.
 
-    It takes the arguments of `FlashAttention`, and gives the same results but for rounding.
+    It takes the arguments of `FlashAttention`, computes all pairs, and returns the same results up to rounding.
 
     Examples
     --------

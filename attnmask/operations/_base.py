@@ -1,4 +1,4 @@
-"""What every operator has: its settings, the form of its result, and tools for masks, heads and sharding."""
+"""What every operator has: settings, the form of its result, and tools for masks, heads and sharding."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def _floating(value: Any, name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class OperationMetadata:
-    """What an operator is set up with once, whatever it is called with; what a call says itself goes first.
+    """The settings of an operator, made once. Arguments of a call take precedence.
 
     Parameters
     ----------
     runtime_dtype : dtype, optional
-        Queries, keys and values are converted to it, and so are the results; they stay as they come if not given.
+        Convert queries, keys, values and results to this dtype. By default they keep theirs.
     runtime_softmax_dtype : dtype, optional
-        For logits and weights while they are computed, if it is wider than float32, or float64 for float64 inputs.
-        ``"flash"`` accepts it and keeps to these.
+        The dtype for logits and weights during computation, if wider than float32 (float64 for float64 inputs).
+        ``"flash"`` accepts it but does not use a wider one.
     softmax_scale : float, optional
-        ``1 / sqrt(D)`` if not given.
+        Defaults to ``1 / sqrt(D)``.
     dropout_prob : float
-        The chance that a weight is dropped, from 0 to below 1.
+        The probability that a weight is dropped, at least 0 and below 1.
     backend : str, optional
-        Which of an operator's methods computes: ``forward_cpu`` for ``"cpu"``, and so on. ``"cpu"`` if not given.
+        The operator's method to use: ``forward_cpu`` for ``"cpu"``, and so on. Defaults to ``"cpu"``.
     mesh : jax.sharding.Mesh or mapping of str to int, optional
-        The axes that arrays are divided over, and their sizes; for `OperationImpl.create_stable_sharding`.
+        The mesh axes and their sizes; for `OperationImpl.create_stable_sharding`.
 
     Examples
     --------
@@ -99,13 +99,13 @@ class OperationMetadata:
 
 
 class OperationOutput(NamedTuple):
-    """What an operator returns; what it does not compute is None.
+    """What an operator returns. Fields that it does not compute are None.
 
     Parameters
     ----------
     attention_outputs : ndarray, shape [B, Tq, H, Dv], or [Tq, H, Dv] of packed sequences
     attention_weights : ndarray, shape [B, H, Tq, Tk] or [H, Tq, Tk], optional
-        As values were multiplied by them: normalized and with dropout, if asked for.
+        The weights that multiplied the values: normalized and with dropout, if requested.
     lse : ndarray, shape [B, H, Tq] or [H, Tq], optional
         As of `attnmask.flash_attention`.
 
@@ -126,7 +126,7 @@ class OperationOutput(NamedTuple):
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
-    """The lengths of an array, of which nothing else may be known yet."""
+    """Return the shape of an array of which nothing else may be known yet."""
     if isinstance(value, np.ndarray):
         value = np.asarray(value)  # a subclass may override any attribute
     shape = getattr(value, "shape", None)
@@ -141,7 +141,7 @@ def _four(value: ArrayLike, name: str, layout: str) -> NDArray[Any]:
 
 
 def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[Any]:
-    """Each entry of an axis so many times, as of np.repeat, which does not see that there are too many."""
+    """Repeat the entries of an axis like np.repeat, which does not notice that the result is too large."""
     before, (count, *after) = array.shape[:axis], array.shape[axis:]
     result = allocate((*before, count * times, *after), array.dtype, name)
     if result.size:
@@ -153,7 +153,7 @@ def _repeated(array: NDArray[Any], axis: int, times: int, name: str) -> NDArray[
 
 
 def _slabs(shape: tuple[int, ...], most: int = 2**22) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of the parts of an array, in order, of at most so many entries: NumPy sees no signals within one."""
+    """Yield indices of consecutive parts of at most `most` entries: NumPy handles no signals within one."""
     axis = 0
     while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) > most:
         axis += 1
@@ -172,7 +172,7 @@ def _axis_names(spec: Any, name: str) -> tuple[AxisName, ...]:
 def _kept(
     names: tuple[AxisName, ...], source: tuple[AxisName, ...], preserved_indices: Any
 ) -> tuple[AxisName, ...]:
-    """As many as `names`: those of `source` where they are preserved, else None."""
+    """Return one entry per name: that of `source` where it is preserved, None elsewhere."""
     if isinstance(preserved_indices, np.ndarray):
         preserved_indices = np.asarray(preserved_indices).tolist()
     if not isinstance(preserved_indices, Sequence) or isinstance(preserved_indices, str):
@@ -188,18 +188,18 @@ def _kept(
 
 
 class OperationImpl(ABC):
-    """An operator: a subclass says its name by `get_impl_name` and what it computes by `forward_native`.
+    """Base class of operators: `get_impl_name` returns the name, `forward_native` computes.
 
-    It may say how to compute that elsewhere, too: with ``OperationMetadata(backend="x")`` calls go to ``forward_x``.
+    A subclass may add methods for other backends: with ``OperationMetadata(backend="x")``, calls go to ``forward_x``.
 
     Parameters
     ----------
     metadata : OperationMetadata, optional
-        The defaults of `OperationMetadata` if not given.
+        Defaults to ``OperationMetadata()``.
 
     Examples
     --------
-    An operator by which all keys weigh the same:
+    An operator that gives all keys the same weight:
 
     >>> import numpy as np
     >>> from attnmask.operations import OperationImpl, OperationOutput
@@ -231,7 +231,7 @@ class OperationImpl(ABC):
     @classmethod
     @abstractmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """The name to register under, or several.
+        """Return the name to register under, or several.
 
         Returns
         -------
@@ -255,12 +255,12 @@ class OperationImpl(ABC):
         causal: bool = False,
         **more: Any,
     ) -> OperationOutput:
-        """Compute what a call asks for, on any machine.
+        """Compute the result of a call, on any machine.
 
         Parameters
         ----------
         query, key, value, mask, bias, causal, **more
-            As of a call.
+            As in a call.
 
         Returns
         -------
@@ -285,12 +285,12 @@ class OperationImpl(ABC):
         causal: bool = False,
         **more: Any,
     ) -> OperationOutput:
-        """Compute it on the CPU; as `forward_native` does, unless a subclass knows better.
+        """Compute the result on the CPU; calls `forward_native` unless a subclass overrides it.
 
         Parameters
         ----------
         query, key, value, mask, bias, causal, **more
-            As of a call.
+            As in a call.
 
         Returns
         -------
@@ -316,7 +316,7 @@ class OperationImpl(ABC):
         causal: bool = False,
         **more: Any,
     ) -> OperationOutput:
-        """Compute, by the method for the backend of the metadata.
+        """Compute the result with the method for the metadata's backend.
 
         Parameters
         ----------
@@ -327,7 +327,7 @@ class OperationImpl(ABC):
         bias : array_like, optional
         causal : bool
         **more
-            What else the operator takes.
+            Other arguments of the operator.
 
         Returns
         -------
@@ -346,14 +346,14 @@ class OperationImpl(ABC):
         return result
 
     def get_mode(self, query: Any, BTHD: bool = True) -> Literal["decode", "train"]:
-        """Whether there is one query a batch row, as when a model writes, or any other number, as when it reads.
+        """Return "decode" for one query per batch row, otherwise "train".
 
         Parameters
         ----------
         query : array_like, shape [B, T, H, D], or [B, H, T, D] without `BTHD`
             Only its shape matters.
         BTHD : bool
-            Tokens come before heads.
+            True if tokens come before heads.
 
         Returns
         -------
@@ -374,12 +374,12 @@ class OperationImpl(ABC):
 
     @staticmethod
     def split_attention_mask(attn_mask: ArrayLike | MaskInfo) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """The queries and the keys that have a live pair.
+        """Return which queries and which keys have an allowed pair.
 
         Parameters
         ----------
         attn_mask : array_like, shape [Q, K], [B, Q, K] or [B, H, Q, K], or MaskInfo
-            bool or numbers; of heads the last one counts. A `MaskInfo` is not written out.
+            bool or numbers; only the last head counts. A `MaskInfo` is not written out.
 
         Returns
         -------
@@ -407,12 +407,12 @@ class OperationImpl(ABC):
 
     @staticmethod
     def combine_query_kv_masks(q_mask: ArrayLike, kv_mask: ArrayLike) -> NDArray[np.bool_]:
-        """The pairs of a query and a key that both take part.
+        """Return the pairs whose query and key both take part.
 
         Parameters
         ----------
         q_mask : array_like, shape [Q] or [B, Q]
-            bool or numbers. With more axes, such as ``[B, H, Q, 1]``, it goes with the pairs as it is.
+            bool or numbers. With more axes, such as ``[B, H, Q, 1]``, it broadcasts with the pairs as it is.
         kv_mask : array_like, shape [K] or [B, K]
             Likewise, such as ``[B, 1, 1, K]``.
 
@@ -446,7 +446,7 @@ class OperationImpl(ABC):
 
     @staticmethod
     def create_causal_mask(qseq: int) -> NDArray[np.bool_]:
-        """Each of `qseq` tokens with itself and those before it.
+        """Return the causal mask of `qseq` tokens: each sees itself and the tokens before it.
 
         Parameters
         ----------
@@ -466,20 +466,20 @@ class OperationImpl(ABC):
         """
         tokens = integer(qseq, "qseq", 0)
         if tokens >= 2**31:
-            raise MemoryError(f"a mask of {tokens} tokens by as many does not fit in memory: qseq")
+            raise MemoryError(f"a mask of {tokens} × {tokens} tokens does not fit in memory: qseq")
         mask = fill((1, 1, tokens, tokens), (band(None, 0, 0),), np.dtype(bool), True, False)
         return mask.reshape(tokens, tokens)
 
     @staticmethod
     def repeat_kv_heads(k: ArrayLike, v: ArrayLike, num_reps: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values with a head for each of the queries', where several shared one.
+        """Repeat key and value heads so that each query head has its own.
 
         Parameters
         ----------
         k : array_like, shape [B, T, Hkv, D]
         v : array_like, shape [B, T, Hkv, Dv]
         num_reps : int
-            As many queries' heads share one: head h of the result is head ``h // num_reps``.
+            Query heads per key head: head h of the result is head ``h // num_reps``.
 
         Returns
         -------
@@ -501,7 +501,7 @@ class OperationImpl(ABC):
     def handle_kvhead(
         self, array: ArrayLike | None, num_q_heads: int, num_kv_heads: int
     ) -> NDArray[Any] | None:
-        """A bias, or what else speaks of pairs, with heads that fit the queries'.
+        """Repeat the heads of a bias or mask to match the queries.
 
         Parameters
         ----------
@@ -512,7 +512,7 @@ class OperationImpl(ABC):
         Returns
         -------
         ndarray, shape [B, H, Q, K] or [B, 1, Q, K]
-            The array itself if it fits, else each of its heads ``H // Hkv`` times. None for None.
+            The array itself if it fits, otherwise with each head repeated ``H // Hkv`` times. None for None.
 
         Examples
         --------
@@ -544,27 +544,27 @@ class OperationImpl(ABC):
         dep: Any = True,
         tensor: Any = None,
     ) -> Any:
-        """How to divide an array, by a spec of which only some dimensions are kept.
+        """Return a sharding spec that keeps only some dimensions of another.
 
         Parameters
         ----------
         state_ps : jax.sharding.PartitionSpec or tuple, optional
-            For each dimension the name of a mesh axis, a tuple of names, or None.
+            A mesh axis name, a tuple of names, or None for each dimension.
         preserved_indices : sequence of int, optional
-            The dimensions that are kept; the others are not divided. All are kept if not given.
+            The dimensions to keep; the others are not divided. Defaults to all.
         clone_ps : jax.sharding.PartitionSpec or tuple, optional
-            Where the kept dimensions are taken from, if not from `state_ps`.
+            The spec to take the kept dimensions from, instead of `state_ps`.
         dep : optional
             None for no spec.
         tensor : array_like, optional
-            What is to be divided: if the metadata has a mesh, a dimension whose length its axes do not divide is not
-            divided.
+            The array to divide. If the metadata has a mesh, a dimension is not divided if its axes do not divide its
+            length.
 
         Returns
         -------
         jax.sharding.PartitionSpec or tuple
-            A ``PartitionSpec`` of JAX where it is installed, else a tuple; `state_ps` itself if there is nothing to
-            change it by. None without `state_ps` or `dep`.
+            A ``PartitionSpec`` if JAX is installed, otherwise a tuple; `state_ps` itself if nothing changes. None
+            without `state_ps` or `dep`.
 
         Examples
         --------

@@ -22,7 +22,7 @@ def _names(operation: type[OperationImpl]) -> tuple[str, ...]:
 
 
 class OperationRegistry:
-    """The operators that there are. Any package may add its own.
+    """The registered operators. Any package may add its own.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class OperationRegistry:
 
     @classmethod
     def register(cls, operation: _Class) -> _Class:
-        """Let an operator be known by the names that its `get_impl_name` returns: a decorator.
+        """Register an operator under the names that its `get_impl_name` returns. Use it as a decorator.
 
         Parameters
         ----------
@@ -44,12 +44,12 @@ class OperationRegistry:
         Returns
         -------
         type
-            The same.
+            The class itself.
 
         Raises
         ------
         ValueError
-            If a name is taken, if only by the same class.
+            If a name is taken, even by the same class.
 
         Examples
         --------
@@ -63,7 +63,9 @@ class OperationRegistry:
             raise TypeError(f"operation must be a subclass of OperationImpl, got {operation!r:.200}")
         if inspect.isabstract(operation):
             missing = ", ".join(sorted(operation.__abstractmethods__))
-            raise TypeError(f"operation must have {missing}, got {operation.__name__}, which lacks that")
+            raise TypeError(
+                f"operation must have {missing}, got {operation.__name__}, which does not define it"
+            )
         names = _names(operation)
         for name in names:
             if name in cls._operations:
@@ -76,7 +78,7 @@ class OperationRegistry:
 
     @classmethod
     def get(cls, impl_name: str) -> type[OperationImpl]:
-        """The class of an operator.
+        """Return the class of an operator.
 
         Parameters
         ----------
@@ -101,7 +103,7 @@ class OperationRegistry:
 
     @classmethod
     def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> OperationImpl:
-        """An operator, ready to be called.
+        """Return an operator, ready to call.
 
         Parameters
         ----------
@@ -123,7 +125,7 @@ class OperationRegistry:
 
     @classmethod
     def list(cls) -> tuple[str, ...]:
-        """The names that are registered, in alphabetical order.
+        """Return the registered names in alphabetical order.
 
         Returns
         -------
