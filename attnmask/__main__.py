@@ -1,4 +1,4 @@
-"""What the library does, every number computed on the spot: ``python -m attnmask``."""
+"""Show what the library does, with every number computed on the spot: ``python -m attnmask``."""
 
 import argparse
 import math
@@ -189,7 +189,7 @@ def nan() -> None:
 
 
 def gradients() -> None:
-    """Gradients, beside what small steps of the input change, in float64"""
+    """Gradients, checked against small steps of the input in float64"""
     info, step, rng = small_mask(), 1e-5, np.random.default_rng(0)
     inputs = dict(zip(("query", "key", "value"), rng.standard_normal((3, 1, len(WORDS), 2, 4)), strict=True))
     out, vjp = attnmask.flash_attention_vjp(**inputs, attention_mask=info)
@@ -200,7 +200,7 @@ def gradients() -> None:
         return float(np.vdot(attnmask.flash_attention(**inputs, attention_mask=info), dout))
 
     say(
-        "flash_attention_vjp returns the result, and a function that gives the gradients. One number of each, both "
+        "flash_attention_vjp returns the result and a gradient function. Here is one number of each gradient, both "
         f"ways, and the largest gap among all {out.size}:"
     )
     rows: list[tuple[str, ...]] = [("", "gradient", "small steps", "gap")]
@@ -238,8 +238,8 @@ def long_context() -> None:
     if terminal:
         put("\r" + " " * (width() - 1) + "\r", end="")
     say(
-        f"{heads} heads of 64 channels, one by one, took {seconds:.1f} s; rows picked from them agree with NumPy's. "
-        f"All logits at once would take {heads * tokens**2 * 4 / 1e9:.0f} GB."
+        f"{heads} heads with head_dim 64, one by one, took {seconds:.1f} s; sampled rows agree with NumPy. "
+        f"All logits at once would need {heads * tokens**2 * 4 / 1e9:.0f} GB."
     )
 
 
@@ -296,8 +296,8 @@ def running_sums() -> None:
 def next_steps() -> None:
     """What to try next"""
     say(
-        "help(attnmask.flash_attention) and help(attnmask.MaskInfo) say what they take. README.md compares speeds, "
-        "examples/ has a tour with pictures and a language model, and `make docs` makes the reference."
+        "help(attnmask.flash_attention) and help(attnmask.MaskInfo) list all arguments. README.md compares speeds, "
+        "examples/ has a tour with pictures and a language model, and `make docs` builds the reference."
     )
 
 
@@ -317,7 +317,7 @@ def show(sections: Sequence[Callable[[], None]] = SECTIONS) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "python -m attnmask", argparse.SUPPRESS, "Show what the library does. There is nothing to choose."
+        "python -m attnmask", argparse.SUPPRESS, "Show what the library does. It takes no arguments."
     )
     parser.parse_args()
     if sys.stdout is None:

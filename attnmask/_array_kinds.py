@@ -1,5 +1,5 @@
-"""What is done alike to arrays of NumPy, tensors of PyTorch and arrays of JAX, each by its own library: so gradients
-flow where there are any. Neither of the other two is imported here.
+"""Operations on NumPy arrays, PyTorch tensors and JAX arrays alike, each done by its own library, so that gradients
+flow. Neither PyTorch nor JAX is imported here.
 """
 
 import sys
@@ -26,12 +26,12 @@ def _is_of(x: Any, package: str, name: str) -> bool:
 
 
 def any_array(x: Any, name: str) -> Any:
-    """A tensor of PyTorch or an array of JAX as it is, all else as an array of NumPy."""
+    """Return a PyTorch tensor or JAX array as it is, and anything else as a NumPy array."""
     return x if is_tensor(x) or is_jax(x) else as_array(x, name)
 
 
 def like(x: Any, array: NDArray[Any]) -> Any:
-    """`array` as what `x` is; where JAX traces `x`, this is no traced value."""
+    """Return `array` as the same kind as `x`; not traced, even if JAX traces `x`."""
     if is_tensor(x):
         return sys.modules["torch"].from_numpy(array).to(x.device)
     if is_jax(x):
@@ -42,7 +42,7 @@ def like(x: Any, array: NDArray[Any]) -> Any:
 
 
 def taken(x: Any, places: NDArray[np.int64], axis: int) -> Any:
-    """A copy of what is at some places of an axis."""
+    """Return a copy of the entries at some places of an axis."""
     if is_tensor(x):
         return x.index_select(axis, like(x, places))
     if is_jax(x):
@@ -51,7 +51,7 @@ def taken(x: Any, places: NDArray[np.int64], axis: int) -> Any:
 
 
 def put(x: Any, places: NDArray[np.int64], length: int, fill: Any) -> Any:
-    """The rows of `x` at their places among so many rows, and `fill` at the others."""
+    """Return `length` rows with those of `x` at `places`, and `fill` elsewhere."""
     shape = (length, *x.shape[1:])
     try:
         if is_tensor(x):
@@ -67,7 +67,7 @@ def put(x: Any, places: NDArray[np.int64], length: int, fill: Any) -> Any:
 
 
 def _small(places: NDArray[np.int64], length: int) -> NDArray[Any]:
-    """JAX has no integers of 64 bits unless asked to."""
+    """Use int32 where it suffices: JAX has no 64-bit integers by default."""
     return places.astype(np.int32) if length < 2**31 else places
 
 
@@ -80,7 +80,7 @@ def concatenated(parts: Sequence[Any], axis: int) -> Any:
 
 
 def cast(x: Any, number: Any) -> Any:
-    """`number` in the type of `x`, as Python's own again."""
+    """Round `number` to the type of `x`, and return it as a Python number."""
     if is_tensor(x):
         return sys.modules["torch"].full((), number, dtype=x.dtype).item()
     if isinstance(number, complex) and x.dtype.kind != "c":

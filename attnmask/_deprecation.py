@@ -1,4 +1,4 @@
-"""Names that go away: they work for two more minor versions, and warn."""
+"""Deprecated names: they work for two more minor versions, and warn."""
 
 import functools
 import warnings

@@ -183,7 +183,7 @@ def prepare_sequence_ids(cu_seqlens: ArrayLike) -> NDArray[np.integer]:
 
     See Also
     --------
-    segment_ids_to_cu_seqlens : the way back.
+    segment_ids_to_cu_seqlens : the inverse.
     MaskInfo.from_cu_seqlens : the mask of the sequences.
 
     Examples

@@ -1,4 +1,4 @@
-"""Between padded batches and packed sequences, of arrays, tensors of PyTorch and arrays of JAX::
+"""Convert between padded batches and packed sequences, as arrays, PyTorch tensors or JAX arrays::
 
 x         a b c . .       pack       a b c d e f g h        cu_seqlens 0 3 4 8
           d . . . .       ->
@@ -27,27 +27,26 @@ def pack(x: NDArray[_Scalar], lengths: ArrayLike) -> tuple[NDArray[_Scalar], NDA
 @overload
 def pack(x: _Array, lengths: ArrayLike) -> tuple[_Array, _Array]: ...
 def pack(x: Any, lengths: ArrayLike) -> Any:
-    """Take the padding out of a batch, and lay its tokens end to end.
+    """Remove the padding of a batch, and lay its tokens end to end.
 
     Parameters
     ----------
     x : array_like, Tensor or jax.Array, shape [B, T, ...]
-        What there is for each token: ids, embeddings, queries, keys.
+        Anything with one entry per token: ids, embeddings, queries, keys.
     lengths : array_like of integers, shape [B], or of bool or numbers, shape [B, T]
-        How many tokens each row has, before its padding; or a padding mask, which is not zero for the tokens, wherever
-        they are.
+        The number of tokens in each row, before its padding; or a padding mask, nonzero for tokens, wherever they are.
 
     Returns
     -------
     packed : ndarray, Tensor or jax.Array, shape [total, ...]
-        A copy, through which gradients of tensors and of JAX flow.
+        A copy. Gradients of PyTorch and JAX flow through it.
     cu_seqlens : ndarray, Tensor or jax.Array of int32, shape [B + 1]
-        Where each row begins and ends in it.
+        Where each row starts and ends in it.
 
     See Also
     --------
-    unpack : the way back.
-    MaskInfo.from_lengths : attention in the padded batch itself.
+    unpack : the inverse.
+    MaskInfo.from_lengths : the mask of the padded batch itself.
 
     Examples
     --------
@@ -76,7 +75,7 @@ def pack(x: Any, lengths: ArrayLike) -> Any:
 
 
 def _of_mask(mask: NDArray[Any], shape: tuple[int, int]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The cu_seqlens, and the places of the tokens in all rows."""
+    """Return the cu_seqlens, and the positions of the tokens over all rows."""
     if mask.shape != shape:
         raise ValueError(f"lengths must be a mask of shape {shape} as x, or [B], got {describe(mask)}")
     live = mask_array(mask, "lengths") != 0
@@ -102,7 +101,7 @@ def _of_lengths(lengths: ArrayLike, shape: tuple[int, int]) -> tuple[NDArray[Any
 
 
 def _places(starts: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
-    """Where packed tokens are in rows of so many."""
+    """Return where packed tokens lie in rows of `tokens` each."""
     before = np.arange(len(starts) - 1) * tokens - starts[:-1]
     return np.arange(starts[-1]) + np.repeat(before, np.diff(starts))
 
@@ -116,26 +115,26 @@ def unpack(
     packed: _Array, cu_seqlens: ArrayLike, max_len: int, fill: complex | np.number[Any] = 0
 ) -> _Array: ...
 def unpack(packed: Any, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> Any:
-    """Make a padded batch of packed sequences, with one row for each.
+    """Return a padded batch with one row per packed sequence.
 
     Parameters
     ----------
     packed : array_like, Tensor or jax.Array, shape [total, ...]
     cu_seqlens : array_like of integers, shape [B + 1]
-        Where sequences begin and end.
+        Where sequences start and end.
     max_len : int
-        How many tokens a row has room for; ValueError if a sequence has more.
+        The length of a row; ValueError if a sequence is longer.
     fill : number
-        What padding is; ValueError if the type of `packed` does not hold it.
+        The value of padding; ValueError if the type of `packed` cannot hold it.
 
     Returns
     -------
     ndarray, Tensor or jax.Array, shape [B, max_len, ...]
-        A copy, through which gradients of tensors and of JAX flow.
+        A copy. Gradients of PyTorch and JAX flow through it.
 
     See Also
     --------
-    pack : the way back.
+    pack : the inverse.
 
     Examples
     --------
@@ -163,7 +162,7 @@ def unpack(packed: Any, cu_seqlens: ArrayLike, max_len: int, fill: Any = 0) -> A
 
 
 def _number(value: Any) -> Any:
-    """As Python's own."""
+    """Return a Python number."""
     if isinstance(value, (bool, float, complex)):
         return value
     try:
@@ -176,7 +175,7 @@ def _number(value: Any) -> Any:
 
 
 def _held(fill: Any, array: Any) -> Any:
-    """`fill`, which has to be a number that the type of `array` holds, if only rounded."""
+    """Return `fill`, a number that the type of `array` can hold, at least rounded."""
     number = _number(fill)
     try:
         held = cast(array, number)
