@@ -36,12 +36,24 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 CFLAGS = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CFLAGS += ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-pthread"]
 
-# Kernel file -> flags. Levels in the order in which the dispatcher climbs them.
+# Level -> flags, in the order in which the dispatcher climbs them.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-AVX512BF16 = [*AVX512, "-mavx512vnni", "-mavx512bf16"]
+AVX512VNNI = [*AVX512, "-mavx512vnni"]
+AVX512BF16 = [*AVX512VNNI, "-mavx512bf16"]
 AMX = [*AVX512BF16, "-mamx-tile", "-mamx-bf16"]
-X86_KERNELS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": AVX512BF16, "amx": AMX}
+X86_LEVELS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512vnni": AVX512VNNI,
+    "avx512bf16": AVX512BF16,
+    "amx": AMX,
+}
+# What a level has of its own, a file in csrc/kernels/ each; core/isa.c takes the rest from the level below.
+ALL = ["arrays", "flash_f32", "flash_f64", "kv_f32", "kv_f16", "kv_bf16", "kv_i8", "kv_f8"]
+TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
+TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2"], "amx": ["tiles"]}
+EMULATED = ["flash_bf16x2", "kv_bf16x2"]  # at the baseline, in builds for tests
 # GCC would load the numbers of several rows before it multiplies the first, for which there are no registers.
 ARM_BASELINE = ["-fno-schedule-insns"]
 # Else code elsewhere decides where in a line of the cache a kernel's loops begin, and how fast they are: positions of
@@ -181,14 +193,18 @@ class BuildExt(build_ext):
         made_for = [f"-DAM_MADE_FOR={sys.version.split()[0]},{numpy.__version__}"]
         includes = [f"-I{folder}" for folder in [*ext.include_dirs, *self.compiler.include_dirs]]
 
-        def unit(source: str, *its_flags: str) -> Unit:
+        def unit(source: str, *its_flags: str, level: str = "") -> Unit:
             made = Path(self.build_temp, source).with_suffix(".o")
+            made = made.parent / level / made.name
             command = [*self.compiler.compiler_so, *macros, *includes, *flags, *its_flags]
             command += ["-MMD", "-c", source, "-o", str(made)]
-            return Unit(source, made, command, SECONDS.get(made.stem, 0.2))
+            return Unit(source, made, command, SECONDS.get(f"{level}/{made.stem}", 0.2))
 
+        topics = TOPICS | ({"baseline": [*ALL, *EMULATED]} if "-DAM_EMULATE" in macros else {})
         kernels = [
-            unit(f"csrc/kernels/{level}.c", *of_kernels, *own_flags) for level, own_flags in levels.items()
+            unit(f"csrc/kernels/{topic}.c", *of_kernels, *own_flags, f"-DLEVEL={level}", level=level)
+            for level, own_flags in levels.items()
+            for topic in topics[level]
         ]
         return kernels + [unit(source, *made_for, *openmp) for source in files]
 
@@ -201,7 +217,7 @@ class BuildExt(build_ext):
         if machine in ("x86_64", "amd64"):
             levels |= {
                 level: flags
-                for level, flags in X86_KERNELS.items()
+                for level, flags in X86_LEVELS.items()
                 if self.understands(flags, INSTRUCTIONS.get(level, ""))
             }
         if sanitizers == "thread":  # kernels know nothing of threads

@@ -1,6 +1,7 @@
 /* isa.c – finds out which kernels the processor can run. This file is compiled for any processor. */
 #include "core/isa.h"
 
+#include <pthread.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -65,57 +66,100 @@ static int highest_level(void) { return 0; }
 static bool is_intel(void) { return false; }
 #endif
 
-#ifdef AM_HAVE_AVX512BF16
-static am_kernels avx512vnni;
-#endif
-#ifdef AM_HAVE_AMX
-static am_kernels amx;
-#endif
+bool am_prefetch_near;
 
-void am_isa_begin(void)
+/* The kernels of each level. A compiler that cannot build one level cannot build those above it. */
+enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS };
+static am_kernels ladder[LEVELS];
+static int built; /* the highest of them that this build has */
+
+/* Puts what a topic has in the table of a level. What it lacks is 0, of which other topics have the rest. */
+static void add_topic(am_kernels *to, const am_kernels *topic)
 {
+    uintptr_t words[sizeof *to / sizeof(uintptr_t)], more[sizeof words / sizeof *words];
+    _Static_assert(sizeof words == sizeof *to, "a table is made of whole words");
+    memcpy(words, to, sizeof words);
+    memcpy(more, topic, sizeof more);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (more[i]) words[i] = more[i];
+    memcpy(to, words, sizeof words);
+}
+#define ADD(topic, level) add_topic(to, &AM_TOPIC(topic, level));
+
+/* The table of a level, which begins as that of the level below. */
+static am_kernels *begin_level(int level, const char *name)
+{
+    am_kernels *to = &ladder[level];
+    if (level > 0) *to = ladder[level - 1];
+    to->name = name;
+    built = level;
+    return to;
+}
+
+/* What bf16x2 has in common with float32, as sums are float32. */
+static void share_float32(am_kernels *to)
+{
+    const am_flash_kernels *from = &to->flash_f32;
+    am_flash_kernels *bf16x2 = &to->flash_bf16x2;
+    bf16x2->merge = from->merge;
+    bf16x2->kv[AM_BFLOAT16].pack_keys = from->kv[AM_FLOAT32].pack_keys; /* of lanes, whatever is in them */
+    memcpy(bf16x2->numbers, from->numbers, sizeof from->numbers);
+    bf16x2->load_rows = from->load_rows;
+    bf16x2->add_rows = from->add_rows;
+    bf16x2->dot_rows = from->dot_rows;
+}
+
+static void join_levels(void)
+{
+    am_kernels *to = begin_level(BASELINE, "baseline");
+    AM_EACH_TOPIC(ADD, baseline)
+#ifdef AM_EMULATE
+    share_float32(to);
+    ADD(flash_bf16x2, baseline)
+    ADD(kv_bf16x2, baseline)
+#endif
+#ifdef AM_HAVE_AVX2
+    to = begin_level(AVX2, "avx2");
+    to->flash_bf16x2 = (am_flash_kernels){0};
+    AM_EACH_TOPIC(ADD, avx2)
+#endif
+#ifdef AM_HAVE_AVX512
+    to = begin_level(AVX512, "avx512");
+    AM_EACH_TOPIC(ADD, avx512)
+#endif
+#ifdef AM_HAVE_AVX512VNNI
+    to = begin_level(AVX512VNNI, "avx512vnni");
+    ADD(kv_i16x2, avx512vnni)
+#endif
 #ifdef AM_HAVE_AVX512BF16
-    avx512vnni = am_kernels_avx512bf16;
-    avx512vnni.name = "avx512vnni";
-    avx512vnni.flash_bf16x2 = (am_flash_kernels){0};
+    to = begin_level(AVX512BF16, "avx512bf16");
+    share_float32(to);
+    to->flash_bf16x2.kv[AM_INT8] = to->flash_f32.kv[AM_INT8]; /* but for those that pack */
+    ADD(flash_bf16x2, avx512bf16)
+    ADD(kv_bf16x2, avx512bf16)
+    ADD(kv_f8x2, avx512bf16)
 #endif
 #ifdef AM_HAVE_AMX
-    amx = am_kernels_avx512bf16;
-    amx.name = "amx";
+    to = begin_level(AMX, "amx");
     /* These are for processors whose vdpbf16ps is quick, and the step does not multiply by scales. */
-    amx.flash_bf16x2.kv[AM_INT8] = amx.flash_bf16x2.kv[AM_FLOAT8] = (am_kv_kernels){0};
-    amx.flash_bf16x2.amx = am_kernels_amx.amx;
-    amx.flash_bf16x2.step = am_kernels_amx.step;
-    amx.flash_bf16x2.backward = am_kernels_amx.backward;
-    amx.flash_bf16x2.find_row_max = am_kernels_amx.find_row_max;
+    to->flash_bf16x2.kv[AM_INT8] = to->flash_bf16x2.kv[AM_FLOAT8] = (am_kv_kernels){0};
+    ADD(tiles, amx)
 #endif
 #ifdef _SC_LEVEL1_DCACHE_SIZE
     am_prefetch_near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10 && !is_intel();
 #endif
 }
 
-/* The kernels of each level. A compiler that cannot build one level cannot build those above it. */
-static const am_kernels *const ladder[] = {
-    &am_kernels_baseline,
-#ifdef AM_HAVE_AVX2
-    &am_kernels_avx2,
-#endif
-#ifdef AM_HAVE_AVX512
-    &am_kernels_avx512,
-#endif
-#ifdef AM_HAVE_AVX512BF16
-    &avx512vnni, /* what multiplies integers of the next level, without its bfloat16 */
-    &am_kernels_avx512bf16,
-#endif
-#ifdef AM_HAVE_AMX
-    &amx,
-#endif
-};
+/* Once a process, as kernels may run while another interpreter loads the library. */
+void am_isa_begin(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, join_levels);
+}
 
 const am_kernels *am_isa_level(int level)
 {
-    int built = (int)(sizeof ladder / sizeof *ladder);
-    return level < built && level <= highest_level() ? ladder[level] : NULL;
+    return level <= built && level <= highest_level() ? &ladder[level] : NULL;
 }
 
 /* Intel's processors start a dot product of bfloat16 (vdpbf16ps) every other cycle, and two multiply-adds of
@@ -125,8 +169,8 @@ const am_kernels *am_isa_best(void)
 {
     int level = 0;
     while (am_isa_level(level + 1)) level++;
-    const bool by_bf16 = strcmp(ladder[level]->name, "avx512bf16") == 0;
-    return ladder[by_bf16 && is_intel() ? level - 1 : level];
+    const bool by_bf16 = level == AVX512BF16;
+    return &ladder[by_bf16 && is_intel() ? level - 1 : level];
 }
 
 const am_kernels *am_isa_find(const char *name)

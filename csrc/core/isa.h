@@ -4,8 +4,8 @@
 
 #include "kernels/table.h"
 
-/* Completes the table of levels, and chooses the cache to which kernels prefetch. Call it before any
- * kernel. */
+/* Joins the tables of levels, and chooses the cache to which kernels prefetch. Call it before any kernel;
+ * again does nothing. */
 void am_isa_begin(void);
 
 /* The kernels of a level, from the plainest (0) to the last that runs here; NULL past the end. */

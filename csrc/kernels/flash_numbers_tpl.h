@@ -30,3 +30,7 @@ static void FROM(write)(void *dst, const void *src, double factor, ptrdiff_t cou
 
 #undef STORE
 #undef STORE_PART
+#undef S
+#undef LOAD
+#undef LOAD_PART
+#undef FROM

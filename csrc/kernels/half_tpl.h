@@ -1,4 +1,4 @@
-/* half_tpl.h – sixteen-bit floats to float32 and back: less than a vector of them, or whole rows. */
+/* half_tpl.h – loads and stores less than a vector of sixteen-bit floats. */
 
 #ifndef V_PARTS_16
 static inline vf FN(vf_load_part)(const uint16_t *p, ptrdiff_t count)
@@ -15,19 +15,5 @@ static inline void FN(vf_store_part)(uint16_t *p, vf v, ptrdiff_t count)
     copy_part(p, part, count);
 }
 #endif
-
-static void FN(widen)(float *dst, const uint16_t *src, ptrdiff_t count)
-{
-    ptrdiff_t i = 0;
-    for (; i + VF_LANES <= count; i += VF_LANES) vf_store(dst + i, FN(vf_load)(src + i));
-    if (i < count) vf_store_part(dst + i, FN(vf_load_part)(src + i, count - i), count - i);
-}
-
-static void FN(narrow)(uint16_t *dst, const float *src, ptrdiff_t count)
-{
-    ptrdiff_t i = 0;
-    for (; i + VF_LANES <= count; i += VF_LANES) FN(vf_store)(dst + i, vf_load(src + i));
-    if (i < count) FN(vf_store_part)(dst + i, vf_load_part(src + i, count - i), count - i);
-}
 
 #undef FN

@@ -1,4 +1,5 @@
-/* table.h – what every instruction set offers: each kernel's signature, written once.
+/* table.h – what every instruction set offers: each kernel's signature, written once. A level has all
+ * kernels, its own or those of the level below (core/isa.c).
  *
  * Kernels see tiles: plain pointers, steps in elements, no Python, no checks. Callers guarantee what is
  * stated here.
@@ -378,20 +379,30 @@ typedef struct {
     am_flash_kernels flash_bf16x2;
 } am_kernels;
 
-extern const am_kernels am_kernels_baseline;
-#ifdef AM_HAVE_AVX2
-extern const am_kernels am_kernels_avx2;
-#endif
-#ifdef AM_HAVE_AVX512
-extern const am_kernels am_kernels_avx512;
-#endif
-#ifdef AM_HAVE_AVX512BF16
-extern const am_kernels am_kernels_avx512bf16;
-#endif
-#ifdef AM_HAVE_AMX
-/* What is done by AMX tiles: step, backward and find_row_max. The rest of this level is that of the level
- * below. */
-extern const am_flash_kernels am_kernels_amx;
-#endif
+/* A table of one topic at one level, which is empty but for its kernels. */
+#define AM_TOPIC(topic, level) am_##topic##_##level
+#define AM_DECLARE(topic, level) extern const am_kernels AM_TOPIC(topic, level);
+
+/* The topics of a level that has kernels for everything. */
+#define AM_EACH_TOPIC(DO, level)                                                                             \
+    DO(arrays, level)                                                                                        \
+    DO(flash_f32, level)                                                                                     \
+    DO(flash_f64, level)                                                                                     \
+    DO(kv_f32, level)                                                                                        \
+    DO(kv_f16, level)                                                                                        \
+    DO(kv_bf16, level)                                                                                       \
+    DO(kv_i8, level)                                                                                         \
+    DO(kv_f8, level)
+AM_EACH_TOPIC(AM_DECLARE, baseline)
+AM_EACH_TOPIC(AM_DECLARE, avx2)
+AM_EACH_TOPIC(AM_DECLARE, avx512)
+/* What other levels have of their own; the baseline emulates bf16x2 in builds for tests. */
+AM_DECLARE(kv_i16x2, avx512vnni)
+AM_DECLARE(flash_bf16x2, baseline)
+AM_DECLARE(kv_bf16x2, baseline)
+AM_DECLARE(flash_bf16x2, avx512bf16)
+AM_DECLARE(kv_bf16x2, avx512bf16)
+AM_DECLARE(kv_f8x2, avx512bf16)
+AM_DECLARE(tiles, amx)
 
 #endif

@@ -1,0 +1,19 @@
+/* flash_bf16x2.c – attention in bfloat16, forward and backward; keys and values are packed. */
+#include "kernels/flash_bf16x2.h"
+
+#include "kernels/words_tpl.h"
+#include "kernels/flash_backward_tpl.h"
+#define STEP(name) name##_bf16x2
+#define WIDTH 2
+#define HEIGHT STRIP
+#include "kernels/flash_backward_step_tpl.h"
+
+const am_kernels TABLE(flash_bf16x2) = {
+    .flash_bf16x2 =
+        {
+            .panel = PANEL_f32,
+            .step = flash_step_bf16x2,
+            .backward = backward_bf16x2,
+            .find_row_max = find_row_max_bf16x2,
+        },
+};

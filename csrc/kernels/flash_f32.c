@@ -1,0 +1,50 @@
+/* flash_f32.c – attention in float32, forward and backward; keys and values are packed. */
+#include "kernels/flash_f32.h"
+#include "kernels/flash_merge_tpl.h"
+
+#define S T
+#define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
+#define STORE VOP(store)
+#define STORE_PART VOP(store_part)
+#define FROM(name) FN(name)
+#include "kernels/flash_numbers_tpl.h"
+#define S uint16_t
+#define LOAD vf_load_f16
+#define LOAD_PART vf_load_part_f16
+#define STORE vf_store_f16
+#define STORE_PART vf_store_part_f16
+#define FROM(name) name##_f16
+#include "kernels/flash_numbers_tpl.h"
+#define S uint16_t
+#define LOAD vf_load_bf16
+#define LOAD_PART vf_load_part_bf16
+#define STORE vf_store_bf16
+#define STORE_PART vf_store_part_bf16
+#define FROM(name) name##_bf16
+#include "kernels/flash_numbers_tpl.h"
+
+#include "kernels/words_tpl.h"
+#include "kernels/flash_backward_tpl.h"
+#define STEP(name) FN(name)
+#define WIDTH 1
+#define HEIGHT STRIP
+#include "kernels/flash_backward_step_tpl.h"
+#include "kernels/flash_rows_tpl.h"
+
+const am_kernels TABLE(flash_f32) = {
+    .flash_f32 =
+        {
+            .panel = PANEL_f32,
+            .step = flash_step_f32,
+            .merge = merge_f32,
+            .numbers = {[AM_FLOAT32] = {read_bias_f32, write_f32},
+                        [AM_FLOAT16] = {read_bias_f16, write_f16},
+                        [AM_BFLOAT16] = {read_bias_bf16, write_bf16}},
+            .backward = backward_f32,
+            .find_row_max = find_row_max_f32,
+            .load_rows = load_rows_f32,
+            .add_rows = add_rows_f32,
+            .dot_rows = dot_rows_f32,
+        },
+};
