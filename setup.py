@@ -6,6 +6,7 @@ ATTNMASK_DEBUG=1                       assertions on, no optimization, debug sym
 ATTNMASK_SANITIZE=address,undefined    build with these sanitizers (or thread)
 ATTNMASK_WERROR=1                      warnings are errors
 ATTNMASK_FAULTS=1                      allocations fail on request, for tests/test_allocation_faults.py
+ATTNMASK_SYMBOLS=1                     keep the symbols of functions and the numbers of lines, for profilers
 
 The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any.
 """
@@ -62,7 +63,14 @@ ALIGNED = ["-falign-functions=64", "-falign-loops=64"]
 # What assemblers may not know that are older than their compiler.
 INSTRUCTIONS = {"avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tdpbf16ps %tmm0, %tmm1, %tmm2"}
 # About how long a file takes to compile: the longest begin first, and a person is told how long all may take.
-SECONDS = {"baseline": 27, "avx2": 26, "avx512": 65, "avx512bf16": 107, "amx": 2}
+SECONDS = {
+    **{f"baseline/{topic}": 2.0 for topic in ALL},
+    **{f"avx2/{topic}": 1.5 for topic in ALL},
+    **{f"avx512/{topic}": 3.5 for topic in ALL},
+    **{f"avx512bf16/{topic}": 5.0 for topic in TOPICS["avx512bf16"]},
+    "avx512vnni/kv_i16x2": 3,
+    "amx/tiles": 0.5,
+}
 
 
 def sources(pattern: str) -> list[str]:
@@ -169,7 +177,11 @@ class BuildExt(build_ext):
     def units_of(self, ext: Extension) -> list[Unit]:
         flags, of_kernels = list(CFLAGS), ["-fno-lto"]
         sanitizers = os.environ.get("ATTNMASK_SANITIZE")
-        flags += ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1"]
+        symbols = any(map(switch, ("ATTNMASK_SYMBOLS", "ATTNMASK_DEBUG", "ATTNMASK_SANITIZE")))
+        ext.extra_link_args += [] if symbols or sys.platform == "darwin" else ["-Wl,--strip-all"]
+        flags += (
+            ["-O0", "-g", "-UNDEBUG"] if switch("ATTNMASK_DEBUG") else ["-O3", "-g1" if symbols else "-g0"]
+        )
         flags += ["-Werror"] if switch("ATTNMASK_WERROR") else []
         macros = [f"-D{name}={value}" for name, value in ext.define_macros]
         if switch("ATTNMASK_DEBUG") or sanitizers:
@@ -200,12 +212,16 @@ class BuildExt(build_ext):
             command += ["-MMD", "-c", source, "-o", str(made)]
             return Unit(source, made, command, SECONDS.get(f"{level}/{made.stem}", 0.2))
 
+        # Their loops are written out. More would be twice as much to compile, and no faster.
+        written_out = [] if switch("ATTNMASK_DEBUG") or sanitizers else ["-O2"]
         topics = TOPICS | ({"baseline": [*ALL, *EMULATED]} if "-DAM_EMULATE" in macros else {})
-        kernels = [
-            unit(f"csrc/kernels/{topic}.c", *of_kernels, *own_flags, f"-DLEVEL={level}", level=level)
-            for level, own_flags in levels.items()
-            for topic in topics[level]
-        ]
+
+        def kernel(topic: str, level: str) -> Unit:
+            optimize = [] if topic == "arrays" else written_out
+            its_flags = [*of_kernels, *optimize, *levels[level], f"-DLEVEL={level}"]
+            return unit(f"csrc/kernels/{topic}.c", *its_flags, level=level)
+
+        kernels = [kernel(topic, level) for level in levels for topic in topics[level]]
         return kernels + [unit(source, *made_for, *openmp) for source in files]
 
     def levels(self, sanitizers: str | None) -> dict[str, list[str]]:

@@ -3,8 +3,8 @@
     python .ci/check_isa.py build/gcc/temp
 
 One stray vector instruction outside them is a crash on the processors that lack it, and only there. For the same
-reason such a kernel's object may offer nothing but its table: a function that it shared with others by name could be
-the copy that the linker keeps.
+reason what such a kernel's object offers to others, its table and some functions, has the level in its name: else a
+function of that name in another object could be the copy that the linker keeps.
 
 And the sums of the product that attention is made of stay in registers: compilers that put them in memory make it
 several times slower, and nothing else tells.
@@ -60,14 +60,16 @@ def main(folder: str) -> str | None:
         print("check_isa: only x86-64 has several instruction sets; nothing to check")
         return None
     objects = sorted(Path(folder).rglob("*.o"))
-    kernels = [path for path in objects if path.parent.parent.name == "kernels" and path.parent.name in LEVELS]
+    kernels = [
+        path for path in objects if path.parent.parent.name == "kernels" and path.parent.name in LEVELS
+    ]
     if not any(path.parent.name == "baseline" for path in objects):
         return f"no objects of attnmask in {folder}"
     problems = []
     for path in objects:
         if path in kernels:
             names = {line.split()[-1] for line in run("nm", "--defined-only", "--extern-only", str(path))}
-            if names != {f"am_{path.stem}_{path.parent.name}"}:
+            if not all(name.startswith("am_") and name.endswith(f"_{path.parent.name}") for name in names):
                 problems.append(f"{path} defines {', '.join(sorted(names))}")
             if not stray_instructions(path):
                 problems.append(f"{path} uses no instruction of its own: was it built with its flags?")

@@ -179,7 +179,7 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
     find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
-    softmax_step_bf16x2(block, tile, strips, count);
+    SHARED_BF16X2(find_p_bf16x2)(block, tile);
     add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
                  block->out, block->out_depth, block->out_depth, &queue);
     amx_end();

@@ -56,7 +56,7 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrd
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             STEP(add_product_transposed)(s->rows, depth - column, end - begin,
                                          a + begin * AM_FLASH_TILE + s->row, b + begin * b_row, b_row,
-                                         c + s->row * step + column, step);
+                                         c + s->row * step + column, step, NULL, NULL);
         }
     }
 }
@@ -84,7 +84,7 @@ static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdif
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             STEP(add_product)(s->rows, depth - column, end - begin, a + s->row * AM_FLASH_TILE + begin,
-                              b + begin * FN(PANEL), FN(PANEL), c + s->row * step + column, step, NULL);
+                              b + begin * FN(PANEL), FN(PANEL), c + s->row * step + column, step, NULL, NULL);
         }
     }
 }

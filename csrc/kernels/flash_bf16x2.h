@@ -110,11 +110,8 @@ static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *
     const uint16_t *v = (const uint16_t *)tile->v + column;
     const ptrdiff_t step = 4 * tile->v_step;
     const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v);
-    if (tile->run)
-        add_product_in_runs_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch,
-                                        &runs);
-    else
-        add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch);
+    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch,
+                            tile->run ? &runs : NULL);
 }
 #endif
 
@@ -122,5 +119,10 @@ static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *
 #define WIDTH 2
 #define EXP2_TERMS exp2_terms_bf16x2
 #include "kernels/flash_step_tpl.h"
+
+/* Those of flash_bf16x2.c, which other topics call. */
+void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_tile *tile);
+void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const float *p,
+                                      const float *panel, float *c, ptrdiff_t c_step);
 
 #endif

@@ -11,6 +11,7 @@
 #define EPSILON DBL_EPSILON
 #define MIN_POWER 1022
 #define ROUNDER (0x1.8p52 + MIN_POWER)
+#define OWN(name) FN(name)
 #include "kernels/flash_product_tpl.h"
 #include "kernels/flash_tpl.h"
 #include "kernels/flash_merge_tpl.h"

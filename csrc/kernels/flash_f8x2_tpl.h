@@ -29,6 +29,7 @@ static void pack_queries_f8x2(void *dst, const void *q, ptrdiff_t q_step, ptrdif
 #define SUMS(name) vf_##name
 #define ROW_UNIT(block, r) (UNIT * (float)(block)->q_factor)
 #define P_UNIT(row) UNIT
+#define FIND_P SHARED_BF16X2(find_p_bf16x2)
 #define STEP(name) name##_bf16x2
 #define LOAD_WIDE vf_load_f8x2
 #define LOAD_PART_WIDE vf_load_part_f8x2
@@ -51,5 +52,5 @@ static void add_tile_f8x2(const am_flash_rows *block, const am_flash_tile *tile,
         for (ptrdiff_t i = AM_FLASH_TILE - VF_LANES; i >= 0; i -= VF_LANES)
             vf_store(row + i, vf_mul(vf_set1(0x1p8f), vf_load_bf16((const uint16_t *)row + i)));
     }
-    add_tile_f8(block, tile, prefetch);
+    SHARED(add_tile_f8)(block, tile, prefetch);
 }

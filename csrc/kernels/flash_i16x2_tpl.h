@@ -62,7 +62,7 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
     am_flash_tile its = *tile;
     if (tile->live) its.live += row;
     prefetch_lines none = prefetch_nothing(tile->v);
-    if (!its.live || *its.live) add_tile_i8(&one, &its, &none);
+    if (!its.live || *its.live) SHARED(add_tile_i8)(&one, &its, &none);
 }
 
 /* Turns P of some vectors of a row, times the scales of their values, into i16x2. The last lane of the row
@@ -111,6 +111,7 @@ static inline __attribute__((always_inline)) void narrow_row_i16x2(const am_flas
 #define SUMS(name) vf_##name##_i32
 #define ROW_UNIT unit_of_query
 #define P_UNIT(row) ((row)[AM_FLASH_TILE - 1])
+#define FIND_P OWN(find_p)
 #define STEP(name) name##_f32
 #define LOAD_WIDE vf_load_i16x2
 #define LOAD_PART_WIDE vf_load_part_i16x2
@@ -142,5 +143,5 @@ static void step_i16x2(const am_flash_rows *const *blocks, const am_flash_tile *
     if (have_units)
         step_unpacked_i16x2(blocks, tiles, heads);
     else
-        step_unpacked_i8(blocks, tiles, heads);
+        SHARED(step_unpacked_i8)(blocks, tiles, heads);
 }

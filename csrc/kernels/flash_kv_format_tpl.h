@@ -105,7 +105,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
             const T *p = logits + r * AM_FLASH_TILE;
             T *to = out + r * block->out_depth;
             if (packed)
-                FN(add_product)(rows, width, keys, p, panel, FN(PANEL), to, block->out_depth, NULL);
+                OWN(add_packed)(rows, width, keys, p, panel, to, block->out_depth);
             else if (width == FN(PANEL))
                 WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_depth, LINES, lines, true,
                                  in_runs);
@@ -122,5 +122,6 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #else
 #    define AT_ONCE(block, tile) ((block)->out_depth == (tile)->value_depth)
 #endif
+#define FIND_P OWN(find_p)
 #define STEP(name) FN(name)
 #include "kernels/flash_unpacked_tpl.h"

@@ -53,7 +53,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     const void *const *next = in_runs ? in_runs->next : NULL;
     /* Where unpacked rows are few, one panel alone is seldom taken. */
-    const bool unrolled = RUN_ROWS > 0 && (vectors > 2 || (vectors == 2 && !runs));
+    const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
     for (;;) {
         ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
         depth -= left;
@@ -158,8 +158,10 @@ static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff
                                         const T *a, ptrdiff_t a_step, const S *b, T *c,
                                         prefetch_lines *prefetch)
 {
-    return prefetch ? FROM(within_prefetching)(rows, begin, end, depth, a, a_step, b, c, prefetch)
-                    : FROM(within_no_prefetch)(rows, begin, end, depth, a, a_step, b, c);
+    prefetch_lines none = prefetch_nothing(b);
+    return prefetch || IS_DOUBLE ? FROM(within_prefetching)(rows, begin, end, depth, a, a_step, b, c,
+                                                            prefetch ? prefetch : &none)
+                                 : FROM(within_no_prefetch)(rows, begin, end, depth, a, a_step, b, c);
 }
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
@@ -186,42 +188,31 @@ APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, co
 {
     FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL, false, NULL);
 }
+/* Rows of b lie `in_runs` unless that is NULL. */
 APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
-                          ptrdiff_t c_step)
+                          ptrdiff_t c_step, const row_runs *in_runs)
 {
-    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, NULL);
+    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
 }
 APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
-                                 T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
+                                 T *c, ptrdiff_t c_step, prefetch_lines *prefetch, const row_runs *in_runs)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false, NULL);
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false, in_runs);
 }
 
 /* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
  * `prefetch` is not NULL; half a panel never prefetches. */
 static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
                                      const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
-                                     prefetch_lines *prefetch)
-{
-    if (columns <= LANES)
-        FROM(add_half)(rows, depth, a, b, b_step, c, c_step);
-    else if (prefetch)
-        FROM(add_prefetching)(rows, depth, a, b, b_step, c, c_step, prefetch);
-    else
-        FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
-}
-
-/* The same, where rows of b lie in runs. */
-APART void FROM(add_product_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
-                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
                                      prefetch_lines *prefetch, const row_runs *in_runs)
 {
     prefetch_lines none = prefetch_nothing(b);
     if (columns <= LANES)
-        FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
+        FROM(add_half)(rows, depth, a, b, b_step, c, c_step, in_runs);
+    else if (prefetch || in_runs || IS_DOUBLE)
+        FROM(add_prefetching)(rows, depth, a, b, b_step, c, c_step, prefetch ? prefetch : &none, in_runs);
     else
-        FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch ? prefetch : &none, false,
-                         in_runs);
+        FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
 }
 
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
@@ -230,22 +221,10 @@ APART void FROM(add_product_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_
         FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
                          true, in_runs, NULL);                                                               \
         break;
-APART void FROM(accumulate_in_runs)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
-                                    T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
-                                    const row_runs *in_runs)
+APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                 T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
+                                 const row_runs *in_runs)
 {
-    switch (rows) {
-        EACH_FEW_ROWS(WIDE_ROWS)
-    }
-}
-static inline void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b,
-                                         ptrdiff_t b_step, T *c, ptrdiff_t c_step, const int lines,
-                                         prefetch_lines *prefetch, const row_runs *in_runs)
-{
-    if (RUN_ROWS > 0 && in_runs) {
-        FROM(accumulate_in_runs)(rows, depth, a, b, b_step, c, c_step, lines, prefetch, in_runs);
-        return;
-    }
     switch (rows) {
         EACH_FEW_ROWS(WIDE_ROWS)
     }
@@ -275,15 +254,9 @@ FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, 
 #undef ROWS
 #undef PART_OF
 }
-static inline void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
-                                                const T *a, const S *b, ptrdiff_t b_step, T *c,
-                                                ptrdiff_t c_step)
-{
-    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, NULL, NULL);
-}
-APART void FROM(add_product_transposed_in_runs)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
-                                                const T *a, const S *b, ptrdiff_t b_step, T *c,
-                                                ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
+APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+                                        const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                        const row_runs *in_runs, T *loaded)
 {
     FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, in_runs, loaded);
 }

@@ -27,6 +27,8 @@ static inline ptrdiff_t FN(whole_panels)(ptrdiff_t rows)
 #    define EACH_ROWS(ROWS) EACH_FEW_ROWS(ROWS) ROWS(3) ROWS(4)
 #endif
 
+#define IS_DOUBLE (sizeof(T) > sizeof(float)) /* of which some instances are spared */
+
 #define S T
 #define LOADS(b, b_row, vectors, left, right)                                                                \
     left = VOP(load)(b), right = VOP(load)((b) + ((vectors) > 1) * LANES)

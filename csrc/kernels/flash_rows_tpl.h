@@ -27,7 +27,10 @@ static void FN(add_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff
     T *to = dst;
     const T *from = src;
     for (ptrdiff_t r = 0; r < rows; r++, to += dst_step, from += src_step) {
-        for (ptrdiff_t i = 0; i < depth; i++) to[i] += from[i];
+        ptrdiff_t i = 0;
+        for (; i + LANES <= depth; i += LANES)
+            VOP(store)(to + i, VOP(add)(VOP(load)(to + i), VOP(load)(from + i)));
+        for (; i < depth; i++) to[i] += from[i];
     }
 }
 

@@ -397,7 +397,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
                 STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_depth, lines);
             else
                 STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
-                                  c, block->out_depth, lines);
+                                  c, block->out_depth, lines, NULL);
             prefetch_rest(&queue, lines, end - begin);
         }
     }

@@ -59,16 +59,21 @@ static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p,
     for (int j = 0; j < count; j++) VOP(store)(to + j * LANES, p[j]);
 }
 
+/* O + P V of a strip, and of some columns of packed values, at most a panel. */
+static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *p, const T *panel,
+                           T *c, ptrdiff_t c_step)
+{
+    FN(add_product)(rows, columns, depth, p, panel, FN(PANEL), c, c_step, NULL, NULL);
+}
+
 /* O + P V of some columns of unpacked values, at most a panel. */
 static void FN(add_unpacked)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const am_flash_tile *tile,
                              ptrdiff_t column, T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
     const row_runs runs = runs_of_values(tile, 1, column * (ptrdiff_t)sizeof(T));
     const T *v = (const T *)tile->v + column;
-    if (tile->run)
-        FN(add_product_in_runs)(rows, columns, AM_FLASH_TILE, p, v, tile->v_step, c, c_step, prefetch, &runs);
-    else
-        FN(add_product)(rows, columns, AM_FLASH_TILE, p, v, tile->v_step, c, c_step, prefetch);
+    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v, tile->v_step, c, c_step, prefetch,
+                    tile->run ? &runs : NULL);
 }
 
 #define STEP(name) FN(name)

@@ -72,20 +72,17 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
     const bool packed = tile->v_step == 0;
     if (packed || (WIDTH > 1 && s->row > 0 && columns > LANES)) {
         STEP(add_product_transposed)(s->rows, columns, count, p, packed ? v + column * count : interleaved,
-                                     FN(PANEL), c, block->out_depth);
+                                     FN(PANEL), c, block->out_depth, NULL, NULL);
         return;
     }
     const row_runs runs = runs_of_values(tile, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
-    add_product_transposed_in_runs_interleaved(
-        s->rows, columns, count, p, (const uint16_t *)v + column, 4 * tile->v_step, c, block->out_depth,
-        tile->run ? &runs : NULL, s->rows < block->rows ? interleaved : NULL);
+    add_product_transposed_interleaved(s->rows, columns, count, p, (const uint16_t *)v + column,
+                                       4 * tile->v_step, c, block->out_depth, tile->run ? &runs : NULL,
+                                       s->rows < block->rows ? interleaved : NULL);
 #else
-    if (tile->run)
-        FN(add_product_transposed_in_runs)(s->rows, columns, count, p, v + column, tile->v_step, c,
-                                           block->out_depth, &runs, NULL);
-    else
-        FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth);
+    FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth,
+                               tile->run ? &runs : NULL, NULL);
 #endif
 }
 

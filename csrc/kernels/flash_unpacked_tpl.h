@@ -79,7 +79,7 @@ FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t depth, cons
             if (straight)
                 prefetch_straight(&current, keys);
             else
-                prefetch_some(&current, keys, true);
+                prefetch_each(&current, keys, true);
         }
 #if PARTS > 1
         FROM(add_dots)(rows, keys, x, q, q_step, LANES, PARTS, sums);

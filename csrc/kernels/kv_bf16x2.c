@@ -1,6 +1,9 @@
 /* kv_bf16x2.c – keys and values of bfloat16, multiplied as bf16x2. */
 #include "kernels/flash_bf16x2.h"
-#include "kernels/flash_kv_bf16.h"
+
+/* That of kv_bf16.c. */
+void SHARED(add_values_bf16)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                             ptrdiff_t end, const uint16_t *values, prefetch_lines *prefetch);
 
 #define S uint16_t
 #define LOAD_SOME vf_load_some_bf16x2
@@ -41,7 +44,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     if (block->float_weights) {
         am_flash_tile numbers = *tile;
         numbers.v_step *= 2, numbers.value_depth *= 2;
-        add_values_bf16(block, &numbers, begin, end, (const uint16_t *)values, prefetch);
+        SHARED(add_values_bf16)(block, &numbers, begin, end, (const uint16_t *)values, prefetch);
         return;
     }
     begin -= begin % 2;
@@ -74,9 +77,9 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                 add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_depth,
                                        prefetch, in_runs, panel);
             for (ptrdiff_t r = V_STRIP; r < rows; r += V_STRIP)
-                add_product_bf16x2(rows - r < V_STRIP ? rows - r : V_STRIP, PANEL_f32, lanes,
-                                   p + r * AM_FLASH_TILE, panel, PANEL_f32,
-                                   out + r * block->out_depth + column, block->out_depth, NULL);
+                SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP, PANEL_f32, lanes,
+                                                 p + r * AM_FLASH_TILE, panel,
+                                                 out + r * block->out_depth + column, block->out_depth);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
@@ -93,9 +96,9 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             continue;
         }
         for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-            add_product_bf16x2(rows - r < V_STRIP ? rows - r : V_STRIP, block->out_depth - column, lanes,
-                               p + r * AM_FLASH_TILE, panel, PANEL_f32, out + r * block->out_depth + column,
-                               block->out_depth, NULL);
+            SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP,
+                                             block->out_depth - column, lanes, p + r * AM_FLASH_TILE, panel,
+                                             out + r * block->out_depth + column, block->out_depth);
     }
 }
 
@@ -103,7 +106,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile *tile)
 {
     if (!block->float_weights) {
-        find_p_bf16x2(block, tile);
+        SHARED_BF16X2(find_p_bf16x2)(block, tile);
         return;
     }
     const vf factor = vf_set1((float)block->factor);
@@ -112,7 +115,7 @@ static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile 
         vf_store(logits + i, vf_mul(factor, vf_load(logits + i)));
     am_flash_rows scaled = *block;
     scaled.factor = 1;
-    find_p_f32(&scaled, tile);
+    OWN(find_p)(&scaled, tile);
 }
 
 #define S float

@@ -1,6 +1,8 @@
 /* kv_f8x2.c – keys and values of eight bits, multiplied as bf16x2; those of int8 only where rows are many. */
 #include "kernels/flash_bf16x2.h"
-#include "kernels/flash_kv_f8.h"
+
+/* That of kv_f8.c. */
+void SHARED(add_tile_f8)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 #include "kernels/flash_f8x2_tpl.h"
 
 #define NUMBER uint8_t

@@ -1,5 +1,11 @@
 /* kv_i16x2.c – see flash_i16x2_tpl.h. */
-#include "kernels/flash_kv_i8.h"
+#include "kernels/flash_f32.h"
+
+/* Those of kv_i8.c. */
+void SHARED(step_unpacked_i8)(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
+                              ptrdiff_t heads);
+void SHARED(add_tile_i8)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
+
 #include "kernels/flash_i16x2_tpl.h"
 
 const am_kernels TABLE(kv_i16x2) = {

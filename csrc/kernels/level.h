@@ -24,6 +24,18 @@
 #define TABLE_OF(topic, level) AM_TOPIC(topic, level)
 #define TABLE(topic) TABLE_OF(topic, LEVEL)
 
+/* The name of a function of a topic for the others: of all topics, or of those of bf16x2. Levels that have
+ * only some topics use what is below. */
+#if defined __AVX512F__
+#    define SHARED(name) AM_TOPIC(name, avx512)
+#    define SHARED_BF16X2(name) AM_TOPIC(name, avx512bf16)
+#elif defined __AVX2__
+#    define SHARED(name) AM_TOPIC(name, avx2)
+#else
+#    define SHARED(name) AM_TOPIC(name, baseline)
+#    define SHARED_BF16X2(name) AM_TOPIC(name, baseline)
+#endif
+
 /* Missing lanes are 0. */
 static inline vf vf_load_part_i8(const int8_t *p, ptrdiff_t count)
 {

@@ -114,7 +114,7 @@ static inline vf vf_load_bf16(const uint16_t *p)
 #else
 static inline vf vf_load_f16(const uint16_t *p)
 {
-    vf v;
+    vf v = {0};
     for (int i = 0; i < VF_LANES; i++) v[i] = am_widen_one_f16(p[i]);
     return v;
 }
