@@ -50,7 +50,7 @@ X86_LEVELS = {
     "avx512bf16": AVX512BF16,
     "amx": AMX,
 }
-# What a level has of its own, a file in csrc/kernels/ each; core/isa.c takes the rest from the level below.
+# What a level has of its own, a file below csrc/kernels each; core/runtime/isa.c takes the rest from the level below.
 ALL = ["arrays", "flash_f32", "flash_f64", "kv_f32", "kv_f16", "kv_bf16", "kv_i8", "kv_f8"]
 TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
 TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2"], "amx": ["tiles"]}
@@ -216,10 +216,12 @@ class BuildExt(build_ext):
         written_out = [] if switch("ATTNMASK_DEBUG") or sanitizers else ["-O2"]
         topics = TOPICS | ({"baseline": [*ALL, *EMULATED]} if "-DAM_EMULATE" in macros else {})
 
+        files_of_topics = {Path(path).stem: path for path in sources("csrc/kernels/**/*.c")}
+
         def kernel(topic: str, level: str) -> Unit:
             optimize = [] if topic == "arrays" else written_out
             its_flags = [*of_kernels, *optimize, *levels[level], f"-DLEVEL={level}"]
-            return unit(f"csrc/kernels/{topic}.c", *its_flags, level=level)
+            return unit(files_of_topics[topic], *its_flags, level=level)
 
         kernels = [kernel(topic, level) for level in levels for topic in topics[level]]
         return kernels + [unit(source, *made_for, *openmp) for source in files]
@@ -288,7 +290,7 @@ setup(
     ext_modules=[
         Extension(
             "attnmask._core",
-            sources=["csrc/module.c", *sources("csrc/bind/*.c"), *sources("csrc/core/*.c")],
+            sources=["csrc/module.c", *sources("csrc/bind/**/*.c"), *sources("csrc/core/**/*.c")],
             include_dirs=["csrc", numpy.get_include()],
             define_macros=[
                 ("AM_VERSION", f'"{VERSION}"'),

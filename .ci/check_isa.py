@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LEVELS = {"avx2", "avx512", "avx512vnni", "avx512bf16", "amx"}  # folders of csrc/kernels/
+LEVELS = {"avx2", "avx512", "avx512vnni", "avx512bf16", "amx"}  # folders of objects
 
 # Registers of AVX and AVX-512; mnemonics of AVX, which all begin with v as only verr and verw did before, and of BMI.
 REGISTER = re.compile(r"%[yz]mm\d|%k[0-7]\b|%xmm(?:1[6-9]|2\d|3[01])\b")
@@ -60,9 +60,7 @@ def main(folder: str) -> str | None:
         print("check_isa: only x86-64 has several instruction sets; nothing to check")
         return None
     objects = sorted(Path(folder).rglob("*.o"))
-    kernels = [
-        path for path in objects if path.parent.parent.name == "kernels" and path.parent.name in LEVELS
-    ]
+    kernels = [path for path in objects if "kernels" in path.parts and path.parent.name in LEVELS]
     if not any(path.parent.name == "baseline" for path in objects):
         return f"no objects of attnmask in {folder}"
     problems = []

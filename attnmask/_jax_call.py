@@ -1,4 +1,4 @@
-"""Attention as a call of XLA's foreign function interface; the other side is ``csrc/bind/xla.c``."""
+"""Attention as a call of XLA's foreign function interface; the other side is ``csrc/bind/xla/xla.c``."""
 
 import struct
 import threading

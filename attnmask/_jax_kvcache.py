@@ -1,5 +1,5 @@
 """Attention over a cache as an XLA call that writes new tokens into the cache's memory. Its counterpart is
-``csrc/bind/xla_kvcache.c``.
+``csrc/bind/xla/cache.c``.
 """
 
 from collections.abc import Mapping

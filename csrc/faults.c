@@ -1,6 +1,6 @@
 /* faults.c – counts allocations, and lets those fail that a test names. The core's own have a site; those of
  * Python and NumPy come through their hooks, and count in the thread that calls am_faults_call. */
-#include "bind/numpy.h"
+#include "bind/python/numpy.h"
 
 #include <errno.h>
 #include <stdatomic.h>

@@ -1,12 +1,12 @@
 /* module.c – the extension module: its methods, its state, and the choice of kernels at import. */
 #define AM_IMPORTS_NUMPY
-#include "bind/state.h"
+#include "bind/python/state.h"
 
 #include <stdlib.h>
 
-#include "bind/args.h"
-#include "core/isa.h"
-#include "core/openmp.h"
+#include "bind/python/arguments.h"
+#include "core/runtime/isa.h"
+#include "core/runtime/openmp.h"
 
 #ifdef __clang__
 #    define COMPILER "Clang " __clang_version__

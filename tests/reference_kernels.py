@@ -21,7 +21,7 @@ COARSE, COARSE_SUM = 8, 2**16
 # one more. tanh divides by a power and subtracts, which adds more than half of the power's error where that is large,
 # and is a polynomial near 0.
 EXP2_ROUNDINGS, TANH_ROUNDINGS = 4, 8
-# The errors of the polynomials themselves, as stated in kernels/flash.h.
+# The errors of the polynomials themselves, as stated in kernels/attention/common.h.
 EXP2_ERROR = {4: 2e-9, 8: 2e-17}
 EXP2_ERROR_BF16X2 = 4e-7
 

@@ -35,7 +35,7 @@ CALLS = 12  # of each function of the core
 TIMES = 8  # that a failing call is made, so that what one loses shows
 EVER = 2**62
 # What no call of this file reaches, and what calls it.
-BY_OTHERS = {"csrc/bind/xla_buffers.c": "JAX", "csrc/bind/tensors.c": "PyTorch"}
+BY_OTHERS = {"csrc/bind/xla/buffers.c": "JAX", "csrc/bind/dlpack/tensors.c": "PyTorch"}
 # Other functions that allocate, which the build would not see.
 UNSEEN = [
     "PyMem_Malloc",

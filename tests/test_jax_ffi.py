@@ -12,7 +12,7 @@ import pytest
 
 from attnmask import _core
 
-HEADER = Path(__file__).parents[1] / "csrc/bind/xla_ffi.h"
+HEADER = Path(__file__).parents[1] / "csrc/bind/xla/ffi.h"
 # Our structs, theirs, and of each of our fields theirs.
 STRUCTS = {
     "extension": ("Extension_Base", {"struct_size": "struct_size", "type": "type", "next": "next"}),

@@ -16,7 +16,7 @@ import pytest
 import attnmask
 from attnmask import _core
 
-HEADER = Path(__file__).parents[1] / "csrc/bind/dlpack.h"
+HEADER = Path(__file__).parents[1] / "csrc/bind/dlpack/dlpack.h"
 # Our structs, theirs, and of each of our fields theirs.
 STRUCTS = {
     "version": ("DLPackVersion", {"major": "major", "minor": "minor"}),

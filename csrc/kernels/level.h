@@ -1,7 +1,7 @@
 /* level.h – what all kernels of an instruction set (a level) share: its vector operations, and the name of a
  * table. Each topic, a file, is compiled for each level that has something of its own, by its flags and with
- * its name as LEVEL. A topic has a table that is empty but for its own kernels. core/isa.c joins those of a
- * level, and takes what is missing from the level below. */
+ * its name as LEVEL. A topic has a table that is empty but for its own kernels. core/runtime/isa.c joins
+ * those of a level, and takes what is missing from the level below. */
 #ifndef AM_LEVEL_H
 #define AM_LEVEL_H
 
@@ -9,13 +9,13 @@
 #include <string.h>
 
 #if defined __AVX512F__
-#    include "kernels/vec_avx512.h"
+#    include "kernels/vec/avx512.h"
 #elif defined __AVX2__
-#    include "kernels/vec_avx2.h"
+#    include "kernels/vec/avx2.h"
 #else
-#    include "kernels/vec_baseline.h"
+#    include "kernels/vec/baseline.h"
 #endif
-#include "kernels/half.h"
+#include "kernels/vec/half.h"
 #include "kernels/table.h"
 #include "kernels/unroll.h"
 
@@ -62,8 +62,8 @@ static inline void copy_part(uint16_t *dst, const uint16_t *src, ptrdiff_t count
 }
 #endif
 #define FN(name) name##_f16
-#include "kernels/half_tpl.h"
+#include "kernels/vec/half_tpl.h"
 #define FN(name) name##_bf16
-#include "kernels/half_tpl.h"
+#include "kernels/vec/half_tpl.h"
 
 #endif

@@ -1,5 +1,5 @@
 /* table.h – what every instruction set offers: each kernel's signature, written once. A level has all
- * kernels, its own or those of the level below (core/isa.c).
+ * kernels, its own or those of the level below (core/runtime/isa.c).
  *
  * Kernels see tiles: plain pointers, steps in elements, no Python, no checks. Callers guarantee what is
  * stated here.

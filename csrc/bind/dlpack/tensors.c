@@ -1,0 +1,245 @@
+/* tensors.c – attention of tensors of a library that has DLPack's table of functions, such as PyTorch. They
+ * are read and made without Python's methods, which take longer than a short call, and without that library's
+ * headers. */
+#include <stdalign.h>
+
+#include "bind/python/arguments.h"
+#include "bind/dlpack/dlpack.h"
+#include "bind/python/attention.h"
+#include "core/runtime/sizes.h"
+#include "core/attention/base.h"
+#include "core/arrays/convert.h"
+
+static const char TABLE[] = "dlpack_exchange_api"; /* what DLPack calls the capsule */
+
+typedef struct {
+    am_tokens tokens;
+    am_dl_type type;
+    npy_intp shape[4];
+} view;
+
+static am_dtype dtype_of(am_dl_type type)
+{
+    if (type.lanes != 1) return AM_OTHER;
+    if (type.kind == AM_DL_BFLOAT) return type.bits == 16 ? AM_BFLOAT16 : AM_OTHER;
+    if (type.kind != AM_DL_FLOAT) return AM_OTHER;
+    return type.bits == 64   ? AM_FLOAT64
+           : type.bits == 32 ? AM_FLOAT32
+           : type.bits == 16 ? AM_FLOAT16
+                             : AM_OTHER;
+}
+
+static am_tokens tokens_of(const am_dl_tensor *t)
+{
+    static char nothing[1]; /* of empty tensors */
+    const am_dtype type = dtype_of(t->type);
+    const ptrdiff_t size = type == AM_OTHER ? 1 : (ptrdiff_t)am_size_of(type);
+    return (am_tokens){
+        .data = t->data ? (char *)t->data + t->byte_offset : nothing,
+        .type = type,
+        .batch = t->strides[0] * size,
+        .token = t->strides[1] * size,
+        .head = t->strides[2] * size,
+        .element = t->strides[3] * size,
+    };
+}
+
+enum { MODULE, EXCHANGE, OTHER, GRADIENT, NEGATIVE }; /* what the function returned below holds */
+
+/* `answer` is that of a tensor, which this takes: false if it is False. */
+static bool unless_false(PyObject *answer)
+{
+    Py_XDECREF(answer);
+    return answer != Py_False;
+}
+
+/* Whether a tensor wants a gradient, or its numbers are to be negated when they are read, which the table
+ * does not tell; also true, with an exception, if it does not say. */
+static bool is_more_than_memory(PyObject *bound, PyObject *object)
+{
+    return unless_false(PyObject_GetAttr(object, PyTuple_GET_ITEM(bound, GRADIENT))) ||
+           unless_false(PyObject_CallMethodNoArgs(object, PyTuple_GET_ITEM(bound, NEGATIVE)));
+}
+
+/* False, and maybe with an exception, unless the tensor can be taken as it is. */
+static bool look(const am_dl_exchange *exchange, PyObject *object, view *v)
+{
+    am_dl_tensor t;
+    if (exchange->look(object, &t) < 0) return false;
+    /* Before DLPack 1.2 a compact tensor may have no strides. */
+    if (t.device.kind != AM_DL_CPU || t.axes != 4 || !t.strides) return false;
+    bool empty = false;
+    for (int i = 0; i < 4; i++) {
+        v->shape[i] = t.shape[i];
+        empty = empty || t.shape[i] == 0;
+    }
+    if (!t.data && !empty) return false; /* zeros that PyTorch has no memory of */
+    v->tokens = tokens_of(&t);
+    v->type = t.type;
+    return am_is_floating(v->tokens.type) && (uintptr_t)v->tokens.data % am_size_of(v->tokens.type) == 0;
+}
+
+/* --- Results --- */
+
+/* A tensor that is owned from outside, and its memory. */
+typedef struct {
+    am_dl_managed managed;
+    ptrdiff_t bytes; /* of all */
+    int64_t shape[4], strides[4];
+    alignas(64) char data[];
+} result;
+
+static void release(am_dl_managed *managed) { am_free_aligned(managed, ((result *)managed)->bytes); }
+
+/* NULL if there is no memory. */
+static result *new_result(const npy_intp shape[4], am_dl_type type)
+{
+    const ptrdiff_t rows = am_product(shape[0], shape[1], shape[2]),
+                    row = am_product(shape[3], type.bits / 8, 1);
+    const ptrdiff_t bytes = am_product(rows, row, 1);
+    if (rows == PTRDIFF_MAX || bytes > PTRDIFF_MAX - (ptrdiff_t)sizeof(result)) return NULL;
+    result *r = am_alloc_aligned((ptrdiff_t)sizeof *r + bytes);
+    if (!r) return NULL;
+    r->bytes = (ptrdiff_t)sizeof *r + bytes;
+    r->managed = (am_dl_managed){
+        .version = {AM_DL_MAJOR, AM_DL_MINOR},
+        .release = release,
+        .tensor = {r->data, {AM_DL_CPU, 0}, 4, type, r->shape, r->strides, 0},
+    };
+    for (int i = 3; i >= 0; i--) {
+        r->shape[i] = shape[i];
+        r->strides[i] = i == 3 ? 1 : am_product(r->strides[i + 1], am_max(r->shape[i + 1], 1), 1);
+    }
+    return r;
+}
+
+/* --- Calls --- */
+
+enum { QUERY, KEY, VALUE, CAUSAL, OFFSET, SCALE, OPERANDS };
+
+/* What is read of a call; `v` of query, key and value. */
+typedef struct {
+    view v[3];
+    bool causal;
+    npy_intp diagonal;
+    double scale;
+} call;
+
+static bool read_call(const am_dl_exchange *exchange, PyObject *bound, PyObject *const *args,
+                      Py_ssize_t nargs, call *c)
+{
+    if (nargs != OPERANDS || (args[CAUSAL] != Py_True && args[CAUSAL] != Py_False)) return false;
+    for (int i = 0; i < 3; i++) { /* before any pointer is read: this may run code of a subclass */
+        if (is_more_than_memory(bound, args[i])) return false;
+    }
+    /* From here on no Python code runs: the table's functions read a tensor's fields, and the rest of the
+     * arguments must be plain numbers. */
+    for (int i = 0; i < 3; i++) {
+        if (!look(exchange, args[i], &c->v[i]) || c->v[i].tokens.type != c->v[0].tokens.type) return false;
+    }
+    c->causal = args[CAUSAL] == Py_True;
+    return am_shapes_fit(c->v[QUERY].shape, c->v[KEY].shape, c->v[VALUE].shape) &&
+           !am_heads_seem_first(c->v[QUERY].shape, c->v[KEY].shape) &&
+           am_usual_diagonal(args[OFFSET], c->causal, c->v[QUERY].shape[1], c->v[KEY].shape[1],
+                             &c->diagonal) &&
+           am_usual_scale(args[SCALE], c->v[QUERY].shape[3], &c->scale);
+}
+
+static am_status compute(PyObject *module, call *c, result *r)
+{
+    const npy_intp *q = c->v[QUERY].shape, *k = c->v[KEY].shape;
+    const ptrdiff_t low = -AM_FAR, high = c->diagonal;
+    am_node node = {.kind = AM_TERM_ALL};
+    if (c->causal) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
+    am_mask mask = {
+        .batch = q[0], .heads = q[2], .queries = q[1], .keys = k[1], .nodes = &node, .node_count = 1};
+    am_attn attn = {
+        .batch = q[0],
+        .heads = q[2],
+        .kv_heads = k[2],
+        .queries = q[1],
+        .keys = k[1],
+        .depth = q[3],
+        .value_depth = c->v[VALUE].shape[3],
+        .q = c->v[QUERY].tokens,
+        .k = c->v[KEY].tokens,
+        .v = c->v[VALUE].tokens,
+        .out = tokens_of(&r->managed.tensor),
+        .mask = &mask,
+        .scale = c->scale,
+        .normalize = true,
+    };
+    am_call away;
+    am_enter(&away, module, NPY_MAX_INTP);
+    am_status status = am_mask_prepare(&away.run, &mask);
+    if (status == AM_OK) status = am_attn_forward(&away.run, &attn);
+    am_mask_release(&mask);
+    am_leave(&away);
+    return status;
+}
+
+static PyObject *attend(PyObject *bound, PyObject *const *args, Py_ssize_t nargs)
+{
+    const am_dl_exchange *exchange = PyCapsule_GetPointer(PyTuple_GET_ITEM(bound, EXCHANGE), TABLE);
+    call c;
+    if (!exchange) return NULL;
+    if (!read_call(exchange, bound, args, nargs, &c)) {
+        PyErr_Clear(); /* the other function says what is wrong */
+        return PyObject_Vectorcall(PyTuple_GET_ITEM(bound, OTHER), args, (size_t)nargs, NULL);
+    }
+    const npy_intp *q = c.v[QUERY].shape;
+    result *r = new_result((npy_intp[]){q[0], q[1], q[2], c.v[VALUE].shape[3]}, c.v[QUERY].type);
+    const am_status status = r ? compute(PyTuple_GET_ITEM(bound, MODULE), &c, r) : AM_NO_MEMORY;
+    void *tensor = NULL;
+    if (status == AM_OK) return exchange->to_object(&r->managed, &tensor) < 0 ? NULL : tensor;
+    if (r) release(&r->managed);
+    return am_raise(status, NULL);
+}
+
+static PyMethodDef attend_method = {"attend", (PyCFunction)(void *)attend, METH_FASTCALL, NULL};
+
+/* The other function itself if there is no table, or one of a version that is not known. */
+static PyObject *tensor_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *capsule, *other;
+    const am_param params[] = {{"exchange", am_to_object, &capsule}, {"other", am_to_object, &other}};
+    if (am_parse("tensor_attention", args, nargs, params, 2) < 0) return NULL;
+    if (!PyCapsule_IsValid(capsule, TABLE)) return Py_NewRef(other);
+    const am_dl_exchange *exchange = PyCapsule_GetPointer(capsule, TABLE);
+    if (exchange->version.major != AM_DL_MAJOR || !exchange->look) return Py_NewRef(other);
+    PyObject *bound =
+        Py_BuildValue("OOONN", module, capsule, other, PyUnicode_InternFromString("requires_grad"),
+                      PyUnicode_InternFromString("is_neg"));
+    PyObject *function = bound ? PyCFunction_New(&attend_method, bound) : NULL;
+    Py_XDECREF(bound);
+    return function;
+}
+
+/* --- Properties for PyTorch's compiler --- */
+
+static PyObject *call_one(PyObject *function, PyObject *object)
+{
+    return PyObject_CallOneArg(function, object);
+}
+
+static PyMethodDef call_method = {"call", call_one, METH_O, NULL};
+
+static PyObject *built_in(PyObject *module, PyObject *function)
+{
+    (void)module;
+    return PyCFunction_New(&call_method, function);
+}
+
+PyMethodDef am_tensors_methods[] = {
+    {"built_in", built_in, METH_O,
+     "built_in($module, function, /)\n--\n\n"
+     "A built-in function of one argument that calls `function`. torch.compile reads a property of such, "
+     "each\n"
+     "time that it looks whether a graph does for a call, and does not look into it."},
+    {"tensor_attention", (PyCFunction)(void *)tensor_attention, METH_FASTCALL,
+     "tensor_attention($module, exchange, other, /)\n--\n\n"
+     "A function (query, key, value, causal, offset, scale) of tensors, by the table `exchange` that DLPack\n"
+     "has their class offer. It calls `other` where anything is unusual, or wrong; without a table it "
+     "is `other`."},
+    {.ml_name = NULL},
+};

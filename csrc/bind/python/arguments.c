@@ -1,0 +1,551 @@
+/* arguments.c – converts what users pass to the types of the core. */
+#include "bind/python/arguments.h"
+
+#include <string.h>
+
+#include "core/arrays/convert.h"
+
+/* Calls a function of attnmask/_arguments.py, with a name or without. */
+static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
+{
+    PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
+    if (!arguments) return NULL;
+    PyObject *answer = PyObject_CallMethod(arguments, function, name ? "(Os)" : "(O)", object, name);
+    Py_DECREF(arguments);
+    return answer;
+}
+
+PyObject *am_describe(PyObject *object) { return call_arguments("describe", object, NULL); }
+
+/* An array that is written to must not share memory with any other argument. The caller's own arrays are
+ * checked, since converters may have copied them. */
+static int check_given(PyObject *const *args, const am_param *params, Py_ssize_t count, Py_ssize_t out)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i == out || params[i].convert == am_to_object || !PyArray_Check(args[i])) continue;
+        if (am_check_apart((PyArrayObject *)args[out], params[out].name, (PyArrayObject *)args[i],
+                           params[i].name) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
+             Py_ssize_t count)
+{
+    if (nargs != count) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, got %zd", function, count, nargs);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (params[i].convert(args[i], params[i].name, params[i].dst) < 0) return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (params[i].convert == am_to_out && args[i] != Py_None && check_given(args, params, count, i) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got)
+{
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
+    PyErr_Clear(); /* the message below says more */
+    PyObject *what = am_describe(got);
+    if (what) PyErr_Format(exception, "%s must be %s, got %U", name, expected, what);
+    Py_XDECREF(what);
+    return -1;
+}
+
+PyObject *am_position(PyArrayObject *array, npy_intp index)
+{
+    int ndim = PyArray_NDIM(array);
+    npy_intp position[NPY_MAXDIMS];
+    for (int i = ndim - 1; i >= 0; i--) {
+        position[i] = index % PyArray_DIM(array, i);
+        index /= PyArray_DIM(array, i);
+    }
+    return ndim == 1 ? PyLong_FromSsize_t(position[0]) : PyArray_IntTupleFromIntp(ndim, position);
+}
+
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
+                      long long value)
+{
+    PyObject *where = am_position(array, index);
+    if (where)
+        PyErr_Format(PyExc_ValueError, "%s must be %s, got %lld at index %S", name, expected, value, where);
+    Py_XDECREF(where);
+    return -1;
+}
+
+/* Types of ml_dtypes, which may not be installed, are recognized by their names. */
+static bool is_of_ml_dtypes(PyArray_Descr *dtype, const char *wanted, npy_intp size)
+{
+    const char *name = dtype->typeobj->tp_name, *dot = strrchr(name, '.');
+    return dtype->type_num >= NPY_USERDEF && PyDataType_ELSIZE(dtype) == size &&
+           strcmp(dot ? dot + 1 : name, wanted) == 0;
+}
+
+am_dtype am_dtype_of(PyArray_Descr *dtype)
+{
+    int size = (int)PyDataType_ELSIZE(dtype);
+    if (dtype->type_num == NPY_BOOL) return AM_BOOL;
+    if (PyTypeNum_ISINTEGER(dtype->type_num)) {
+        bool is_signed = PyTypeNum_ISSIGNED(dtype->type_num);
+        switch (size) {
+        case 1: return is_signed ? AM_INT8 : AM_UINT8;
+        case 2: return is_signed ? AM_INT16 : AM_UINT16;
+        case 4: return is_signed ? AM_INT32 : AM_UINT32;
+        case 8: return is_signed ? AM_INT64 : AM_UINT64;
+        default: return AM_OTHER;
+        }
+    }
+    switch (dtype->type_num) {
+    case NPY_HALF: return AM_FLOAT16;
+    case NPY_FLOAT: return AM_FLOAT32;
+    case NPY_DOUBLE: return AM_FLOAT64;
+    default: return is_of_ml_dtypes(dtype, "bfloat16", 2) ? AM_BFLOAT16 : AM_OTHER;
+    }
+}
+
+am_dtype am_kv_dtype_of(PyArray_Descr *dtype)
+{
+    return is_of_ml_dtypes(dtype, "float8_e4m3fn", 1) ? AM_FLOAT8 : am_dtype_of(dtype);
+}
+
+/* Whether addresses of elements are multiples of their size, as typed pointers and the kernels require. */
+static bool is_aligned(PyArrayObject *array)
+{
+    size_t size = am_size_of(am_dtype_of(PyArray_DESCR(array)));
+    if (size <= 1 || PyArray_SIZE(array) == 0) return true;
+    uintptr_t bits = (uintptr_t)PyArray_DATA(array);
+    for (int i = 0; i < PyArray_NDIM(array); i++) {
+        if (PyArray_DIM(array, i) > 1) bits |= (uintptr_t)PyArray_STRIDE(array, i);
+    }
+    return bits % size == 0;
+}
+
+static PyArrayObject *plain_view(PyArrayObject *array)
+{
+    return (PyArrayObject *)PyArray_View(array, NULL, &PyArray_Type);
+}
+
+/* NumPy converts lists and numbers. Arrays of other libraries, and what NumPy rejects, go to as_array, whose
+ * errors say more. */
+static PyArrayObject *convert_array_like(PyObject *object, const char *name)
+{
+    if (!PyObject_HasAttrString(object, "__dlpack__")) {
+        PyArrayObject *array = (PyArrayObject *)PyArray_FROM_O(object);
+        if (array || !PyErr_ExceptionMatches(PyExc_ValueError)) return array;
+        PyErr_Clear();
+    }
+    return (PyArrayObject *)call_arguments("as_array", object, name);
+}
+
+/* As am_to_readable, but with `allow_same` the result may be the caller's own object. */
+static int to_readable(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
+{
+    PyArrayObject *array =
+        PyArray_Check(object) ? (PyArrayObject *)Py_NewRef(object) : convert_array_like(object, name);
+    /* A new array has one reference: nobody else can change it. */
+    if (array && (!PyArray_CheckExact(array) || (!allow_same && Py_REFCNT(array) > 1)))
+        Py_SETREF(array, plain_view(array));
+    if (!array) return -1;
+    if (!PyArray_ISNOTSWAPPED(array) || !is_aligned(array)) {
+        PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
+        PyArrayObject *copy =
+            native ? am_of_memory(PyArray_NewLikeArray(array, NPY_KEEPORDER, native, 0)) : NULL;
+        if (copy && PyArray_CopyInto(copy, array) < 0) Py_CLEAR(copy);
+        Py_DECREF(array);
+        if (!copy) return -1;
+        array = copy;
+    }
+    *dst = array;
+    return 0;
+}
+
+/* As am_to_array, but with `allow_same` the result may be the caller's own object. */
+static int to_array(PyObject *object, const char *name, bool allow_same, PyArrayObject **dst)
+{
+    PyArrayObject *array = NULL;
+    if (to_readable(object, name, allow_same, &array) < 0) return -1;
+    if (am_dtype_of(PyArray_DESCR(array)) == AM_OTHER) {
+        am_reject(PyExc_TypeError, name, "an array of bool, integers or real floating-point numbers",
+                  (PyObject *)array);
+        Py_DECREF(array);
+        return -1;
+    }
+    *dst = array;
+    return 0;
+}
+
+int am_to_readable(PyObject *object, const char *name, void *dst)
+{
+    return to_readable(object, name, false, dst);
+}
+
+int am_to_array(PyObject *object, const char *name, void *dst) { return to_array(object, name, false, dst); }
+
+int am_to_mask(PyObject *object, const char *name, void *dst)
+{
+    PyObject *array = PyArray_Check(object) ? (PyObject *)plain_view((PyArrayObject *)object)
+                                            : (PyObject *)convert_array_like(object, name);
+    if (!array) return -1;
+    PyArray_Descr *dtype = PyArray_DESCR((PyArrayObject *)array);
+    if (dtype->kind == 'f' && am_dtype_of(dtype) == AM_OTHER) {
+        Py_SETREF(array, call_arguments("mask_array", array, name));
+        if (!array) return -1;
+    }
+    int status = am_to_array(array, name, dst);
+    Py_DECREF(array);
+    return status;
+}
+
+int am_to_out(PyObject *object, const char *name, void *dst)
+{
+    if (object == Py_None) return 0;
+    if (!PyArray_Check(object)) return am_reject(PyExc_TypeError, name, "a NumPy array or None", object);
+    am_out *out = dst;
+    out->given = object;
+    out->array = plain_view((PyArrayObject *)object);
+    return out->array ? 0 : -1;
+}
+
+PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype)
+{
+    return out->given ? (PyArrayObject *)Py_NewRef(out->array) : am_new_array(ndim, shape, dtype);
+}
+
+PyObject *am_returned(const am_out *out, PyArrayObject *target)
+{
+    if (!out->given) return (PyObject *)target;
+    Py_DECREF(target);
+    return Py_NewRef(out->given);
+}
+
+int am_to_bool(PyObject *object, const char *name, void *dst)
+{
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
+        return am_reject(PyExc_TypeError, name, "a bool", object);
+    *(bool *)dst = PyObject_IsTrue(object) == 1;
+    return 0;
+}
+
+static int to_integer(PyObject *object, const char *name, Py_ssize_t lowest, const char *expected, void *dst)
+{
+    if (PyBool_Check(object) || !PyIndex_Check(object))
+        return am_reject(PyExc_TypeError, name, expected, object);
+    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL);          /* clips */
+    if (value == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) { /* an array of several integers, say */
+        return am_reject(PyExc_TypeError, name, expected, object);
+    }
+    if (value == -1 && PyErr_Occurred()) return -1;
+    if (value < lowest) return am_reject(PyExc_ValueError, name, expected, object);
+    *(npy_intp *)dst = value;
+    return 0;
+}
+
+int am_to_count(PyObject *object, const char *name, void *dst)
+{
+    return to_integer(object, name, 1, "a positive integer", dst);
+}
+
+int am_to_length(PyObject *object, const char *name, void *dst)
+{
+    return to_integer(object, name, 0, "a non-negative integer", dst);
+}
+
+int am_to_scale(PyObject *object, const char *name, void *dst)
+{
+    am_scale *scale = dst;
+    PyArrayObject *array = NULL; /* an array of one number, if the object is not a number itself */
+    if (object == Py_None) return 0;
+    bool number = PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)) ||
+                  PyArray_IsScalar(object, Integer) || PyArray_IsScalar(object, Floating);
+    if (!number && am_to_array(object, name, &array) < 0 && !PyErr_ExceptionMatches(PyExc_TypeError))
+        return -1;
+    if (array) number = PyArray_NDIM(array) == 0 && am_dtype_of(PyArray_DESCR(array)) != AM_BOOL;
+    if (number) scale->value = PyFloat_AsDouble(array ? (PyObject *)array : object);
+    Py_XDECREF(array);
+    if (!number) return am_reject(PyExc_TypeError, name, "a real number or None", object);
+    if (scale->value == -1 && PyErr_Occurred()) { /* an int that exceeds all floats */
+        return am_reject(PyExc_ValueError, name, "a number that fits float64", object);
+    }
+    scale->given = true;
+    return 0;
+}
+
+int am_to_dtype(PyObject *object, const char *name, void *dst)
+{
+    if (object == Py_None) return 0;
+    PyArray_Descr *dtype = NULL;
+    if (!PyArray_DescrConverter(object, &dtype)) {
+        /* NumPy raises ValueError for text that is not UTF-8. */
+        if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError))
+            am_reject(PyExc_TypeError, name, "a dtype", object);
+        return -1;
+    }
+    if (am_dtype_of(dtype) == AM_OTHER || !PyArray_ISNBO(dtype->byteorder)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s must be a dtype of bool, integers or real numbers in native byte order, got %R",
+                     name, dtype);
+        Py_DECREF(dtype);
+        return -1;
+    }
+    *(PyArray_Descr **)dst = dtype;
+    return 0;
+}
+
+int am_to_integer_dtype(PyObject *object, const char *name, void *dst)
+{
+    PyArray_Descr **dtype = dst;
+    if (am_to_dtype(object, name, dst) < 0) return -1;
+    if (*dtype && am_is_integer(am_dtype_of(*dtype))) return 0;
+    return am_reject(PyExc_TypeError, name, "an integer dtype", object);
+}
+
+int am_to_object(PyObject *object, const char *name, void *dst)
+{
+    (void)name;
+    *(PyObject **)dst = object;
+    return 0;
+}
+
+int am_to_text(PyObject *object, const char *name, void *dst)
+{
+    const char **text = dst;
+    *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : NULL;
+    if (*text) return 0;
+    return PyErr_Occurred() ? -1 : am_reject(PyExc_TypeError, name, "a string", object);
+}
+
+bool am_entries_of(PyArrayObject *array, am_entries *entries)
+{
+    if (PyArray_NDIM(array) != 1) return false;
+    *entries = (am_entries){PyArray_BYTES(array), PyArray_DIM(array, 0), PyArray_STRIDE(array, 0),
+                            am_dtype_of(PyArray_DESCR(array))};
+    return am_is_integer(entries->type);
+}
+
+npy_intp am_widen_entries(const am_entries *entries, ptrdiff_t *to)
+{
+    const npy_intp count = entries->count, step = entries->step;
+    am_convert_row *widen = am_converter(entries->type, AM_INT64);
+    if (step == (npy_intp)am_size_of(entries->type) && widen(NULL, to, entries->data, count)) return -1;
+    npy_intp beyond = -1;
+    for (npy_intp i = count - 1; i >= 0; i--) {
+        if (widen(NULL, &to[i], entries->data + i * step, 1)) continue;
+        to[i] = PTRDIFF_MAX;
+        beyond = i;
+    }
+    return beyond;
+}
+
+int am_read_starts(am_starts *s, PyObject *object, const char *name)
+{
+    /* A view, which takes 40 ns, is not needed: the array is looked at once. */
+    if (to_array(object, name, true, &s->array) < 0) return -1;
+    s->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(s->array));
+    if (am_entries_of(s->array, &s->entries) && s->entries.count > 0) return 0;
+    /* An empty list becomes float64, but its length is what is wrong with it. */
+    const bool wrong_shape = PyArray_NDIM(s->array) != 1 || PyArray_SIZE(s->array) == 0;
+    return am_reject(wrong_shape ? PyExc_ValueError : PyExc_TypeError, name,
+                     "a 1-D array of integers with at least one entry", (PyObject *)s->array);
+}
+
+static const char other_forms[] = "; write np.cumsum([0, *lengths]) for lengths, "
+                                  "or pairs_to_cu_seqlens(pairs) for pairs of start and end";
+
+/* A start for a message, which exceeds ptrdiff_t only as uint64. */
+static PyObject *start_of(const am_starts *s, npy_intp index)
+{
+    if (s->starts[index] < PTRDIFF_MAX || s->entries.type != AM_UINT64)
+        return PyLong_FromSsize_t(s->starts[index]);
+    uint64_t start;
+    memcpy(&start, s->entries.data + index * s->entries.step, sizeof start);
+    return PyLong_FromUnsignedLongLong(start);
+}
+
+static int reject_start(const am_starts *s, const char *name, const char *expected, npy_intp index,
+                        const char *hint)
+{
+    PyObject *start = start_of(s, index);
+    if (start)
+        PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %zd%s", name, expected, start, index,
+                     hint);
+    Py_XDECREF(start);
+    return -1;
+}
+
+static int reject_decrease(const am_starts *s, const char *name, npy_intp index)
+{
+    PyObject *start = start_of(s, index), *before = start ? start_of(s, index - 1) : NULL;
+    if (before)
+        PyErr_Format(PyExc_ValueError, "%s must never decrease, got %S after %S at index %zd%s", name, start,
+                     before, index, other_forms);
+    Py_XDECREF(before);
+    Py_XDECREF(start);
+    return -1;
+}
+
+int am_check_starts(am_starts *s, const char *name)
+{
+    const npy_intp count = s->entries.count;
+    s->sequences = count - 1;
+    s->starts = am_new(ptrdiff_t, count);
+    if (!s->starts) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    npy_intp beyond = am_widen_entries(&s->entries, s->starts);
+    if (s->starts[0] != 0) return reject_start(s, name, "start at 0", 0, other_forms);
+    bool decreases = false; /* the compiler vectorizes a loop that has no exit */
+    for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];
+    for (npy_intp i = 1; decreases; i++) {
+        if (s->starts[i] < s->starts[i - 1]) return reject_decrease(s, name, i);
+    }
+    return beyond < 0 ? 0 : reject_start(s, name, "hold values below 2**63", beyond, "");
+}
+
+int am_to_starts(PyObject *object, const char *name, void *dst)
+{
+    return am_read_starts(dst, object, name) < 0 ? -1 : am_check_starts(dst, name);
+}
+
+int am_to_starts_or_none(PyObject *object, const char *name, void *dst)
+{
+    return object == Py_None ? 0 : am_to_starts(object, name, dst);
+}
+
+void am_free_starts(am_starts *s)
+{
+    Py_CLEAR(s->array);
+    Py_CLEAR(s->dtype);
+    free(s->starts);
+    s->starts = NULL;
+}
+
+/* The bytes that an array may touch: low … high - 1. */
+typedef struct {
+    const char *low, *high;
+} extent;
+
+static extent extent_of(PyArrayObject *array)
+{
+    extent e = {PyArray_BYTES(array), PyArray_BYTES(array)};
+    if (PyArray_SIZE(array) == 0) return e;
+    for (int i = 0; i < PyArray_NDIM(array); i++) {
+        npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
+        if (reach < 0)
+            e.low += reach;
+        else
+            e.high += reach;
+    }
+    e.high += PyArray_ITEMSIZE(array);
+    return e;
+}
+
+static bool meet(const extent *a, const extent *b) { return b->low < a->high && a->low < b->high; }
+
+/* Returns 1, 0, or -1 with the exception set. NumPy decides for views whose ranges of bytes overlap. */
+static int shares_memory(PyArrayObject *a, PyArrayObject *b)
+{
+    const extent a_extent = extent_of(a), b_extent = extent_of(b);
+    if (!meet(&a_extent, &b_extent)) return 0;
+    PyObject *numpy = PyImport_ImportModule("numpy"), *answer = NULL;
+    PyArrayObject *plain_a = numpy ? plain_view(a) : NULL, *plain_b = plain_a ? plain_view(b) : NULL;
+    /* The work is bounded: NumPy raises if it cannot decide, which counts as shared. */
+    if (plain_b) answer = PyObject_CallMethod(numpy, "shares_memory", "OOi", plain_a, plain_b, 10000);
+    Py_XDECREF(numpy);
+    Py_XDECREF(plain_a);
+    Py_XDECREF(plain_b);
+    if (!answer) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -1;
+        PyErr_Clear();
+        return 1;
+    }
+    int shared = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return shared;
+}
+
+/* Whether two elements of `array` may have the same address: an axis may not reach beyond the next larger
+ * stride. */
+static bool overlaps_itself(PyArrayObject *array)
+{
+    if (PyArray_IS_C_CONTIGUOUS(array)) return false;
+    npy_intp size = PyArray_ITEMSIZE(array), span = size;
+    bool used[NPY_MAXDIMS] = {false};
+    for (int n = 0; n < PyArray_NDIM(array); n++) {
+        int next = -1;
+        for (int i = 0; i < PyArray_NDIM(array); i++) {
+            if (used[i] || PyArray_DIM(array, i) < 2) continue;
+            if (next < 0 || Py_ABS(PyArray_STRIDE(array, i)) < Py_ABS(PyArray_STRIDE(array, next))) next = i;
+        }
+        if (next < 0) return false;
+        used[next] = true;
+        npy_intp stride = Py_ABS(PyArray_STRIDE(array, next));
+        if (stride < span) return true;
+        span += stride * (PyArray_DIM(array, next) - 1);
+    }
+    return false;
+}
+
+int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name)
+{
+    int shared = shares_memory(out, input);
+    if (shared > 0) PyErr_Format(PyExc_ValueError, "%s must share no memory with %s", name, input_name);
+    return shared ? -1 : 0;
+}
+
+int am_check_written(PyArrayObject *const *arrays, const char *const *names, int written, int count)
+{
+    extent extents[AM_MOST_WRITTEN];
+    for (int i = 0; i < count; i++) {
+        if (arrays[i]) extents[i] = extent_of(arrays[i]);
+        for (int j = 0; arrays[i] && j < i && j < written; j++) {
+            if (arrays[j] && meet(&extents[j], &extents[i]) &&
+                am_check_apart(arrays[j], names[j], arrays[i], names[i]) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+int am_check_no_overlap(PyArrayObject *array, const char *name)
+{
+    if (PyArray_SIZE(array) == 0 || !overlaps_itself(array)) return 0;
+    PyErr_Format(PyExc_ValueError, "%s must not overlap itself, got strides that lead to one element twice",
+                 name);
+    return -1;
+}
+
+int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
+                 PyArrayObject *const *inputs, const char *const *input_names, int input_count)
+{
+    if (PyArray_NDIM(out) != ndim || !PyArray_CompareLists(PyArray_DIMS(out), shape, ndim) ||
+        am_dtype_of(PyArray_DESCR(out)) != am_dtype_of(dtype)) {
+        PyObject *expected = PyArray_IntTupleFromIntp(ndim, shape), *what = am_describe((PyObject *)out);
+        if (expected && what) {
+            PyErr_Format(PyExc_ValueError, "%s must be an array of %S of shape %R, got %U", name, dtype,
+                         expected, what);
+        }
+        Py_XDECREF(expected);
+        Py_XDECREF(what);
+        return -1;
+    }
+    if (!PyArray_ISWRITEABLE(out)) {
+        PyErr_Format(PyExc_ValueError, "%s must be writeable, got a read-only array", name);
+        return -1;
+    }
+    if (!PyArray_ISNOTSWAPPED(out) || !is_aligned(out)) {
+        PyErr_Format(PyExc_ValueError, "%s must be aligned and in native byte order, got %R", name,
+                     PyArray_DESCR(out));
+        return -1;
+    }
+    if (am_check_no_overlap(out, name) < 0) return -1;
+    for (int i = 0; i < input_count; i++) {
+        if (inputs[i] && am_check_apart(out, name, inputs[i], input_names[i]) < 0) return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,136 @@
+/* arguments.h – converts Python arguments to C, and raises the errors of those that do not fit.
+ *
+ * Each message names the argument, what was expected and what came. The package's Python functions pass every
+ * argument by position, so a table of converters is all the parsing that is needed:
+ *
+ *     PyArrayObject *g = NULL;
+ *     bool reverse;
+ *     const am_param params[] = {{"g", am_to_array, &g}, {"reverse", am_to_bool, &reverse}};
+ *     if (am_parse("chunk_cumsum", args, nargs, params, 2) < 0) goto fail;
+ *
+ * The caller owns what a converter stores, also after a failure: initialize to zero, and release at
+ * `fail:`.
+ */
+#ifndef AM_BIND_PYTHON_ARGUMENTS_H
+#define AM_BIND_PYTHON_ARGUMENTS_H
+
+#include <stdlib.h>
+
+#include "bind/python/state.h"
+
+/* Zeros for as many objects as an array may say, to be freed by `free`; NULL if there is not enough memory.
+ * In free-threaded builds Python's own allocator would not say so: it gives more memory than there is. */
+#define am_new(type, count) ((type *)calloc((size_t)(count) + 1, sizeof(type)))
+
+typedef int am_to(PyObject *object, const char *name, void *dst);
+typedef struct {
+    const char *name;
+    am_to *convert;
+    void *dst;
+} am_param;
+
+int am_parse(const char *function, PyObject *const *args, Py_ssize_t nargs, const am_param *params,
+             Py_ssize_t count);
+
+am_dtype am_dtype_of(PyArray_Descr *dtype);
+am_dtype am_kv_dtype_of(PyArray_Descr *dtype); /* of keys and values: knows float8, too */
+
+/* PyArrayObject **: any array-like, as an array that can be read in place: aligned and in native byte order.
+ * It is a new view of the base class. Another thread may change the shape, strides or dtype of the caller's
+ * object at any time, and a subclass may override methods; neither affects the view. */
+am_to am_to_array;
+/* The same of any dtype. */
+am_to am_to_readable;
+/* The same for a mask: floating-point types that the core does not know become bool. Call am_check_mask on
+ * it. */
+am_to am_to_mask;
+/* am_out *: the array that results are written to; both fields stay NULL for None. */
+typedef struct {
+    PyObject *given;      /* borrowed; the function returns it */
+    PyArrayObject *array; /* owned; a view as above, which is checked and written to */
+} am_out;
+am_to am_to_out;
+/* Returns a new reference to the array that results are written to, which is created if the caller gave none.
+ * Returns NULL with the exception set. */
+PyArrayObject *am_target(const am_out *out, int ndim, npy_intp const *shape, PyArray_Descr *dtype);
+/* Returns the result of a function once `target` is filled; takes over the reference to `target`. */
+PyObject *am_returned(const am_out *out, PyArrayObject *target);
+/* bool *: a bool of Python or NumPy. */
+am_to am_to_bool;
+/* npy_intp *: a positive integer; one that exceeds npy_intp becomes its largest value. */
+am_to am_to_count;
+/* npy_intp *: the same, or zero. */
+am_to am_to_length;
+/* am_scale *: a real number or None. */
+typedef struct {
+    bool given;
+    double value;
+} am_scale;
+am_to am_to_scale;
+/* PyArray_Descr **: a dtype, or NULL for None; am_to_integer_dtype requires an integer type. */
+am_to am_to_dtype, am_to_integer_dtype;
+/* PyObject **: any object, borrowed. */
+am_to am_to_object;
+/* const char **: the text of a string, borrowed. */
+am_to am_to_text;
+/* A 1-D array of integers as it was when am_entries_of read it. The caller's own array may have another shape
+ * a moment later. */
+typedef struct {
+    const char *data;
+    npy_intp count, step;
+    am_dtype type;
+} am_entries;
+/* False for other arrays. */
+bool am_entries_of(PyArrayObject *array, am_entries *entries);
+
+/* Converts the entries. One that exceeds ptrdiff_t becomes its largest value. Returns the index of the first
+ * such entry, or -1. */
+npy_intp am_widen_entries(const am_entries *entries, ptrdiff_t *to);
+
+/* am_starts *: the starts of sequences: 1-D integers that begin with 0 and never decrease;
+ * am_to_starts_or_none leaves `array` NULL for None. */
+typedef struct {
+    PyArrayObject *array; /* the caller's own, which keeps the entries alive */
+    am_entries entries;
+    PyArray_Descr *dtype; /* owned */
+    ptrdiff_t *starts;    /* owned; NULL until am_check_starts */
+    ptrdiff_t sequences;
+} am_starts;
+am_to am_to_starts, am_to_starts_or_none;
+void am_free_starts(am_starts *starts);
+
+/* The first half of am_to_starts: checks that the object is a 1-D integer array with at least one entry. */
+int am_read_starts(am_starts *starts, PyObject *object, const char *name);
+/* The second half: checks and converts the entries. */
+int am_check_starts(am_starts *starts, const char *name);
+
+/* A text such as "int32 array of shape (2, 3)" to end a message with; a new reference. */
+PyObject *am_describe(PyObject *object);
+
+/* Raises "`name` must be `expected`, got …" with a description of `got`. Returns -1. */
+int am_reject(PyObject *exception, const char *name, const char *expected, PyObject *got);
+
+/* The position of element `index` in C order: an int for a 1-D array, else a tuple; a new reference. */
+PyObject *am_position(PyArrayObject *array, npy_intp index);
+
+/* Raises ValueError for such an element, as am_reject does. Returns -1. */
+int am_reject_element(const char *name, const char *expected, PyArrayObject *array, npy_intp index,
+                      long long value);
+
+/* Checks that `out` shares no memory with `input`; 0 or -1. */
+int am_check_apart(PyArrayObject *out, const char *name, PyArrayObject *input, const char *input_name);
+
+/* Checks that each of the first `written` arrays shares memory with no other one of `count`, of which any may
+ * be NULL; 0 or -1. */
+enum { AM_MOST_WRITTEN = 8 };
+int am_check_written(PyArrayObject *const *arrays, const char *const *names, int written, int count);
+
+/* Checks that no two elements of `array` are the same memory; 0 or -1. */
+int am_check_no_overlap(PyArrayObject *array, const char *name);
+
+/* Checks that `out` has the shape and dtype of the result, can be written to, and shares no memory with the
+ * inputs, of which any may be NULL; 0 or -1. */
+int am_check_out(PyArrayObject *out, const char *name, int ndim, npy_intp const *shape, PyArray_Descr *dtype,
+                 PyArrayObject *const *inputs, const char *const *input_names, int input_count);
+
+#endif

@@ -1,0 +1,83 @@
+/* mask_arrays.c – dense masks as arguments and as results of bindings. */
+#include "bind/python/mask_arrays.h"
+
+#include <string.h>
+
+#include "core/arrays/additive.h"
+
+int am_to_dense(PyArrayObject *array, const char *name, int low, am_dense *dense)
+{
+    int ndim = PyArray_NDIM(array);
+    if (ndim < low || ndim > 4) {
+        const char *expected = low == 2 ? "[Q, K], [B, Q, K] or [B, H, Q, K]" : "[B, Q, K] or [B, H, Q, K]";
+        return am_reject(PyExc_ValueError, name, expected, (PyObject *)array);
+    }
+    *dense = (am_dense){
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .batch = ndim > 2 ? PyArray_DIM(array, 0) : 1,
+        .heads = ndim == 4 ? PyArray_DIM(array, 1) : 1,
+        .queries = PyArray_DIM(array, ndim - 2),
+        .keys = PyArray_DIM(array, ndim - 1),
+        .batch_stride = ndim > 2 ? PyArray_STRIDE(array, 0) : 0,
+        .head_stride = ndim == 4 ? PyArray_STRIDE(array, 1) : 0,
+        .query_stride = PyArray_STRIDE(array, ndim - 2),
+        .key_stride = PyArray_STRIDE(array, ndim - 1),
+    };
+    return 0;
+}
+
+static int reject_additive(PyArrayObject *array, const char *name, npy_intp index)
+{
+    PyObject *number = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
+    PyObject *where = number ? am_position(array, index) : NULL;
+    if (where)
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s must be zero for what is masked out and positive for the rest, got %S at index %S; if "
+            "it is to be added to logits, pass it as `bias`",
+            name, number, where);
+    Py_XDECREF(number);
+    Py_XDECREF(where);
+    return -1;
+}
+
+int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
+{
+    const am_numbers numbers = {
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .axes = PyArray_NDIM(array),
+        .shape = PyArray_DIMS(array),
+        .strides = PyArray_STRIDES(array),
+    };
+    if (!am_is_floating(numbers.type)) return 0;
+    ptrdiff_t index;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = am_find_additive(&call.run, &numbers, &index);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        return -1;
+    }
+    return index < 0 ? 0 : reject_additive(array, name, index);
+}
+
+int am_to_mask_dtype(PyObject *object, const char *name, void *dst)
+{
+    if (object == Py_None) return am_reject(PyExc_TypeError, name, "a dtype", object);
+    return am_to_dtype(object, name, dst);
+}
+
+int am_bytes_of(PyObject *number, PyArray_Descr *dtype, uint64_t *bytes)
+{
+    Py_INCREF(dtype); /* PyArray_FromAny steals it */
+    PyArrayObject *scalar =
+        (PyArrayObject *)PyArray_FromAny(number, dtype, 0, 0, NPY_ARRAY_CARRAY | NPY_ARRAY_FORCECAST, NULL);
+    if (!scalar) return -1;
+    *bytes = 0;
+    memcpy(bytes, PyArray_DATA(scalar), (size_t)PyArray_ITEMSIZE(scalar));
+    Py_DECREF(scalar);
+    return 0;
+}

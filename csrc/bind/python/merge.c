@@ -1,0 +1,249 @@
+/* merge.c – bindings of merge_attention_states and its gradient. Outs and lses come as a tuple of arrays, or
+ * as one array that stacks them along its first axis. */
+#include "bind/python/arguments.h"
+#include "core/attention/merge.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { NAME = 48 }; /* bytes, enough for "outs[123]" */
+
+typedef struct {
+    PyObject *arrays;     /* a list that owns the arrays */
+    am_merge_part *parts; /* [count + 1]: the last one is the gradient */
+    npy_intp count;
+    int ndim; /* axes of one out: 4, or 3 without a batch axis; 0 until it is known */
+    npy_intp dims[4];
+    PyArray_Descr *dtype; /* of all outs */
+} arguments;
+
+static am_dtype type_of(const arguments *a) { return am_dtype_of(a->dtype); }
+
+/* Adds an array to the list that `a` owns, and returns it borrowed; NULL with the exception set. */
+static PyArrayObject *own(arguments *a, PyArrayObject *array)
+{
+    bool owned = array && PyList_Append(a->arrays, (PyObject *)array) == 0;
+    Py_XDECREF(array);
+    return owned ? array : NULL;
+}
+
+static PyArrayObject *read_array(arguments *a, PyObject *object, const char *name)
+{
+    PyArrayObject *array = NULL;
+    if (am_to_array(object, name, &array) < 0) return NULL;
+    array = own(a, array);
+    if (!array || am_is_floating(am_dtype_of(PyArray_DESCR(array)))) return array;
+    am_reject(PyExc_TypeError, name, "a floating-point array", (PyObject *)array);
+    return NULL;
+}
+
+static int check_out(arguments *a, PyArrayObject *out, const char *name, int stacked)
+{
+    const int ndim = PyArray_NDIM(out) - stacked;
+    const npy_intp *dims = PyArray_DIMS(out) + stacked;
+    if (a->ndim == 0) {
+        if (ndim != 3 && ndim != 4)
+            return am_reject(PyExc_ValueError, name, "[B, T, H, D] or [T, H, D]", (PyObject *)out);
+        a->ndim = ndim;
+        memcpy(a->dims, dims, (size_t)ndim * sizeof *dims);
+        a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(out));
+        return 0;
+    }
+    bool alike = ndim == a->ndim && PyArray_CompareLists(dims, a->dims, ndim);
+    if (alike && am_dtype_of(PyArray_DESCR(out)) == type_of(a)) return 0;
+    PyObject *what = am_describe((PyObject *)out), *shape = PyArray_IntTupleFromIntp(a->ndim, a->dims);
+    if (what && shape)
+        PyErr_Format(alike ? PyExc_TypeError : PyExc_ValueError,
+                     "%s must be like outs[0], %S array of shape %R, got %U", name, a->dtype, shape, what);
+    Py_XDECREF(what);
+    Py_XDECREF(shape);
+    return -1;
+}
+
+/* Reads one out, or if `stacked` is 1, an array of all outs. */
+static int read_outs(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
+{
+    PyArrayObject *out = read_array(a, object, name);
+    if (!out || check_out(a, out, name, stacked) < 0) return -1;
+    if (stacked && PyArray_DIM(out, 0) != a->count) /* another thread may have changed its shape */
+        return am_reject(PyExc_ValueError, name, "as many arrays as lses", (PyObject *)out);
+    const npy_intp *strides = PyArray_STRIDES(out);
+    for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
+        am_merge_part *part = &a->parts[first + i];
+        part->out = PyArray_BYTES(out) + (stacked ? i * strides[0] : 0);
+        memcpy(part->out_stride + 4 - a->ndim, strides + stacked, (size_t)a->ndim * sizeof *strides);
+    }
+    return 0;
+}
+
+/* Does the same for lses, which are converted to the type of the sums: they are small compared with the
+ * outs. */
+static int read_lses(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first)
+{
+    PyArrayObject *lse = read_array(a, object, name);
+    if (!lse) return -1;
+    const int axes = a->ndim - 1;
+    npy_intp const shapes[2][4] = {{a->count, a->dims[1], a->dims[0]},
+                                   {a->count, a->dims[0], a->dims[2], a->dims[1]}};
+    const npy_intp *shape = shapes[a->ndim == 4] + !stacked;
+    if (PyArray_NDIM(lse) != axes + stacked ||
+        !PyArray_CompareLists(PyArray_DIMS(lse), shape, axes + stacked)) {
+        PyObject *expected = PyArray_IntTupleFromIntp(axes + stacked, shape);
+        PyObject *what = am_describe((PyObject *)lse);
+        if (expected && what)
+            PyErr_Format(PyExc_ValueError, "%s must be of shape %R as outs, got %U", name, expected, what);
+        Py_XDECREF(expected);
+        Py_XDECREF(what);
+        return -1;
+    }
+    PyArray_Descr *wide = PyArray_DescrFromType(type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
+    lse = own(a, (PyArrayObject *)PyArray_FromArray(lse, wide, NPY_ARRAY_FORCECAST));
+    if (!lse) return -1;
+    const npy_intp *strides = PyArray_STRIDES(lse);
+    for (npy_intp i = 0; i < (stacked ? a->count : 1); i++) {
+        am_merge_part *part = &a->parts[first + i];
+        part->lse = PyArray_BYTES(lse) + (stacked ? i * strides[0] : 0);
+        memcpy(part->lse_stride + 4 - a->ndim, strides + stacked, (size_t)axes * sizeof *strides);
+    }
+    return 0;
+}
+
+typedef int reader(arguments *a, PyObject *object, const char *name, int stacked, npy_intp first);
+
+static int read_list(arguments *a, PyObject *list, const char *name, reader *read)
+{
+    if (!PyTuple_Check(list)) return read(a, list, name, 1, 0);
+    for (npy_intp i = 0; i < a->count; i++) {
+        char part[NAME];
+        snprintf(part, NAME, "%s[%td]", name, (ptrdiff_t)i);
+        if (read(a, PyTuple_GET_ITEM(list, i), part, 0, i) < 0) return -1;
+    }
+    return 0;
+}
+
+/* Returns the number of arrays, or -1. A stack of them has `axes` axes, or one less. */
+static npy_intp count_list(PyObject *list, const char *name, int axes, const char *layouts)
+{
+    if (PyTuple_Check(list)) return PyTuple_GET_SIZE(list);
+    if (!PyArray_Check(list)) return am_reject(PyExc_TypeError, name, "a sequence of arrays", list);
+    const int ndim = PyArray_NDIM((PyArrayObject *)list);
+    if (ndim != axes && ndim != axes - 1) return am_reject(PyExc_ValueError, name, layouts, list);
+    return PyArray_DIM((PyArrayObject *)list, 0);
+}
+
+static int read_parts(arguments *a, PyObject *outs, PyObject *lses)
+{
+    a->count = count_list(outs, "outs", 5, "[N, B, T, H, D] or [N, T, H, D]");
+    if (a->count < 0) return -1;
+    if (a->count == 0) {
+        PyErr_SetString(PyExc_ValueError, "outs must be one array or more, got none");
+        return -1;
+    }
+    npy_intp others = count_list(lses, "lses", 4, "[N, B, H, T] or [N, H, T]");
+    if (others < 0) return -1;
+    if (others != a->count) {
+        PyErr_Format(PyExc_ValueError, "lses must be %zd arrays as outs, got %zd", a->count, others);
+        return -1;
+    }
+    a->arrays = PyList_New(0);
+    a->parts = am_new(am_merge_part, a->count + 1);
+    if (!a->arrays) return -1;
+    if (!a->parts) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return read_list(a, outs, "outs", read_outs) < 0 ? -1 : read_list(a, lses, "lses", read_lses);
+}
+
+static void release(arguments *a)
+{
+    Py_XDECREF(a->arrays);
+    Py_XDECREF(a->dtype);
+    free(a->parts);
+}
+
+typedef am_status merger(const am_run *run, const am_merge *merge);
+
+/* Calls the core, and returns a new out and lse; or backward, the gradients of all outs and of all lses. */
+static PyObject *run_merge(PyObject *module, const arguments *a, merger *function, bool backward)
+{
+    const int skip = !backward, batched = a->ndim == 4;
+    npy_intp shape[4] = {1, 1, 1, 1}; /* batch, tokens, heads, channels */
+    memcpy(shape + 4 - a->ndim, a->dims, (size_t)a->ndim * sizeof *shape);
+    npy_intp const out_shape[5] = {a->count, shape[0], shape[1], shape[2], shape[3]};
+    npy_intp const lse_shape[4] = {a->count, shape[0], shape[2], shape[1]};
+    npy_intp dims[5], lse_dims[4];
+    int axes = 0, lse_axes = 0;
+    for (int i = skip; i < 5; i++) {
+        if (i != 1 || batched) dims[axes++] = out_shape[i];
+    }
+    for (int i = skip; i < 4; i++) {
+        if (i != 1 || batched) lse_dims[lse_axes++] = lse_shape[i];
+    }
+    PyObject *result = NULL;
+    PyArrayObject *out = am_new_array(axes, dims, a->dtype);
+    PyArrayObject *lse =
+        am_new_array_of(lse_axes, lse_dims, type_of(a) == AM_FLOAT64 ? NPY_DOUBLE : NPY_FLOAT);
+    if (!out || !lse) goto fail;
+    am_merge merge = {
+        .type = type_of(a),
+        .shape = {shape[0], shape[1], shape[2], shape[3]},
+        .count = a->count,
+        .parts = a->parts,
+        .gradient = &a->parts[a->count],
+        .out = PyArray_BYTES(out),
+        .lse = PyArray_BYTES(lse),
+    };
+    am_call call;
+    npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
+    if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
+    am_enter(&call, module, work);
+    am_status status = function(&call.run, &merge);
+    am_leave(&call);
+    if (status == AM_OK)
+        result = PyTuple_Pack(2, out, lse);
+    else
+        am_raise(status, NULL);
+fail:
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return result;
+}
+
+static PyObject *merge_attention_states(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    PyObject *outs, *lses, *result = NULL;
+    const am_param params[] = {{"outs", am_to_object, &outs}, {"lses", am_to_object, &lses}};
+    if (am_parse("merge_attention_states", args, nargs, params, 2) == 0 && read_parts(&a, outs, lses) == 0)
+        result = run_merge(module, &a, am_merge_states, false);
+    release(&a);
+    return result;
+}
+
+static PyObject *merge_backward(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    PyObject *outs, *lses, *dout, *dlse, *result = NULL;
+    const am_param params[] = {
+        {"outs", am_to_object, &outs},
+        {"lses", am_to_object, &lses},
+        {"dout", am_to_object, &dout},
+        {"dlse", am_to_object, &dlse},
+    };
+    if (am_parse("merge_backward", args, nargs, params, 4) < 0 || read_parts(&a, outs, lses) < 0) goto fail;
+    if (read_outs(&a, dout, "dout", 0, a.count) < 0) goto fail;
+    if (dlse != Py_None && read_lses(&a, dlse, "dlse", 0, a.count) < 0) goto fail;
+    result = run_merge(module, &a, am_merge_backward, true);
+fail:
+    release(&a);
+    return result;
+}
+
+PyMethodDef am_merge_methods[] = {
+    {"merge_attention_states", (PyCFunction)(void *)merge_attention_states, METH_FASTCALL,
+     "merge_attention_states($module, outs, lses, /)\n--\n\n"},
+    {"merge_backward", (PyCFunction)(void *)merge_backward, METH_FASTCALL,
+     "merge_backward($module, outs, lses, dout, dlse, /)\n--\n\n"},
+    {.ml_name = NULL},
+};

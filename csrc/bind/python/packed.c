@@ -1,0 +1,483 @@
+/* packed.c – bindings of the packed-sequence functions. */
+#include "bind/python/arguments.h"
+#include "bind/python/counts.h"
+#include "bind/python/mask_arrays.h"
+#include "core/arrays/convert.h"
+#include "core/sequences/packed.h"
+#include "core/arrays/quotients.h"
+
+#include <string.h>
+
+/* Computes lengths; or if `chunk` is not 0, the offsets of chunks of `chunk` tokens. `type` is AM_INT32 or
+ * AM_INT64. Returns false if starts do not begin with 0 or decrease. */
+static bool count(PyObject *module, am_dtype type, void *dst, const void *starts, npy_intp sequences,
+                  npy_intp chunk)
+{
+    am_call call;
+    bool valid;
+    am_enter(&call, module, sequences);
+    const am_kernels *k = call.run.kernels;
+    if (type == AM_INT32) {
+        valid =
+            chunk ? k->chunk_offsets_32(dst, starts, sequences, chunk) : k->lens_32(dst, starts, sequences);
+        valid &= *(const int32_t *)starts == 0;
+    } else {
+        valid =
+            chunk ? k->chunk_offsets_64(dst, starts, sequences, chunk) : k->lens_64(dst, starts, sequences);
+        valid &= *(const int64_t *)starts == 0;
+    }
+    am_leave(&call);
+    return valid;
+}
+
+/* Computes the same for contiguous int32 or int64 in one pass. Returns NULL without an exception for other
+ * starts, and for those that are not valid. */
+static PyObject *quick_counts(PyObject *module, const am_starts *s, npy_intp chunk)
+{
+    const am_entries *starts = &s->entries;
+    npy_intp const sequences = starts->count - 1, entries = sequences + (chunk ? 1 : 0);
+    if (starts->type != AM_INT32 && starts->type != AM_INT64) return NULL;
+    if (starts->count > 1 && starts->step != (npy_intp)am_size_of(starts->type)) return NULL;
+    PyArrayObject *counts = am_new_array(1, &entries, s->dtype);
+    if (counts && !count(module, starts->type, PyArray_DATA(counts), starts->data, sequences, chunk))
+        Py_CLEAR(counts);
+    return (PyObject *)counts;
+}
+
+static PyObject *prepare_counts(PyObject *module, PyObject *cu_seqlens, npy_intp chunk)
+{
+    am_starts s = {0};
+    ptrdiff_t *counts = NULL;
+    PyObject *result = NULL;
+    if (am_read_starts(&s, cu_seqlens, "cu_seqlens") < 0) goto fail;
+    result = quick_counts(module, &s, chunk);
+    if (result || PyErr_Occurred() || am_check_starts(&s, "cu_seqlens") < 0) goto fail;
+    npy_intp entries = s.sequences + (chunk ? 1 : 0);
+    counts = am_new(ptrdiff_t, entries);
+    if (!counts) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    count(module, AM_INT64, counts, s.starts, s.sequences, chunk);
+    result = am_counts_as(counts, entries, s.dtype);
+fail:
+    free(counts);
+    am_free_starts(&s);
+    return result;
+}
+
+/* Returns checked starts as a new array of int64. */
+static PyObject *checked_starts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    const char *name = NULL;
+    PyObject *object;
+    PyArrayObject *result = NULL;
+    am_starts s = {0};
+    const am_param params[] = {{"cu_seqlens", am_to_object, &object}, {"name", am_to_text, &name}};
+    if (am_parse("checked_starts", args, nargs, params, 2) == 0 && am_to_starts(object, name, &s) == 0) {
+        npy_intp const entries = s.sequences + 1;
+        result = am_new_array_of(1, &entries, NPY_INT64);
+        if (result) memcpy(PyArray_DATA(result), s.starts, (size_t)PyArray_NBYTES(result));
+    }
+    am_free_starts(&s);
+    return (PyObject *)result;
+}
+
+static PyObject *prepare_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *cu_seqlens = NULL;
+    const am_param params[] = {{"cu_seqlens", am_to_object, &cu_seqlens}};
+    if (am_parse("prepare_lens", args, nargs, params, 1) < 0) return NULL;
+    return prepare_counts(module, cu_seqlens, 0);
+}
+
+static PyObject *prepare_chunk_offsets(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *cu_seqlens = NULL;
+    npy_intp chunk;
+    const am_param params[] = {{"cu_seqlens", am_to_object, &cu_seqlens},
+                               {"chunk_size", am_to_count, &chunk}};
+    if (am_parse("prepare_chunk_offsets", args, nargs, params, 2) < 0) return NULL;
+    return prepare_counts(module, cu_seqlens, chunk);
+}
+
+/* Returns an array over all tokens: [total], or [total, 2] for pairs. */
+static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff_t *starts,
+                             npy_intp sequences, PyArray_Descr *dtype)
+{
+    npy_intp shape[2] = {starts[sequences], 2};
+    if (kind != AM_POSITIONS && shape[0] > 0) {
+        npy_intp last = am_sequence_of(starts, sequences, shape[0] - 1);
+        if (am_check_fits(last, dtype, "cu_seqlens", "a last sequence id") < 0) return NULL;
+    }
+    PyArrayObject *result = am_new_array_of(kind == AM_PAIRS ? 2 : 1, shape, am_working_type(dtype));
+    if (!result) return NULL;
+    am_call call;
+    am_enter(&call, module, shape[0]);
+    am_dtype type = PyArray_TYPE(result) == NPY_INT32 ? AM_INT32 : AM_INT64;
+    am_status status = am_fill_tokens(&call.run, kind, type, PyArray_DATA(result), starts, sequences);
+    am_leave(&call);
+    if (status != AM_OK) {
+        Py_DECREF(result);
+        return am_raise(status, NULL);
+    }
+    return am_finish(result, dtype);
+}
+
+static PyObject *prepare_tokens(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                const char *function, am_token_kind kind)
+{
+    am_starts s = {0};
+    PyObject *result = NULL;
+    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
+    if (am_parse(function, args, nargs, params, 1) < 0) goto fail;
+    result = fill_tokens(module, kind, s.starts, s.sequences, s.dtype);
+fail:
+    am_free_starts(&s);
+    return result;
+}
+
+static PyObject *prepare_position_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return prepare_tokens(module, args, nargs, "prepare_position_ids", AM_POSITIONS);
+}
+
+static PyObject *prepare_sequence_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return prepare_tokens(module, args, nargs, "prepare_sequence_ids", AM_SEQUENCES);
+}
+
+static PyObject *prepare_token_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return prepare_tokens(module, args, nargs, "prepare_token_indices", AM_PAIRS);
+}
+
+/* The offsets of chunks have the form of starts: the chunks of a sequence take the place of its tokens. */
+static PyObject *prepare_chunk_indices(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    am_starts s = {0};
+    npy_intp chunk;
+    ptrdiff_t *offsets = NULL;
+    PyObject *result = NULL;
+    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}, {"chunk_size", am_to_count, &chunk}};
+    if (am_parse("prepare_chunk_indices", args, nargs, params, 2) < 0) goto fail;
+    offsets = am_new(ptrdiff_t, s.sequences + 1);
+    if (!offsets) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    count(module, AM_INT64, offsets, s.starts, s.sequences, chunk);
+    result = fill_tokens(module, AM_PAIRS, offsets, s.sequences, s.dtype);
+fail:
+    free(offsets);
+    am_free_starts(&s);
+    return result;
+}
+
+/* Returns the number of live tokens in each row of a 2-D mask, as int64. */
+static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
+{
+    if (PyArray_NDIM(mask) != 2) {
+        am_reject(PyExc_ValueError, "mask", "a 2-D array [batch, length]", (PyObject *)mask);
+        return NULL;
+    }
+    if (am_check_mask(module, mask, "mask") < 0) return NULL;
+    PyArrayObject *lens = am_new_array_of(1, PyArray_DIMS(mask), NPY_INT64);
+    if (!lens) return NULL;
+    am_mask_lens job = {
+        .mask = PyArray_BYTES(mask),
+        .type = am_dtype_of(PyArray_DESCR(mask)),
+        .rows = PyArray_DIM(mask, 0),
+        .columns = PyArray_DIM(mask, 1),
+        .row_stride = PyArray_STRIDE(mask, 0),
+        .column_stride = PyArray_STRIDE(mask, 1),
+        .lens = PyArray_DATA(lens),
+    };
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(mask) + job.rows);
+    am_status status = am_count_rows(&call.run, &job);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        Py_CLEAR(lens);
+    }
+    return lens;
+}
+
+static PyObject *prepare_lens_from_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *mask = NULL, *lens = NULL;
+    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
+    PyObject *result = NULL;
+    const am_param params[] = {{"mask", am_to_mask, &mask}};
+    if (am_parse("prepare_lens_from_mask", args, nargs, params, 1) < 0) goto fail;
+    lens = count_mask(module, mask);
+    if (!lens) goto fail;
+    const int64_t *values = PyArray_DATA(lens);
+    npy_intp longest = 0;
+    for (npy_intp i = 0; i < PyArray_DIM(lens, 0); i++) longest = values[i] > longest ? values[i] : longest;
+    if (am_check_fits(longest, dtype, "mask", "a length") < 0) goto fail;
+    result = am_finish(lens, dtype);
+    lens = NULL;
+fail:
+    Py_XDECREF(lens);
+    Py_XDECREF(mask);
+    Py_DECREF(dtype);
+    return result;
+}
+
+static PyObject *prepare_cu_seqlens_from_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *mask = NULL, *lens = NULL, *starts = NULL;
+    PyArray_Descr *dtype = NULL;
+    PyObject *result = NULL;
+    const am_param params[] = {{"mask", am_to_mask, &mask}, {"out_dtype", am_to_integer_dtype, &dtype}};
+    if (am_parse("prepare_cu_seqlens_from_mask", args, nargs, params, 2) < 0) goto fail;
+    lens = count_mask(module, mask);
+    if (!lens) goto fail;
+    npy_intp rows = PyArray_DIM(lens, 0), entries = rows + 1;
+    starts = am_new_array_of(1, &entries, NPY_INT64);
+    if (!starts) goto fail;
+    const int64_t *values = PyArray_DATA(lens);
+    int64_t *sums = PyArray_DATA(starts);
+    sums[0] = 0;
+    /* A mask with a stride of zero may have more live tokens than int64 holds. */
+    for (npy_intp i = 0; i < rows; i++) {
+        if (__builtin_add_overflow(sums[i], values[i], &sums[i + 1])) {
+            PyErr_SetString(PyExc_OverflowError, "mask must have a total length that fits int64, got more");
+            goto fail;
+        }
+    }
+    if (am_check_fits((npy_intp)sums[rows], dtype, "mask", "a total length") < 0) goto fail;
+    result = am_finish(starts, dtype);
+    starts = NULL;
+fail:
+    Py_XDECREF(starts);
+    Py_XDECREF(lens);
+    Py_XDECREF(mask);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+static int to_integers(PyObject *object, const char *name, void *dst)
+{
+    PyArrayObject **array = dst;
+    if (!PyBool_Check(object) && am_to_array(object, name, array) < 0) return -1;
+    if (*array && am_is_integer(am_dtype_of(PyArray_DESCR(*array)))) return 0;
+    return am_reject(PyExc_TypeError, name, "an integer or an array of integers",
+                     *array ? (PyObject *)*array : object);
+}
+
+static PyArrayObject *widened(PyArrayObject *array)
+{
+    PyArray_Descr *wide = PyArray_DescrFromType(PyArray_ISSIGNED(array) ? NPY_INT64 : NPY_UINT64);
+    return am_of_memory(PyArray_FromArray(array, wide, NPY_ARRAY_CARRAY_RO));
+}
+
+/* NumPy's rule: a Python integer takes the dtype of the array that it meets. */
+static PyArray_Descr *cdiv_type(PyArrayObject *a, bool a_is_int, PyArrayObject *b, bool b_is_int)
+{
+    PyArray_Descr *dtype = NULL;
+    if (a_is_int || b_is_int) {
+        dtype = PyArray_DESCR(b_is_int ? a : b);
+        Py_INCREF(dtype);
+        return dtype;
+    }
+    dtype = PyArray_PromoteTypes(PyArray_DESCR(a), PyArray_DESCR(b));
+    if (dtype && !PyTypeNum_ISINTEGER(dtype->type_num)) {
+        PyErr_Format(PyExc_TypeError, "a and b must have a common integer type, got %S and %S",
+                     PyArray_DESCR(a), PyArray_DESCR(b));
+        Py_CLEAR(dtype);
+    }
+    return dtype;
+}
+
+static int check_divisors(PyArrayObject *b)
+{
+    const int64_t *values = PyArray_DATA(b);
+    bool is_signed = PyArray_ISSIGNED(b);
+    for (npy_intp i = 0; i < PyArray_SIZE(b); i++) {
+        if (is_signed ? values[i] > 0 : values[i] != 0) continue;
+        return am_reject_element("b", "positive", b, i, values[i]);
+    }
+    return 0;
+}
+
+static int reject_broadcast(PyArrayObject *a, PyArrayObject *b)
+{
+    PyObject *what_a = am_describe((PyObject *)a), *what_b = am_describe((PyObject *)b);
+    if (what_a && what_b)
+        PyErr_Format(PyExc_ValueError, "a and b must broadcast, got %U and %U", what_a, what_b);
+    Py_XDECREF(what_a);
+    Py_XDECREF(what_b);
+    return -1;
+}
+
+/* The shape that a and b broadcast to, and the strides of both in it. NumPy's iterator allows 32 axes, but
+ * arrays may have 64. */
+typedef struct {
+    int axes;
+    npy_intp shape[NPY_MAXDIMS], a_steps[NPY_MAXDIMS], b_steps[NPY_MAXDIMS];
+} broadcast;
+
+static int broadcast_both(PyArrayObject *a, PyArrayObject *b, broadcast *both)
+{
+    const int a_axes = PyArray_NDIM(a), b_axes = PyArray_NDIM(b);
+    both->axes = a_axes > b_axes ? a_axes : b_axes;
+    for (int axis = 0; axis < both->axes; axis++) {
+        const int in_a = axis - both->axes + a_axes, in_b = axis - both->axes + b_axes;
+        const npy_intp a_length = in_a < 0 ? 1 : PyArray_DIM(a, in_a),
+                       b_length = in_b < 0 ? 1 : PyArray_DIM(b, in_b);
+        if (a_length != b_length && a_length != 1 && b_length != 1) return reject_broadcast(a, b);
+        both->shape[axis] = a_length == 1 ? b_length : a_length;
+        both->a_steps[axis] = a_length == 1 ? 0 : PyArray_STRIDE(a, in_a);
+        both->b_steps[axis] = b_length == 1 ? 0 : PyArray_STRIDE(b, in_b);
+    }
+    return 0;
+}
+
+/* Returns the quotients as int64 or uint64. */
+static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *b)
+{
+    broadcast both;
+    if (broadcast_both(a, b, &both) < 0) return NULL;
+    PyArrayObject *result = am_new_array_of(both.axes, both.shape, PyArray_TYPE(a));
+    if (!result) return NULL;
+    const am_broadcast arrays = {
+        .axes = both.axes,
+        .shape = both.shape,
+        .a_steps = both.a_steps,
+        .b_steps = both.b_steps,
+        .a = PyArray_BYTES(a),
+        .b = PyArray_BYTES(b),
+        .is_signed = PyArray_ISSIGNED(a),
+        .quotients = PyArray_DATA(result),
+    };
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(result));
+    am_status status = am_divide_broadcast(&call.run, &arrays);
+    am_leave(&call);
+    if (status == AM_OK) return result;
+    Py_DECREF(result);
+    am_raise(status, NULL);
+    return NULL;
+}
+
+/* Divides a contiguous array of int32 or int64 by one number, or by an array of the same shape and type if
+ * `b` is not NULL. Returns NULL without an exception where it does not apply. */
+static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObject *b, int64_t divisor)
+{
+    am_dtype type = am_dtype_of(PyArray_DESCR(a));
+    if ((type != AM_INT32 && type != AM_INT64) || PyArray_NDIM(a) == 0 || !PyArray_ISCARRAY_RO(a))
+        return NULL;
+    if (b ? am_dtype_of(PyArray_DESCR(b)) != type || !PyArray_ISCARRAY_RO(b) || !PyArray_SAMESHAPE(a, b)
+          : divisor <= 0)
+        return NULL;
+    PyArrayObject *result = am_new_array(PyArray_NDIM(a), PyArray_DIMS(a), PyArray_DESCR(a));
+    if (!result) return NULL;
+    npy_intp size = PyArray_SIZE(result);
+    void *dst = PyArray_DATA(result), *dividends = PyArray_DATA(a), *divisors = b ? PyArray_DATA(b) : NULL;
+    bool valid = true;
+    am_call call;
+    am_enter(&call, module, size);
+    if (b)
+        valid = am_divide_each(type, dst, dividends, divisors, size);
+    else if (type == AM_INT32)
+        call.run.kernels->divide_32(dst, dividends, size, divisor);
+    else
+        call.run.kernels->divide_64(dst, dividends, size, divisor);
+    am_leave(&call);
+    if (!valid) Py_CLEAR(result);
+    return (PyObject *)result;
+}
+
+/* Converts quotients to `dtype`. Those of two arrays always fit; if one operand was a Python integer, they
+ * may not. */
+static PyArrayObject *narrowed(PyArrayObject *quotients, PyArray_Descr *dtype)
+{
+    Py_INCREF(dtype);
+    PyArrayObject *narrow = (PyArrayObject *)PyArray_CastToType(quotients, dtype, 0);
+    PyArrayObject *again = narrow ? widened(narrow) : NULL;
+    if (!again) {
+        Py_XDECREF(narrow);
+        return NULL;
+    }
+    const int64_t *wanted = PyArray_DATA(quotients), *got = PyArray_DATA(again);
+    bool same_sign = PyArray_ISSIGNED(again) == PyArray_ISSIGNED(quotients);
+    for (npy_intp i = 0; i < PyArray_SIZE(quotients); i++) {
+        if (wanted[i] == got[i] && (same_sign || wanted[i] >= 0)) continue;
+        PyObject *quotient = PyArray_GETITEM(quotients, (char *)&wanted[i]);
+        if (quotient)
+            PyErr_Format(PyExc_OverflowError, "a and b must have quotients that fit %S, got %S at index %zd",
+                         dtype, quotient, i);
+        Py_XDECREF(quotient);
+        Py_CLEAR(narrow);
+        break;
+    }
+    Py_DECREF(again);
+    return narrow;
+}
+
+static PyObject *cdiv(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *a = NULL, *b = NULL, *wide_a = NULL, *wide_b = NULL, *quotients = NULL;
+    PyArray_Descr *dtype = NULL;
+    PyObject *result = NULL;
+    if (nargs == 2 && PyArray_Check(args[0]) && PyLong_CheckExact(args[1])) {
+        int overflow; /* then the divisor is -1, which quick_quotients does not take */
+        int64_t divisor = PyLong_AsLongLongAndOverflow(args[1], &overflow);
+        result = quick_quotients(module, (PyArrayObject *)args[0], NULL, divisor);
+        if (result || PyErr_Occurred()) return result;
+    }
+    const am_param params[] = {{"a", to_integers, &a}, {"b", to_integers, &b}};
+    if (am_parse("cdiv", args, nargs, params, 2) < 0) goto fail;
+    dtype = cdiv_type(a, PyLong_CheckExact(args[0]), b, PyLong_CheckExact(args[1]));
+    if (!dtype) goto fail;
+    bool one = PyArray_NDIM(b) == 0;
+    if (one && !(wide_b = widened(b))) goto fail;
+    /* A divisor of uint64 above the range of int64 turns negative, which quick_quotients does not take. */
+    int64_t divisor = one ? *(const int64_t *)PyArray_DATA(wide_b) : 0;
+    if (am_dtype_of(PyArray_DESCR(a)) == am_dtype_of(dtype)) {
+        result = quick_quotients(module, a, one ? NULL : b, divisor);
+        if (result || PyErr_Occurred()) goto fail;
+    }
+    wide_a = widened(a);
+    if (!one) wide_b = widened(b);
+    if (!wide_a || !wide_b || check_divisors(wide_b) < 0) goto fail;
+    quotients = (PyArrayObject *)quick_quotients(module, wide_a, one ? NULL : wide_b, divisor);
+    if (!quotients && !PyErr_Occurred()) quotients = divide(module, wide_a, wide_b);
+    if (!quotients) goto fail;
+    result = PyArray_Return(narrowed(quotients, dtype));
+fail:
+    Py_XDECREF(quotients);
+    Py_XDECREF(wide_a);
+    Py_XDECREF(wide_b);
+    Py_XDECREF(dtype);
+    Py_XDECREF(a);
+    Py_XDECREF(b);
+    return result;
+}
+
+PyMethodDef am_packed_methods[] = {
+    {"cdiv", (PyCFunction)(void *)cdiv, METH_FASTCALL, "cdiv($module, a, b, /)\n--\n\n"},
+    {"prepare_lens", (PyCFunction)(void *)prepare_lens, METH_FASTCALL,
+     "prepare_lens($module, cu_seqlens, /)\n--\n\n"},
+    {"prepare_lens_from_mask", (PyCFunction)(void *)prepare_lens_from_mask, METH_FASTCALL,
+     "prepare_lens_from_mask($module, mask, /)\n--\n\n"},
+    {"prepare_cu_seqlens_from_mask", (PyCFunction)(void *)prepare_cu_seqlens_from_mask, METH_FASTCALL,
+     "prepare_cu_seqlens_from_mask($module, mask, out_dtype, /)\n--\n\n"},
+    {"prepare_position_ids", (PyCFunction)(void *)prepare_position_ids, METH_FASTCALL,
+     "prepare_position_ids($module, cu_seqlens, /)\n--\n\n"},
+    {"prepare_sequence_ids", (PyCFunction)(void *)prepare_sequence_ids, METH_FASTCALL,
+     "prepare_sequence_ids($module, cu_seqlens, /)\n--\n\n"},
+    {"prepare_token_indices", (PyCFunction)(void *)prepare_token_indices, METH_FASTCALL,
+     "prepare_token_indices($module, cu_seqlens, /)\n--\n\n"},
+    {"prepare_chunk_indices", (PyCFunction)(void *)prepare_chunk_indices, METH_FASTCALL,
+     "prepare_chunk_indices($module, cu_seqlens, chunk_size, /)\n--\n\n"},
+    {"prepare_chunk_offsets", (PyCFunction)(void *)prepare_chunk_offsets, METH_FASTCALL,
+     "prepare_chunk_offsets($module, cu_seqlens, chunk_size, /)\n--\n\n"},
+    {"checked_starts", (PyCFunction)(void *)checked_starts, METH_FASTCALL,
+     "checked_starts($module, cu_seqlens, name, /)\n--\n\n"},
+    {.ml_name = NULL},
+};

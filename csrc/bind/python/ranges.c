@@ -1,0 +1,399 @@
+/* ranges.c – bindings of the functions on ranges of tokens, which are passed as pairs [start0, end0, start1,
+ * end1, …]. */
+#include "bind/python/counts.h"
+#include "bind/python/mask_arrays.h"
+#include "core/arrays/convert.h"
+#include "core/sequences/extents.h"
+#include "core/sequences/ranges.h"
+
+/* Starts and ends of any size and order. */
+typedef struct {
+    PyArrayObject *array;
+    ptrdiff_t (*ranges)[2];
+    npy_intp count;
+    bool beyond; /* a number exceeds ptrdiff_t */
+} pairs;
+
+static void free_pairs(pairs *p)
+{
+    Py_CLEAR(p->array);
+    free(p->ranges);
+    p->ranges = NULL;
+}
+
+/* pairs *: a 1-D array with an even number of integers. One that exceeds ptrdiff_t becomes its largest
+ * value. */
+static int to_pairs(PyObject *object, const char *name, void *dst)
+{
+    static const char expected[] = "a 1-D array of integers, [start0, end0, start1, end1, ...]";
+    pairs *p = dst;
+    am_entries entries;
+    if (am_to_array(object, name, &p->array) < 0) return -1;
+    bool integers = am_entries_of(p->array, &entries);
+    npy_intp size = PyArray_SIZE(p->array);
+    if (PyArray_NDIM(p->array) != 1) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
+    if (!integers && size == 0 && !PyArray_Check(object)) { /* an empty list becomes float64 */
+        Py_DECREF(p->array);
+        p->array = am_new_array_of(1, &size, NPY_INT64);
+        if (!p->array) return -1;
+        integers = am_entries_of(p->array, &entries);
+    }
+    if (!integers) return am_reject(PyExc_TypeError, name, expected, (PyObject *)p->array);
+    if (size % 2 != 0) return am_reject(PyExc_ValueError, name, expected, (PyObject *)p->array);
+    p->count = size / 2;
+    p->ranges = (void *)am_new(ptrdiff_t, size);
+    if (!p->ranges) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->beyond = am_widen_entries(&entries, *p->ranges) >= 0;
+    return 0;
+}
+
+/* --- From masks to pairs --- */
+
+/* Returns the extents of a mask, or NULL with the exception set. */
+static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_rule rule, npy_intp work)
+{
+    am_extent *extents = am_new(am_extent, mask->batch);
+    if (!extents) return (am_extent *)PyErr_NoMemory();
+    am_call call;
+    am_enter(&call, module, work);
+    am_status status = am_find_extents(&call.run, mask, rule, extents);
+    am_leave(&call);
+    if (status == AM_OK) return extents;
+    free(extents);
+    return (am_extent *)am_raise(status, NULL);
+}
+
+static PyObject *pairs_of(const am_extent *extents, npy_intp batch, bool of_keys, PyArray_Descr *dtype,
+                          const char *name)
+{
+    ptrdiff_t *ends = am_new(ptrdiff_t, 2 * batch);
+    if (!ends) return PyErr_NoMemory();
+    PyObject *result = NULL;
+    for (npy_intp b = 0; b < batch; b++) {
+        ends[2 * b] = of_keys ? extents[b].k_begin : extents[b].q_begin;
+        ends[2 * b + 1] = of_keys ? extents[b].k_end : extents[b].q_end;
+        if (am_check_fits(ends[2 * b + 1], dtype, name, "an end") < 0) goto fail;
+    }
+    result = am_counts_as(ends, 2 * batch, dtype);
+fail:
+    free(ends);
+    return result;
+}
+
+/* Returns two new arrays: the ranges of the queries (or of the keys if `of_keys`) of `q`, and those of the
+ * keys of `k`. */
+static PyObject *both_pairs(const am_extent *q, bool of_keys, const am_extent *k, npy_intp batch,
+                            PyArray_Descr *dtype, const char *q_name, const char *k_name)
+{
+    PyObject *q_pairs = pairs_of(q, batch, of_keys, dtype, q_name),
+             *k_pairs = q_pairs ? pairs_of(k, batch, true, dtype, k_name) : NULL;
+    PyObject *result = k_pairs ? PyTuple_Pack(2, q_pairs, k_pairs) : NULL;
+    Py_XDECREF(q_pairs);
+    Py_XDECREF(k_pairs);
+    return result;
+}
+
+/* Describes a mask of tokens [B, T] as a mask of pairs with a single query. */
+static int to_token_mask(PyArrayObject *array, const char *name, am_dense *mask)
+{
+    if (PyArray_NDIM(array) != 2) return am_reject(PyExc_ValueError, name, "[B, T]", (PyObject *)array);
+    *mask = (am_dense){
+        .data = PyArray_BYTES(array),
+        .type = am_dtype_of(PyArray_DESCR(array)),
+        .batch = PyArray_DIM(array, 0),
+        .heads = 1,
+        .queries = 1,
+        .keys = PyArray_DIM(array, 1),
+        .batch_stride = PyArray_STRIDE(array, 0),
+        .key_stride = PyArray_STRIDE(array, 1),
+    };
+    return 0;
+}
+
+static PyObject *qkv_masks_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *kv_object = NULL, *result = NULL;
+    PyArrayObject *q_mask = NULL, *kv_mask = NULL;
+    PyArray_Descr *dtype = NULL;
+    am_extent *q = NULL, *k = NULL;
+    am_dense queries, keys;
+    const am_param params[] = {{"q_mask", am_to_mask, &q_mask},
+                               {"kv_mask", am_to_object, &kv_object},
+                               {"out_dtype", am_to_integer_dtype, &dtype}};
+    if (am_parse("qkv_masks_to_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
+    if (to_token_mask(q_mask, "q_mask", &queries) < 0 || am_check_mask(module, q_mask, "q_mask") < 0)
+        goto fail;
+    if (kv_object != Py_None) {
+        if (am_to_mask(kv_object, "kv_mask", &kv_mask) < 0 || to_token_mask(kv_mask, "kv_mask", &keys) < 0 ||
+            am_check_mask(module, kv_mask, "kv_mask") < 0)
+            goto fail;
+        if (queries.batch != keys.batch) {
+            PyErr_Format(PyExc_ValueError,
+                         "q_mask and kv_mask must have the same batch, got %zd and %zd rows", queries.batch,
+                         keys.batch);
+            goto fail;
+        }
+    }
+    q = find_extents(module, &queries, AM_ANY_HEAD, PyArray_SIZE(q_mask));
+    if (!q) goto fail;
+    if (kv_mask) {
+        k = find_extents(module, &keys, AM_ANY_HEAD, PyArray_SIZE(kv_mask));
+        if (!k) goto fail;
+    }
+    result = both_pairs(q, true, k ? k : q, queries.batch, dtype, "q_mask", k ? "kv_mask" : "q_mask");
+fail:
+    free(q);
+    free(k);
+    Py_XDECREF(q_mask);
+    Py_XDECREF(kv_mask);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+typedef enum { ANY, ALL, FIRST } reduction;
+
+static int to_reduction(PyObject *object, const char *name, void *dst)
+{
+    static const char *const names[] = {[ANY] = "any", [ALL] = "all", [FIRST] = "first"};
+    for (int i = 0; PyUnicode_Check(object) && i < 3; i++) {
+        if (PyUnicode_CompareWithASCIIString(object, names[i]) != 0) continue;
+        *(reduction *)dst = (reduction)i;
+        return 0;
+    }
+    return am_reject(PyExc_ValueError, name, "'any', 'all' or 'first'", object);
+}
+
+static PyObject *attention_mask_to_qkv_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *result = NULL;
+    PyArrayObject *array = NULL;
+    PyArray_Descr *dtype = NULL;
+    am_extent *extents = NULL;
+    reduction heads;
+    am_dense mask;
+    const am_param params[] = {{"attention_mask", am_to_mask, &array},
+                               {"reduce_heads", to_reduction, &heads},
+                               {"out_dtype", am_to_integer_dtype, &dtype}};
+    if (am_parse("attention_mask_to_qkv_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
+    int ndim = PyArray_NDIM(array);
+    if (ndim < 2 || ndim > 4) {
+        am_reject(PyExc_ValueError, "attention_mask", "[B, T], [B, Q, K] or [B, H, Q, K]", (PyObject *)array);
+        goto fail;
+    }
+    int failed = ndim == 2 ? to_token_mask(array, "attention_mask", &mask)
+                           : am_to_dense(array, "attention_mask", 3, &mask);
+    if (failed < 0 || am_check_mask(module, array, "attention_mask") < 0) goto fail;
+    if (heads == FIRST && mask.heads == 0) {
+        am_reject(PyExc_ValueError, "attention_mask", "of one head or more to reduce to the first",
+                  (PyObject *)array);
+        goto fail;
+    }
+    if (heads == FIRST) mask.heads = 1;
+    extents = find_extents(module, &mask, heads == ALL ? AM_ALL_HEADS : AM_ANY_HEAD, PyArray_SIZE(array));
+    if (extents)
+        result =
+            both_pairs(extents, ndim == 2, extents, mask.batch, dtype, "attention_mask", "attention_mask");
+fail:
+    free(extents);
+    Py_XDECREF(array);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+/* --- From pairs to masks --- */
+
+/* The result is [B, keys], or [B, 1, queries, keys] if q.array is given. */
+typedef struct {
+    const char *names[2]; /* of `q` and `kv`, for messages */
+    pairs q, kv;          /* q.array is NULL for a mask of tokens */
+    npy_intp max_q, max_kv;
+    PyArray_Descr *dtype;
+    am_out out;
+} box_arguments;
+
+static void free_boxes(box_arguments *a)
+{
+    free_pairs(&a->q);
+    free_pairs(&a->kv);
+    Py_CLEAR(a->dtype);
+    Py_CLEAR(a->out.array);
+}
+
+/* Fills and returns `out`, or a new array; NULL with the exception set. */
+static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
+{
+    npy_intp batch = a->kv.count, shape[4] = {batch, a->max_kv};
+    int ndim = a->q.array ? 4 : 2;
+    if (ndim == 4) shape[1] = 1, shape[2] = a->max_q, shape[3] = a->max_kv;
+    PyArrayObject *const inputs[2] = {a->q.array, a->kv.array};
+    if (a->out.given && am_check_out(a->out.array, "out", ndim, shape, a->dtype, inputs, a->names, 2) < 0)
+        return NULL;
+    am_boxes boxes = {.batch = batch, .queries = ndim == 4 ? a->max_q : 1, .keys = a->max_kv};
+    if (am_bytes_of(Py_True, a->dtype, &boxes.live) < 0) return NULL;
+    PyArrayObject *out = am_target(&a->out, ndim, shape, a->dtype);
+    am_extent *extents = out ? am_new(am_extent, batch) : NULL;
+    if (!extents) {
+        Py_XDECREF(out);
+        return out ? PyErr_NoMemory() : NULL;
+    }
+    for (npy_intp b = 0; b < batch; b++) {
+        extents[b] = (am_extent){0, 1, a->kv.ranges[b][0], a->kv.ranges[b][1]};
+        if (ndim == 2) continue;
+        extents[b].q_begin = a->q.ranges[b][0];
+        extents[b].q_end = a->q.ranges[b][1];
+    }
+    boxes.boxes = extents;
+    boxes.data = PyArray_BYTES(out);
+    boxes.size = PyArray_ITEMSIZE(out);
+    boxes.batch_stride = PyArray_STRIDE(out, 0);
+    boxes.query_stride = ndim == 4 ? PyArray_STRIDE(out, 2) : 0;
+    boxes.key_stride = PyArray_STRIDE(out, ndim - 1);
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(out));
+    am_status status = am_fill_boxes(&call.run, &boxes);
+    am_leave(&call);
+    free(extents);
+    if (status == AM_OK) return am_returned(&a->out, out);
+    Py_DECREF(out);
+    return am_raise(status, NULL);
+}
+
+static PyObject *cu_seqlens_to_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    box_arguments a = {.names = {NULL, "cu_seqlens"}};
+    PyObject *result = NULL;
+    const am_param params[] = {{"cu_seqlens", to_pairs, &a.kv},
+                               {"max_len", am_to_length, &a.max_kv},
+                               {"dtype", am_to_mask_dtype, &a.dtype},
+                               {"out", am_to_out, &a.out}};
+    if (am_parse("cu_seqlens_to_mask", args, nargs, params, 4) == 0) result = fill_boxes(module, &a);
+    free_boxes(&a);
+    return result;
+}
+
+static int check_batch(const box_arguments *a)
+{
+    if (a->q.count == a->kv.count) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "cu_seqlens_q and cu_seqlens_kv must have the same batch, got %zd and %zd pairs", a->q.count,
+                 a->kv.count);
+    return -1;
+}
+
+static PyObject *qkv_cu_seqlens_to_qkv_masks(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    box_arguments a = {.names = {"cu_seqlens_q", "cu_seqlens_kv"}};
+    PyObject *q_mask = NULL, *kv_mask = NULL, *result = NULL;
+    const am_param params[] = {{"cu_seqlens_q", to_pairs, &a.q},
+                               {"max_q_len", am_to_length, &a.max_q},
+                               {"cu_seqlens_kv", to_pairs, &a.kv},
+                               {"max_kv_len", am_to_length, &a.max_kv},
+                               {"dtype", am_to_mask_dtype, &a.dtype}};
+    if (am_parse("qkv_cu_seqlens_to_qkv_masks", args, nargs, params, 5) == 0 && check_batch(&a) == 0) {
+        const box_arguments q = {.kv = a.q, .max_kv = a.max_q, .dtype = a.dtype};
+        const box_arguments kv = {.kv = a.kv, .max_kv = a.max_kv, .dtype = a.dtype};
+        q_mask = fill_boxes(module, &q);
+        kv_mask = q_mask ? fill_boxes(module, &kv) : NULL;
+        result = kv_mask ? PyTuple_Pack(2, q_mask, kv_mask) : NULL;
+    }
+    Py_XDECREF(q_mask);
+    Py_XDECREF(kv_mask);
+    free_boxes(&a);
+    return result;
+}
+
+static PyObject *qkv_cu_seqlens_to_attention_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    box_arguments a = {.names = {"cu_seqlens_q", "cu_seqlens_kv"}};
+    PyObject *result = NULL;
+    const am_param params[] = {{"cu_seqlens_q", to_pairs, &a.q},      {"max_q_len", am_to_length, &a.max_q},
+                               {"cu_seqlens_kv", to_pairs, &a.kv},    {"max_kv_len", am_to_length, &a.max_kv},
+                               {"dtype", am_to_mask_dtype, &a.dtype}, {"out", am_to_out, &a.out}};
+    if (am_parse("qkv_cu_seqlens_to_attention_mask", args, nargs, params, 6) == 0 && check_batch(&a) == 0)
+        result = fill_boxes(module, &a);
+    free_boxes(&a);
+    return result;
+}
+
+/* --- Between the two forms --- */
+
+static PyObject *pairs_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    pairs p = {0};
+    ptrdiff_t *starts = NULL;
+    PyObject *result = NULL;
+    const am_param params[] = {{"pairs", to_pairs, &p}};
+    if (am_parse("pairs_to_cu_seqlens", args, nargs, params, 1) < 0) goto fail;
+    if (p.beyond) {
+        am_reject(PyExc_OverflowError, "pairs", "below 2**63", (PyObject *)p.array);
+        goto fail;
+    }
+    starts = am_new(ptrdiff_t, p.count + 1);
+    if (!starts) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    starts[0] = 0;
+    for (npy_intp i = 0; i < p.count; i++) {
+        ptrdiff_t begin = p.ranges[i][0] > 0 ? p.ranges[i][0] : 0, end = p.ranges[i][1];
+        if (__builtin_add_overflow(starts[i], end > begin ? end - begin : 0, &starts[i + 1])) {
+            PyErr_SetString(PyExc_OverflowError, "pairs must have a total length that fits int64, got more");
+            goto fail;
+        }
+    }
+    PyArray_Descr *dtype = PyArray_DESCR(p.array);
+    if (am_check_fits(starts[p.count], dtype, "pairs", "a total length") == 0)
+        result = am_counts_as(starts, p.count + 1, dtype);
+fail:
+    free(starts);
+    free_pairs(&p);
+    return result;
+}
+
+static PyObject *cu_seqlens_to_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    am_starts s = {0};
+    ptrdiff_t *ends = NULL;
+    PyObject *result = NULL;
+    const am_param params[] = {{"cu_seqlens", am_to_starts, &s}};
+    if (am_parse("cu_seqlens_to_pairs", args, nargs, params, 1) < 0) goto fail;
+    ends = am_new(ptrdiff_t, 2 * s.sequences);
+    if (!ends) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    for (ptrdiff_t i = 0; i < s.sequences; i++) {
+        ends[2 * i] = s.starts[i];
+        ends[2 * i + 1] = s.starts[i + 1];
+    }
+    result = am_counts_as(ends, 2 * s.sequences, s.dtype);
+fail:
+    free(ends);
+    am_free_starts(&s);
+    return result;
+}
+
+PyMethodDef am_pairs_methods[] = {
+    {"qkv_masks_to_cu_seqlens", (PyCFunction)(void *)qkv_masks_to_cu_seqlens, METH_FASTCALL,
+     "qkv_masks_to_cu_seqlens($module, q_mask, kv_mask, out_dtype, /)\n--\n\n"},
+    {"attention_mask_to_qkv_cu_seqlens", (PyCFunction)(void *)attention_mask_to_qkv_cu_seqlens, METH_FASTCALL,
+     "attention_mask_to_qkv_cu_seqlens($module, attention_mask, reduce_heads, out_dtype, /)\n--\n\n"},
+    {"cu_seqlens_to_mask", (PyCFunction)(void *)cu_seqlens_to_mask, METH_FASTCALL,
+     "cu_seqlens_to_mask($module, cu_seqlens, max_len, dtype, out, /)\n--\n\n"},
+    {"qkv_cu_seqlens_to_qkv_masks", (PyCFunction)(void *)qkv_cu_seqlens_to_qkv_masks, METH_FASTCALL,
+     "qkv_cu_seqlens_to_qkv_masks($module, cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, dtype, "
+     "/)\n--\n\n"},
+    {"qkv_cu_seqlens_to_attention_mask", (PyCFunction)(void *)qkv_cu_seqlens_to_attention_mask, METH_FASTCALL,
+     "qkv_cu_seqlens_to_attention_mask($module, cu_seqlens_q, max_q_len, cu_seqlens_kv, max_kv_len, dtype, "
+     "out, /)\n--\n\n"},
+    {"pairs_to_cu_seqlens", (PyCFunction)(void *)pairs_to_cu_seqlens, METH_FASTCALL,
+     "pairs_to_cu_seqlens($module, pairs, /)\n--\n\n"},
+    {"cu_seqlens_to_pairs", (PyCFunction)(void *)cu_seqlens_to_pairs, METH_FASTCALL,
+     "cu_seqlens_to_pairs($module, cu_seqlens, /)\n--\n\n"},
+    {.ml_name = NULL},
+};

@@ -1,0 +1,408 @@
+/* segments.c – bindings of the functions on segment ids. */
+#include "bind/python/counts.h"
+#include "bind/python/mask_arrays.h"
+#include "core/sequences/extents.h"
+#include "core/sequences/equal_lines.h"
+#include "core/sequences/segments.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --- From masks to ids --- */
+
+/* Axes along which the array repeats itself may be of any length. */
+static int check_lengths(PyArrayObject *mask)
+{
+    for (int i = 1; i <= 2; i++) {
+        int axis = PyArray_NDIM(mask) - i;
+        if (PyArray_DIM(mask, axis) > AM_LONGEST_GROUPED && PyArray_STRIDE(mask, axis) != 0)
+            return am_reject(PyExc_ValueError, "mask", "shorter than 2**31 along its last two axes",
+                             (PyObject *)mask);
+    }
+    return 0;
+}
+
+static int reject_ungrouped(PyArrayObject *mask, const am_dense *dense, const am_ungrouped *found)
+{
+    const ptrdiff_t *at = found->place;
+    ptrdiff_t plane = PyArray_NDIM(mask) == 4 ? at[0] * PyArray_DIM(mask, 1) + at[1] : at[0];
+    return am_reject_element("mask", "what its segment ids give back (strict=True)", mask,
+                             (plane * dense->queries + at[2]) * dense->keys + at[3], found->live);
+}
+
+static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
+    PyObject *result = NULL;
+    bool per_head, strict;
+    am_dense dense;
+    const am_param params[] = {
+        {"mask", am_to_mask, &mask}, {"per_head", am_to_bool, &per_head}, {"strict", am_to_bool, &strict}};
+    if (am_parse("mask_to_segment_ids", args, nargs, params, 3) < 0) goto fail;
+    if (am_to_dense(mask, "mask", 2, &dense) < 0 || check_lengths(mask) < 0) goto fail;
+    if (am_check_mask(module, mask, "mask") < 0) goto fail;
+    if (!per_head && dense.heads == 0) {
+        am_reject(PyExc_ValueError, "mask", "of one head or more, or per_head True", (PyObject *)mask);
+        goto fail;
+    }
+    int axes = PyArray_NDIM(mask) - 1 - (PyArray_NDIM(mask) == 4 && !per_head); /* batch, heads, tokens */
+    npy_intp shape[3] = {dense.batch, dense.heads};
+    shape[axes - 1] = dense.queries;
+    q_ids = am_new_array_of(axes, shape, NPY_INT32);
+    shape[axes - 1] = dense.keys;
+    k_ids = q_ids ? am_new_array_of(axes, shape, NPY_INT32) : NULL;
+    if (!k_ids) goto fail;
+    am_dense grouped = dense;
+    if (!per_head) grouped.heads = 1;
+    am_ungrouped found = {0};
+    am_status status = AM_OK;
+    if (PyArray_SIZE(mask) > 0) {
+        am_call call;
+        am_enter(&call, module, PyArray_SIZE(mask));
+        status = am_group_tokens(&call.run, &grouped, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
+        if (status == AM_OK && strict)
+            status = am_find_ungrouped(&call.run, &dense, grouped.heads, PyArray_DATA(q_ids),
+                                       PyArray_DATA(k_ids), &found);
+        am_leave(&call);
+    } else { /* the mask has no pairs */
+        memset(PyArray_DATA(q_ids), 0xff, (size_t)PyArray_NBYTES(q_ids));
+        memset(PyArray_DATA(k_ids), 0xff, (size_t)PyArray_NBYTES(k_ids));
+    }
+    if (status != AM_OK)
+        am_raise(status, NULL);
+    else if (found.any)
+        reject_ungrouped(mask, &dense, &found);
+    else
+        result = PyTuple_Pack(2, q_ids, k_ids);
+fail:
+    Py_XDECREF(mask);
+    Py_XDECREF(q_ids);
+    Py_XDECREF(k_ids);
+    return result;
+}
+
+static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *mask = NULL, *q_ids = NULL, *k_ids = NULL;
+    PyObject *result = NULL;
+    am_dense dense;
+    const am_param params[] = {{"attention_mask", am_to_mask, &mask}};
+    if (am_parse("padding_segment_ids", args, nargs, params, 1) < 0) goto fail;
+    if (am_to_dense(mask, "attention_mask", 2, &dense) < 0) goto fail;
+    if (am_check_mask(module, mask, "attention_mask") < 0) goto fail;
+    npy_intp const q_shape[2] = {dense.batch, dense.queries}, k_shape[2] = {dense.batch, dense.keys};
+    q_ids = am_new_array_of(2, q_shape, NPY_INT32);
+    k_ids = q_ids ? am_new_array_of(2, k_shape, NPY_INT32) : NULL;
+    if (!k_ids) goto fail;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(mask));
+    am_status status = am_mark_padding(&call.run, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
+    am_leave(&call);
+    if (status == AM_OK)
+        result = PyTuple_Pack(2, q_ids, k_ids);
+    else
+        am_raise(status, NULL);
+fail:
+    Py_XDECREF(mask);
+    Py_XDECREF(q_ids);
+    Py_XDECREF(k_ids);
+    return result;
+}
+
+/* --- Ids --- */
+
+/* Describes ids of `low` to `high` axes in place. */
+static int read_ids(PyArrayObject *array, const char *name, int low, int high, am_ids *ids)
+{
+    static const char *const layouts[4][4] = {
+        [1] = {[3] = "an array of integers, [tokens], [batch, tokens] or [batch, heads, tokens]"},
+        [2] = {[3] = "an array of integers, [batch, tokens] or [batch, heads, tokens]"},
+    };
+    int ndim = PyArray_NDIM(array);
+    if (!am_is_integer(am_dtype_of(PyArray_DESCR(array))))
+        return am_reject(PyExc_TypeError, name, layouts[low][high], (PyObject *)array);
+    if (ndim < low || ndim > high)
+        return am_reject(PyExc_ValueError, name, layouts[low][high], (PyObject *)array);
+    *ids =
+        (am_ids){.data = PyArray_BYTES(array), .type = am_dtype_of(PyArray_DESCR(array)), .shape = {1, 1, 1}};
+    for (int i = 0; i < ndim; i++) {
+        int axis = ndim == 2 && i == 0 ? 0 : AM_ID_AXES - ndim + i;
+        ids->shape[axis] = PyArray_DIM(array, i);
+        ids->stride[axis] = PyArray_STRIDE(array, i);
+    }
+    return 0;
+}
+
+static int reject_id(PyArrayObject *array, const char *name, const char *expected, ptrdiff_t index)
+{
+    PyObject *value = PyObject_CallMethod((PyObject *)array, "item", "n", (Py_ssize_t)index);
+    if (!value) return -1;
+    PyObject *where = am_position(array, index);
+    if (where) PyErr_Format(PyExc_ValueError, "%s must %s, got %S at index %S", name, expected, value, where);
+    Py_XDECREF(where);
+    Py_DECREF(value);
+    return -1;
+}
+
+/* The contents of a new array of int32. */
+typedef enum { IDS, INTEGERS, POSITIONS } content;
+
+/* Returns NULL with the exception set. `pad` is the position of padding. */
+static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const char *name, content what,
+                                int32_t pad)
+{
+    am_ids ids;
+    if (read_ids(array, name, what == INTEGERS ? 1 : 2, 3, &ids) < 0) return NULL;
+    PyArrayObject *result = am_new_array_of(PyArray_NDIM(array), PyArray_DIMS(array), NPY_INT32);
+    if (!result) return NULL;
+    int32_t *dst = PyArray_DATA(result);
+    am_large_id large = {0};
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = what == IDS        ? am_narrow_ids(&call.run, &ids, dst, &large)
+                       : what == INTEGERS ? am_narrow_integers(&call.run, &ids, dst, &large)
+                                          : am_positions(&call.run, &ids, pad, dst, &large);
+    am_leave(&call);
+    if (status == AM_OK && !large.any) return result;
+    Py_DECREF(result);
+    if (status == AM_OK)
+        reject_id(array, name, what == INTEGERS ? "fit int32" : "be below 2**31", large.index);
+    else
+        am_raise(status, "a position does not fit int32");
+    return NULL;
+}
+
+/* Returns ids as terms of masks need them, int32 and C-contiguous: `ids` itself if it is so already. */
+static PyObject *segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *name = NULL;
+    PyObject *object, *result = NULL;
+    PyArrayObject *array = NULL;
+    am_out out = {0};
+    const am_param params[] = {
+        {"ids", am_to_object, &object}, {"name", am_to_text, &name}, {"out", am_to_out, &out}};
+    if (am_parse("segment_ids", args, nargs, params, 3) < 0 || am_to_array(object, name, &array) < 0)
+        goto fail;
+    PyArrayObject *given =
+        PyArray_Check(object) ? (PyArrayObject *)object : array; /* the caller's array, not a copy */
+    if (out.given && am_check_apart(out.array, "out", given, name) < 0) goto fail;
+    am_ids ids;
+    if (read_ids(array, name, 2, 3, &ids) < 0) goto fail;
+    if (ids.type == AM_INT32 && PyArray_IS_C_CONTIGUOUS(array))
+        result = Py_NewRef(array);
+    else
+        result = (PyObject *)new_int32(module, array, name, IDS, 0);
+fail:
+    Py_XDECREF(array);
+    Py_XDECREF(out.array);
+    return result;
+}
+
+/* Returns a copy of integers as int32, of one to three axes. */
+static PyObject *int32_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *name = NULL;
+    PyObject *object, *result = NULL;
+    PyArrayObject *array = NULL;
+    const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
+    if (am_parse("int32_copy", args, nargs, params, 2) == 0 && am_to_array(object, name, &array) == 0)
+        result = (PyObject *)new_int32(module, array, name, INTEGERS, 0);
+    Py_XDECREF(array);
+    return result;
+}
+
+/* Refuses additive biases: see am_check_mask. */
+static PyObject *check_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *name = NULL;
+    PyObject *object;
+    PyArrayObject *array = NULL;
+    const am_param params[] = {{"array", am_to_object, &object}, {"name", am_to_text, &name}};
+    bool fits = am_parse("check_mask", args, nargs, params, 2) == 0 &&
+                am_to_array(object, name, &array) == 0 && am_check_mask(module, array, name) == 0;
+    Py_XDECREF(array);
+    return fits ? Py_NewRef(Py_None) : NULL;
+}
+
+static int to_int32(PyObject *object, const char *name, void *dst)
+{
+    static const char expected[] = "an integer from -2**31 to 2**31 - 1";
+    if (PyBool_Check(object) || !PyIndex_Check(object))
+        return am_reject(PyExc_TypeError, name, expected, object);
+    Py_ssize_t value = PyNumber_AsSsize_t(object, NULL); /* clips */
+    if (value == -1 && PyErr_Occurred()) {
+        return PyErr_ExceptionMatches(PyExc_TypeError) ? am_reject(PyExc_TypeError, name, expected, object)
+                                                       : -1;
+    }
+    if (value < INT32_MIN || value > INT32_MAX) return am_reject(PyExc_ValueError, name, expected, object);
+    *(int32_t *)dst = (int32_t)value;
+    return 0;
+}
+
+static PyObject *positions_from_segment_ids(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *array = NULL;
+    PyObject *result = NULL;
+    int32_t pad;
+    const am_param params[] = {{"segment_ids", am_to_array, &array}, {"pad_value", to_int32, &pad}};
+    if (am_parse("positions_from_segment_ids", args, nargs, params, 2) == 0)
+        result = (PyObject *)new_int32(module, array, "segment_ids", POSITIONS, pad);
+    Py_XDECREF(array);
+    return result;
+}
+
+/* Writes 1 where an id is valid and 0 where it is padding, for ids from segment_ids(). */
+static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *ids = NULL, *result = NULL;
+    PyArray_Descr *dtype = NULL;
+    uint64_t one;
+    const am_param params[] = {{"ids", am_to_array, &ids}, {"dtype", am_to_mask_dtype, &dtype}};
+    if (am_parse("segment_ids_to_token_mask", args, nargs, params, 2) < 0) goto fail;
+    if (am_dtype_of(PyArray_DESCR(ids)) != AM_INT32 || !PyArray_IS_C_CONTIGUOUS(ids)) {
+        am_reject(PyExc_TypeError, "ids", "a C-contiguous array of int32", (PyObject *)ids);
+        goto fail;
+    }
+    if (am_bytes_of(Py_True, dtype, &one) < 0) goto fail;
+    result = am_new_array(PyArray_NDIM(ids), PyArray_DIMS(ids), dtype);
+    if (!result) goto fail;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(ids));
+    am_status status = am_mark_valid(&call.run, PyArray_DATA(ids), PyArray_SIZE(ids), PyArray_DATA(result),
+                                     PyArray_ITEMSIZE(result), one);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        Py_CLEAR(result);
+    }
+fail:
+    Py_XDECREF(ids);
+    Py_XDECREF(dtype);
+    return (PyObject *)result;
+}
+
+/* --- Lengths --- */
+
+/* Returns `entries` partial sums of counts, of which the first is 0; missing counts are 0. */
+static PyObject *sums_of(const ptrdiff_t *counts, ptrdiff_t count, npy_intp entries, PyArray_Descr *dtype)
+{
+    ptrdiff_t total = 0;
+    for (ptrdiff_t i = 0; i < count; i++) total += counts[i];
+    if (am_check_fits(total, dtype, "segment_ids", "a total length") < 0) return NULL;
+    PyArrayObject *result = am_new_array_of(1, &entries, am_working_type(dtype));
+    if (!result) return NULL;
+    ptrdiff_t sum = 0;
+    for (npy_intp i = 0; i < entries; i++) {
+        if (PyArray_TYPE(result) == NPY_INT32)
+            ((int32_t *)PyArray_DATA(result))[i] = (int32_t)sum;
+        else
+            ((int64_t *)PyArray_DATA(result))[i] = sum;
+        if (i < count) sum += counts[i];
+    }
+    return am_finish(result, dtype);
+}
+
+typedef struct {
+    bool given;
+    npy_intp value;
+} limit;
+
+static int to_limit(PyObject *object, const char *name, void *dst)
+{
+    limit *l = dst;
+    l->given = object != Py_None;
+    return l->given ? am_to_length(object, name, &l->value) : 0;
+}
+
+static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *array = NULL;
+    PyArray_Descr *dtype = NULL;
+    limit max_segments = {0};
+    PyObject *result = NULL;
+    ptrdiff_t *counts = NULL, segments = 0;
+    am_large_id large = {0};
+    am_ids ids;
+    const am_param params[] = {{"segment_ids", am_to_array, &array},
+                               {"out_dtype", am_to_integer_dtype, &dtype},
+                               {"max_segments", to_limit, &max_segments}};
+    if (am_parse("segment_ids_to_cu_seqlens", args, nargs, params, 3) < 0) goto fail;
+    if (read_ids(array, "segment_ids", 1, 3, &ids) < 0) goto fail;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = am_count_segments(
+        &call.run, &ids, max_segments.given ? max_segments.value : PTRDIFF_MAX, &counts, &segments, &large);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+    } else if (large.any) {
+        char expected[64];
+        PyOS_snprintf(expected, sizeof expected, "be below max_segments = %zd",
+                      (Py_ssize_t)max_segments.value);
+        reject_id(array, "segment_ids", max_segments.given ? expected : "be below 2**63 - 1", large.index);
+    } else {
+        npy_intp last = max_segments.given ? max_segments.value : segments;
+        if (last < NPY_MAX_INTP)
+            result = sums_of(counts, segments, last + 1, dtype);
+        else
+            PyErr_NoMemory();
+    }
+fail:
+    free(counts);
+    Py_XDECREF(array);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+/* Returns the number of tokens of each segment up to the highest id, as int32, for ids from segment_ids(). */
+static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *array = NULL;
+    PyArray_Descr *dtype = PyArray_DescrFromType(NPY_INT32);
+    PyObject *result = NULL;
+    ptrdiff_t *counts = NULL, segments = 0;
+    am_large_id large = {0};
+    am_ids ids;
+    const am_param params[] = {{"ids", am_to_array, &array}};
+    if (am_parse("segment_lens", args, nargs, params, 1) < 0) goto fail;
+    if (read_ids(array, "ids", 2, 3, &ids) < 0) goto fail;
+    am_call call;
+    am_enter(&call, module, PyArray_SIZE(array));
+    am_status status = am_count_segments(&call.run, &ids, PTRDIFF_MAX, &counts, &segments, &large);
+    am_leave(&call);
+    if (status != AM_OK) {
+        am_raise(status, NULL);
+        goto fail;
+    }
+    for (ptrdiff_t i = 0; i < segments; i++) {
+        if (am_check_fits(counts[i], dtype, "ids", "a length") < 0) goto fail;
+    }
+    result = am_counts_as(counts, segments, dtype);
+fail:
+    free(counts);
+    Py_XDECREF(array);
+    Py_DECREF(dtype);
+    return result;
+}
+
+PyMethodDef am_segments_methods[] = {
+    {"mask_to_segment_ids", (PyCFunction)(void *)mask_to_segment_ids, METH_FASTCALL,
+     "mask_to_segment_ids($module, mask, per_head, strict, /)\n--\n\n"},
+    {"padding_segment_ids", (PyCFunction)(void *)padding_segment_ids, METH_FASTCALL,
+     "padding_segment_ids($module, attention_mask, /)\n--\n\n"},
+    {"segment_ids", (PyCFunction)(void *)segment_ids, METH_FASTCALL,
+     "segment_ids($module, ids, name, out, /)\n--\n\n"},
+    {"int32_copy", (PyCFunction)(void *)int32_copy, METH_FASTCALL,
+     "int32_copy($module, array, name, /)\n--\n\n"},
+    {"check_mask", (PyCFunction)(void *)check_mask, METH_FASTCALL,
+     "check_mask($module, array, name, /)\n--\n\n"},
+    {"segment_ids_to_token_mask", (PyCFunction)(void *)segment_ids_to_token_mask, METH_FASTCALL,
+     "segment_ids_to_token_mask($module, ids, dtype, /)\n--\n\n"},
+    {"positions_from_segment_ids", (PyCFunction)(void *)positions_from_segment_ids, METH_FASTCALL,
+     "positions_from_segment_ids($module, segment_ids, pad_value, /)\n--\n\n"},
+    {"segment_lens", (PyCFunction)(void *)segment_lens, METH_FASTCALL,
+     "segment_lens($module, ids, /)\n--\n\n"},
+    {"segment_ids_to_cu_seqlens", (PyCFunction)(void *)segment_ids_to_cu_seqlens, METH_FASTCALL,
+     "segment_ids_to_cu_seqlens($module, segment_ids, out_dtype, max_segments, /)\n--\n\n"},
+    {.ml_name = NULL},
+};

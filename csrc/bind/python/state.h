@@ -1,0 +1,51 @@
+/* state.h – the state of the module, and how a binding leaves Python for the core and comes back. */
+#ifndef AM_BIND_PYTHON_STATE_H
+#define AM_BIND_PYTHON_STATE_H
+
+#include <stdatomic.h>
+
+#include "bind/python/numpy.h"
+#include "core/runtime/float_mode.h"
+#include "core/runtime/threads.h"
+
+typedef struct {
+    _Atomic(const am_kernels *) kernels;
+    atomic_int threads; /* 0: as many as OpenMP gives */
+} am_state;
+
+static inline am_state *am_state_of(PyObject *module) { return (am_state *)PyModule_GetState(module); }
+
+/* The number of threads that a large call from this thread may use. */
+int am_threads(am_state *state);
+
+/* Finds the thread that handles signals. Call it once, at import; 0 or -1. */
+int am_find_main_thread(void);
+
+/* Between am_enter and am_leave the GIL is released, unless `work`, a number of elements, is too little to be
+ * worth it. Floating-point exceptions do not trap, and am_leave restores their flags. */
+typedef struct {
+    am_run run;
+    PyThreadState *python;
+    am_float_mode mode; /* the caller's */
+} am_call;
+void am_enter(am_call *call, PyObject *module, npy_intp work);
+void am_leave(am_call *call);
+
+/* Sets the exception for `status`; `overflow` is the message of AM_OVERFLOW. Returns NULL. */
+PyObject *am_raise(am_status status, const char *overflow);
+
+/* Return a new C-contiguous array, or NULL with the exception set; they steal no reference. Large arrays lie
+ * in blocks (core/runtime/memory_blocks.h). */
+PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtype);
+PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num);
+
+/* The array that NumPy has made. If it has not, because "array is too big", the exception becomes
+ * MemoryError. */
+PyArrayObject *am_of_memory(PyObject *array);
+
+/* The methods of each topic, which its file adds to the module. */
+extern PyMethodDef am_packed_methods[], am_cumsum_methods[], am_mask_methods[], am_segments_methods[],
+    am_pairs_methods[], am_merge_methods[], am_flash_methods[], am_kvcache_methods[], am_xla_methods[],
+    am_tensors_methods[], am_strategy_methods[];
+
+#endif

@@ -1,0 +1,91 @@
+/* strategy.c – the choice of a strategy as plain data, for tests: numbers in, numbers out. */
+#include "bind/python/state.h"
+#include "core/attention/plan/strategy.h"
+
+typedef enum { COUNT, NUMBER, FLAG, TYPE } kind;
+
+static const struct {
+    const char *name;
+    kind kind;
+    size_t offset;
+} fields[] = {
+    {"queries", COUNT, offsetof(am_work, queries)},
+    {"q_blocks", COUNT, offsetof(am_work, q_blocks)},
+    {"tiles", COUNT, offsetof(am_work, tiles)},
+    {"kv_heads", COUNT, offsetof(am_work, kv_heads)},
+    {"group", COUNT, offsetof(am_work, group)},
+    {"depth", COUNT, offsetof(am_work, depth)},
+    {"value_depth", COUNT, offsetof(am_work, value_depth)},
+    {"type", TYPE, offsetof(am_work, type)},
+    {"k_type", TYPE, offsetof(am_work, k_type)},
+    {"panel", COUNT, offsetof(am_work, panel)},
+    {"size", COUNT, offsetof(am_work, size)},
+    {"factor", NUMBER, offsetof(am_work, factor)},
+    {"bf16x2", FLAG, offsetof(am_work, bf16x2)},
+    {"amx", FLAG, offsetof(am_work, amx)},
+    {"products_alone", FLAG, offsetof(am_work, products_alone)},
+    {"packs_rounded", FLAG, offsetof(am_work, packs_rounded)},
+    {"queries_readable", FLAG, offsetof(am_work, queries_readable)},
+    {"values_readable", FLAG, offsetof(am_work, values_readable)},
+};
+
+static const char *const type_names[AM_OTHER] = {
+    [AM_INT8] = "int8",         [AM_FLOAT8] = "float8",   [AM_FLOAT16] = "float16",
+    [AM_BFLOAT16] = "bfloat16", [AM_FLOAT32] = "float32", [AM_FLOAT64] = "float64",
+};
+
+static int read_type(PyObject *value, am_dtype *type)
+{
+    const char *name = PyUnicode_AsUTF8(value);
+    for (int i = 0; name && i < AM_OTHER; i++) {
+        if (type_names[i] && strcmp(name, type_names[i]) == 0) return *type = (am_dtype)i, 0;
+    }
+    if (name) PyErr_Format(PyExc_ValueError, "%R is no type of keys", value);
+    return -1;
+}
+
+/* One number of a dict, which has to be there. */
+static int read_field(PyObject *numbers, size_t i, am_work *work)
+{
+    void *to = (char *)work + fields[i].offset;
+    PyObject *value = PyDict_GetItemString(numbers, fields[i].name);
+    if (!value) return PyErr_Format(PyExc_KeyError, "%s", fields[i].name), -1;
+    switch (fields[i].kind) {
+    case COUNT: *(ptrdiff_t *)to = PyLong_AsSsize_t(value); break;
+    case NUMBER: *(double *)to = PyFloat_AsDouble(value); break;
+    case FLAG: *(bool *)to = PyObject_IsTrue(value) == 1; break;
+    case TYPE: return read_type(value, to);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *attention_strategy(PyObject *module, PyObject *args)
+{
+    PyObject *numbers;
+    Py_ssize_t all, most;
+    am_work work;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!nn:attention_strategy", &PyDict_Type, &numbers, &all, &most)) return NULL;
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        if (read_field(numbers, i, &work) < 0) return NULL;
+    }
+    if (work.queries < 1 || work.group < 1 || work.panel < 2)
+        return PyErr_Format(PyExc_ValueError, "queries, group and panel must be positive");
+    am_shape h = am_choose_shape(&work);
+    const bool counts = am_counts_tiles(&work, &h);
+    am_choose_splits(&work, &h, counts ? all : work.tiles, counts ? most : work.tiles);
+    return Py_BuildValue(
+        "{s:s,s:n,s:n,s:n,s:n,s:n,s:O,s:O,s:O,s:O}", "strategy", am_strategy_name(h.strategy), "rows", h.rows,
+        "block_heads", h.block_heads, "head_blocks", h.head_blocks, "splits", h.splits, "split_tiles",
+        h.split_tiles, "scales_keys", h.scales_keys ? Py_True : Py_False, "queries_direct",
+        h.queries_direct ? Py_True : Py_False, "values_unpacked", h.values_unpacked ? Py_True : Py_False,
+        "float_weights", h.float_weights ? Py_True : Py_False);
+}
+
+PyMethodDef am_strategy_methods[] = {
+    {"attention_strategy", attention_strategy, METH_VARARGS,
+     "attention_strategy($module, numbers, all, most, /)\n--\n\nHow a group of these numbers is computed, "
+     "whose blocks "
+     "see `all` tiles together, and `most` at most"},
+    {.ml_name = NULL},
+};

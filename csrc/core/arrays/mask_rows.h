@@ -1,0 +1,58 @@
+/* mask_rows.h – a mask that is an array, read as rows whose elements are contiguous in memory or at least
+ * close together. */
+#ifndef AM_CORE_ARRAYS_MASK_ROWS_H
+#define AM_CORE_ARRAYS_MASK_ROWS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/runtime/status.h"
+#include "kernels/table.h"
+
+/* Pairs whose element is not zero are live. Strides are in bytes, and may be negative or zero. */
+typedef struct {
+    const char *data;
+    am_dtype type;
+    ptrdiff_t batch, heads, queries, keys;
+    ptrdiff_t batch_stride, head_stride, query_stride, key_stride;
+} am_dense;
+
+typedef struct {
+    ptrdiff_t length; /* in the array */
+    ptrdiff_t count;  /* 1 where the array repeats itself, else `length` */
+    ptrdiff_t stride; /* positive */
+    bool backwards;   /* index i of this axis is index count - 1 - i of the array */
+} am_axis;
+
+/* One plane of a mask: one (b, h). It is transposed if that brings the elements of a row closer together in
+ * memory. */
+typedef struct {
+    const am_kernels *kernels;
+    const char *data; /* of batch row 0 and head 0 */
+    am_axis rows, columns;
+    bool transposed; /* rows are keys, and columns queries */
+    ptrdiff_t size;
+    am_lane lane;
+} am_mask_rows;
+
+/* No axis of `mask` may be empty. */
+am_mask_rows am_mask_rows_of(const am_kernels *kernels, const am_dense *mask);
+
+/* These functions take the address of column 0 as `row`. */
+
+/* As am_pack_bits of kernels/table.h, from column `begin` on. */
+void am_mask_rows_pack(const am_mask_rows *mask_rows, uint64_t *dst, const char *row, ptrdiff_t begin,
+                       ptrdiff_t count);
+
+/* The first live column in begin … end - 1, or `end`. */
+ptrdiff_t am_mask_rows_first(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end);
+
+/* One more than the last live column in begin … end - 1, or `begin`. */
+ptrdiff_t am_mask_rows_last(const am_mask_rows *mask_rows, const char *row, ptrdiff_t begin, ptrdiff_t end);
+
+/* As am_collect_nonzero, from column `begin` on. */
+bool am_mask_rows_collect(const am_mask_rows *mask_rows, void *seen, const char *row, ptrdiff_t begin,
+                          ptrdiff_t count);
+
+#endif

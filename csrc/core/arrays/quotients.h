@@ -1,0 +1,23 @@
+/* quotients.h – divides integers and rounds up. */
+#ifndef AM_CORE_ARRAYS_QUOTIENTS_H
+#define AM_CORE_ARRAYS_QUOTIENTS_H
+
+#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
+
+/* dst[i] = a[i] / b[i], rounded up; `type` is AM_INT32 or AM_INT64. Returns false if a divisor is not
+ * positive. */
+bool am_divide_each(am_dtype type, void *dst, const void *a, const void *b, ptrdiff_t count);
+
+/* Arrays that broadcast, both of int64 or both of uint64; divisors are positive. Steps are in bytes, and 0
+ * along an axis where the array repeats itself. */
+typedef struct {
+    int axes;
+    const ptrdiff_t *shape, *a_steps, *b_steps;
+    const char *a, *b;
+    bool is_signed;
+    uint64_t *quotients; /* of the broadcast shape, in C order */
+} am_broadcast;
+am_status am_divide_broadcast(const am_run *run, const am_broadcast *job);
+
+#endif

@@ -1,0 +1,121 @@
+/* attention.h – exact attention that never holds more logits than one tile, and its gradients. */
+#ifndef AM_CORE_ATTENTION_ATTENTION_H
+#define AM_CORE_ATTENTION_ATTENTION_H
+
+#include <stdint.h>
+
+#include "core/masks/mask.h"
+#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
+
+/* A strided array; steps in bytes. */
+typedef struct {
+    char *data;
+    am_dtype type;
+    ptrdiff_t batch, token, head, element;
+} am_tokens;
+
+/* Terms that follow from the distance k - q - offset of a pair; the offset is that of its batch row, or of
+ * its sequence where batch rows are divided. */
+typedef struct {
+    const double *slopes; /* ALiBi adds -slope |distance|; NULL: none */
+    ptrdiff_t slope_step; /* from row or sequence to the next, 0: shared; then [heads] */
+    const double *table;  /* [heads][length]: adds table[distance - low], the ends beyond it; NULL: none */
+    ptrdiff_t length, low;
+    const ptrdiff_t *offsets;
+    ptrdiff_t offset_step;     /* 1, or 0 if it is shared */
+    const ptrdiff_t *q_starts; /* where sequences begin, and the number of queries; NULL: batch rows */
+    ptrdiff_t sequences;
+} am_relative;
+
+/* Keys and values in pages: token t of sequence s is token t % size of page table[s][t / size]. A batch row
+ * is a sequence; or packed sequences lie one behind the other in one row of keys. */
+typedef struct {
+    const int32_t *table;     /* NULL: keys and values are no pages */
+    ptrdiff_t table_step;     /* from sequence to sequence, in entries */
+    ptrdiff_t size;           /* tokens of a page */
+    const ptrdiff_t *used;    /* the first token of each sequence that may be read, and its page */
+    const ptrdiff_t *lengths; /* of the sequences; what is behind them is not read */
+    const ptrdiff_t *starts;  /* of packed sequences among the keys, [sequences + 1]; NULL: batch rows */
+    ptrdiff_t sequences;
+} am_pages;
+
+/* Factors of the numbers in memory, float32: one for each token and head, or for each head and channel, where
+ * steps from token to token are 0. In bytes. */
+typedef struct {
+    char *data; /* NULL: none */
+    bool by_channel;
+    ptrdiff_t batch, token, head, element;
+} am_kv_scales;
+
+/* Query row q of head h attends to the keys that the mask lets it see, those of head h / (heads / kv_heads):
+ *
+ *     logit = q·k scale + bias + relative terms,  capped to cap tanh(logit / cap) if there is a cap
+ *     out = Σ e^logit v / (Σ e^logit + Σ e^sink),  lse = log of the denominator
+ *
+ * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
+typedef struct {
+    ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
+    am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
+    am_tokens wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
+    am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */
+    am_kv_scales k_scales, v_scales; /* both, of pages of eight bits alone */
+    am_mask *mask;                   /* batch × heads × queries × keys */
+    const char *bias;                /* NULL: none */
+    am_dtype bias_type;
+    ptrdiff_t bias_batch, bias_head, bias_row, bias_column; /* in bytes, 0 along axes that are shared */
+    am_relative relative;
+    double scale, cap;   /* cap 0: none */
+    const double *sinks; /* [heads][sink_count] */
+    ptrdiff_t sink_count;
+    bool normalize;
+    double dropout; /* the probability, below 1 */
+    uint64_t seed;
+    ptrdiff_t first_query, first_key; /* dropout counts places from these */
+    void *lse; /* [batch][heads][queries] float, or double for float64; NULL: not wanted */
+} am_attn;
+
+/* Dropout numbers keys by 32 bits. */
+static const ptrdiff_t AM_MOST_KEYS_OF_DROPOUT = (ptrdiff_t)1 << 32;
+static inline bool am_has_dropout_of_too_many_keys(const am_attn *attn)
+{
+    return attn->dropout > 0 && attn->first_key + attn->keys > AM_MOST_KEYS_OF_DROPOUT;
+}
+
+static inline bool am_has_relative_terms(const am_attn *attn)
+{
+    return attn->relative.slopes || attn->relative.table;
+}
+
+/* Whether terms are added to the products of a tile. */
+static inline bool am_adds_to_products(const am_attn *attn)
+{
+    return attn->bias || am_has_relative_terms(attn);
+}
+
+am_status am_attn_forward(const am_run *run, const am_attn *attn);
+
+/* One number for each row, of the arithmetic type; steps in bytes. */
+typedef struct {
+    const char *data;
+    ptrdiff_t batch, head, token;
+} am_row_stats;
+
+typedef struct {
+    am_attn forward;         /* `out` is its result, of its type or of that of the arithmetic; its lse is not
+                              * read */
+    am_row_stats lse, d_lse; /* d_lse.data: NULL if it is 0 */
+    am_tokens d_out, d_q, d_k, d_v;
+    char *d_bias;            /* C-contiguous, of bias_type; NULL: not computed */
+    ptrdiff_t bias_shape[4]; /* of d_bias; 1 along axes that are shared */
+    double *d_sinks;         /* [heads][sink_count]; NULL: not computed */
+    double *d_table;         /* of the relative bias, [heads][length]; NULL: not computed */
+} am_attn_gradients;
+
+am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem);
+
+/* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]; strides in bytes. */
+am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
+                               const ptrdiff_t strides[4], uint8_t *kept);
+
+#endif

@@ -1,0 +1,194 @@
+/* base.c – what all of attention stands on. */
+#include "core/attention/base.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/runtime/memory_blocks.h"
+#include "core/arrays/convert.h"
+
+enum {
+    LANE_BYTES = 4,
+    WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
+};
+
+uint32_t am_threshold_of(double probability)
+{
+    double scaled = nearbyint(ldexp(probability, 32));
+    return scaled >= 0x1p32 ? UINT32_MAX : scaled < 1 && probability > 0 ? 1 : (uint32_t)scaled;
+}
+
+/* Whether logits can be in units of ln 2: not if what is added to products might then be too large. */
+static bool is_small(const am_attn *f)
+{
+    const am_relative *x = &f->relative;
+    if (f->bias || f->cap > 0 || x->table) return false;
+    const ptrdiff_t rows = x->q_starts ? x->sequences : f->batch;
+    for (ptrdiff_t i = 0; x->slopes && i < rows; i++) {
+        const double farthest = (double)(f->queries + f->keys) + fabs((double)x->offsets[i * x->offset_step]);
+        for (ptrdiff_t h = 0; h < f->heads; h++) {
+            if (!(fabs(x->slopes[i * x->slope_step + h]) * farthest < 1e30)) return false;
+        }
+    }
+    return true;
+}
+
+am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
+{
+    const am_kernels *k = run->kernels;
+    const am_kv_kernels *pairs = &k->flash_bf16x2.kv[attn->k.type];
+    const bool wide = attn->q.type == AM_FLOAT64, bf16x2 = attn->q.type == AM_BFLOAT16 && pairs->pack_keys &&
+                                                           !am_rounds_too_much(pairs, attn->depth);
+    const am_flash_kernels *kernels = wide ? &k->flash_f64 : bf16x2 ? &k->flash_bf16x2 : &k->flash_f32;
+    return (am_attn_base){
+        .attn = attn,
+        .all_kernels = k,
+        .kernels = kernels,
+        .kv = &kernels->kv[attn->k.type],
+        .type = wide ? AM_FLOAT64 : AM_FLOAT32,
+        .size = wide ? 8 : 4,
+        .bf16x2 = bf16x2,
+        .group = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
+        .unit = is_small(attn) ? 1 : AM_LOG2_E,
+        .by_head = am_mask_is_by_head(attn->mask),
+        .threshold = attn->dropout > 0 ? am_threshold_of(attn->dropout) : 0,
+    };
+}
+
+/* --- Numbers --- */
+
+/* Twice: for the copy, and for the converted rows. */
+ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
+{
+    return 2 * am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
+}
+
+const char *am_read_rows(const am_attn_base *base, char *scratch, const char *src, ptrdiff_t row_step,
+                         ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
+                         ptrdiff_t *step)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(type);
+    if (type == base->type && element_step == size && row_step % size == 0) {
+        *step = row_step / size;
+        return src;
+    }
+    char *raw =
+        type == base->type ? scratch : scratch + am_ceil_div(rows * count * base->size, AM_LINE) * AM_LINE;
+    *step = count;
+    if (element_step == size && type != base->type) {
+        am_convert_row *convert = am_converter(type, base->type);
+        for (ptrdiff_t r = 0; r < rows; r++)
+            convert(base->all_kernels, scratch + r * count * base->size, src + r * row_step, count);
+        return scratch;
+    }
+    am_copy_2d(raw, count * size, size, src, row_step, element_step, rows, count, (size_t)size);
+    if (type != base->type) am_converter(type, base->type)(base->all_kernels, scratch, raw, rows * count);
+    return scratch;
+}
+
+bool am_is_plain(const am_tokens *t)
+{
+    ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
+    return t->element == size && t->token % size == 0;
+}
+
+bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count)
+{
+    return am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0;
+}
+
+bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count)
+{
+    const uintptr_t rows = (uintptr_t)t->data | (uintptr_t)t->batch | (uintptr_t)t->head;
+    return am_is_plain_bf16x2(t, count) && rows % LANE_BYTES == 0;
+}
+
+void am_copy_pairs(char *to, const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                   ptrdiff_t rows, ptrdiff_t count)
+{
+    const ptrdiff_t row = (count + count % 2) * size;
+    if (count % 2) memset(to, 0, (size_t)(rows * row));
+    am_copy_2d(to, row, size, src, row_step, element_step, rows, count, (size_t)size);
+}
+
+const char *am_read_pairs(const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                          ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step)
+{
+    *step = row_step / (2 * size);
+    if (element_step == size && row_step % (2 * size) == 0 && count % 2 == 0) return src;
+    *step = am_ceil_div(count, 2);
+    am_copy_pairs(scratch, src, size, row_step, element_step, rows, count);
+    return scratch;
+}
+
+am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                    ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count)
+{
+    if (rows <= 0 || !am_is_plain(t)) return (am_prefetch_rows){0};
+    ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one;
+    bool side_by_side = one < all && all <= t->token;
+    return (am_prefetch_rows){.at = am_token(t, b, head, token),
+                              .step = t->token,
+                              .length = side_by_side ? all : one,
+                              .rows = rows};
+}
+
+void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
+                       ptrdiff_t count, ptrdiff_t step)
+{
+    const char *head = scales->data + kv_head * scales->head;
+    for (ptrdiff_t r = 0; r < row_count; r++, rows += step) {
+        if (scales->element == sizeof(float)) { /* side by side: vectors */
+            for (ptrdiff_t i = 0; i < count; i++) rows[i] *= ((const float *)head)[i];
+        } else {
+            for (ptrdiff_t i = 0; i < count; i++) rows[i] *= *(const float *)(head + i * scales->element);
+        }
+    }
+}
+
+/* --- Memory --- */
+
+void *(am_alloc_aligned)(ptrdiff_t bytes)
+{
+    if (bytes >= AM_BLOCK_BYTES) return am_block_new((size_t)bytes);
+    void *memory = NULL;
+    return posix_memalign(&memory, AM_LINE, (size_t)am_max(bytes, 1)) == 0 ? memory : NULL;
+}
+
+void am_free_aligned(void *memory, ptrdiff_t bytes)
+{
+    if (bytes >= AM_BLOCK_BYTES)
+        am_block_free(memory, (size_t)bytes);
+    else
+        free(memory);
+}
+
+am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes)
+{
+    workspaces->bytes = am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    workspaces->count = threads;
+    workspaces->memory = am_alloc_aligned(threads * workspaces->bytes);
+    workspaces->taken = malloc((size_t)threads * sizeof *workspaces->taken);
+    if (!workspaces->memory || !workspaces->taken) return AM_NO_MEMORY;
+    for (int i = 0; i < threads; i++) atomic_flag_clear(&workspaces->taken[i]);
+    return AM_OK;
+}
+
+void am_workspaces_free(am_workspaces *workspaces)
+{
+    am_free_aligned(workspaces->memory, workspaces->count * workspaces->bytes);
+    free(workspaces->taken);
+}
+
+char *am_workspace_acquire(const am_workspaces *workspaces)
+{
+    ptrdiff_t i = 0;
+    while (atomic_flag_test_and_set(&workspaces->taken[i])) i++; /* there are as many as threads */
+    return workspaces->memory + i * workspaces->bytes;
+}
+
+void am_workspace_release(const am_workspaces *workspaces, const char *memory)
+{
+    atomic_flag_clear(&workspaces->taken[(memory - workspaces->memory) / workspaces->bytes]);
+}

@@ -1,0 +1,193 @@
+/* base.h – what all of attention stands on: the arithmetic, how rows of numbers are read, and where
+ * memory comes from. */
+#ifndef AM_CORE_ATTENTION_BASE_H
+#define AM_CORE_ATTENTION_BASE_H
+
+#include <math.h>
+#include <stdatomic.h>
+
+#include "core/runtime/sizes.h"
+#include "core/attention/attention.h"
+#include "core/attention/plan/partition.h"
+
+enum { AM_LINE = 64 }; /* bytes */
+
+static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453;
+
+/* More channels than this are refused as AM_NO_MEMORY. No memory holds as many, but up to here the lengths of
+ * a workspace do not overflow. */
+static const ptrdiff_t AM_MOST_DEPTH = PTRDIFF_MAX >> 23;
+static inline bool am_is_too_deep(const am_attn *f)
+{
+    return am_max(f->depth, f->value_depth) > AM_MOST_DEPTH;
+}
+
+typedef struct {
+    const am_attn *attn;
+    const am_kernels *all_kernels;
+    const am_flash_kernels *kernels; /* of the arithmetic */
+    const am_kv_kernels *kv;         /* of keys and values as they lie in memory */
+    am_dtype type;                   /* of sums */
+    ptrdiff_t size;                  /* of their elements */
+    bool bf16x2;                     /* a lane of queries and of packed keys and values holds two bfloat16 */
+    ptrdiff_t group;                 /* query heads that share keys */
+    double unit;                     /* of logits: e^logit is 2^(unit logit) */
+    uint32_t threshold;              /* of dropout, 0 for none */
+    bool by_head;                    /* heads may see different keys */
+} am_attn_base;
+
+/* The greatest number of 32 bits for which am_keep_bits drops a weight. */
+uint32_t am_threshold_of(double probability);
+
+am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn);
+
+/* Rows of a block: row r is query q + r % queries of head head + r / queries. */
+typedef struct {
+    const am_attn_group *group;
+    ptrdiff_t b, kv_head, head, heads, q, queries, rows;
+    ptrdiff_t block; /* the index of its range of queries */
+} am_attn_place;
+
+/* A block of so many heads from `head` on, which share a key head. */
+static inline am_attn_place am_place_of(const am_attn_base *base, const am_attn_groups *groups,
+                                        const am_attn_group *group, ptrdiff_t block, ptrdiff_t head,
+                                        ptrdiff_t heads)
+{
+    const am_range queries = am_range_at(&groups->blocks, block);
+    const ptrdiff_t count = queries.end - queries.begin;
+    return (am_attn_place){.group = group,
+                           .b = group->b,
+                           .kv_head = head / base->group,
+                           .head = head,
+                           .heads = heads,
+                           .q = queries.begin,
+                           .queries = count,
+                           .rows = heads * count,
+                           .block = block};
+}
+
+static inline ptrdiff_t am_head_of(const am_attn_place *at, ptrdiff_t row)
+{
+    return at->head + row / at->queries;
+}
+static inline ptrdiff_t am_query_of(const am_attn_place *at, ptrdiff_t row)
+{
+    return at->q + row % at->queries;
+}
+
+/* The lanes that hold so many numbers of a query or key. */
+static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t depth)
+{
+    return base->bf16x2 ? am_ceil_div(depth, 2) : depth;
+}
+
+/* Whether keys and values are bf16x2 where they lie, too: those of eight bits become so as they are packed.
+ */
+static inline bool am_kv_is_bf16x2(const am_attn_base *base)
+{
+    return base->bf16x2 && base->attn->k.type == AM_BFLOAT16;
+}
+
+/* Read and write numbers of the arithmetic type. */
+static inline double am_number(const am_attn_base *base, const void *array, ptrdiff_t i)
+{
+    return base->type == AM_FLOAT64 ? ((const double *)array)[i] : (double)((const float *)array)[i];
+}
+static inline void am_set_number(const am_attn_base *base, void *array, ptrdiff_t i, double x)
+{
+    if (base->type == AM_FLOAT64)
+        ((double *)array)[i] = x;
+    else
+        ((float *)array)[i] = (float)x;
+}
+
+/* Returns rows of `count` numbers of the arithmetic type, `step` elements apart: where they lie, or copied to
+ * `scratch` of am_row_scratch bytes. */
+const char *am_read_rows(const am_attn_base *base, char *scratch, const char *src, ptrdiff_t row_step,
+                         ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
+                         ptrdiff_t *step);
+ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
+
+/* The address of a token of one head. */
+static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t token)
+{
+    return t->data + b * t->batch + head * t->head + token * t->token;
+}
+
+/* Whether the kernels can read rows where they lie: as numbers, or `count` bfloat16 as bf16x2, by whole
+ * vectors or also lane by lane. */
+bool am_is_plain(const am_tokens *t);
+bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count);
+bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count);
+
+/* Rows of `count` numbers of `size` bytes in whole pairs, as lanes of bf16x2 hold them: copied; or `step`
+ * pairs apart, where they lie or copied to `scratch`. */
+void am_copy_pairs(char *to, const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                   ptrdiff_t rows, ptrdiff_t count);
+const char *am_read_pairs(const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
+                          ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step);
+
+/* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
+ * first. */
+am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
+                                    ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count);
+
+/* e^(logit - from), for a unit as an exponent of 2; 1 where both are the same infinity. */
+static inline double am_power(double unit, double logit, double from)
+{
+    return logit == from ? 1 : exp2((logit - from) * unit);
+}
+
+/* The kernels for keys that lie in memory as the arithmetic takes them. */
+static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
+{
+    return &base->kernels->kv[base->bf16x2 ? AM_BFLOAT16 : base->type];
+}
+
+/* Whether kernels round queries too much: the more channels, the fewer digits a sum of int32 has room for,
+ * and from 2^16 channels on they are fewer than those of bfloat16. */
+static inline bool am_rounds_too_much(const am_kv_kernels *kv, ptrdiff_t depth)
+{
+    return kv->rounds_queries && depth >= 1 << 16;
+}
+
+/* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
+static inline am_flash_pack_queries *am_query_packer(const am_attn_base *base)
+{
+    const am_kv_kernels *kv = base->kv;
+    const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
+    return !kv->rounds_queries || (narrow && !am_rounds_too_much(kv, base->attn->depth)) ? kv->pack_queries
+                                                                                         : NULL;
+}
+
+/* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */
+void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
+                       ptrdiff_t count, ptrdiff_t step);
+
+/* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
+void *am_alloc_aligned(ptrdiff_t bytes);
+#ifdef AM_FAULTS
+#    define am_alloc_aligned(bytes) (am_fault(AM_FAULT_SITE) ? NULL : am_alloc_aligned(bytes))
+#endif
+void am_free_aligned(void *memory, ptrdiff_t bytes);
+
+/* The next `bytes` of `from`, in whole cache lines; NULL if `from` is, when lengths are only added up. */
+static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
+{
+    char *at = from ? from + *used : NULL;
+    *used += am_ceil_div(bytes, AM_LINE) * AM_LINE;
+    return at;
+}
+
+/* A workspace for each thread; a task acquires any that is free. */
+typedef struct {
+    char *memory;
+    ptrdiff_t bytes, count; /* the length of each, and their number */
+    atomic_flag *taken;
+} am_workspaces;
+am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes);
+void am_workspaces_free(am_workspaces *workspaces);
+char *am_workspace_acquire(const am_workspaces *workspaces);
+void am_workspace_release(const am_workspaces *workspaces, const char *memory);
+
+#endif

@@ -1,0 +1,514 @@
+/* forward.c – attention forward: takes each block of query rows over its keys.
+ *
+ * A block is up to 64 query rows of one head, or where queries are few, those of several heads that share
+ * keys. It steps over tiles of up to 64 keys. The schedule tells how tiles are read, and which blocks a task
+ * takes; where blocks are few, it splits the keys of each, and the accumulators of the splits are merged. */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/attention/epilogue.h"
+#include "core/attention/tiles/tiles.h"
+#include "core/attention/terms/relative.h"
+#include "core/arrays/convert.h"
+
+enum { TILE = AM_FLASH_TILE };
+
+typedef struct {
+    am_attn_base base;
+    am_attn_groups groups;
+    am_schedule schedule;
+    am_kv kv;
+    am_sink_sum *sinks; /* one for each head; NULL without sinks */
+    char *partials;     /* accumulators of splits that are items of their own */
+    am_workspaces workspaces;
+} forward;
+
+/* The memory of a thread. */
+typedef struct {
+    char *q, *q_packed, *logits, *accumulators;
+    am_logit_scratch terms;
+    am_kv_workspace kv;
+} workspace;
+
+/* An item of a task: a block, and its part of the memory. */
+typedef struct {
+    am_attn_place at;
+    char *q, *q_packed;
+    am_logit_scratch terms;
+    am_flash_rows rows, split; /* split: with the accumulators of a later split, if it is the same item's */
+} item;
+
+/* Where a task is: at one split of the blocks from `at` on. */
+typedef struct {
+    const am_scheduled *group;
+    am_attn_place at;
+    ptrdiff_t split;
+} position;
+
+/* Whether a group reads numbers of packed queries, and not lanes. */
+static bool packs_queries(const forward *f, const am_scheduled *g)
+{
+    return g->shape.strategy == AM_UNPACKED && am_query_packer(&f->base);
+}
+
+/* The lanes of a row of queries before they are packed. */
+static ptrdiff_t query_lanes(const forward *f, const am_scheduled *g)
+{
+    return packs_queries(f, g) ? f->base.attn->depth : f->schedule.lanes;
+}
+
+/* The bytes of a row of queries that it packs. */
+static ptrdiff_t packed_query_bytes(const am_attn_base *base)
+{
+    return am_query_packer(base) ? am_packed_query_lanes(base->attn->depth) * (ptrdiff_t)sizeof(float) : 0;
+}
+
+/* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
+static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
+{
+    const am_schedule *s = &f->schedule;
+    const ptrdiff_t size = f->base.size, word = sizeof(uint64_t), tile = AM_FLASH_ROWS * TILE * size;
+    const am_attn *attn = f->base.attn;
+    ptrdiff_t used = 0;
+    w->q = am_take(memory, &used, s->item_rows * attn->depth * size);
+    w->q_packed = am_take(
+        memory, &used, am_max(s->packed_queries * s->k_bytes, s->item_rows * packed_query_bytes(&f->base)));
+    w->logits = am_take(memory, &used, tile);
+    am_kv_workspace_take(s, &f->base, memory, &used, &w->kv);
+    w->accumulators = am_take(memory, &used, s->item_bytes);
+    w->terms.row = w->kv.row;
+    w->terms.bias = am_take(memory, &used, am_adds_to_products(attn) ? tile : 0);
+    w->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    w->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    w->terms.row_keys = (uint64_t *)am_take(memory, &used, s->item_rows * word);
+    return used;
+}
+
+/* Where the accumulators of a block are: side by side. */
+static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_rows *rows, char *memory)
+{
+    const ptrdiff_t stat_bytes = g->shape.rows * f->base.size;
+    char *stats = memory + f->schedule.out_depth * stat_bytes;
+    rows->out = memory;
+    rows->ref_max = stats, rows->sum = stats + stat_bytes;
+    rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
+    const bool rounds = f->base.bf16x2 && !g->shape.float_weights;
+    rows->exact_sum = rounds && f->base.attn->lse ? stats + 3 * stat_bytes : NULL;
+}
+
+static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memory, ptrdiff_t count)
+{
+    am_flash_rows rows = {
+        .rows = count,
+        .depth = query_lanes(f, g),
+        .out_depth = f->schedule.out_depth,
+        .cap = f->base.attn->cap,
+        .factor = f->base.bf16x2 && !packs_queries(f, g) ? f->schedule.factor : 1,
+        .q_factor = f->schedule.factor,
+        .float_weights = g->shape.float_weights,
+        .unit = f->base.unit,
+    };
+    set_accumulators(f, g, &rows, memory);
+    return rows;
+}
+
+/* The accumulators of one split of an item; those of its splits lie side by side. */
+static char *partial_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
+{
+    const ptrdiff_t bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows);
+    return f->partials + g->first_partial + (index * g->shape.splits + split) * bytes;
+}
+
+/* --- Items --- */
+
+/* Makes the i-th item in lockstep. If unpacked, all items take one step, and have at most as many rows as one
+ * full block; else they step one after the other, each with the whole memory for a tile. */
+static item item_of(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
+                    ptrdiff_t i)
+{
+    const ptrdiff_t size = f->base.size, row = i * g->shape.rows, index = task.first + i,
+                    bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows),
+                    tile_row = g->shape.strategy == AM_UNPACKED ? row : 0;
+    item it = {.at = am_item_place(&f->base, &f->groups, g, index),
+               .q = w->q + row * query_lanes(f, g) * size,
+               .terms = w->terms};
+    if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
+    if (packs_queries(f, g)) it.q_packed = w->q_packed + row * packed_query_bytes(&f->base);
+    if (am_adds_to_products(f->base.attn)) it.terms.bias += tile_row * TILE * size;
+    it.terms.live += tile_row, it.terms.kept += tile_row, it.terms.row_keys += row;
+    char *own =
+        am_is_apart(&f->schedule, g) ? partial_of(f, g, index, task.split) : w->accumulators + i * bytes;
+    it.rows = rows_of(f, g, own, it.at.rows);
+    it.rows.q = it.q, it.rows.q_step = query_lanes(f, g);
+    if (g->shape.queries_direct) {
+        it.rows.q = am_token(&f->base.attn->q, it.at.b, it.at.head, it.at.q);
+        it.rows.q_step = f->base.attn->q.token / size;
+    }
+    it.rows.q_packed = it.q_packed;
+    it.rows.logits = w->logits + tile_row * TILE * size;
+    it.split = it.rows;
+    if (g->shape.splits > 1 && !am_is_apart(&f->schedule, g))
+        set_accumulators(f, g, &it.split, own + am_lockstep(g) * bytes);
+    return it;
+}
+
+/* Copies the queries of one head as bf16x2; those of scaled channels are rounded again. */
+static void load_pairs(const am_attn_base *base, const item *it, const char *src, char *scratch, char *to)
+{
+    const am_tokens *q = &base->attn->q;
+    const am_kv_scales *scales = &base->attn->k_scales;
+    const ptrdiff_t depth = base->attn->depth, count = it->at.queries,
+                    row_bytes = am_lanes(base, depth) * base->size;
+    if (!scales->by_channel) {
+        am_copy_pairs(to, src, (ptrdiff_t)am_size_of(q->type), q->token, q->element, count, depth);
+        return;
+    }
+    ptrdiff_t step;
+    float *rows =
+        (float *)am_read_rows(base, scratch, src, q->token, q->element, q->type, count, depth, &step);
+    am_scale_channels(scales, it->at.kv_head, rows, count, depth, step);
+    if (depth % 2) memset(to, 0, (size_t)(count * row_bytes));
+    for (ptrdiff_t r = 0; r < count; r++)
+        base->kernels->numbers[q->type].write(to + r * row_bytes, rows + r * step, 1, depth);
+}
+
+/* Copies the queries of a block, scaled and packed as its strategy wants them. */
+static void load_queries(const forward *f, const am_scheduled *g, const item *it, char *scratch)
+{
+    const am_attn_base *base = &f->base;
+    const am_tokens *q = &base->attn->q;
+    const ptrdiff_t depth = base->attn->depth, row_bytes = query_lanes(f, g) * base->size;
+    const bool packs = packs_queries(f, g), pairs = base->bf16x2 && !packs,
+               scaled = g->shape.scales_keys || (packs && base->kv->scales_products);
+    const double factor = scaled ? 1 : f->schedule.factor;
+    char *to = it->q;
+    for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
+        const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
+        if (pairs) {
+            load_pairs(base, it, src, scratch, to);
+            to += it->at.queries * row_bytes;
+            continue;
+        }
+        ptrdiff_t step;
+        src = am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, depth, &step);
+        for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
+            base->kernels->numbers[base->type].write(to, src, factor, depth);
+    }
+    if (base->attn->k_scales.by_channel && !pairs)
+        am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
+    if (packs) {
+        am_query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
+    } else if (it->q_packed) {
+        const am_unpacked_rows rows = {.data = it->rows.q, .step = it->rows.q_step};
+        am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
+    }
+}
+
+/* --- Tiles --- */
+
+/* The tiles of a split in the order in which a block takes them. */
+typedef struct {
+    am_range tiles;
+    ptrdiff_t first; /* then those before it, backwards, and at last those behind it */
+} tile_order;
+
+/* As they lie; but the nearest first if ALiBi makes near keys count most: its logits are the greatest of a
+ * row for the most part, so that the row is seldom rescaled. */
+static tile_order tile_order_of(const forward *f, const position *where)
+{
+    const am_range tiles = am_split_tiles(&f->base, &f->groups, where->group, &where->at, where->split);
+    tile_order order = {tiles, tiles.begin};
+    if (!f->base.attn->relative.slopes) return order;
+    const ptrdiff_t key = am_nearest_key(&f->base, &where->at);
+    while (order.first + 1 < tiles.end && am_range_at(&f->groups.tiles, order.first + 1).begin <= key)
+        order.first++;
+    return order;
+}
+
+static ptrdiff_t tile_at(const tile_order *order, ptrdiff_t i)
+{
+    const ptrdiff_t before = order->first - order->tiles.begin;
+    return i <= before ? order->first - i : order->tiles.begin + i;
+}
+
+/* A tile of the blocks at a position. */
+typedef struct {
+    const position *of;
+    ptrdiff_t index; /* -1: none */
+} tile_place;
+
+/* What follows the i-th tile: the next one of the same blocks, or after the last one the first of what is
+ * next for this thread. */
+static tile_place tile_after(const forward *f, const position *here, const position *next,
+                             const tile_order *order, ptrdiff_t i)
+{
+    if (i + 1 < am_length(order->tiles)) return (tile_place){here, tile_at(order, i + 1)};
+    const tile_order then = tile_order_of(f, next);
+    return (tile_place){next, am_length(then.tiles) > 0 ? tile_at(&then, 0) : -1};
+}
+
+/* The key heads of some blocks in lockstep. */
+static ptrdiff_t kv_heads_of(const position *here, ptrdiff_t count)
+{
+    return here->group->shape.head_blocks > 1 ? 1 : count;
+}
+
+/* What a step prefetches of the tile `after` it, and of what comes with that. `count` blocks take a tile in
+ * `parts`, one after the other; each prefetches its part, and the bias of its first block, `one`. */
+static void choose_prefetch(const forward *f, const position *here, const position *next, const item *one,
+                            tile_place after, ptrdiff_t count, ptrdiff_t part, ptrdiff_t parts,
+                            am_kv_workspace *kv, am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
+{
+    const am_attn_base *base = &f->base;
+    const am_attn *attn = base->attn;
+    const am_attn_place *at = &here->at, *then = &next->at;
+    const am_shape *h = &here->group->shape;
+    const ptrdiff_t kv_heads = kv_heads_of(here, count),
+                    heads = am_min(count * h->block_heads, kv_heads * base->group);
+    const bool last = after.of == next;
+    am_range keys = {0, 0};
+    memset(prefetch, 0, AM_PREFETCH_KINDS * sizeof *prefetch);
+    if (after.index >= 0) {
+        keys = am_range_at(&f->groups.tiles, after.index);
+        am_kv_prefetch(&f->kv, after.of->group, &after.of->at, after.index, kv_heads, part, parts, kv,
+                       prefetch);
+    }
+    prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
+    if (!last || am_is_apart(&f->schedule, here->group) ||
+        (next->at.block == at->block && next->at.head == at->head))
+        return;
+    const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
+                    begin = at->queries * part / parts, end = at->queries * (part + 1) / parts;
+    prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&attn->q, then->b, then->head, heads, then->q + q_begin,
+                                                 q_end - q_begin, attn->depth);
+    prefetch[AM_PREFETCH_OUT] =
+        am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_depth);
+    if (attn->wide_out.data) /* in the place of d_q, which there is none of */
+        prefetch[AM_PREFETCH_D_Q] = am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, at->q + begin,
+                                                       end - begin, attn->value_depth);
+}
+
+/* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
+static bool have_like_terms(const am_attn_base *base, const am_attn_place *a, const am_attn_place *b)
+{
+    return !base->by_head && base->threshold == 0 && !am_adds_to_products(base->attn) && a->q == b->q &&
+           a->queries == b->queries && a->heads == b->heads;
+}
+
+/* Takes items in lockstep over the keys of a split. */
+static am_status advance_items(const forward *f, item *items, ptrdiff_t count, const position *here,
+                               const position *next, am_kv_workspace *kv, am_team *team)
+{
+    const am_attn_base *base = &f->base;
+    const bool unpacked = here->group->shape.strategy == AM_UNPACKED;
+    const ptrdiff_t per_step = unpacked ? count : 1, parts = count / per_step;
+    am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
+    const tile_order order = tile_order_of(f, here);
+    for (ptrdiff_t i = 0; i < am_length(order.tiles); i++) {
+        const ptrdiff_t index = tile_at(&order, i);
+        const am_range keys = am_range_at(&f->groups.tiles, index);
+        const tile_place after = tile_after(f, here, next, &order, i);
+        for (ptrdiff_t part = 0; part < parts; part++) {
+            item *first = items + part * per_step;
+            const am_flash_rows *rows[AM_MOST_ITEMS];
+            am_flash_tile some[AM_MOST_ITEMS];
+            ptrdiff_t live = 0;
+            am_logit_terms terms;
+            bool is_live = false;
+            for (item *it = first; it < first + per_step; it++) {
+                if (it == first || !have_like_terms(base, &it->at, &it[-1].at))
+                    is_live = am_find_logit_terms(base, &it->at, keys, &it->terms, &terms);
+                if (!is_live) continue;
+                am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, live, kv, some);
+                am_flash_tile *tile = &some[live];
+                tile->live = terms.live, tile->kept = terms.kept;
+                tile->bias = terms.bias, tile->bias_step = terms.bias_step;
+                tile->prefetch = prefetch;
+                rows[live] = here->split > 0 ? &it->split : &it->rows;
+                if (live++ > 0) continue;
+                if (!unpacked)
+                    choose_prefetch(f, here, next, it, after, count, part, parts, kv, prefetch);
+                else if (after.index >= 0)
+                    am_kv_prefetch_keys(&f->kv, &after.of->at, after.index, kv_heads_of(here, count), kv,
+                                        tile);
+            }
+            if (live == 0) continue;
+            if (unpacked)
+                base->kv->step_unpacked(rows, some, live);
+            else
+                base->kernels->step(rows[0], some);
+            const am_status status = am_checkpoint(team);
+            if (status != AM_OK) return status;
+        }
+    }
+    return AM_OK;
+}
+
+/* Takes items in lockstep over their keys, and writes their results. `next`: what this thread may begin after
+ * them. */
+static am_status run_items(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
+                           const position *next, am_kv_workspace *kv, am_team *team)
+{
+    const bool apart = am_is_apart(&f->schedule, g);
+    item items[AM_MOST_ITEMS];
+    for (ptrdiff_t i = 0; i < task.count; i++) {
+        items[i] = item_of(f, g, w, task, i);
+        load_queries(f, g, &items[i], kv->row);
+        am_begin_logits(&f->base, &items[i].at, &items[i].terms);
+    }
+    const am_attn_place at = am_item_place(&f->base, &f->groups, g, task.first);
+    const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at),
+                    end = apart ? am_min(task.split + 1, splits) : splits;
+    for (ptrdiff_t split = apart ? task.split : 0; split < end; split++) {
+        const position here = {g, at, split}, then = {g, at, split + 1};
+        for (item *it = items; it < items + task.count; it++)
+            am_clear_rows(&f->base, split > 0 ? &it->split : &it->rows);
+        am_status status =
+            advance_items(f, items, task.count, &here, split + 1 < end ? &then : next, kv, team);
+        if (status != AM_OK) return status;
+        for (item *it = items; !apart && split > 0 && it < items + task.count; it++)
+            f->base.kernels->merge(&it->rows, &it->split);
+    }
+    for (item *it = items; !apart && it < items + task.count; it++)
+        am_write_rows(&f->base, f->sinks, &it->at, &it->rows, kv->row);
+    return AM_OK;
+}
+
+/* --- Tasks --- */
+
+typedef struct {
+    const forward *forward;
+    am_wave wave;
+} wave_job;
+
+static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
+{
+    return (position){g, am_item_place(&f->base, &f->groups, g, index),
+                      am_is_apart(&f->schedule, g) ? split : 0};
+}
+
+/* The first block of a task. */
+static position task_begin(const forward *f, ptrdiff_t task)
+{
+    const am_scheduled *g = am_scheduled_of(&f->schedule, task);
+    const am_task_items items = am_items_of(g, task);
+    return position_of(f, g, items.first, items.split);
+}
+
+static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const wave_job *job = arg;
+    const forward *f = job->forward;
+    index += job->wave.first_task;
+    const ptrdiff_t task = am_task_at(&f->schedule, index);
+    const am_scheduled *g = am_scheduled_of(&f->schedule, task);
+    am_task_items some = am_items_of(g, task);
+    const ptrdiff_t end = some.first + some.count, lockstep = am_lockstep(g);
+    char *memory = am_workspace_acquire(&f->workspaces);
+    workspace w;
+    lay_out(f, memory, &w);
+    am_kv_workspace kv = w.kv;
+    am_status status = AM_OK;
+    for (; status == AM_OK && some.first < end; some.first += lockstep) {
+        some.count = am_min(lockstep, end - some.first);
+        const ptrdiff_t then = some.first + some.count;
+        const position next =
+            then < end ? position_of(f, g, then, some.split)
+                       : task_begin(f, am_task_at(&f->schedule, am_min(index + 1, f->schedule.tasks - 1)));
+        status = run_items(f, g, &w, some, &next, &kv, team);
+    }
+    am_workspace_release(&f->workspaces, memory);
+    return status;
+}
+
+/* Merges the splits of the items of a task into the first one, and writes their results. */
+static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
+{
+    const forward *f = arg;
+    const am_scheduled *g = am_scheduled_of(&f->schedule, task);
+    const am_task_items some = am_items_of(g, task);
+    if (!am_is_apart(&f->schedule, g) || some.split > 0) return AM_OK;
+    char *scratch = am_workspace_acquire(&f->workspaces);
+    for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
+        const am_attn_place at = am_item_place(&f->base, &f->groups, g, index);
+        const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
+        const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at);
+        for (ptrdiff_t split = 1; split < splits; split++) {
+            const am_flash_rows other = rows_of(f, g, partial_of(f, g, index, split), at.rows);
+            f->base.kernels->merge(&whole, &other);
+        }
+        am_write_rows(&f->base, f->sinks, &at, &whole, scratch);
+    }
+    am_workspace_release(&f->workspaces, scratch);
+    return am_checkpoint(team);
+}
+
+static am_status run_waves(const am_run *run, forward *f)
+{
+    am_status status = AM_OK;
+    wave_job job = {.forward = f};
+    for (ptrdiff_t task = 0; status == AM_OK && task < f->schedule.tasks; task += job.wave.tasks) {
+        job.wave = am_next_wave(&f->schedule, &f->base, task);
+        am_shared_tiles_begin(&f->kv.shared, &job.wave);
+        /* Threads take different heads, so that two seldom need the same shared tile first. */
+        const ptrdiff_t row_tasks = job.wave.row_tasks;
+        status = am_parallel_rows(run, job.wave.tasks / row_tasks, row_tasks, blocks_task, &job);
+    }
+    if (status == AM_OK && f->partials) status = am_parallel(run, f->schedule.tasks, 1, merge_task, f);
+    return status;
+}
+
+/* The most shared tiles of a wave. */
+static ptrdiff_t most_shared(const forward *f)
+{
+    ptrdiff_t most = 0, task = 0;
+    while (f->schedule.shared_tiles > 0 && task < f->schedule.tasks) {
+        const am_wave wave = am_next_wave(&f->schedule, &f->base, task);
+        most = am_max(most, wave.shared);
+        task += wave.tasks;
+    }
+    return most;
+}
+
+ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule, int threads)
+{
+    const forward f = {.base = *base, .schedule = *schedule};
+    workspace unused;
+    return threads * lay_out(&f, NULL, &unused) + schedule->partial_bytes +
+           most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
+}
+
+am_status am_attn_forward(const am_run *run, const am_attn *attn)
+{
+    /* Tiles have room for the scales of both sides, or of none. */
+    assert(am_is_floating(attn->k.type) == !attn->k_scales.data);
+    assert(am_is_floating(attn->v.type) == !attn->v_scales.data);
+    if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
+    if (attn->value_depth == 0 && !attn->lse) return AM_OK;
+    if (am_is_too_deep(attn)) return AM_NO_MEMORY;
+    forward f = {.base = am_attn_base_of(run, attn)};
+    workspace unused;
+    ptrdiff_t shared = 0;
+    am_status status = am_attn_groups_make(&f.groups, attn->mask, true);
+    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.groups, run->threads);
+    if (status == AM_OK) status = am_sum_sinks(run, &f.base, &f.sinks);
+    if (status == AM_OK) status = am_workspaces_make(&f.workspaces, run->threads, lay_out(&f, NULL, &unused));
+    if (status == AM_OK) {
+        f.kv = (am_kv){.base = &f.base, .groups = &f.groups, .schedule = &f.schedule};
+        shared = most_shared(&f);
+        status = am_shared_tiles_make(&f.kv.shared, &f.schedule, shared);
+    }
+    if (status == AM_OK && f.schedule.partial_bytes > 0) {
+        f.partials = am_alloc_aligned(f.schedule.partial_bytes);
+        if (!f.partials) status = AM_NO_MEMORY;
+    }
+    if (status == AM_OK) status = run_waves(run, &f);
+    am_free_aligned(f.partials, f.schedule.partial_bytes);
+    am_shared_tiles_free(&f.kv.shared, &f.schedule, shared);
+    am_workspaces_free(&f.workspaces);
+    free(f.sinks);
+    am_schedule_free(&f.schedule);
+    am_attn_groups_free(&f.groups);
+    return status;
+}

@@ -1,0 +1,75 @@
+/* merge.c – merges partial attention results, one query row of one head after the other. */
+#include "core/attention/merge.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/runtime/sizes.h"
+#include "core/arrays/convert.h"
+
+enum {
+    LANES = 16,      /* independent sums, which the compiler puts in vectors */
+    PIECE = 256,     /* channels at a time, whose sums stay in the first-level cache */
+    TASK = 1 << 15,  /* elements worth handing to another thread */
+    EXP_COST = 16,   /* the cost of an exponential, in elements */
+    CHECK = 1 << 17, /* elements between two checkpoints */
+};
+
+typedef struct {
+    const am_merge *merge;
+    const am_kernels *kernels;
+    bool backward;
+    ptrdiff_t rows, task_rows;
+} merge_job;
+
+static const char *row_of(const am_merge_part *part, const ptrdiff_t *place, ptrdiff_t channel)
+{
+    return part->out + place[0] * part->out_stride[0] + place[1] * part->out_stride[1] +
+           place[2] * part->out_stride[2] + channel * part->out_stride[3];
+}
+
+static const char *lse_of(const am_merge_part *part, const ptrdiff_t *place)
+{
+    return part->lse + place[0] * part->lse_stride[0] + place[2] * part->lse_stride[1] +
+           place[1] * part->lse_stride[2];
+}
+
+#define T float
+#define TYPE AM_FLOAT32
+#define FN(name) name##_f32
+#define EXP expf
+#define LOG logf
+#include "core/attention/merge_tpl.h"
+#define T double
+#define TYPE AM_FLOAT64
+#define FN(name) name##_f64
+#define EXP exp
+#define LOG log
+#include "core/attention/merge_tpl.h"
+
+static am_status merge_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const merge_job *job = arg;
+    ptrdiff_t begin = index * job->task_rows, end = am_min(begin + job->task_rows, job->rows);
+    size_t count = (size_t)job->merge->count;
+    void *weights = calloc(count, 2 * sizeof(double)); /* calloc checks the product */
+    if (!weights) return AM_NO_MEMORY;
+    am_status status = job->merge->type == AM_FLOAT64 ? merge_rows_f64(job, begin, end, weights, team)
+                                                      : merge_rows_f32(job, begin, end, weights, team);
+    free(weights);
+    return status;
+}
+
+static am_status merge(const am_run *run, const am_merge *merge, bool backward)
+{
+    merge_job job = {.merge = merge, .kernels = run->kernels, .backward = backward};
+    job.rows = merge->shape[0] * merge->shape[1] * merge->shape[2];
+    job.task_rows = am_max(TASK / merge->count / (am_min(merge->shape[3], TASK) + EXP_COST), 1);
+    ptrdiff_t tasks = am_ceil_div(job.rows, job.task_rows);
+    return am_parallel(run, tasks, 1, merge_task, &job);
+}
+
+am_status am_merge_states(const am_run *run, const am_merge *states) { return merge(run, states, false); }
+
+am_status am_merge_backward(const am_run *run, const am_merge *states) { return merge(run, states, true); }

@@ -1,0 +1,35 @@
+/* merge.h – merges attention over parts of the keys into attention over all of them, and computes its
+ * gradients.
+ *
+ *     lse = log Σ_i exp(lse_i)          out = Σ_i w_i · out_i          w_i = exp(lse_i - lse)
+ *
+ *     d out_i = w_i · d out             d lse_i = w_i · (d out · (out_i - out) + d lse)
+ *
+ * A part whose lse is -inf, or +inf as FlashAttention has it, has no live pair: its out is ignored, even if
+ * it holds NaN, and its gradients are zero. If all parts are so, out is zero and lse is -inf.
+ */
+#ifndef AM_CORE_ATTENTION_MERGE_H
+#define AM_CORE_ATTENTION_MERGE_H
+
+#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
+
+typedef struct {
+    const char *out, *lse;
+    ptrdiff_t out_stride[4], lse_stride[3]; /* in bytes */
+} am_merge_part;
+
+typedef struct {
+    am_dtype type;      /* floating, of `out`; lse is float64 for float64 and else float32 */
+    ptrdiff_t shape[4]; /* batch, tokens, heads, channels */
+    ptrdiff_t count;    /* of parts, at least 1 */
+    const am_merge_part *parts;
+    const am_merge_part *gradient; /* of the result, for am_merge_backward; its lse may be NULL */
+    char *out; /* [batch, tokens, heads, channels], C-contiguous; for gradients one such array per part */
+    char *lse; /* [batch, heads, tokens], likewise */
+} am_merge;
+
+am_status am_merge_states(const am_run *run, const am_merge *merge);
+am_status am_merge_backward(const am_run *run, const am_merge *merge);
+
+#endif

@@ -1,0 +1,313 @@
+/* partition.c – divides the queries and keys of a call into groups, blocks and tiles. */
+#include "core/attention/plan/partition.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    MOST = AM_MOST_RANGE,
+    MANY = 1 << 24, /* tokens, whose boundaries would take seconds to find */
+};
+
+/* One side of one batch row. */
+typedef struct {
+    const am_mask *mask;
+    am_side side;
+    ptrdiff_t b, tokens;
+} row_side;
+
+/* The first boundary of the mask behind token `begin`, or `limit` if that comes first. */
+static ptrdiff_t next_boundary(const row_side *s, ptrdiff_t begin, ptrdiff_t limit)
+{
+    for (; begin < limit; begin += MOST) {
+        const uint64_t boundaries = am_mask_boundaries(s->mask, s->b, s->side, begin);
+        if (boundaries) return am_min(begin + 1 + __builtin_ctzll(boundaries), limit);
+    }
+    return limit;
+}
+
+static bool grow(void **list, ptrdiff_t count, ptrdiff_t *capacity, size_t size)
+{
+    if (count < *capacity) return true;
+    const ptrdiff_t wanted = am_max(2 * *capacity, MOST);
+    void *longer = realloc(*list, (size_t)wanted * size);
+    if (!longer) return false;
+    *list = longer, *capacity = wanted;
+    return true;
+}
+
+static am_status add_range(am_ranges *ranges, am_range range)
+{
+    void *list = ranges->list;
+    if (!grow(&list, ranges->count, &ranges->capacity, sizeof range)) return AM_NO_MEMORY;
+    ranges->list = list;
+    ranges->list[ranges->count++] = range;
+    return AM_OK;
+}
+
+/* --- Groups --- */
+
+static bool sees_keys(const am_attn_group *group) { return group->keys.begin < group->keys.end; }
+
+/* Joins two groups. */
+static void join(am_attn_group *group, const am_attn_group *other)
+{
+    group->queries = (am_range){am_min(group->queries.begin, other->queries.begin),
+                                am_max(group->queries.end, other->queries.end)};
+    if (!sees_keys(group))
+        group->keys = other->keys;
+    else if (sees_keys(other))
+        group->keys = (am_range){am_min(group->keys.begin, other->keys.begin),
+                                 am_max(group->keys.end, other->keys.end)};
+}
+
+/* The groups of a batch row, in the order of queries. */
+typedef struct {
+    am_attn_groups *groups;
+    ptrdiff_t first; /* the first of them */
+    int32_t *owners; /* 1 + a query of the group that has a key, or 0; NULL if groups see no keys of others */
+} row_groups;
+
+/* The group that a query belongs to. */
+static ptrdiff_t group_with(const row_groups *row, ptrdiff_t query)
+{
+    ptrdiff_t first = row->first, last = row->groups->count - 1;
+    while (first < last) {
+        const ptrdiff_t middle = last - (last - first) / 2;
+        if (row->groups->list[middle].queries.begin <= query)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return first;
+}
+
+/* Gives keys that no group has to the last group. Returns the first group that has any of the others, or
+ * `before` if that comes first. */
+static ptrdiff_t claim(const row_groups *row, am_range keys, ptrdiff_t before)
+{
+    const am_attn_group *list = row->groups->list;
+    const int32_t owner = 1 + (int32_t)list[row->groups->count - 1].queries.begin;
+    for (ptrdiff_t k = keys.begin; k < keys.end;) {
+        if (row->owners[k] == 0) {
+            row->owners[k++] = owner;
+            continue;
+        }
+        const ptrdiff_t found = group_with(row, row->owners[k] - 1);
+        before = am_min(before, found), k = am_max(list[found].keys.end, k + 1);
+    }
+    return before;
+}
+
+/* Joins the last group with those whose keys lie between its first and its last key, and with all groups
+ * between these and it. A group has all keys between its ends, so each key is claimed once, and a group that
+ * is met is joined: the time is that of reading the keys, whatever their order. */
+static void join_keys(const row_groups *row)
+{
+    am_attn_group *list = row->groups->list;
+    ptrdiff_t before = row->groups->count - 1, joined = before;
+    am_attn_group all = list[before];
+    for (am_range claimed = {all.keys.begin, all.keys.begin}; am_length(claimed) < am_length(all.keys);) {
+        const am_range keys = all.keys;
+        before = claim(row, (am_range){keys.begin, claimed.begin}, before);
+        before = claim(row, (am_range){claimed.end, keys.end}, before);
+        claimed = keys;
+        while (joined > before) join(&all, &list[--joined]);
+    }
+    list[before] = all;
+    row->groups->count = before + 1;
+}
+
+/* Lists a group, and joins it with others. Groups that see no keys are joined, too, so that at most one lies
+ * between two others. */
+static am_status add_group(const row_groups *row, ptrdiff_t b, am_range queries, am_range keys)
+{
+    am_attn_groups *groups = row->groups;
+    void *list = groups->list;
+    if (!grow(&list, groups->count, &groups->capacity, sizeof *groups->list)) return AM_NO_MEMORY;
+    groups->list = list;
+    am_attn_group *group = &groups->list[groups->count++];
+    *group = (am_attn_group){.b = b, .queries = queries, .keys = keys};
+    if (row->owners && sees_keys(group))
+        join_keys(row);
+    else if (!sees_keys(group) && groups->count - 1 > row->first && !sees_keys(group - 1))
+        join(group - 1, group), groups->count--;
+    return AM_OK;
+}
+
+static int compare_keys(const void *a, const void *b)
+{
+    const am_attn_group *x = a, *y = b;
+    const ptrdiff_t i = x->keys.begin, j = y->keys.begin;
+    return i != j ? (i > j) - (i < j)
+                  : (x->queries.begin > y->queries.begin) - (x->queries.begin < y->queries.begin);
+}
+
+/* Brings the groups of a batch row into the order of keys. */
+static void order_by_keys(const row_groups *row)
+{
+    am_attn_group *list = row->groups->list + row->first;
+    const ptrdiff_t count = row->groups->count - row->first;
+    ptrdiff_t key = 0;
+    bool ordered = true;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        if (!sees_keys(&list[i])) continue;
+        ordered &= list[i].keys.begin >= key, key = list[i].keys.end;
+    }
+    if (!ordered) qsort(list, (size_t)count, sizeof *list, compare_keys);
+}
+
+/* How batch rows are divided into groups. */
+typedef struct {
+    bool by_boundaries; /* else groups begin with batch rows */
+    bool leaves_rest;   /* queries behind the last one that sees a key are left to a group without keys */
+    bool has_rest;      /* some are */
+    int32_t *owners;    /* memory for those of a batch row's keys; NULL unless by boundaries */
+} division;
+
+/* Lists the groups of a batch row, without their blocks and tiles. */
+static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdiff_t b, division *d)
+{
+    const row_groups row = {groups, groups->count, d->owners};
+    const row_side side = {mask, AM_QUERIES, b, mask->queries};
+    const am_range heads = {0, am_mask_is_by_head(mask) ? mask->heads : am_min(1, mask->heads)};
+    am_status status = AM_OK;
+    if (d->owners) memset(d->owners, 0, (size_t)mask->keys * sizeof *d->owners);
+    for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
+        end = d->by_boundaries ? next_boundary(&side, begin, mask->queries) : mask->queries;
+        const am_range all = {begin, end};
+        const am_seen seen = am_mask_seen(mask, b, heads, all, d->by_boundaries ? 1 : MOST);
+        const bool known = seen.by_last || seen.keys.begin == seen.keys.end || end - begin == 1;
+        const ptrdiff_t last = known || !d->leaves_rest ? end : am_mask_queries_end(mask, b, heads, all);
+        if (last > begin) status = add_group(&row, b, (am_range){begin, last}, seen.keys);
+        if (last == end || status != AM_OK) continue;
+        status = add_group(&row, b, (am_range){last, end}, (am_range){0, 0});
+        d->has_rest = true;
+    }
+    order_by_keys(&row);
+    return status;
+}
+
+/* --- Blocks and tiles --- */
+
+/* Where the range of a group ends that begins there: it is a large part between two boundaries, or as many
+ * small ones as fit, or a piece of a long one. */
+static ptrdiff_t range_end(const row_side *s, ptrdiff_t begin, ptrdiff_t limit)
+{
+    const ptrdiff_t last = am_min(begin + MOST, limit);
+    ptrdiff_t end = begin;
+    while (end < last) {
+        const ptrdiff_t next = next_boundary(s, end, am_min(last + 1, limit));
+        if (next > last || next - end > MOST / 2) return end == begin ? am_min(next, last) : end;
+        end = next;
+    }
+    return end;
+}
+
+/* Where the part begins between two boundaries in which `key` lies, not before `begin`. */
+static ptrdiff_t part_begin(const row_side *s, ptrdiff_t begin, ptrdiff_t key)
+{
+    for (ptrdiff_t next; (next = next_boundary(s, begin, key + 1)) <= key;) begin = next;
+    return begin;
+}
+
+static am_status list_ranges(am_attn_groups *groups, const am_mask *mask)
+{
+    row_side q = {mask, AM_QUERIES, -1, mask->queries}, k = {mask, AM_KEYS, -1, mask->keys};
+    ptrdiff_t key = 0; /* no key before it belongs to this group or those behind it */
+    am_status status = AM_OK;
+    for (am_attn_group *group = groups->list; group < groups->list + groups->count; group++) {
+        if (group->b != q.b) key = 0;
+        q.b = k.b = group->b;
+        group->blocks.begin = groups->blocks.count;
+        for (ptrdiff_t begin = group->queries.begin, end; status == AM_OK && begin < group->queries.end;
+             begin = end) {
+            end = range_end(&q, begin, group->queries.end);
+            status = add_range(&groups->blocks, (am_range){begin, end});
+        }
+        group->blocks.end = groups->blocks.count;
+        group->tiles = (am_range){groups->tiles.count, groups->tiles.count};
+        if (!sees_keys(group)) continue;
+        for (ptrdiff_t begin = part_begin(&k, key, group->keys.begin), end;
+             status == AM_OK && begin < group->keys.end; begin = end) {
+            end = range_end(&k, begin, group->keys.end);
+            if (end > group->keys.begin) status = add_range(&groups->tiles, (am_range){begin, end});
+        }
+        group->tiles.end = groups->tiles.count;
+        key = group->keys.end;
+    }
+    return status;
+}
+
+/* Numbers ranges of 64 tokens. */
+static void number_ranges(am_attn_groups *groups)
+{
+    for (am_attn_group *group = groups->list; group < groups->list + groups->count; group++) {
+        const ptrdiff_t block = group->b * groups->blocks.row, tile = group->b * groups->tiles.row;
+        group->blocks = (am_range){block, block + groups->blocks.row};
+        group->tiles = (am_range){tile + group->keys.begin / MOST, tile + am_ceil_div(group->keys.end, MOST)};
+        if (!sees_keys(group)) group->tiles.end = group->tiles.begin;
+    }
+}
+
+am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask)
+{
+    const ptrdiff_t most = MANY / am_max(mask->batch, 1);
+    by_mask = by_mask && mask->queries <= most && mask->keys <= most;
+    division d = {.by_boundaries = by_mask && am_mask_has_boundaries(mask), .leaves_rest = by_mask};
+    *groups = (am_attn_groups){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
+    if (d.by_boundaries) d.owners = malloc((size_t)am_max(mask->keys, 1) * sizeof *d.owners);
+    am_status status = d.by_boundaries && !d.owners ? AM_NO_MEMORY : AM_OK;
+    for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++) status = list_groups(groups, mask, b, &d);
+    free(d.owners);
+    if (status == AM_OK && (d.by_boundaries || d.has_rest)) return list_ranges(groups, mask);
+    groups->blocks.row = am_ceil_div(mask->queries, MOST), groups->tiles.row = am_ceil_div(mask->keys, MOST);
+    groups->blocks.count = mask->batch * groups->blocks.row;
+    groups->tiles.count = mask->batch * groups->tiles.row;
+    if (status == AM_OK) number_ranges(groups);
+    return status;
+}
+
+void am_attn_groups_free(am_attn_groups *groups)
+{
+    free(groups->list);
+    free(groups->blocks.list);
+    free(groups->tiles.list);
+}
+
+ptrdiff_t am_tile_index(const am_attn_groups *groups, const am_attn_group *group, ptrdiff_t key)
+{
+    const am_ranges *tiles = &groups->tiles;
+    if (!tiles->list) return group->b * tiles->row + key / MOST;
+    ptrdiff_t first = group->tiles.begin, last = group->tiles.end - 1;
+    while (first < last) {
+        const ptrdiff_t middle = last - (last - first) / 2;
+        if (tiles->list[middle].begin <= key)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return first;
+}
+
+ptrdiff_t am_most_queries(const am_attn_groups *groups, const am_attn_group *group)
+{
+    if (!groups->blocks.list) return am_min(groups->blocks.tokens, MOST);
+    ptrdiff_t most = 0;
+    for (ptrdiff_t i = group->blocks.begin; i < group->blocks.end; i++)
+        most = am_max(most, am_length(groups->blocks.list[i]));
+    return most;
+}
+
+const am_attn_group *am_group_of(const am_attn_groups *groups, ptrdiff_t block)
+{
+    ptrdiff_t first = 0, last = groups->count - 1;
+    while (first < last) {
+        const ptrdiff_t middle = last - (last - first) / 2;
+        if (groups->list[middle].blocks.begin <= block)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return &groups->list[first];
+}

@@ -1,0 +1,65 @@
+/* partition.h – the queries of a call in groups that share no key, their blocks of queries and tiles of
+ * keys.
+ *
+ * A group is a batch row; or where the mask separates sequences, a sequence in it. What is computed for a
+ * group follows from the group alone, so that a sequence's results are the same bits whatever it is computed
+ * with. Its first block begins with its first query, and its tiles are counted from its first key. It ends
+ * with the last query that sees a key, and the last key that is seen. */
+#ifndef AM_CORE_ATTENTION_PLAN_PARTITION_H
+#define AM_CORE_ATTENTION_PLAN_PARTITION_H
+
+#include <stdbool.h>
+
+#include "core/runtime/sizes.h"
+#include "core/masks/mask.h"
+#include "kernels/table.h"
+
+enum { AM_MOST_RANGE = AM_FLASH_TILE }; /* tokens of a block or tile */
+_Static_assert(AM_FLASH_TILE == AM_FLASH_ROWS, "queries and keys have the same ranges");
+
+/* Ranges of tokens, numbered through all batch rows: the blocks of queries, or the tiles of keys. */
+typedef struct {
+    ptrdiff_t tokens; /* of a batch row */
+    ptrdiff_t row;    /* the ranges of a batch row, if there is no list */
+    ptrdiff_t count;  /* of all batch rows */
+    am_range *list;   /* NULL: every 64 tokens */
+    ptrdiff_t capacity;
+} am_ranges;
+
+typedef struct {
+    ptrdiff_t b;
+    am_range queries;       /* tokens */
+    am_range keys;          /* tokens: from the first that is seen to the last, of any head; may be none */
+    am_range blocks, tiles; /* indices of ranges; tiles are those that hold `keys` */
+} am_attn_group;
+
+typedef struct {
+    am_ranges blocks, tiles;
+    am_attn_group
+        *list; /* in the order of batch rows and keys; those without keys are anywhere in their row */
+    ptrdiff_t count, capacity;
+} am_attn_groups;
+
+/* The mask is prepared. `by_mask`: groups are sequences, and what is behind them; else whole batch rows. */
+am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask);
+void am_attn_groups_free(am_attn_groups *groups);
+
+static inline am_range am_range_at(const am_ranges *ranges, ptrdiff_t index)
+{
+    if (ranges->list) return ranges->list[index];
+    const ptrdiff_t begin = index % ranges->row * AM_MOST_RANGE;
+    return (am_range){begin, am_min(begin + AM_MOST_RANGE, ranges->tokens)};
+}
+
+/* The group of a block. */
+const am_attn_group *am_group_of(const am_attn_groups *groups, ptrdiff_t block);
+
+/* The index of the tile of a group that a key is in. */
+ptrdiff_t am_tile_index(const am_attn_groups *groups, const am_attn_group *group, ptrdiff_t key);
+
+/* The most queries of a block of a group. */
+ptrdiff_t am_most_queries(const am_attn_groups *groups, const am_attn_group *group);
+
+static inline ptrdiff_t am_length(am_range range) { return range.end - range.begin; }
+
+#endif

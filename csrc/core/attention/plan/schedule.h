@@ -1,0 +1,109 @@
+/* schedule.h – how attention forward is divided: a strategy for each group, and its tasks.
+ *
+ * The strategy of a group, its blocks, its splits and whatever else alters a sum follow from the shape of the
+ * group and from arguments of the whole call. How items are dealt to tasks alters no sum, and so may follow
+ * from all groups and from the number of threads. A schedule is constant once it is made. */
+#ifndef AM_CORE_ATTENTION_PLAN_SCHEDULE_H
+#define AM_CORE_ATTENTION_PLAN_SCHEDULE_H
+
+#include "core/attention/base.h"
+#include "core/attention/plan/strategy.h"
+
+enum {
+    AM_MOST_ITEMS = 16,      /* of a task */
+    AM_MOST_LOCAL_TILES = 8, /* packed tiles that a task keeps for itself */
+};
+
+/* A group and its tasks. Its items are blocks of rows: for each key head those of the query heads that share
+ * it, and of these the blocks of queries. */
+typedef struct {
+    am_attn_group group;
+    am_shape shape;
+    ptrdiff_t items;                   /* of each split */
+    ptrdiff_t task_items;              /* of a task */
+    ptrdiff_t item_group, group_tasks; /* the items among which those of a task are, and their tasks */
+    ptrdiff_t first_task;              /* the tasks before the group */
+    ptrdiff_t first_shared;            /* the shared tiles before the group */
+    ptrdiff_t first_partial;           /* the bytes of partial sums before the group */
+} am_scheduled;
+
+typedef struct {
+    ptrdiff_t count; /* groups: first those that share packed tiles, of each kind the longest first */
+    am_scheduled *groups;
+    ptrdiff_t tasks;
+    ptrdiff_t *order;  /* in which tasks are dealt; NULL: as they are numbered */
+    bool splits_apart; /* each split is an item of its own, else an item takes all splits of its block */
+    ptrdiff_t lanes, out_depth, k_bytes, v_bytes; /* of rows of accumulators, and of packed tiles */
+    ptrdiff_t scale_bytes;    /* of these: the scales of their rows, by which steps multiply; or 0 */
+    double factor;            /* turns products into logits, in units of ln 2 or 1 */
+    ptrdiff_t item_rows;      /* the most rows of items in lockstep */
+    ptrdiff_t item_bytes;     /* the most bytes of their accumulators */
+    ptrdiff_t packed_queries; /* the most items in lockstep whose queries are packed */
+    ptrdiff_t step_items;     /* the most items in one step: more than 1 if unpacked */
+    ptrdiff_t local_tiles, shared_tiles, partial_bytes;
+} am_schedule;
+
+am_status am_schedule_make(am_schedule *schedule, const am_attn_base *base, const am_attn_groups *groups,
+                           int threads);
+void am_schedule_free(am_schedule *schedule);
+
+/* The task that is dealt as the index-th one. */
+static inline ptrdiff_t am_task_at(const am_schedule *schedule, ptrdiff_t index)
+{
+    return schedule->order ? schedule->order[index] : index;
+}
+
+/* The group of a task. */
+const am_scheduled *am_scheduled_of(const am_schedule *schedule, ptrdiff_t task);
+
+/* The items of a task: its first item, their number, and its split. */
+typedef struct {
+    ptrdiff_t first, count, split;
+} am_task_items;
+am_task_items am_items_of(const am_scheduled *group, ptrdiff_t task);
+
+/* The block of an item. */
+am_attn_place am_item_place(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *group,
+                            ptrdiff_t item);
+
+/* The tiles that a block sees in a split. */
+am_range am_split_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *group,
+                        const am_attn_place *at, ptrdiff_t split);
+
+/* The splits that a block has tiles of, or 1: splits are counted from its own first tile. */
+ptrdiff_t am_splits_of(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *group,
+                       const am_attn_place *at);
+
+/* Tasks that run in one parallel loop, and the shared tiles that they pack. */
+typedef struct {
+    ptrdiff_t first_task, tasks;
+    ptrdiff_t row_tasks; /* tasks that one thread begins with if it can: those of a key head */
+    ptrdiff_t first_shared, shared;
+} am_wave;
+
+/* The wave from a task on. */
+am_wave am_next_wave(const am_schedule *schedule, const am_attn_base *base, ptrdiff_t first_task);
+
+/* The memory of a call by so many threads, in bytes, beside its results. */
+ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule, int threads);
+
+/* Items of a task that take each tile one after the other: all, or one. */
+static inline ptrdiff_t am_lockstep(const am_scheduled *group)
+{
+    return group->shape.strategy >= AM_LOCAL_PACKING ? 1 : group->task_items;
+}
+
+/* Whether the splits of a group are items of their own. */
+static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *group)
+{
+    return schedule->splits_apart && group->shape.splits > 1;
+}
+
+/* The bytes of the accumulators of a block: out, ref_max, sum, row_max, exact_sum. */
+static inline ptrdiff_t am_accumulator_bytes(const am_schedule *schedule, const am_attn_base *base,
+                                             ptrdiff_t rows)
+{
+    return am_ceil_div(rows * (schedule->out_depth + 4) * base->size, AM_LINE) * AM_LINE;
+}
+
+#endif

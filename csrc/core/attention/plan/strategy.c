@@ -1,0 +1,146 @@
+/* strategy.c – chooses how a group is computed. tests/test_strategy.py has a line for each decision. */
+#include "core/attention/plan/strategy.h"
+
+#include <math.h>
+
+#include "core/runtime/sizes.h"
+#include "kernels/table.h"
+
+enum {
+    TILE = AM_STRATEGY_TILE,
+    SHARED_QUERIES = 32, /* a block of up to so many queries takes several heads */
+    ENOUGH_ITEMS = 64,   /* of a group; with fewer its keys are split */
+    MANY_ITEMS = 512,    /* of a group; with as many they may differ in length */
+    SPLIT_TILES = 8,     /* the fewest tiles that are worth a split */
+    SHORT_SPLIT = 4,     /* the same for a group that is worth many threads */
+    MUCH_WORK = 256,     /* the tiles of all items of such a group */
+    UNPACKED_TILES = 4,  /* the same for unpacked keys and few rows: many heads read them in lockstep */
+    FEW_SPLIT_ROWS = 12, /* the most rows of such a block: more have more sums to merge */
+    /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
+     * Transposed tiles would be 0.93 to 1.03 times as fast with AVX2. */
+    LONG_PANEL = 128,
+    FEWEST_TRANSPOSED = 13, /* rows of a block whose tiles are transposed */
+    FEW_ROWS = 16,          /* of a block that reads keys unpacked */
+    MORE_ROWS = 24,         /* the same where vectors and keys are long */
+    FEW_WIDENED = 12,       /* the same for short keys, if they are widened for every few rows */
+    FEW_ROWS_F8X2 = 8,      /* and for float8 that becomes bf16x2, which takes longer */
+    /* Of a block of bfloat16 that waits for memory, not for products. On Zen 5, 4 rows take 1.00 to 1.03 of
+     * the time in memory, and 8 rows would take 1.19. */
+    FLOAT_WEIGHTS = 4,
+    LONG_ROW = 64,   /* channels of keys or values */
+    WHOLE_PART = 32, /* channels that kernels of any type take at once */
+    FEW_TILES = 2,   /* of a block for which copying its queries takes a large part of the time */
+};
+_Static_assert((int)TILE == (int)AM_FLASH_TILE && (int)TILE == (int)AM_FLASH_ROWS, "a block and a tile");
+
+const char *am_strategy_name(am_strategy strategy)
+{
+    static const char *const names[AM_STRATEGIES] = {
+        [AM_UNPACKED] = "unpacked",           [AM_TRANSPOSED] = "transposed",
+        [AM_PRIVATE_PACKING] = "private",     [AM_LOCKSTEP] = "lockstep",
+        [AM_LOCAL_PACKING] = "local packing", [AM_SHARED_PACKING] = "shared packing",
+    };
+    return names[strategy];
+}
+
+/* Whether full tiles are transposed: if more than a few rows fill vectors, and logits are products but for a
+ * factor. */
+static bool can_transpose(const am_work *w, const am_shape *h)
+{
+    if (h->head_blocks > 1 || w->depth == 0 || w->tiles <= FEW_TILES || h->rows < FEWEST_TRANSPOSED)
+        return false;
+    if (!w->products_alone || !am_is_floating(w->k_type)) return false;
+    if (w->bf16x2 && (w->factor <= 0 || w->amx)) return false;
+    const bool one_vector = w->k_type == w->type && h->rows <= w->panel / 2;
+    const ptrdiff_t part = one_vector ? w->panel / 2 : w->panel, lanes = am_ceil_div(h->rows, part) * part;
+    /* With more lanes empty it is 0.82 to 1.08 times as fast. */
+    return w->panel * w->size >= LONG_PANEL && h->rows >= lanes * 7 / 8;
+}
+
+/* The most rows of a block that reads keys unpacked: more where vectors and keys are long. Widened keys that
+ * are short, or no whole vectors, are packed for fewer rows, and so are all if vectors have but four lanes or
+ * the processor has tiles. */
+static ptrdiff_t most_unpacked_rows(const am_work *w)
+{
+    const ptrdiff_t depth = am_min(w->depth, w->value_depth), panel_bytes = w->panel * w->size;
+    const bool widened = w->k_type != w->type,
+               whole = w->depth % WHOLE_PART == 0 && w->value_depth % WHOLE_PART == 0;
+    if (w->bf16x2 && w->k_type == AM_FLOAT8) return FEW_ROWS_F8X2;
+    if (widened && (!whole || depth < LONG_ROW || panel_bytes < LONG_PANEL / 2 || (w->bf16x2 && w->amx)))
+        return FEW_WIDENED;
+    /* The kernels multiply integers, but packed keys would be float32. */
+    if (w->packs_rounded && !w->bf16x2) return AM_FLASH_ROWS;
+    return whole && depth >= 2 * LONG_ROW && panel_bytes >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
+}
+
+static am_strategy choose_strategy(const am_work *w, const am_shape *h)
+{
+    if (h->q_blocks > 1) return AM_SHARED_PACKING;
+    if (can_transpose(w, h)) return AM_TRANSPOSED;
+    const bool can_widen = w->k_type != AM_FLOAT8 || w->depth <= AM_MOST_WIDENED;
+    if (can_widen && h->rows <= most_unpacked_rows(w)) return AM_UNPACKED;
+    return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
+}
+
+/* Values are not worth packing if few strips of one block read them, and with long vectors never, unless they
+ * would be interleaved for each strip. */
+static bool can_leave_values(const am_work *w, const am_shape *h)
+{
+    const bool always = w->panel * w->size >= LONG_PANEL && !w->bf16x2;
+    return h->head_blocks * h->q_blocks == 1 && h->rows <= (always ? AM_FLASH_ROWS : w->panel * 3 / 2) &&
+           w->values_readable && !w->amx;
+}
+
+/* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
+ * multiply-adds of float32 instead of one of bf16x2. Zen 4 and 5 start as many of either, so that the
+ * products of four rows take about 0.1 cycles a byte of keys and values, half of what memory takes to deliver
+ * it to a core. Intel's processors start four times as many of float32. */
+static bool has_float_weights(const am_work *w, const am_shape *h)
+{
+    if (!w->bf16x2 || h->strategy != AM_UNPACKED) return false;
+    return w->k_type == AM_INT8 || (w->k_type == AM_BFLOAT16 && (h->rows <= FLOAT_WEIGHTS || w->amx));
+}
+
+am_shape am_choose_shape(const am_work *w)
+{
+    am_shape h = {.block_heads = 1, .splits = 1, .split_tiles = w->tiles, .q_blocks = w->q_blocks};
+    if (w->group > 1 && w->queries <= SHARED_QUERIES)
+        h.block_heads = am_min(w->group, AM_FLASH_ROWS / w->queries);
+    h.head_blocks = am_ceil_div(w->group, h.block_heads);
+    h.rows = w->queries * h.block_heads;
+    h.strategy = choose_strategy(w, &h);
+    /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could
+     * make one infinite. */
+    const bool few = h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && w->tiles <= FEW_TILES;
+    h.scales_keys = few && !w->bf16x2 && fabs(w->factor) <= 1;
+    h.queries_direct =
+        few && h.block_heads == 1 && w->queries_readable && (w->bf16x2 || h.scales_keys || w->factor == 1);
+    h.values_unpacked = can_leave_values(w, &h);
+    h.float_weights = has_float_weights(w, &h);
+    return h;
+}
+
+static ptrdiff_t items_of(const am_work *w, const am_shape *h)
+{
+    return am_max(1, w->kv_heads * h->head_blocks * h->q_blocks);
+}
+
+bool am_counts_tiles(const am_work *w, const am_shape *h)
+{
+    return h->q_blocks > 1 && items_of(w, h) < MANY_ITEMS;
+}
+
+void am_choose_splits(const am_work *w, am_shape *h, ptrdiff_t all, ptrdiff_t most)
+{
+    const ptrdiff_t items = items_of(w, h), work = all * w->kv_heads * h->head_blocks;
+    most = am_max(1, most);
+    if (h->strategy == AM_UNPACKED) {
+        const ptrdiff_t fewest = h->rows <= FEW_SPLIT_ROWS ? UNPACKED_TILES : SPLIT_TILES;
+        h->splits = am_min(am_ceil_div(most, fewest), am_max(1, ENOUGH_ITEMS / items));
+    } else if (items < MANY_ITEMS) {
+        const ptrdiff_t fewest = work < MUCH_WORK ? SPLIT_TILES : SHORT_SPLIT;
+        h->splits = am_ceil_div(most, am_max(fewest, am_ceil_div(work, ENOUGH_ITEMS)));
+    }
+    h->split_tiles = am_ceil_div(most, h->splits);
+    h->splits = am_ceil_div(most, h->split_tiles);
+}

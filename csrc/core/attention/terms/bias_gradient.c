@@ -1,0 +1,202 @@
+/* bias_gradient.c – the gradient of the bias. */
+#include "core/attention/terms/bias_gradient.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arrays/convert.h"
+
+enum {
+    TILE = AM_FLASH_TILE,
+    PIECE = 1 << 16, /* numbers that a thread zeroes or converts at a time */
+};
+
+typedef am_bias_gradient bias_gradient;
+
+/* The index of the first number of a block in the result, or in its sums. */
+static ptrdiff_t index_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t k)
+{
+    ptrdiff_t index = g->shape[0] == 1 ? 0 : at->b;
+    index = index * g->shape[1] + (g->shape[1] == 1 ? 0 : at->head);
+    index = index * g->shape[2] + (g->shape[2] == 1 ? 0 : at->q);
+    return index * g->shape[3] + (g->shape[3] == 1 ? 0 : k);
+}
+
+static void convert(const bias_gradient *g, ptrdiff_t index, const char *from, ptrdiff_t count)
+{
+    am_dtype own = g->base->type, wanted = g->base->attn->bias_type;
+    char *to = g->result + index * (ptrdiff_t)am_size_of(wanted);
+    if (own == wanted)
+        memcpy(to, from, (size_t)(count * g->base->size));
+    else
+        am_converter(own, wanted)(g->base->all_kernels, to, from, count);
+}
+
+/* --- Tickets: ordered accumulation --- */
+
+/* A task may add to what its keys share with the rows of a block while `serving` is its own ticket. */
+typedef struct {
+    atomic_ptrdiff_t *serving;
+    ptrdiff_t own;
+} ticket;
+
+static ticket ticket_of(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task)
+{
+    const ptrdiff_t counts[] = {g->base->attn->batch, g->tasks, g->base->attn->heads},
+                    here[] = {at->b, task, at->head};
+    const bool shared[] = {g->shape[0] == 1, g->shape[3] == 1, g->shape[1] == 1};
+    ptrdiff_t own = 0, cell = 0;
+    for (int i = 0; i < 3; i++) {
+        ptrdiff_t *which = shared[i] ? &own : &cell;
+        *which = *which * counts[i] + here[i];
+    }
+    if (g->shape[2] != 1) { /* batch rows that share a bias have the same blocks */
+        const bool same = shared[0] && !g->blocks->list;
+        cell = cell * g->blocks->count + (same ? at->block % g->blocks->row : at->block);
+    }
+    return (ticket){&g->serving[cell], own};
+}
+
+static am_status add_ordered(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_range keys,
+                             const char *from, am_team *team)
+{
+    ticket t = ticket_of(g, at, task);
+    am_status status = am_await(team, t.serving, t.own);
+    if (status == AM_OK)
+        g->base->kernels->add_rows(g->sums + index_of(g, at, keys.begin) * g->base->size, g->shape[3], from,
+                                   TILE, g->shape[2] == 1 ? 1 : at->rows,
+                                   g->shape[3] == 1 ? 1 : am_length(keys));
+    return status;
+}
+
+static am_status pass_ticket(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_team *team)
+{
+    ticket t = ticket_of(g, at, task);
+    am_status status = am_await(team, t.serving, t.own);
+    if (status == AM_OK) atomic_store_explicit(t.serving, t.own + 1, memory_order_release);
+    return status;
+}
+
+/* --- Tiles --- */
+
+/* Sums up a tile along shared axes into its first row or column. */
+static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 0; g->shape[3] == 1 && r < rows; r++) {
+        double sum = 0;
+        for (ptrdiff_t c = 0; c < TILE; c++) sum += am_number(g->base, tile, r * TILE + c);
+        am_set_number(g->base, tile, r * TILE, sum);
+    }
+    if (g->shape[2] == 1)
+        g->base->kernels->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
+}
+
+/* What all queries share is first summed up for the whole task: with a ticket for each block, the tasks that
+ * share it would run one after the other. */
+ptrdiff_t am_bias_scratch_bytes(const bias_gradient *g)
+{
+    return g->sums && g->shape[2] == 1 ? g->base->group * g->task_tiles * TILE * g->base->size : 0;
+}
+
+static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at, ptrdiff_t index)
+{
+    return (at->head % g->base->group * g->task_tiles + index) * TILE * g->base->size;
+}
+
+am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_range keys,
+                      ptrdiff_t index, char *tile, char *scratch, am_team *team)
+{
+    if (!g->sums) {
+        for (ptrdiff_t r = 0; r < at->rows; r++)
+            convert(g, index_of(g, at, keys.begin) + r * g->shape[3], tile + r * TILE * g->base->size,
+                    am_length(keys));
+        return AM_OK;
+    }
+    fold(g, tile, at->rows);
+    if (g->shape[2] != 1) return add_ordered(g, at, task, keys, tile, team);
+    g->base->kernels->add_rows(scratch + scratch_offset(g, at, index), TILE, tile, TILE, 1, TILE);
+    return AM_OK;
+}
+
+am_status am_bias_end_block(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_team *team)
+{
+    return g->sums && g->shape[2] != 1 ? pass_ticket(g, at, task, team) : AM_OK;
+}
+
+am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task,
+                           const am_ranges *ranges, am_range tiles, const char *scratch, am_team *team)
+{
+    if (!am_bias_scratch_bytes(g)) return AM_OK;
+    am_attn_place head = *at;
+    am_status status = AM_OK;
+    for (ptrdiff_t h = 0; status == AM_OK && h < g->base->group; h++) {
+        head.head = at->kv_head * g->base->group + h;
+        for (ptrdiff_t i = 0; status == AM_OK && i < am_length(tiles); i++)
+            status = add_ordered(g, &head, task, am_range_at(ranges, tiles.begin + i),
+                                 scratch + scratch_offset(g, &head, i), team);
+        if (status == AM_OK) status = pass_ticket(g, &head, task, team);
+    }
+    return status;
+}
+
+/* --- Begin and end --- */
+
+am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, const am_attn_gradients *problem,
+                                const am_attn_groups *groups, ptrdiff_t tasks, ptrdiff_t task_tiles)
+{
+    *g = (bias_gradient){.base = base,
+                         .result = problem->d_bias,
+                         .blocks = &groups->blocks,
+                         .tasks = tasks,
+                         .task_tiles = task_tiles,
+                         .count = 1};
+    if (!g->result) return AM_OK;
+    const am_attn *f = base->attn;
+    const ptrdiff_t full_shape[] = {f->batch, f->heads, f->queries, f->keys}, *shape = problem->bias_shape;
+    bool shared = false;
+    for (int axis = 0; axis < 4; axis++) {
+        g->count *= g->shape[axis] = shape[axis];
+        shared |= shape[axis] != full_shape[axis];
+    }
+    if (!shared) return AM_OK;
+    const ptrdiff_t cells = am_product(shape[0] * shape[1] * (shape[3] == 1 ? 1 : tasks),
+                                       shape[2] == 1 ? 1 : groups->blocks.count, sizeof *g->serving);
+    g->serving = calloc((size_t)am_max(cells, 1), 1);
+    g->sums = f->bias_type == base->type ? g->result : am_alloc_aligned(g->count * base->size);
+    return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;
+}
+
+void am_bias_gradient_free(const bias_gradient *g)
+{
+    free(g->serving);
+    if (g->sums != g->result) am_free_aligned(g->sums, g->count * g->base->size);
+}
+
+static am_status zero_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const bias_gradient *g = arg;
+    ptrdiff_t size = g->sums ? g->base->size : (ptrdiff_t)am_size_of(g->base->attn->bias_type);
+    ptrdiff_t begin = index * PIECE;
+    memset((g->sums ? g->sums : g->result) + begin * size, 0,
+           (size_t)(am_min(PIECE, g->count - begin) * size));
+    return am_checkpoint(team);
+}
+
+static am_status convert_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const bias_gradient *g = arg;
+    ptrdiff_t begin = index * PIECE;
+    convert(g, begin, g->sums + begin * g->base->size, am_min(PIECE, g->count - begin));
+    return am_checkpoint(team);
+}
+
+am_status am_bias_gradient_begin(const am_run *run, bias_gradient *g)
+{
+    return g->result ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
+}
+
+am_status am_bias_gradient_end(const am_run *run, bias_gradient *g)
+{
+    bool elsewhere = g->sums && g->sums != g->result;
+    return elsewhere ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, convert_task, g) : AM_OK;
+}

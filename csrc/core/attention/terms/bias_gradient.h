@@ -1,0 +1,46 @@
+/* bias_gradient.h – the gradient of the bias: tiles of dS, summed up over the pairs that share a number.
+ *
+ * Rows of d_bias that no other queries share are added to block by block. What heads, batch rows or tasks
+ * share is accumulated in order: of batch rows, of their tasks, and of the heads of each. So sums do not
+ * depend on the number of threads, and a task waits only for tasks before it. Sums are of the arithmetic
+ * type, also those of a wider bias. */
+#ifndef AM_CORE_ATTENTION_TERMS_BIAS_GRADIENT_H
+#define AM_CORE_ATTENTION_TERMS_BIAS_GRADIENT_H
+
+#include "core/attention/base.h"
+
+typedef struct {
+    const am_attn_base *base;
+    char *result; /* C-contiguous, of the bias's type; NULL: not computed */
+    ptrdiff_t shape[4], count;
+    const am_ranges *blocks;
+    ptrdiff_t tasks, task_tiles; /* tasks of each key head and batch row, in the order of keys */
+    char
+        *sums; /* of the arithmetic type: the result, or what is converted to it; NULL: no number is shared */
+    atomic_ptrdiff_t *serving; /* the tickets that may add now */
+} am_bias_gradient;
+
+/* Groups are batch rows where these share the bias. */
+am_status am_bias_gradient_make(am_bias_gradient *bias, const am_attn_base *base,
+                                const am_attn_gradients *problem, const am_attn_groups *groups,
+                                ptrdiff_t tasks, ptrdiff_t task_tiles);
+void am_bias_gradient_free(const am_bias_gradient *bias);
+
+/* Called before any tile, and after all. */
+am_status am_bias_gradient_begin(const am_run *run, am_bias_gradient *bias);
+am_status am_bias_gradient_end(const am_run *run, am_bias_gradient *bias);
+
+/* The scratch of a task, which is to be zero at first. */
+ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *bias);
+
+/* Adds a tile of dS, [rows][AM_FLASH_TILE], of some keys; the tile, the `index`-th of the task, is
+ * overwritten. A task adds its tiles block by block, one head after the other. It ends each block of its
+ * batch row, also one without tiles, and after all blocks itself, for its key head. */
+am_status am_bias_add(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task, am_range keys,
+                      ptrdiff_t index, char *tile, char *scratch, am_team *team);
+am_status am_bias_end_block(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task,
+                            am_team *team);
+am_status am_bias_end_task(const am_bias_gradient *bias, const am_attn_place *at, ptrdiff_t task,
+                           const am_ranges *ranges, am_range tiles, const char *scratch, am_team *team);
+
+#endif

@@ -1,0 +1,51 @@
+/* logit_terms.h – what makes logits of products, beside the scale: the mask, the bias, dropout and sinks.
+ * Forward and backward ask here for each tile; kernels apply what they are given, and the soft cap. */
+#ifndef AM_CORE_ATTENTION_TERMS_LOGIT_TERMS_H
+#define AM_CORE_ATTENTION_TERMS_LOGIT_TERMS_H
+
+#include "core/attention/base.h"
+
+/* Memory for the terms of one tile. */
+typedef struct {
+    char *bias, *row; /* row: for a row of the bias as it is read */
+    uint64_t *live, *kept, *row_keys;
+} am_logit_scratch;
+
+/* The terms of the logits of a tile; each is NULL if it does nothing. */
+typedef struct {
+    const uint64_t *live, *kept; /* a word a row */
+    const void *bias;            /* rows of AM_FLASH_TILE numbers of the arithmetic type, */
+    ptrdiff_t bias_step;         /* so many numbers apart */
+} am_logit_terms;
+
+/* Once for each block: the keys of its rows for dropout. */
+void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am_logit_scratch *scratch);
+
+/* Finds the terms of the rows of a block for a tile of keys; false if no pair is live. */
+bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_range keys,
+                         const am_logit_scratch *scratch, am_logit_terms *terms);
+
+/* The tiles from the first to the last that any row of a block sees. Those within reach may be too many, and
+ * so must not alter a sum: how many depends on what else is in the call. */
+am_range am_tiles_seen(const am_attn_base *base, const am_attn_groups *groups, const am_attn_place *at);
+am_range am_tiles_within_reach(const am_attn_base *base, const am_attn_groups *groups,
+                               const am_attn_place *at);
+
+/* An estimate from a few blocks of a group of the most tiles that a block may see. */
+ptrdiff_t am_most_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_attn_group *group);
+
+/* The bias of the rows of one head and some keys, to prefetch if it lies side by side. */
+am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys);
+
+/* A sink in units of 1, rounded as logits are. */
+double am_sink_logit(const am_attn_base *base, ptrdiff_t head, ptrdiff_t i);
+
+/* The greatest of a head's sinks, Σ e^(sink - highest), and the number of sinks that are as great. */
+typedef struct {
+    double highest, sum, count;
+} am_sink_sum;
+
+/* Makes one for each head, which the caller frees; NULL if there are no sinks. */
+am_status am_sum_sinks(const am_run *run, const am_attn_base *base, am_sink_sum **sums);
+
+#endif

@@ -1,0 +1,20 @@
+/* append.h – writes new keys or values behind those that a cache holds. */
+#ifndef AM_CORE_CACHE_APPEND_H
+#define AM_CORE_CACHE_APPEND_H
+
+#include "core/attention/attention.h"
+
+typedef struct {
+    am_tokens cache; /* of pages */
+    am_tokens rows;  /* what is appended: batch rows, or packed in one row */
+    ptrdiff_t kv_heads, depth;
+    am_pages pages;          /* its lengths are those after it, and its starts are not looked at */
+    const ptrdiff_t *begins; /* the lengths before it */
+    const ptrdiff_t *starts; /* where the rows of each sequence begin if they are packed; NULL: batch rows */
+    am_kv_scales scales;     /* of a cache of int8 or float8; those of tokens are found and written, too */
+} am_kv_append;
+
+/* Converts the rows to the type of the cache. Rows of different sequences go to different places. */
+am_status am_kv_append_rows(const am_run *run, const am_kv_append *append);
+
+#endif

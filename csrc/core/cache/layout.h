@@ -1,0 +1,80 @@
+/* layout.h – where the tokens of sequences lie in a cache of keys and values, and what their queries see.
+ */
+#ifndef AM_CORE_CACHE_LAYOUT_H
+#define AM_CORE_CACHE_LAYOUT_H
+
+#include "core/attention/attention.h"
+
+/* The queries are the last tokens of their sequences, which are batch rows, or packed in one row. */
+typedef struct {
+    ptrdiff_t sequences;
+    const ptrdiff_t *q_starts; /* where the queries of each begin if they are packed; NULL: batch rows */
+    ptrdiff_t queries;         /* of a batch row */
+    ptrdiff_t keys;            /* of the mask: those of the longest sequence, or of all that are packed */
+    ptrdiff_t longest;         /* tokens of a sequence */
+    /* For each sequence: */
+    ptrdiff_t *before;     /* the tokens that it had; to be filled in after am_kv_cache_make */
+    ptrdiff_t *lengths;    /* and with the new ones */
+    ptrdiff_t *used;       /* its first token that a query may see */
+    ptrdiff_t *low, *high; /* which distances k - q its queries see */
+    ptrdiff_t *offsets;    /* the place of its first query */
+    ptrdiff_t *moved;      /* k - q of its last query and last key among those of all */
+    ptrdiff_t *k_starts;   /* [sequences + 1]; where packed keys would begin */
+    ptrdiff_t *zeros;
+    int32_t *rows; /* a table of one page a sequence: the rows of a contiguous cache */
+    ptrdiff_t *memory;
+    int32_t *table;    /* [sequences][columns]; what am_kv_cache_read_table has copied, or NULL */
+    ptrdiff_t columns; /* of it */
+} am_kv_cache;
+
+/* How far a key may be from its query; false: as far as there are any. */
+typedef struct {
+    bool has_low, has_high;
+    ptrdiff_t low, high; /* within ±2^59 */
+} am_kv_limits;
+
+am_status am_kv_cache_make(am_kv_cache *cache, ptrdiff_t sequences);
+void am_kv_cache_free(am_kv_cache *cache);
+
+/* Computes all from `before`, when `more` tokens are appended to each batch row, or as many as there are
+ * queries to packed sequences if `more` is not 0. Returns the first sequence that would have more than
+ * `capacity` tokens, or -1. */
+ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capacity,
+                            const am_kv_limits *limits);
+
+/* Writes the terms of a mask that say what the queries see, two or fewer, each to be joined to the others by
+ * "and". Returns their number. */
+int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[2]);
+
+/* A table of pages of `size` tokens where the caller has it: int32, steps in bytes. */
+typedef struct {
+    const char *data;
+    ptrdiff_t sequence, page;
+    ptrdiff_t size; /* at least 1 */
+} am_kv_table;
+
+/* An entry of a table. */
+typedef struct {
+    int32_t page;
+    ptrdiff_t sequence, index; /* sequence -1: there is none */
+} am_kv_entry;
+
+/* Copies the entries that tell where the call reads and writes, and checks the copies: other threads may
+ * write to the caller's table at any time. Sets `wrong` to the first entry that is not from 0 to `pages` - 1.
+ */
+am_status am_kv_cache_read_table(am_kv_cache *cache, const am_kv_table *from, ptrdiff_t pages,
+                                 am_kv_entry *wrong);
+
+/* The pages, of `size` tokens: those of the table that was read, or the rows of a contiguous cache. */
+am_pages am_kv_cache_pages(const am_kv_cache *cache, ptrdiff_t size);
+
+/* The first of the scales of channels that is not finite and positive, or NULL. */
+const float *am_kv_wrong_scale(const am_kv_scales *scales, ptrdiff_t heads, ptrdiff_t channels);
+
+/* Looks for a page that would be written to for two sequences, or twice for one. */
+typedef struct {
+    int32_t page, sequence, other; /* page -1: there is none */
+} am_kv_writers;
+am_status am_kv_find_writers(const am_pages *p, const ptrdiff_t *before, am_kv_writers *found);
+
+#endif

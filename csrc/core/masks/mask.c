@@ -1,0 +1,257 @@
+/* mask.c – answers the three questions for a whole expression. */
+#include "core/masks/mask.h"
+
+#include "core/masks/terms.h"
+
+/* NULL for an operator. */
+static const am_term_kind *term_of(const am_node *node)
+{
+    static const am_term_kind *const terms[AM_XOR + 1] = {
+        [AM_TERM_ALL] = &am_all_term,           [AM_TERM_BAND] = &am_band_term,
+        [AM_TERM_CHUNK] = &am_chunk_term,       [AM_TERM_KEYS] = &am_keys_term,
+        [AM_TERM_EQUAL] = &am_equal_term,       [AM_TERM_SEQUENCES] = &am_sequences_term,
+        [AM_TERM_DENSE] = &am_dense_term,       [AM_TERM_TILES] = &am_tiles_term,
+        [AM_TERM_DIAGONAL] = &am_diagonal_term,
+    };
+    return terms[node->kind];
+}
+
+/* Whether am_mask_keys is exact: where intervals intersect of which only one follows from the query. */
+static bool has_exact_keys(const am_mask *mask)
+{
+    int by_query = 0;
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term ? term->form == AM_SCATTERED : node->kind != AM_AND) return false;
+        by_query += term && term->form == AM_INTERVALS;
+    }
+    return by_query <= 1;
+}
+
+am_status am_mask_prepare(const am_run *run, am_mask *mask)
+{
+    mask->kernels = run->kernels;
+    mask->exact_keys = has_exact_keys(mask);
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        am_node *node = &mask->nodes[i];
+        const am_term_kind *term = term_of(node);
+        if (node->borrowed || !term || !term->prepare) continue;
+        am_status status = term->prepare(run, mask, node);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+void am_mask_release(am_mask *mask)
+{
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        am_node *node = &mask->nodes[i];
+        const am_term_kind *term = term_of(node);
+        if (!node->borrowed && term && term->release) term->release(node);
+    }
+}
+
+/* Each question evaluates the expression on a stack. Its entries are ranges of keys, kinds of tiles, or tiles
+ * with their bits. */
+
+am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows)
+{
+    if (mask->keys == 0) return (am_range){0, 0};
+    const am_region region = {.b = b, .h = h, .q = q, .rows = rows};
+    am_range stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        const am_node *node = &mask->nodes[i];
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            stack[++top] = term->keys(mask, node, &region);
+            continue;
+        }
+        if (node->kind == AM_NOT) { /* knowing which keys may be live does not tell which may be dead */
+            stack[top] = (am_range){0, mask->keys};
+            continue;
+        }
+        am_range right = stack[top--], *left = &stack[top];
+        if (node->kind == AM_AND) {
+            left->begin = left->begin > right.begin ? left->begin : right.begin;
+            left->end = left->end < right.end ? left->end : right.end;
+        } else if (left->begin >= left->end) {
+            *left = right;
+        } else if (right.begin < right.end) {
+            left->begin = left->begin < right.begin ? left->begin : right.begin;
+            left->end = left->end > right.end ? left->end : right.end;
+        }
+    }
+    if (stack[0].end <= stack[0].begin) return (am_range){0, 0};
+    return stack[0];
+}
+
+uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin)
+{
+    const ptrdiff_t remaining = (side == AM_QUERIES ? mask->queries : mask->keys) - begin - 1,
+                    count = remaining < 64 ? remaining : 64;
+    uint64_t boundaries = 0;
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term && term->boundaries) boundaries |= term->boundaries(node, b, side, begin, count);
+    }
+    return boundaries;
+}
+
+bool am_mask_has_boundaries(const am_mask *mask)
+{
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term && term->boundaries) return true;
+    }
+    return false;
+}
+
+bool am_mask_is_by_head(const am_mask *mask)
+{
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term && term->is_by_head && term->is_by_head(node)) return true;
+    }
+    return false;
+}
+
+static am_tile inverted_kind(am_tile tile)
+{
+    return tile == AM_MIXED ? AM_MIXED : tile == AM_FULL ? AM_DEAD : AM_FULL;
+}
+
+/* The kind of tile that an operator makes of two tiles. It may return AM_MIXED for a tile that is dead or
+ * full, which only the bits show. */
+static am_tile combined_kind(am_node_kind operator, am_tile left, am_tile right)
+{
+    switch (operator) {
+    case AM_AND:
+        return left == AM_DEAD || right == AM_DEAD ? AM_DEAD
+               : left == AM_FULL                   ? right
+               : right == AM_FULL                  ? left
+                                                   : AM_MIXED;
+    case AM_OR:
+        return left == AM_FULL || right == AM_FULL ? AM_FULL
+               : left == AM_DEAD                   ? right
+               : right == AM_DEAD                  ? left
+                                                   : AM_MIXED;
+    default:
+        return left == AM_DEAD    ? right
+               : left == AM_FULL  ? inverted_kind(right)
+               : right == AM_DEAD ? left
+                                  : inverted_kind(left);
+    }
+}
+
+am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
+                     ptrdiff_t columns)
+{
+    const am_region region = {b, h, q, rows, k, columns};
+    am_tile stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        const am_node *node = &mask->nodes[i];
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            stack[++top] = term->tile(mask, node, &region);
+        } else if (node->kind == AM_NOT) {
+            stack[top] = inverted_kind(stack[top]);
+        } else {
+            am_tile right = stack[top--];
+            stack[top] = combined_kind(node->kind, stack[top], right);
+        }
+    }
+    return stack[0];
+}
+
+/* A tile on the stack. Its bits are set only if it is mixed. */
+typedef struct {
+    am_tile kind;
+    uint64_t bits[AM_TILE_ROWS];
+} operand;
+
+static void invert(operand *x, const am_region *region)
+{
+    if (x->kind == AM_MIXED) {
+        for (ptrdiff_t r = 0; r < region->rows; r++) x->bits[r] ^= am_low_bits(region->columns);
+    }
+    x->kind = inverted_kind(x->kind);
+}
+
+static void combine(am_node_kind operator, operand *left, operand *right, const am_region *region)
+{
+    am_tile kind = combined_kind(operator, left->kind, right->kind);
+    if (left->kind == AM_MIXED && right->kind == AM_MIXED) {
+        for (ptrdiff_t r = 0; r < region->rows; r++) {
+            if (operator == AM_AND)
+                left->bits[r] &= right->bits[r];
+            else if (operator == AM_OR)
+                left->bits[r] |= right->bits[r];
+            else
+                left->bits[r] ^= right->bits[r];
+        }
+        kind = AM_MIXED;
+    } else if (kind == AM_MIXED) {
+        operand *mixed = left->kind == AM_MIXED ? left : right, *other = mixed == left ? right : left;
+        if (operator == AM_XOR && other->kind == AM_FULL) invert(mixed, region);
+        if (mixed == right) {
+            for (ptrdiff_t r = 0; r < region->rows; r++) left->bits[r] = right->bits[r];
+        }
+    }
+    left->kind = kind;
+}
+
+am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
+                     ptrdiff_t columns, uint64_t *bits)
+{
+    const am_region region = {b, h, q, rows, k, columns};
+    operand stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (ptrdiff_t i = 0; i < mask->node_count; i++) {
+        const am_node *node = &mask->nodes[i];
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            operand *x = &stack[++top];
+            x->kind = term->tile(mask, node, &region);
+            if (x->kind == AM_MIXED) term->bits(mask, node, &region, x->bits);
+        } else if (node->kind == AM_NOT) {
+            invert(&stack[top], &region);
+        } else {
+            top--;
+            combine(node->kind, &stack[top], &stack[top + 1], &region);
+        }
+    }
+    if (stack[0].kind != AM_MIXED) return stack[0].kind;
+    uint64_t any = 0, all = UINT64_MAX;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        bits[r] = stack[0].bits[r];
+        any |= bits[r];
+        all &= bits[r];
+    }
+    return !any ? AM_DEAD : all == am_low_bits(columns) ? AM_FULL : AM_MIXED;
+}
+
+uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
+                     ptrdiff_t columns)
+{
+    const am_region region = {b, h, q, 1, k, columns};
+    uint64_t stack[AM_MASK_DEPTH];
+    int top = -1;
+    for (const am_node *node = mask->nodes; node < mask->nodes + mask->node_count; node++) {
+        const am_term_kind *term = term_of(node);
+        if (term) {
+            term->bits(mask, node, &region, &stack[++top]);
+            continue;
+        }
+        if (node->kind == AM_NOT) {
+            stack[top] ^= am_low_bits(columns);
+            continue;
+        }
+        const uint64_t right = stack[top--];
+        stack[top] = node->kind == AM_AND  ? stack[top] & right
+                     : node->kind == AM_OR ? stack[top] | right
+                                           : stack[top] ^ right;
+    }
+    return stack[0];
+}

@@ -1,0 +1,207 @@
+/* mask.h – describes which query may attend to which key, and declares the three questions that all other
+ * code asks of that description.
+ *
+ * A mask is an expression over terms in postfix order: `segments band AND dense OR` means ((segments and
+ * band) or dense). A term points at arrays that its owner keeps alive. Each pair (q, k) of batch row b and
+ * head h is either live or dead. An array that is the same for all batch rows or heads has a stride of zero
+ * along that axis.
+ *
+ *     which keys may be live for these query rows?     am_mask_keys
+ *     is this tile dead, full or mixed?                am_mask_tile
+ *     which of its pairs are live?                     am_mask_bits
+ *
+ * The first two may be inexact in one direction: am_mask_keys may return too large a range, and am_mask_tile
+ * may call a dead or a full tile mixed. How inexact they are may follow from other batch rows or sequences,
+ * so what alters a sum must not stand on them. am_mask_bits is exact, and so is am_mask_seen. A new kind of
+ * mask is a new term: a value of am_node_kind, its functions in terms.c or terms_arrays.c, its readers in
+ * bind, and its row in attnmask/_mask_terms.py.
+ */
+#ifndef AM_CORE_MASKS_MASK_H
+#define AM_CORE_MASKS_MASK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
+
+enum {
+    AM_TILE_ROWS = 64,    /* the most rows in one question */
+    AM_TILE_COLUMNS = 64, /* the most columns: one word of bits a row */
+    AM_MASK_DEPTH = 16,   /* the most operands on the stack of an expression */
+};
+
+typedef enum { AM_DEAD, AM_FULL, AM_MIXED } am_tile;
+
+/* Tokens begin … end - 1. A term may return end <= begin for an empty range; am_mask_keys returns a range
+ * within the mask. */
+typedef struct {
+    ptrdiff_t begin, end;
+} am_range;
+
+typedef enum {
+    /* Terms. */
+    AM_TERM_ALL,       /* every pair */
+    AM_TERM_BAND,      /* low[b, h] <= k - q <= high[b, h] */
+    AM_TERM_CHUNK,     /* (q + q_shift[b]) / size == (k + k_shift[b]) / size */
+    AM_TERM_KEYS,      /* begin[b] <= k < end[b] */
+    AM_TERM_EQUAL,     /* q_ids[q] == k_ids[k], a valid id: not negative, and not 0 if exclude_zero */
+    AM_TERM_SEQUENCES, /* q and k lie in the same sequence s, and low[s] <= k - q <= high[s] if both are
+                          counted from its start */
+    AM_TERM_DENSE,     /* array[q + q_shift[b], k + k_shift[b]] is not zero */
+    AM_TERM_TILES, /* the tile of (q + q_shift[b], k + k_shift[b]) is live, or has a bit that is set for it */
+    AM_TERM_DIAGONAL, /* low[b, h] <= k - at[q] <= high[b, h] */
+    AM_TERM_KINDS,
+    /* Operators on the one or two operands before them. */
+    AM_NOT = AM_TERM_KINDS,
+    AM_AND,
+    AM_OR,
+    AM_XOR,
+} am_node_kind;
+
+/* A summary of 64 consecutive ids, which saves the questions from reading them. am_mask_prepare makes it. */
+typedef struct {
+    int32_t low, high; /* the range of the valid ids; low > high if there are none */
+    int32_t all_valid; /* every id is valid */
+} am_id_block;
+
+typedef struct {
+    am_node_kind kind;
+    bool borrowed; /* its summaries belong to another mask, which is prepared */
+    union {
+        struct {
+            const ptrdiff_t *low, *high; /* within ±AM_FAR */
+            ptrdiff_t batch, head;       /* strides in elements */
+        } band;
+        struct {
+            const ptrdiff_t *low, *high; /* these four are those of a band, in the same memory */
+            ptrdiff_t batch, head;
+            const int32_t *at; /* the key that each query has on its diagonal; contiguous along queries */
+            ptrdiff_t at_batch, at_head; /* strides in elements */
+            am_id_block *blocks;         /* summaries of 64 queries each, for each distinct (b, h) */
+        } diagonal;
+        struct {
+            ptrdiff_t size;
+            const ptrdiff_t *q_shift, *k_shift; /* [batch], not negative */
+        } chunk;
+        struct {
+            const ptrdiff_t *begin, *end; /* [batch] */
+        } keys;
+        struct {
+            const int32_t *q_ids, *k_ids;               /* contiguous along tokens */
+            ptrdiff_t q_batch, q_head, k_batch, k_head; /* strides in elements */
+            int exclude_zero;
+            am_id_block *q_blocks, *k_blocks; /* summaries of 64 ids each, for each distinct (b, h) */
+            am_id_block *k_groups;            /* summaries of 64 blocks each */
+        } equal;
+        struct {
+            ptrdiff_t count;
+            const ptrdiff_t *q_starts, *k_starts; /* [count + 1], from 0 to all queries or keys */
+            const ptrdiff_t *low, *high;          /* [count], within ±AM_FAR */
+        } sequences;
+        struct {
+            const char *data;
+            am_dtype type;
+            ptrdiff_t batch, head, row, column; /* strides in bytes */
+            const ptrdiff_t *q_shift, *k_shift; /* [batch], not negative; an array whose stride is not 0 has
+                                                   an element for each shifted position */
+            uint8_t *tiles; /* summaries: an am_tile for each 64 × 64 pairs, for each distinct (b, h) */
+            ptrdiff_t q_blocks, k_blocks; /* the numbers of tiles along each axis */
+        } dense;
+        struct {
+            const int32_t
+                *places; /* of a tile: AM_DEAD, AM_FULL, or AM_MIXED + i if bits[i] are its own. Other
+                            threads may write any number there: it is checked where it is read */
+            ptrdiff_t batch, head, row;                   /* strides in elements */
+            ptrdiff_t q_size, k_size;                     /* pairs in a tile; 64 × 64 if any has bits */
+            const unsigned char (*bits)[AM_TILE_ROWS][8]; /* a bit for each pair of a row */
+            ptrdiff_t patterns;                           /* tiles that have bits */
+            const ptrdiff_t *q_shift,
+                *k_shift; /* [batch], not negative; no shifted position is beyond the last tile */
+        } tiles;
+    };
+} am_node;
+
+/* The largest bound of a band. Positions are at most 2^56, so that sums of both cannot overflow. */
+enum { AM_FAR_SHIFT = 60 };
+#define AM_FAR ((ptrdiff_t)1 << AM_FAR_SHIFT)
+
+typedef struct {
+    ptrdiff_t batch, heads, queries, keys;
+    am_node *nodes;
+    ptrdiff_t node_count;
+    const am_kernels *kernels; /* set by am_mask_prepare */
+    bool exact_keys;           /* likewise: am_mask_keys returns no range that is too large */
+} am_mask;
+
+/* Makes the summaries that the questions need; call it once, before the first question. am_mask_release frees
+ * them, also after a failure. */
+am_status am_mask_prepare(const am_run *run, am_mask *mask);
+void am_mask_release(am_mask *mask);
+
+/* Sets the strides of a term of tiles, whose other fields are set, by the shape of its places. False if they
+ * do not cover the mask, or if one of them is of a tile that is not there; `count` have bits. */
+bool am_mask_set_tiles(const am_mask *mask, am_node *node, const ptrdiff_t shape[4], ptrdiff_t count);
+
+am_range am_mask_keys(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows);
+
+/* A tile has up to AM_TILE_ROWS × AM_TILE_COLUMNS pairs and may begin anywhere. */
+am_tile am_mask_tile(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
+                     ptrdiff_t columns);
+
+/* Sets bit i of bits[r] if pair (q + r, k + i) is live; bits from `columns` on are zero. Returns the exact
+ * kind of the tile, and writes the bits only if the tile is mixed. */
+am_tile am_mask_bits(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t rows, ptrdiff_t k,
+                     ptrdiff_t columns, uint64_t *bits);
+
+/* The bits of one query and up to AM_TILE_COLUMNS keys. Asks no summaries: for a few pairs it is faster. */
+uint64_t am_mask_row(const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q, ptrdiff_t k,
+                     ptrdiff_t columns);
+
+/* Exact, whatever terms the mask has: the range from the first key that any of the queries sees in any of the
+ * heads to the last one, at most rounded outwards to multiples of `grain` ≤ AM_TILE_COLUMNS. */
+typedef struct {
+    am_range keys;
+    bool by_last; /* the last of the queries is known to see a key */
+} am_seen;
+am_seen am_mask_seen(const am_mask *mask, ptrdiff_t b, am_range heads, am_range queries, ptrdiff_t grain);
+
+/* One more than the last of the queries that sees a key in any of the heads, or queries.begin. */
+ptrdiff_t am_mask_queries_end(const am_mask *mask, ptrdiff_t b, am_range heads, am_range queries);
+
+typedef enum { AM_QUERIES, AM_KEYS } am_side;
+
+/* Bit i is set if token begin + 1 + i belongs to another sequence, segment or chunk than the token before it,
+ * in the first head. This is a hint: tiles that begin at boundaries are seldom mixed. */
+uint64_t am_mask_boundaries(const am_mask *mask, ptrdiff_t b, am_side side, ptrdiff_t begin);
+
+/* Whether the mask may have boundaries, and whether heads may see different keys. */
+bool am_mask_has_boundaries(const am_mask *mask);
+bool am_mask_is_by_head(const am_mask *mask);
+
+/* Functions that read whole masks. Arrays are C-contiguous unless strides are given. */
+
+/* An array that am_mask_fill fills with `live` or `dead` for every pair: the first `size` bytes of either.
+ * `size` is 1, 2, 4 or 8; strides are in bytes. */
+typedef struct {
+    char *data;
+    ptrdiff_t batch, head, row, column;
+    ptrdiff_t size;
+    uint64_t live, dead;
+} am_mask_target;
+am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_target *target);
+
+/* Counts the live pairs in each cell of a grid over one (b, h). Cells have q_cell × k_cell pairs; the last
+ * ones may be smaller. */
+am_status am_mask_grid(const am_run *run, const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
+                       ptrdiff_t k_cell, int64_t *counts);
+
+/* Counts the live pairs of each (b, h). */
+am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts);
+
+/* Marks the queries and the keys that have a live pair with 1, and the others with 0: [batch, heads, queries]
+ * and [batch, heads, keys]. */
+am_status am_mask_any(const am_run *run, const am_mask *mask, uint8_t *queries, uint8_t *keys);
+
+#endif

@@ -1,0 +1,451 @@
+/* terms.c – the terms that are told by intervals of keys, or by ids of tokens. terms_arrays.c has the
+ * others. */
+#include "core/masks/terms.h"
+
+#include <stdlib.h>
+
+#include "core/runtime/sizes.h"
+#include "core/sequences/packed.h"
+
+enum {
+    BLOCK = AM_TILE_COLUMNS,
+    GROUP = 64, /* blocks of ids in a group */
+};
+
+/* --- Terms where each query sees one interval of keys, and neither its begin nor its end decreases from one
+ * query to the next --- */
+
+typedef am_range interval_of(const am_node *node, const am_region *p, ptrdiff_t q);
+
+static am_range interval_keys(interval_of *interval, const am_mask *mask, const am_node *node,
+                              const am_region *p)
+{
+    am_range first = interval(node, p, p->q), last = interval(node, p, p->q + p->rows - 1);
+    return (am_range){am_max(first.begin, 0), am_min(last.end, mask->keys)};
+}
+
+/* The tile of rows whose intervals lie between the `first` and the `last` one, which are among them. */
+static am_tile tile_between(am_range first, am_range last, const am_region *p)
+{
+    if (p->k >= last.end || p->k + p->columns <= first.begin) return AM_DEAD;
+    return p->k >= last.begin && p->k + p->columns <= first.end ? AM_FULL : AM_MIXED;
+}
+
+static am_tile interval_tile(interval_of *interval, const am_node *node, const am_region *p)
+{
+    return tile_between(interval(node, p, p->q), interval(node, p, p->q + p->rows - 1), p);
+}
+
+static uint64_t bits_of(am_range keys, const am_region *p)
+{
+    ptrdiff_t begin = am_min(am_max(keys.begin - p->k, 0), p->columns);
+    ptrdiff_t end = am_min(am_max(keys.end - p->k, begin), p->columns);
+    return am_low_bits(end) & ~am_low_bits(begin);
+}
+
+static void interval_bits(interval_of *interval, const am_node *node, const am_region *p, uint64_t *bits)
+{
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(interval(node, p, p->q + r), p);
+}
+
+/* Define the functions of a term whose interval of keys is name##_interval. */
+#define INTERVAL_KEYS_AND_TILE(name)                                                                         \
+    static am_range name##_keys(const am_mask *mask, const am_node *node, const am_region *p)                \
+    {                                                                                                        \
+        return interval_keys(name##_interval, mask, node, p);                                                \
+    }                                                                                                        \
+    static am_tile name##_tile(const am_mask *mask, const am_node *node, const am_region *p)                 \
+    {                                                                                                        \
+        (void)mask;                                                                                          \
+        return interval_tile(name##_interval, node, p);                                                      \
+    }
+#define INTERVAL_FUNCTIONS(name)                                                                             \
+    INTERVAL_KEYS_AND_TILE(name)                                                                             \
+    static void name##_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)    \
+    {                                                                                                        \
+        (void)mask;                                                                                          \
+        interval_bits(name##_interval, node, p, bits);                                                       \
+    }
+
+static am_range band_interval(const am_node *node, const am_region *p, ptrdiff_t q)
+{
+    const ptrdiff_t i = p->b * node->band.batch + p->h * node->band.head;
+    return (am_range){q + node->band.low[i], q + node->band.high[i] + 1};
+}
+INTERVAL_FUNCTIONS(band)
+static bool band_is_by_head(const am_node *node) { return node->band.head != 0; }
+
+static am_range chunk_interval(const am_node *node, const am_region *p, ptrdiff_t q)
+{
+    ptrdiff_t size = node->chunk.size;
+    ptrdiff_t begin = (q + node->chunk.q_shift[p->b]) / size * size - node->chunk.k_shift[p->b];
+    return (am_range){begin, begin > PTRDIFF_MAX - size ? PTRDIFF_MAX : begin + size};
+}
+INTERVAL_FUNCTIONS(chunk)
+static uint64_t chunk_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                 ptrdiff_t count)
+{
+    const ptrdiff_t shift = side == AM_QUERIES ? node->chunk.q_shift[b] : node->chunk.k_shift[b];
+    return am_multiples(node->chunk.size, begin + shift, count);
+}
+
+static am_range keys_interval(const am_node *node, const am_region *p, ptrdiff_t q)
+{
+    (void)q;
+    return (am_range){node->keys.begin[p->b], node->keys.end[p->b]};
+}
+INTERVAL_FUNCTIONS(keys)
+
+/* The keys of sequence s that query q, which belongs to it, sees. */
+static am_range keys_in_sequence(const am_node *node, ptrdiff_t s, ptrdiff_t q)
+{
+    ptrdiff_t begin = node->sequences.k_starts[s], end = node->sequences.k_starts[s + 1];
+    ptrdiff_t diagonal = begin + q - node->sequences.q_starts[s];
+    return (am_range){am_min(am_max(diagonal + node->sequences.low[s], begin), end),
+                      am_max(am_min(diagonal + node->sequences.high[s] + 1, end), begin)};
+}
+static am_range sequences_interval(const am_node *node, const am_region *p, ptrdiff_t q)
+{
+    (void)p;
+    if (node->sequences.count == 0) return (am_range){0, 0};
+    return keys_in_sequence(node, am_sequence_of(node->sequences.q_starts, node->sequences.count, q), q);
+}
+INTERVAL_KEYS_AND_TILE(sequences)
+static void sequences_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
+{
+    (void)mask;
+    ptrdiff_t count = node->sequences.count,
+              s = count ? am_sequence_of(node->sequences.q_starts, count, p->q) : 0;
+    for (ptrdiff_t q = p->q; q < p->q + p->rows; q++) {
+        while (s + 1 < count && node->sequences.q_starts[s + 1] <= q) s++;
+        *bits++ = count ? bits_of(keys_in_sequence(node, s, q), p) : 0;
+    }
+}
+
+static uint64_t sequences_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                     ptrdiff_t count)
+{
+    (void)b;
+    const ptrdiff_t *starts = side == AM_QUERIES ? node->sequences.q_starts : node->sequences.k_starts;
+    uint64_t boundaries = 0;
+    for (ptrdiff_t s = am_sequence_of(starts, node->sequences.count, begin) + 1; s < node->sequences.count;
+         s++) {
+        if (starts[s] > begin + count) break;
+        boundaries |= (uint64_t)1 << (starts[s] - begin - 1);
+    }
+    return boundaries;
+}
+
+static am_range all_keys(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    (void)node, (void)p;
+    return (am_range){0, mask->keys};
+}
+static am_tile all_tile(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    (void)mask, (void)node, (void)p;
+    return AM_FULL;
+}
+static void all_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
+{
+    (void)mask, (void)node;
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = am_low_bits(p->columns);
+}
+
+/* --- Summaries of numbers of tokens, of which those from `least` on are valid --- */
+
+static void summarize_ids(am_id_block *blocks, const int32_t *ids, ptrdiff_t count, int32_t least)
+{
+    for (ptrdiff_t begin = 0; begin < count; begin += BLOCK, blocks++) {
+        ptrdiff_t end = am_min(begin + BLOCK, count);
+        int32_t low = INT32_MAX, high = INT32_MIN, all_valid = 1;
+        for (ptrdiff_t t = begin; t < end; t++) {
+            int valid = ids[t] >= least;
+            all_valid &= valid;
+            low = valid && ids[t] < low ? ids[t] : low;
+            high = valid && ids[t] > high ? ids[t] : high;
+        }
+        *blocks = (am_id_block){low, high, all_valid};
+    }
+}
+
+static am_id_block merged(am_id_block a, am_id_block b)
+{
+    return (am_id_block){a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high,
+                         a.all_valid & b.all_valid};
+}
+
+static const am_id_block no_ids = {INT32_MAX, INT32_MIN, 1};
+
+static am_status summarize_side(const am_mask *mask, am_id_block **blocks, const int32_t *ids,
+                                ptrdiff_t batch_stride, ptrdiff_t head_stride, ptrdiff_t length,
+                                int32_t least)
+{
+    ptrdiff_t count = am_distinct_rows(mask, batch_stride, head_stride) * am_ceil_div(length, BLOCK);
+    *blocks = malloc((size_t)am_max(count, 1) * sizeof **blocks);
+    if (!*blocks) return AM_NO_MEMORY;
+    for (ptrdiff_t b = 0; b < (batch_stride ? mask->batch : 1); b++) {
+        for (ptrdiff_t h = 0; h < (head_stride ? mask->heads : 1); h++) {
+            am_id_block *row = *blocks + am_distinct_index(mask, b, h, batch_stride, head_stride) *
+                                             am_ceil_div(length, BLOCK);
+            summarize_ids(row, ids + b * batch_stride + h * head_stride, length, least);
+        }
+    }
+    return AM_OK;
+}
+
+/* The numbers of one (b, h) and their summaries. */
+typedef struct {
+    const int32_t *ids;
+    const am_id_block *blocks;
+    int32_t least;
+} id_view;
+
+/* Summarizes tokens begin … begin + count - 1. The summary of a block that lies there only in part may be too
+ * wide, so its ids are read unless they are all the same. */
+static am_id_block summarize_range(const id_view *view, ptrdiff_t begin, ptrdiff_t count)
+{
+    am_id_block summary = no_ids;
+    for (ptrdiff_t token = begin, end; token < begin + count; token = end) {
+        end = am_min((token / BLOCK + 1) * BLOCK, begin + count);
+        am_id_block part = view->blocks[token / BLOCK];
+        const bool differ = part.low < part.high || (part.low == part.high && !part.all_valid);
+        if (differ && end - token < BLOCK) summarize_ids(&part, view->ids + token, end - token, view->least);
+        summary = merged(summary, part);
+    }
+    return summary;
+}
+
+/* --- Diagonals --- */
+
+static am_status diagonal_prepare(const am_run *run, const am_mask *mask, am_node *node)
+{
+    (void)run;
+    return summarize_side(mask, &node->diagonal.blocks, node->diagonal.at, node->diagonal.at_batch,
+                          node->diagonal.at_head, mask->queries, INT32_MIN);
+}
+
+static void diagonal_release(am_node *node)
+{
+    free(node->diagonal.blocks);
+    node->diagonal.blocks = NULL;
+}
+
+static id_view diagonal_of(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const ptrdiff_t batch = node->diagonal.at_batch, head = node->diagonal.at_head,
+                    blocks = am_ceil_div(mask->queries, BLOCK);
+    return (id_view){
+        .ids = node->diagonal.at + p->b * batch + p->h * head,
+        .blocks = node->diagonal.blocks + am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
+        .least = INT32_MIN,
+    };
+}
+
+/* The keys around `at`. */
+static am_range keys_around(const am_node *node, const am_region *p, int32_t at)
+{
+    const ptrdiff_t i = p->b * node->diagonal.batch + p->h * node->diagonal.head;
+    return (am_range){at + node->diagonal.low[i], at + node->diagonal.high[i] + 1};
+}
+
+static am_range diagonal_keys(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const id_view view = diagonal_of(mask, node, p);
+    const am_id_block at = summarize_range(&view, p->q, p->rows);
+    return (am_range){am_max(keys_around(node, p, at.low).begin, 0),
+                      am_min(keys_around(node, p, at.high).end, mask->keys)};
+}
+
+static am_tile diagonal_tile(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const id_view view = diagonal_of(mask, node, p);
+    const am_id_block at = summarize_range(&view, p->q, p->rows);
+    return tile_between(keys_around(node, p, at.low), keys_around(node, p, at.high), p);
+}
+
+static void diagonal_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
+{
+    const int32_t *at = diagonal_of(mask, node, p).ids + p->q;
+    for (ptrdiff_t r = 0; r < p->rows; r++) bits[r] = bits_of(keys_around(node, p, at[r]), p);
+}
+
+static bool diagonal_is_by_head(const am_node *node) { return node->diagonal.head || node->diagonal.at_head; }
+
+/* --- Equal ids --- */
+
+static int32_t least_id(const am_node *node) { return node->equal.exclude_zero ? 1 : 0; }
+
+static am_status summarize_groups(const am_mask *mask, am_node *node)
+{
+    const ptrdiff_t planes = am_distinct_rows(mask, node->equal.k_batch, node->equal.k_head),
+                    blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
+    am_id_block *group = malloc((size_t)am_max(planes * groups, 1) * sizeof *group);
+    node->equal.k_groups = group;
+    if (!group) return AM_NO_MEMORY;
+    for (ptrdiff_t plane = 0; plane < planes; plane++) {
+        const am_id_block *block = node->equal.k_blocks + plane * blocks;
+        for (ptrdiff_t i = 0; i < blocks; i++) {
+            if (i % GROUP == 0) *group = no_ids;
+            *group = merged(*group, block[i]);
+            if (i % GROUP == GROUP - 1 || i == blocks - 1) group++;
+        }
+    }
+    return AM_OK;
+}
+
+static am_status equal_prepare(const am_run *run, const am_mask *mask, am_node *node)
+{
+    (void)run;
+    am_status status = summarize_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
+                                      node->equal.q_head, mask->queries, least_id(node));
+    if (status != AM_OK) return status;
+    status = summarize_side(mask, &node->equal.k_blocks, node->equal.k_ids, node->equal.k_batch,
+                            node->equal.k_head, mask->keys, least_id(node));
+    return status == AM_OK ? summarize_groups(mask, node) : status;
+}
+
+static void equal_release(am_node *node)
+{
+    free(node->equal.q_blocks);
+    free(node->equal.k_blocks);
+    free(node->equal.k_groups);
+    node->equal.q_blocks = node->equal.k_blocks = node->equal.k_groups = NULL;
+}
+
+static id_view ids_of(const am_mask *mask, const am_node *node, const am_region *p, am_side side)
+{
+    const bool q = side == AM_QUERIES;
+    const ptrdiff_t batch = q ? node->equal.q_batch : node->equal.k_batch,
+                    head = q ? node->equal.q_head : node->equal.k_head,
+                    blocks = am_ceil_div(q ? mask->queries : mask->keys, BLOCK);
+    return (id_view){
+        .ids = (q ? node->equal.q_ids : node->equal.k_ids) + p->b * batch + p->h * head,
+        .blocks = (q ? node->equal.q_blocks : node->equal.k_blocks) +
+                  am_distinct_index(mask, p->b, p->h, batch, head) * blocks,
+        .least = least_id(node),
+    };
+}
+
+static bool disjoint(const am_id_block *a, const am_id_block *b)
+{
+    return a->low > b->high || b->low > a->high;
+}
+static bool is_within(const am_id_block *ids, int32_t id) { return ids->low <= id && id <= ids->high; }
+
+/* The part of a range of keys from the first to the last that has an id. Where ids are in disorder, as many
+ * blocks are read as the range has, for each run of queries: whole words, so that it takes long only for
+ * hundreds of thousands of runs. */
+static am_range keys_with(const am_mask *mask, const id_view *keys, int32_t id, am_range range)
+{
+    for (ptrdiff_t stop; range.begin < range.end; range.begin = stop) {
+        stop = am_min((range.begin / BLOCK + 1) * BLOCK, range.end);
+        if (!is_within(&keys->blocks[range.begin / BLOCK], id)) continue;
+        const uint64_t found = mask->kernels->equal_bits(keys->ids + range.begin, id, stop - range.begin);
+        if (!found) continue;
+        range.begin += __builtin_ctzll(found);
+        break;
+    }
+    for (ptrdiff_t start; range.begin < range.end; range.end = start) {
+        start = am_max((range.end - 1) / BLOCK * BLOCK, range.begin);
+        if (!is_within(&keys->blocks[start / BLOCK], id)) continue;
+        const uint64_t found = mask->kernels->equal_bits(keys->ids + start, id, range.end - start);
+        if (!found) continue;
+        range.end = start + BLOCK - __builtin_clzll(found);
+        break;
+    }
+    return range;
+}
+
+static am_range equal_keys(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
+    const am_id_block queries = summarize_range(&q_view, p->q, p->rows), *keys = k_view.blocks;
+    const ptrdiff_t blocks = am_ceil_div(mask->keys, BLOCK), groups = am_ceil_div(blocks, GROUP);
+    const am_id_block *group =
+        node->equal.k_groups +
+        am_distinct_index(mask, p->b, p->h, node->equal.k_batch, node->equal.k_head) * groups;
+    ptrdiff_t begin = 0, end = groups;
+    while (begin < end && disjoint(&queries, &group[begin])) begin++;
+    while (begin < end && disjoint(&queries, &group[end - 1])) end--;
+    begin *= GROUP, end = am_min(end * GROUP, blocks);
+    while (begin < end && disjoint(&queries, &keys[begin])) begin++;
+    while (begin < end && disjoint(&queries, &keys[end - 1])) end--;
+    begin *= BLOCK, end = am_min(end * BLOCK, mask->keys);
+    if (queries.low == queries.high) return keys_with(mask, &k_view, queries.low, (am_range){begin, end});
+    while (begin < end && !is_within(&queries, k_view.ids[begin])) begin++;
+    while (begin < end && !is_within(&queries, k_view.ids[end - 1])) end--;
+    return (am_range){begin, end};
+}
+
+static am_tile equal_tile(const am_mask *mask, const am_node *node, const am_region *p)
+{
+    const id_view q_view = ids_of(mask, node, p, AM_QUERIES), k_view = ids_of(mask, node, p, AM_KEYS);
+    const am_id_block queries = summarize_range(&q_view, p->q, p->rows),
+                      keys = summarize_range(&k_view, p->k, p->columns);
+    if (disjoint(&queries, &keys)) return AM_DEAD;
+    int one_id = queries.low == queries.high && keys.low == keys.high;
+    return one_id && queries.all_valid && keys.all_valid ? AM_FULL : AM_MIXED;
+}
+
+static void equal_bits(const am_mask *mask, const am_node *node, const am_region *p, uint64_t *bits)
+{
+    const int32_t *q_ids = ids_of(mask, node, p, AM_QUERIES).ids + p->q,
+                  *k_ids = ids_of(mask, node, p, AM_KEYS).ids + p->k;
+    const int32_t least = least_id(node);
+    if (p->rows == 1 && p->columns == 1) { /* as each short sequence asks of its ends */
+        *bits = q_ids[0] >= least && q_ids[0] == k_ids[0];
+        return;
+    }
+    for (ptrdiff_t r = 0; r < p->rows; r++) {
+        int repeated = r > 0 && q_ids[r] == q_ids[r - 1];
+        if (repeated)
+            bits[r] = bits[r - 1];
+        else
+            bits[r] = q_ids[r] >= least ? mask->kernels->equal_bits(k_ids, q_ids[r], p->columns) : 0;
+    }
+}
+
+static uint64_t equal_boundaries(const am_node *node, ptrdiff_t b, am_side side, ptrdiff_t begin,
+                                 ptrdiff_t count)
+{
+    const int32_t *ids = side == AM_QUERIES ? node->equal.q_ids + b * node->equal.q_batch
+                                            : node->equal.k_ids + b * node->equal.k_batch;
+    uint64_t boundaries = 0;
+    for (ptrdiff_t i = 0; i < count; i++) boundaries |= (uint64_t)(ids[begin + i] != ids[begin + i + 1]) << i;
+    return boundaries;
+}
+
+static bool equal_is_by_head(const am_node *node) { return node->equal.q_head || node->equal.k_head; }
+
+const am_term_kind am_all_term = {.keys = all_keys, .tile = all_tile, .bits = all_bits, .form = AM_INTERVAL};
+const am_term_kind am_band_term = {.keys = band_keys,
+                                   .tile = band_tile,
+                                   .bits = band_bits,
+                                   .is_by_head = band_is_by_head,
+                                   .form = AM_INTERVALS};
+const am_term_kind am_chunk_term = {.keys = chunk_keys,
+                                    .tile = chunk_tile,
+                                    .bits = chunk_bits,
+                                    .boundaries = chunk_boundaries,
+                                    .form = AM_INTERVALS};
+const am_term_kind am_keys_term = {
+    .keys = keys_keys, .tile = keys_tile, .bits = keys_bits, .form = AM_INTERVAL};
+const am_term_kind am_diagonal_term = {.prepare = diagonal_prepare,
+                                       .release = diagonal_release,
+                                       .keys = diagonal_keys,
+                                       .tile = diagonal_tile,
+                                       .bits = diagonal_bits,
+                                       .is_by_head = diagonal_is_by_head};
+const am_term_kind am_equal_term = {.prepare = equal_prepare,
+                                    .release = equal_release,
+                                    .keys = equal_keys,
+                                    .tile = equal_tile,
+                                    .bits = equal_bits,
+                                    .boundaries = equal_boundaries,
+                                    .is_by_head = equal_is_by_head};
+const am_term_kind am_sequences_term = {.keys = sequences_keys,
+                                        .tile = sequences_tile,
+                                        .bits = sequences_bits,
+                                        .boundaries = sequences_boundaries,
+                                        .form = AM_INTERVALS};

@@ -1,0 +1,26 @@
+/* sizes.h – arithmetic on lengths and counts. */
+#ifndef AM_CORE_RUNTIME_SIZES_H
+#define AM_CORE_RUNTIME_SIZES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+static inline ptrdiff_t am_min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static inline ptrdiff_t am_max(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
+static inline ptrdiff_t am_abs(ptrdiff_t a) { return a < 0 ? -a : a; }
+/* Rounds up; a is not negative, b is positive. */
+static inline ptrdiff_t am_ceil_div(ptrdiff_t a, ptrdiff_t b) { return a / b + (a % b != 0); }
+
+/* a b c of numbers that are not negative, or PTRDIFF_MAX if it overflows: an allocation of that size
+ * fails. */
+static inline ptrdiff_t am_product(ptrdiff_t a, ptrdiff_t b, ptrdiff_t c)
+{
+    ptrdiff_t product;
+    int fits = !__builtin_mul_overflow(a, b, &product) && !__builtin_mul_overflow(product, c, &product);
+    return fits ? product : PTRDIFF_MAX;
+}
+
+/* Reads a number that other threads may write to at any time: what is checked is what is used. */
+static inline int32_t am_read_once(const int32_t *number) { return *(const volatile int32_t *)number; }
+
+#endif

@@ -1,0 +1,56 @@
+/* threads.h – the parallel loop of the whole library: an OpenMP region that deals out tasks dynamically, can
+ * be interrupted by signals, and works in a forked child.
+ *
+ * Each thread begins with a contiguous part of the tasks, usually the same part in every loop of the same
+ * shape. When that is done, it takes tasks from the parts of other threads. So a thread finds data of earlier
+ * loops in its cache, reads memory in order, and seldom writes to cache lines that other threads write to.
+ *
+ * Work is divided into tasks by the shape of the problem, and by the number of threads only where that alters
+ * no sum. Tasks do not accumulate floating-point numbers in a shared place, or do so in a fixed order. So
+ * results are the same for any number of threads.
+ */
+#ifndef AM_CORE_RUNTIME_THREADS_H
+#define AM_CORE_RUNTIME_THREADS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "core/runtime/status.h"
+#include "kernels/table.h"
+
+/* How a call runs. The binding fills it in; the core passes it on. */
+typedef struct {
+    const am_kernels *kernels;
+    int threads;
+    bool (*stop)(void *arg); /* whether to end the call; NULL: never; only the calling thread asks */
+    void *stop_arg;
+} am_run;
+
+typedef struct am_team am_team;
+
+/* Runs task `index`. A long task calls am_checkpoint every millisecond or so, and returns at once if the
+ * result is not AM_OK. */
+typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
+
+/* Runs tasks 0 … count-1, `grain` consecutive ones at a time, in any order; the first status that is not
+ * AM_OK ends the loop and is returned. */
+am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
+
+/* The same for rows of tasks, which are numbered row by row. The tasks of a row begin in order, and one
+ * thread takes all tasks of a row as long as there are enough rows. */
+am_status am_parallel_rows(const am_run *run, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task, void *job);
+
+/* Returns AM_OK, or the reason to stop. */
+am_status am_checkpoint(am_team *team);
+
+/* Waits until `number` has this value, which an earlier task of the same row sets. */
+am_status am_await(am_team *team, const atomic_ptrdiff_t *number, ptrdiff_t value);
+
+/* The size of the last-level cache, or a guess if the system does not report it. */
+ptrdiff_t am_cache_bytes(void);
+
+/* Call it once per process, before the first am_parallel. */
+void am_threads_init(void);
+
+#endif

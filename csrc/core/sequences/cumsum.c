@@ -1,0 +1,418 @@
+/* cumsum.c – plans running sums: which axis the vectors lie along, what a task is, and where elements are
+ * copied through tiles.
+ *
+ * A segment is the range of steps of one sum: a chunk, or a sequence if there are no chunks. A lane is one
+ * index of the axes other than time. Sums of different segments and lanes are independent, so the boundaries
+ * of tasks may lie between any of them and the result is the same, bit for bit.
+ *
+ *     rows   lanes are contiguous in memory: a vector holds lanes, and takes one step after the other
+ *     scan   time is contiguous in memory: a vector holds steps, and takes one lane after the other
+ *
+ * Elements of the source or the result are copied through a tile in the first-level cache where their type is
+ * not that of the sums, or where neither lanes nor time are contiguous.
+ */
+#include "core/sequences/cumsum.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/runtime/sizes.h"
+#include "core/arrays/convert.h"
+#include "core/sequences/packed.h"
+
+enum {
+    TILE = 2048,           /* elements; 16 KB of float64 */
+    TILE_LANES = 256,      /* lanes of a band, so that a tile holds a block of steps */
+    TRANSPOSED_LANES = 32, /* if a tile is transposed, so that it holds a few cache lines of steps */
+    LINE_LANES = 16,       /* bands end at cache lines of float32 */
+    PIECE = 1 << 17,       /* elements between two checkpoints, about 50 µs */
+    TASK = 1 << 15,        /* elements worth handing to another thread */
+    MANY_TASKS = 2, /* tasks per thread; if there are fewer, lanes are divided so that threads are about
+                       equally busy */
+};
+
+typedef struct {
+    ptrdiff_t begin, end; /* steps, from one boundary of segments to another */
+} span;
+
+typedef struct {
+    const am_cumsum *cumsum;
+    const am_kernels *kernels;
+    am_dtype type;        /* of the sums: AM_INT64, AM_FLOAT32, AM_FLOAT64 */
+    am_dtype kernel_type; /* that the kernel reads and writes: the same, or a sixteen-bit float */
+    bool scan;
+    bool src_direct, dst_direct; /* the kernel reads the source, or writes the result, where it lies */
+    bool stream;
+    ptrdiff_t lanes, src_lane, dst_lane; /* the lane axis and its strides in bytes */
+    ptrdiff_t band, bands;               /* lanes per task (1 in a scan), tasks along the lane axis */
+    ptrdiff_t outer[2], src_outer[2], dst_outer[2];
+    span *spans;
+    ptrdiff_t span_count;
+} plan;
+
+/* A region of memory, strides in bytes: steps × lanes, or in a scan a single row of steps. */
+typedef struct {
+    ptrdiff_t rows, columns, row_stride, column_stride;
+} grid;
+
+/* Buffers for a region that is copied through the cache: too much for the stack of a small thread. */
+typedef struct {
+    _Alignas(64) double in[TILE], out[TILE], raw[TILE];
+} tile_buffers;
+
+/* The kernel that transposes a tile; NULL where time is not contiguous, or elements are narrower than 32
+ * bits. */
+static am_transpose *transpose_kernel(const plan *p, ptrdiff_t step, size_t size)
+{
+    if (step != (ptrdiff_t)size || size < 4) return NULL;
+    return size == 4 ? p->kernels->transpose_32 : p->kernels->transpose_64;
+}
+
+static bool load_tile(const plan *p, tile_buffers *tile, const char *src, grid g)
+{
+    am_convert_row *convert = am_converter(p->cumsum->src_type, p->type);
+    size_t size = am_size_of(p->cumsum->src_type), wide = am_size_of(p->type);
+    ptrdiff_t row_bytes = g.columns * (ptrdiff_t)size;
+    if (g.column_stride != (ptrdiff_t)size) {
+        am_transpose *transpose = transpose_kernel(p, g.row_stride, size);
+        bool same = p->cumsum->src_type == p->type;
+        void *raw = same ? tile->in : tile->raw;
+        if (transpose)
+            transpose(raw, g.columns, src, g.column_stride / (ptrdiff_t)size, g.columns, g.rows);
+        else
+            am_copy_2d(raw, row_bytes, (ptrdiff_t)size, src, g.row_stride, g.column_stride, g.rows, g.columns,
+                       size);
+        return same || convert(p->kernels, tile->in, tile->raw, g.rows * g.columns);
+    }
+    if (g.row_stride == row_bytes) return convert(p->kernels, tile->in, src, g.rows * g.columns);
+    bool fits = true;
+    for (ptrdiff_t r = 0; r < g.rows; r++) {
+        fits &= convert(p->kernels, (char *)tile->in + (size_t)(r * g.columns) * wide, src + r * g.row_stride,
+                        g.columns);
+    }
+    return fits;
+}
+
+static bool store_tile(const plan *p, am_dtype type, char *dst, grid g, const void *from, tile_buffers *tile)
+{
+    am_convert_row *convert = am_converter(type, p->cumsum->dst_type);
+    size_t size = am_size_of(p->cumsum->dst_type), wide = am_size_of(type);
+    ptrdiff_t row_bytes = g.columns * (ptrdiff_t)size;
+    bool fits = true;
+    if (g.column_stride != (ptrdiff_t)size) {
+        am_transpose *transpose = transpose_kernel(p, g.row_stride, size);
+        if (p->cumsum->dst_type != type) {
+            fits = convert(p->kernels, tile->raw, from, g.rows * g.columns);
+            from = tile->raw;
+        }
+        if (transpose)
+            transpose(dst, g.column_stride / (ptrdiff_t)size, from, g.columns, g.rows, g.columns);
+        else
+            am_copy_2d(dst, g.row_stride, g.column_stride, from, row_bytes, (ptrdiff_t)size, g.rows,
+                       g.columns, size);
+        return fits;
+    }
+    if (g.row_stride == row_bytes) return convert(p->kernels, dst, from, g.rows * g.columns);
+    for (ptrdiff_t r = 0; r < g.rows; r++) {
+        fits &= convert(p->kernels, dst + r * g.row_stride,
+                        (const char *)from + (size_t)(r * g.columns) * wide, g.columns);
+    }
+    return fits;
+}
+
+/* Stores integer sums in the type of the result. Scaled ones are computed in float64, and truncated if the
+ * result is an integer. */
+static bool store_integers(const plan *p, char *dst, grid g, tile_buffers *tile)
+{
+    const am_cumsum *c = p->cumsum;
+    if (!c->scaled && am_is_integer(c->dst_type)) return store_tile(p, AM_INT64, dst, g, tile->out, tile);
+    am_converter(AM_INT64, AM_FLOAT64)(p->kernels, tile->in, tile->out, g.rows * g.columns);
+    if (c->scaled) {
+        for (ptrdiff_t i = 0; i < g.rows * g.columns; i++) tile->in[i] *= c->scale;
+    }
+    if (!am_is_integer(c->dst_type)) return store_tile(p, AM_FLOAT64, dst, g, tile->in, tile);
+    return am_converter(AM_FLOAT64, AM_INT64)(p->kernels, tile->out, tile->in, g.rows * g.columns) &&
+           store_tile(p, AM_INT64, dst, g, tile->out, tile);
+}
+
+static bool sum_integers(int64_t *dst, const int64_t *src, const am_cumsum_tile *tile, int64_t *carry)
+{
+    bool overflow = false;
+    for (ptrdiff_t i = 0; i < tile->steps; i++) {
+        ptrdiff_t t = tile->reverse ? tile->steps - 1 - i : i;
+        bool first = tile->period && (i == 0 || (t + tile->reverse) % tile->period == 0);
+        if (first) memset(carry, 0, (size_t)tile->lanes * sizeof *carry);
+        for (ptrdiff_t l = t * tile->lanes, lane = 0; lane < tile->lanes; l++, lane++) {
+            overflow |= __builtin_add_overflow(carry[lane], src[l], &carry[lane]);
+            dst[l] = carry[lane];
+        }
+    }
+    return !overflow;
+}
+
+static void sum_floats(const plan *p, void *dst, const void *src, const am_cumsum_tile *tile, double *carry)
+{
+    const am_kernels *k = p->kernels;
+    am_cumsum_rows *sum;
+    switch (p->kernel_type) {
+    case AM_FLOAT16: sum = p->scan ? k->cumsum_scan_f16 : k->cumsum_rows_f16; break;
+    case AM_BFLOAT16: sum = p->scan ? k->cumsum_scan_bf16 : k->cumsum_rows_bf16; break;
+    case AM_FLOAT32: sum = p->scan ? k->cumsum_scan_f32 : k->cumsum_rows_f32; break;
+    default: sum = p->scan ? k->cumsum_scan_f64 : k->cumsum_rows_f64; break;
+    }
+    sum(dst, src, tile, carry, p->cumsum->scaled ? p->cumsum->scale : 1);
+}
+
+/* The lanes of one task. */
+typedef struct {
+    char *dst;
+    const char *src;
+    ptrdiff_t lanes;
+    tile_buffers *buffers; /* NULL if the kernel reads and writes everything where it lies */
+    am_team *team;
+    ptrdiff_t done; /* elements since the last checkpoint */
+} band;
+
+/* Sums one region of a band, from step `first` in memory on. */
+static bool sum_region(const plan *p, const band *l, ptrdiff_t first, ptrdiff_t steps, ptrdiff_t period,
+                       void *carry)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t size = (ptrdiff_t)am_size_of(p->kernel_type), lanes = l->lanes;
+    char *dst = l->dst + first * c->dst_step;
+    const char *src = l->src + first * c->src_step;
+    am_cumsum_tile tile = {
+        .steps = steps,
+        .period = period,
+        .lanes = lanes,
+        .dst_step = p->dst_direct ? c->dst_step / size : lanes,
+        .src_step = p->src_direct ? c->src_step / size : lanes,
+        .reverse = c->reverse,
+        .stream = p->stream,
+    };
+    if (p->src_direct && p->dst_direct) {
+        sum_floats(p, dst, src, &tile, carry);
+        return true;
+    }
+    tile_buffers *scratch = l->buffers;
+    grid from = {steps, lanes, c->src_step, p->src_lane}, to = {steps, lanes, c->dst_step, p->dst_lane};
+    if (p->scan) from = (grid){1, steps, 0, c->src_step}, to = (grid){1, steps, 0, c->dst_step};
+    bool fits = p->src_direct || load_tile(p, scratch, src, from);
+    if (p->type == AM_INT64) {
+        fits &= sum_integers((int64_t *)scratch->out, (const int64_t *)scratch->in, &tile, carry);
+        return fits && store_integers(p, dst, to, scratch);
+    }
+    sum_floats(p, p->dst_direct ? (void *)dst : scratch->out, p->src_direct ? (const void *)src : scratch->in,
+               &tile, carry);
+    return p->dst_direct || store_tile(p, p->type, dst, to, scratch->out, scratch);
+}
+
+/* Sums steps begin … end - 1 in regions of `piece` steps, in the direction of the sums. */
+static am_status sum_steps(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t piece,
+                           ptrdiff_t period)
+{
+    const am_cumsum *c = p->cumsum;
+    double carry[AM_CUMSUM_LANES + AM_CUMSUM_PAD]; /* or int64_t, whose zero has the same bits */
+    memset(carry, 0, (size_t)(l->lanes + AM_CUMSUM_PAD) * sizeof *carry);
+    /* Pieces begin at multiples of `piece` from `begin`, so that they hold whole chunks. In reverse, a
+     * shorter one may come first. */
+    ptrdiff_t first_piece = c->reverse && period ? (end - begin - 1) % piece + 1 : piece;
+    for (ptrdiff_t left = end - begin; left > 0;) {
+        ptrdiff_t steps = am_min(left == end - begin ? first_piece : piece, left);
+        ptrdiff_t first = c->reverse ? begin + left - steps : end - left;
+        if (!sum_region(p, l, first, steps, period, carry)) return AM_OVERFLOW;
+        left -= steps;
+        l->done += steps * l->lanes;
+        if (l->done >= PIECE) {
+            am_status status = am_checkpoint(l->team);
+            if (status != AM_OK) return status;
+            l->done = 0;
+        }
+    }
+    return AM_OK;
+}
+
+/* Sums the part of a sequence that lies in a span. The kernel takes many short chunks at once, and long
+ * segments in pieces. */
+static am_status sum_sequence(const plan *p, band *l, ptrdiff_t begin, ptrdiff_t end)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t capacity = p->src_direct && p->dst_direct ? PIECE : TILE;
+    ptrdiff_t piece = am_max(capacity / l->lanes / AM_CUMSUM_PIECE * AM_CUMSUM_PIECE, AM_CUMSUM_BLOCK);
+    if (!c->chunk) return sum_steps(p, l, begin, end, piece, 0);
+    if (c->chunk <= piece) return sum_steps(p, l, begin, end, piece / c->chunk * c->chunk, c->chunk);
+    ptrdiff_t count = (end - begin - 1) / c->chunk + 1;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        ptrdiff_t first = begin + (c->reverse ? count - 1 - i : i) * c->chunk;
+        am_status status = sum_steps(p, l, first, am_min(end, first + c->chunk), piece, 0);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+/* Sums the sequences of a span in the direction of the sums, so that memory is read in one direction
+ * throughout. */
+static am_status sum_span(const plan *p, const span *s, band *l)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t first = am_sequence_of(c->starts, c->sequences, s->begin);
+    ptrdiff_t last = am_sequence_of(c->starts, c->sequences, s->end - 1);
+    for (ptrdiff_t i = 0; i <= last - first; i++) {
+        ptrdiff_t sequence = c->reverse ? last - i : first + i;
+        ptrdiff_t begin = am_max(c->starts[sequence], s->begin),
+                  end = am_min(c->starts[sequence + 1], s->end);
+        am_status status = begin < end ? sum_sequence(p, l, begin, end) : AM_OK;
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
+{
+    const plan *p = job;
+    const am_cumsum *c = p->cumsum;
+    const span *s = &p->spans[index % p->span_count];
+    index /= p->span_count;
+    ptrdiff_t first_lane = index % p->bands * p->band;
+    index /= p->bands;
+    ptrdiff_t i = index / p->outer[1], j = index % p->outer[1];
+    char *dst = c->dst + i * p->dst_outer[0] + j * p->dst_outer[1] + first_lane * p->dst_lane;
+    const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
+    band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
+    if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
+    void *memory = NULL;
+    if (posix_memalign(&memory, _Alignof(tile_buffers), sizeof *l.buffers) != 0) return AM_NO_MEMORY;
+    l.buffers = memory;
+    const am_status status = sum_span(p, s, &l);
+    free(memory);
+    return status;
+}
+
+/* Divides time at boundaries of segments into spans of at least `target` steps, except for the last. */
+static am_status divide_time(plan *p, ptrdiff_t target)
+{
+    const am_cumsum *c = p->cumsum;
+    p->spans = malloc((size_t)(c->steps / target + 1) * sizeof *p->spans);
+    if (!p->spans) return AM_NO_MEMORY;
+    ptrdiff_t begin = 0;
+    for (ptrdiff_t sequence = 0; sequence < c->sequences; sequence++) {
+        ptrdiff_t start = c->starts[sequence], end = c->starts[sequence + 1];
+        while (end - begin >= target) {
+            ptrdiff_t boundary = end;
+            if (c->chunk) {
+                ptrdiff_t chunks = am_ceil_div(am_max(begin + target - start, 0), c->chunk);
+                boundary = am_min(end, start + chunks * c->chunk);
+            }
+            p->spans[p->span_count++] = (span){begin, boundary};
+            begin = boundary;
+        }
+    }
+    if (begin < c->steps) p->spans[p->span_count++] = (span){begin, c->steps};
+    return AM_OK;
+}
+
+typedef struct {
+    ptrdiff_t length, src, dst; /* strides in bytes */
+} axis;
+
+static ptrdiff_t distance(ptrdiff_t stride) { return stride < 0 ? -stride : stride; }
+
+/* Drops axes of length 1 and merges axes that are contiguous with each other. Returns the number of axes that
+ * are left. */
+static int merge_axes(const am_cumsum *c, axis *axes)
+{
+    int count = 0;
+    for (int i = 0; i < AM_CUMSUM_AXES; i++) {
+        axis a = {c->shape[i], c->src_stride[i], c->dst_stride[i]};
+        if (a.length == 1) continue;
+        axis *outer = count ? &axes[count - 1] : NULL;
+        if (outer && outer->src == a.length * a.src && outer->dst == a.length * a.dst) {
+            *outer = (axis){outer->length * a.length, a.src, a.dst};
+        } else {
+            axes[count++] = a;
+        }
+    }
+    return count;
+}
+
+/* Chooses the axis that lies along the vectors; tasks are divided along the others. */
+static void choose_axes(plan *p)
+{
+    const am_cumsum *c = p->cumsum;
+    ptrdiff_t src_size = (ptrdiff_t)am_size_of(c->src_type), dst_size = (ptrdiff_t)am_size_of(c->dst_type);
+    axis axes[AM_CUMSUM_AXES];
+    int count = merge_axes(c, axes);
+    while (count < AM_CUMSUM_AXES) axes[count++] = (axis){1, 0, 0};
+    int lane = 0;
+    for (int i = 1; i < AM_CUMSUM_AXES; i++) {
+        if (axes[i].length > 1 && distance(axes[i].dst) <= distance(axes[lane].dst)) lane = i;
+    }
+    axis lanes = axes[lane];
+    axes[lane] = axes[AM_CUMSUM_AXES - 1];
+    p->lanes = lanes.length, p->src_lane = lanes.src, p->dst_lane = lanes.dst;
+    for (int i = 0; i < 2; i++) {
+        p->outer[i] = axes[i].length, p->src_outer[i] = axes[i].src, p->dst_outer[i] = axes[i].dst;
+    }
+
+    bool contiguous_lanes = lanes.length > 1 && (lanes.dst == dst_size || lanes.src == src_size);
+    p->scan = !contiguous_lanes && (lanes.length == 1 || c->dst_step == dst_size || c->src_step == src_size);
+    bool src_contiguous = (p->scan ? c->src_step : p->src_lane) == src_size;
+    bool dst_contiguous = (p->scan ? c->dst_step : p->dst_lane) == dst_size;
+    /* Loading and storing less than a vector of sixteen-bit floats is slow. */
+    bool whole_vectors = (p->scan ? c->chunk : p->lanes) % LINE_LANES == 0;
+    bool sixteen_bits = c->src_type == c->dst_type && src_size == 2 && p->type == AM_FLOAT32;
+    p->kernel_type =
+        sixteen_bits && whole_vectors && src_contiguous && dst_contiguous ? c->src_type : p->type;
+    p->src_direct = c->src_type == p->kernel_type && p->kernel_type != AM_INT64 && src_contiguous;
+    p->dst_direct = c->dst_type == p->kernel_type && p->kernel_type != AM_INT64 && dst_contiguous;
+}
+
+/* Results that are larger than the cache are written around it, since they would be evicted before they are
+ * read. */
+static bool should_stream(const plan *p)
+{
+    static const uintptr_t LINE = 64;
+    const am_cumsum *c = p->cumsum;
+    uintptr_t misaligned = (uintptr_t)c->dst | (uintptr_t)p->dst_outer[0] | (uintptr_t)p->dst_outer[1];
+    misaligned |= (uintptr_t)(p->scan ? p->dst_lane : c->dst_step);
+    misaligned |= (uintptr_t)(p->scan ? 0 : p->lanes * p->dst_lane);
+    return p->dst_direct && misaligned % LINE == 0 &&
+           p->outer[0] * p->outer[1] * p->lanes >=
+               am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst_type) / c->steps;
+}
+
+am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
+{
+    am_cumsum c = *cumsum;
+    if (c.steps == 0 || c.shape[0] == 0 || c.shape[1] == 0 || c.shape[2] == 0) return AM_OK;
+    if (c.chunk >= c.steps) c.chunk = 0;
+    plan p = {.cumsum = &c, .kernels = run->kernels, .type = AM_FLOAT32};
+    if (am_is_integer(c.src_type))
+        p.type = AM_INT64;
+    else if (c.src_type == AM_FLOAT64 || c.dst_type == AM_FLOAT64)
+        p.type = AM_FLOAT64;
+    choose_axes(&p);
+    p.stream = should_stream(&p);
+
+    bool transposed = transpose_kernel(&p, c.src_step, am_size_of(c.src_type)) ||
+                      transpose_kernel(&p, c.dst_step, am_size_of(c.dst_type));
+    ptrdiff_t most_lanes = transposed                     ? TRANSPOSED_LANES
+                           : p.src_direct && p.dst_direct ? AM_CUMSUM_LANES
+                                                          : TILE_LANES;
+    if (p.scan) most_lanes = 1;
+    p.band = am_min(p.lanes, most_lanes);
+    p.bands = am_ceil_div(p.lanes, p.band);
+    am_status status = divide_time(&p, am_max(TASK / p.band, 1));
+    if (status != AM_OK) return status;
+    ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
+    if (!p.scan && tasks < MANY_TASKS * run->threads && tasks % run->threads != 0) {
+        ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * run->threads);
+        p.band = am_min(p.band, am_max(share / LINE_LANES, 1) * LINE_LANES);
+        p.bands = am_ceil_div(p.lanes, p.band);
+    }
+    ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
+    status = am_parallel(run, outer * p.bands * p.span_count, grain, sum_task, &p);
+    free(p.spans);
+    return status;
+}

@@ -1,0 +1,334 @@
+/* extents.c – reduces masks to what extents.h declares; each search ends as soon as its result is known. */
+#include "core/sequences/extents.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/runtime/sizes.h"
+
+enum {
+    WORD = 64,
+    WORDS = 8,             /* of each head that are read at once */
+    STRETCH = 1 << 18,     /* columns searched between two checkpoints */
+    TASK_BYTES = 1 << 18,  /* of the rows of a task */
+    PIECE_BYTES = 1 << 13, /* of a row: the marks of its columns stay in the first-level cache */
+};
+
+/* Converts a range of rows or columns to the order of the array. An axis along which the array repeats itself
+ * is taken as a whole. */
+static void range_in_array(const am_axis *axis, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
+                           ptrdiff_t *past)
+{
+    *first = axis->count != axis->length ? 0 : axis->backwards ? axis->count - end : begin;
+    *past = axis->count != axis->length ? axis->length : axis->backwards ? axis->count - begin : end;
+}
+
+/* --- Extents --- */
+
+/* The bounds found so far in one batch row, which tasks widen. They are empty while begin > end. */
+typedef struct {
+    atomic_ptrdiff_t row_begin, row_end, column_begin, column_end;
+} bounds;
+
+typedef struct {
+    const am_dense *mask;
+    am_mask_rows mask_rows;
+    am_head_rule rule;
+    ptrdiff_t heads, task_rows, tasks; /* distinct heads; rows of a task; tasks of a batch row */
+    bounds *bounds;
+} extent_job;
+
+/* These functions read a row in all heads at once: `row` is its address in head 0. */
+
+static void live_in_all_heads(const extent_job *job, uint64_t *words, const char *row, ptrdiff_t begin,
+                              ptrdiff_t count)
+{
+    memset(words, 0xff, WORDS * sizeof *words);
+    for (ptrdiff_t h = 0; h < job->heads; h++) {
+        uint64_t head[WORDS];
+        am_mask_rows_pack(&job->mask_rows, head, row + h * job->mask->head_stride, begin, count);
+        for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++) words[w] &= head[w];
+    }
+}
+
+static ptrdiff_t first_in_stretch(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
+{
+    if (job->rule == AM_ANY_HEAD) {
+        for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
+            end = am_mask_rows_first(&job->mask_rows, row + h * job->mask->head_stride, begin, end);
+        return end;
+    }
+    for (; begin < end; begin += WORDS * WORD) {
+        uint64_t words[WORDS];
+        live_in_all_heads(job, words, row, begin, am_min(WORDS * WORD, end - begin));
+        for (ptrdiff_t w = 0; w < WORDS && begin + w * WORD < end; w++) {
+            if (words[w]) return begin + w * WORD + __builtin_ctzll(words[w]);
+        }
+    }
+    return end;
+}
+
+static ptrdiff_t last_in_stretch(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end)
+{
+    if (job->rule == AM_ANY_HEAD) {
+        for (ptrdiff_t h = 0; h < job->heads && begin < end; h++)
+            begin = am_mask_rows_last(&job->mask_rows, row + h * job->mask->head_stride, begin, end);
+        return begin;
+    }
+    for (ptrdiff_t low; begin < end; end = low) {
+        low = am_max(begin, end - WORDS * WORD);
+        uint64_t words[WORDS];
+        live_in_all_heads(job, words, row, low, end - low);
+        for (ptrdiff_t w = am_ceil_div(end - low, WORD) - 1; w >= 0; w--) {
+            if (words[w]) return low + w * WORD + WORD - __builtin_clzll(words[w]);
+        }
+    }
+    return begin;
+}
+
+/* The first live column in begin … end - 1, or `end`. The result must not be used if the team is to stop. */
+static ptrdiff_t first_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end,
+                            am_team *team)
+{
+    for (ptrdiff_t stop; begin < end; begin = stop) {
+        stop = am_min(begin + STRETCH, end);
+        ptrdiff_t found = first_in_stretch(job, row, begin, stop);
+        if (found < stop) return found;
+        if (stop < end && am_checkpoint(team) != AM_OK) break;
+    }
+    return end;
+}
+
+/* One more than the last live column in begin … end - 1, or `begin`. */
+static ptrdiff_t last_live(const extent_job *job, const char *row, ptrdiff_t begin, ptrdiff_t end,
+                           am_team *team)
+{
+    for (ptrdiff_t stop; begin < end; end = stop) {
+        stop = am_max(end - STRETCH, begin);
+        ptrdiff_t found = last_in_stretch(job, row, stop, end);
+        if (found > stop) return found;
+        if (begin < stop && am_checkpoint(team) != AM_OK) break;
+    }
+    return begin;
+}
+
+static void lower_to(atomic_ptrdiff_t *bound, ptrdiff_t value)
+{
+    ptrdiff_t known = atomic_load(bound);
+    while (value < known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
+}
+static void raise_to(atomic_ptrdiff_t *bound, ptrdiff_t value)
+{
+    ptrdiff_t known = atomic_load(bound);
+    while (value > known && !atomic_compare_exchange_weak(bound, &known, value)) continue;
+}
+
+/* Widens the bounds of a batch row so that they include the live pairs of rows begin … end - 1. Only what
+ * lies outside of the bounds known so far is searched. */
+static void widen(const extent_job *job, bounds *known, const char *data, ptrdiff_t begin, ptrdiff_t end,
+                  am_team *team)
+{
+    ptrdiff_t columns = job->mask_rows.columns.count, step = job->mask_rows.rows.stride, found;
+    ptrdiff_t first_row = -1, last_row = -1; /* the rows whose first, and whose last, live column is known */
+    if (atomic_load(&known->row_begin) > begin) {
+        for (found = columns; begin < end; begin++) {
+            found = first_live(job, data + begin * step, 0, columns, team);
+            if (found < columns) break;
+        }
+        if (begin == end) return;
+        lower_to(&known->row_begin, begin);
+        lower_to(&known->column_begin, found);
+        first_row = begin;
+    }
+    if (atomic_load(&known->row_end) < end) {
+        for (found = 0; begin < end; end--) {
+            found = last_live(job, data + (end - 1) * step, 0, columns, team);
+            if (found > 0) break;
+        }
+        if (begin == end) return;
+        raise_to(&known->row_end, end);
+        raise_to(&known->column_end, found);
+        last_row = end - 1;
+    }
+    for (ptrdiff_t r = begin; r < end; r++) {
+        ptrdiff_t low = atomic_load(&known->column_begin), high = atomic_load(&known->column_end);
+        if (low == 0 && high == columns) return;
+        if (r != first_row) lower_to(&known->column_begin, first_live(job, data + r * step, 0, low, team));
+        if (r != last_row) raise_to(&known->column_end, last_live(job, data + r * step, high, columns, team));
+    }
+}
+
+/* A task takes some rows of one batch row. Rows at both ends come before those between them, since they tend
+ * to widen the bounds most. */
+static am_status extent_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const extent_job *job = arg;
+    ptrdiff_t b = index / job->tasks, t = index % job->tasks;
+    ptrdiff_t begin = (t % 2 ? job->tasks - 1 - t / 2 : t / 2) * job->task_rows;
+    ptrdiff_t end = am_min(begin + job->task_rows, job->mask_rows.rows.count);
+    widen(job, &job->bounds[b], job->mask_rows.data + b * job->mask->batch_stride, begin, end, team);
+    return AM_OK; /* am_parallel makes a checkpoint between tasks, of which many are short */
+}
+
+static am_extent extent_of(const am_mask_rows *mask_rows, bounds *known)
+{
+    ptrdiff_t range[4] = {0};
+    if (atomic_load(&known->row_begin) < atomic_load(&known->row_end)) {
+        range_in_array(&mask_rows->rows, atomic_load(&known->row_begin), atomic_load(&known->row_end),
+                       &range[0], &range[1]);
+        range_in_array(&mask_rows->columns, atomic_load(&known->column_begin),
+                       atomic_load(&known->column_end), &range[2], &range[3]);
+    }
+    return mask_rows->transposed ? (am_extent){range[2], range[3], range[0], range[1]}
+                                 : (am_extent){range[0], range[1], range[2], range[3]};
+}
+
+/* The number of rows of a task. */
+static ptrdiff_t task_rows_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
+{
+    ptrdiff_t bytes = mask_rows->columns.count > TASK_BYTES / mask_rows->size
+                          ? TASK_BYTES
+                          : mask_rows->columns.count * mask_rows->size;
+    return am_max(TASK_BYTES / bytes / heads, 1);
+}
+
+/* The number of tasks that a thread takes at once: more than one if the mask is small. */
+static ptrdiff_t grain_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
+{
+    ptrdiff_t rows = am_min(task_rows_of(mask_rows, heads), mask_rows->rows.count);
+    return am_max(TASK_BYTES / (rows * heads * mask_rows->columns.count * mask_rows->size), 1);
+}
+
+am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule rule, am_extent *extents)
+{
+    bool empty = mask->queries == 0 || mask->keys == 0 || mask->heads == 0;
+    am_extent whole = {0, mask->queries, 0, mask->keys}, none = {0};
+    for (ptrdiff_t b = 0; b < mask->batch; b++) {
+        bool vacuous = rule == AM_ALL_HEADS && mask->heads == 0 && mask->queries > 0 && mask->keys > 0;
+        extents[b] = vacuous ? whole : none;
+    }
+    if (empty || mask->batch == 0) return AM_OK;
+    extent_job job = {.mask = mask,
+                      .mask_rows = am_mask_rows_of(run->kernels, mask),
+                      .rule = rule,
+                      .heads = mask->head_stride ? mask->heads : 1};
+    job.task_rows = task_rows_of(&job.mask_rows, job.heads);
+    job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
+    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    job.bounds = malloc((size_t)batch * sizeof *job.bounds);
+    if (!job.bounds) return AM_NO_MEMORY;
+    for (ptrdiff_t b = 0; b < batch; b++) {
+        atomic_init(&job.bounds[b].row_begin, job.mask_rows.rows.count);
+        atomic_init(&job.bounds[b].row_end, 0);
+        atomic_init(&job.bounds[b].column_begin, job.mask_rows.columns.count);
+        atomic_init(&job.bounds[b].column_end, 0);
+    }
+    am_status status =
+        am_parallel(run, batch * job.tasks, grain_of(&job.mask_rows, job.heads), extent_task, &job);
+    for (ptrdiff_t b = 0; b < mask->batch; b++)
+        extents[b] = extent_of(&job.mask_rows, &job.bounds[batch == 1 ? 0 : b]);
+    free(job.bounds);
+    return status;
+}
+
+/* --- Padding --- */
+
+typedef struct {
+    const am_dense *mask;
+    am_mask_rows mask_rows;
+    ptrdiff_t heads, task_rows, tasks; /* distinct heads; rows of a task; tasks of a batch row */
+    ptrdiff_t words;
+    _Atomic uint64_t *columns; /* [batch, words]: bit i is set if column i has a live pair */
+    int32_t *row_ids;
+} padding_job;
+
+/* A task takes some rows of one batch row, piece by piece, so that the marks of a piece's columns stay in the
+ * cache. */
+static am_status padding_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const padding_job *job = arg;
+    const am_mask_rows *mask_rows = &job->mask_rows;
+    ptrdiff_t b = index / job->tasks, first = index % job->tasks * job->task_rows;
+    ptrdiff_t end = am_min(first + job->task_rows, mask_rows->rows.count),
+              piece = PIECE_BYTES / mask_rows->size;
+    int32_t *ids = job->row_ids + b * mask_rows->rows.length;
+    const char *data = mask_rows->data + b * job->mask->batch_stride;
+    for (ptrdiff_t r = first; r < end; r++) ids[r] = -1;
+    for (ptrdiff_t begin = 0; begin < mask_rows->columns.count; begin += piece) {
+        _Alignas(64) char seen[PIECE_BYTES];
+        ptrdiff_t count = am_min(piece, mask_rows->columns.count - begin);
+        memset(seen, 0, (size_t)(count * mask_rows->size));
+        for (ptrdiff_t r = first; r < end; r++) {
+            bool any = false;
+            for (ptrdiff_t h = 0; h < job->heads; h++) {
+                const char *row = data + h * job->mask->head_stride + r * mask_rows->rows.stride;
+                any |= am_mask_rows_collect(mask_rows, seen, row, begin, count);
+            }
+            if (any) ids[r] = 0;
+        }
+        uint64_t bits[PIECE_BYTES / WORD];
+        mask_rows->kernels->pack[mask_rows->lane](bits, seen, count);
+        for (ptrdiff_t w = 0; w < am_ceil_div(count, WORD); w++)
+            atomic_fetch_or_explicit(&job->columns[b * job->words + begin / WORD + w], bits[w],
+                                     memory_order_relaxed);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+/* Converts ids from the order of rows or columns to that of the array. */
+static void ids_to_array_order(int32_t *ids, const am_axis *axis)
+{
+    for (ptrdiff_t i = axis->count; i < axis->length; i++) ids[i] = ids[0];
+    if (!axis->backwards) return;
+    for (ptrdiff_t i = 0, j = axis->length - 1; i < j; i++, j--) {
+        int32_t swap = ids[i];
+        ids[i] = ids[j];
+        ids[j] = swap;
+    }
+}
+
+static void write_column_ids(const padding_job *job, ptrdiff_t b, int32_t *ids)
+{
+    for (ptrdiff_t w = 0; w < job->words; w++) {
+        uint64_t bits = atomic_load_explicit(&job->columns[b * job->words + w], memory_order_relaxed);
+        ptrdiff_t count = am_min(WORD, job->mask_rows.columns.count - w * WORD);
+        job->mask_rows.kernels->expand_bits[AM_LANE_32](ids + w * WORD, bits, count, 0, UINT32_MAX);
+    }
+    ids_to_array_order(ids, &job->mask_rows.columns);
+}
+
+am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+{
+    if (mask->batch == 0) return AM_OK;
+    if (mask->heads == 0 || mask->queries == 0 || mask->keys == 0) {
+        memset(q_ids, 0xff, (size_t)(mask->batch * mask->queries) * sizeof *q_ids);
+        memset(k_ids, 0xff, (size_t)(mask->batch * mask->keys) * sizeof *k_ids);
+        return AM_OK;
+    }
+    padding_job job = {.mask = mask,
+                       .mask_rows = am_mask_rows_of(run->kernels, mask),
+                       .heads = mask->head_stride ? mask->heads : 1};
+    ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
+    int32_t *column_ids = job.mask_rows.transposed ? q_ids : k_ids;
+    job.row_ids = job.mask_rows.transposed ? k_ids : q_ids;
+    job.task_rows = task_rows_of(&job.mask_rows, job.heads);
+    job.tasks = am_ceil_div(job.mask_rows.rows.count, job.task_rows);
+    job.words = am_ceil_div(job.mask_rows.columns.count, WORD);
+    job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
+    if (!job.columns) return AM_NO_MEMORY;
+    am_status status =
+        am_parallel(run, batch * job.tasks, grain_of(&job.mask_rows, job.heads), padding_task, &job);
+    for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
+        ids_to_array_order(job.row_ids + b * job.mask_rows.rows.length, &job.mask_rows.rows);
+        write_column_ids(&job, b, column_ids + b * job.mask_rows.columns.length);
+    }
+    for (ptrdiff_t b = batch; b < mask->batch && status == AM_OK; b++) {
+        memcpy(q_ids + b * mask->queries, q_ids, (size_t)mask->queries * sizeof *q_ids);
+        memcpy(k_ids + b * mask->keys, k_ids, (size_t)mask->keys * sizeof *k_ids);
+    }
+    free(job.columns);
+    return status;
+}

@@ -1,0 +1,45 @@
+/* segments.h – converts, checks and counts segment ids. */
+#ifndef AM_CORE_SEQUENCES_SEGMENTS_H
+#define AM_CORE_SEQUENCES_SEGMENTS_H
+
+#include <stdint.h>
+
+#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
+
+enum { AM_ID_AXES = 3 };
+
+/* Segment ids: integers of any type, [rows …, tokens]. Negative ids are padding. */
+typedef struct {
+    const char *data;
+    am_dtype type;
+    ptrdiff_t shape[AM_ID_AXES], stride[AM_ID_AXES]; /* strides in bytes; the last axis is tokens, and unused
+                                                        axes come first, with length 1 */
+} am_ids;
+
+/* The first id in C order that is too large for the result; it ends the function. */
+typedef struct {
+    bool any;
+    ptrdiff_t index; /* in C order */
+} am_large_id;
+
+/* Converts ids to contiguous int32. All negative ids are padding; those below the range of int32 become its
+ * lowest value. */
+am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large);
+
+/* Converts any integers to int32. Here a number that is too small is reported like one that is too large. */
+am_status am_narrow_integers(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large);
+
+/* Writes `one` (the first `size` bytes of it) for each valid id, and zeros for padding. */
+am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, void *dst, ptrdiff_t size,
+                        uint64_t one);
+
+/* Writes the position of each token in its run of equal ids, and `pad` for padding. */
+am_status am_positions(const am_run *run, const am_ids *ids, int32_t pad, int32_t *dst, am_large_id *large);
+
+/* Counts the tokens of each id. `counts` becomes a new array of `segments` entries, one more than the largest
+ * id. Ids from `limit` on are too large. */
+am_status am_count_segments(const am_run *run, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
+                            ptrdiff_t *segments, am_large_id *large);
+
+#endif

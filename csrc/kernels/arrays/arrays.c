@@ -1,0 +1,163 @@
+/* arrays.c – the kernels of sums, conversions, masks and packed sequences. */
+#include "kernels/level.h"
+
+#define FN(name) name##_f16
+#include "kernels/arrays/convert_rows_tpl.h"
+#define FN(name) name##_bf16
+#include "kernels/arrays/convert_rows_tpl.h"
+
+static inline vf vf_carry_load(const double *carry)
+{
+    return vd_narrow(vd_load(carry), vd_load(carry + VD_LANES));
+}
+static inline void vf_carry_add(double *carry, vf sum)
+{
+    vd_store(carry, vd_add(vd_load(carry), vf_widen_low(sum)));
+    vd_store(carry + VD_LANES, vd_add(vd_load(carry + VD_LANES), vf_widen_high(sum)));
+}
+#define T uint16_t
+#define V vf
+#define VOP(op) vf_##op
+#define MEM(op) vf_##op##_f16
+#define FN(name) name##_f16
+#define LANES VF_LANES
+#include "kernels/arrays/cumsum_tpl.h"
+#define T uint16_t
+#define V vf
+#define VOP(op) vf_##op
+#define MEM(op) vf_##op##_bf16
+#define FN(name) name##_bf16
+#define LANES VF_LANES
+#include "kernels/arrays/cumsum_tpl.h"
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define MEM(op) vf_##op
+#define FN(name) name##_f32
+#define LANES VF_LANES
+#include "kernels/arrays/cumsum_tpl.h"
+
+static inline vd vd_carry_load(const double *carry) { return vd_load(carry); }
+static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(vd_load(carry), sum)); }
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define MEM(op) vd_##op
+#define FN(name) name##_f64
+#define LANES VD_LANES
+#include "kernels/arrays/cumsum_tpl.h"
+
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define FN(name) name##_32
+#define LANES VF_LANES
+#include "kernels/arrays/transpose_tpl.h"
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define FN(name) name##_64
+#define LANES VD_LANES
+#include "kernels/arrays/transpose_tpl.h"
+
+#define T int32_t
+#define U uint32_t
+#define FN(name) name##_32
+#include "kernels/arrays/tokens_tpl.h"
+#define T int64_t
+#define U uint64_t
+#define FN(name) name##_64
+#include "kernels/arrays/tokens_tpl.h"
+
+#include "kernels/arrays/divide.h"
+#define T int32_t
+#define UNSIGNED uint32_t
+#define FN(name) name##_32
+#include "kernels/arrays/sequences_tpl.h"
+#define T int64_t
+#define UNSIGNED uint64_t
+#define FN(name) name##_64
+#include "kernels/arrays/sequences_tpl.h"
+
+#include "kernels/arrays/mask_tpl.h"
+#include "kernels/arrays/words_tpl.h"
+#include "kernels/arrays/keep_tpl.h"
+
+#define T uint8_t
+#define MASK 0xff
+#define BITS masked_bits_8
+#define FN(name) name##_8
+#include "kernels/arrays/mask_rows_tpl.h"
+#define T uint16_t
+#define MASK 0xffff
+#define BITS masked_bits_16
+#define FN(name) name##_16
+#include "kernels/arrays/mask_rows_tpl.h"
+#define T uint32_t
+#define MASK 0xffffffff
+#define BITS masked_bits_32
+#define FN(name) name##_32
+#include "kernels/arrays/mask_rows_tpl.h"
+#define T uint64_t
+#define MASK UINT64_MAX
+#define BITS masked_bits_64
+#define FN(name) name##_64
+#include "kernels/arrays/mask_rows_tpl.h"
+#define T uint16_t
+#define MASK 0x7fff
+#define BITS masked_bits_16
+#define FN(name) name##_f16
+#include "kernels/arrays/mask_rows_tpl.h"
+#define T uint32_t
+#define MASK 0x7fffffff
+#define BITS masked_bits_32
+#define FN(name) name##_f32
+#include "kernels/arrays/mask_rows_tpl.h"
+#define T uint64_t
+#define MASK (UINT64_MAX >> 1)
+#define BITS masked_bits_64
+#define FN(name) name##_f64
+#include "kernels/arrays/mask_rows_tpl.h"
+
+#define EACH_LANE(name) {name##_8, name##_16, name##_32, name##_64, name##_f16, name##_f32, name##_f64}
+
+const am_kernels TABLE(arrays) = {
+    .cumsum_rows_f16 = cumsum_rows_f16,
+    .cumsum_rows_bf16 = cumsum_rows_bf16,
+    .cumsum_rows_f32 = cumsum_rows_f32,
+    .cumsum_rows_f64 = cumsum_rows_f64,
+    .cumsum_scan_f16 = cumsum_scan_f16,
+    .cumsum_scan_bf16 = cumsum_scan_bf16,
+    .cumsum_scan_f32 = cumsum_scan_f32,
+    .cumsum_scan_f64 = cumsum_scan_f64,
+    .transpose_32 = transpose_32,
+    .transpose_64 = transpose_64,
+    .widen_f16 = widen_f16,
+    .widen_bf16 = widen_bf16,
+    .narrow_f16 = narrow_f16,
+    .narrow_bf16 = narrow_bf16,
+    .fill_positions_32 = fill_positions_32,
+    .fill_positions_64 = fill_positions_64,
+    .fill_sequences_32 = fill_sequences_32,
+    .fill_sequences_64 = fill_sequences_64,
+    .fill_pairs_32 = fill_pairs_32,
+    .fill_pairs_64 = fill_pairs_64,
+    .lens_32 = lens_32,
+    .lens_64 = lens_64,
+    .chunk_offsets_32 = chunk_offsets_32,
+    .chunk_offsets_64 = chunk_offsets_64,
+    .divide_32 = divide_32,
+    .divide_64 = divide_64,
+    .nonzero = EACH_LANE(nonzero),
+    .equal_bits = equal_bits,
+    .nonzero_bits = EACH_LANE(nonzero_bits),
+    .expand_bits = {expand_bits_8, expand_bits_16, expand_bits_32, expand_bits_64},
+    .fill_bytes = fill_bytes,
+    .pack = EACH_LANE(pack),
+    .first = EACH_LANE(first),
+    .last = EACH_LANE(last),
+    .collect = EACH_LANE(collect),
+    .transpose_bits = transpose_bits,
+    .unlike_bits = unlike_bits,
+    .keep_bits = keep_bits,
+};

@@ -1,0 +1,234 @@
+/* amx.h – attention in bfloat16, forward and backward, by the tile registers of AMX, which the
+ * processor multiplies whole. Queries, keys, P and values are bf16x2 as in flash_bf16x2_tpl.h, and are laid
+ * out alike: rows of a packed panel are rows of tiles. Tiles 0 to 3, two by two, accumulate; 4 and 5 hold
+ * a, 6 and 7 hold b. */
+
+enum {
+    AMX_TILE_ROWS = 16,
+    AMX_TILE_LANES = 16,
+    AMX_ROWS = 2 * AMX_TILE_ROWS, /* that are multiplied at a time, by as many columns */
+};
+_Static_assert(PANEL_f32 == 2 * AMX_TILE_LANES && VF_LANES == AMX_TILE_LANES, "a panel is two tiles wide");
+
+/* The shape for which the tile registers of a thread are configured: rows of a, and their lanes; 0: none. */
+typedef struct {
+    ptrdiff_t rows, lanes;
+} amx_shape;
+static _Thread_local amx_shape amx_now;
+
+static void amx_set_shape(amx_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
+{
+    if (now->rows == rows && now->lanes == lanes) return;
+    const uint8_t high = (uint8_t)(rows < AMX_TILE_ROWS ? rows : AMX_TILE_ROWS), low = (uint8_t)(rows - high),
+                  depth = (uint8_t)lanes;
+    const uint16_t line = AMX_TILE_LANES * sizeof(float),
+                   bytes = (uint16_t)(lanes * (ptrdiff_t)sizeof(float)), low_line = low ? line : 0,
+                   low_bytes = low ? bytes : 0;
+    const vt_shapes shapes = {
+        .palette = 1,
+        .rows = {high, high, low, low, high, low, depth, depth},
+        .row_bytes = {line, line, low_line, low_line, bytes, low_bytes, line, line},
+    };
+    vt_begin(&shapes);
+    *now = (amx_shape){rows, lanes};
+}
+
+static void amx_end(void)
+{
+    vt_end();
+    amx_now.rows = 0;
+}
+
+/* c = (add ? c : 0) + a b, for tiles as they are configured: two of rows with `low`, two of columns with
+ * `right`; `chunks` of lanes. */
+static inline __attribute__((always_inline)) void
+amx_multiply_chunks(const bool low, const bool right, ptrdiff_t chunks, const float *a, ptrdiff_t a_step,
+                    const float *b, float *c, ptrdiff_t c_step, bool add, prefetch_queue *queue)
+{
+    const float *a_low = a + AMX_TILE_ROWS * a_step;
+    float *c_low = c + AMX_TILE_ROWS * c_step;
+    if (add) {
+        vt_load(0, c, c_step);
+        if (right) vt_load(1, c + AMX_TILE_LANES, c_step);
+        if (low) vt_load(2, c_low, c_step);
+        if (low && right) vt_load(3, c_low + AMX_TILE_LANES, c_step);
+    } else {
+        vt_zero(0);
+        if (right) vt_zero(1);
+        if (low) vt_zero(2);
+        if (low && right) vt_zero(3);
+    }
+    for (; chunks > 0;
+         chunks--, a += AMX_TILE_LANES, a_low += AMX_TILE_LANES, b += AMX_TILE_LANES * PANEL_f32) {
+        prefetch_rest(queue, NULL, 0);
+        vt_load(4, a, a_step);
+        vt_load(6, b, PANEL_f32);
+        vt_fma_bf16x2(0, 4, 6);
+        if (right) {
+            vt_load(7, b + AMX_TILE_LANES, PANEL_f32);
+            vt_fma_bf16x2(1, 4, 7);
+        }
+        if (low) {
+            vt_load(5, a_low, a_step);
+            vt_fma_bf16x2(2, 5, 6);
+        }
+        if (low && right) vt_fma_bf16x2(3, 5, 7);
+    }
+    vt_store(0, c, c_step);
+    if (right) vt_store(1, c + AMX_TILE_LANES, c_step);
+    if (low) vt_store(2, c_low, c_step);
+    if (low && right) vt_store(3, c_low + AMX_TILE_LANES, c_step);
+}
+
+/* c = (add ? c : 0) + a b, of up to two tiles of rows, and of columns of a panel of b. */
+static void amx_multiply(amx_shape *now, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t lanes, const float *a,
+                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, bool add,
+                         prefetch_queue *queue)
+{
+    const bool low = rows > AMX_TILE_ROWS, right = columns > AMX_TILE_LANES;
+    __asm__ volatile("" : : : "memory"); /* compilers do not know what a tile reads */
+    for (ptrdiff_t some; lanes > 0; lanes -= some, a += some, b += some * PANEL_f32, add = true) {
+        some = lanes < AMX_TILE_LANES ? lanes : lanes / AMX_TILE_LANES * AMX_TILE_LANES;
+        const ptrdiff_t chunks = (some + AMX_TILE_LANES - 1) / AMX_TILE_LANES;
+        amx_set_shape(now, rows, some / chunks);
+        if (low && right)
+            amx_multiply_chunks(true, true, chunks, a, a_step, b, c, c_step, add, queue);
+        else if (low)
+            amx_multiply_chunks(true, false, chunks, a, a_step, b, c, c_step, add, queue);
+        else if (right)
+            amx_multiply_chunks(false, true, chunks, a, a_step, b, c, c_step, add, queue);
+        else
+            amx_multiply_chunks(false, false, chunks, a, a_step, b, c, c_step, add, queue);
+    }
+}
+
+/* c = a bᵀ, where b is packed like keys. */
+static void find_logits(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t lanes, const float *a,
+                        ptrdiff_t a_step, const float *b, float *c, prefetch_queue *queue)
+{
+    amx_shape *now = &amx_now;
+    for (const strip_f32 *s = strips; s < strips + count; s++) {
+        for (ptrdiff_t i = s->begin / PANEL_f32 * PANEL_f32; i < s->end; i += PANEL_f32)
+            amx_multiply(now, s->rows, PANEL_f32, lanes, a + s->row * a_step, a_step, b + i * lanes,
+                         c + s->row * AM_FLASH_TILE + i, AM_FLASH_TILE, false, queue);
+    }
+}
+
+enum { PANEL_LANES = AM_FLASH_TILE / 2 * PANEL_f32 }; /* lanes of a panel that is packed like values */
+
+/* Splits a panel into its finite numbers and the rest, which is NaN or Inf. */
+static void split_panel(const float *panel, float *finite, uint16_t *rest)
+{
+    enum { EXPONENT = 0x7f80 };
+    uint16_t numbers[2 * PANEL_LANES];
+    memcpy(rest, panel, sizeof numbers);
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++)
+        numbers[i] = (rest[i] & EXPONENT) == EXPONENT ? 0 : rest[i];
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) rest[i] ^= numbers[i];
+    memcpy(finite, numbers, sizeof numbers);
+}
+
+/* c += a b of live pairs of such a rest, which is 0 where numbers are finite. */
+static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_step,
+                     const uint16_t *rest, float *c, ptrdiff_t c_step)
+{
+    uint64_t any = 0;
+    for (ptrdiff_t r = 0; r < rows; r++) any |= live[r];
+    for (ptrdiff_t i = 0; i < 2 * PANEL_LANES; i++) {
+        const ptrdiff_t row = i / (2 * PANEL_f32) * 2 + i % 2, column = i / 2 % PANEL_f32;
+        if (rest[i] == 0 || !(any >> row & 1)) continue;
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            if (!(live[r] >> row & 1)) continue;
+            uint16_t p;
+            memcpy(&p, (const char *)(a + r * a_step) + row * 2, sizeof p);
+            c[r * c_step + column] += am_widen_one_bf16(p) * am_widen_one_bf16(rest[i]);
+        }
+    }
+}
+
+/* c += a b, where b is packed like values; of only the live pairs if `live` is not NULL. Finite numbers
+ * are multiplied by tiles even then: another order of sums would round otherwise, and dead pairs must not
+ * change a bit. */
+static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
+                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t depth,
+                         prefetch_queue *queue)
+{
+    amx_shape *now = &amx_now;
+    for (ptrdiff_t column = 0; column < depth; column += PANEL_f32, b += PANEL_LANES) {
+        const ptrdiff_t columns = depth - column < PANEL_f32 ? depth - column : PANEL_f32;
+        float finite[PANEL_LANES];
+        uint16_t rest[2 * PANEL_LANES];
+        if (live) split_panel(b, finite, rest);
+        for (const strip_f32 *s = strips; s < strips + count; s++) {
+            const ptrdiff_t begin = s->begin / PANEL_f32 * AMX_TILE_LANES,
+                            end = (s->end + PANEL_f32 - 1) / PANEL_f32 * AMX_TILE_LANES;
+            amx_multiply(now, s->rows, columns, end - begin, a + s->row * a_step + begin, a_step,
+                         (live ? finite : b) + begin * PANEL_f32, c + s->row * c_step + column, c_step, true,
+                         queue);
+        }
+        const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
+        if (live) add_rest(rows, live, a, a_step, rest, c + column, c_step);
+    }
+}
+
+static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    strip_f32 strips[AM_FLASH_ROWS / AMX_ROWS];
+    ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->live, AM_FLASH_TILE);
+    const ptrdiff_t chunks = (2 * block->depth + block->out_depth) / AMX_TILE_LANES + 1;
+    prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
+    if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
+    find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
+    SHARED_BF16X2(find_p_bf16x2)(block, tile);
+    add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
+                 block->out, block->out_depth, block->out_depth, &queue);
+    amx_end();
+}
+
+/* --- Products for backward_step_tpl.h --- */
+
+/* Transposes [rows][AM_FLASH_TILE] to bf16x2 of neighbouring rows: [AM_FLASH_TILE][AM_FLASH_ROWS / 2]. */
+static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
+{
+    enum { STEP = AM_FLASH_ROWS / 2 };
+    for (ptrdiff_t lane = 0; lane < STEP; lane += VF_LANES) {
+        for (ptrdiff_t column = 0; column < AM_FLASH_TILE; column += VF_LANES) {
+            vf bf16x2[VF_LANES];
+            UNROLL(16)
+            for (ptrdiff_t i = 0; i < VF_LANES; i++) {
+                const ptrdiff_t r = 2 * (lane + i);
+                const float *row = from + r * AM_FLASH_TILE + column;
+                vf even = r < rows ? vf_load(row) : vf_set1(0),
+                   odd = r + 1 < rows ? vf_load(row + AM_FLASH_TILE) : vf_set1(0);
+                bf16x2[i] = vf_join_bf16x2(even, odd);
+            }
+            vf_transpose(bf16x2);
+            UNROLL(16)
+            for (ptrdiff_t i = 0; i < VF_LANES; i++) vf_store(to + (column + i) * STEP + lane, bf16x2[i]);
+        }
+    }
+}
+
+static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
+                                  const uint64_t *live, const float *a, float *scratch, const float *b,
+                                  float *c, ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+{
+    (void)scratch;
+    float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
+    transpose_rows(transposed, a, rows);
+    add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, depth, queue);
+}
+
+static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
+                                const uint64_t *live, const float *a, const float *b, float *c,
+                                ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+{
+    (void)rows;
+    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, queue);
+}
+
+/* The number of chunks in all its products. */
+static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips)
+{
+    return strips * ((3 * block->depth + 2 * block->value_depth) / AMX_TILE_LANES + 1);
+}

@@ -1,0 +1,29 @@
+/* flash_bf16x2.c – attention in bfloat16, forward and backward; keys and values are packed. */
+#include "kernels/attention/flash_bf16x2.h"
+
+#include "kernels/arrays/words_tpl.h"
+#include "kernels/attention/backward_tpl.h"
+#define STEP(name) name##_bf16x2
+#define WIDTH 2
+#define HEIGHT STRIP
+#include "kernels/attention/backward_step_tpl.h"
+
+void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    find_p_bf16x2(block, tile);
+}
+void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const float *p,
+                                      const float *panel, float *c, ptrdiff_t c_step)
+{
+    add_product_bf16x2(rows, columns, depth, p, panel, PANEL_f32, c, c_step, NULL, NULL);
+}
+
+const am_kernels TABLE(flash_bf16x2) = {
+    .flash_bf16x2 =
+        {
+            .panel = PANEL_f32,
+            .step = flash_step_bf16x2,
+            .backward = backward_bf16x2,
+            .find_row_max = find_row_max_bf16x2,
+        },
+};

@@ -1,0 +1,128 @@
+/* flash_bf16x2.h – attention in bfloat16 by the processor's own dot products, where it has some. A
+ * lane of float32 holds two bfloat16 (bf16x2), sums are float32. In queries and keys the two are neighbours
+ * in depth, in P and values neighbouring keys. P is rounded to bfloat16, unless rows are so few that they
+ * wait for memory.
+ */
+#ifndef AM_KERNELS_ATTENTION_FLASH_BF16X2_H
+#define AM_KERNELS_ATTENTION_FLASH_BF16X2_H
+
+#include "kernels/attention/flash_f32.h"
+
+#define S float
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    left = vf_load(b), right = vf_load((b) + ((vectors) > 1) * VF_LANES)
+#define FMA vf_fma_bf16x2
+#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FROM(name) name##_bf16x2
+#include "kernels/attention/product_of_tpl.h"
+
+/* Where numbers lie apart that are neighbours in the sum: two rows, half of b_row apart, are interleaved as
+ * they are loaded. */
+#define S uint16_t
+#define LOADS(b, b_row, vectors, left, right)                                                                \
+    if ((vectors) > 1)                                                                                       \
+        vf_interleave_bf16x2(vf_load((const float *)(b)), vf_load((const float *)((b) + (b_row) / 2)),       \
+                             &left, &right);                                                                 \
+    else                                                                                                     \
+        left = vf_load_interleaved_bf16x2(b, (b) + (b_row) / 2)
+#define FMA vf_fma_bf16x2
+#define TIMES(x, y) vf_fma_bf16x2(x, y, vf_set1(0))
+#define FROM(name) name##_interleaved
+#include "kernels/attention/product_of_tpl.h"
+
+/* Stores P as bf16x2. */
+static inline __attribute__((always_inline)) void store_p_bf16x2(float *to, const vf *p, const int count)
+{
+    UNROLL(16)
+    for (int j = 0; j < count; j += 2) vf_store(to + j / 2 * VF_LANES, vf_narrow_bf16x2(p[j], p[j + 1]));
+}
+
+/* Adds both numbers of each lane to `total`. */
+static inline vf add_both_bf16x2(vf total, vf bf16x2)
+{
+    return vf_fma_bf16x2(bf16x2, vf_set1(am_float_of_bits(0x3f803f80)), total);
+}
+
+/* Adds some vectors of weights as values are multiplied by them: rounded. Else a row of which one weight is
+ * the most would be off by the rounding of that weight. */
+static inline __attribute__((always_inline)) vf add_weights_bf16x2(vf total, const vf *p, const int count)
+{
+    UNROLL(16)
+    for (int j = 0; j < count; j += 2) total = add_both_bf16x2(total, vf_narrow_bf16x2(p[j], p[j + 1]));
+    return total;
+}
+
+/* Narrows P begin … end - 1 to bf16x2, from lane begin / 2 on. */
+static void narrow_bf16x2(float *to, ptrdiff_t begin, ptrdiff_t end)
+{
+    for (ptrdiff_t i = begin; i < end; i += 2 * VF_LANES) {
+        vf p[] = {vf_load(to + i), vf_load(to + i + VF_LANES)};
+        store_p_bf16x2(to + i / 2, p, 2);
+    }
+}
+
+/* As `add_live_rows`, where a and b are bf16x2: of both numbers of a lane of b, dead ones become 0. */
+static void add_live_rows_bf16x2(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
+                                 ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
+                                 float *c, ptrdiff_t c_row, ptrdiff_t depth)
+{
+    static const uint32_t halves[] = {0, 0xffff, 0xffff0000, 0xffffffff};
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        for (ptrdiff_t j = 0; j < depth; j += VF_LANES) {
+            const float *panel = b + j / PANEL_f32 * b_panel + j % PANEL_f32;
+            vf sum = vf_load(c + r * c_row + j);
+            for (ptrdiff_t i = 0; i < AM_FLASH_TILE / 2; i++) {
+                uint32_t bits = halves[live[r] >> 2 * i & 3];
+                if (!bits) continue;
+                vf x = vf_only_bits(vf_load(panel + i * b_row), bits);
+                sum = vf_fma_bf16x2(vf_set1(a[r * a_row + i * a_column]), x, sum);
+            }
+            vf_store(c + r * c_row + j, sum);
+        }
+    }
+}
+
+#ifndef V_AMX
+/* Joins each two rows of [rows][AM_FLASH_TILE] to one of bf16x2; `to` may be `from`. */
+static const float *join_rows_bf16x2(float *to, const float *from, ptrdiff_t rows)
+{
+    for (ptrdiff_t r = 0; r < rows; r += 2, from += 2 * AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += VF_LANES) {
+            vf odd = r + 1 < rows ? vf_load(from + AM_FLASH_TILE + i) : vf_set1(0);
+            vf_store(to + r / 2 * AM_FLASH_TILE + i, vf_join_bf16x2(vf_load(from + i), odd));
+        }
+    }
+    return to;
+}
+
+static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t column,
+                            const float *panel)
+{
+    add_live_rows_bf16x2(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, PANEL_f32, 0,
+                         (float *)block->out + column, block->out_depth,
+                         columns_at(block, column, PANEL_f32));
+}
+
+/* O + P V of some columns of unpacked values, of which each two rows are interleaved. */
+static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const am_flash_tile *tile,
+                                ptrdiff_t column, float *c, ptrdiff_t c_step, prefetch_lines *prefetch)
+{
+    const uint16_t *v = (const uint16_t *)tile->v + column;
+    const ptrdiff_t step = 4 * tile->v_step;
+    const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v);
+    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch,
+                            tile->run ? &runs : NULL);
+}
+#endif
+
+#define STEP(name) name##_bf16x2
+#define WIDTH 2
+#define EXP2_TERMS exp2_terms_bf16x2
+#include "kernels/attention/step_tpl.h"
+
+/* Those of flash_bf16x2.c, which other topics call. */
+void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_tile *tile);
+void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const float *p,
+                                      const float *panel, float *c, ptrdiff_t c_step);
+
+#endif

@@ -1,0 +1,57 @@
+/* flash_f32.c – attention in float32, forward and backward; keys and values are packed. */
+#include "kernels/attention/flash_f32.h"
+#include "kernels/attention/merge_tpl.h"
+
+#define S T
+#define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
+#define STORE VOP(store)
+#define STORE_PART VOP(store_part)
+#define FROM(name) FN(name)
+#include "kernels/attention/numbers_tpl.h"
+#define S uint16_t
+#define LOAD vf_load_f16
+#define LOAD_PART vf_load_part_f16
+#define STORE vf_store_f16
+#define STORE_PART vf_store_part_f16
+#define FROM(name) name##_f16
+#include "kernels/attention/numbers_tpl.h"
+#define S uint16_t
+#define LOAD vf_load_bf16
+#define LOAD_PART vf_load_part_bf16
+#define STORE vf_store_bf16
+#define STORE_PART vf_store_part_bf16
+#define FROM(name) name##_bf16
+#include "kernels/attention/numbers_tpl.h"
+
+#include "kernels/arrays/words_tpl.h"
+#include "kernels/attention/backward_tpl.h"
+#define STEP(name) FN(name)
+#define WIDTH 1
+#define HEIGHT STRIP
+#include "kernels/attention/backward_step_tpl.h"
+#include "kernels/attention/rows_tpl.h"
+
+void SHARED(find_p_f32)(const am_flash_rows *block, const am_flash_tile *tile) { find_p_f32(block, tile); }
+void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const float *p,
+                            const float *panel, float *c, ptrdiff_t c_step)
+{
+    add_packed_f32(rows, columns, depth, p, panel, c, c_step);
+}
+
+const am_kernels TABLE(flash_f32) = {
+    .flash_f32 =
+        {
+            .panel = PANEL_f32,
+            .step = flash_step_f32,
+            .merge = merge_f32,
+            .numbers = {[AM_FLOAT32] = {read_bias_f32, write_f32},
+                        [AM_FLOAT16] = {read_bias_f16, write_f16},
+                        [AM_BFLOAT16] = {read_bias_bf16, write_bf16}},
+            .backward = backward_f32,
+            .find_row_max = find_row_max_f32,
+            .load_rows = load_rows_f32,
+            .add_rows = add_rows_f32,
+            .dot_rows = dot_rows_f32,
+        },
+};

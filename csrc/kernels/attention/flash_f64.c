@@ -1,0 +1,54 @@
+/* flash_f64.c – attention in float64, forward and backward. */
+#include "kernels/attention/common.h"
+
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define FN(name) name##_f64
+#define LANES VD_LANES
+#define STRIP V_STRIP
+#define GREATEST DBL_MAX
+#define EPSILON DBL_EPSILON
+#define MIN_POWER 1022
+#define ROUNDER (0x1.8p52 + MIN_POWER)
+#define OWN(name) FN(name)
+#include "kernels/attention/product_tpl.h"
+#include "kernels/attention/attention_tpl.h"
+#include "kernels/attention/merge_tpl.h"
+
+#define S T
+#define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
+#define STORE VOP(store)
+#define STORE_PART VOP(store_part)
+#define FROM(name) FN(name)
+#include "kernels/attention/numbers_tpl.h"
+#define S T
+#define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
+#define FROM(name) FN(name)
+#include "kernels/attention/formats/kv_format_tpl.h"
+
+#include "kernels/arrays/words_tpl.h"
+#include "kernels/attention/backward_tpl.h"
+#define STEP(name) FN(name)
+#define WIDTH 1
+#define HEIGHT STRIP
+#include "kernels/attention/backward_step_tpl.h"
+#include "kernels/attention/rows_tpl.h"
+
+const am_kernels TABLE(flash_f64) = {
+    .flash_f64 =
+        {
+            .panel = PANEL_f64,
+            .step = flash_step_f64,
+            .merge = merge_f64,
+            .kv = {[AM_FLOAT64] = KV_KERNELS(f64)},
+            .numbers = {[AM_FLOAT64] = {read_bias_f64, write_f64}},
+            .backward = backward_f64,
+            .find_row_max = find_row_max_f64,
+            .load_rows = load_rows_f64,
+            .add_rows = add_rows_f64,
+            .dot_rows = dot_rows_f64,
+        },
+};

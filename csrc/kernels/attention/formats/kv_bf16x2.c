@@ -1,0 +1,136 @@
+/* kv_bf16x2.c – keys and values of bfloat16, multiplied as bf16x2. */
+#include "kernels/attention/flash_bf16x2.h"
+
+/* That of kv_bf16.c. */
+void SHARED(add_values_bf16)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                             ptrdiff_t end, const uint16_t *values, prefetch_lines *prefetch);
+
+#define S uint16_t
+#define LOAD_SOME vf_load_some_bf16x2
+#define FROM(name) name##_bf16x2
+#include "kernels/attention/formats/pack_pairs_tpl.h"
+
+/* --- Few rows: keys are read unpacked, and a few values at a time become bf16x2 --- */
+
+/* O + P V of half a panel of columns of unpacked values. */
+APART void add_half_panel_bf16x2(ptrdiff_t rows, ptrdiff_t lanes, const float *p, const uint16_t *v,
+                                 ptrdiff_t v_step, float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+                                 const row_runs *in_runs)
+{
+    prefetch_lines none = prefetch_nothing(v);
+    for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+        accumulate_interleaved(rows - r < V_STRIP ? rows - r : V_STRIP, 1, lanes, p + r * AM_FLASH_TILE, v,
+                               v_step, out + r * out_step, out_step, 1, r == 0 ? prefetch : &none, true,
+                               in_runs);
+}
+
+enum { LINES_BF16X2 = 2 }; /* of a panel of two unpacked rows */
+
+/* O + P V of a whole strip and a panel of columns of unpacked values, which are stored as they were
+ * interleaved for the strips after it. */
+APART void add_first_strip_bf16x2(ptrdiff_t lanes, const float *p, const uint16_t *v, ptrdiff_t v_step,
+                                  float *out, ptrdiff_t out_step, prefetch_lines *prefetch,
+                                  const row_runs *in_runs, float *interleaved)
+{
+    product_of_interleaved(V_STRIP, 2, lanes, p, AM_FLASH_TILE, 1, v, v_step, out, out_step, true,
+                           LINES_BF16X2, prefetch, true, in_runs, interleaved);
+}
+
+/* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. It prefetches as
+ * many lines as it reads. */
+static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                              ptrdiff_t end, const float *values, prefetch_lines *prefetch)
+{
+    if (block->float_weights) {
+        am_flash_tile numbers = *tile;
+        numbers.v_step *= 2, numbers.value_depth *= 2;
+        SHARED(add_values_bf16)(block, &numbers, begin, end, (const uint16_t *)values, prefetch);
+        return;
+    }
+    begin -= begin % 2;
+    const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
+    const uint16_t *v = (const uint16_t *)values + begin * step;
+    const float *p = (const float *)block->logits + begin / 2;
+    float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
+        const ptrdiff_t columns = 2 * tile->value_depth - column;
+        const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
+                       *in_runs = tile->run && keys > tile->run ? &runs : NULL;
+        const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
+            wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
+        width = wide ? 2 * PANEL_f32 : PANEL_f32;
+        if (!tile->live && columns == VF_LANES) {
+            add_half_panel_bf16x2(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
+                                  prefetch, in_runs);
+            continue;
+        }
+        if (whole) {
+            if (wide) {
+                accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
+                                            block->out_depth, 2 * LINES_BF16X2, prefetch, in_runs);
+                continue;
+            }
+            if (rows <= V_STRIP)
+                accumulate_interleaved(rows, 2, lanes, p, v + column, 2 * step, out + column,
+                                       block->out_depth, LINES_BF16X2, prefetch, true, in_runs);
+            else
+                add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_depth,
+                                       prefetch, in_runs, panel);
+            for (ptrdiff_t r = V_STRIP; r < rows; r += V_STRIP)
+                SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP, PANEL_f32, lanes,
+                                                 p + r * AM_FLASH_TILE, panel,
+                                                 out + r * block->out_depth + column, block->out_depth);
+            continue;
+        }
+        vf nothing[] = {vf_set1(0), vf_set1(0)};
+        for (ptrdiff_t i = 0, some = in_runs ? tile->run : keys; i < keys; i += some) {
+            const uint16_t *row = row_in_runs(tile, tile->v, tile->v_runs, 2 * step, begin + i);
+            pack_panel_bf16x2(panel + i / 2 * PANEL_f32, (some + 1) / 2, row + column, step, some, columns,
+                              tile->live ? nothing : NULL, prefetch);
+        }
+        if (vf_total(vf_add(nothing[0], nothing[1])) != 0) {
+            uint64_t live[AM_FLASH_ROWS];
+            for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->live[r], begin, end);
+            add_live_rows_bf16x2(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
+                                 block->out_depth, columns_at(block, column, PANEL_f32));
+            continue;
+        }
+        for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
+            SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP,
+                                             block->out_depth - column, lanes, p + r * AM_FLASH_TILE, panel,
+                                             out + r * block->out_depth + column, block->out_depth);
+    }
+}
+
+/* Turns products of unpacked keys into P, as bf16x2 or float32. */
+static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    if (!block->float_weights) {
+        SHARED_BF16X2(find_p_bf16x2)(block, tile);
+        return;
+    }
+    const vf factor = vf_set1((float)block->factor);
+    float *logits = block->logits;
+    for (ptrdiff_t i = 0; i < block->rows * AM_FLASH_TILE; i += VF_LANES)
+        vf_store(logits + i, vf_mul(factor, vf_load(logits + i)));
+    am_flash_rows scaled = *block;
+    scaled.factor = 1;
+    OWN(find_p)(&scaled, tile);
+}
+
+#define S float
+#define W S
+#define UNIT 1
+#define LOAD_WIDE vf_load
+#define LOAD_PART_WIDE vf_load_part
+#define FMA vf_fma_bf16x2
+#define AT_ONCE(block, tile) (!(block)->float_weights || (block)->out_depth == 2 * (tile)->value_depth)
+#define FIND_P find_weights_bf16x2
+#define STEP(name) name##_bf16x2
+#define FROM(name) name##_bf16x2
+#include "kernels/attention/formats/unpacked_tpl.h"
+
+const am_kernels TABLE(kv_bf16x2) = {
+    .flash_bf16x2.kv[AM_BFLOAT16] = {.pack_values = pack_values_bf16x2,
+                                     .step_unpacked = step_unpacked_bf16x2},
+};

@@ -1,0 +1,127 @@
+/* kv_format_tpl.h – the kernels for keys and values whose elements in memory are S. LOAD and LOAD_PART
+ * load lanes of them. Keys and values are packed for many rows, and read unpacked for few. Rows of some types
+ * are widened before they are read unpacked: then WIDEN writes the numbers of some rows as W, each 1 / UNIT
+ * of what it is, and functions named by WIDE read them. */
+
+#ifndef WIDE
+#    define W S
+#    define WIDE(name) FROM(name)
+#    define LOAD_WIDE LOAD
+#    define LOAD_PART_WIDE LOAD_PART
+#    define UNIT 1
+#endif
+
+#include "kernels/attention/formats/pack_keys_tpl.h"
+#include "kernels/attention/formats/pack_panel_tpl.h"
+
+/* Multiplies packed values by the scales of their rows; adds 0 × the products to `nothing`. */
+static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t depth, const T *scales, V nothing)
+{
+    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL)) {
+        T *row = dst + i * AM_FLASH_TILE;
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            for (ptrdiff_t j = 0; j < FN(PANEL); j += LANES, row += LANES) {
+                const V x = VOP(mul)(VOP(set1)(scales[r]), VOP(load)(row));
+                VOP(store)(row, x);
+                nothing = VOP(fma)(x, VOP(set1)(0), nothing);
+            }
+        }
+    }
+    return nothing;
+}
+
+/* Packs row by row, since rows may lie far apart. */
+static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t depth,
+                              const void *scales)
+{
+    T *dst = to;
+    const S *src = from->data;
+    V nothing = VOP(set1)(0);
+    for (ptrdiff_t r = 0; r < rows; r++, src += from->step, dst += FN(PANEL)) {
+        if (from->run && r % from->run == 0) src = from->runs[r / from->run];
+        for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
+            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, 0, 1, depth - i, nothing);
+    }
+    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
+        memset(dst + i * AM_FLASH_TILE, 0,
+               (size_t)((FN(whole_panels)(rows) - rows) * FN(PANEL)) * sizeof *dst);
+    if (scales) nothing = FROM(scale_packed)(to, rows, depth, scales, nothing);
+    return VOP(total)(nothing) == 0;
+}
+
+/* O + P V of values begin … end - 1 of an unpacked tile, whose value 0 would be at `values`. Prefetches as
+ * many lines as it reads of values. */
+static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                             ptrdiff_t end, const S *values, prefetch_lines *prefetch)
+{
+    enum {
+        BYTES = FN(PANEL) * sizeof(S),
+        LINES = BYTES > CACHE_LINE ? BYTES / CACHE_LINE : 1,
+        WIDE_LINES = 2 * BYTES > CACHE_LINE ? 2 * BYTES / CACHE_LINE : 1,
+    };
+    prefetch_lines none = prefetch_nothing(tile->k);
+    T *logits = (T *)block->logits + begin, panel[AM_FLASH_TILE * FN(PANEL)];
+#ifdef WIDEN
+    W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
+#endif
+    const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
+        const S *rows_of_v = values + begin * tile->v_step + column;
+        const ptrdiff_t columns = tile->value_depth - column;
+        const row_runs runs = runs_of_values(tile, 1, column * (ptrdiff_t)sizeof(S)),
+                       *in_runs = tile->run && keys > tile->run ? &runs : NULL;
+        T *out = (T *)block->out + column;
+        const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
+        width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
+#ifdef WIDEN
+        const ptrdiff_t v_step = 2 * FN(PANEL);
+        const W *v = widened + column % v_step;
+        if (column % v_step == 0)
+            WIDEN(widened, v_step, rows_of_v, tile->v_step, keys, columns < v_step ? columns : v_step);
+#else
+        const W *v = rows_of_v;
+        const ptrdiff_t v_step = tile->v_step;
+#endif
+        if (wide) {
+            WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_depth, WIDE_LINES,
+                                  prefetch, in_runs);
+            continue;
+        }
+        bool packed = tile->live || width > columns;
+        if (packed) {
+            V nothing = WIDE(pack_panel)(panel, v, v_step, keys, columns, VOP(set1)(0));
+            if (tile->live && VOP(total)(nothing) != 0) {
+                uint64_t live[AM_FLASH_ROWS];
+                for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
+                FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
+                                  block->out_depth, width);
+                continue;
+            }
+        }
+        /* Only the first strip prefetches, and only the first of the panels that share a line. */
+        prefetch_lines *lines = column * sizeof(S) % CACHE_LINE == 0 ? prefetch : &none;
+        for (ptrdiff_t i = 0, r = 0; i < strips; i++, lines = &none) {
+            ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
+            const T *p = logits + r * AM_FLASH_TILE;
+            T *to = out + r * block->out_depth;
+            if (packed)
+                OWN(add_packed)(rows, width, keys, p, panel, to, block->out_depth);
+            else if (width == FN(PANEL))
+                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_depth, LINES, lines, true,
+                                 in_runs);
+            else
+                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_depth, 1, lines, true, in_runs);
+            r += rows;
+        }
+    }
+}
+
+#define FMA VOP(fma)
+#ifdef WIDEN
+#    define AT_ONCE(block, tile) false /* rows of a run are widened for themselves */
+#else
+#    define AT_ONCE(block, tile) ((block)->out_depth == (tile)->value_depth)
+#endif
+#define FIND_P OWN(find_p)
+#define STEP(name) FN(name)
+#include "kernels/attention/formats/unpacked_tpl.h"

@@ -1,0 +1,43 @@
+/* pack_keys_tpl.h – packs keys whose lanes in memory are S. LOAD and LOAD_PART load lanes of them. */
+
+/* Loads a square of lanes and transposes it; missing rows and columns are zero. */
+static inline __attribute__((always_inline)) void
+FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t rows, ptrdiff_t columns)
+{
+    UNROLL(16)
+    for (ptrdiff_t r = 0; r < LANES; r++) {
+        square[r] = r >= rows ? VOP(set1)(0) : columns >= LANES ? LOAD(src) : LOAD_PART(src, columns);
+        src += step;
+        HIDE(src); /* computed from the row before: there are no registers for the addresses of all rows */
+    }
+    VOP(transpose)(square);
+}
+
+/* Packs one row of squares after the other: fewer rows at a time conflict less in the cache. With a factor of
+ * 1 lanes may also be bf16x2. */
+static void FROM(pack_keys)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t depth,
+                            double factor, const void *scales)
+{
+    const ptrdiff_t step = from->step, run = from->run;
+    const bool scaled = factor != 1 || scales;
+    V scale = VOP(set1)((T)factor);
+    for (ptrdiff_t row = 0; row < FN(whole_panels)(rows); row += LANES) {
+        const S *src =
+            run ? (const S *)from->runs[row / run] + row % run * step : (const S *)from->data + row * step;
+        T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * depth + row % FN(PANEL);
+        if (scales) scale = VOP(mul)(VOP(set1)((T)factor), VOP(load)((const T *)scales + row));
+        for (ptrdiff_t i = 0; i < depth; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
+            V square[LANES];
+            if (row + LANES <= rows && i + LANES <= depth) {
+                FROM(load_transposed)(square, src, step, LANES, LANES);
+                UNROLL(16)
+                for (ptrdiff_t c = 0; c < LANES; c++)
+                    VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
+            } else {
+                FROM(load_transposed)(square, src, step, rows - row, depth - i);
+                for (ptrdiff_t c = 0; c < LANES && i + c < depth; c++)
+                    VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
+            }
+        }
+    }
+}

@@ -1,0 +1,115 @@
+/* pairs_tpl.h – attention of few rows to keys and values of eight bits, S, which become numbers of
+ * sixteen bits as they are read. The processor's own dot products multiply them in pairs, which are
+ * neighbours in depth in queries and keys, and neighbouring keys in P and values.
+ *
+ * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. SUMS
+ * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied.
+ * NUMBER_OF_SUM turns sums of values into numbers, and P_UNIT is by what those of a row of P are multiplied.
+ * USUAL is a byte that takes no longer than others, for columns that are not there. STEP names the functions
+ * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
+ * pairs, if it is not so yet, and calls add_pairs. */
+
+static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
+static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
+
+/* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers from run to
+ * run, so that runs do not alter a bit. */
+static inline __attribute__((always_inline)) void
+FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row, const int rows,
+                 ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column, const int panels, prefetch_lines *prefetch)
+{
+    const int vectors = 2 * panels, lines = panels; /* of two rows of 32 bytes a panel */
+    const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
+    const ptrdiff_t columns = tile->value_depth - column, bytes = tile->v_step * (ptrdiff_t)sizeof(S);
+    const bool copied = panels == 1 && columns < PANEL_f32, at_once = !copied && begin == 0;
+    const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof(S));
+    S panel[AM_FLASH_TILE * PANEL_f32];
+    vf sums[V_STRIP][2];
+    UNROLL(32)
+    for (int i = 0; i < rows * panels; i++) sums[i][0] = sums[i][1] = vf_set1(0);
+    for (ptrdiff_t next; begin < end; begin = next) {
+        next = at_once ? end : FROM(end_of_run)(tile, begin, end);
+        const S *v = (const S *)row_in_runs(tile, tile->v, tile->v_runs, bytes, begin) + column,
+                *last = (const S *)row_in_runs(tile, tile->v, tile->v_runs, bytes, next - 1) + column;
+        ptrdiff_t step = tile->v_step;
+        if (copied) {
+            for (ptrdiff_t i = 0; i < next - begin; i++)
+                v_copy_some_8(panel + i * PANEL_f32, v + i * step, columns, USUAL);
+            v = panel, last = panel + (next - begin - 1) * PANEL_f32, step = PANEL_f32;
+        }
+        const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
+        if (next - begin > 1)
+            FROM(add_to_sums)(rows, vectors, (next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v, 2 * step,
+                              sums, lines, prefetch, true, in_runs, NULL);
+        /* P is 0 for the key behind the last one, which may not be there. */
+        if ((next - begin) % 2 != 0)
+            FROM(outer)(rows, vectors, p + (next - 1) / 2, AM_FLASH_TILE, last, 0, true, sums, NULL);
+    }
+    UNROLL(16)
+    for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {
+        float *out = (float *)block->out + (row + r) * block->out_depth + column;
+        const vf unit = vf_set1(P_UNIT(p));
+        vf its[] = {sums[r][0], sums[r][1], sums[rows * (panels - 1) + r][0],
+                    sums[rows * (panels - 1) + r][1]};
+        if (panels == 1)
+            vf_straighten(its);
+        else
+            vf_straighten_wide(its);
+        UNROLL(4)
+        for (int i = 0; i < vectors; i++) {
+            if (i > 0 && panels == 1 && VF_LANES >= block->out_depth - column) break;
+            vf_store(out + i * VF_LANES, vf_fma(unit, NUMBER_OF_SUM(its[i]), vf_load(out + i * VF_LANES)));
+        }
+    }
+}
+
+/* The same of one row or more. */
+#define ROWS_OF(n, panels)                                                                                   \
+    case n: FROM(add_panels)(block, tile, row, n, begin, end, column, panels, prefetch); break;
+#define ONE_PANEL(n) ROWS_OF(n, 1)
+#define TWO_PANELS(n) ROWS_OF(n, 2)
+#define ADD_PANELS(name, cases)                                                                              \
+    APART void FROM(name)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,              \
+                          ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t column,                  \
+                          prefetch_lines *prefetch)                                                          \
+    {                                                                                                        \
+        switch (rows) {                                                                                      \
+            cases                                                                                            \
+        }                                                                                                    \
+    }
+ADD_PANELS(add_one_panel, EACH_ROWS(ONE_PANEL))
+ADD_PANELS(add_two_panels, EACH_FEW_ROWS(TWO_PANELS))
+#undef ROWS_OF
+#undef ONE_PANEL
+#undef TWO_PANELS
+#undef ADD_PANELS
+
+/* O + P V of values begin … end - 1 of a tile; `begin` is even. */
+static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                            ptrdiff_t end, prefetch_lines *prefetch)
+{
+    const ptrdiff_t rows = block->rows;
+    prefetch_lines none = prefetch_nothing(tile->v);
+    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
+        const bool wide = rows <= V_STRIP / 2 && tile->value_depth - column >= 2 * PANEL_f32;
+        width = wide ? 2 * PANEL_f32 : PANEL_f32;
+        if (wide) {
+            FROM(add_two_panels)(block, tile, 0, rows, begin, end, column, prefetch);
+            continue;
+        }
+        for (ptrdiff_t row = 0; row < rows; row += V_STRIP)
+            FROM(add_one_panel)(block, tile, row, rows - row < V_STRIP ? rows - row : V_STRIP, begin, end,
+                                column, row == 0 ? prefetch : &none);
+    }
+}
+
+#define W S
+#define WIDE(name) FROM(name)
+#define NUMBERS 2
+#define QUERIES(block) ((const float *)(block)->q_packed)
+#define QUERY_STEP am_packed_query_lanes
+#include "kernels/attention/formats/unpacked_tpl.h"
+
+#undef P_UNIT
+#undef NUMBER_OF_SUM
+#undef USUAL

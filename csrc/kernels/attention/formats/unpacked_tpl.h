@@ -1,0 +1,403 @@
+/* unpacked_tpl.h – attention of few rows to unpacked keys and values of type S. LOAD and
+ * LOAD_PART load lanes of keys, FMA multiplies and adds them, STEP names the functions that turn logits into
+ * P, and add_values adds P V. Where lanes hold NUMBERS of what S is, the includer says by what the sums of a
+ * row are multiplied, and SUMS names the functions that add up lanes. Where one load has the numbers of two
+ * vectors (PARTS), PART_OF takes one of them; a rest of one vector is in order. In either case the includer
+ * says where such queries are, which are zero behind the last number. AT_ONCE tells whether add_values takes
+ * the values of all runs at once if all are live. */
+
+#ifndef NUMBERS
+#    define NUMBERS 1
+#    define SUMS VOP
+#    define ROW_UNIT(block, r) UNIT
+#endif
+#ifndef PARTS
+#    define PARTS 1
+#    define PART_OF(x, part) (x)
+#endif
+#ifndef FIND_P
+#    define FIND_P STEP(find_p)
+#endif
+#ifndef QUERIES
+#    define QUERIES(block) ((const T *)(block)->q)
+#    define QUERY_STEP(depth) (depth)
+#endif
+
+/* PAIR sums become one vector in the first step of adding up lanes. */
+#ifdef V_PAIRS
+#    define PAIR 2
+#    define ADD_PAIR SUMS(add_pair)
+#    define TOTALS SUMS(totals_of_pairs)
+#else
+#    define PAIR 1
+#    define ADD_PAIR(sums) (*(sums))
+#    define TOTALS SUMS(totals)
+#endif
+
+#if PARTS > 1
+/* Adds products of what was loaded of some keys and the queries at q, of which `count` lanes are left. */
+static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                 const V *x, const T *q, ptrdiff_t q_step,
+                                                                 ptrdiff_t count, const int parts, V *sums)
+{
+    UNROLL(4)
+    for (int part = 0; part < parts; part++, q += LANES) {
+        V some[DOT_SUMS];
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) some[j] = parts > 1 ? PART_OF(x[j], part) : x[j];
+        UNROLL(4)
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            const T *row = q + r * q_step;
+            V y = count >= LANES ? VOP(load)(row) : VOP(load_part)(row, count);
+            UNROLL(32)
+            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(some[j], y, sums[r * keys + j]);
+        }
+    }
+}
+#endif
+
+/* Sums of products of up to four rows with so many keys that they fit the registers and do not wait for each
+ * other; keys behind the last are read as the last. Unless `prefetch` is NULL, it prefetches as many lines as
+ * it reads of keys, which are `straight` if the caller knows that they are. */
+static inline __attribute__((always_inline)) void
+FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
+               ptrdiff_t step, ptrdiff_t last, V *sums, prefetch_lines *prefetch, const bool straight)
+{
+#define KEY(j) (k + ((j) < last ? (j) : last) * step)
+    const ptrdiff_t q_step = QUERY_STEP(depth);
+    prefetch_lines current = prefetch ? *prefetch : (prefetch_lines){0};
+    V x[DOT_SUMS];
+    UNROLL(64)
+    for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
+    ptrdiff_t i = 0;
+    for (; (i + LANES * PARTS) * NUMBERS <= depth; i += LANES * PARTS) {
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(KEY(j));
+        k += LANES * PARTS * NUMBERS;
+        HIDE(k); /* one register for all keys */
+        if (prefetch && i * NUMBERS * sizeof(S) % CACHE_LINE == 0) {
+            if (straight)
+                prefetch_straight(&current, keys);
+            else
+                prefetch_each(&current, keys, true);
+        }
+#if PARTS > 1
+        FROM(add_dots)(rows, keys, x, q, q_step, LANES, PARTS, sums);
+#else
+        UNROLL(4)
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            V y = VOP(load)(q + r * q_step);
+            UNROLL(32)
+            for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
+        }
+#endif
+        q += LANES * PARTS;
+        HIDE(q);
+    }
+    if (prefetch && straight)
+        prefetch_end_straight(prefetch, &current);
+    else if (prefetch)
+        *prefetch = current;
+    const ptrdiff_t left = depth - i * NUMBERS;
+#if PARTS > 1
+    if (0 < left && left <= LANES) {
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART(KEY(j), left);
+        FROM(add_dots)(rows, keys, x, q, q_step, left, 1, sums);
+        return;
+    }
+#endif
+    if (left <= 0) return;
+    UNROLL(32)
+    for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_PART_WIDE(KEY(j), left);
+#if PARTS > 1
+    FROM(add_dots)(rows, keys, x, q, q_step, 2 * LANES, PARTS, sums);
+#else
+    UNROLL(4)
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        V y = NUMBERS > 1 ? VOP(load)(q + r * q_step) : VOP(load_part)(q + r * q_step, left);
+        UNROLL(32)
+        for (ptrdiff_t j = 0; j < keys; j++) sums[r * keys + j] = FMA(x[j], y, sums[r * keys + j]);
+    }
+#endif
+#undef KEY
+}
+
+/* The first step of adding up their lanes. */
+static inline __attribute__((always_inline)) void FROM(add_pairs_of)(const ptrdiff_t count, const V *sums,
+                                                                     V *pairs)
+{
+    UNROLL(32)
+    for (ptrdiff_t i = 0; i < (count + LANES - 1) / LANES * LANES / PAIR; i++)
+        pairs[i] = ADD_PAIR(sums + PAIR * i);
+}
+
+/* The other steps. */
+static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                   ptrdiff_t last, const V *pairs, T *logits)
+{
+    T dots[DOT_SUMS + LANES];
+    UNROLL(32)
+    for (ptrdiff_t begin = 0; begin < rows * keys; begin += LANES)
+        VOP(store)(dots + begin, TOTALS(pairs + begin / PAIR));
+    UNROLL(4)
+    for (ptrdiff_t r = 0; r < rows; r++, logits += AM_FLASH_TILE) {
+        if (last + 1 >= keys) {
+            memcpy(logits, dots + r * keys, (size_t)keys * sizeof *dots);
+            continue;
+        }
+        for (ptrdiff_t j = 0; j <= last; j++) logits[j] = dots[r * keys + j];
+    }
+}
+
+/* Logits of some rows and keys. */
+static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
+                                                                ptrdiff_t depth, const T *q, const W *k,
+                                                                ptrdiff_t step, ptrdiff_t last, T *logits,
+                                                                prefetch_lines *prefetch)
+{
+    V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
+    FROM(multiply)(rows, keys, depth, q, k, step, last, sums, prefetch, false);
+    FROM(add_pairs_of)(rows * keys, sums, pairs);
+    FROM(store_dots)(rows, keys, last, pairs, logits);
+}
+
+/* Logits of keys of which the first are at k, and the others in runs. It takes `most` keys at a time, and at
+ * the end of a run as many, or half as many, of which some may not be there. Where rows take turns, it
+ * prefetches once in `turns` times, first after `wait` times without. The steps that add up lanes wait for
+ * one another: if the registers have room, all but the first are left until the next keys are multiplied.
+ * Lines are counted one by one for one row, which waits for memory: counted at once, float32 takes 1.04
+ * to 1.08 of the time there.
+ */
+static inline __attribute__((always_inline)) void
+FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, ptrdiff_t first,
+                   ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step, const row_runs *runs, T *logits,
+                   prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
+{
+    const ptrdiff_t lines = (depth * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE, run = runs->rows;
+    const void *const *next = runs->next;
+    V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
+    T *before = NULL;
+    for (ptrdiff_t left = first;; left = keys < run ? keys : run) {
+        keys -= left;
+        for (; left >= most; left -= most, k += most * step, logits += most) {
+            const bool prefetches = turns == 1 || wait == 0;
+            wait = prefetches ? turns - 1 : wait - 1;
+            if (!prefetches)
+                FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, NULL, false);
+            else if (rows > 1 && prefetch_is_straight(prefetch, most * lines))
+                FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, prefetch, true);
+            else
+                FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, prefetch, false);
+            if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
+            FROM(add_pairs_of)(rows * most, sums, pairs);
+            if (PAIR == 1) FROM(store_dots)(rows, most, most - 1, pairs, logits);
+            before = logits;
+        }
+        if (left > most / 2)
+            FROM(dots_of)(rows, most, depth, q, k, step, left - 1, logits, prefetch);
+        else if (left > 0)
+            FROM(dots_of)(rows, most / 2, depth, q, k, step, left - 1, logits, prefetch);
+        if (keys == 0) break;
+        logits += left;
+        k = (const W *)((const char *)*next++ + runs->offset);
+    }
+    if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
+}
+
+/* The same of one to four rows, which prefetch each time. */
+static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t first,
+                                                ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step,
+                                                const row_runs *runs, T *logits, prefetch_lines *prefetch)
+{
+#define DOTS(n, most)                                                                                        \
+    case n: FROM(dots_of_rows)(n, most, keys, first, depth, q, k, step, runs, logits, prefetch, 0, 1); break;
+/* 2, 4 or 8, but at most n, which divides most runs: five or six keys at a time would leave a rest. */
+#define DIVISOR(n) ((n) >= 8 ? 8 : (n) >= 4 ? 4 : 2)
+    switch (rows) {
+        DOTS(1, 8)
+        DOTS(2, DIVISOR(DOT_SUMS / 2))
+        DOTS(3, DIVISOR(DOT_SUMS / 3))
+        DOTS(4, DOT_SUMS / 4)
+    }
+#undef DIVISOR
+#undef DOTS
+}
+
+/* The same of four of more rows, which take turns at prefetching: if the first four prefetched all, they
+ * would wait for memory, which would then be idle while the others are multiplied. */
+static __attribute__((nonnull)) void
+FROM(dots_of_four)(ptrdiff_t keys, ptrdiff_t first, ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step,
+                   const row_runs *runs, T *logits, prefetch_lines *prefetch, ptrdiff_t wait, ptrdiff_t turns)
+{
+    FROM(dots_of_rows)(4, DOT_SUMS / 4, keys, first, depth, q, k, step, runs, logits, prefetch, wait, turns);
+}
+
+/* Where value 0 of a tile would be if all were in the run of value i. */
+static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
+{
+    const ptrdiff_t bytes = tile->v_step * (ptrdiff_t)sizeof(S);
+    return (const S *)((uintptr_t)row_in_runs(tile, tile->v, tile->v_runs, bytes, i) -
+                       (uintptr_t)(i * bytes));
+}
+
+/* The end of the run of row i, or `end`. */
+static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end)
+{
+    const ptrdiff_t next = tile->run ? (i | (tile->run - 1)) + 1 : end;
+    return next < end ? next : end;
+}
+
+/* Logits of keys begin … end - 1 of a tile. */
+static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
+                              ptrdiff_t end, prefetch_lines *prefetch)
+{
+    prefetch_lines none = prefetch_nothing(tile->k);
+    const T *q = QUERIES(block);
+    const row_runs runs = runs_of_keys(tile, begin);
+    /* Turns would take 1.02 of the time for keys of one byte, of which memory delivers enough. */
+    const ptrdiff_t turns = sizeof(S) > 1 ? block->rows / 4 : 1;
+#ifdef WIDEN
+    W widened[SOME_KEYS * AM_MOST_WIDENED];
+    const ptrdiff_t k_step = whole_f8(block->depth);
+#else
+    const ptrdiff_t k_step = tile->k_step;
+    /* More than four rows read keys again. Whole tiles that fill a first-level cache of 32 KB would take 1.06
+     * of the time. */
+    const bool by_runs = block->rows > 4 && AM_FLASH_TILE * block->depth * (ptrdiff_t)sizeof(S) >= 32 << 10;
+#endif
+    for (ptrdiff_t next; begin < end; begin = next) {
+        const S *k = row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(S), begin);
+        ptrdiff_t first = FROM(end_of_run)(tile, begin, end) - begin;
+#ifdef WIDEN
+        if (first > SOME_KEYS) first = SOME_KEYS;
+        const W *from = widened;
+        WIDEN(widened, k_step, k, tile->k_step, first, block->depth);
+        next = begin + first;
+#else
+        const W *from = k;
+        next = by_runs ? begin + first : end;
+#endif
+        for (ptrdiff_t r = 0; r < block->rows; r += 4) {
+            const ptrdiff_t rows = block->rows - r, keys = next - begin, q_step = QUERY_STEP(block->depth);
+            T *logits = (T *)block->logits + r * AM_FLASH_TILE + begin;
+            if (turns > 1 && rows >= 4)
+                FROM(dots_of_four)(keys, first, block->depth, q + r * q_step, from, k_step, &runs, logits,
+                                   prefetch, r / 4, turns);
+            else
+                FROM(dots)(rows < 4 ? rows : 4, keys, first, block->depth, q + r * q_step, from, k_step,
+                           &runs, logits, r == 0 ? prefetch : &none);
+        }
+    }
+}
+
+/* Multiplies products by the units of their rows, or P by UNIT, and both by the scales of keys or values. P
+ * of a dead pair is 0, and stays so whatever is its scale. */
+static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_flash_rows *block,
+                                                                      const T *scales, const bool of_p)
+{
+    T *row = block->logits;
+    if (UNIT == 1 && NUMBERS == 1 && !scales) return;
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        const V unit = VOP(set1)(of_p ? UNIT : ROW_UNIT(block, r));
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES) {
+            const V scale = scales ? VOP(mul)(unit, VOP(load)(scales + i)) : unit, x = VOP(load)(row + i),
+                    zero = VOP(set1)(0), y = VOP(mul)(x, scale);
+            VOP(store)(row + i, of_p ? VOP(pick_equal)(x, zero, zero, y) : y);
+        }
+    }
+}
+
+/* Lines of values of all heads, which lie side by side if there are several. */
+static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, ptrdiff_t heads,
+                                                   prefetch_runs *runs)
+{
+    const ptrdiff_t size = sizeof(S), step = tiles->v_step * size,
+                    head = (const char *)tiles[heads - 1].v - (const char *)tiles->v,
+                    length = head + tiles->value_depth * size;
+    if (tiles->run == 0) return prefetch_lines_of((uintptr_t)tiles->v, step, length, 0, EARLY_KEYS);
+    const ptrdiff_t count = AM_FLASH_TILE / tiles->run;
+    return prefetch_runs_of(runs, tiles->v_runs, count + (tiles->v_runs[count] != NULL), tiles->run, step,
+                            length, EARLY_KEYS);
+}
+
+static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile, prefetch_runs *runs)
+{
+    const am_prefetch_rows *next = &tile->next_keys;
+    if (next->rows <= 0) return prefetch_nothing(tile->k);
+    if (!tile->next_runs)
+        return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
+    return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->step, next->length,
+                            EARLY_KEYS);
+}
+
+#if NUMBERS == 1
+/* O + P V of all runs of a tile, at once or one after the other. */
+static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile,
+                                  prefetch_lines *prefetch)
+{
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    const bool at_once = !tile->live && AT_ONCE(block, tile);
+    for (ptrdiff_t next; begin < end; begin = next) {
+        next = at_once ? end : FROM(end_of_run)(tile, begin, end);
+        FROM(add_values)(block, tile, begin, next, FROM(origin)(tile, begin), prefetch);
+    }
+}
+#endif
+
+/* Logits and P, then values. Keys of a head may lie far apart, where hardware does not prefetch them. So the
+ * loop over keys prefetches their values, and the loop over values the next keys, in the order of memory.
+ * Keys of many bytes are read in slices of all heads, which is nearer to that order. */
+static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_flash_tile *tiles,
+                                ptrdiff_t heads)
+{
+    prefetch_runs runs;
+    prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
+    const ptrdiff_t row = heads * blocks[0]->depth * (ptrdiff_t)sizeof(S);
+    ptrdiff_t slice = AM_FLASH_TILE;
+    while (slice > SOME_KEYS && slice * row > SLICE_BYTES) slice /= 2;
+    for (ptrdiff_t first = 0, next; first < AM_FLASH_TILE; first = next) {
+        next = first + slice;
+        for (ptrdiff_t h = 0; h < heads; h++) {
+            const am_flash_tile *tile = &tiles[h];
+            ptrdiff_t begin, end;
+            find_live(blocks[h], tile, &begin, &end);
+            FROM(find_logits)(blocks[h], tile, begin > first ? begin : first, end < next ? end : next,
+                              &prefetch);
+            if (next < AM_FLASH_TILE) continue;
+            FROM(scale_columns)(blocks[h], tile->k_scales, false);
+            FIND_P(blocks[h], tile);
+#if NUMBERS == 1
+            FROM(scale_columns)(blocks[h], tile->v_scales, true);
+#endif
+        }
+    }
+    prefetch = FROM(lines_of_next_keys)(tiles, &runs);
+    for (ptrdiff_t h = 0; h < heads; h++) FROM(add_tile)(blocks[h], &tiles[h], &prefetch);
+}
+
+#undef AT_ONCE
+#undef FIND_P
+#undef PARTS
+#undef PART_OF
+#undef NUMBERS
+#undef QUERIES
+#undef QUERY_STEP
+#undef SUMS
+#undef PAIR
+#undef ADD_PAIR
+#undef TOTALS
+#undef ROW_UNIT
+#undef S
+#undef W
+#undef WIDE
+#undef WIDEN
+#undef UNIT
+#undef LOAD_WIDE
+#undef LOAD_PART_WIDE
+#undef LOAD
+#undef LOAD_PART
+#undef FMA
+#undef STEP
+#undef FROM

@@ -1,0 +1,271 @@
+/* product_of_tpl.h – the innermost loop of the product, for a b of type S. LOADS loads one or two
+ * vectors from the row at b, or two from the two rows there that lie half of b_row apart; LOADS_WIDE loads
+ * four, if that is not twice LOADS. FMA multiplies and adds, and TIMES multiplies. If two loaded vectors hold
+ * columns in another order, SPLIT puts sums in that order, and JOIN puts them back.
+ *
+ * On some processors stores delay FMA, but not a plain product: sums that do not add to c begin with TIMES,
+ * while the strip before is stored. */
+
+#ifndef SPLIT
+#    define SPLIT(first, second) (void)0
+#    define JOIN(first, second) (void)0
+#endif
+#ifndef LOADS_WIDE
+#    define LOADS_WIDE(b, b_row, first, second, third, fourth)                                               \
+        LOADS(b, b_row, 2, first, second);                                                                   \
+        LOADS((b) + FN(PANEL), b_row, 2, third, fourth)
+#endif
+
+/* sums[r][j] = (add ? sums[r][j] : 0) + a[r] b[j]. Two vectors of b are stored to `loaded`, unless it is
+ * NULL. */
+static inline __attribute__((always_inline)) void FROM(outer)(const int rows, const int vectors, const T *a,
+                                                              ptrdiff_t a_row, const S *b, ptrdiff_t b_row,
+                                                              const bool add, V sums[STRIP][2], T *loaded)
+{
+    (void)b_row;
+    V left, right, third, fourth;
+    if (vectors > 2) {
+        LOADS_WIDE(b, b_row, left, right, third, fourth);
+    } else {
+        LOADS(b, b_row, vectors, left, right);
+    }
+    if (vectors == 2 && loaded) VOP(store)(loaded, left), VOP(store)(loaded + LANES, right);
+    UNROLL(16)
+    for (int r = 0; r < rows; r++) {
+        V x = VOP(set1)(a[r * a_row]);
+        sums[r][0] = add ? FMA(x, left, sums[r][0]) : TIMES(x, left);
+        if (vectors > 1) sums[r][1] = add ? FMA(x, right, sums[r][1]) : TIMES(x, right);
+        if (vectors <= 2) continue;
+        V *more = sums[rows + r];
+        more[0] = add ? FMA(x, third, more[0]) : TIMES(x, third);
+        more[1] = add ? FMA(x, fourth, more[1]) : TIMES(x, fourth);
+    }
+}
+
+/* sums[r][j] = sums[r][j] + sum over i of a[r][i] b[i][j], for one, two or four vectors of columns; four of
+ * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows of b lie
+ * `in_runs` unless that is NULL. Panels of b are stored as they were loaded, unless `loaded` is NULL. */
+static inline __attribute__((always_inline)) void
+FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
+                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, V sums[STRIP][2], const int lines,
+                  prefetch_lines *prefetch, const bool runs, const row_runs *in_runs, T *loaded)
+{
+    prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
+    const void *const *next = in_runs ? in_runs->next : NULL;
+    /* Where unpacked rows are few, one panel alone is seldom taken. */
+    const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
+    for (;;) {
+        ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
+        depth -= left;
+        for (; unrolled && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
+            UNROLL(8)
+            for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
+                prefetch_some(&current, lines, runs);
+                HIDE(b); /* one register for all rows */
+                FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
+                if (loaded) loaded += FN(PANEL);
+            }
+        }
+#pragma GCC unroll 2
+        for (; left > 0; left--, a += a_column, b += b_row) {
+            prefetch_some(&current, lines, runs);
+            FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
+            if (loaded) loaded += FN(PANEL);
+        }
+        if (depth <= 0) break;
+        b = (const S *)((const char *)*next++ + in_runs->offset);
+    }
+    if (lines) *prefetch = current;
+}
+
+/* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
+static inline __attribute__((always_inline)) void
+FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
+                 ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
+                 const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs,
+                 T *loaded)
+{
+    V sums[STRIP][2]; /* of all rows, then of their third and fourth vectors */
+    T *row = c;
+    UNROLL(16)
+    for (int r = 0; add && r < rows; r++, row += c_row) {
+        UNROLL(4)
+        for (int j = 0; j < vectors; j++) sums[j / 2 * rows + r][j % 2] = VOP(load)(row + j * LANES);
+        if (vectors > 1) SPLIT(&sums[r][0], &sums[r][1]);
+        if (vectors > 2) SPLIT(&sums[rows + r][0], &sums[rows + r][1]);
+    }
+    prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
+    if (!add) {
+        prefetch_some(&current, lines, runs);
+        FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums, NULL);
+        depth--, a += a_column, b += b_row;
+    }
+    FROM(add_to_sums)(rows, vectors, depth, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
+                      in_runs, loaded);
+    if (lines) *prefetch = current;
+    HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
+    row = c;
+    UNROLL(16)
+    for (int r = 0; r < rows; r++, row += c_row) {
+        if (vectors > 1) JOIN(&sums[r][0], &sums[r][1]);
+        if (vectors > 2) JOIN(&sums[rows + r][0], &sums[rows + r][1]);
+        UNROLL(4)
+        for (int j = 0; j < vectors; j++) VOP(store)(row + j * LANES, sums[j / 2 * rows + r][j % 2]);
+    }
+}
+
+static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
+                                                               ptrdiff_t depth, const T *a, ptrdiff_t a_step,
+                                                               const S *b, T *c, const int lines,
+                                                               prefetch_lines *prefetch)
+{
+    if (end <= 0 || begin >= FN(PANEL)) return false;
+    const bool whole = begin < LANES && end > LANES;
+    const ptrdiff_t half = begin < LANES ? 0 : LANES;
+    b += half, c += half;
+#define PART_OF(n, vectors)                                                                                  \
+    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,          \
+                     prefetch, false, NULL, NULL)
+#define ROWS(n)                                                                                              \
+    case n:                                                                                                  \
+        if (whole)                                                                                           \
+            PART_OF(n, 2);                                                                                   \
+        else                                                                                                 \
+            PART_OF(n, 1);                                                                                   \
+        break;
+    switch (rows) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+#undef PART_OF
+    return true;
+}
+APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                    const T *a, ptrdiff_t a_step, const S *b, T *c)
+{
+    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 0, NULL);
+}
+APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                    const T *a, ptrdiff_t a_step, const S *b, T *c, prefetch_lines *prefetch)
+{
+    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, prefetch);
+}
+
+/* Multiplies rows of a by one packed panel; depth is at least 1. It computes at least those of the columns
+ * begin … end - 1 that lie in the panel, and returns whether any do. It prefetches a line with each row of b,
+ * if `prefetch` is not NULL. */
+static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+                                        const T *a, ptrdiff_t a_step, const S *b, T *c,
+                                        prefetch_lines *prefetch)
+{
+    prefetch_lines none = prefetch_nothing(b);
+    return prefetch || IS_DOUBLE ? FROM(within_prefetching)(rows, begin, end, depth, a, a_step, b, c,
+                                                            prefetch ? prefetch : &none)
+                                 : FROM(within_no_prefetch)(rows, begin, end, depth, a, a_step, b, c);
+}
+
+/* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
+ * anywhere. With each row of b it prefetches `lines`. */
+static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
+                                                                   ptrdiff_t depth, const T *a, const S *b,
+                                                                   ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                                                   const int lines, prefetch_lines *prefetch,
+                                                                   const bool runs, const row_runs *in_runs)
+{
+#define ROWS(n)                                                                                              \
+    case n:                                                                                                  \
+        FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,          \
+                         prefetch, runs, in_runs, NULL);                                                     \
+        break;
+    switch (rows) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+}
+
+APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                 T *c, ptrdiff_t c_step)
+{
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL, false, NULL);
+}
+/* Rows of b lie `in_runs` unless that is NULL. */
+APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
+                          ptrdiff_t c_step, const row_runs *in_runs)
+{
+    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
+}
+APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                 T *c, ptrdiff_t c_step, prefetch_lines *prefetch, const row_runs *in_runs)
+{
+    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false, in_runs);
+}
+
+/* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
+ * `prefetch` is not NULL; half a panel never prefetches. */
+static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+                                     const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                     prefetch_lines *prefetch, const row_runs *in_runs)
+{
+    prefetch_lines none = prefetch_nothing(b);
+    if (columns <= LANES)
+        FROM(add_half)(rows, depth, a, b, b_step, c, c_step, in_runs);
+    else if (prefetch || in_runs || IS_DOUBLE)
+        FROM(add_prefetching)(rows, depth, a, b, b_step, c, c_step, prefetch ? prefetch : &none, in_runs);
+    else
+        FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
+}
+
+/* As `accumulate`, for two panels of columns and up to half a strip of rows. */
+#define WIDE_ROWS(n)                                                                                         \
+    case n:                                                                                                  \
+        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
+                         true, in_runs, NULL);                                                               \
+        break;
+APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+                                 T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
+                                 const row_runs *in_runs)
+{
+    switch (rows) {
+        EACH_FEW_ROWS(WIDE_ROWS)
+    }
+}
+#undef WIDE_ROWS
+
+/* c = c + aᵀ b, where rows of a lie AM_FLASH_TILE apart; of `columns` or a panel of them. Rows of b lie
+ * `in_runs` unless that is NULL, and panels of them are stored as they were loaded unless `loaded` is NULL.
+ */
+static inline __attribute__((always_inline)) void
+FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
+                            ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
+{
+#define PART_OF(n, vectors)                                                                                  \
+    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false,     \
+                     in_runs, loaded)
+#define ROWS(n)                                                                                              \
+    case n:                                                                                                  \
+        if (columns > LANES)                                                                                 \
+            PART_OF(n, 2);                                                                                   \
+        else                                                                                                 \
+            PART_OF(n, 1);                                                                                   \
+        break;
+    switch (rows) {
+        EACH_ROWS(ROWS)
+    }
+#undef ROWS
+#undef PART_OF
+}
+APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+                                        const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
+                                        const row_runs *in_runs, T *loaded)
+{
+    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, in_runs, loaded);
+}
+
+#undef SPLIT
+#undef JOIN
+#undef S
+#undef LOADS
+#undef LOADS_WIDE
+#undef FMA
+#undef TIMES
+#undef FROM

@@ -1,0 +1,411 @@
+/* step_tpl.h – the forward step of a block of rows over a tile of keys:
+ *
+ *     S = Q Kᵀ              rows × 64, one panel of keys after the other, so that the panel stays in cache
+ *     P = e^(S - ref_max)   row by row; `ref_max` grows, and the row is rescaled, only when a logit exceeds
+ *                           it by more than FLASH_SLACK
+ *     O = O + P V           one panel of columns after the other
+ *
+ * A lane of Q, K, P or V holds WIDTH numbers, which are neighbours in the sum that is taken. Of a tile that
+ * is only partly live, each strip takes the columns from its first live one to its last.
+ */
+
+/* Whether a logit exceeds `ref_max` by so much that the row is rescaled. */
+static inline bool STEP(exceeds_ref_max)(V most, const T *ref_max)
+{
+    return VOP(exceeds)(VOP(sub)(most, VOP(set1)(FLASH_SLACK)), VOP(set1)(*ref_max));
+}
+
+/* Sets `ref_max` to a greater logit than any before, and rescales the accumulators of the row to it. */
+static __attribute__((noinline)) void STEP(rescale)(const am_flash_rows *block, ptrdiff_t row, T highest)
+{
+    T *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
+    if (*ref_max > -(T)INFINITY) {
+        V factor = FN(exp2)(VOP(mul)(VOP(set1)(*ref_max - highest), VOP(set1)((T)block->unit)));
+        T *out = (T *)block->out + row * block->out_depth;
+        for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
+            VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
+        *sum *= VOP(first)(factor);
+        if (WIDTH > 1 && block->exact_sum) ((T *)block->exact_sum)[row] *= VOP(first)(factor);
+    }
+    *ref_max = highest;
+}
+
+/* Updates the true maximum of a row, if it is needed. */
+static inline void STEP(update_row_max)(const am_flash_rows *block, ptrdiff_t row, V most)
+{
+    T *row_max = block->row_max ? (T *)block->row_max + row : NULL;
+    if (row_max && VOP(exceeds)(most, VOP(set1)(*row_max))) *row_max = VOP(highest)(most);
+}
+
+/* The reference of a row's powers: finite, also where all logits are -INFINITY. */
+static inline V STEP(base_of)(const am_flash_rows *block, ptrdiff_t row)
+{
+    return VOP(max)(VOP(set1)(((const T *)block->ref_max)[row]), VOP(set1)(-GREATEST));
+}
+
+#ifdef V_FEW
+#    define FEW V_FEW
+#    define TOTALS_OF_FEW VOP(totals_of_few)
+#else
+#    define FEW 0
+#    define TOTALS_OF_FEW VOP(totals)
+#endif
+/* Adds up the lanes of some rows side by side, and adds the totals to their sums. */
+static inline __attribute__((always_inline)) void STEP(add_lanes)(T *sums, V lanes[LANES], ptrdiff_t rows)
+{
+    T totals[LANES];
+    const bool few = rows <= FEW;
+    for (ptrdiff_t i = rows; i < (few ? FEW : LANES); i++) lanes[i] = VOP(set1)(0);
+    VOP(store)(totals, few ? TOTALS_OF_FEW(lanes) : VOP(totals)(lanes));
+    for (ptrdiff_t i = 0; i < rows; i++) sums[i] += totals[i];
+}
+
+#if WIDTH == 1 /* else whole tiles are taken */
+/* Turns products of one row into logits, and rescales the row if one exceeds `ref_max`; columns begin …
+ * end - 1, whole vectors. */
+static inline void STEP(find_ref_max)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                                      ptrdiff_t begin, ptrdiff_t end)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    const bool adds = tile->bias && block->cap == 0; /* here, which saves a pass over the row */
+    if (!adds && (tile->bias || block->cap > 0 || block->factor != 1))
+        FN(apply_logit_terms)(block, tile, row, logits, begin, end);
+    const T *bias = adds ? (const T *)tile->bias + row * tile->bias_step : NULL;
+    V most = VOP(set1)(-(T)INFINITY), factor = VOP(set1)((T)block->factor);
+    for (ptrdiff_t i = begin; i < end; i += LANES) {
+        V s = VOP(load)(logits + i);
+        if (bias) s = VOP(add)(VOP(mul)(factor, s), VOP(load)(bias + i));
+        if (tile->live) s = VOP(select)(tile->live[row] >> i, s, VOP(set1)(-(T)INFINITY));
+        if (bias || tile->live) VOP(store)(logits + i, s);
+        most = VOP(max)(s, most);
+    }
+    STEP(update_row_max)(block, row, most);
+    /* Any live logit exceeds a `ref_max` of -INFINITY. */
+    if (STEP(exceeds_ref_max)(most, (const T *)block->ref_max + row))
+        STEP(rescale)(block, row, VOP(highest)(most));
+}
+
+/* Turns some vectors of logits into P, whose sum is added to `total`, lane by lane. */
+static inline __attribute__((always_inline)) V STEP(softmax_vectors)(const am_flash_rows *block,
+                                                                     const am_flash_tile *tile, ptrdiff_t row,
+                                                                     ptrdiff_t column, const int count,
+                                                                     V total)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    V base = STEP(base_of)(block, row), unit = VOP(set1)((T)block->unit), p[FN(IN_FLIGHT)];
+    UNROLL(16)
+    for (int j = 0; j < count; j++)
+        p[j] = VOP(mul)(VOP(sub)(VOP(load)(logits + column + j * LANES), base), unit);
+    FN(exp2_each)(p, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+    UNROLL(16)
+    for (int j = 0; j < count; j++) {
+        total = VOP(add)(total, p[j]);
+        if (tile->kept) p[j] = VOP(select)(tile->kept[row] >> (column + j * LANES), p[j], VOP(set1)(0));
+    }
+    STEP(store_p)(logits + column, p, count);
+    return total;
+}
+
+/* Turns products of some rows into P. */
+static void STEP(softmax_rows)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t row,
+                               ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end)
+{
+    for (const ptrdiff_t last = row + rows; row < last; row += LANES) {
+        const ptrdiff_t count = last - row < LANES ? last - row : LANES;
+        V lanes[LANES];
+        for (ptrdiff_t i = 0; i < count; i++) STEP(find_ref_max)(block, tile, row + i, begin, end);
+        for (ptrdiff_t i = 0; i < count; i++) {
+            V total = VOP(set1)(0);
+            ptrdiff_t column = begin;
+            for (; column + FN(IN_FLIGHT) * LANES <= end; column += FN(IN_FLIGHT) * LANES)
+                total = STEP(softmax_vectors)(block, tile, row + i, column, FN(IN_FLIGHT), total);
+            for (; column < end; column += LANES)
+                total = STEP(softmax_vectors)(block, tile, row + i, column, 1, total);
+            lanes[i] = total;
+        }
+        STEP(add_lanes)((T *)block->sum + row, lanes, count);
+    }
+}
+
+#endif
+
+/* Whether logits are products but for a factor, P is e^logit alone, and `row_max` is not needed. */
+static bool STEP(is_plain)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    bool scaled = WIDTH > 1 ? block->factor > 0 : block->factor == 1;
+    return scaled && block->unit == 1 && block->cap == 0 && !block->row_max && !tile->kept && !tile->bias &&
+           (WIDTH == 1 || !tile->v_scales);
+}
+
+/* Turns some products of such a tile, or of one with a bias, into logits, and splits off their whole numbers.
+ * The call for column `begin` first rescales the row if needed. `bias`: of this row, or NULL. `unit`: NULL
+ * for 1, and if `row_max` is not needed. */
+static inline __attribute__((always_inline)) void STEP(begin_plain)(const am_flash_rows *block, ptrdiff_t row,
+                                                                    const uint64_t *live, const T *bias,
+                                                                    const V *unit, ptrdiff_t begin,
+                                                                    ptrdiff_t end, ptrdiff_t column,
+                                                                    const int count, V *x, V *whole)
+{
+    T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+    const T *ref_max = (const T *)block->ref_max + row;
+    const V factor = VOP(set1)((T)block->factor);
+    const bool all = end - begin == count * LANES; /* of the row's vectors, which need no memory */
+    if (column == begin) {
+        V most = VOP(set1)(-(T)INFINITY);
+        UNROLL(16)
+        for (ptrdiff_t i = begin; i < end; i += LANES) {
+            V s = VOP(load)(logits + i);
+            if (bias) {
+                s = VOP(add)(WIDTH > 1 ? VOP(mul)(factor, s) : s, VOP(load)(bias + i));
+                if (all)
+                    x[(i - begin) / LANES] = s;
+                else
+                    VOP(store)(logits + i, s);
+            }
+            if (live) s = VOP(select)(live[row] >> i, s, VOP(set1)(-(T)INFINITY));
+            most = VOP(max)(s, most);
+        }
+        if (WIDTH > 1 && !bias) most = VOP(mul)(factor, most);
+        if (unit) STEP(update_row_max)(block, row, most);
+        if (STEP(exceeds_ref_max)(most, ref_max)) STEP(rescale)(block, row, VOP(highest)(most));
+    }
+    const V base = STEP(base_of)(block, row), minus_base = VOP(sub)(VOP(set1)(0), base);
+    UNROLL(16)
+    for (int j = 0; j < count; j++) {
+        if (!bias || !all) x[j] = VOP(load)(logits + column + j * LANES);
+        x[j] = WIDTH > 1 && !bias ? VOP(fma)(factor, x[j], minus_base) : VOP(sub)(x[j], base);
+        if (unit) x[j] = VOP(mul)(x[j], *unit);
+    }
+    FN(exp2_begin)(x, whole, count);
+}
+
+/* P times the scales of values. That of a dead pair is 0, and stays so whatever is its scale. */
+static inline V STEP(scale_p)(V p, V scales)
+{
+    const V zero = VOP(set1)(0);
+    return VOP(pick_equal)(p, zero, zero, VOP(mul)(p, scales));
+}
+
+/* `softmax_rows` for such tiles, of columns begin … end - 1, `count` vectors at a time. `live`, `kept`: NULL
+ * if all pairs are so; `bias`: NULL if there is none; `scales` of values: NULL if they have none. The next
+ * vectors are begun before the powers of these are taken, whose steps wait for one another. */
+static inline __attribute__((always_inline)) void
+STEP(softmax_plain)(const am_flash_rows *block, const uint64_t *live, const uint64_t *kept, const T *bias,
+                    ptrdiff_t bias_step, const V *unit, const T *scales, ptrdiff_t row, ptrdiff_t rows,
+                    ptrdiff_t begin, ptrdiff_t end, const int count)
+{
+#define BIAS_OF(row) (bias ? bias + (row) * bias_step : NULL)
+    const ptrdiff_t last = row + rows, some = count * LANES;
+    T *const exact_sum = WIDTH > 1 ? block->exact_sum : NULL;
+    V next[FN(IN_FLIGHT)], next_whole[FN(IN_FLIGHT)];
+    STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, begin, count, next, next_whole);
+    while (row < last) {
+        const ptrdiff_t first = row, behind = last - row < LANES ? last : row + LANES;
+        V lanes[LANES], exact_lanes[LANES];
+        for (; row < behind; row++) {
+            T *logits = (T *)block->logits + row * AM_FLASH_TILE;
+            V total = VOP(set1)(0), exact_total = total;
+            UNROLL(16)
+            for (ptrdiff_t i = begin; i < end; i += some) {
+                V p[FN(IN_FLIGHT)], whole[FN(IN_FLIGHT)];
+                UNROLL(16)
+                for (int j = 0; j < count; j++) p[j] = next[j], whole[j] = next_whole[j];
+                if (i + some < end)
+                    STEP(begin_plain)(block, row, live, BIAS_OF(row), unit, begin, end, i + some, count, next,
+                                      next_whole);
+                else if (row + 1 < last)
+                    STEP(begin_plain)(block, row + 1, live, BIAS_OF(row + 1), unit, begin, end, begin, count,
+                                      next, next_whole);
+                FN(exp2_end)(p, whole, count, EXP2_TERMS, COUNT_OF(EXP2_TERMS));
+                UNROLL(16)
+                for (int j = 0; j < count; j++)
+                    if (live) p[j] = VOP(select)(live[row] >> (i + j * LANES), p[j], VOP(set1)(0));
+                total = WIDTH > 1 && !scales ? STEP(add_weights)(total, p, count)
+                                             : FN(add_weights)(total, p, count);
+                if (exact_sum) exact_total = FN(add_weights)(exact_total, p, count);
+                UNROLL(16)
+                for (int j = 0; j < count; j++) {
+                    if (kept) p[j] = VOP(select)(kept[row] >> (i + j * LANES), p[j], VOP(set1)(0));
+                    if (scales) p[j] = STEP(scale_p)(p[j], VOP(load)(scales + i + j * LANES));
+                }
+                STEP(store_p)(logits + i / WIDTH, p, count);
+            }
+            lanes[row - first] = total;
+            if (exact_sum) exact_lanes[row - first] = exact_total;
+        }
+        STEP(add_lanes)((T *)block->sum + first, lanes, row - first);
+        if (exact_sum) STEP(add_lanes)(exact_sum + first, exact_lanes, row - first);
+    }
+#undef BIAS_OF
+}
+
+/* The same for whole tiles that are not plain: terms other than a bias are applied first. */
+APART void STEP(softmax_with_terms)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    const V unit = VOP(set1)((T)block->unit);
+    const ptrdiff_t rows = block->rows, step = tile->bias_step;
+    am_flash_rows with_terms = *block;
+    const T *bias = tile->bias, *scales = WIDTH > 1 ? tile->v_scales : NULL;
+    if (block->cap > 0 || block->factor <= 0) {
+        T *logits = block->logits;
+        for (ptrdiff_t r = 0; r < rows; r++)
+            FN(apply_logit_terms)(block, tile, r, logits + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
+        with_terms.factor = 1, bias = NULL;
+    }
+    if (scales)
+        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, bias, step, &unit, scales, 0, rows, 0,
+                            AM_FLASH_TILE, FN(IN_FLIGHT));
+    else if (bias && !tile->live && !tile->kept && !block->row_max && block->unit == 1)
+        STEP(softmax_plain)(block, NULL, NULL, bias, step, NULL, NULL, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
+    else if (bias)
+        STEP(softmax_plain)(block, tile->live, tile->kept, bias, step, &unit, NULL, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
+    else
+        STEP(softmax_plain)(&with_terms, tile->live, tile->kept, NULL, 0, &unit, NULL, 0, rows, 0,
+                            AM_FLASH_TILE, FN(IN_FLIGHT));
+}
+
+/* Turns products into P for all columns of a tile, unless it is better to leave out dead ones; returns
+ * whether it has. If a lane holds two numbers, leaving out dead vectors costs more than it saves. */
+static bool STEP(softmax_whole)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    const ptrdiff_t rows = block->rows;
+    if (WIDTH == 1 && tile->live) return false;
+    if (!STEP(is_plain)(block, tile))
+        STEP(softmax_with_terms)(block, tile);
+    else if (tile->live)
+        STEP(softmax_plain)(block, tile->live, NULL, NULL, 0, NULL, NULL, 0, rows, 0, AM_FLASH_TILE,
+                            FN(IN_FLIGHT));
+    else
+        STEP(softmax_plain)(block, NULL, NULL, NULL, 0, NULL, NULL, 0, rows, 0, AM_FLASH_TILE, FN(IN_FLIGHT));
+    return true;
+}
+
+#if WIDTH == 1
+/* The same for a strip of a mixed tile, if it has few vectors; returns whether it has. Short documents and
+ * narrow windows are 1.02 times as fast by it where a whole row is so few, and 0.98 times where it is more.
+ */
+APART __attribute__((nonnull)) bool STEP(softmax_few)(const am_flash_rows *block, const uint64_t *live,
+                                                      const FN(strip) * s, ptrdiff_t begin, ptrdiff_t end)
+{
+#    define VECTORS(n)                                                                                       \
+    case n:                                                                                                  \
+        STEP(softmax_plain)(block, live, NULL, NULL, 0, NULL, NULL, s->row, s->rows, begin,                  \
+                            begin + (n) * LANES, n);                                                         \
+        break;
+    switch ((end - begin) / LANES) {
+        VECTORS(1)
+        VECTORS(2)
+        VECTORS(3)
+        VECTORS(4)
+    default: return false;
+    }
+#    undef VECTORS
+    return true;
+}
+#endif
+
+/* Turns products of unpacked keys into P. */
+static void STEP(find_p)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+    if (STEP(softmax_whole)(block, tile)) return;
+#if WIDTH == 1
+    ptrdiff_t begin, end;
+    find_live(block, tile, &begin, &end);
+    begin -= begin % FN(PANEL);
+    end = (end + FN(PANEL) - 1) / FN(PANEL) * FN(PANEL);
+    STEP(softmax_rows)(block, tile, 0, block->rows, begin, end);
+#endif
+}
+
+/* Turns the products of a tile into P: of all columns, or for each strip of those that it takes. */
+static void STEP(softmax_step)(const am_flash_rows *block, const am_flash_tile *tile,
+                               const FN(strip) * strips, ptrdiff_t count)
+{
+    (void)strips, (void)count;
+    if (STEP(softmax_whole)(block, tile)) return;
+#if WIDTH == 1
+    const bool plain = FN(IN_FLIGHT) * LANES >= AM_FLASH_TILE && STEP(is_plain)(block, tile);
+    for (const FN(strip) *s = strips; s < strips + count; s++) {
+        ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
+        if (begin == end || (plain && STEP(softmax_few)(block, tile->live, s, begin, end))) continue;
+        STEP(softmax_rows)(block, tile, s->row, s->rows, begin, end);
+    }
+#endif
+}
+
+#if WIDTH == 1 || !defined V_AMX
+#    if VF_LANES >= 16
+#        include "kernels/attention/transposed_tpl.h"
+#    endif
+
+/* Multiplies products by the scales of their keys. */
+static void STEP(scale_products)(const am_flash_rows *block, const T *scales)
+{
+    T *row = block->logits;
+    for (ptrdiff_t r = 0; r < block->rows; r++, row += AM_FLASH_TILE) {
+        for (ptrdiff_t i = 0; i < AM_FLASH_TILE; i += LANES)
+            VOP(store)(row + i, VOP(mul)(VOP(load)(row + i), VOP(load)(scales + i)));
+    }
+}
+
+static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
+{
+#    if VF_LANES >= 16
+    if (tile->transposed) {
+        STEP(step_transposed)(block, tile);
+        return;
+    }
+#    endif
+    FN(strip) strips[AM_FLASH_ROWS];
+    ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
+
+    prefetch_queue queue =
+        prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
+
+    T *logits = block->logits, *out = block->out;
+    const T *q = block->q, *k = tile->k, *v = tile->v;
+    if (block->depth == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
+    for (ptrdiff_t column = 0; block->depth > 0 && column < AM_FLASH_TILE;
+         column += FN(PANEL), k += FN(PANEL) * block->depth) {
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            prefetch_lines *lines = prefetch_pick(&queue, block->depth);
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
+                                     q + s->row * block->q_step, block->q_step, k,
+                                     logits + s->row * AM_FLASH_TILE + column, lines))
+                prefetch_rest(&queue, lines, block->depth);
+        }
+    }
+    if (WIDTH > 1 && tile->k_scales) STEP(scale_products)(block, tile->k_scales);
+    STEP(softmax_step)(block, tile, strips, count);
+    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+        const ptrdiff_t panel =
+            column * (AM_FLASH_TILE / WIDTH); /* the first element of the panel in packed values */
+        const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
+        if (tile->live && !tile->finite) {
+            STEP(add_live)(block, tile, column, v + panel);
+            continue;
+        }
+        for (const FN(strip) *s = strips; s < strips + count; s++) {
+            if (s->begin == s->end) continue;
+            ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
+            prefetch_lines *lines = columns > LANES ? prefetch_pick(&queue, end - begin) : NULL;
+            const T *p = logits + s->row * AM_FLASH_TILE + begin;
+            T *c = out + s->row * block->out_depth + column;
+            if (tile->v_step > 0)
+                STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_depth, lines);
+            else
+                STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
+                                  c, block->out_depth, lines, NULL);
+            prefetch_rest(&queue, lines, end - begin);
+        }
+    }
+}
+#endif
+
+#undef FEW
+#undef TOTALS_OF_FEW
+#undef STEP
+#undef WIDTH
+#undef EXP2_TERMS

@@ -1,0 +1,22 @@
+/* tiles.c – attention in bfloat16 for x86-64 processors with AMX tiles (Sapphire Rapids). */
+#define V_AMX
+#include "kernels/attention/flash_bf16x2.h"
+#include "kernels/attention/amx.h"
+
+#include "kernels/arrays/words_tpl.h"
+#include "kernels/attention/backward_tpl.h"
+#define STEP(name) name##_bf16x2
+#define WIDTH 2
+#define AMX_PRODUCTS
+#define HEIGHT AMX_ROWS
+#include "kernels/attention/backward_step_tpl.h"
+
+const am_kernels TABLE(tiles) = {
+    .flash_bf16x2 =
+        {
+            .amx = true,
+            .step = flash_step_amx,
+            .backward = backward_bf16x2,
+            .find_row_max = find_row_max_bf16x2,
+        },
+};

@@ -1,0 +1,378 @@
+/* baseline.h – vectors of 16 bytes in the portable notation of GCC and Clang, which becomes SSE2, NEON or
+ * scalar code. NEON intrinsics are used where that notation has no equivalent. */
+#ifndef AM_KERNELS_VEC_BASELINE_H
+#define AM_KERNELS_VEC_BASELINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __aarch64__
+#    include <arm_neon.h>
+#endif
+
+#include "kernels/vec/half.h"
+
+#define VF_LANES 4
+#define VD_LANES 2
+/* The number of rows of a strip: their accumulators, two vectors each, fit the registers together with their
+ * operands. */
+#ifdef __aarch64__
+#    define V_STRIP 12
+#else
+#    define V_STRIP 4
+#endif
+typedef float vf __attribute__((vector_size(16)));
+typedef double vd __attribute__((vector_size(16)));
+
+static inline vf vf_load(const float *p)
+{
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline vf vf_load_part(const float *p, ptrdiff_t count)
+{
+    vf v = {0};
+    memcpy(&v, p, (size_t)count * sizeof *p); /* lanes may be bf16x2, so p may not be aligned to a float */
+    return v;
+}
+static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+static inline void vf_store_part(float *p, vf v, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) p[i] = v[i];
+}
+static inline void vf_stream(float *p, vf v) { vf_store(p, v); }
+static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
+static inline vf vf_add(vf a, vf b) { return a + b; }
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+/* Running sums from the first lane up, or from the last lane down. Every lane of `total` is the sum of all
+ * lanes. */
+static inline vf vf_scan(vf v, vf *total)
+{
+    v += (vf){0, v[0], v[1], v[2]};
+    v += (vf){0, 0, v[0], v[1]};
+    *total = vf_set1(v[3]);
+    return v;
+}
+static inline vf vf_scan_back(vf v, vf *total)
+{
+    v += (vf){v[1], v[2], v[3], 0};
+    v += (vf){v[2], v[3], 0, 0};
+    *total = vf_set1(v[0]);
+    return v;
+}
+static inline float vf_first(vf v) { return v[0]; }
+
+static inline vd vd_load(const double *p)
+{
+    vd v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline vd vd_load_part(const double *p, ptrdiff_t count)
+{
+    return (vd){count > 0 ? p[0] : 0, count > 1 ? p[1] : 0};
+}
+static inline void vd_store(double *p, vd v) { memcpy(p, &v, sizeof v); }
+static inline void vd_store_part(double *p, vd v, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) p[i] = v[i];
+}
+static inline void vd_stream(double *p, vd v) { vd_store(p, v); }
+static inline vd vd_set1(double x) { return (vd){x, x}; }
+static inline vd vd_add(vd a, vd b) { return a + b; }
+static inline vd vd_mul(vd a, vd b) { return a * b; }
+static inline vd vd_scan(vd v, vd *total)
+{
+    v += (vd){0, v[0]};
+    *total = vd_set1(v[1]);
+    return v;
+}
+static inline vd vd_scan_back(vd v, vd *total)
+{
+    v += (vd){v[1], 0};
+    *total = vd_set1(v[0]);
+    return v;
+}
+static inline double vd_first(vd v) { return v[0]; }
+
+static inline vd vf_widen_low(vf v) { return (vd){v[0], v[1]}; }
+static inline vd vf_widen_high(vf v) { return (vd){v[2], v[3]}; }
+static inline vf vd_narrow(vd low, vd high)
+{
+    return (vf){(float)low[0], (float)low[1], (float)high[0], (float)high[1]};
+}
+
+#ifdef __aarch64__
+static inline vf vf_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+static inline void vf_store_f16(uint16_t *p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+#else
+static inline vf vf_load_f16(const uint16_t *p)
+{
+    vf v = {0};
+    for (int i = 0; i < VF_LANES; i++) v[i] = am_widen_one_f16(p[i]);
+    return v;
+}
+static inline void vf_store_f16(uint16_t *p, vf v)
+{
+    for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_f16(v[i]);
+}
+static inline vf vf_load_bf16(const uint16_t *p)
+{
+    typedef uint16_t halves __attribute__((vector_size(2 * VF_LANES)));
+    typedef uint32_t words __attribute__((vector_size(4 * VF_LANES)));
+    halves x;
+    memcpy(&x, p, sizeof x);
+    return (vf)(__builtin_convertvector(x, words) << 16);
+}
+#endif
+static inline void vf_stream_f16(uint16_t *p, vf v) { vf_store_f16(p, v); }
+static inline void vf_store_bf16(uint16_t *p, vf v)
+{
+    for (int i = 0; i < VF_LANES; i++) p[i] = am_narrow_one_bf16(v[i]);
+}
+static inline void vf_stream_bf16(uint16_t *p, vf v) { vf_store_bf16(p, v); }
+
+static inline vf vf_load_i8(const int8_t *p)
+{
+    typedef int32_t words __attribute__((vector_size(4 * VF_LANES)));
+    return __builtin_convertvector(((words){p[0], p[1], p[2], p[3]}), vf);
+}
+static inline vf vf_load_f8(const uint8_t *p)
+{
+    return (vf){am_widen_one_f8(p[0]), am_widen_one_f8(p[1]), am_widen_one_f8(p[2]), am_widen_one_f8(p[3])};
+}
+
+/* Operations of attention. vf_max(a, b) is the greater number, or b if either is NaN. vf_select takes lane i
+ * of x if bit i is set, else that of y. */
+typedef uint32_t vf_mask __attribute__((vector_size(16)));
+typedef uint64_t vd_mask __attribute__((vector_size(16)));
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
+static inline vf vf_pick_less(vf a, vf b, vf x, vf y)
+{
+    vf_mask less = (vf_mask)(a < b);
+    return (vf)((less & (vf_mask)x) | (~less & (vf_mask)y));
+}
+static inline vf vf_max(vf a, vf b) { return vf_pick_less(b, a, a, b); }
+static inline vf vf_pick_equal(vf a, vf b, vf x, vf y)
+{
+    vf_mask equal = (vf_mask)(a == b);
+    return (vf)((equal & (vf_mask)x) | (~equal & (vf_mask)y));
+}
+static inline vf vf_select(uint64_t bits, vf x, vf y)
+{
+    const vf_mask own = {1, 2, 4, 8};
+    vf_mask set =
+        (vf_mask)(((vf_mask){(uint32_t)bits, (uint32_t)bits, (uint32_t)bits, (uint32_t)bits} & own) == own);
+    return (vf)((set & (vf_mask)x) | (~set & (vf_mask)y));
+}
+/* Shifts the low bits to the place of the exponent. */
+static inline vf vf_low_to_exponent(vf v) { return (vf)((vf_mask)v << 23); }
+static inline float vf_highest(vf v)
+{
+    float most = v[0];
+    for (int i = 1; i < VF_LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+/* Whether any lane exceeds its limit. */
+static inline bool vf_exceeds(vf v, vf limit)
+{
+    return (v[0] > limit[0]) | (v[1] > limit[1]) | (v[2] > limit[2]) | (v[3] > limit[3]);
+}
+static inline float vf_total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+/* Lane j of vector i becomes lane i of vector j. */
+#ifdef __clang__
+#    define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#    define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vf_mask){__VA_ARGS__})
+#endif
+static inline void vf_transpose(vf v[VF_LANES])
+{
+    const vf low = SHUFFLE(v[0], v[1], 0, 4, 1, 5), high = SHUFFLE(v[0], v[1], 2, 6, 3, 7),
+             next_low = SHUFFLE(v[2], v[3], 0, 4, 1, 5), next_high = SHUFFLE(v[2], v[3], 2, 6, 3, 7);
+    v[0] = SHUFFLE(low, next_low, 0, 1, 4, 5);
+    v[1] = SHUFFLE(low, next_low, 2, 3, 6, 7);
+    v[2] = SHUFFLE(high, next_high, 0, 1, 4, 5);
+    v[3] = SHUFFLE(high, next_high, 2, 3, 6, 7);
+}
+/* Lane i of the result is the sum of the lanes of vector i. */
+static inline vf vf_totals(const vf v[VF_LANES])
+{
+    vf transposed[VF_LANES] = {v[0], v[1], v[2], v[3]};
+    vf_transpose(transposed);
+    return (transposed[0] + transposed[2]) + (transposed[1] + transposed[3]);
+}
+static inline vd vd_sub(vd a, vd b) { return a - b; }
+static inline vd vd_div(vd a, vd b) { return a / b; }
+#ifdef __aarch64__
+static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+static inline vd vd_fma(vd a, vd b, vd c) { return vfmaq_f64(c, a, b); }
+#else
+static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+static inline vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
+#endif
+static inline vd vd_pick_less(vd a, vd b, vd x, vd y)
+{
+    vd_mask less = (vd_mask)(a < b);
+    return (vd)((less & (vd_mask)x) | (~less & (vd_mask)y));
+}
+static inline vd vd_max(vd a, vd b) { return vd_pick_less(b, a, a, b); }
+static inline vd vd_pick_equal(vd a, vd b, vd x, vd y)
+{
+    vd_mask equal = (vd_mask)(a == b);
+    return (vd)((equal & (vd_mask)x) | (~equal & (vd_mask)y));
+}
+static inline vd vd_select(uint64_t bits, vd x, vd y)
+{
+    const vd_mask own = {1, 2};
+    vd_mask set = (vd_mask)(((vd_mask){(uint64_t)bits, (uint64_t)bits} & own) == own);
+    return (vd)((set & (vd_mask)x) | (~set & (vd_mask)y));
+}
+static inline vd vd_low_to_exponent(vd v) { return (vd)((vd_mask)v << 52); }
+static inline double vd_highest(vd v)
+{
+    double most = v[0];
+    for (int i = 1; i < VD_LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+static inline bool vd_exceeds(vd v, vd limit) { return (v[0] > limit[0]) | (v[1] > limit[1]); }
+static inline double vd_total(vd v) { return v[0] + v[1]; }
+static inline void vd_transpose(vd v[VD_LANES])
+{
+    vd even = {v[0][0], v[1][0]};
+    v[1] = (vd){v[0][1], v[1][1]};
+    v[0] = even;
+}
+static inline vd vd_totals(const vd v[VD_LANES]) { return (vd){v[0][0], v[1][0]} + (vd){v[0][1], v[1][1]}; }
+
+#ifdef AM_EMULATE
+/* Two bfloat16 in a lane. Builds for tests emulate what processors with AVX-512 BF16 do, so that those
+ * kernels run on any processor. */
+#    define V_BF16X2
+static inline vf vf_only_bits(vf v, uint32_t bits)
+{
+    return (vf)((vf_mask)v & (vf_mask){bits, bits, bits, bits});
+}
+static inline vf vf_fma_bf16x2(vf a, vf b, vf c)
+{
+    c = vf_fma(vf_only_bits(a, 0xffff0000), vf_only_bits(b, 0xffff0000), c);
+    return vf_fma((vf)((vf_mask)a << 16), (vf)((vf_mask)b << 16), c);
+}
+static inline vf vf_load_some_bf16x2(const uint16_t *p, ptrdiff_t count)
+{
+    uint16_t numbers[2 * VF_LANES] = {0};
+    memcpy(numbers, p, (size_t)count * sizeof *p);
+    vf v;
+    memcpy(&v, numbers, sizeof v);
+    return v;
+}
+static inline void vf_interleave_bf16x2(vf low, vf high, vf *first, vf *second)
+{
+    uint16_t from[2][2 * VF_LANES], to[2][2 * VF_LANES];
+    memcpy(from[0], &low, sizeof low);
+    memcpy(from[1], &high, sizeof high);
+    for (int i = 0; i < 4 * VF_LANES; i++) to[i / (2 * VF_LANES)][i % (2 * VF_LANES)] = from[i % 2][i / 2];
+    memcpy(first, to[0], sizeof *first);
+    memcpy(second, to[1], sizeof *second);
+}
+static inline vf vf_load_interleaved_bf16x2(const uint16_t *a, const uint16_t *b)
+{
+    vf first, second;
+    vf_interleave_bf16x2(vf_load_some_bf16x2(a, VF_LANES), vf_load_some_bf16x2(b, VF_LANES), &first, &second);
+    return first;
+}
+static inline vf vf_narrow_bf16x2(vf first, vf second)
+{
+    vf bf16x2;
+    uint16_t halves[2 * VF_LANES];
+    vf_store_bf16(halves, first);
+    vf_store_bf16(halves + VF_LANES, second);
+    memcpy(&bf16x2, halves, sizeof bf16x2);
+    return bf16x2;
+}
+static inline vf vf_join_bf16x2(vf low, vf high)
+{
+    vf joined, unused;
+    vf_interleave_bf16x2(vf_narrow_bf16x2(low, high), vf_narrow_bf16x2(high, low), &joined, &unused);
+    return joined;
+}
+#endif
+
+typedef uint64_t vi __attribute__((vector_size(16)));
+static inline vi vi_set1(uint64_t pattern) { return (vi){pattern, pattern}; }
+static inline void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
+static inline void vi_stream(void *p, vi v) { vi_store(p, v); }
+/* Multiplies the low halves of lanes of 64 bits. */
+static inline vi vi_mul_32(vi a, vi b) { return (a & UINT32_MAX) * (b & UINT32_MAX); }
+
+static inline uint64_t v_equal_64(const int32_t *ids, int32_t id)
+{
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)(ids[i] == id) << i;
+    return bits;
+}
+static inline uint64_t v_nonzero_64x_8(const void *src, uint64_t mask)
+{
+    const uint64_t low_bits = 0x7f7f7f7f7f7f7f7f, counted = (mask & 0xff) * 0x0101010101010101;
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, (const char *)src + 8 * i, sizeof eight);
+        eight &= counted;
+        /* Sets the top bit of every byte that is not zero, and then collects the eight bits in one byte. */
+        eight = ((eight & low_bits) + low_bits) | eight;
+        bits |= ((eight >> 7 & 0x0101010101010101) * 0x0102040810204080 >> 56) << 8 * i;
+    }
+    return bits;
+}
+static inline void v_expand_64x_8(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint8_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint8_t)(bits >> i & 1 ? live : dead);
+}
+static inline uint64_t v_nonzero_64x_16(const void *src, uint64_t mask)
+{
+    const uint16_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint16_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_16(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint16_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint16_t)(bits >> i & 1 ? live : dead);
+}
+static inline uint64_t v_nonzero_64x_32(const void *src, uint64_t mask)
+{
+    const uint32_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint32_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_32(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint32_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint32_t)(bits >> i & 1 ? live : dead);
+}
+static inline uint64_t v_nonzero_64x_64(const void *src, uint64_t mask)
+{
+    const uint64_t *p = src;
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i++) bits |= (uint64_t)((p[i] & (uint64_t)mask) != 0) << i;
+    return bits;
+}
+static inline void v_expand_64x_64(void *dst, uint64_t bits, uint64_t live, uint64_t dead)
+{
+    uint64_t *p = dst;
+    for (int i = 0; i < 64; i++) p[i] = (uint64_t)(bits >> i & 1 ? live : dead);
+}
+
+static inline void v_fence(void) {}
+
+#endif
