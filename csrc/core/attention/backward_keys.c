@@ -1,0 +1,249 @@
+/* backward_keys.c – the tasks of attention backward: a few tiles of keys of one head, and all blocks of
+ * queries that see them. */
+#include <string.h>
+
+#include "core/arrays/convert.h"
+#include "core/attention/backward_plan.h"
+
+static void write_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
+                         ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, const char *from, ptrdiff_t step,
+                         ptrdiff_t depth)
+{
+    for (ptrdiff_t r = 0; r < rows; r++, from += step * p->base.size) {
+        char *to = (char *)am_token(t, at->b, head, token + r);
+        if (t->type == p->base.type)
+            memcpy(to, from, (size_t)(depth * p->base.size));
+        else
+            am_converter(p->base.type, t->type)(p->base.all_kernels, to, from, depth);
+    }
+}
+
+/* Adds a sum of tiles to d_q, if there is one, once those before have been added. There always is a first
+ * one, which is written. */
+static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at, am_rows_state *state,
+                             ptrdiff_t sum, const char *d_q, am_team *team)
+{
+    am_status status = am_await(team, &state->serving, sum);
+    if (status != AM_OK) return status;
+    if (sum == state->first) {
+        write_tokens(p, &p->d_q, at, at->head, at->q, at->rows, d_q, p->step, p->base.attn->depth);
+    } else if (d_q) {
+        char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
+        p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
+                                  p->base.attn->depth);
+    }
+    atomic_store_explicit(&state->serving, sum + 1, memory_order_release);
+    return AM_OK;
+}
+
+static void clear_tile(const am_backward_plan *p, ptrdiff_t i, ptrdiff_t rows, const am_backward_workspace *s)
+{
+    memset(s->d_k + i * p->k_bytes, 0, (size_t)(rows * p->step * p->base.size));
+    memset(s->d_v + i * p->v_bytes, 0, (size_t)(rows * p->value_step * p->base.size));
+}
+
+/* Packs the i-th tile of a task when a block first needs it: under narrow masks it is then still in the
+ * cache. */
+static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_range keys, ptrdiff_t i,
+                      const am_backward_workspace *s)
+{
+    if (s->tiles[i].packed) return;
+    const am_attn *f = p->base.attn;
+    const am_kv_rows k = am_kv_rows_of(&f->k, at, keys, f->depth),
+                     v = am_kv_rows_of(&f->v, at, keys, f->value_depth);
+    am_pack_keys(&p->base, k, s->row, s->k_columns + i * p->k_columns_bytes, 1);
+    const bool finite = am_pack_values(&p->base, k, s->row, s->k + i * p->k_panels_bytes);
+    am_pack_keys(&p->base, v, s->row, s->v_columns + i * p->v_columns_bytes, 1);
+    clear_tile(p, i, am_length(keys), s);
+    s->tiles[i] = (am_local_tile){.packed = true, .finite = finite};
+}
+
+/* The tiles of a task that a group sees. */
+static am_range tiles_of(const am_key_task *task, const am_attn_group *group)
+{
+    return (am_range){am_max(task->tiles.begin, group->tiles.begin),
+                      am_min(task->tiles.end, group->tiles.end)};
+}
+
+/* Prefetches the rows of a block. */
+static void choose_prefetch(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
+                            am_backward_tile *tile)
+{
+    const am_attn *f = p->base.attn;
+    const am_tokens *d_out = &p->problem->d_out;
+    const am_range tiles = tiles_of(task, at->group);
+    const am_rows_state *state = am_rows_state_of(p, at);
+    if (am_length(tiles) <= 0 || am_sum_of_tile(p, at->group, tiles.begin) > state->last ||
+        am_sum_of_tile(p, at->group, tiles.end - 1) < state->first)
+        return;
+    const am_range keys = {am_range_at(&p->groups.tiles, tiles.begin).begin,
+                           am_range_at(&p->groups.tiles, tiles.end - 1).end};
+    tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
+    tile->prefetch[AM_PREFETCH_OUT] =
+        am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
+    tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, at, keys);
+    tile->prefetch[AM_PREFETCH_D_Q] =
+        am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
+}
+
+/* A block on its way over the tiles of a task. */
+typedef struct {
+    const am_key_task *task;
+    const am_attn_place *at, *next; /* next: the block after it, or NULL */
+    am_backward_rows rows;
+    bool loaded;
+} block_walk;
+
+/* Takes a block over some tiles, which make one sum of d_q; returns whether any has live pairs. */
+static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tiles,
+                      const am_backward_workspace *s, am_team *team, am_status *status)
+{
+    const am_attn_place *at = walk->at;
+    const ptrdiff_t task = walk->task - p->tasks;
+    bool any = false;
+    for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
+        const am_range keys = am_range_at(&p->groups.tiles, index);
+        const ptrdiff_t i = index - walk->task->tiles.begin;
+        am_backward_tile tile = {
+            .k_columns = s->k_columns + i * p->k_columns_bytes,
+            .v_columns = s->v_columns + i * p->v_columns_bytes,
+            .k = s->k + i * p->k_panels_bytes,
+            .d_k = s->d_k + i * p->k_bytes,
+            .d_v = s->d_v + i * p->v_bytes,
+            .d_bias = p->bias.result || p->table.result ? s->d_bias : NULL,
+        };
+        if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
+        pack_tile(p, at, keys, i, s);
+        tile.k_finite = s->tiles[i].finite;
+        if (!walk->loaded) {
+            if (walk->next) choose_prefetch(p, walk->next, walk->task, &tile);
+            walk->rows = am_begin_backward_rows(p, at, s);
+            walk->loaded = true;
+        }
+        if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
+        any = true;
+        p->base.kernels->backward(&walk->rows, &tile);
+        if (p->table.result) am_table_add(&p->table, at, keys, s->d_bias, s->row, s->table);
+        if (p->bias.result)
+            *status =
+                am_bias_add(&p->bias, at, task % p->row_tasks, keys, i, s->d_bias, s->d_bias_scratch, team);
+        if (*status == AM_OK) *status = am_checkpoint(team);
+        if (*status != AM_OK) break;
+    }
+    return any;
+}
+
+/* Takes a block over the tiles of a task. */
+static am_status block_step(const am_backward_plan *p, block_walk *walk, const am_backward_workspace *s,
+                            am_team *team)
+{
+    const am_attn_group *group = walk->at->group;
+    am_rows_state *state = am_rows_state_of(p, walk->at);
+    const am_range tiles = tiles_of(walk->task, group);
+    am_status status = AM_OK;
+    if (tiles.begin < tiles.end) am_begin_logits(&p->base, walk->at, &s->terms);
+    for (ptrdiff_t begin = tiles.begin, end; status == AM_OK && begin < tiles.end; begin = end) {
+        const ptrdiff_t sum = am_sum_of_tile(p, group, begin), each = p->sum_tiles[group - p->groups.list];
+        end = am_min(group->tiles.begin + (sum + 1) * each, tiles.end);
+        if (sum < state->first || sum > state->last) continue;
+        bool any = sum_tiles(p, walk, (am_range){begin, end}, s, team, &status);
+        if (!any && sum == state->first) {
+            memset(s->d_q, 0, (size_t)(walk->at->rows * p->step * p->base.size));
+            any = true;
+        }
+        if (status == AM_OK) status = add_ordered(p, walk->at, state, sum, any ? s->d_q : NULL, team);
+    }
+    const ptrdiff_t task = (walk->task - p->tasks) % am_max(p->row_tasks, 1);
+    return status == AM_OK ? am_bias_end_block(&p->bias, walk->at, task, team) : status;
+}
+
+/* The i-th key head that is begun. Threads in the same batch row take heads far from each other, as rows of
+ * neighbouring heads share cache lines, for which writers would contend. Heads that share a bias are begun in
+ * the order in which they add to its gradient: a task may only wait for one that was begun before it. */
+static ptrdiff_t ordered_head(const am_backward_plan *p, ptrdiff_t i)
+{
+    const bool in_order = p->bias.sums && p->bias.shape[1] == 1;
+    if (in_order || p->base.attn->batch >= p->threads) return i;
+    const ptrdiff_t heads = p->base.attn->kv_heads, thread = i % p->threads;
+    return heads / p->threads * thread + am_min(heads % p->threads, thread) + i / p->threads;
+}
+
+/* Writes zeros as the gradients of keys that no query sees. */
+static am_status write_zeros(const am_backward_plan *p, const am_attn_place *at, am_range keys, am_team *team)
+{
+    enum { PIECE = 1 << 12 }; /* keys between two checkpoints */
+    const am_tokens *const results[] = {&p->problem->d_k, &p->problem->d_v};
+    const ptrdiff_t depths[] = {p->base.attn->depth, p->base.attn->value_depth};
+    am_status status = AM_OK;
+    for (ptrdiff_t k = keys.begin; status == AM_OK && k < keys.end; k++) {
+        for (int i = 0; i < 2; i++)
+            memset((char *)am_token(results[i], at->b, at->kv_head, k), 0,
+                   (size_t)depths[i] * am_size_of(results[i]->type));
+        if (k % PIECE == 0) status = am_checkpoint(team);
+    }
+    return status;
+}
+
+/* Writes the gradients of the keys of a task. */
+static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, const am_key_task *task,
+                            const am_backward_workspace *s, am_team *team)
+{
+    const am_attn *f = p->base.attn;
+    ptrdiff_t behind = task->tokens.begin; /* the last tile */
+    am_status status = AM_OK;
+    for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
+        const am_range keys = am_range_at(&p->groups.tiles, task->tiles.begin + i);
+        status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
+        if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
+        write_tokens(p, &p->problem->d_k, at, at->kv_head, keys.begin, am_length(keys),
+                     s->d_k + i * p->k_bytes, p->step, f->depth);
+        write_tokens(p, &p->problem->d_v, at, at->kv_head, keys.begin, am_length(keys),
+                     s->d_v + i * p->v_bytes, p->value_step, f->value_depth);
+        behind = keys.end;
+    }
+    return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
+}
+
+am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
+{
+    const am_backward_plan *p = arg;
+    const ptrdiff_t heads = p->base.attn->kv_heads, group_heads = p->base.group;
+    const am_key_task *task = &p->tasks[index / heads];
+    const am_attn_place at = {.b = index / heads / p->row_tasks, .kv_head = ordered_head(p, index % heads)};
+    char *memory = am_workspace_acquire(&p->workspaces);
+    am_backward_workspace s;
+    am_backward_lay_out(p, memory, &s);
+    memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
+    memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
+    am_status status = AM_OK;
+    for (ptrdiff_t g = task->groups.begin; g < task->groups.end; g++) {
+        const am_attn_group *group = &p->groups.list[g];
+        const ptrdiff_t first = group->blocks.begin, count = am_length(group->blocks) * group_heads;
+        for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
+            const ptrdiff_t head = at.kv_head * group_heads, then = am_min(i + 1, count - 1);
+            const am_attn_place rows = am_backward_place(p, group, first + i / group_heads,
+                                                         head + i % group_heads),
+                                next = am_backward_place(p, group, first + then / group_heads,
+                                                         head + then % group_heads);
+            block_walk walk = {.task = task, .at = &rows, .next = i < then ? &next : NULL};
+            status = block_step(p, &walk, &s, team);
+        }
+    }
+    if (status == AM_OK)
+        status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->groups.tiles, task->tiles,
+                                  s.d_bias_scratch, team);
+    if (status == AM_OK) status = am_table_end_task(&p->table, &at, index / heads, s.table, team);
+    if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
+    am_workspace_release(&p->workspaces, memory);
+    return status;
+}
+
+/* Converts d_q that was accumulated in another type to the result. */
+am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team)
+{
+    const am_backward_plan *p = arg;
+    const am_attn_place at = am_backward_block(p, index);
+    write_tokens(p, &p->problem->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
+                 p->d_q.token / p->base.size, p->base.attn->depth);
+    return am_checkpoint(team);
+}

@@ -1,0 +1,164 @@
+/* backward_plan.c – divides the work of attention backward: sums, tasks, and what a task keeps. */
+#include "core/attention/backward_plan.h"
+
+#include <stdlib.h>
+
+enum {
+    TILE = AM_FLASH_TILE,
+    ENOUGH_TASKS = 64,      /* that keep any number of threads busy */
+    ENOUGH_SUMS = 32,       /* the same for one group, which adds as many parts to d_q */
+    SUM_TILES = 4,          /* the most tiles whose parts of d_q are summed up before they are added */
+    WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
+    MOST_TILES = 16,        /* the same if they see few: these stay in the cache from block to block */
+    NEAR_BYTES = 768 << 10, /* the most bytes of a task's tiles that one block sees: they stay in the cache */
+};
+
+ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backward_workspace *s)
+{
+    const am_attn *f = p->base.attn;
+    const ptrdiff_t n = p->task_tiles, tile_bytes = AM_FLASH_ROWS * TILE * p->base.size,
+                    word = sizeof(uint64_t);
+    ptrdiff_t used = 0;
+    const bool keeps_ds = p->problem->d_bias || p->problem->d_table;
+    s->q = am_take(memory, &used, p->k_bytes);
+    s->d_out = am_take(memory, &used, p->v_bytes);
+    s->q_rows = p->base.bf16x2 ? am_take(memory, &used, p->k_bytes) : s->q;
+    s->d_out_rows = p->base.bf16x2 ? am_take(memory, &used, p->v_bytes) : s->d_out;
+    s->d_q = am_take(memory, &used, p->k_bytes);
+    s->p = am_take(memory, &used, tile_bytes);
+    s->ds = am_take(memory, &used, tile_bytes);
+    s->terms.bias = am_take(memory, &used, am_adds_to_products(f) ? tile_bytes : 0);
+    s->d_bias = am_take(memory, &used, keeps_ds ? tile_bytes : 0);
+    s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
+    s->table = am_table_sums_take(&p->table, memory, &used);
+    s->row = s->terms.row =
+        am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
+    s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
+    s->v_columns = am_take(memory, &used, n * p->v_columns_bytes);
+    s->k = am_take(memory, &used, n * p->k_panels_bytes);
+    s->d_k = am_take(memory, &used, n * p->k_bytes);
+    s->d_v = am_take(memory, &used, n * p->v_bytes);
+    s->terms.live = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    s->terms.kept = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    s->terms.row_keys = (uint64_t *)am_take(memory, &used, AM_FLASH_ROWS * word);
+    s->tiles = (am_local_tile *)am_take(memory, &used, n * (ptrdiff_t)sizeof(am_local_tile));
+    return used;
+}
+
+/* Rounds up to whole panels, and to an odd number of cache lines: rows that are a power of two apart would
+ * map to few sets of the cache. */
+static ptrdiff_t step_of(const am_backward_plan *p, ptrdiff_t in_panels)
+{
+    ptrdiff_t a_line = AM_LINE / p->base.size;
+    return in_panels % (2 * a_line) == 0 ? in_panels + a_line : in_panels;
+}
+
+/* Half as many tiles until their bytes stay in the cache, and there are enough parts for many threads. */
+static ptrdiff_t limit_tiles(const am_backward_plan *p, ptrdiff_t most, ptrdiff_t seen, ptrdiff_t tiles,
+                             ptrdiff_t bytes, ptrdiff_t enough)
+{
+    while (most > 1 &&
+           (am_min(most, seen) * bytes > NEAR_BYTES || p->base.attn->kv_heads * (tiles / most) < enough))
+        most /= 2;
+    return most;
+}
+
+/* Chooses the lengths of rows, of sums and of tasks; returns the most tiles of a task, unless one sum has
+ * more. */
+static ptrdiff_t choose(am_backward_plan *p)
+{
+    const am_attn *f = p->base.attn;
+    if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
+    const ptrdiff_t panel = p->base.kernels->panel, size = p->base.size,
+                    depth = am_ceil_div(f->depth, panel) * panel;
+    p->step = step_of(p, depth);
+    p->value_step = step_of(p, am_ceil_div(f->value_depth, panel) * panel);
+    p->k_bytes = TILE * p->step * size;
+    p->v_bytes = TILE * p->value_step * size;
+    p->k_columns_bytes = TILE * am_lanes(&p->base, f->depth) * size;
+    p->v_columns_bytes = TILE * am_lanes(&p->base, f->value_depth) * size;
+    p->k_panels_bytes = TILE * depth * size / (p->base.bf16x2 ? 2 : 1);
+    const ptrdiff_t bytes =
+        p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
+    ptrdiff_t seen = 0, tiles = 0;
+    for (ptrdiff_t i = 0; i < p->groups.count; i++) {
+        const am_attn_group *group = &p->groups.list[i];
+        const ptrdiff_t own = am_length(group->tiles);
+        p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, ENOUGH_SUMS);
+        tiles += own;
+        if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->groups, group));
+    }
+    return limit_tiles(p, seen > NEAR_BYTES / bytes ? WIDE_TILES : MOST_TILES, seen, tiles, bytes,
+                       ENOUGH_TASKS);
+}
+
+/* Ends a task, and begins the next one with the tile behind it. */
+static void end_task(const am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t group)
+{
+    const ptrdiff_t end = task->tiles.end;
+    task->tokens.end = am_range_at(&p->groups.tiles, end - 1).end;
+    if (to) *to = *task;
+    *task = (am_key_task){{end, end}, {group, group}, {task->tokens.end, task->tokens.end}};
+}
+
+/* Divides the tiles that the groups of a batch row see into tasks of whole sums; returns the number of tasks,
+ * and lists them unless `to` is NULL. */
+static ptrdiff_t divide_row(const am_backward_plan *p, am_range groups, ptrdiff_t most, am_key_task *to)
+{
+    ptrdiff_t count = 0;
+    am_key_task task = {.groups = {groups.begin, groups.begin}};
+    if (groups.begin < groups.end)
+        task.tiles.begin = task.tiles.end = p->groups.list[groups.begin].tiles.begin;
+    for (ptrdiff_t g = groups.begin; g < groups.end; g++) {
+        const am_range tiles = p->groups.list[g].tiles;
+        for (ptrdiff_t begin = tiles.begin, end; begin < tiles.end; begin = end) {
+            end = am_min(begin + p->sum_tiles[g], tiles.end);
+            if (am_length(task.tiles) > 0 && end - task.tiles.begin > most)
+                end_task(p, &task, to ? &to[count] : NULL, g), count++;
+            task.tiles.end = end, task.groups.end = g + 1;
+        }
+    }
+    task.tokens.end = p->base.attn->keys;
+    if (to) to[count] = task;
+    return count + 1;
+}
+
+/* The groups of a batch row, the first of which is not before `first`. */
+static am_range groups_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t first)
+{
+    am_range groups = {first, first};
+    while (groups.end < p->groups.count && p->groups.list[groups.end].b == b) groups.end++;
+    return groups;
+}
+
+static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
+{
+    const ptrdiff_t batch = p->base.attn->batch;
+    am_range groups = {0, 0};
+    for (ptrdiff_t b = 0; b < batch; b++) {
+        groups = groups_of(p, b, groups.end);
+        p->row_tasks = am_max(p->row_tasks, divide_row(p, groups, most, NULL));
+    }
+    p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
+    if (!p->tasks) return AM_NO_MEMORY;
+    groups = (am_range){0, 0};
+    for (ptrdiff_t b = 0; b < batch; b++) {
+        groups = groups_of(p, b, groups.end);
+        am_key_task *tasks = p->tasks + b * p->row_tasks;
+        divide_row(p, groups, most, tasks);
+        for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
+            p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
+            if (p->problem->d_bias) task->groups = groups; /* each task passes the tickets of all blocks */
+        }
+    }
+    return AM_OK;
+}
+
+/* Divides the work. */
+am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
+{
+    am_status status = am_attn_groups_make(&p->groups, p->base.attn->mask, by_mask);
+    p->sum_tiles = malloc((size_t)am_product(am_max(p->groups.count, 1), sizeof *p->sum_tiles, 1));
+    if (status == AM_OK && !p->sum_tiles) status = AM_NO_MEMORY;
+    return status == AM_OK ? list_tasks(p, choose(p)) : status;
+}

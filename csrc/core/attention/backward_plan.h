@@ -1,0 +1,120 @@
+/* backward_plan.h – how attention backward is divided, and what its tasks share: row statistics of the blocks
+ * of queries, and tasks of keys. */
+#ifndef AM_CORE_ATTENTION_BACKWARD_PLAN_H
+#define AM_CORE_ATTENTION_BACKWARD_PLAN_H
+
+#include "core/attention/terms/bias_gradient.h"
+#include "core/attention/terms/logit_terms.h"
+#include "core/attention/terms/relative.h"
+#include "core/attention/tiles/tiles.h"
+
+/* One block of query rows of one head. */
+typedef struct {
+    ptrdiff_t first, last;    /* the sums of tiles of its group that it sees; none if first > last */
+    atomic_ptrdiff_t serving; /* the sum that may be added to d_q now */
+} am_rows_state;
+
+/* Tiles of one batch row that a task takes, and the groups that see them. */
+typedef struct {
+    am_range tiles, groups;
+    am_range tokens; /* the keys whose gradients it writes, also those that no query sees */
+} am_key_task;
+
+typedef struct {
+    am_attn_base base;
+    const am_attn_gradients *problem;
+    ptrdiff_t step, value_step; /* from row to row in the workspace, in elements */
+    am_attn_groups groups;
+    ptrdiff_t *sum_tiles;       /* of each group */
+    am_key_task *tasks;         /* [batch][row_tasks] */
+    ptrdiff_t row_tasks;        /* the most tasks of a key head and batch row */
+    ptrdiff_t task_tiles;       /* the most tiles of a task */
+    int threads;                /* the threads of the call */
+    ptrdiff_t k_bytes, v_bytes; /* the lengths of a tile's rows in the workspace */
+    ptrdiff_t k_columns_bytes, v_columns_bytes, k_panels_bytes; /* the lengths of a packed tile */
+    am_tokens d_q;         /* of the arithmetic type: the result, or what is converted to it */
+    am_rows_state *states; /* [block][heads] */
+    char *row_stats;       /* base, rest, add and share, each [batch][heads][queries] */
+    ptrdiff_t stats_bytes; /* the length of each */
+    am_sink_sum *sinks;    /* one for each head; NULL without sinks */
+    ptrdiff_t sink_parts;  /* of a head, into which the gradient of its sinks is divided */
+    double *d_sinks;       /* [heads][sink_parts][sink_count] */
+    am_bias_gradient bias;
+    am_table_gradient table;
+    am_workspaces workspaces;
+} am_backward_plan;
+
+/* The state of a local tile. */
+typedef struct {
+    bool packed, finite; /* finite: k is */
+} am_local_tile;
+
+typedef struct {
+    char *q, *d_out, *q_rows, *d_out_rows, *d_q, *p, *ds, *d_bias, *d_bias_scratch, *row;
+    char *k_columns, *v_columns, *k, *d_k, *d_v; /* task_tiles of each */
+    am_logit_scratch terms;
+    am_table_sums *table;
+    am_local_tile *tiles;
+} am_backward_workspace;
+
+typedef enum { AM_ROW_BASE, AM_ROW_REST, AM_ROW_ADD, AM_ROW_SHARE, AM_ROW_STATS } am_row_stat;
+
+static inline am_attn_place am_backward_place(const am_backward_plan *p, const am_attn_group *group,
+                                              ptrdiff_t block, ptrdiff_t head)
+{
+    return am_place_of(&p->base, &p->groups, group, block, head, 1);
+}
+
+/* The index-th block of one head. */
+static inline am_attn_place am_backward_block(const am_backward_plan *p, ptrdiff_t index)
+{
+    const ptrdiff_t heads = p->base.attn->heads, block = index / heads;
+    return am_backward_place(p, am_group_of(&p->groups, block), block, index % heads);
+}
+
+static inline ptrdiff_t am_row_index(const am_backward_plan *p, const am_attn_place *at)
+{
+    return (at->b * p->base.attn->heads + at->head) * p->base.attn->queries + at->q;
+}
+
+static inline am_rows_state *am_rows_state_of(const am_backward_plan *p, const am_attn_place *at)
+{
+    return &p->states[at->block * p->base.attn->heads + at->head];
+}
+
+/* The sum of tiles that a tile of a group is in. */
+static inline ptrdiff_t am_sum_of_tile(const am_backward_plan *p, const am_attn_group *group, ptrdiff_t tile)
+{
+    return (tile - group->tiles.begin) / p->sum_tiles[group - p->groups.list];
+}
+
+/* One statistic of the rows of a block. */
+static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_place *at, am_row_stat which)
+{
+    return p->row_stats + which * p->stats_bytes + am_row_index(p, at) * p->base.size;
+}
+
+/* Divides the work: groups, sums, tasks and the lengths of what a task keeps. */
+am_status am_backward_plan_make(am_backward_plan *p, bool by_mask);
+
+/* Places the parts of a workspace in `memory`; returns their bytes. */
+ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backward_workspace *s);
+
+/* Loads the queries and d_out of a block. */
+am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
+                                        const am_backward_workspace *s);
+
+/* Fills in the terms of the logits of a tile. False if no pair is live. */
+bool am_find_backward_terms(const am_backward_plan *p, const am_attn_place *at, am_range keys,
+                            const am_backward_workspace *s, am_backward_tile *tile);
+
+/* The tasks, in the order in which they run: the statistics of a block; the keys of a task; and d_q of a
+ * block, where it was added up in another type. */
+am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team);
+am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team);
+am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team);
+
+/* The gradient of the sinks, which follows from the statistics of all rows. */
+am_status am_sum_sink_gradients(const am_run *run, am_backward_plan *p);
+
+#endif

@@ -1,0 +1,246 @@
+/* backward_rows.c – what attention backward computes of each row before its keys: the statistics from which
+ * kernels compute P and dS; and the gradient of the sinks, which follows from them. */
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arrays/convert.h"
+#include "core/attention/backward_plan.h"
+
+enum {
+    TILE = AM_FLASH_TILE,
+    FAR = 1024, /* |lse| from which its rounding costs P more than ten binary digits */
+};
+
+static const char *read_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
+                               ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, ptrdiff_t depth,
+                               char *scratch, ptrdiff_t *step)
+{
+    return am_read_rows(&p->base, scratch, am_token(t, at->b, head, token), t->token, t->element, t->type,
+                        rows, depth, step);
+}
+
+/* Loads rows of a block, and returns whether they are finite. `bf16x2_to`: for the same rows, packed as
+ * bf16x2. */
+static bool load_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
+                        ptrdiff_t depth, char *scratch, char *to, ptrdiff_t to_step, char *bf16x2_to)
+{
+    ptrdiff_t step;
+    if (p->base.bf16x2) {
+        am_copy_pairs(to, am_token(t, at->b, at->head, at->q), (ptrdiff_t)am_size_of(t->type), t->token,
+                      t->element, at->rows, depth);
+        const am_unpacked_rows rows = {.data = to, .step = 2 * am_lanes(&p->base, depth)};
+        return am_kv_own(&p->base)->pack_values(bf16x2_to, &rows, at->rows, depth, NULL);
+    }
+    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, scratch, &step);
+    return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
+}
+
+am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
+                                        const am_backward_workspace *s)
+{
+    const am_attn *f = p->base.attn;
+    am_backward_rows block = {
+        .rows = at->rows,
+        .depth = f->depth,
+        .value_depth = f->value_depth,
+        .step = p->step,
+        .value_step = p->value_step,
+        .q = s->q,
+        .d_out = s->d_out,
+        .q_rows = s->q_rows,
+        .d_out_rows = s->d_out_rows,
+        .base = am_row_stats_of(p, at, AM_ROW_BASE),
+        .rest = am_row_stats_of(p, at, AM_ROW_REST),
+        .add = am_row_stats_of(p, at, AM_ROW_ADD),
+        .share = f->normalize ? NULL : am_row_stats_of(p, at, AM_ROW_SHARE),
+        .d_q = s->d_q,
+        .p = s->p,
+        .ds = s->ds,
+        .scale = f->scale,
+        .factor = f->scale * AM_LOG2_E / p->base.unit,
+        .cap = f->cap,
+        .unit = p->base.unit,
+        .kept_factor = 1 / (1 - f->dropout),
+    };
+    block.q_finite = load_tokens(p, &f->q, at, f->depth, s->row, s->q, p->step, s->q_rows);
+    block.d_out_finite = load_tokens(p, &p->problem->d_out, at, f->value_depth, s->row, s->d_out,
+                                     p->value_step, s->d_out_rows);
+    return block;
+}
+
+/* Fills in the terms of the logits of a tile. False if no pair is live. */
+bool am_find_backward_terms(const am_backward_plan *p, const am_attn_place *at, am_range keys,
+                            const am_backward_workspace *s, am_backward_tile *tile)
+{
+    am_logit_terms terms;
+    if (!am_find_logit_terms(&p->base, at, keys, &s->terms, &terms)) return false;
+    tile->columns = am_length(keys);
+    tile->live = terms.live, tile->kept = terms.kept;
+    tile->bias = terms.bias, tile->bias_step = terms.bias_step;
+    return true;
+}
+
+static double given_row_stat(const am_backward_plan *p, const am_row_stats *row_stats,
+                             const am_attn_place *at, ptrdiff_t row)
+{
+    return am_number(&p->base,
+                     row_stats->data + at->b * row_stats->batch + at->head * row_stats->head +
+                         (at->q + row) * row_stats->token,
+                     0);
+}
+
+/* Finds of each row, sinks included, the greatest logit as AM_ROW_BASE, the sum of powers relative to it as
+ * AM_ROW_REST, and the number of logits that are as great as AM_ROW_SHARE. */
+static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place *at,
+                                 const am_backward_workspace *s, am_range tiles, am_team *team)
+{
+    const am_attn *f = p->base.attn;
+    am_backward_rows block = am_begin_backward_rows(p, at, s);
+    block.share = am_row_stats_of(p, at, AM_ROW_SHARE);
+    am_begin_logits(&p->base, at, &s->terms);
+    const am_sink_sum sinks = p->sinks ? p->sinks[at->head] : (am_sink_sum){.highest = -INFINITY};
+    for (ptrdiff_t r = 0; r < at->rows; r++) {
+        am_set_number(&p->base, block.base, r, sinks.highest);
+        am_set_number(&p->base, block.rest, r, sinks.sum);
+        am_set_number(&p->base, block.share, r, sinks.count);
+    }
+    for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
+        const am_range keys = am_range_at(&p->groups.tiles, i);
+        am_backward_tile tile = {.k_columns = s->k_columns};
+        if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
+        am_pack_keys(&p->base, am_kv_rows_of(&f->k, at, keys, f->depth), s->row, s->k_columns, 1);
+        p->base.kernels->find_row_max(&block, &tile);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+/* Whether P is computed from the row's maximum, not from its lse, whose rounding is the relative error of P.
+ */
+static bool uses_row_max(const am_backward_plan *p, const am_attn_place *at, ptrdiff_t row)
+{
+    double size = fabs(given_row_stat(p, &p->problem->lse, at, row));
+    return !p->base.attn->normalize || (size > FAR && size < INFINITY);
+}
+
+/* The statistics from which kernels compute P and dS of the rows, beside the logits. */
+static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, const am_backward_workspace *s)
+{
+    const am_attn *f = p->base.attn;
+    ptrdiff_t step, d_step;
+    char *other = s->row + am_row_scratch(TILE, am_max(f->depth, f->value_depth)),
+         *base = am_row_stats_of(p, at, AM_ROW_BASE), *rest = am_row_stats_of(p, at, AM_ROW_REST),
+         *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
+    const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s->row, &step);
+    const char *d_out =
+        read_tokens(p, &p->problem->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
+    p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
+    for (ptrdiff_t r = 0; r < at->rows; r++) {
+        double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
+        double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;
+        double moved = am_number(&p->base, add, r); /* the effect of a common shift of the logits */
+        if (uses_row_max(p, at, r)) {
+            /* The sum over these keys, unless lse is of other keys too. */
+            double row_max = am_number(&p->base, base, r), own = log2(am_number(&p->base, rest, r));
+            double lse = (reference - row_max) * p->base.unit,
+                   rounding =
+                       4 * (p->base.size == 8 ? DBL_EPSILON : FLT_EPSILON) * fabs(reference * p->base.unit);
+            power = fabs(lse - own) <= rounding || isnan(own) ? -own : -lse;
+            reference = row_max;
+        }
+        if (!f->normalize) {
+            am_set_number(&p->base, share, r, moved / fmax(am_number(&p->base, share, r), 1));
+            moved = 0;
+            if (reference > -INFINITY) d_lse *= exp2(power);
+            power = 0;
+        }
+        am_set_number(&p->base, base, r, reference == -INFINITY ? 0 : reference);
+        am_set_number(&p->base, rest, r, reference == -INFINITY ? 0 : power);
+        am_set_number(&p->base, add, r, d_lse - moved);
+    }
+}
+
+am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const am_backward_plan *p = arg;
+    const am_attn *f = p->base.attn;
+    const am_attn_place place = am_backward_block(p, index), *at = &place;
+    const am_range tiles = am_tiles_seen(&p->base, &p->groups, at);
+    am_rows_state *state = am_rows_state_of(p, at);
+    state->first = am_sum_of_tile(p, at->group, tiles.begin);
+    state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->group, tiles.end - 1) : state->first - 1;
+    atomic_init(&state->serving, state->first);
+
+    char *memory = am_workspace_acquire(&p->workspaces);
+    am_backward_workspace s;
+    am_backward_lay_out(p, memory, &s);
+    bool uses_any_row_max = false;
+    for (ptrdiff_t r = 0; r < at->rows; r++) uses_any_row_max |= uses_row_max(p, at, r);
+    am_status status = uses_any_row_max ? find_row_maxima(p, at, &s, tiles, team) : AM_OK;
+    if (status == AM_OK) {
+        find_row_stats(p, at, &s);
+        const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
+        for (ptrdiff_t r = 0; r < unseen; r++)
+            memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
+                   (size_t)(f->depth * p->base.size));
+    }
+    am_workspace_release(&p->workspaces, memory);
+    return status == AM_OK ? am_checkpoint(team) : status;
+}
+
+/* The gradient of the sinks of one head, of a part of its blocks. A sink adds to the sum of powers as a key
+ * without a value would; not normalized, it may also be the row's maximum, which moves all powers. */
+static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const am_backward_plan *p = arg;
+    const am_attn *f = p->base.attn;
+    const ptrdiff_t head = index / p->sink_parts, part = index % p->sink_parts,
+                    blocks = p->groups.blocks.count;
+    double *d_sinks = p->d_sinks + index * f->sink_count;
+    am_status status = AM_OK;
+    memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
+    for (ptrdiff_t block = part * blocks / p->sink_parts;
+         status == AM_OK && block < (part + 1) * blocks / p->sink_parts; block++) {
+        const am_attn_place at = am_backward_block(p, block * f->heads + head);
+        for (ptrdiff_t r = 0; status == AM_OK && r < at.rows; r++) {
+            double base = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_BASE), r),
+                   rest = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_REST), r),
+                   add = am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_ADD), r);
+            for (ptrdiff_t i = 0; i < f->sink_count; i++) {
+                double logit = am_sink_logit(&p->base, head, i);
+                if (logit == -INFINITY) continue;
+                d_sinks[i] += exp2((logit - base) * p->base.unit + rest) * add;
+                if (!f->normalize && logit == base)
+                    d_sinks[i] -= am_number(&p->base, am_row_stats_of(p, &at, AM_ROW_SHARE), r);
+            }
+            status = am_checkpoint(team);
+        }
+    }
+    return status;
+}
+
+/* The gradient of the sinks. How many parts a head has follows from the shape alone, and parts are added in
+ * their order, so that the sums are the same for any number of threads. */
+am_status am_sum_sink_gradients(const am_run *run, am_backward_plan *p)
+{
+    enum { MOST_PARTS = 64, PART = 1 << 16 }; /* rows times sinks that are worth a part: a millisecond */
+    const am_attn *f = p->base.attn;
+    const ptrdiff_t work = am_product(p->groups.blocks.count, TILE, f->sink_count),
+                    sums = f->heads * f->sink_count;
+    p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->groups.blocks.count));
+    p->d_sinks = malloc((size_t)am_max(am_product(sums, p->sink_parts, sizeof *p->d_sinks), 1));
+    am_status status =
+        p->d_sinks ? am_parallel(run, f->heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
+    for (ptrdiff_t i = 0; status == AM_OK && i < sums; i++) {
+        const double *from =
+            p->d_sinks + i / f->sink_count * p->sink_parts * f->sink_count + i % f->sink_count;
+        p->problem->d_sinks[i] = 0;
+        for (ptrdiff_t part = 0; part < p->sink_parts; part++)
+            p->problem->d_sinks[i] += from[part * f->sink_count];
+    }
+    free(p->d_sinks);
+    return status;
+}
