@@ -171,8 +171,8 @@ static am_status compute(PyObject *module, call *c, result *r)
     };
     am_call away;
     am_enter(&away, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&away.run, &mask);
-    if (status == AM_OK) status = am_attn_forward(&away.run, &attn);
+    am_status status = am_mask_prepare(&away.context, &mask);
+    if (status == AM_OK) status = am_attn_forward(&away.context, &attn);
     am_mask_release(&mask);
     am_leave(&away);
     return status;

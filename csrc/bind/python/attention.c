@@ -299,8 +299,8 @@ static PyObject *compute(PyObject *module, arguments *a)
     flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&call.run, &a->mask.mask);
-    if (status == AM_OK) status = am_attn_forward(&call.run, &flash);
+    am_status status = am_mask_prepare(&call.context, &a->mask.mask);
+    if (status == AM_OK) status = am_attn_forward(&call.context, &flash);
     am_leave(&call);
     if (status == AM_OK)
         result = PyTuple_Pack(wide ? 3 : 2, a->out.given ? a->out.given : (PyObject *)out,
@@ -582,8 +582,8 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
     const am_attn attn = flash_of(&a);
     am_call call;
     am_enter(&call, module, 0);
-    const am_attn_base base = am_attn_base_of(&call.run, &attn);
-    am_status status = am_mask_prepare(&call.run, &a.mask.mask);
+    const am_attn_base base = am_attn_base_of(&call.context, &attn);
+    am_status status = am_mask_prepare(&call.context, &a.mask.mask);
     if (status == AM_OK) status = am_attn_groups_make(&groups, attn.mask, true);
     if (status == AM_OK) status = am_schedule_make(&schedule, &base, &groups, threads);
     am_leave(&call);
@@ -700,8 +700,8 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
     }
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&call.run, &a->mask.mask);
-    if (status == AM_OK) status = am_attn_backward(&call.run, &problem);
+    am_status status = am_mask_prepare(&call.context, &a->mask.mask);
+    if (status == AM_OK) status = am_attn_backward(&call.context, &problem);
     am_leave(&call);
     if (status == AM_OK)
         result =
@@ -767,8 +767,8 @@ static PyObject *dropout_keep_mask(PyObject *module, PyObject *const *args, Py_s
     if (!target) goto fail;
     am_call call;
     am_enter(&call, module, PyArray_SIZE(target));
-    am_status status = am_dropout_keep_mask(&call.run, seed, probability.value, dims, PyArray_STRIDES(target),
-                                            PyArray_DATA(target));
+    am_status status = am_dropout_keep_mask(&call.context, seed, probability.value, dims,
+                                            PyArray_STRIDES(target), PyArray_DATA(target));
     am_leave(&call);
     if (status == AM_OK)
         result = am_returned(&out, (PyArrayObject *)Py_NewRef(target));

@@ -577,7 +577,7 @@ static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
     return attn;
 }
 
-static am_status append(arguments *a, const am_run *run)
+static am_status append(arguments *a, const am_context *context)
 {
     am_status status = AM_OK;
     for (int side = 0; status == AM_OK && a->arrays[KEY] && side < 2; side++) {
@@ -591,7 +591,7 @@ static am_status append(arguments *a, const am_run *run)
             .starts = a->cache.q_starts,
             .scales = a->scales[side],
         };
-        status = am_kv_append_rows(run, &rows);
+        status = am_kv_append_rows(context, &rows);
     }
     return status;
 }
@@ -600,9 +600,9 @@ static am_status attend(PyObject *module, arguments *a, const am_attn *attn, boo
 {
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = first ? append(a, &call.run) : AM_OK;
-    if (status == AM_OK && attn) status = am_mask_prepare(&call.run, attn->mask);
-    if (status == AM_OK && attn) status = am_attn_forward(&call.run, attn);
+    am_status status = first ? append(a, &call.context) : AM_OK;
+    if (status == AM_OK && attn) status = am_mask_prepare(&call.context, attn->mask);
+    if (status == AM_OK && attn) status = am_attn_forward(&call.context, attn);
     am_leave(&call);
     return status;
 }

@@ -112,7 +112,7 @@ static PyObject *compute(PyObject *module, arguments *a, const char *name)
     }
     am_call call;
     am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_cumsum_compute(&call.run, &job);
+    am_status status = am_cumsum_compute(&call.context, &job);
     am_leave(&call);
     if (status == AM_OK) return am_returned(&a->out, out);
     Py_DECREF(out);

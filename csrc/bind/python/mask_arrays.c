@@ -55,7 +55,7 @@ int am_check_mask(PyObject *module, PyArrayObject *array, const char *name)
     ptrdiff_t index;
     am_call call;
     am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_find_additive(&call.run, &numbers, &index);
+    am_status status = am_find_additive(&call.context, &numbers, &index);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);

@@ -464,7 +464,7 @@ static am_status enter(am_call *call, PyObject *module, am_mask_arg *arg)
 {
     /* The number of pairs to compute is not known before, so the call always counts as large. */
     am_enter(call, module, NPY_MAX_INTP);
-    return am_mask_prepare(&call->run, &arg->mask);
+    return am_mask_prepare(&call->context, &arg->mask);
 }
 
 static int check_out(PyArrayObject *out, npy_intp const *dims, PyArray_Descr *dtype, const am_mask_arg *mask)
@@ -501,7 +501,7 @@ static PyObject *mask_fill(PyObject *module, PyObject *const *args, Py_ssize_t n
     target.row = PyArray_STRIDE(out, 2), target.column = PyArray_STRIDE(out, 3);
     am_call call;
     am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_fill(&call.run, &mask.mask, &target);
+    if (status == AM_OK) status = am_mask_fill(&call.context, &mask.mask, &target);
     am_leave(&call);
     if (status == AM_OK)
         result = am_returned(&given, (PyArrayObject *)Py_NewRef(out));
@@ -527,7 +527,7 @@ static PyObject *mask_count(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (!counts) goto fail;
     am_call call;
     am_status status = enter(&call, module, &mask);
-    if (status == AM_OK) status = am_mask_count(&call.run, &mask.mask, PyArray_DATA(counts));
+    if (status == AM_OK) status = am_mask_count(&call.context, &mask.mask, PyArray_DATA(counts));
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -553,7 +553,7 @@ static PyObject *mask_any(PyObject *module, PyObject *const *args, Py_ssize_t na
     am_call call;
     am_status status = enter(&call, module, &mask);
     if (status == AM_OK)
-        status = am_mask_any(&call.run, &mask.mask, PyArray_DATA(queries), PyArray_DATA(keys));
+        status = am_mask_any(&call.context, &mask.mask, PyArray_DATA(queries), PyArray_DATA(keys));
     am_leave(&call);
     if (status == AM_OK)
         result = PyTuple_Pack(2, queries, keys);
@@ -601,7 +601,7 @@ static PyObject *mask_grid(PyObject *module, PyObject *const *args, Py_ssize_t n
     am_call call;
     am_status status = enter(&call, module, &mask);
     if (status == AM_OK)
-        status = am_mask_grid(&call.run, &mask.mask, b, h, q_cell, k_cell, PyArray_DATA(counts));
+        status = am_mask_grid(&call.context, &mask.mask, b, h, q_cell, k_cell, PyArray_DATA(counts));
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);

@@ -162,7 +162,7 @@ static void release(arguments *a)
     free(a->parts);
 }
 
-typedef am_status merger(const am_run *run, const am_merge *merge);
+typedef am_status merger(const am_context *context, const am_merge *merge);
 
 /* Calls the core, and returns a new out and lse; or backward, the gradients of all outs and of all lses. */
 static PyObject *run_merge(PyObject *module, const arguments *a, merger *function, bool backward)
@@ -198,7 +198,7 @@ static PyObject *run_merge(PyObject *module, const arguments *a, merger *functio
     npy_intp work = PyArray_SIZE(out) + PyArray_SIZE(lse); /* of one part; backward, of all parts */
     if (!backward) work = work > NPY_MAX_INTP / a->count ? NPY_MAX_INTP : work * a->count;
     am_enter(&call, module, work);
-    am_status status = function(&call.run, &merge);
+    am_status status = function(&call.context, &merge);
     am_leave(&call);
     if (status == AM_OK)
         result = PyTuple_Pack(2, out, lse);

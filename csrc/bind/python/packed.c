@@ -16,7 +16,7 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
     am_call call;
     bool valid;
     am_enter(&call, module, sequences);
-    const am_kernels *k = call.run.kernels;
+    const am_kernels *k = call.context.kernels;
     if (type == AM_INT32) {
         valid =
             chunk ? k->chunk_offsets_32(dst, starts, sequences, chunk) : k->lens_32(dst, starts, sequences);
@@ -116,7 +116,7 @@ static PyObject *fill_tokens(PyObject *module, am_token_kind kind, const ptrdiff
     am_call call;
     am_enter(&call, module, shape[0]);
     am_dtype type = PyArray_TYPE(result) == NPY_INT32 ? AM_INT32 : AM_INT64;
-    am_status status = am_fill_tokens(&call.run, kind, type, PyArray_DATA(result), starts, sequences);
+    am_status status = am_fill_tokens(&call.context, kind, type, PyArray_DATA(result), starts, sequences);
     am_leave(&call);
     if (status != AM_OK) {
         Py_DECREF(result);
@@ -196,7 +196,7 @@ static PyArrayObject *count_mask(PyObject *module, PyArrayObject *mask)
     };
     am_call call;
     am_enter(&call, module, PyArray_SIZE(mask) + job.rows);
-    am_status status = am_count_rows(&call.run, &job);
+    am_status status = am_count_rows(&call.context, &job);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -356,7 +356,7 @@ static PyArrayObject *divide(PyObject *module, PyArrayObject *a, PyArrayObject *
     };
     am_call call;
     am_enter(&call, module, PyArray_SIZE(result));
-    am_status status = am_divide_broadcast(&call.run, &arrays);
+    am_status status = am_divide_broadcast(&call.context, &arrays);
     am_leave(&call);
     if (status == AM_OK) return result;
     Py_DECREF(result);
@@ -384,9 +384,9 @@ static PyObject *quick_quotients(PyObject *module, PyArrayObject *a, PyArrayObje
     if (b)
         valid = am_divide_each(type, dst, dividends, divisors, size);
     else if (type == AM_INT32)
-        call.run.kernels->divide_32(dst, dividends, size, divisor);
+        call.context.kernels->divide_32(dst, dividends, size, divisor);
     else
-        call.run.kernels->divide_64(dst, dividends, size, divisor);
+        call.context.kernels->divide_64(dst, dividends, size, divisor);
     am_leave(&call);
     if (!valid) Py_CLEAR(result);
     return (PyObject *)result;

@@ -59,7 +59,7 @@ static am_extent *find_extents(PyObject *module, const am_dense *mask, am_head_r
     if (!extents) return (am_extent *)PyErr_NoMemory();
     am_call call;
     am_enter(&call, module, work);
-    am_status status = am_find_extents(&call.run, mask, rule, extents);
+    am_status status = am_find_extents(&call.context, mask, rule, extents);
     am_leave(&call);
     if (status == AM_OK) return extents;
     free(extents);
@@ -253,7 +253,7 @@ static PyObject *fill_boxes(PyObject *module, const box_arguments *a)
     boxes.key_stride = PyArray_STRIDE(out, ndim - 1);
     am_call call;
     am_enter(&call, module, PyArray_SIZE(out));
-    am_status status = am_fill_boxes(&call.run, &boxes);
+    am_status status = am_fill_boxes(&call.context, &boxes);
     am_leave(&call);
     free(extents);
     if (status == AM_OK) return am_returned(&a->out, out);

@@ -59,9 +59,9 @@ static PyObject *mask_to_segment_ids(PyObject *module, PyObject *const *args, Py
     if (PyArray_SIZE(mask) > 0) {
         am_call call;
         am_enter(&call, module, PyArray_SIZE(mask));
-        status = am_group_tokens(&call.run, &grouped, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
+        status = am_group_tokens(&call.context, &grouped, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
         if (status == AM_OK && strict)
-            status = am_find_ungrouped(&call.run, &dense, grouped.heads, PyArray_DATA(q_ids),
+            status = am_find_ungrouped(&call.context, &dense, grouped.heads, PyArray_DATA(q_ids),
                                        PyArray_DATA(k_ids), &found);
         am_leave(&call);
     } else { /* the mask has no pairs */
@@ -96,7 +96,7 @@ static PyObject *padding_segment_ids(PyObject *module, PyObject *const *args, Py
     if (!k_ids) goto fail;
     am_call call;
     am_enter(&call, module, PyArray_SIZE(mask));
-    am_status status = am_mark_padding(&call.run, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
+    am_status status = am_mark_padding(&call.context, &dense, PyArray_DATA(q_ids), PyArray_DATA(k_ids));
     am_leave(&call);
     if (status == AM_OK)
         result = PyTuple_Pack(2, q_ids, k_ids);
@@ -159,9 +159,9 @@ static PyArrayObject *new_int32(PyObject *module, PyArrayObject *array, const ch
     am_large_id large = {0};
     am_call call;
     am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = what == IDS        ? am_narrow_ids(&call.run, &ids, dst, &large)
-                       : what == INTEGERS ? am_narrow_integers(&call.run, &ids, dst, &large)
-                                          : am_positions(&call.run, &ids, pad, dst, &large);
+    am_status status = what == IDS        ? am_narrow_ids(&call.context, &ids, dst, &large)
+                       : what == INTEGERS ? am_narrow_integers(&call.context, &ids, dst, &large)
+                                          : am_positions(&call.context, &ids, pad, dst, &large);
     am_leave(&call);
     if (status == AM_OK && !large.any) return result;
     Py_DECREF(result);
@@ -268,8 +268,8 @@ static PyObject *segment_ids_to_token_mask(PyObject *module, PyObject *const *ar
     if (!result) goto fail;
     am_call call;
     am_enter(&call, module, PyArray_SIZE(ids));
-    am_status status = am_mark_valid(&call.run, PyArray_DATA(ids), PyArray_SIZE(ids), PyArray_DATA(result),
-                                     PyArray_ITEMSIZE(result), one);
+    am_status status = am_mark_valid(&call.context, PyArray_DATA(ids), PyArray_SIZE(ids),
+                                     PyArray_DATA(result), PyArray_ITEMSIZE(result), one);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -330,8 +330,9 @@ static PyObject *segment_ids_to_cu_seqlens(PyObject *module, PyObject *const *ar
     if (read_ids(array, "segment_ids", 1, 3, &ids) < 0) goto fail;
     am_call call;
     am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_count_segments(
-        &call.run, &ids, max_segments.given ? max_segments.value : PTRDIFF_MAX, &counts, &segments, &large);
+    am_status status =
+        am_count_segments(&call.context, &ids, max_segments.given ? max_segments.value : PTRDIFF_MAX, &counts,
+                          &segments, &large);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);
@@ -368,7 +369,7 @@ static PyObject *segment_lens(PyObject *module, PyObject *const *args, Py_ssize_
     if (read_ids(array, "ids", 2, 3, &ids) < 0) goto fail;
     am_call call;
     am_enter(&call, module, PyArray_SIZE(array));
-    am_status status = am_count_segments(&call.run, &ids, PTRDIFF_MAX, &counts, &segments, &large);
+    am_status status = am_count_segments(&call.context, &ids, PTRDIFF_MAX, &counts, &segments, &large);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);

@@ -54,12 +54,12 @@ void am_enter(am_call *call, PyObject *module, npy_intp work)
 {
     am_state *state = am_state_of(module);
     const am_float_mode mode = am_float_mode_get();
-    *call = (am_call){.mode = mode, .run = {.kernels = atomic_load(&state->kernels), .threads = 1}};
+    *call = (am_call){.mode = mode, .context = {.kernels = atomic_load(&state->kernels), .threads = 1}};
     am_float_mode_set(am_float_mode_quiet(mode));
     if (work < SMALL) return;
-    call->run.threads = am_threads(state);
-    if (PyThread_get_thread_ident() == atomic_load(&main_thread)) call->run.stop = interrupted;
-    call->run.stop_arg = call;
+    call->context.threads = am_threads(state);
+    if (PyThread_get_thread_ident() == atomic_load(&main_thread)) call->context.stop = interrupted;
+    call->context.stop_arg = call;
     call->python = PyEval_SaveThread();
 }
 

@@ -24,7 +24,7 @@ int am_find_main_thread(void);
 /* Between am_enter and am_leave the GIL is released, unless `work`, a number of elements, is too little to be
  * worth it. Floating-point exceptions do not trap, and am_leave restores their flags. */
 typedef struct {
-    am_run run;
+    am_context context;
     PyThreadState *python;
     am_float_mode mode; /* the caller's */
 } am_call;

@@ -157,7 +157,7 @@ const int64_t *am_xla_whole_numbers(am_xla_call *c, const am_xla_view *v, bool w
     if (!numbers) return NULL;
     if (wide) {
         if (*count) memcpy(numbers, v->data, (size_t)*count * sizeof *numbers);
-    } else if (!convert(c->run.kernels, numbers, v->data, *count)) {
+    } else if (!convert(c->context.kernels, numbers, v->data, *count)) {
         am_xla_fail(c, "integers must be below 2**63");
         return NULL;
     }

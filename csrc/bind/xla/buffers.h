@@ -21,7 +21,7 @@ typedef struct {
     am_xla_memory *kept;
     am_xla_code code;
     char message[240];
-    am_run run;
+    am_context context;
     am_mask mask;
     am_attn attn;
 } am_xla_call;

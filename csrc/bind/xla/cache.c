@@ -304,7 +304,7 @@ static am_status append(const problem *p, int side)
         .starts = p->cache.q_starts,
         .scales = p->scales[side],
     };
-    return am_kv_append_rows(&p->c->run, &rows);
+    return am_kv_append_rows(&p->c->context, &rows);
 }
 
 static bool compute(problem *p)
@@ -313,8 +313,8 @@ static bool compute(problem *p)
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
         if (!am_xla_fail_status(c, append(p, side))) return false;
     }
-    return am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask)) &&
-           am_xla_fail_status(c, am_attn_forward(&c->run, &c->attn));
+    return am_xla_fail_status(c, am_mask_prepare(&c->context, &c->mask)) &&
+           am_xla_fail_status(c, am_attn_forward(&c->context, &c->attn));
 }
 
 bool am_xla_kvcache(am_xla_call *c)

@@ -235,7 +235,7 @@ static bool check_additive(am_xla_call *c, const am_xla_view *v)
     const am_numbers numbers = {
         .data = v->data, .type = v->type, .axes = 4, .shape = v->shape, .strides = strides};
     ptrdiff_t index;
-    if (!am_xla_fail_status(c, am_find_additive(&c->run, &numbers, &index))) return false;
+    if (!am_xla_fail_status(c, am_find_additive(&c->context, &numbers, &index))) return false;
     return index < 0
                ? true
                : am_xla_fail(

@@ -270,7 +270,7 @@ static bool read_attention(am_xla_call *c, int own)
     const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
     if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
     if (am_has_dropout_of_too_many_keys(attn)) return am_xla_fail(c, "dropout takes up to 2**32 keys");
-    return am_xla_read_mask(c, NULL, 0) && am_xla_fail_status(c, am_mask_prepare(&c->run, &c->mask));
+    return am_xla_read_mask(c, NULL, 0) && am_xla_fail_status(c, am_mask_prepare(&c->context, &c->mask));
 }
 
 static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
@@ -335,7 +335,7 @@ static bool forward(am_xla_call *c)
     if (c->frame->results.count > 2 &&
         !look_at_wide(c, am_xla_result(c, 2), "wide out", wide_type(c), shape, &attn->wide_out))
         return false;
-    return am_xla_fail_status(c, am_attn_forward(&c->run, attn));
+    return am_xla_fail_status(c, am_attn_forward(&c->context, attn));
 }
 
 static am_row_stats row_stats(const am_xla_view *v)
@@ -423,7 +423,7 @@ static bool backward(am_xla_call *c)
         if (!table) return false;
         problem.d_table = attn->relative.table ? table : NULL;
     }
-    if (!am_xla_fail_status(c, am_attn_backward(&c->run, &problem))) return false;
+    if (!am_xla_fail_status(c, am_attn_backward(&c->context, &problem))) return false;
     if (sinks) write_numbers(c, sinks, attn->sink_count, &d_sinks);
     if (table) write_numbers(c, table, d_table.shape[d_table.axes - 1], &d_table);
     return true;
@@ -510,7 +510,7 @@ static am_xla_error *handle(const am_xla_call_frame *frame, do_call *compute)
     if (answer_metadata(frame) || frame->stage != AM_XLA_EXECUTE) return NULL;
     const am_float_mode mode = am_float_mode_get();
     am_xla_call c = {.frame = frame,
-                     .run = {.kernels = atomic_load(&state->kernels), .threads = am_threads(state)}};
+                     .context = {.kernels = atomic_load(&state->kernels), .threads = am_threads(state)}};
     am_float_mode_set(am_float_mode_quiet(mode));
     const bool done = do_all(&c, compute);
     am_float_mode_set(mode);

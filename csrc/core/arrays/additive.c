@@ -82,7 +82,7 @@ static void choose_axes(scan *s, bool by_memory)
     s->axes = kept + 1;
 }
 
-static am_status look(const am_run *run, scan *s, bool by_memory)
+static am_status look(const am_context *context, scan *s, bool by_memory)
 {
     choose_axes(s, by_memory);
     ptrdiff_t rows = 1;
@@ -90,19 +90,19 @@ static am_status look(const am_run *run, scan *s, bool by_memory)
     const ptrdiff_t row = s->shape[s->axes - 1];
     s->row_pieces = am_ceil_div(row, PIECE);
     atomic_init(&s->first, PTRDIFF_MAX);
-    return am_parallel(run, rows * s->row_pieces, am_max(1, PIECE / row), scan_task, s);
+    return am_parallel(context, rows * s->row_pieces, am_max(1, PIECE / row), scan_task, s);
 }
 
-am_status am_find_additive(const am_run *run, const am_numbers *numbers, ptrdiff_t *index)
+am_status am_find_additive(const am_context *context, const am_numbers *numbers, ptrdiff_t *index)
 {
     *index = -1;
     for (int axis = 0; axis < numbers->axes; axis++) {
         if (numbers->shape[axis] == 0) return AM_OK;
     }
     scan s = {.numbers = numbers};
-    am_status status = look(run, &s, true);
+    am_status status = look(context, &s, true);
     if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status;
-    status = look(run, &s, false);
+    status = look(context, &s, false);
     if (status != AM_OK || atomic_load(&s.first) == PTRDIFF_MAX) return status; /* other threads may write */
     /* From a place among the axes that were followed to one among all. */
     ptrdiff_t rest = atomic_load(&s.first), step = 1;

@@ -17,6 +17,6 @@ typedef struct {
 } am_numbers;
 
 /* The index in C order of the first number that is negative, infinite or NaN, or -1. */
-am_status am_find_additive(const am_run *run, const am_numbers *numbers, ptrdiff_t *index);
+am_status am_find_additive(const am_context *context, const am_numbers *numbers, ptrdiff_t *index);
 
 #endif

@@ -73,9 +73,9 @@ static am_status divide_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_divide_broadcast(const am_run *run, const am_broadcast *arrays)
+am_status am_divide_broadcast(const am_context *context, const am_broadcast *arrays)
 {
     divide_job job = {arrays, 1};
     for (int axis = 0; axis < arrays->axes; axis++) job.count *= arrays->shape[axis];
-    return am_parallel(run, am_ceil_div(job.count, PIECE), 1, divide_task, &job);
+    return am_parallel(context, am_ceil_div(job.count, PIECE), 1, divide_task, &job);
 }

@@ -18,6 +18,6 @@ typedef struct {
     bool is_signed;
     uint64_t *quotients; /* of the broadcast shape, in C order */
 } am_broadcast;
-am_status am_divide_broadcast(const am_run *run, const am_broadcast *job);
+am_status am_divide_broadcast(const am_context *context, const am_broadcast *job);
 
 #endif

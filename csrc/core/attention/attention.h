@@ -93,7 +93,7 @@ static inline bool am_adds_to_products(const am_attn *attn)
     return attn->bias || am_has_relative_terms(attn);
 }
 
-am_status am_attn_forward(const am_run *run, const am_attn *attn);
+am_status am_attn_forward(const am_context *context, const am_attn *attn);
 
 /* One number for each row, of the arithmetic type; steps in bytes. */
 typedef struct {
@@ -112,10 +112,10 @@ typedef struct {
     double *d_table;         /* of the relative bias, [heads][length]; NULL: not computed */
 } am_attn_gradients;
 
-am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem);
+am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem);
 
 /* Which weights dropout keeps, as bytes of 0 or 1: shape [batch][heads][queries][keys]; strides in bytes. */
-am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
-                               const ptrdiff_t strides[4], uint8_t *kept);
+am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,
+                               const ptrdiff_t shape[4], const ptrdiff_t strides[4], uint8_t *kept);
 
 #endif

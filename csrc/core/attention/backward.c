@@ -18,29 +18,31 @@ enum {
     TILE = AM_FLASH_TILE,
 };
 
-static am_status compute(const am_run *run, am_backward_plan *p)
+static am_status compute(const am_context *context, am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
     const ptrdiff_t blocks = p->groups.blocks.count * f->heads;
-    am_status status = am_parallel(run, blocks, 1, am_row_stats_task, p);
-    if (status == AM_OK) status = am_bias_gradient_begin(run, &p->bias);
-    if (status == AM_OK && p->problem->d_sinks) status = am_sum_sink_gradients(run, p);
+    am_status status = am_parallel(context, blocks, 1, am_row_stats_task, p);
+    if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
+    if (status == AM_OK && p->problem->d_sinks) status = am_sum_sink_gradients(context, p);
     /* Batch rows that share a bias or a table add to its gradient in order, too. */
     const bool in_order = (p->bias.sums && p->bias.shape[0] == 1) || p->table.result;
     const ptrdiff_t row_tasks = p->row_tasks * f->kv_heads;
     if (status == AM_OK)
-        status = am_parallel_rows(run, in_order ? 1 : f->batch, in_order ? f->batch * row_tasks : row_tasks,
-                                  am_key_task_run, p);
+        status = am_parallel_rows(context, in_order ? 1 : f->batch,
+                                  in_order ? f->batch * row_tasks : row_tasks, am_key_task_run, p);
     if (status == AM_OK && p->d_q.data != p->problem->d_q.data)
-        status = am_parallel(run, blocks, 1, am_finish_d_q, p);
-    return status == AM_OK ? am_bias_gradient_end(run, &p->bias) : status;
+        status = am_parallel(context, blocks, 1, am_finish_d_q, p);
+    return status == AM_OK ? am_bias_gradient_end(context, &p->bias) : status;
 }
 
-static am_status compute_gradients(const am_run *run, const am_attn_gradients *problem, bool by_mask)
+static am_status compute_gradients(const am_context *context, const am_attn_gradients *problem, bool by_mask)
 {
     const am_attn *f = &problem->forward;
-    am_backward_plan p = {
-        .base = am_attn_base_of(run, f), .problem = problem, .threads = run->threads, .d_q = problem->d_q};
+    am_backward_plan p = {.base = am_attn_base_of(context, f),
+                          .problem = problem,
+                          .threads = context->threads,
+                          .d_q = problem->d_q};
     am_status status = am_backward_plan_make(&p, by_mask);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
               d_q_bytes = am_product(rows, f->depth, size),
@@ -51,8 +53,8 @@ static am_status compute_gradients(const am_run *run, const am_attn_gradients *p
         status = am_bias_gradient_make(&p.bias, &p.base, problem, &p.groups, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_table_gradient_make(&p.table, &p.base, problem->d_table);
     if (status == AM_OK)
-        status = am_workspaces_make(&p.workspaces, run->threads, am_backward_lay_out(&p, NULL, &unused));
-    if (status == AM_OK) status = am_sum_sinks(run, &p.base, &p.sinks);
+        status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
+    if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks);
     p.states = malloc((size_t)am_max(am_product(p.groups.blocks.count, f->heads, sizeof *p.states), 1));
     p.stats_bytes = stats_bytes / AM_ROW_STATS;
     p.row_stats = am_alloc_aligned(stats_bytes);
@@ -68,7 +70,7 @@ static am_status compute_gradients(const am_run *run, const am_attn_gradients *p
         };
     }
     if (status == AM_OK && !(p.states && p.row_stats && p.d_q.data)) status = AM_NO_MEMORY;
-    if (status == AM_OK) status = compute(run, &p);
+    if (status == AM_OK) status = compute(context, &p);
     am_workspaces_free(&p.workspaces);
     am_attn_groups_free(&p.groups);
     free(p.sum_tiles);
@@ -101,33 +103,33 @@ static am_status find_whole_rows(const am_mask *mask, bool *whole)
     return status;
 }
 
-static am_status backward(const am_run *run, const am_attn_gradients *problem)
+static am_status backward(const am_context *context, const am_attn_gradients *problem)
 {
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
     if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks && !problem->d_table)
         return AM_OK;
     if (!problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1)
-        return compute_gradients(run, problem, true);
+        return compute_gradients(context, problem, true);
     /* Batch rows that share a bias add to its gradient with the same blocks and tiles. Where the mask has
      * sequences that begin elsewhere, the other gradients come from a pass of their own, with the bits that
      * they have without that of the bias. */
     bool whole;
     am_status status = find_whole_rows(f->mask, &whole);
-    if (status == AM_OK) status = compute_gradients(run, problem, false);
+    if (status == AM_OK) status = compute_gradients(context, problem, false);
     if (status != AM_OK || whole) return status;
     am_attn_gradients others = *problem;
     others.d_bias = NULL, others.d_sinks = NULL, others.d_table = NULL;
-    return compute_gradients(run, &others, true);
+    return compute_gradients(context, &others, true);
 }
 
 /* Gradients of pairs that ALiBi makes unlikely are often denormal, and with such numbers processors of Intel
  * take 1.6 times as long in all. */
-am_status am_attn_backward(const am_run *run, const am_attn_gradients *problem)
+am_status am_attn_backward(const am_context *context, const am_attn_gradients *problem)
 {
     const am_float_mode mode = am_float_mode_get();
     am_float_mode_set(am_float_mode_flushing(mode));
-    const am_status status = backward(run, problem);
+    const am_status status = backward(context, problem);
     am_float_mode_set(mode);
     return status;
 }

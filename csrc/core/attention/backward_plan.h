@@ -115,6 +115,6 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team);
 am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team);
 
 /* The gradient of the sinks, which follows from the statistics of all rows. */
-am_status am_sum_sink_gradients(const am_run *run, am_backward_plan *p);
+am_status am_sum_sink_gradients(const am_context *context, am_backward_plan *p);
 
 #endif

@@ -224,7 +224,7 @@ static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
 
 /* The gradient of the sinks. How many parts a head has follows from the shape alone, and parts are added in
  * their order, so that the sums are the same for any number of threads. */
-am_status am_sum_sink_gradients(const am_run *run, am_backward_plan *p)
+am_status am_sum_sink_gradients(const am_context *context, am_backward_plan *p)
 {
     enum { MOST_PARTS = 64, PART = 1 << 16 }; /* rows times sinks that are worth a part: a millisecond */
     const am_attn *f = p->base.attn;
@@ -233,7 +233,7 @@ am_status am_sum_sink_gradients(const am_run *run, am_backward_plan *p)
     p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->groups.blocks.count));
     p->d_sinks = malloc((size_t)am_max(am_product(sums, p->sink_parts, sizeof *p->d_sinks), 1));
     am_status status =
-        p->d_sinks ? am_parallel(run, f->heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
+        p->d_sinks ? am_parallel(context, f->heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;
     for (ptrdiff_t i = 0; status == AM_OK && i < sums; i++) {
         const double *from =
             p->d_sinks + i / f->sink_count * p->sink_parts * f->sink_count + i % f->sink_count;

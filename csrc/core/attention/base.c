@@ -34,9 +34,9 @@ static bool is_small(const am_attn *f)
     return true;
 }
 
-am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn)
+am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
 {
-    const am_kernels *k = run->kernels;
+    const am_kernels *k = context->kernels;
     const am_kv_kernels *pairs = &k->flash_bf16x2.kv[attn->k.type];
     const bool wide = attn->q.type == AM_FLOAT64, bf16x2 = attn->q.type == AM_BFLOAT16 && pairs->pack_keys &&
                                                            !am_rounds_too_much(pairs, attn->depth);

@@ -39,7 +39,7 @@ typedef struct {
 /* The greatest number of 32 bits for which am_keep_bits drops a weight. */
 uint32_t am_threshold_of(double probability);
 
-am_attn_base am_attn_base_of(const am_run *run, const am_attn *attn);
+am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn);
 
 /* Rows of a block: row r is query q + r % queries of head head + r / queries. */
 typedef struct {

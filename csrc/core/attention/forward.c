@@ -444,7 +444,7 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     return am_checkpoint(team);
 }
 
-static am_status run_waves(const am_run *run, forward *f)
+static am_status run_waves(const am_context *context, forward *f)
 {
     am_status status = AM_OK;
     wave_job job = {.forward = f};
@@ -453,9 +453,9 @@ static am_status run_waves(const am_run *run, forward *f)
         am_shared_tiles_begin(&f->kv.shared, &job.wave);
         /* Threads take different heads, so that two seldom need the same shared tile first. */
         const ptrdiff_t row_tasks = job.wave.row_tasks;
-        status = am_parallel_rows(run, job.wave.tasks / row_tasks, row_tasks, blocks_task, &job);
+        status = am_parallel_rows(context, job.wave.tasks / row_tasks, row_tasks, blocks_task, &job);
     }
-    if (status == AM_OK && f->partials) status = am_parallel(run, f->schedule.tasks, 1, merge_task, f);
+    if (status == AM_OK && f->partials) status = am_parallel(context, f->schedule.tasks, 1, merge_task, f);
     return status;
 }
 
@@ -479,7 +479,7 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
            most_shared(&f) * (schedule->k_bytes + schedule->v_bytes);
 }
 
-am_status am_attn_forward(const am_run *run, const am_attn *attn)
+am_status am_attn_forward(const am_context *context, const am_attn *attn)
 {
     /* Tiles have room for the scales of both sides, or of none. */
     assert(am_is_floating(attn->k.type) == !attn->k_scales.data);
@@ -487,13 +487,14 @@ am_status am_attn_forward(const am_run *run, const am_attn *attn)
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
     if (attn->value_depth == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;
-    forward f = {.base = am_attn_base_of(run, attn)};
+    forward f = {.base = am_attn_base_of(context, attn)};
     workspace unused;
     ptrdiff_t shared = 0;
     am_status status = am_attn_groups_make(&f.groups, attn->mask, true);
-    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.groups, run->threads);
-    if (status == AM_OK) status = am_sum_sinks(run, &f.base, &f.sinks);
-    if (status == AM_OK) status = am_workspaces_make(&f.workspaces, run->threads, lay_out(&f, NULL, &unused));
+    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.groups, context->threads);
+    if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);
+    if (status == AM_OK)
+        status = am_workspaces_make(&f.workspaces, context->threads, lay_out(&f, NULL, &unused));
     if (status == AM_OK) {
         f.kv = (am_kv){.base = &f.base, .groups = &f.groups, .schedule = &f.schedule};
         shared = most_shared(&f);
@@ -503,7 +504,7 @@ am_status am_attn_forward(const am_run *run, const am_attn *attn)
         f.partials = am_alloc_aligned(f.schedule.partial_bytes);
         if (!f.partials) status = AM_NO_MEMORY;
     }
-    if (status == AM_OK) status = run_waves(run, &f);
+    if (status == AM_OK) status = run_waves(context, &f);
     am_free_aligned(f.partials, f.schedule.partial_bytes);
     am_shared_tiles_free(&f.kv.shared, &f.schedule, shared);
     am_workspaces_free(&f.workspaces);

@@ -29,7 +29,7 @@ typedef struct {
     char *lse; /* [batch, heads, tokens], likewise */
 } am_merge;
 
-am_status am_merge_states(const am_run *run, const am_merge *merge);
-am_status am_merge_backward(const am_run *run, const am_merge *merge);
+am_status am_merge_states(const am_context *context, const am_merge *merge);
+am_status am_merge_backward(const am_context *context, const am_merge *merge);
 
 #endif

@@ -32,7 +32,7 @@ static row_move move_of(const am_kv_append *a, ptrdiff_t index)
 }
 
 typedef struct {
-    const am_run *run;
+    const am_context *context;
     const am_kv_append *append;
 } append_job;
 
@@ -51,7 +51,7 @@ static const float *read_floats(const append_job *job, float *to, const char *fr
     const am_kv_append *a = job->append;
     uint64_t piece[PIECE];
     const void *numbers = read_piece(a, piece, from, count);
-    am_converter(a->rows.type, AM_FLOAT32)(job->run->kernels, to, numbers, count);
+    am_converter(a->rows.type, AM_FLOAT32)(job->context->kernels, to, numbers, count);
     return to;
 }
 
@@ -77,9 +77,9 @@ static void convert_row(const append_job *job, char *to, const char *from)
         const void *numbers = read_piece(a, piece, from, count);
         if (a->rows.type != a->cache.type) {
             if (direct)
-                direct(job->run->kernels, converted, numbers, count);
+                direct(job->context->kernels, converted, numbers, count);
             else
-                am_converter(AM_FLOAT32, a->cache.type)(job->run->kernels, converted,
+                am_converter(AM_FLOAT32, a->cache.type)(job->context->kernels, converted,
                                                         read_floats(job, middle, from, count), count);
             numbers = converted;
         }
@@ -156,11 +156,11 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_kv_append_rows(const am_run *run, const am_kv_append *a)
+am_status am_kv_append_rows(const am_context *context, const am_kv_append *a)
 {
     const ptrdiff_t n = a->pages.sequences, rows = n == 0      ? 0
                                                    : a->starts ? a->starts[n]
                                                                : n * (a->pages.lengths[0] - a->begins[0]);
-    append_job job = {run, a};
-    return am_parallel(run, rows, GRAIN, append_task, &job);
+    append_job job = {context, a};
+    return am_parallel(context, rows, GRAIN, append_task, &job);
 }

@@ -15,6 +15,6 @@ typedef struct {
 } am_kv_append;
 
 /* Converts the rows to the type of the cache. Rows of different sequences go to different places. */
-am_status am_kv_append_rows(const am_run *run, const am_kv_append *append);
+am_status am_kv_append_rows(const am_context *context, const am_kv_append *append);
 
 #endif

@@ -121,7 +121,7 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_target *target)
+am_status am_mask_fill(const am_context *context, const am_mask *mask, const am_mask_target *target)
 {
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) return AM_OK;
     ptrdiff_t bytes = target->size, limit = am_cache_bytes() / 2;
@@ -130,12 +130,12 @@ am_status am_mask_fill(const am_run *run, const am_mask *mask, const am_mask_tar
         .mask = mask,
         .target = target,
         .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS),
-        .expand = run->kernels->expand_bits[am_lane_of_size(target->size)],
+        .expand = context->kernels->expand_bits[am_lane_of_size(target->size)],
         .live = am_repeated(target->live, target->size),
         .dead = am_repeated(target->dead, target->size),
         .stream = bytes > limit / (mask->batch * mask->heads) && target->column == target->size,
     };
-    return am_parallel(run, mask->batch * mask->heads * job.blocks, 1, fill_task, &job);
+    return am_parallel(context, mask->batch * mask->heads * job.blocks, 1, fill_task, &job);
 }
 
 /* --- Counts --- */
@@ -188,11 +188,11 @@ static am_status grid_task(void *arg, ptrdiff_t row, am_team *team)
     return AM_OK;
 }
 
-am_status am_mask_grid(const am_run *run, const am_mask *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q_cell,
-                       ptrdiff_t k_cell, int64_t *counts)
+am_status am_mask_grid(const am_context *context, const am_mask *mask, ptrdiff_t b, ptrdiff_t h,
+                       ptrdiff_t q_cell, ptrdiff_t k_cell, int64_t *counts)
 {
     grid_job job = {mask, b, h, q_cell, k_cell, am_ceil_div(mask->keys, k_cell), counts};
-    return am_parallel(run, am_ceil_div(mask->queries, q_cell), 1, grid_task, &job);
+    return am_parallel(context, am_ceil_div(mask->queries, q_cell), 1, grid_task, &job);
 }
 
 typedef struct {
@@ -214,13 +214,13 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     return status == AM_OK ? am_checkpoint(team) : status;
 }
 
-am_status am_mask_count(const am_run *run, const am_mask *mask, int64_t *counts)
+am_status am_mask_count(const am_context *context, const am_mask *mask, int64_t *counts)
 {
     ptrdiff_t planes = mask->batch * mask->heads;
     count_job job = {.mask = mask, .blocks = am_ceil_div(mask->queries, AM_TILE_ROWS)};
     job.counts = malloc((size_t)am_max(planes * job.blocks, 1) * sizeof *job.counts);
     if (!job.counts) return AM_NO_MEMORY;
-    am_status status = am_parallel(run, planes * job.blocks, 1, count_task, &job);
+    am_status status = am_parallel(context, planes * job.blocks, 1, count_task, &job);
     for (ptrdiff_t plane = 0; status == AM_OK && plane < planes; plane++) {
         counts[plane] = 0;
         for (ptrdiff_t s = 0; s < job.blocks; s++) counts[plane] += job.counts[plane * job.blocks + s];
@@ -281,12 +281,12 @@ static am_status any_query_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_mask_any(const am_run *run, const am_mask *mask, uint8_t *queries, uint8_t *keys)
+am_status am_mask_any(const am_context *context, const am_mask *mask, uint8_t *queries, uint8_t *keys)
 {
     ptrdiff_t planes = mask->batch * mask->heads;
     any_job job = {mask, am_ceil_div(mask->queries, AM_TILE_ROWS), queries, keys};
-    am_status status = am_parallel(run, planes * job.blocks, 1, any_query_task, &job);
+    am_status status = am_parallel(context, planes * job.blocks, 1, any_query_task, &job);
     if (status != AM_OK) return status;
     job.blocks = am_ceil_div(mask->keys, AM_TILE_COLUMNS);
-    return am_parallel(run, planes * job.blocks, 1, any_key_task, &job);
+    return am_parallel(context, planes * job.blocks, 1, any_key_task, &job);
 }

@@ -28,15 +28,15 @@ static bool has_exact_keys(const am_mask *mask)
     return by_query <= 1;
 }
 
-am_status am_mask_prepare(const am_run *run, am_mask *mask)
+am_status am_mask_prepare(const am_context *context, am_mask *mask)
 {
-    mask->kernels = run->kernels;
+    mask->kernels = context->kernels;
     mask->exact_keys = has_exact_keys(mask);
     for (ptrdiff_t i = 0; i < mask->node_count; i++) {
         am_node *node = &mask->nodes[i];
         const am_term_kind *term = term_of(node);
         if (node->borrowed || !term || !term->prepare) continue;
-        am_status status = term->prepare(run, mask, node);
+        am_status status = term->prepare(context, mask, node);
         if (status != AM_OK) return status;
     }
     return AM_OK;

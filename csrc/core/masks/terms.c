@@ -218,9 +218,9 @@ static am_id_block summarize_range(const id_view *view, ptrdiff_t begin, ptrdiff
 
 /* --- Diagonals --- */
 
-static am_status diagonal_prepare(const am_run *run, const am_mask *mask, am_node *node)
+static am_status diagonal_prepare(const am_context *context, const am_mask *mask, am_node *node)
 {
-    (void)run;
+    (void)context;
     return summarize_side(mask, &node->diagonal.blocks, node->diagonal.at, node->diagonal.at_batch,
                           node->diagonal.at_head, mask->queries, INT32_MIN);
 }
@@ -294,9 +294,9 @@ static am_status summarize_groups(const am_mask *mask, am_node *node)
     return AM_OK;
 }
 
-static am_status equal_prepare(const am_run *run, const am_mask *mask, am_node *node)
+static am_status equal_prepare(const am_context *context, const am_mask *mask, am_node *node)
 {
-    (void)run;
+    (void)context;
     am_status status = summarize_side(mask, &node->equal.q_blocks, node->equal.q_ids, node->equal.q_batch,
                                       node->equal.q_head, mask->queries, least_id(node));
     if (status != AM_OK) return status;

@@ -17,7 +17,8 @@ typedef enum {
 } am_keys_form;
 
 typedef struct {
-    am_status (*prepare)(const am_run *run, const am_mask *mask, am_node *node); /* NULL: no summaries */
+    am_status (*prepare)(const am_context *context, const am_mask *mask,
+                         am_node *node); /* NULL: no summaries */
     void (*release)(am_node *node);
     am_range (*keys)(const am_mask *mask, const am_node *node,
                      const am_region *region); /* ignores k and columns */

@@ -74,7 +74,7 @@ static am_status dense_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *node)
+static am_status dense_prepare(const am_context *context, const am_mask *mask, am_node *node)
 {
     ptrdiff_t most_q_shift = 0, most_k_shift = 0;
     for (ptrdiff_t b = 0; b < mask->batch; b++) {
@@ -93,7 +93,7 @@ static am_status dense_prepare(const am_run *run, const am_mask *mask, am_node *
     /* No question is asked about an empty mask, whose arrays may have no elements. */
     if (mask->batch == 0 || mask->heads == 0 || mask->queries == 0 || mask->keys == 0) rows = 0;
     node->dense.tiles = malloc((size_t)am_max(rows * node->dense.k_blocks, 1));
-    return node->dense.tiles ? am_parallel(run, rows, 1, dense_task, &job) : AM_NO_MEMORY;
+    return node->dense.tiles ? am_parallel(context, rows, 1, dense_task, &job) : AM_NO_MEMORY;
 }
 
 static void dense_release(am_node *node)

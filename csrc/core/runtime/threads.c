@@ -42,7 +42,7 @@ typedef struct {
 } part;
 
 struct am_team {
-    const am_run *run;
+    const am_context *context;
     am_task task;
     void *job;
     ptrdiff_t grain;
@@ -135,14 +135,14 @@ static void poll(am_team *team)
     clock_gettime(CLOCK_MONOTONIC, &now);
     long elapsed = (now.tv_sec - team->polled.tv_sec) * 1000000000L + (now.tv_nsec - team->polled.tv_nsec);
     if (elapsed < POLL_NANOSECONDS) return;
-    if (team->run->stop(team->run->stop_arg)) fail(team, AM_INTERRUPTED);
+    if (team->context->stop(team->context->stop_arg)) fail(team, AM_INTERRUPTED);
     if (am_forks() != team->forks && team->members > 1) fail(team, AM_FORKED);
     clock_gettime(CLOCK_MONOTONIC, &team->polled);
 }
 
 am_status am_checkpoint(am_team *team)
 {
-    if (team->run->stop && pthread_equal(pthread_self(), team->caller)) poll(team);
+    if (team->context->stop && pthread_equal(pthread_self(), team->caller)) poll(team);
     return (am_status)atomic_load_explicit(&team->status, memory_order_relaxed);
 }
 
@@ -242,7 +242,7 @@ static void run_member(am_team *team, int number)
     am_float_mode_set(team->mode);
     run_parts(team, number);
     am_float_mode_set(own);
-    if (atomic_fetch_sub(&team->active, 1) != 1 || !team->run->stop) return;
+    if (atomic_fetch_sub(&team->active, 1) != 1 || !team->context->stop) return;
     pthread_mutex_lock(&ending.lock);
     if (ending.awaited) pthread_cond_signal(&ending.reached);
     pthread_mutex_unlock(&ending.lock);
@@ -271,7 +271,7 @@ static void sleep_until_others_end(am_team *team)
  * region. A thread that arrives later finds no tasks. */
 static void wait_for_others(am_team *team)
 {
-    if (!team->run->stop) return;
+    if (!team->context->stop) return;
     for (int spins = 0; atomic_load(&team->active) > 0 && am_checkpoint(team) == AM_OK;) {
         if (spins < SPINS)
             spins++, pause_briefly();
@@ -383,11 +383,11 @@ static void run_team(am_team *team)
  * smaller team leaves out, and creating them again takes longer than waking them (2 cores, teams of 8 and 2
  * alternating: 0.15 to 1.9 ms a region, always of 8: 0.07 ms). Only threads in excess of what OpenMP gives
  * are left out. */
-static int team_size(const am_run *run, ptrdiff_t grains)
+static int team_size(const am_context *context, ptrdiff_t grains)
 {
-    if (grains < 2 || run->threads < 2) return 1;
+    if (grains < 2 || context->threads < 2) return 1;
     const ptrdiff_t usual = am_max(am_openmp_initial_threads(), 2);
-    return (int)am_min(run->threads, am_max(grains, usual));
+    return (int)am_min(context->threads, am_max(grains, usual));
 }
 
 /* Callers that run loops at the same time share the threads that a single caller may have: if each had all of
@@ -402,9 +402,9 @@ static int fair_share(int size, int most)
 static void run_shared(am_team *team, ptrdiff_t grains)
 {
 #ifdef _OPENMP
-    const int size = team_size(team->run, grains);
+    const int size = team_size(team->context, grains);
     if (size > 1) {
-        team->members = fair_share(size, team->run->threads);
+        team->members = fair_share(size, team->context->threads);
         if (team->members > 1)
             run_team(team);
         else
@@ -418,13 +418,13 @@ static void run_shared(am_team *team, ptrdiff_t grains)
 }
 
 /* A thread takes `grain` tasks at once; parts begin at multiples of `unit`. */
-static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, ptrdiff_t unit, am_task task,
-                          void *job)
+static am_status run_loop(const am_context *context, ptrdiff_t count, ptrdiff_t grain, ptrdiff_t unit,
+                          am_task task, void *job)
 {
     if (count <= 0) return AM_OK;
     const ptrdiff_t grains = am_ceil_div(count, grain), units = am_ceil_div(count, unit);
     part parts[MOST_PARTS];
-    am_team team = {.run = run,
+    am_team team = {.context = context,
                     .task = task,
                     .job = job,
                     .grain = grain,
@@ -434,7 +434,7 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
                     .processor = -1,
                     .members = 1,
                     .parts = parts};
-    team.part_count = (int)am_min(am_min(run->threads, grains), am_min(units, MOST_PARTS));
+    team.part_count = (int)am_min(am_min(context->threads, grains), am_min(units, MOST_PARTS));
     ptrdiff_t given = 0;
     for (int i = 0; i < team.part_count; i++) {
         atomic_init(&parts[i].next, given * unit);
@@ -446,13 +446,14 @@ static am_status run_loop(const am_run *run, ptrdiff_t count, ptrdiff_t grain, p
     return (am_status)atomic_load(&team.status);
 }
 
-am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job)
+am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job)
 {
     if (grain < 1) grain = 1;
-    return run_loop(run, count, grain, grain, task, job);
+    return run_loop(context, count, grain, grain, task, job);
 }
 
-am_status am_parallel_rows(const am_run *run, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task, void *job)
+am_status am_parallel_rows(const am_context *context, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task,
+                           void *job)
 {
-    return run_loop(run, rows * row_tasks, 1, row_tasks, task, job);
+    return run_loop(context, rows * row_tasks, 1, row_tasks, task, job);
 }

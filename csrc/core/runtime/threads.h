@@ -25,7 +25,7 @@ typedef struct {
     int threads;
     bool (*stop)(void *arg); /* whether to end the call; NULL: never; only the calling thread asks */
     void *stop_arg;
-} am_run;
+} am_context;
 
 typedef struct am_team am_team;
 
@@ -35,11 +35,12 @@ typedef am_status (*am_task)(void *job, ptrdiff_t index, am_team *team);
 
 /* Runs tasks 0 … count-1, `grain` consecutive ones at a time, in any order; the first status that is not
  * AM_OK ends the loop and is returned. */
-am_status am_parallel(const am_run *run, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
+am_status am_parallel(const am_context *context, ptrdiff_t count, ptrdiff_t grain, am_task task, void *job);
 
 /* The same for rows of tasks, which are numbered row by row. The tasks of a row begin in order, and one
  * thread takes all tasks of a row as long as there are enough rows. */
-am_status am_parallel_rows(const am_run *run, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task, void *job);
+am_status am_parallel_rows(const am_context *context, ptrdiff_t rows, ptrdiff_t row_tasks, am_task task,
+                           void *job);
 
 /* Returns AM_OK, or the reason to stop. */
 am_status am_checkpoint(am_team *team);

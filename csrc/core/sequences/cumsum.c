@@ -382,12 +382,12 @@ static bool should_stream(const plan *p)
                am_cache_bytes() / (ptrdiff_t)am_size_of(c->dst_type) / c->steps;
 }
 
-am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
+am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
 {
     am_cumsum c = *cumsum;
     if (c.steps == 0 || c.shape[0] == 0 || c.shape[1] == 0 || c.shape[2] == 0) return AM_OK;
     if (c.chunk >= c.steps) c.chunk = 0;
-    plan p = {.cumsum = &c, .kernels = run->kernels, .type = AM_FLOAT32};
+    plan p = {.cumsum = &c, .kernels = context->kernels, .type = AM_FLOAT32};
     if (am_is_integer(c.src_type))
         p.type = AM_INT64;
     else if (c.src_type == AM_FLOAT64 || c.dst_type == AM_FLOAT64)
@@ -406,13 +406,13 @@ am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum)
     am_status status = divide_time(&p, am_max(TASK / p.band, 1));
     if (status != AM_OK) return status;
     ptrdiff_t outer = p.outer[0] * p.outer[1], tasks = outer * p.bands * p.span_count;
-    if (!p.scan && tasks < MANY_TASKS * run->threads && tasks % run->threads != 0) {
-        ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * run->threads);
+    if (!p.scan && tasks < MANY_TASKS * context->threads && tasks % context->threads != 0) {
+        ptrdiff_t share = p.lanes * outer * p.span_count / (MANY_TASKS * context->threads);
         p.band = am_min(p.band, am_max(share / LINE_LANES, 1) * LINE_LANES);
         p.bands = am_ceil_div(p.lanes, p.band);
     }
     ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
-    status = am_parallel(run, outer * p.bands * p.span_count, grain, sum_task, &p);
+    status = am_parallel(context, outer * p.bands * p.span_count, grain, sum_task, &p);
     free(p.spans);
     return status;
 }

@@ -23,6 +23,6 @@ typedef struct {
     double scale;
 } am_cumsum;
 
-am_status am_cumsum_compute(const am_run *run, const am_cumsum *cumsum);
+am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum);
 
 #endif

@@ -272,7 +272,7 @@ static am_status prepare_side(side *s, bool is_columns, const am_axis *axis, con
     return s->leader ? AM_OK : AM_NO_MEMORY;
 }
 
-static am_status group_plane(const am_run *run, const am_mask_rows *mask_rows, const char *data,
+static am_status group_plane(const am_context *context, const am_mask_rows *mask_rows, const char *data,
                              int32_t *q_ids, int32_t *k_ids)
 {
     plane_job job = {.plane = *mask_rows};
@@ -282,9 +282,9 @@ static am_status group_plane(const am_run *run, const am_mask_rows *mask_rows, c
     am_status status = prepare_side(&job.sides[0], false, axes[0], axes[1]);
     if (status == AM_OK) status = prepare_side(&job.sides[1], true, axes[1], axes[0]);
     if (status == AM_OK)
-        status = am_parallel(run, job.sides[0].parts + job.sides[1].parts, 1, part_task, &job);
+        status = am_parallel(context, job.sides[0].parts + job.sides[1].parts, 1, part_task, &job);
     for (int i = 0; i < 2 && status == AM_OK; i++)
-        status = number_lines(run->kernels, &job.sides[i], axes[i], ids[i]);
+        status = number_lines(context->kernels, &job.sides[i], axes[i], ids[i]);
     free(job.sides[0].leader);
     free(job.sides[1].leader);
     return status;
@@ -293,18 +293,18 @@ static am_status group_plane(const am_run *run, const am_mask_rows *mask_rows, c
 /* --- Planes --- */
 
 typedef struct {
-    const am_run *run;
+    const am_context *context;
     const am_dense *mask;
     am_mask_rows mask_rows;
     ptrdiff_t heads; /* distinct heads */
     int32_t *q_ids, *k_ids;
 } planes_job;
 
-static am_status group_one(const am_run *run, const planes_job *job, ptrdiff_t index)
+static am_status group_one(const am_context *context, const planes_job *job, ptrdiff_t index)
 {
     const am_dense *mask = job->mask;
     ptrdiff_t b = index / job->heads, h = index % job->heads, plane = b * mask->heads + h;
-    return group_plane(run, &job->mask_rows,
+    return group_plane(context, &job->mask_rows,
                        job->mask_rows.data + b * mask->batch_stride + h * mask->head_stride,
                        job->q_ids + plane * mask->queries, job->k_ids + plane * mask->keys);
 }
@@ -312,7 +312,7 @@ static am_status group_one(const am_run *run, const planes_job *job, ptrdiff_t i
 static am_status plane_task(void *arg, ptrdiff_t index, am_team *team)
 {
     const planes_job *job = arg;
-    const am_run single = {.kernels = job->run->kernels, .threads = 1};
+    const am_context single = {.kernels = job->context->kernels, .threads = 1};
     am_status status = group_one(&single, job, index);
     return status == AM_OK ? am_checkpoint(team) : status;
 }
@@ -323,17 +323,18 @@ static void repeat_ids(int32_t *ids, ptrdiff_t count, ptrdiff_t times)
     for (ptrdiff_t i = 1; i < times; i++) memcpy(ids + i * count, ids, (size_t)count * sizeof *ids);
 }
 
-am_status am_group_tokens(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+am_status am_group_tokens(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
 {
-    planes_job job = {run,   mask, am_mask_rows_of(run->kernels, mask), mask->head_stride ? mask->heads : 1,
-                      q_ids, k_ids};
+    planes_job job = {
+        context, mask, am_mask_rows_of(context->kernels, mask), mask->head_stride ? mask->heads : 1,
+        q_ids,   k_ids};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1, planes = batch * job.heads;
     bool large = job.mask_rows.columns.count > PART_PAIRS / job.mask_rows.rows.count;
     am_status status = AM_OK;
     if (large) {
-        for (ptrdiff_t i = 0; i < planes && status == AM_OK; i++) status = group_one(run, &job, i);
+        for (ptrdiff_t i = 0; i < planes && status == AM_OK; i++) status = group_one(context, &job, i);
     } else {
-        status = am_parallel(run, planes, 1, plane_task, &job);
+        status = am_parallel(context, planes, 1, plane_task, &job);
     }
     if (status != AM_OK) return status;
     for (ptrdiff_t b = 0; b < batch && job.heads < mask->heads; b++) {
@@ -435,11 +436,11 @@ static void locate(const check_job *job, am_ungrouped *found)
     found->place[3] = mask_rows->transposed ? row : column;
 }
 
-am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t id_heads, const int32_t *q_ids,
-                            const int32_t *k_ids, am_ungrouped *found)
+am_status am_find_ungrouped(const am_context *context, const am_dense *mask, ptrdiff_t id_heads,
+                            const int32_t *q_ids, const int32_t *k_ids, am_ungrouped *found)
 {
     check_job job = {.mask = mask,
-                     .mask_rows = am_mask_rows_of(run->kernels, mask),
+                     .mask_rows = am_mask_rows_of(context->kernels, mask),
                      .heads = mask->head_stride ? mask->heads : 1,
                      .id_heads = id_heads};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
@@ -450,7 +451,7 @@ am_status am_find_ungrouped(const am_run *run, const am_dense *mask, ptrdiff_t i
     job.blocks = am_ceil_div(job.mask_rows.rows.count, WORD);
     atomic_init(&job.found, PTRDIFF_MAX);
     am_status status = job.row_ids && job.column_ids ? AM_OK : AM_NO_MEMORY;
-    if (status == AM_OK) status = am_parallel(run, batch * job.heads * job.blocks, 1, check_task, &job);
+    if (status == AM_OK) status = am_parallel(context, batch * job.heads * job.blocks, 1, check_task, &job);
     free(job.row_ids);
     free(job.column_ids);
     if (status == AM_OK) locate(&job, found);

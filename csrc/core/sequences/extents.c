@@ -200,7 +200,8 @@ static ptrdiff_t grain_of(const am_mask_rows *mask_rows, ptrdiff_t heads)
     return am_max(TASK_BYTES / (rows * heads * mask_rows->columns.count * mask_rows->size), 1);
 }
 
-am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule rule, am_extent *extents)
+am_status am_find_extents(const am_context *context, const am_dense *mask, am_head_rule rule,
+                          am_extent *extents)
 {
     bool empty = mask->queries == 0 || mask->keys == 0 || mask->heads == 0;
     am_extent whole = {0, mask->queries, 0, mask->keys}, none = {0};
@@ -210,7 +211,7 @@ am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule 
     }
     if (empty || mask->batch == 0) return AM_OK;
     extent_job job = {.mask = mask,
-                      .mask_rows = am_mask_rows_of(run->kernels, mask),
+                      .mask_rows = am_mask_rows_of(context->kernels, mask),
                       .rule = rule,
                       .heads = mask->head_stride ? mask->heads : 1};
     job.task_rows = task_rows_of(&job.mask_rows, job.heads);
@@ -225,7 +226,7 @@ am_status am_find_extents(const am_run *run, const am_dense *mask, am_head_rule 
         atomic_init(&job.bounds[b].column_end, 0);
     }
     am_status status =
-        am_parallel(run, batch * job.tasks, grain_of(&job.mask_rows, job.heads), extent_task, &job);
+        am_parallel(context, batch * job.tasks, grain_of(&job.mask_rows, job.heads), extent_task, &job);
     for (ptrdiff_t b = 0; b < mask->batch; b++)
         extents[b] = extent_of(&job.mask_rows, &job.bounds[batch == 1 ? 0 : b]);
     free(job.bounds);
@@ -300,7 +301,7 @@ static void write_column_ids(const padding_job *job, ptrdiff_t b, int32_t *ids)
     ids_to_array_order(ids, &job->mask_rows.columns);
 }
 
-am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
+am_status am_mark_padding(const am_context *context, const am_dense *mask, int32_t *q_ids, int32_t *k_ids)
 {
     if (mask->batch == 0) return AM_OK;
     if (mask->heads == 0 || mask->queries == 0 || mask->keys == 0) {
@@ -309,7 +310,7 @@ am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_id
         return AM_OK;
     }
     padding_job job = {.mask = mask,
-                       .mask_rows = am_mask_rows_of(run->kernels, mask),
+                       .mask_rows = am_mask_rows_of(context->kernels, mask),
                        .heads = mask->head_stride ? mask->heads : 1};
     ptrdiff_t batch = mask->batch_stride ? mask->batch : 1;
     int32_t *column_ids = job.mask_rows.transposed ? q_ids : k_ids;
@@ -320,7 +321,7 @@ am_status am_mark_padding(const am_run *run, const am_dense *mask, int32_t *q_id
     job.columns = calloc((size_t)(batch * job.words), sizeof *job.columns);
     if (!job.columns) return AM_NO_MEMORY;
     am_status status =
-        am_parallel(run, batch * job.tasks, grain_of(&job.mask_rows, job.heads), padding_task, &job);
+        am_parallel(context, batch * job.tasks, grain_of(&job.mask_rows, job.heads), padding_task, &job);
     for (ptrdiff_t b = 0; b < batch && status == AM_OK; b++) {
         ids_to_array_order(job.row_ids + b * job.mask_rows.rows.length, &job.mask_rows.rows);
         write_column_ids(&job, b, column_ids + b * job.mask_rows.columns.length);

@@ -56,12 +56,12 @@ static am_status fill_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_fill_tokens(const am_run *run, am_token_kind kind, am_dtype type, void *dst,
+am_status am_fill_tokens(const am_context *context, am_token_kind kind, am_dtype type, void *dst,
                          const ptrdiff_t *starts, ptrdiff_t sequences)
 {
-    token_job job = {run->kernels, kind, type, dst, starts, sequences};
+    token_job job = {context->kernels, kind, type, dst, starts, sequences};
     ptrdiff_t total = starts[sequences];
-    return am_parallel(run, am_ceil_div(total, TASK_TOKENS), 1, fill_task, &job);
+    return am_parallel(context, am_ceil_div(total, TASK_TOKENS), 1, fill_task, &job);
 }
 
 typedef struct {
@@ -94,9 +94,11 @@ static am_status count_task(void *arg, ptrdiff_t row, am_team *team)
     return AM_OK;
 }
 
-am_status am_count_rows(const am_run *run, const am_mask_lens *mask)
+am_status am_count_rows(const am_context *context, const am_mask_lens *mask)
 {
-    count_job job = {mask, run->kernels->nonzero[am_lane_of(mask->type)], (ptrdiff_t)am_size_of(mask->type)};
+    count_job job = {mask, context->kernels->nonzero[am_lane_of(mask->type)],
+                     (ptrdiff_t)am_size_of(mask->type)};
     ptrdiff_t row_bytes = mask->columns * job.size;
-    return am_parallel(run, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task, &job);
+    return am_parallel(context, mask->rows, row_bytes ? TASK_BYTES / row_bytes : mask->rows, count_task,
+                       &job);
 }

@@ -13,7 +13,7 @@ typedef enum { AM_POSITIONS, AM_SEQUENCES, AM_PAIRS } am_token_kind;
 
 /* Writes for every token its position, its sequence, or (sequence, position). `type` is AM_INT32 or
  * AM_INT64. */
-am_status am_fill_tokens(const am_run *run, am_token_kind kind, am_dtype type, void *dst,
+am_status am_fill_tokens(const am_context *context, am_token_kind kind, am_dtype type, void *dst,
                          const ptrdiff_t *starts, ptrdiff_t sequences);
 
 /* The sequence of token t, 0 ≤ t < starts[sequences]. */
@@ -26,6 +26,6 @@ typedef struct {
     ptrdiff_t rows, columns, row_stride, column_stride;
     int64_t *lens;
 } am_mask_lens;
-am_status am_count_rows(const am_run *run, const am_mask_lens *job);
+am_status am_count_rows(const am_context *context, const am_mask_lens *job);
 
 #endif

@@ -46,11 +46,11 @@ static am_status box_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_fill_boxes(const am_run *run, const am_boxes *boxes)
+am_status am_fill_boxes(const am_context *context, const am_boxes *boxes)
 {
     if (boxes->batch == 0 || boxes->queries == 0 || boxes->keys == 0) return AM_OK;
     ptrdiff_t rows = boxes->batch * boxes->queries, piece = FILL_BYTES / boxes->size;
-    box_job job = {.kernels = run->kernels,
+    box_job job = {.kernels = context->kernels,
                    .boxes = boxes,
                    .live = am_repeated(boxes->live, boxes->size),
                    .dead = am_repeated(boxes->dead, boxes->size),
@@ -58,5 +58,5 @@ am_status am_fill_boxes(const am_run *run, const am_boxes *boxes)
                    .piece = piece,
                    .stream = rows > am_cache_bytes() / 2 / boxes->size / boxes->keys};
     ptrdiff_t grain = am_max(piece / boxes->keys, 1);
-    return am_parallel(run, rows * job.pieces, grain, box_task, &job);
+    return am_parallel(context, rows * job.pieces, grain, box_task, &job);
 }

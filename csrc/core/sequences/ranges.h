@@ -18,6 +18,6 @@ typedef struct {
     uint64_t live, dead;    /* in the lowest `size` bytes */
     const am_extent *boxes; /* [batch] */
 } am_boxes;
-am_status am_fill_boxes(const am_run *run, const am_boxes *boxes);
+am_status am_fill_boxes(const am_context *context, const am_boxes *boxes);
 
 #endif

@@ -106,35 +106,40 @@ static am_status piece_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-static am_status convert_rows(const am_run *run, row_job *job, am_large_id *large)
+static am_status convert_rows(const am_context *context, row_job *job, am_large_id *large)
 {
     atomic_init(&job->large, PTRDIFF_MAX);
     ptrdiff_t tokens = tokens_of(job->ids), rows = tokens > 0 ? rows_of(job->ids) : 0;
     job->row_pieces = job->positions ? 1 : am_max(1, am_ceil_div(tokens, TASK_TOKENS));
     am_status status =
-        am_parallel(run, rows * job->row_pieces, TASK_TOKENS / am_max(tokens, 1), piece_task, job);
+        am_parallel(context, rows * job->row_pieces, TASK_TOKENS / am_max(tokens, 1), piece_task, job);
     large->index = atomic_load(&job->large);
     large->any = large->index != PTRDIFF_MAX;
     return status;
 }
 
-am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
+am_status am_narrow_ids(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large)
 {
-    row_job job = {.kernels = run->kernels, .ids = ids, .lowest = INT64_MIN, .dst = dst};
-    return convert_rows(run, &job, large);
+    row_job job = {.kernels = context->kernels, .ids = ids, .lowest = INT64_MIN, .dst = dst};
+    return convert_rows(context, &job, large);
 }
 
-am_status am_narrow_integers(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large)
+am_status am_narrow_integers(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large)
 {
-    row_job job = {.kernels = run->kernels, .ids = ids, .lowest = INT32_MIN, .dst = dst};
-    return convert_rows(run, &job, large);
+    row_job job = {.kernels = context->kernels, .ids = ids, .lowest = INT32_MIN, .dst = dst};
+    return convert_rows(context, &job, large);
 }
 
-am_status am_positions(const am_run *run, const am_ids *ids, int32_t pad, int32_t *dst, am_large_id *large)
+am_status am_positions(const am_context *context, const am_ids *ids, int32_t pad, int32_t *dst,
+                       am_large_id *large)
 {
-    row_job job = {
-        .kernels = run->kernels, .ids = ids, .positions = true, .pad = pad, .lowest = INT64_MIN, .dst = dst};
-    return convert_rows(run, &job, large);
+    row_job job = {.kernels = context->kernels,
+                   .ids = ids,
+                   .positions = true,
+                   .pad = pad,
+                   .lowest = INT64_MIN,
+                   .dst = dst};
+    return convert_rows(context, &job, large);
 }
 
 typedef struct {
@@ -158,11 +163,11 @@ static am_status valid_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, void *dst, ptrdiff_t size,
-                        uint64_t one)
+am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t count, void *dst,
+                        ptrdiff_t size, uint64_t one)
 {
-    valid_job job = {run->kernels->expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
-    return am_parallel(run, am_ceil_div(count, TASK_TOKENS), 1, valid_task, &job);
+    valid_job job = {context->kernels->expand_bits[am_lane_of_size(size)], ids, dst, count, size, one};
+    return am_parallel(context, am_ceil_div(count, TASK_TOKENS), 1, valid_task, &job);
 }
 
 /* --- Counts --- */
@@ -229,11 +234,11 @@ static am_status count_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_count_segments(const am_run *run, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
+am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
                             ptrdiff_t *segments, am_large_id *large)
 {
-    count_job job = {.kernels = run->kernels, .ids = ids, .limit = limit, .large = large};
-    am_status status = am_parallel(run, 1, 1, count_task, &job);
+    count_job job = {.kernels = context->kernels, .ids = ids, .limit = limit, .large = large};
+    am_status status = am_parallel(context, 1, 1, count_task, &job);
     if (status != AM_OK) {
         free(job.counts);
         return status;

@@ -25,21 +25,22 @@ typedef struct {
 
 /* Converts ids to contiguous int32. All negative ids are padding; those below the range of int32 become its
  * lowest value. */
-am_status am_narrow_ids(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large);
+am_status am_narrow_ids(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large);
 
 /* Converts any integers to int32. Here a number that is too small is reported like one that is too large. */
-am_status am_narrow_integers(const am_run *run, const am_ids *ids, int32_t *dst, am_large_id *large);
+am_status am_narrow_integers(const am_context *context, const am_ids *ids, int32_t *dst, am_large_id *large);
 
 /* Writes `one` (the first `size` bytes of it) for each valid id, and zeros for padding. */
-am_status am_mark_valid(const am_run *run, const int32_t *ids, ptrdiff_t count, void *dst, ptrdiff_t size,
-                        uint64_t one);
+am_status am_mark_valid(const am_context *context, const int32_t *ids, ptrdiff_t count, void *dst,
+                        ptrdiff_t size, uint64_t one);
 
 /* Writes the position of each token in its run of equal ids, and `pad` for padding. */
-am_status am_positions(const am_run *run, const am_ids *ids, int32_t pad, int32_t *dst, am_large_id *large);
+am_status am_positions(const am_context *context, const am_ids *ids, int32_t pad, int32_t *dst,
+                       am_large_id *large);
 
 /* Counts the tokens of each id. `counts` becomes a new array of `segments` entries, one more than the largest
  * id. Ids from `limit` on are too large. */
-am_status am_count_segments(const am_run *run, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
+am_status am_count_segments(const am_context *context, const am_ids *ids, ptrdiff_t limit, ptrdiff_t **counts,
                             ptrdiff_t *segments, am_large_id *large);
 
 #endif

@@ -190,13 +190,13 @@ static am_status convert_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_bias_gradient_begin(const am_run *run, bias_gradient *g)
+am_status am_bias_gradient_begin(const am_context *context, bias_gradient *g)
 {
-    return g->result ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
+    return g->result ? am_parallel(context, am_ceil_div(g->count, PIECE), 1, zero_task, g) : AM_OK;
 }
 
-am_status am_bias_gradient_end(const am_run *run, bias_gradient *g)
+am_status am_bias_gradient_end(const am_context *context, bias_gradient *g)
 {
     bool elsewhere = g->sums && g->sums != g->result;
-    return elsewhere ? am_parallel(run, am_ceil_div(g->count, PIECE), 1, convert_task, g) : AM_OK;
+    return elsewhere ? am_parallel(context, am_ceil_div(g->count, PIECE), 1, convert_task, g) : AM_OK;
 }

@@ -27,8 +27,8 @@ am_status am_bias_gradient_make(am_bias_gradient *bias, const am_attn_base *base
 void am_bias_gradient_free(const am_bias_gradient *bias);
 
 /* Called before any tile, and after all. */
-am_status am_bias_gradient_begin(const am_run *run, am_bias_gradient *bias);
-am_status am_bias_gradient_end(const am_run *run, am_bias_gradient *bias);
+am_status am_bias_gradient_begin(const am_context *context, am_bias_gradient *bias);
+am_status am_bias_gradient_end(const am_context *context, am_bias_gradient *bias);
 
 /* The scratch of a task, which is to be zero at first. */
 ptrdiff_t am_bias_scratch_bytes(const am_bias_gradient *bias);

@@ -58,7 +58,7 @@ static am_status sinks_task(void *arg, ptrdiff_t head, am_team *team)
     return status;
 }
 
-am_status am_sum_sinks(const am_run *run, const am_attn_base *base, am_sink_sum **sums)
+am_status am_sum_sinks(const am_context *context, const am_attn_base *base, am_sink_sum **sums)
 {
     const ptrdiff_t heads = base->attn->heads;
     *sums = NULL;
@@ -66,7 +66,7 @@ am_status am_sum_sinks(const am_run *run, const am_attn_base *base, am_sink_sum 
     *sums = malloc((size_t)am_max(heads, 1) * sizeof **sums);
     if (!*sums) return AM_NO_MEMORY;
     sinks_job job = {base, *sums};
-    return am_parallel(run, heads, am_ceil_div(SINKS_PIECE, base->attn->sink_count), sinks_task, &job);
+    return am_parallel(context, heads, am_ceil_div(SINKS_PIECE, base->attn->sink_count), sinks_task, &job);
 }
 
 /* --- Tiles --- */
@@ -264,9 +264,9 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
     return status;
 }
 
-am_status am_dropout_keep_mask(const am_run *run, uint64_t seed, double probability, const ptrdiff_t shape[4],
-                               const ptrdiff_t strides[4], uint8_t *kept)
+am_status am_dropout_keep_mask(const am_context *context, uint64_t seed, double probability,
+                               const ptrdiff_t shape[4], const ptrdiff_t strides[4], uint8_t *kept)
 {
-    keep_job job = {run->kernels, shape, strides, seed, am_threshold_of(probability), kept};
-    return am_parallel(run, shape[3] == 0 ? 0 : shape[0] * shape[1] * shape[2], 16, keep_task, &job);
+    keep_job job = {context->kernels, shape, strides, seed, am_threshold_of(probability), kept};
+    return am_parallel(context, shape[3] == 0 ? 0 : shape[0] * shape[1] * shape[2], 16, keep_task, &job);
 }

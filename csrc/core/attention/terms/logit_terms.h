@@ -46,6 +46,6 @@ typedef struct {
 } am_sink_sum;
 
 /* Makes one for each head, which the caller frees; NULL if there are no sinks. */
-am_status am_sum_sinks(const am_run *run, const am_attn_base *base, am_sink_sum **sums);
+am_status am_sum_sinks(const am_context *context, const am_attn_base *base, am_sink_sum **sums);
 
 #endif
