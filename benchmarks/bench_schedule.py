@@ -143,13 +143,13 @@ def main() -> None:
         if only not in shape.name:
             continue
         schedule = _schedule(64, **shape.arguments())
-        groups = schedule["groups"]
-        strategies = ", ".join(sorted({g["strategy"] for g in groups}))
+        sections = schedule["sections"]
+        strategies = ", ".join(sorted({g["strategy"] for g in sections}))
         items = [i for _, some in schedule["tasks"] for i in some]
         tiles = sum(t for _, t in items)
         item, tile = costs(shape)
         shares = [f"{balance(shape, n, item, tile):.0%}" for n in THREADS]
-        splits = max(g["splits"] for g in groups)
+        splits = max(g["splits"] for g in sections)
         cells = [
             shape.name,
             strategies,

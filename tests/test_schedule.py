@@ -26,7 +26,7 @@ def schedule(
 
 
 def strategies(found: dict[str, Any]) -> set[str]:
-    return {group["strategy"] for group in found["groups"]}
+    return {section["strategy"] for section in found["sections"]}
 
 
 # Queries, keys, heads: on both sides of each boundary between two strategies.
@@ -115,7 +115,7 @@ def test_blocks_that_see_few_tiles(tokens, window, heads, strategy):
 def test_documents_have_a_strategy_each():
     """Documents that share tiles come first, then the others; in both, the longest come first."""
     lengths = [20, 1000, 1, 64, 300, 2000]
-    found = schedule(lengths, lengths)["groups"]
+    found = schedule(lengths, lengths)["sections"]
     assert [g["queries"][1] - g["queries"][0] for g in found] == [2000, 1000, 300, 64, 20, 1]
     assert [g["strategy"] for g in found[3:]] == ["private", "private", "unpacked"]
     assert {g["strategy"] for g in found[:3]} == {"shared packing"}
@@ -147,26 +147,26 @@ def test_documents_have_a_strategy_each():
     ],
 )
 def test_splits(shape, splits):
-    (group,) = schedule(*shape, logits_soft_cap=9.0)["groups"]
-    assert group["splits"] == splits
+    (section,) = schedule(*shape, logits_soft_cap=9.0)["sections"]
+    assert section["splits"] == splits
 
 
 NEIGHBOURS = [0, 1, 12, 16, 20, 64, 65, 300, 1000, 5000]
-FOLLOWS = ("tiles", "strategy", "block_rows", "items", "splits")  # what depends on the group alone
+FOLLOWS = ("tiles", "strategy", "block_rows", "items", "splits")  # what depends on the section alone
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.float64], ids=str)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (1, 1)], ids=str)
-def test_a_group_is_computed_as_if_it_were_alone(isa, dtype, heads):
+def test_a_section_is_computed_as_if_it_were_alone(isa, dtype, heads):
     """Whether packing is local or shared depends on the number of blocks, but alters no sum."""
-    found = schedule(NEIGHBOURS, NEIGHBOURS, heads, dtype=dtype, causal=True)["groups"]
-    assert len(found) == len(NEIGHBOURS) - 1  # the empty sequence has no group
-    for group in found:
-        begin, end = group["queries"]
-        (alone,) = schedule(end - begin, end - begin, heads, dtype=dtype, causal=True)["groups"]
-        for one in (group, alone):
+    found = schedule(NEIGHBOURS, NEIGHBOURS, heads, dtype=dtype, causal=True)["sections"]
+    assert len(found) == len(NEIGHBOURS) - 1  # the empty sequence has no section
+    for section in found:
+        begin, end = section["queries"]
+        (alone,) = schedule(end - begin, end - begin, heads, dtype=dtype, causal=True)["sections"]
+        for one in (section, alone):
             one["strategy"] = one["strategy"].replace("local", "shared")
-        assert {name: group[name] for name in FOLLOWS} == {name: alone[name] for name in FOLLOWS}
+        assert {name: section[name] for name in FOLLOWS} == {name: alone[name] for name in FOLLOWS}
 
 
 SHAPES = [
@@ -185,24 +185,24 @@ def test_every_tile_is_in_one_item(shape, options):
     work = set()
     for threads in (1, 2, 7, 64):
         found = schedule(*shape, threads=threads, **options)
-        groups = found["groups"]
-        rows = [0] * len(groups)
+        sections = found["sections"]
+        rows = [0] * len(sections)
         tiles = 0
         for index, items in found["tasks"]:
             for item_rows, item_tiles in items:
                 rows[index] += item_rows
                 tiles += item_rows * item_tiles
-        apart = [1 if sum(rows) == total_rows(groups, shape) else g["splits"] for g in groups]
-        for group, count, parts in zip(groups, rows, apart, strict=True):
-            assert count == (group["queries"][1] - group["queries"][0]) * shape[2][0] * parts
+        apart = [1 if sum(rows) == total_rows(sections, shape) else g["splits"] for g in sections]
+        for section, count, parts in zip(sections, rows, apart, strict=True):
+            assert count == (section["queries"][1] - section["queries"][0]) * shape[2][0] * parts
         assert sum(tasks for tasks, _ in found["waves"]) == len(found["tasks"])
         assert found["scratch"] > 0
         work.add(tiles)
     assert len(work) == 1
 
 
-def total_rows(groups, shape):
-    return sum(g["queries"][1] - g["queries"][0] for g in groups) * shape[2][0]
+def total_rows(sections, shape):
+    return sum(g["queries"][1] - g["queries"][0] for g in sections) * shape[2][0]
 
 
 @pytest.mark.parametrize(("shape", "options"), SHAPES, ids=str)

@@ -1,4 +1,4 @@
-"""How a group of queries is computed: a line for each decision, on both sides of each bound, for any processor."""
+"""How a section of queries is computed: a line for each decision, on both sides of each bound, for any processor."""
 
 import pytest
 
@@ -10,7 +10,7 @@ USUAL = {
     "q_blocks": 1,
     "tiles": 16,
     "kv_heads": 4,
-    "group": 1,
+    "heads_per_kv": 1,
     "depth": 64,
     "value_depth": 64,
     "type": "float32",
@@ -86,12 +86,12 @@ STRATEGIES = [
     ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "factor": -1.0}, "private"),
     ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "amx": True}, "private"),
     # Several heads share keys: in one block, or in blocks that take tiles in lockstep.
-    ({"group": 16}, "transposed"),
-    ({"group": 16, **SUMS}, "unpacked"),
-    ({"group": 17, **SUMS}, "private"),
-    ({"queries": 32, "group": 2, **SUMS}, "private"),
-    ({"queries": 32, "group": 3, **SUMS}, "lockstep"),
-    ({"queries": 33, "group": 2, **SUMS}, "lockstep"),
+    ({"heads_per_kv": 16}, "transposed"),
+    ({"heads_per_kv": 16, **SUMS}, "unpacked"),
+    ({"heads_per_kv": 17, **SUMS}, "private"),
+    ({"queries": 32, "heads_per_kv": 2, **SUMS}, "private"),
+    ({"queries": 32, "heads_per_kv": 3, **SUMS}, "lockstep"),
+    ({"queries": 33, "heads_per_kv": 2, **SUMS}, "lockstep"),
     # More queries than a block has rows.
     ({"queries": 64, "q_blocks": 2}, "shared packing"),
 ]
@@ -135,11 +135,11 @@ def test_splits_follow_from_what_blocks_see():
 
 
 BLOCKS = [
-    ({"group": 8}, (8, 8, 1)),
-    ({"queries": 8, "group": 16}, (64, 8, 2)),
-    ({"queries": 32, "group": 8}, (64, 2, 4)),
-    ({"queries": 33, "group": 8}, (33, 1, 8)),
-    ({"queries": 1, "group": 100}, (64, 64, 2)),
+    ({"heads_per_kv": 8}, (8, 8, 1)),
+    ({"queries": 8, "heads_per_kv": 16}, (64, 8, 2)),
+    ({"queries": 32, "heads_per_kv": 8}, (64, 2, 4)),
+    ({"queries": 33, "heads_per_kv": 8}, (33, 1, 8)),
+    ({"queries": 1, "heads_per_kv": 100}, (64, 64, 2)),
 ]
 
 
@@ -160,7 +160,7 @@ FLAGS = [
     (FEW | {"factor": 1.5}, "queries_direct", False),
     (FEW | BF16, "queries_direct", True),
     (FEW | {"queries_readable": False}, "queries_direct", False),
-    (FEW | {"queries": 20, "group": 2}, "queries_direct", False),
+    (FEW | {"queries": 20, "heads_per_kv": 2}, "queries_direct", False),
     # Values of one block stay where they are: always with long vectors, else for up to three strips.
     ({"queries": 64, **SUMS}, "values_unpacked", True),
     ({"queries": 64, **SUMS, "values_readable": False}, "values_unpacked", False),

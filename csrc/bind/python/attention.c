@@ -486,50 +486,50 @@ static PyObject *flash_usual_vjp(PyObject *module, PyObject *const *args, Py_ssi
 
 /* --- The schedule as data --- */
 
-static PyObject *group_data(const am_scheduled *g)
+static PyObject *section_data(const am_scheduled *g)
 {
-    return Py_BuildValue("{s:n,s:(nn),s:(nn),s:n,s:s,s:n,s:n,s:n,s:n}", "row", g->group.b, "queries",
-                         g->group.queries.begin, g->group.queries.end, "keys", g->group.keys.begin,
-                         g->group.keys.end, "tiles", am_length(g->group.tiles), "strategy",
+    return Py_BuildValue("{s:n,s:(nn),s:(nn),s:n,s:s,s:n,s:n,s:n,s:n}", "row", g->section.b, "queries",
+                         g->section.queries.begin, g->section.queries.end, "keys", g->section.keys.begin,
+                         g->section.keys.end, "tiles", am_length(g->section.tiles), "strategy",
                          am_strategy_name(g->shape.strategy), "block_rows", g->shape.rows, "items", g->items,
                          "splits", g->shape.splits, "task_items", g->task_items);
 }
 
-/* The index of a task's group, and the rows and the number of tiles of each of its items. */
-static PyObject *task_data(const am_attn_base *base, const am_attn_groups *groups, const am_schedule *s,
+/* The index of a task's section, and the rows and the number of tiles of each of its items. */
+static PyObject *task_data(const am_attn_base *base, const am_sections *sections, const am_schedule *s,
                            ptrdiff_t task)
 {
     const am_scheduled *g = am_scheduled_of(s, task);
     const am_task_items task_items = am_items_of(g, task);
     PyObject *items = PyList_New(0);
     for (ptrdiff_t i = task_items.first; items && i < task_items.first + task_items.count; i++) {
-        const am_attn_place at = am_item_place(base, groups, g, i);
+        const am_attn_place at = am_item_place(base, sections, g, i);
         ptrdiff_t tiles = 0;
         for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
             if (!s->splits_apart || split == task_items.split)
-                tiles += am_max(0, am_length(am_split_tiles(base, groups, g, &at, split)));
+                tiles += am_max(0, am_length(am_split_tiles(base, sections, g, &at, split)));
         }
         PyObject *item = Py_BuildValue("(nn)", at.rows, tiles);
         if (!item || PyList_Append(items, item) < 0) Py_CLEAR(items);
         Py_XDECREF(item);
     }
-    return items ? Py_BuildValue("(nN)", (Py_ssize_t)(g - s->groups), items) : NULL;
+    return items ? Py_BuildValue("(nN)", (Py_ssize_t)(g - s->sections), items) : NULL;
 }
 
 /* A schedule and what it was made from, for the functions that list it as plain data. */
 typedef struct {
     const am_attn_base *base;
-    const am_attn_groups *groups;
+    const am_sections *sections;
     const am_schedule *schedule;
 } schedule_view;
 
-static PyObject *group_at(const schedule_view *view, ptrdiff_t i)
+static PyObject *section_at(const schedule_view *view, ptrdiff_t i)
 {
-    return group_data(&view->schedule->groups[i]);
+    return section_data(&view->schedule->sections[i]);
 }
 static PyObject *task_at(const schedule_view *view, ptrdiff_t i)
 {
-    return task_data(view->base, view->groups, view->schedule, am_task_at(view->schedule, i));
+    return task_data(view->base, view->sections, view->schedule, am_task_at(view->schedule, i));
 }
 
 static PyObject *list_of(const schedule_view *view, ptrdiff_t count,
@@ -572,7 +572,7 @@ static int to_threads(PyObject *object, const char *name, void *dst)
 static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     arguments a = {0};
-    am_attn_groups groups = {0};
+    am_sections sections = {0};
     am_schedule schedule = {0};
     PyObject *result = NULL;
     int threads;
@@ -584,20 +584,20 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
     am_enter(&call, module, 0);
     const am_attn_base base = am_attn_base_of(&call.context, &attn);
     am_status status = am_mask_prepare(&call.context, &a.mask.mask);
-    if (status == AM_OK) status = am_attn_groups_make(&groups, attn.mask, true);
-    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &groups, threads);
+    if (status == AM_OK) status = am_sections_make(&sections, attn.mask, true);
+    if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, threads);
     am_leave(&call);
     if (status != AM_OK) {
         am_raise(status, NULL);
         goto fail;
     }
-    const schedule_view view = {&base, &groups, &schedule};
-    result = Py_BuildValue("{s:N,s:N,s:N,s:n}", "groups", list_of(&view, schedule.count, group_at), "tasks",
-                           list_of(&view, schedule.tasks, task_at), "waves", wave_list(&view), "scratch",
-                           am_attn_scratch(&base, &schedule, threads));
+    const schedule_view view = {&base, &sections, &schedule};
+    result = Py_BuildValue("{s:N,s:N,s:N,s:n}", "sections", list_of(&view, schedule.count, section_at),
+                           "tasks", list_of(&view, schedule.tasks, task_at), "waves", wave_list(&view),
+                           "scratch", am_attn_scratch(&base, &schedule, threads));
 fail:
     am_schedule_free(&schedule);
-    am_attn_groups_free(&groups);
+    am_sections_free(&sections);
     release(&a);
     return result;
 }
@@ -800,8 +800,8 @@ PyMethodDef am_flash_methods[] = {
      "attention_schedule($module, query, key, value, nodes, bias, scale, cap, sinks, normalize, dropout, "
      "seed, relative, part, threads, /)\n--\n\nHow attention forward divides its work for that many "
      "threads:\n\n"
-     "groups   a dict for each group of queries: its queries, keys, strategy\n"
-     "tasks    (index of the group, [(rows, tiles) of each item])\n"
+     "sections   a dict for each section of queries: its queries, keys, strategy\n"
+     "tasks    (index of the section, [(rows, tiles) of each item])\n"
      "waves    (tasks, tasks that one thread takes in order) of each parallel loop\n"
      "scratch  bytes of memory in addition to the results"},
     {"flash_backward", (PyCFunction)(void *)flash_backward, METH_FASTCALL,

@@ -13,7 +13,7 @@ static const struct {
     {"q_blocks", COUNT, offsetof(am_work, q_blocks)},
     {"tiles", COUNT, offsetof(am_work, tiles)},
     {"kv_heads", COUNT, offsetof(am_work, kv_heads)},
-    {"group", COUNT, offsetof(am_work, group)},
+    {"heads_per_kv", COUNT, offsetof(am_work, heads_per_kv)},
     {"depth", COUNT, offsetof(am_work, depth)},
     {"value_depth", COUNT, offsetof(am_work, value_depth)},
     {"type", TYPE, offsetof(am_work, type)},
@@ -69,8 +69,8 @@ static PyObject *attention_strategy(PyObject *module, PyObject *args)
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         if (read_field(numbers, i, &work) < 0) return NULL;
     }
-    if (work.queries < 1 || work.group < 1 || work.panel < 2)
-        return PyErr_Format(PyExc_ValueError, "queries, group and panel must be positive");
+    if (work.queries < 1 || work.heads_per_kv < 1 || work.panel < 2)
+        return PyErr_Format(PyExc_ValueError, "queries, heads_per_kv and panel must be positive");
     am_shape h = am_choose_shape(&work);
     const bool counts = am_counts_tiles(&work, &h);
     am_choose_splits(&work, &h, counts ? all : work.tiles, counts ? most : work.tiles);
@@ -84,7 +84,7 @@ static PyObject *attention_strategy(PyObject *module, PyObject *args)
 
 PyMethodDef am_strategy_methods[] = {
     {"attention_strategy", attention_strategy, METH_VARARGS,
-     "attention_strategy($module, numbers, all, most, /)\n--\n\nHow a group of these numbers is computed, "
+     "attention_strategy($module, numbers, all, most, /)\n--\n\nHow a section of these numbers is computed, "
      "whose blocks "
      "see `all` tiles together, and `most` at most"},
     {.ml_name = NULL},

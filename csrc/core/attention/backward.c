@@ -6,9 +6,9 @@
  * keys. Tasks begin in that order too, so a task waits only for one that is running. Tasks that share a bias
  * add to its gradient in order, too.
  *
- * How many tiles such a sum has follows from the group alone, so that d_q is the same whatever it is computed
- * with; the number of tiles of a task alters no sum. Nothing is as large as queries times keys, unless the
- * bias is. */
+ * How many tiles such a sum has follows from the section alone, so that d_q is the same whatever it is
+ * computed with; the number of tiles of a task alters no sum. Nothing is as large as queries times keys,
+ * unless the bias is. */
 #include <stdlib.h>
 
 #include "core/attention/backward_plan.h"
@@ -21,7 +21,7 @@ enum {
 static am_status compute(const am_context *context, am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
-    const ptrdiff_t blocks = p->groups.blocks.count * f->heads;
+    const ptrdiff_t blocks = p->sections.blocks.count * f->heads;
     am_status status = am_parallel(context, blocks, 1, am_row_stats_task, p);
     if (status == AM_OK) status = am_bias_gradient_begin(context, &p->bias);
     if (status == AM_OK && p->problem->d_sinks) status = am_sum_sink_gradients(context, p);
@@ -50,12 +50,12 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     char *own_d_q = NULL;
     am_backward_workspace unused;
     if (status == AM_OK)
-        status = am_bias_gradient_make(&p.bias, &p.base, problem, &p.groups, p.row_tasks, p.task_tiles);
+        status = am_bias_gradient_make(&p.bias, &p.base, problem, &p.sections, p.row_tasks, p.task_tiles);
     if (status == AM_OK) status = am_table_gradient_make(&p.table, &p.base, problem->d_table);
     if (status == AM_OK)
         status = am_workspaces_make(&p.workspaces, context->threads, am_backward_lay_out(&p, NULL, &unused));
     if (status == AM_OK) status = am_sum_sinks(context, &p.base, &p.sinks);
-    p.states = malloc((size_t)am_max(am_product(p.groups.blocks.count, f->heads, sizeof *p.states), 1));
+    p.states = malloc((size_t)am_max(am_product(p.sections.blocks.count, f->heads, sizeof *p.states), 1));
     p.stats_bytes = stats_bytes / AM_ROW_STATS;
     p.row_stats = am_alloc_aligned(stats_bytes);
     if (p.d_q.type != p.base.type) {
@@ -72,7 +72,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
     if (status == AM_OK && !(p.states && p.row_stats && p.d_q.data)) status = AM_NO_MEMORY;
     if (status == AM_OK) status = compute(context, &p);
     am_workspaces_free(&p.workspaces);
-    am_attn_groups_free(&p.groups);
+    am_sections_free(&p.sections);
     free(p.sum_tiles);
     free(p.tasks);
     free(p.sinks);
@@ -87,19 +87,19 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
 /* Whether blocks and tiles by the mask are those of whole batch rows. */
 static am_status find_whole_rows(const am_mask *mask, bool *whole)
 {
-    am_attn_groups groups;
-    const am_status status = am_attn_groups_make(&groups, mask, true);
+    am_sections sections;
+    const am_status status = am_sections_make(&sections, mask, true);
     *whole = true;
-    for (ptrdiff_t g = 0; status == AM_OK && g < groups.count; g++) {
-        const am_attn_group *group = &groups.list[g];
-        if (am_length(group->tiles) == 0) continue;
-        *whole &= group->queries.begin == 0;
-        for (ptrdiff_t i = group->blocks.begin; i < group->blocks.end; i++)
-            *whole &= am_range_at(&groups.blocks, i).begin % TILE == 0;
-        for (ptrdiff_t i = group->tiles.begin; i < group->tiles.end; i++)
-            *whole &= am_range_at(&groups.tiles, i).begin % TILE == 0;
+    for (ptrdiff_t g = 0; status == AM_OK && g < sections.count; g++) {
+        const am_section *section = &sections.list[g];
+        if (am_length(section->tiles) == 0) continue;
+        *whole &= section->queries.begin == 0;
+        for (ptrdiff_t i = section->blocks.begin; i < section->blocks.end; i++)
+            *whole &= am_range_at(&sections.blocks, i).begin % TILE == 0;
+        for (ptrdiff_t i = section->tiles.begin; i < section->tiles.end; i++)
+            *whole &= am_range_at(&sections.tiles, i).begin % TILE == 0;
     }
-    am_attn_groups_free(&groups);
+    am_sections_free(&sections);
     return status;
 }
 

@@ -58,11 +58,11 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
     s->tiles[i] = (am_local_tile){.packed = true, .finite = finite};
 }
 
-/* The tiles of a task that a group sees. */
-static am_range tiles_of(const am_key_task *task, const am_attn_group *group)
+/* The tiles of a task that a section sees. */
+static am_range tiles_of(const am_key_task *task, const am_section *section)
 {
-    return (am_range){am_max(task->tiles.begin, group->tiles.begin),
-                      am_min(task->tiles.end, group->tiles.end)};
+    return (am_range){am_max(task->tiles.begin, section->tiles.begin),
+                      am_min(task->tiles.end, section->tiles.end)};
 }
 
 /* Prefetches the rows of a block. */
@@ -71,13 +71,13 @@ static void choose_prefetch(const am_backward_plan *p, const am_attn_place *at, 
 {
     const am_attn *f = p->base.attn;
     const am_tokens *d_out = &p->problem->d_out;
-    const am_range tiles = tiles_of(task, at->group);
+    const am_range tiles = tiles_of(task, at->section);
     const am_rows_state *state = am_rows_state_of(p, at);
-    if (am_length(tiles) <= 0 || am_sum_of_tile(p, at->group, tiles.begin) > state->last ||
-        am_sum_of_tile(p, at->group, tiles.end - 1) < state->first)
+    if (am_length(tiles) <= 0 || am_sum_of_tile(p, at->section, tiles.begin) > state->last ||
+        am_sum_of_tile(p, at->section, tiles.end - 1) < state->first)
         return;
-    const am_range keys = {am_range_at(&p->groups.tiles, tiles.begin).begin,
-                           am_range_at(&p->groups.tiles, tiles.end - 1).end};
+    const am_range keys = {am_range_at(&p->sections.tiles, tiles.begin).begin,
+                           am_range_at(&p->sections.tiles, tiles.end - 1).end};
     tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
     tile->prefetch[AM_PREFETCH_OUT] =
         am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
@@ -102,7 +102,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
     const ptrdiff_t task = walk->task - p->tasks;
     bool any = false;
     for (ptrdiff_t index = tiles.begin; index < tiles.end; index++) {
-        const am_range keys = am_range_at(&p->groups.tiles, index);
+        const am_range keys = am_range_at(&p->sections.tiles, index);
         const ptrdiff_t i = index - walk->task->tiles.begin;
         am_backward_tile tile = {
             .k_columns = s->k_columns + i * p->k_columns_bytes,
@@ -137,14 +137,15 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
 static am_status block_step(const am_backward_plan *p, block_walk *walk, const am_backward_workspace *s,
                             am_team *team)
 {
-    const am_attn_group *group = walk->at->group;
+    const am_section *section = walk->at->section;
     am_rows_state *state = am_rows_state_of(p, walk->at);
-    const am_range tiles = tiles_of(walk->task, group);
+    const am_range tiles = tiles_of(walk->task, section);
     am_status status = AM_OK;
     if (tiles.begin < tiles.end) am_begin_logits(&p->base, walk->at, &s->terms);
     for (ptrdiff_t begin = tiles.begin, end; status == AM_OK && begin < tiles.end; begin = end) {
-        const ptrdiff_t sum = am_sum_of_tile(p, group, begin), each = p->sum_tiles[group - p->groups.list];
-        end = am_min(group->tiles.begin + (sum + 1) * each, tiles.end);
+        const ptrdiff_t sum = am_sum_of_tile(p, section, begin),
+                        each = p->sum_tiles[section - p->sections.list];
+        end = am_min(section->tiles.begin + (sum + 1) * each, tiles.end);
         if (sum < state->first || sum > state->last) continue;
         bool any = sum_tiles(p, walk, (am_range){begin, end}, s, team, &status);
         if (!any && sum == state->first) {
@@ -192,7 +193,7 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
     ptrdiff_t behind = task->tokens.begin; /* the last tile */
     am_status status = AM_OK;
     for (ptrdiff_t i = 0; status == AM_OK && i < am_length(task->tiles); i++) {
-        const am_range keys = am_range_at(&p->groups.tiles, task->tiles.begin + i);
+        const am_range keys = am_range_at(&p->sections.tiles, task->tiles.begin + i);
         status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
         if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
         write_tokens(p, &p->problem->d_k, at, at->kv_head, keys.begin, am_length(keys),
@@ -207,7 +208,7 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
 am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
-    const ptrdiff_t heads = p->base.attn->kv_heads, group_heads = p->base.group;
+    const ptrdiff_t heads = p->base.attn->kv_heads, heads_per_kv = p->base.heads_per_kv;
     const am_key_task *task = &p->tasks[index / heads];
     const am_attn_place at = {.b = index / heads / p->row_tasks, .kv_head = ordered_head(p, index % heads)};
     char *memory = am_workspace_acquire(&p->workspaces);
@@ -216,22 +217,22 @@ am_status am_key_task_run(void *arg, ptrdiff_t index, am_team *team)
     memset(s.tiles, 0, (size_t)p->task_tiles * sizeof *s.tiles);
     memset(s.d_bias_scratch, 0, (size_t)am_bias_scratch_bytes(&p->bias));
     am_status status = AM_OK;
-    for (ptrdiff_t g = task->groups.begin; g < task->groups.end; g++) {
-        const am_attn_group *group = &p->groups.list[g];
-        const ptrdiff_t first = group->blocks.begin, count = am_length(group->blocks) * group_heads;
+    for (ptrdiff_t g = task->sections.begin; g < task->sections.end; g++) {
+        const am_section *section = &p->sections.list[g];
+        const ptrdiff_t first = section->blocks.begin, count = am_length(section->blocks) * heads_per_kv;
         for (ptrdiff_t i = 0; status == AM_OK && i < count; i++) {
-            const ptrdiff_t head = at.kv_head * group_heads, then = am_min(i + 1, count - 1);
-            const am_attn_place rows = am_backward_place(p, group, first + i / group_heads,
-                                                         head + i % group_heads),
-                                next = am_backward_place(p, group, first + then / group_heads,
-                                                         head + then % group_heads);
+            const ptrdiff_t head = at.kv_head * heads_per_kv, then = am_min(i + 1, count - 1);
+            const am_attn_place rows = am_backward_place(p, section, first + i / heads_per_kv,
+                                                         head + i % heads_per_kv),
+                                next = am_backward_place(p, section, first + then / heads_per_kv,
+                                                         head + then % heads_per_kv);
             block_walk walk = {.task = task, .at = &rows, .next = i < then ? &next : NULL};
             status = block_step(p, &walk, &s, team);
         }
     }
     if (status == AM_OK)
-        status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->groups.tiles, task->tiles,
-                                  s.d_bias_scratch, team);
+        status = am_bias_end_task(&p->bias, &at, index / heads % p->row_tasks, &p->sections.tiles,
+                                  task->tiles, s.d_bias_scratch, team);
     if (status == AM_OK) status = am_table_end_task(&p->table, &at, index / heads, s.table, team);
     if (status == AM_OK) status = write_keys(p, &at, task, &s, team);
     am_workspace_release(&p->workspaces, memory);

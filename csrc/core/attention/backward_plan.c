@@ -6,7 +6,7 @@
 enum {
     TILE = AM_FLASH_TILE,
     ENOUGH_TASKS = 64,      /* that keep any number of threads busy */
-    ENOUGH_SUMS = 32,       /* the same for one group, which adds as many parts to d_q */
+    ENOUGH_SUMS = 32,       /* the same for one section, which adds as many parts to d_q */
     SUM_TILES = 4,          /* the most tiles whose parts of d_q are summed up before they are added */
     WIDE_TILES = 4,         /* the most tiles of a task whose blocks see many tiles */
     MOST_TILES = 16,        /* the same if they see few: these stay in the cache from block to block */
@@ -81,41 +81,41 @@ static ptrdiff_t choose(am_backward_plan *p)
     const ptrdiff_t bytes =
         p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
     ptrdiff_t seen = 0, tiles = 0;
-    for (ptrdiff_t i = 0; i < p->groups.count; i++) {
-        const am_attn_group *group = &p->groups.list[i];
-        const ptrdiff_t own = am_length(group->tiles);
+    for (ptrdiff_t i = 0; i < p->sections.count; i++) {
+        const am_section *section = &p->sections.list[i];
+        const ptrdiff_t own = am_length(section->tiles);
         p->sum_tiles[i] = limit_tiles(p, SUM_TILES, own, own, bytes, ENOUGH_SUMS);
         tiles += own;
-        if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->groups, group));
+        if (own > seen) seen = am_max(seen, am_most_tiles(&p->base, &p->sections, section));
     }
     return limit_tiles(p, seen > NEAR_BYTES / bytes ? WIDE_TILES : MOST_TILES, seen, tiles, bytes,
                        ENOUGH_TASKS);
 }
 
 /* Ends a task, and begins the next one with the tile behind it. */
-static void end_task(const am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t group)
+static void end_task(const am_backward_plan *p, am_key_task *task, am_key_task *to, ptrdiff_t section)
 {
     const ptrdiff_t end = task->tiles.end;
-    task->tokens.end = am_range_at(&p->groups.tiles, end - 1).end;
+    task->tokens.end = am_range_at(&p->sections.tiles, end - 1).end;
     if (to) *to = *task;
-    *task = (am_key_task){{end, end}, {group, group}, {task->tokens.end, task->tokens.end}};
+    *task = (am_key_task){{end, end}, {section, section}, {task->tokens.end, task->tokens.end}};
 }
 
-/* Divides the tiles that the groups of a batch row see into tasks of whole sums; returns the number of tasks,
- * and lists them unless `to` is NULL. */
-static ptrdiff_t divide_row(const am_backward_plan *p, am_range groups, ptrdiff_t most, am_key_task *to)
+/* Divides the tiles that the sections of a batch row see into tasks of whole sums; returns the number of
+ * tasks, and lists them unless `to` is NULL. */
+static ptrdiff_t divide_row(const am_backward_plan *p, am_range sections, ptrdiff_t most, am_key_task *to)
 {
     ptrdiff_t count = 0;
-    am_key_task task = {.groups = {groups.begin, groups.begin}};
-    if (groups.begin < groups.end)
-        task.tiles.begin = task.tiles.end = p->groups.list[groups.begin].tiles.begin;
-    for (ptrdiff_t g = groups.begin; g < groups.end; g++) {
-        const am_range tiles = p->groups.list[g].tiles;
+    am_key_task task = {.sections = {sections.begin, sections.begin}};
+    if (sections.begin < sections.end)
+        task.tiles.begin = task.tiles.end = p->sections.list[sections.begin].tiles.begin;
+    for (ptrdiff_t g = sections.begin; g < sections.end; g++) {
+        const am_range tiles = p->sections.list[g].tiles;
         for (ptrdiff_t begin = tiles.begin, end; begin < tiles.end; begin = end) {
             end = am_min(begin + p->sum_tiles[g], tiles.end);
             if (am_length(task.tiles) > 0 && end - task.tiles.begin > most)
                 end_task(p, &task, to ? &to[count] : NULL, g), count++;
-            task.tiles.end = end, task.groups.end = g + 1;
+            task.tiles.end = end, task.sections.end = g + 1;
         }
     }
     task.tokens.end = p->base.attn->keys;
@@ -123,32 +123,33 @@ static ptrdiff_t divide_row(const am_backward_plan *p, am_range groups, ptrdiff_
     return count + 1;
 }
 
-/* The groups of a batch row, the first of which is not before `first`. */
-static am_range groups_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t first)
+/* The sections of a batch row, the first of which is not before `first`. */
+static am_range sections_of(const am_backward_plan *p, ptrdiff_t b, ptrdiff_t first)
 {
-    am_range groups = {first, first};
-    while (groups.end < p->groups.count && p->groups.list[groups.end].b == b) groups.end++;
-    return groups;
+    am_range sections = {first, first};
+    while (sections.end < p->sections.count && p->sections.list[sections.end].b == b) sections.end++;
+    return sections;
 }
 
 static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 {
     const ptrdiff_t batch = p->base.attn->batch;
-    am_range groups = {0, 0};
+    am_range sections = {0, 0};
     for (ptrdiff_t b = 0; b < batch; b++) {
-        groups = groups_of(p, b, groups.end);
-        p->row_tasks = am_max(p->row_tasks, divide_row(p, groups, most, NULL));
+        sections = sections_of(p, b, sections.end);
+        p->row_tasks = am_max(p->row_tasks, divide_row(p, sections, most, NULL));
     }
     p->tasks = calloc((size_t)am_max(am_product(batch, p->row_tasks, 1), 1), sizeof *p->tasks);
     if (!p->tasks) return AM_NO_MEMORY;
-    groups = (am_range){0, 0};
+    sections = (am_range){0, 0};
     for (ptrdiff_t b = 0; b < batch; b++) {
-        groups = groups_of(p, b, groups.end);
+        sections = sections_of(p, b, sections.end);
         am_key_task *tasks = p->tasks + b * p->row_tasks;
-        divide_row(p, groups, most, tasks);
+        divide_row(p, sections, most, tasks);
         for (am_key_task *task = tasks; task < tasks + p->row_tasks; task++) {
             p->task_tiles = am_max(p->task_tiles, am_length(task->tiles));
-            if (p->problem->d_bias) task->groups = groups; /* each task passes the tickets of all blocks */
+            if (p->problem->d_bias)
+                task->sections = sections; /* each task passes the tickets of all blocks */
         }
     }
     return AM_OK;
@@ -157,8 +158,8 @@ static am_status list_tasks(am_backward_plan *p, ptrdiff_t most)
 /* Divides the work. */
 am_status am_backward_plan_make(am_backward_plan *p, bool by_mask)
 {
-    am_status status = am_attn_groups_make(&p->groups, p->base.attn->mask, by_mask);
-    p->sum_tiles = malloc((size_t)am_product(am_max(p->groups.count, 1), sizeof *p->sum_tiles, 1));
+    am_status status = am_sections_make(&p->sections, p->base.attn->mask, by_mask);
+    p->sum_tiles = malloc((size_t)am_product(am_max(p->sections.count, 1), sizeof *p->sum_tiles, 1));
     if (status == AM_OK && !p->sum_tiles) status = AM_NO_MEMORY;
     return status == AM_OK ? list_tasks(p, choose(p)) : status;
 }

@@ -10,13 +10,13 @@
 
 /* One block of query rows of one head. */
 typedef struct {
-    ptrdiff_t first, last;    /* the sums of tiles of its group that it sees; none if first > last */
+    ptrdiff_t first, last;    /* the sums of tiles of its section that it sees; none if first > last */
     atomic_ptrdiff_t serving; /* the sum that may be added to d_q now */
 } am_rows_state;
 
-/* Tiles of one batch row that a task takes, and the groups that see them. */
+/* Tiles of one batch row that a task takes, and the sections that see them. */
 typedef struct {
-    am_range tiles, groups;
+    am_range tiles, sections;
     am_range tokens; /* the keys whose gradients it writes, also those that no query sees */
 } am_key_task;
 
@@ -24,8 +24,8 @@ typedef struct {
     am_attn_base base;
     const am_attn_gradients *problem;
     ptrdiff_t step, value_step; /* from row to row in the workspace, in elements */
-    am_attn_groups groups;
-    ptrdiff_t *sum_tiles;       /* of each group */
+    am_sections sections;
+    ptrdiff_t *sum_tiles;       /* of each section */
     am_key_task *tasks;         /* [batch][row_tasks] */
     ptrdiff_t row_tasks;        /* the most tasks of a key head and batch row */
     ptrdiff_t task_tiles;       /* the most tiles of a task */
@@ -59,17 +59,17 @@ typedef struct {
 
 typedef enum { AM_ROW_BASE, AM_ROW_REST, AM_ROW_ADD, AM_ROW_SHARE, AM_ROW_STATS } am_row_stat;
 
-static inline am_attn_place am_backward_place(const am_backward_plan *p, const am_attn_group *group,
+static inline am_attn_place am_backward_place(const am_backward_plan *p, const am_section *section,
                                               ptrdiff_t block, ptrdiff_t head)
 {
-    return am_place_of(&p->base, &p->groups, group, block, head, 1);
+    return am_place_of(&p->base, &p->sections, section, block, head, 1);
 }
 
 /* The index-th block of one head. */
 static inline am_attn_place am_backward_block(const am_backward_plan *p, ptrdiff_t index)
 {
     const ptrdiff_t heads = p->base.attn->heads, block = index / heads;
-    return am_backward_place(p, am_group_of(&p->groups, block), block, index % heads);
+    return am_backward_place(p, am_section_of(&p->sections, block), block, index % heads);
 }
 
 static inline ptrdiff_t am_row_index(const am_backward_plan *p, const am_attn_place *at)
@@ -82,10 +82,10 @@ static inline am_rows_state *am_rows_state_of(const am_backward_plan *p, const a
     return &p->states[at->block * p->base.attn->heads + at->head];
 }
 
-/* The sum of tiles that a tile of a group is in. */
-static inline ptrdiff_t am_sum_of_tile(const am_backward_plan *p, const am_attn_group *group, ptrdiff_t tile)
+/* The sum of tiles that a tile of a section is in. */
+static inline ptrdiff_t am_sum_of_tile(const am_backward_plan *p, const am_section *section, ptrdiff_t tile)
 {
-    return (tile - group->tiles.begin) / p->sum_tiles[group - p->groups.list];
+    return (tile - section->tiles.begin) / p->sum_tiles[section - p->sections.list];
 }
 
 /* One statistic of the rows of a block. */
@@ -94,7 +94,7 @@ static inline char *am_row_stats_of(const am_backward_plan *p, const am_attn_pla
     return p->row_stats + which * p->stats_bytes + am_row_index(p, at) * p->base.size;
 }
 
-/* Divides the work: groups, sums, tasks and the lengths of what a task keeps. */
+/* Divides the work: sections, sums, tasks and the lengths of what a task keeps. */
 am_status am_backward_plan_make(am_backward_plan *p, bool by_mask);
 
 /* Places the parts of a workspace in `memory`; returns their bytes. */

@@ -107,7 +107,7 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         am_set_number(&p->base, block.share, r, sinks.count);
     }
     for (ptrdiff_t i = tiles.begin; i < tiles.end; i++) {
-        const am_range keys = am_range_at(&p->groups.tiles, i);
+        const am_range keys = am_range_at(&p->sections.tiles, i);
         am_backward_tile tile = {.k_columns = s->k_columns};
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
         am_pack_keys(&p->base, am_kv_rows_of(&f->k, at, keys, f->depth), s->row, s->k_columns, 1);
@@ -168,10 +168,10 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
     const am_backward_plan *p = arg;
     const am_attn *f = p->base.attn;
     const am_attn_place place = am_backward_block(p, index), *at = &place;
-    const am_range tiles = am_tiles_seen(&p->base, &p->groups, at);
+    const am_range tiles = am_tiles_seen(&p->base, &p->sections, at);
     am_rows_state *state = am_rows_state_of(p, at);
-    state->first = am_sum_of_tile(p, at->group, tiles.begin);
-    state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->group, tiles.end - 1) : state->first - 1;
+    state->first = am_sum_of_tile(p, at->section, tiles.begin);
+    state->last = tiles.begin < tiles.end ? am_sum_of_tile(p, at->section, tiles.end - 1) : state->first - 1;
     atomic_init(&state->serving, state->first);
 
     char *memory = am_workspace_acquire(&p->workspaces);
@@ -198,7 +198,7 @@ static am_status sinks_task(void *arg, ptrdiff_t index, am_team *team)
     const am_backward_plan *p = arg;
     const am_attn *f = p->base.attn;
     const ptrdiff_t head = index / p->sink_parts, part = index % p->sink_parts,
-                    blocks = p->groups.blocks.count;
+                    blocks = p->sections.blocks.count;
     double *d_sinks = p->d_sinks + index * f->sink_count;
     am_status status = AM_OK;
     memset(d_sinks, 0, (size_t)f->sink_count * sizeof *d_sinks);
@@ -228,9 +228,9 @@ am_status am_sum_sink_gradients(const am_context *context, am_backward_plan *p)
 {
     enum { MOST_PARTS = 64, PART = 1 << 16 }; /* rows times sinks that are worth a part: a millisecond */
     const am_attn *f = p->base.attn;
-    const ptrdiff_t work = am_product(p->groups.blocks.count, TILE, f->sink_count),
+    const ptrdiff_t work = am_product(p->sections.blocks.count, TILE, f->sink_count),
                     sums = f->heads * f->sink_count;
-    p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->groups.blocks.count));
+    p->sink_parts = am_max(1, am_min(am_min(work / PART, MOST_PARTS), p->sections.blocks.count));
     p->d_sinks = malloc((size_t)am_max(am_product(sums, p->sink_parts, sizeof *p->d_sinks), 1));
     am_status status =
         p->d_sinks ? am_parallel(context, f->heads * p->sink_parts, 1, sinks_task, p) : AM_NO_MEMORY;

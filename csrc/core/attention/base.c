@@ -49,7 +49,7 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
         .type = wide ? AM_FLOAT64 : AM_FLOAT32,
         .size = wide ? 8 : 4,
         .bf16x2 = bf16x2,
-        .group = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
+        .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
         .unit = is_small(attn) ? 1 : AM_LOG2_E,
         .by_head = am_mask_is_by_head(attn->mask),
         .threshold = attn->dropout > 0 ? am_threshold_of(attn->dropout) : 0,

@@ -30,7 +30,7 @@ typedef struct {
     am_dtype type;                   /* of sums */
     ptrdiff_t size;                  /* of their elements */
     bool bf16x2;                     /* a lane of queries and of packed keys and values holds two bfloat16 */
-    ptrdiff_t group;                 /* query heads that share keys */
+    ptrdiff_t heads_per_kv;          /* query heads that share a key head */
     double unit;                     /* of logits: e^logit is 2^(unit logit) */
     uint32_t threshold;              /* of dropout, 0 for none */
     bool by_head;                    /* heads may see different keys */
@@ -43,21 +43,21 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn);
 
 /* Rows of a block: row r is query q + r % queries of head head + r / queries. */
 typedef struct {
-    const am_attn_group *group;
+    const am_section *section;
     ptrdiff_t b, kv_head, head, heads, q, queries, rows;
     ptrdiff_t block; /* the index of its range of queries */
 } am_attn_place;
 
 /* A block of so many heads from `head` on, which share a key head. */
-static inline am_attn_place am_place_of(const am_attn_base *base, const am_attn_groups *groups,
-                                        const am_attn_group *group, ptrdiff_t block, ptrdiff_t head,
+static inline am_attn_place am_place_of(const am_attn_base *base, const am_sections *sections,
+                                        const am_section *section, ptrdiff_t block, ptrdiff_t head,
                                         ptrdiff_t heads)
 {
-    const am_range queries = am_range_at(&groups->blocks, block);
+    const am_range queries = am_range_at(&sections->blocks, block);
     const ptrdiff_t count = queries.end - queries.begin;
-    return (am_attn_place){.group = group,
-                           .b = group->b,
-                           .kv_head = head / base->group,
+    return (am_attn_place){.section = section,
+                           .b = section->b,
+                           .kv_head = head / base->heads_per_kv,
                            .head = head,
                            .heads = heads,
                            .q = queries.begin,

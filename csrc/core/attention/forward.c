@@ -16,7 +16,7 @@ enum { TILE = AM_FLASH_TILE };
 
 typedef struct {
     am_attn_base base;
-    am_attn_groups groups;
+    am_sections sections;
     am_schedule schedule;
     am_kv kv;
     am_sink_sum *sinks; /* one for each head; NULL without sinks */
@@ -41,12 +41,12 @@ typedef struct {
 
 /* Where a task is: at one split of the blocks from `at` on. */
 typedef struct {
-    const am_scheduled *group;
+    const am_scheduled *section;
     am_attn_place at;
     ptrdiff_t split;
 } position;
 
-/* Whether a group reads numbers of packed queries, and not lanes. */
+/* Whether a section reads numbers of packed queries, and not lanes. */
 static bool packs_queries(const forward *f, const am_scheduled *g)
 {
     return g->shape.strategy == AM_UNPACKED && am_query_packer(&f->base);
@@ -130,7 +130,7 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     const ptrdiff_t size = f->base.size, row = i * g->shape.rows, index = task.first + i,
                     bytes = am_accumulator_bytes(&f->schedule, &f->base, g->shape.rows),
                     tile_row = g->shape.strategy == AM_UNPACKED ? row : 0;
-    item it = {.at = am_item_place(&f->base, &f->groups, g, index),
+    item it = {.at = am_item_place(&f->base, &f->sections, g, index),
                .q = w->q + row * query_lanes(f, g) * size,
                .terms = w->terms};
     if (g->shape.strategy == AM_TRANSPOSED) it.q_packed = w->q_packed + i * f->schedule.k_bytes;
@@ -217,11 +217,11 @@ typedef struct {
  * row for the most part, so that the row is seldom rescaled. */
 static tile_order tile_order_of(const forward *f, const position *where)
 {
-    const am_range tiles = am_split_tiles(&f->base, &f->groups, where->group, &where->at, where->split);
+    const am_range tiles = am_split_tiles(&f->base, &f->sections, where->section, &where->at, where->split);
     tile_order order = {tiles, tiles.begin};
     if (!f->base.attn->relative.slopes) return order;
     const ptrdiff_t key = am_nearest_key(&f->base, &where->at);
-    while (order.first + 1 < tiles.end && am_range_at(&f->groups.tiles, order.first + 1).begin <= key)
+    while (order.first + 1 < tiles.end && am_range_at(&f->sections.tiles, order.first + 1).begin <= key)
         order.first++;
     return order;
 }
@@ -251,7 +251,7 @@ static tile_place tile_after(const forward *f, const position *here, const posit
 /* The key heads of some blocks in lockstep. */
 static ptrdiff_t kv_heads_of(const position *here, ptrdiff_t count)
 {
-    return here->group->shape.head_blocks > 1 ? 1 : count;
+    return here->section->shape.head_blocks > 1 ? 1 : count;
 }
 
 /* What a step prefetches of the tile `after` it, and of what comes with that. `count` blocks take a tile in
@@ -263,19 +263,19 @@ static void choose_prefetch(const forward *f, const position *here, const positi
     const am_attn_base *base = &f->base;
     const am_attn *attn = base->attn;
     const am_attn_place *at = &here->at, *then = &next->at;
-    const am_shape *h = &here->group->shape;
+    const am_shape *h = &here->section->shape;
     const ptrdiff_t kv_heads = kv_heads_of(here, count),
-                    heads = am_min(count * h->block_heads, kv_heads * base->group);
+                    heads = am_min(count * h->block_heads, kv_heads * base->heads_per_kv);
     const bool last = after.of == next;
     am_range keys = {0, 0};
     memset(prefetch, 0, AM_PREFETCH_KINDS * sizeof *prefetch);
     if (after.index >= 0) {
-        keys = am_range_at(&f->groups.tiles, after.index);
-        am_kv_prefetch(&f->kv, after.of->group, &after.of->at, after.index, kv_heads, part, parts, kv,
+        keys = am_range_at(&f->sections.tiles, after.index);
+        am_kv_prefetch(&f->kv, after.of->section, &after.of->at, after.index, kv_heads, part, parts, kv,
                        prefetch);
     }
     prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
-    if (!last || am_is_apart(&f->schedule, here->group) ||
+    if (!last || am_is_apart(&f->schedule, here->section) ||
         (next->at.block == at->block && next->at.head == at->head))
         return;
     const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
@@ -301,13 +301,13 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                                const position *next, am_kv_workspace *kv, am_team *team)
 {
     const am_attn_base *base = &f->base;
-    const bool unpacked = here->group->shape.strategy == AM_UNPACKED;
+    const bool unpacked = here->section->shape.strategy == AM_UNPACKED;
     const ptrdiff_t per_step = unpacked ? count : 1, parts = count / per_step;
     am_prefetch_rows prefetch[AM_PREFETCH_KINDS];
     const tile_order order = tile_order_of(f, here);
     for (ptrdiff_t i = 0; i < am_length(order.tiles); i++) {
         const ptrdiff_t index = tile_at(&order, i);
-        const am_range keys = am_range_at(&f->groups.tiles, index);
+        const am_range keys = am_range_at(&f->sections.tiles, index);
         const tile_place after = tile_after(f, here, next, &order, i);
         for (ptrdiff_t part = 0; part < parts; part++) {
             item *first = items + part * per_step;
@@ -320,7 +320,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (it == first || !have_like_terms(base, &it->at, &it[-1].at))
                     is_live = am_find_logit_terms(base, &it->at, keys, &it->terms, &terms);
                 if (!is_live) continue;
-                am_kv_tile(&f->kv, here->group, &it->at, index, !terms.live, live, kv, some);
+                am_kv_tile(&f->kv, here->section, &it->at, index, !terms.live, live, kv, some);
                 am_flash_tile *tile = &some[live];
                 tile->live = terms.live, tile->kept = terms.kept;
                 tile->bias = terms.bias, tile->bias_step = terms.bias_step;
@@ -357,8 +357,8 @@ static am_status run_items(const forward *f, const am_scheduled *g, const worksp
         load_queries(f, g, &items[i], kv->row);
         am_begin_logits(&f->base, &items[i].at, &items[i].terms);
     }
-    const am_attn_place at = am_item_place(&f->base, &f->groups, g, task.first);
-    const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at),
+    const am_attn_place at = am_item_place(&f->base, &f->sections, g, task.first);
+    const ptrdiff_t splits = am_splits_of(&f->base, &f->sections, g, &at),
                     end = apart ? am_min(task.split + 1, splits) : splits;
     for (ptrdiff_t split = apart ? task.split : 0; split < end; split++) {
         const position here = {g, at, split}, then = {g, at, split + 1};
@@ -384,7 +384,7 @@ typedef struct {
 
 static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
-    return (position){g, am_item_place(&f->base, &f->groups, g, index),
+    return (position){g, am_item_place(&f->base, &f->sections, g, index),
                       am_is_apart(&f->schedule, g) ? split : 0};
 }
 
@@ -431,9 +431,9 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     if (!am_is_apart(&f->schedule, g) || some.split > 0) return AM_OK;
     char *scratch = am_workspace_acquire(&f->workspaces);
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
-        const am_attn_place at = am_item_place(&f->base, &f->groups, g, index);
+        const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
         const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
-        const ptrdiff_t splits = am_splits_of(&f->base, &f->groups, g, &at);
+        const ptrdiff_t splits = am_splits_of(&f->base, &f->sections, g, &at);
         for (ptrdiff_t split = 1; split < splits; split++) {
             const am_flash_rows other = rows_of(f, g, partial_of(f, g, index, split), at.rows);
             f->base.kernels->merge(&whole, &other);
@@ -490,13 +490,13 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     forward f = {.base = am_attn_base_of(context, attn)};
     workspace unused;
     ptrdiff_t shared = 0;
-    am_status status = am_attn_groups_make(&f.groups, attn->mask, true);
-    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.groups, context->threads);
+    am_status status = am_sections_make(&f.sections, attn->mask, true);
+    if (status == AM_OK) status = am_schedule_make(&f.schedule, &f.base, &f.sections, context->threads);
     if (status == AM_OK) status = am_sum_sinks(context, &f.base, &f.sinks);
     if (status == AM_OK)
         status = am_workspaces_make(&f.workspaces, context->threads, lay_out(&f, NULL, &unused));
     if (status == AM_OK) {
-        f.kv = (am_kv){.base = &f.base, .groups = &f.groups, .schedule = &f.schedule};
+        f.kv = (am_kv){.base = &f.base, .sections = &f.sections, .schedule = &f.schedule};
         shared = most_shared(&f);
         status = am_shared_tiles_make(&f.kv.shared, &f.schedule, shared);
     }
@@ -510,6 +510,6 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     am_workspaces_free(&f.workspaces);
     free(f.sinks);
     am_schedule_free(&f.schedule);
-    am_attn_groups_free(&f.groups);
+    am_sections_free(&f.sections);
     return status;
 }

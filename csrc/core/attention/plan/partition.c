@@ -1,4 +1,4 @@
-/* partition.c – divides the queries and keys of a call into groups, blocks and tiles. */
+/* partition.c – divides the queries and keys of a call into sections, blocks and tiles. */
 #include "core/attention/plan/partition.h"
 
 #include <stdlib.h>
@@ -45,36 +45,37 @@ static am_status add_range(am_ranges *ranges, am_range range)
     return AM_OK;
 }
 
-/* --- Groups --- */
+/* --- Sections --- */
 
-static bool sees_keys(const am_attn_group *group) { return group->keys.begin < group->keys.end; }
+static bool sees_keys(const am_section *section) { return section->keys.begin < section->keys.end; }
 
-/* Joins two groups. */
-static void join(am_attn_group *group, const am_attn_group *other)
+/* Joins two sections. */
+static void join(am_section *section, const am_section *other)
 {
-    group->queries = (am_range){am_min(group->queries.begin, other->queries.begin),
-                                am_max(group->queries.end, other->queries.end)};
-    if (!sees_keys(group))
-        group->keys = other->keys;
+    section->queries = (am_range){am_min(section->queries.begin, other->queries.begin),
+                                  am_max(section->queries.end, other->queries.end)};
+    if (!sees_keys(section))
+        section->keys = other->keys;
     else if (sees_keys(other))
-        group->keys = (am_range){am_min(group->keys.begin, other->keys.begin),
-                                 am_max(group->keys.end, other->keys.end)};
+        section->keys = (am_range){am_min(section->keys.begin, other->keys.begin),
+                                   am_max(section->keys.end, other->keys.end)};
 }
 
-/* The groups of a batch row, in the order of queries. */
+/* The sections of a batch row, in the order of queries. */
 typedef struct {
-    am_attn_groups *groups;
+    am_sections *sections;
     ptrdiff_t first; /* the first of them */
-    int32_t *owners; /* 1 + a query of the group that has a key, or 0; NULL if groups see no keys of others */
-} row_groups;
+    int32_t
+        *owners; /* 1 + a query of the section that has a key, or 0; NULL if sections see no keys of others */
+} row_sections;
 
-/* The group that a query belongs to. */
-static ptrdiff_t group_with(const row_groups *row, ptrdiff_t query)
+/* The section that a query belongs to. */
+static ptrdiff_t section_with(const row_sections *row, ptrdiff_t query)
 {
-    ptrdiff_t first = row->first, last = row->groups->count - 1;
+    ptrdiff_t first = row->first, last = row->sections->count - 1;
     while (first < last) {
         const ptrdiff_t middle = last - (last - first) / 2;
-        if (row->groups->list[middle].queries.begin <= query)
+        if (row->sections->list[middle].queries.begin <= query)
             first = middle;
         else
             last = middle - 1;
@@ -82,31 +83,31 @@ static ptrdiff_t group_with(const row_groups *row, ptrdiff_t query)
     return first;
 }
 
-/* Gives keys that no group has to the last group. Returns the first group that has any of the others, or
- * `before` if that comes first. */
-static ptrdiff_t claim(const row_groups *row, am_range keys, ptrdiff_t before)
+/* Gives keys that no section has to the last section. Returns the first section that has any of the others,
+ * or `before` if that comes first. */
+static ptrdiff_t claim(const row_sections *row, am_range keys, ptrdiff_t before)
 {
-    const am_attn_group *list = row->groups->list;
-    const int32_t owner = 1 + (int32_t)list[row->groups->count - 1].queries.begin;
+    const am_section *list = row->sections->list;
+    const int32_t owner = 1 + (int32_t)list[row->sections->count - 1].queries.begin;
     for (ptrdiff_t k = keys.begin; k < keys.end;) {
         if (row->owners[k] == 0) {
             row->owners[k++] = owner;
             continue;
         }
-        const ptrdiff_t found = group_with(row, row->owners[k] - 1);
+        const ptrdiff_t found = section_with(row, row->owners[k] - 1);
         before = am_min(before, found), k = am_max(list[found].keys.end, k + 1);
     }
     return before;
 }
 
-/* Joins the last group with those whose keys lie between its first and its last key, and with all groups
- * between these and it. A group has all keys between its ends, so each key is claimed once, and a group that
- * is met is joined: the time is that of reading the keys, whatever their order. */
-static void join_keys(const row_groups *row)
+/* Joins the last section with those whose keys lie between its first and its last key, and with all sections
+ * between these and it. A section has all keys between its ends, so each key is claimed once, and a section
+ * that is met is joined: the time is that of reading the keys, whatever their order. */
+static void join_keys(const row_sections *row)
 {
-    am_attn_group *list = row->groups->list;
-    ptrdiff_t before = row->groups->count - 1, joined = before;
-    am_attn_group all = list[before];
+    am_section *list = row->sections->list;
+    ptrdiff_t before = row->sections->count - 1, joined = before;
+    am_section all = list[before];
     for (am_range claimed = {all.keys.begin, all.keys.begin}; am_length(claimed) < am_length(all.keys);) {
         const am_range keys = all.keys;
         before = claim(row, (am_range){keys.begin, claimed.begin}, before);
@@ -115,39 +116,39 @@ static void join_keys(const row_groups *row)
         while (joined > before) join(&all, &list[--joined]);
     }
     list[before] = all;
-    row->groups->count = before + 1;
+    row->sections->count = before + 1;
 }
 
-/* Lists a group, and joins it with others. Groups that see no keys are joined, too, so that at most one lies
- * between two others. */
-static am_status add_group(const row_groups *row, ptrdiff_t b, am_range queries, am_range keys)
+/* Lists a section, and joins it with others. Sections that see no keys are joined, too, so that at most one
+ * lies between two others. */
+static am_status add_group(const row_sections *row, ptrdiff_t b, am_range queries, am_range keys)
 {
-    am_attn_groups *groups = row->groups;
-    void *list = groups->list;
-    if (!grow(&list, groups->count, &groups->capacity, sizeof *groups->list)) return AM_NO_MEMORY;
-    groups->list = list;
-    am_attn_group *group = &groups->list[groups->count++];
-    *group = (am_attn_group){.b = b, .queries = queries, .keys = keys};
-    if (row->owners && sees_keys(group))
+    am_sections *sections = row->sections;
+    void *list = sections->list;
+    if (!grow(&list, sections->count, &sections->capacity, sizeof *sections->list)) return AM_NO_MEMORY;
+    sections->list = list;
+    am_section *section = &sections->list[sections->count++];
+    *section = (am_section){.b = b, .queries = queries, .keys = keys};
+    if (row->owners && sees_keys(section))
         join_keys(row);
-    else if (!sees_keys(group) && groups->count - 1 > row->first && !sees_keys(group - 1))
-        join(group - 1, group), groups->count--;
+    else if (!sees_keys(section) && sections->count - 1 > row->first && !sees_keys(section - 1))
+        join(section - 1, section), sections->count--;
     return AM_OK;
 }
 
 static int compare_keys(const void *a, const void *b)
 {
-    const am_attn_group *x = a, *y = b;
+    const am_section *x = a, *y = b;
     const ptrdiff_t i = x->keys.begin, j = y->keys.begin;
     return i != j ? (i > j) - (i < j)
                   : (x->queries.begin > y->queries.begin) - (x->queries.begin < y->queries.begin);
 }
 
-/* Brings the groups of a batch row into the order of keys. */
-static void order_by_keys(const row_groups *row)
+/* Brings the sections of a batch row into the order of keys. */
+static void order_by_keys(const row_sections *row)
 {
-    am_attn_group *list = row->groups->list + row->first;
-    const ptrdiff_t count = row->groups->count - row->first;
+    am_section *list = row->sections->list + row->first;
+    const ptrdiff_t count = row->sections->count - row->first;
     ptrdiff_t key = 0;
     bool ordered = true;
     for (ptrdiff_t i = 0; i < count; i++) {
@@ -157,18 +158,18 @@ static void order_by_keys(const row_groups *row)
     if (!ordered) qsort(list, (size_t)count, sizeof *list, compare_keys);
 }
 
-/* How batch rows are divided into groups. */
+/* How batch rows are divided into sections. */
 typedef struct {
-    bool by_boundaries; /* else groups begin with batch rows */
-    bool leaves_rest;   /* queries behind the last one that sees a key are left to a group without keys */
+    bool by_boundaries; /* else sections begin with batch rows */
+    bool leaves_rest;   /* queries behind the last one that sees a key are left to a section without keys */
     bool has_rest;      /* some are */
     int32_t *owners;    /* memory for those of a batch row's keys; NULL unless by boundaries */
 } division;
 
-/* Lists the groups of a batch row, without their blocks and tiles. */
-static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdiff_t b, division *d)
+/* Lists the sections of a batch row, without their blocks and tiles. */
+static am_status list_sections(am_sections *sections, const am_mask *mask, ptrdiff_t b, division *d)
 {
-    const row_groups row = {groups, groups->count, d->owners};
+    const row_sections row = {sections, sections->count, d->owners};
     const row_side side = {mask, AM_QUERIES, b, mask->queries};
     const am_range heads = {0, am_mask_is_by_head(mask) ? mask->heads : am_min(1, mask->heads)};
     am_status status = AM_OK;
@@ -190,7 +191,7 @@ static am_status list_groups(am_attn_groups *groups, const am_mask *mask, ptrdif
 
 /* --- Blocks and tiles --- */
 
-/* Where the range of a group ends that begins there: it is a large part between two boundaries, or as many
+/* Where the range of a section ends that begins there: it is a large part between two boundaries, or as many
  * small ones as fit, or a piece of a long one. */
 static ptrdiff_t range_end(const row_side *s, ptrdiff_t begin, ptrdiff_t limit)
 {
@@ -211,75 +212,78 @@ static ptrdiff_t part_begin(const row_side *s, ptrdiff_t begin, ptrdiff_t key)
     return begin;
 }
 
-static am_status list_ranges(am_attn_groups *groups, const am_mask *mask)
+static am_status list_ranges(am_sections *sections, const am_mask *mask)
 {
     row_side q = {mask, AM_QUERIES, -1, mask->queries}, k = {mask, AM_KEYS, -1, mask->keys};
-    ptrdiff_t key = 0; /* no key before it belongs to this group or those behind it */
+    ptrdiff_t key = 0; /* no key before it belongs to this section or those behind it */
     am_status status = AM_OK;
-    for (am_attn_group *group = groups->list; group < groups->list + groups->count; group++) {
-        if (group->b != q.b) key = 0;
-        q.b = k.b = group->b;
-        group->blocks.begin = groups->blocks.count;
-        for (ptrdiff_t begin = group->queries.begin, end; status == AM_OK && begin < group->queries.end;
+    for (am_section *section = sections->list; section < sections->list + sections->count; section++) {
+        if (section->b != q.b) key = 0;
+        q.b = k.b = section->b;
+        section->blocks.begin = sections->blocks.count;
+        for (ptrdiff_t begin = section->queries.begin, end; status == AM_OK && begin < section->queries.end;
              begin = end) {
-            end = range_end(&q, begin, group->queries.end);
-            status = add_range(&groups->blocks, (am_range){begin, end});
+            end = range_end(&q, begin, section->queries.end);
+            status = add_range(&sections->blocks, (am_range){begin, end});
         }
-        group->blocks.end = groups->blocks.count;
-        group->tiles = (am_range){groups->tiles.count, groups->tiles.count};
-        if (!sees_keys(group)) continue;
-        for (ptrdiff_t begin = part_begin(&k, key, group->keys.begin), end;
-             status == AM_OK && begin < group->keys.end; begin = end) {
-            end = range_end(&k, begin, group->keys.end);
-            if (end > group->keys.begin) status = add_range(&groups->tiles, (am_range){begin, end});
+        section->blocks.end = sections->blocks.count;
+        section->tiles = (am_range){sections->tiles.count, sections->tiles.count};
+        if (!sees_keys(section)) continue;
+        for (ptrdiff_t begin = part_begin(&k, key, section->keys.begin), end;
+             status == AM_OK && begin < section->keys.end; begin = end) {
+            end = range_end(&k, begin, section->keys.end);
+            if (end > section->keys.begin) status = add_range(&sections->tiles, (am_range){begin, end});
         }
-        group->tiles.end = groups->tiles.count;
-        key = group->keys.end;
+        section->tiles.end = sections->tiles.count;
+        key = section->keys.end;
     }
     return status;
 }
 
 /* Numbers ranges of 64 tokens. */
-static void number_ranges(am_attn_groups *groups)
+static void number_ranges(am_sections *sections)
 {
-    for (am_attn_group *group = groups->list; group < groups->list + groups->count; group++) {
-        const ptrdiff_t block = group->b * groups->blocks.row, tile = group->b * groups->tiles.row;
-        group->blocks = (am_range){block, block + groups->blocks.row};
-        group->tiles = (am_range){tile + group->keys.begin / MOST, tile + am_ceil_div(group->keys.end, MOST)};
-        if (!sees_keys(group)) group->tiles.end = group->tiles.begin;
+    for (am_section *section = sections->list; section < sections->list + sections->count; section++) {
+        const ptrdiff_t block = section->b * sections->blocks.row, tile = section->b * sections->tiles.row;
+        section->blocks = (am_range){block, block + sections->blocks.row};
+        section->tiles =
+            (am_range){tile + section->keys.begin / MOST, tile + am_ceil_div(section->keys.end, MOST)};
+        if (!sees_keys(section)) section->tiles.end = section->tiles.begin;
     }
 }
 
-am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask)
+am_status am_sections_make(am_sections *sections, const am_mask *mask, bool by_mask)
 {
     const ptrdiff_t most = MANY / am_max(mask->batch, 1);
     by_mask = by_mask && mask->queries <= most && mask->keys <= most;
     division d = {.by_boundaries = by_mask && am_mask_has_boundaries(mask), .leaves_rest = by_mask};
-    *groups = (am_attn_groups){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
+    *sections = (am_sections){.blocks.tokens = mask->queries, .tiles.tokens = mask->keys};
     if (d.by_boundaries) d.owners = malloc((size_t)am_max(mask->keys, 1) * sizeof *d.owners);
     am_status status = d.by_boundaries && !d.owners ? AM_NO_MEMORY : AM_OK;
-    for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++) status = list_groups(groups, mask, b, &d);
+    for (ptrdiff_t b = 0; status == AM_OK && b < mask->batch; b++)
+        status = list_sections(sections, mask, b, &d);
     free(d.owners);
-    if (status == AM_OK && (d.by_boundaries || d.has_rest)) return list_ranges(groups, mask);
-    groups->blocks.row = am_ceil_div(mask->queries, MOST), groups->tiles.row = am_ceil_div(mask->keys, MOST);
-    groups->blocks.count = mask->batch * groups->blocks.row;
-    groups->tiles.count = mask->batch * groups->tiles.row;
-    if (status == AM_OK) number_ranges(groups);
+    if (status == AM_OK && (d.by_boundaries || d.has_rest)) return list_ranges(sections, mask);
+    sections->blocks.row = am_ceil_div(mask->queries, MOST),
+    sections->tiles.row = am_ceil_div(mask->keys, MOST);
+    sections->blocks.count = mask->batch * sections->blocks.row;
+    sections->tiles.count = mask->batch * sections->tiles.row;
+    if (status == AM_OK) number_ranges(sections);
     return status;
 }
 
-void am_attn_groups_free(am_attn_groups *groups)
+void am_sections_free(am_sections *sections)
 {
-    free(groups->list);
-    free(groups->blocks.list);
-    free(groups->tiles.list);
+    free(sections->list);
+    free(sections->blocks.list);
+    free(sections->tiles.list);
 }
 
-ptrdiff_t am_tile_index(const am_attn_groups *groups, const am_attn_group *group, ptrdiff_t key)
+ptrdiff_t am_tile_index(const am_sections *sections, const am_section *section, ptrdiff_t key)
 {
-    const am_ranges *tiles = &groups->tiles;
-    if (!tiles->list) return group->b * tiles->row + key / MOST;
-    ptrdiff_t first = group->tiles.begin, last = group->tiles.end - 1;
+    const am_ranges *tiles = &sections->tiles;
+    if (!tiles->list) return section->b * tiles->row + key / MOST;
+    ptrdiff_t first = section->tiles.begin, last = section->tiles.end - 1;
     while (first < last) {
         const ptrdiff_t middle = last - (last - first) / 2;
         if (tiles->list[middle].begin <= key)
@@ -290,24 +294,24 @@ ptrdiff_t am_tile_index(const am_attn_groups *groups, const am_attn_group *group
     return first;
 }
 
-ptrdiff_t am_most_queries(const am_attn_groups *groups, const am_attn_group *group)
+ptrdiff_t am_most_queries(const am_sections *sections, const am_section *section)
 {
-    if (!groups->blocks.list) return am_min(groups->blocks.tokens, MOST);
+    if (!sections->blocks.list) return am_min(sections->blocks.tokens, MOST);
     ptrdiff_t most = 0;
-    for (ptrdiff_t i = group->blocks.begin; i < group->blocks.end; i++)
-        most = am_max(most, am_length(groups->blocks.list[i]));
+    for (ptrdiff_t i = section->blocks.begin; i < section->blocks.end; i++)
+        most = am_max(most, am_length(sections->blocks.list[i]));
     return most;
 }
 
-const am_attn_group *am_group_of(const am_attn_groups *groups, ptrdiff_t block)
+const am_section *am_section_of(const am_sections *sections, ptrdiff_t block)
 {
-    ptrdiff_t first = 0, last = groups->count - 1;
+    ptrdiff_t first = 0, last = sections->count - 1;
     while (first < last) {
         const ptrdiff_t middle = last - (last - first) / 2;
-        if (groups->list[middle].blocks.begin <= block)
+        if (sections->list[middle].blocks.begin <= block)
             first = middle;
         else
             last = middle - 1;
     }
-    return &groups->list[first];
+    return &sections->list[first];
 }

@@ -1,10 +1,10 @@
-/* partition.h – the queries of a call in groups that share no key, their blocks of queries and tiles of
+/* partition.h – the queries of a call in sections that share no key, their blocks of queries and tiles of
  * keys.
  *
- * A group is a batch row; or where the mask separates sequences, a sequence in it. What is computed for a
- * group follows from the group alone, so that a sequence's results are the same bits whatever it is computed
- * with. Its first block begins with its first query, and its tiles are counted from its first key. It ends
- * with the last query that sees a key, and the last key that is seen. */
+ * A section is a batch row; or where the mask separates sequences, a sequence in it. What is computed for a
+ * section follows from the section alone, so that a sequence's results are the same bits whatever it is
+ * computed with. Its first block begins with its first query, and its tiles are counted from its first key.
+ * It ends with the last query that sees a key, and the last key that is seen. */
 #ifndef AM_CORE_ATTENTION_PLAN_PARTITION_H
 #define AM_CORE_ATTENTION_PLAN_PARTITION_H
 
@@ -31,18 +31,17 @@ typedef struct {
     am_range queries;       /* tokens */
     am_range keys;          /* tokens: from the first that is seen to the last, of any head; may be none */
     am_range blocks, tiles; /* indices of ranges; tiles are those that hold `keys` */
-} am_attn_group;
+} am_section;
 
 typedef struct {
     am_ranges blocks, tiles;
-    am_attn_group
-        *list; /* in the order of batch rows and keys; those without keys are anywhere in their row */
+    am_section *list; /* in the order of batch rows and keys; those without keys are anywhere in their row */
     ptrdiff_t count, capacity;
-} am_attn_groups;
+} am_sections;
 
-/* The mask is prepared. `by_mask`: groups are sequences, and what is behind them; else whole batch rows. */
-am_status am_attn_groups_make(am_attn_groups *groups, const am_mask *mask, bool by_mask);
-void am_attn_groups_free(am_attn_groups *groups);
+/* The mask is prepared. `by_mask`: sections are sequences, and what is behind them; else whole batch rows. */
+am_status am_sections_make(am_sections *sections, const am_mask *mask, bool by_mask);
+void am_sections_free(am_sections *sections);
 
 static inline am_range am_range_at(const am_ranges *ranges, ptrdiff_t index)
 {
@@ -51,14 +50,14 @@ static inline am_range am_range_at(const am_ranges *ranges, ptrdiff_t index)
     return (am_range){begin, am_min(begin + AM_MOST_RANGE, ranges->tokens)};
 }
 
-/* The group of a block. */
-const am_attn_group *am_group_of(const am_attn_groups *groups, ptrdiff_t block);
+/* The section of a block. */
+const am_section *am_section_of(const am_sections *sections, ptrdiff_t block);
 
-/* The index of the tile of a group that a key is in. */
-ptrdiff_t am_tile_index(const am_attn_groups *groups, const am_attn_group *group, ptrdiff_t key);
+/* The index of the tile of a section that a key is in. */
+ptrdiff_t am_tile_index(const am_sections *sections, const am_section *section, ptrdiff_t key);
 
-/* The most queries of a block of a group. */
-ptrdiff_t am_most_queries(const am_attn_groups *groups, const am_attn_group *group);
+/* The most queries of a block of a section. */
+ptrdiff_t am_most_queries(const am_sections *sections, const am_section *section);
 
 static inline ptrdiff_t am_length(am_range range) { return range.end - range.begin; }
 

@@ -1,4 +1,4 @@
-/* schedule.c – chooses the strategy of each group, and deals its items to tasks. */
+/* schedule.c – chooses the strategy of each section, and deals its items to tasks. */
 #include "core/attention/plan/schedule.h"
 
 #include <stdlib.h>
@@ -23,17 +23,17 @@ enum {
     TASKS_EACH = 16,         /* the fewest of a thread if tasks have local tiles */
 };
 
-/* --- The shape of a group --- */
+/* --- The shape of a section --- */
 
-/* The tiles that the blocks of a group see of any head, and the most that one sees. */
-static ptrdiff_t count_tiles(const am_attn_base *base, const am_attn_groups *groups,
-                             const am_attn_group *group, ptrdiff_t *most)
+/* The tiles that the blocks of a section see of any head, and the most that one sees. */
+static ptrdiff_t count_tiles(const am_attn_base *base, const am_sections *sections, const am_section *section,
+                             ptrdiff_t *most)
 {
     ptrdiff_t all = 0;
     *most = 0;
-    for (ptrdiff_t block = group->blocks.begin; block < group->blocks.end; block++) {
-        const am_attn_place at = am_place_of(base, groups, group, block, 0, base->attn->heads);
-        const ptrdiff_t tiles = am_length(am_tiles_seen(base, groups, &at));
+    for (ptrdiff_t block = section->blocks.begin; block < section->blocks.end; block++) {
+        const am_attn_place at = am_place_of(base, sections, section, block, 0, base->attn->heads);
+        const ptrdiff_t tiles = am_length(am_tiles_seen(base, sections, &at));
         all += tiles, *most = am_max(*most, tiles);
     }
     return all;
@@ -59,16 +59,16 @@ static bool can_read_values(const am_attn_base *base)
     return depth % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
 }
 
-static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
-                       const am_attn_group *group)
+static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_sections *sections,
+                       const am_section *section)
 {
     const am_attn *f = base->attn;
     return (am_work){
-        .queries = am_most_queries(groups, group),
-        .q_blocks = am_length(group->blocks),
-        .tiles = am_length(group->tiles),
+        .queries = am_most_queries(sections, section),
+        .q_blocks = am_length(section->blocks),
+        .tiles = am_length(section->tiles),
         .kv_heads = f->kv_heads,
-        .group = base->group,
+        .heads_per_kv = base->heads_per_kv,
         .depth = f->depth,
         .value_depth = f->value_depth,
         .type = base->type,
@@ -85,13 +85,13 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
     };
 }
 
-static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
-                         const am_attn_group *group)
+static am_shape shape_of(const am_schedule *s, const am_attn_base *base, const am_sections *sections,
+                         const am_section *section)
 {
-    const am_work work = work_of(s, base, groups, group);
+    const am_work work = work_of(s, base, sections, section);
     am_shape h = am_choose_shape(&work);
     ptrdiff_t most = work.tiles, all = most;
-    if (am_counts_tiles(&work, &h)) all = count_tiles(base, groups, group, &most);
+    if (am_counts_tiles(&work, &h)) all = count_tiles(base, sections, section, &most);
     am_choose_splits(&work, &h, all, most);
     return h;
 }
@@ -110,7 +110,7 @@ static ptrdiff_t side_by_side(const am_attn_base *base)
     return SIDE_BY_SIDE / am_max(k->head, v->head);
 }
 
-/* Items of a task that take each tile in lockstep, of `items` in all groups. */
+/* Items of a task that take each tile in lockstep, of `items` in all sections. */
 static ptrdiff_t lockstep_items(const am_schedule *s, const am_attn_base *base, const am_scheduled *g,
                                 ptrdiff_t items, int threads)
 {
@@ -126,56 +126,56 @@ static ptrdiff_t lockstep_items(const am_schedule *s, const am_attn_base *base, 
 
 /* Items of a task that keeps its tiles: so many that little is packed more than once, and each thread still
  * gets some tasks; 1 if the tiles are better shared. */
-static ptrdiff_t local_items(am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
+static ptrdiff_t local_items(am_schedule *s, const am_attn_base *base, const am_sections *sections,
                              const am_scheduled *g, ptrdiff_t items, int threads)
 {
     if (g->shape.head_blocks > 1 || s->splits_apart) return 1;
     const ptrdiff_t most = am_min(AM_MOST_LOCAL_TILES, LOCAL_BYTES / am_max(s->k_bytes + s->v_bytes, 1)),
                     some = am_min(AM_MOST_ITEMS, items / threads / TASKS_EACH);
     if (some < 2) return 1;
-    const ptrdiff_t tiles = am_max(1, am_most_tiles(base, groups, &g->group));
+    const ptrdiff_t tiles = am_max(1, am_most_tiles(base, sections, &g->section));
     if (tiles > most || some < 2 * tiles) return 1;
     s->local_tiles = am_max(s->local_tiles, tiles);
     return some;
 }
 
-/* Deals the items of a group, of `items` in all groups, to tasks. */
-static void deal(am_schedule *s, const am_attn_base *base, const am_attn_groups *groups, am_scheduled *g,
+/* Deals the items of a section, of `items` in all sections, to tasks. */
+static void deal(am_schedule *s, const am_attn_base *base, const am_sections *sections, am_scheduled *g,
                  ptrdiff_t items, int threads)
 {
     am_shape *h = &g->shape;
-    g->item_group = h->strategy == AM_LOCKSTEP ? h->head_blocks : g->items;
+    g->item_section = h->strategy == AM_LOCKSTEP ? h->head_blocks : g->items;
     ptrdiff_t most;
     if (h->strategy != AM_SHARED_PACKING) {
         most = lockstep_items(s, base, g, items, threads);
     } else {
-        most = local_items(s, base, groups, g, items, threads);
+        most = local_items(s, base, sections, g, items, threads);
         if (most > 1) h->strategy = AM_LOCAL_PACKING;
     }
-    g->group_tasks = am_ceil_div(g->item_group, most);
-    g->task_items = am_ceil_div(g->item_group, am_max(g->group_tasks, 1));
-    g->group_tasks = am_ceil_div(g->item_group, am_max(g->task_items, 1));
+    g->section_tasks = am_ceil_div(g->item_section, most);
+    g->task_items = am_ceil_div(g->item_section, am_max(g->section_tasks, 1));
+    g->section_tasks = am_ceil_div(g->item_section, am_max(g->task_items, 1));
 }
 
-/* Groups that share tiles come first, and then those whose items take longest. */
+/* Sections that share tiles come first, and then those whose items take longest. */
 static int compare(const void *a, const void *b)
 {
     const am_scheduled *x = a, *y = b;
     const bool x_shares = x->shape.strategy == AM_SHARED_PACKING,
                y_shares = y->shape.strategy == AM_SHARED_PACKING;
     if (x_shares != y_shares) return x_shares ? -1 : 1;
-    const ptrdiff_t x_work = am_length(x->group.tiles) * x->shape.rows,
-                    y_work = am_length(y->group.tiles) * y->shape.rows;
+    const ptrdiff_t x_work = am_length(x->section.tiles) * x->shape.rows,
+                    y_work = am_length(y->section.tiles) * y->shape.rows;
     if (x_work != y_work) return x_work > y_work ? -1 : 1;
-    if (x->group.b != y->group.b) return x->group.b < y->group.b ? -1 : 1;
-    return x->group.queries.begin < y->group.queries.begin ? -1 : 1;
+    if (x->section.b != y->section.b) return x->section.b < y->section.b ? -1 : 1;
+    return x->section.queries.begin < y->section.queries.begin ? -1 : 1;
 }
 
 static void sort(am_schedule *s)
 {
     for (ptrdiff_t i = 1; i < s->count; i++) {
-        if (compare(&s->groups[i - 1], &s->groups[i]) < 0) continue;
-        qsort(s->groups, (size_t)s->count, sizeof *s->groups, compare);
+        if (compare(&s->sections[i - 1], &s->sections[i]) < 0) continue;
+        qsort(s->sections, (size_t)s->count, sizeof *s->sections, compare);
         return;
     }
 }
@@ -184,15 +184,15 @@ static void sort(am_schedule *s)
 static void number(am_schedule *s, const am_attn_base *base)
 {
     for (ptrdiff_t i = 0; i < s->count; i++) {
-        am_scheduled *g = &s->groups[i];
+        am_scheduled *g = &s->sections[i];
         const am_shape *h = &g->shape;
         const ptrdiff_t bytes = am_accumulator_bytes(s, base, h->rows);
         const bool apart = am_is_apart(s, g);
         g->first_task = s->tasks, g->first_shared = s->shared_tiles, g->first_partial = s->partial_bytes;
         s->tasks +=
-            am_ceil_div(g->items, am_max(g->item_group, 1)) * g->group_tasks * (apart ? h->splits : 1);
+            am_ceil_div(g->items, am_max(g->item_section, 1)) * g->section_tasks * (apart ? h->splits : 1);
         if (h->strategy == AM_SHARED_PACKING)
-            s->shared_tiles += base->attn->kv_heads * am_length(g->group.tiles);
+            s->shared_tiles += base->attn->kv_heads * am_length(g->section.tiles);
         if (apart) s->partial_bytes += am_product(g->items, h->splits, bytes);
         if (h->strategy == AM_TRANSPOSED) s->packed_queries = am_max(s->packed_queries, am_lockstep(g));
         if (h->strategy == AM_UNPACKED) s->step_items = am_max(s->step_items, am_lockstep(g));
@@ -214,19 +214,19 @@ static int compare_work(const void *a, const void *b)
 }
 
 /* A few tasks of unequal lengths are dealt from one queue, the longest first. */
-static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_attn_groups *groups)
+static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_sections *sections)
 {
     bool unequal = false;
     for (ptrdiff_t i = 0; i < s->count; i++)
-        unequal |= s->groups[i].shape.q_blocks > 1 && s->groups[i].shape.splits > 1;
+        unequal |= s->sections[i].shape.q_blocks > 1 && s->sections[i].shape.splits > 1;
     if (!s->splits_apart || !unequal) return AM_OK;
     task_work *works = malloc((size_t)s->tasks * sizeof *works);
     s->order = malloc((size_t)s->tasks * sizeof *s->order);
     for (ptrdiff_t task = 0; works && s->order && task < s->tasks; task++) {
         const am_scheduled *g = am_scheduled_of(s, task);
         const am_task_items some = am_items_of(g, task);
-        const am_attn_place at = am_item_place(base, groups, g, some.first);
-        const ptrdiff_t tiles = am_length(am_split_tiles(base, groups, g, &at, some.split));
+        const am_attn_place at = am_item_place(base, sections, g, some.first);
+        const ptrdiff_t tiles = am_length(am_split_tiles(base, sections, g, &at, some.split));
         works[task] = (task_work){some.count * at.rows * am_max(0, tiles), task};
     }
     if (works && s->order) {
@@ -238,52 +238,52 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
     return failed ? AM_NO_MEMORY : AM_OK;
 }
 
-/* Whether two groups of one block are of one shape. */
-static bool is_like(const am_attn_groups *groups, const am_attn_group *a, const am_attn_group *b)
+/* Whether two sections of one block are of one shape. */
+static bool is_like(const am_sections *sections, const am_section *a, const am_section *b)
 {
     return am_length(a->blocks) == 1 && am_length(b->blocks) == 1 &&
            am_length(a->tiles) == am_length(b->tiles) &&
-           am_most_queries(groups, a) == am_most_queries(groups, b);
+           am_most_queries(sections, a) == am_most_queries(sections, b);
 }
 
-am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_attn_groups *groups,
-                           int threads)
+am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_sections *sections, int threads)
 {
     const am_attn *f = base->attn;
     const ptrdiff_t panel = base->kernels->panel, panels = am_ceil_div(f->value_depth, panel);
     *s = (am_schedule){
-        .count = groups->count,
-        .groups = malloc((size_t)am_product(am_max(groups->count, 1), sizeof *s->groups, 1)),
+        .count = sections->count,
+        .sections = malloc((size_t)am_product(am_max(sections->count, 1), sizeof *s->sections, 1)),
         .factor = f->scale * AM_LOG2_E / base->unit,
         .lanes = am_lanes(base, f->depth),
         .out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2,
         .scale_bytes = base->bf16x2 && f->k_scales.data ? TILE * base->size : 0,
         .local_tiles = 1,
     };
-    if (!s->groups) return AM_NO_MEMORY;
+    if (!s->sections) return AM_NO_MEMORY;
     if (base->bf16x2) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */
     s->k_bytes = TILE * s->lanes * base->size + s->scale_bytes;
     s->v_bytes = TILE * panels * panel * base->size / (base->bf16x2 ? 2 : 1) + s->scale_bytes;
     ptrdiff_t items = 0, all_splits = 0;
-    for (ptrdiff_t i = 0; i < groups->count; i++) {
-        const am_attn_group *group = &groups->list[i];
-        am_scheduled *g = &s->groups[i];
-        const bool same = i > 0 && is_like(groups, group, group - 1);
-        *g = (am_scheduled){.group = *group, .shape = same ? g[-1].shape : shape_of(s, base, groups, group)};
+    for (ptrdiff_t i = 0; i < sections->count; i++) {
+        const am_section *section = &sections->list[i];
+        am_scheduled *g = &s->sections[i];
+        const bool same = i > 0 && is_like(sections, section, section - 1);
+        *g = (am_scheduled){.section = *section,
+                            .shape = same ? g[-1].shape : shape_of(s, base, sections, section)};
         g->items = f->kv_heads * g->shape.head_blocks * g->shape.q_blocks;
         items += g->items, all_splits += g->items * g->shape.splits;
     }
     s->splits_apart = items < APART_ITEMS * threads;
-    for (ptrdiff_t i = 0; i < groups->count; i++)
-        deal(s, base, groups, &s->groups[i], s->splits_apart ? all_splits : items, threads);
+    for (ptrdiff_t i = 0; i < sections->count; i++)
+        deal(s, base, sections, &s->sections[i], s->splits_apart ? all_splits : items, threads);
     sort(s);
     number(s, base);
-    return order_tasks(s, base, groups);
+    return order_tasks(s, base, sections);
 }
 
 void am_schedule_free(am_schedule *s)
 {
-    free(s->groups);
+    free(s->sections);
     free(s->order);
 }
 
@@ -294,70 +294,71 @@ const am_scheduled *am_scheduled_of(const am_schedule *s, ptrdiff_t task)
     ptrdiff_t first = 0, last = s->count - 1;
     while (first < last) {
         const ptrdiff_t middle = last - (last - first) / 2;
-        if (s->groups[middle].first_task <= task)
+        if (s->sections[middle].first_task <= task)
             first = middle;
         else
             last = middle - 1;
     }
-    return &s->groups[first];
+    return &s->sections[first];
 }
 
 am_task_items am_items_of(const am_scheduled *g, ptrdiff_t task)
 {
     task -= g->first_task;
-    const ptrdiff_t split_tasks = g->items / g->item_group * g->group_tasks, split = task / split_tasks,
-                    begin = task % split_tasks / g->group_tasks * g->item_group,
-                    first = begin + task % g->group_tasks * g->task_items;
-    return (am_task_items){first, am_min(g->task_items, begin + g->item_group - first), split};
+    const ptrdiff_t split_tasks = g->items / g->item_section * g->section_tasks, split = task / split_tasks,
+                    begin = task % split_tasks / g->section_tasks * g->item_section,
+                    first = begin + task % g->section_tasks * g->task_items;
+    return (am_task_items){first, am_min(g->task_items, begin + g->item_section - first), split};
 }
 
-am_attn_place am_item_place(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *g,
+am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
                             ptrdiff_t item)
 {
     const am_shape *h = &g->shape;
     const ptrdiff_t row = item / h->q_blocks, index = item % h->q_blocks;
-    const ptrdiff_t block = g->group.blocks.end - 1 - index; /* longest first under a causal mask */
+    const ptrdiff_t block = g->section.blocks.end - 1 - index; /* longest first under a causal mask */
     /* Heads lie side by side: the pages of the next are still in the TLB. */
-    const ptrdiff_t kv_head = row / h->head_blocks, in_group = row % h->head_blocks * h->block_heads;
-    return am_place_of(base, groups, &g->group, block, kv_head * base->group + in_group,
-                       am_min(h->block_heads, base->group - in_group));
+    const ptrdiff_t kv_head = row / h->head_blocks, in_section = row % h->head_blocks * h->block_heads;
+    return am_place_of(base, sections, &g->section, block, kv_head * base->heads_per_kv + in_section,
+                       am_min(h->block_heads, base->heads_per_kv - in_section));
 }
 
 /* The tiles that a block sees; where it takes them all, also some that it does not. */
-static am_range tiles_of(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *g,
+static am_range tiles_of(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
                          const am_attn_place *at)
 {
-    if (g->shape.q_blocks == 1) return g->group.tiles;
-    return g->shape.splits == 1 ? am_tiles_within_reach(base, groups, at) : am_tiles_seen(base, groups, at);
+    if (g->shape.q_blocks == 1) return g->section.tiles;
+    return g->shape.splits == 1 ? am_tiles_within_reach(base, sections, at)
+                                : am_tiles_seen(base, sections, at);
 }
 
-am_range am_split_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *g,
+am_range am_split_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
                         const am_attn_place *at, ptrdiff_t split)
 {
-    const am_range tiles = tiles_of(base, groups, g, at);
+    const am_range tiles = tiles_of(base, sections, g, at);
     const ptrdiff_t begin = tiles.begin + split * g->shape.split_tiles;
     return (am_range){begin, am_min(tiles.end, begin + g->shape.split_tiles)};
 }
 
-ptrdiff_t am_splits_of(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *g,
+ptrdiff_t am_splits_of(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
                        const am_attn_place *at)
 {
     if (g->shape.splits == 1) return 1;
-    return am_max(1, am_ceil_div(am_length(tiles_of(base, groups, g, at)), g->shape.split_tiles));
+    return am_max(1, am_ceil_div(am_length(tiles_of(base, sections, g, at)), g->shape.split_tiles));
 }
 
 am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t first_task)
 {
-    const am_scheduled *g = am_scheduled_of(s, first_task), *end = s->groups + s->count;
+    const am_scheduled *g = am_scheduled_of(s, first_task), *end = s->sections + s->count;
     am_wave wave = {.first_task = first_task, .tasks = s->tasks - first_task, .row_tasks = 1};
     if (g->shape.strategy != AM_SHARED_PACKING) return wave;
     const ptrdiff_t bytes = s->k_bytes + s->v_bytes, kv_heads = base->attn->kv_heads;
     ptrdiff_t head = (first_task - g->first_task) / (g->items / kv_heads), tasks = 0;
     bool equal = true;
-    wave.first_shared = g->first_shared + head * am_length(g->group.tiles);
+    wave.first_shared = g->first_shared + head * am_length(g->section.tiles);
     wave.row_tasks = g->items / kv_heads;
     while (g < end && g->shape.strategy == AM_SHARED_PACKING) {
-        const ptrdiff_t tiles = am_length(g->group.tiles), more = g->items / kv_heads;
+        const ptrdiff_t tiles = am_length(g->section.tiles), more = g->items / kv_heads;
         if (!s->splits_apart && tasks >= WAVE_TASKS && am_product(wave.shared + tiles, bytes, 1) > WAVE_BYTES)
             break;
         equal = equal && more == wave.row_tasks;
@@ -366,7 +367,7 @@ am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t f
         if (++head == kv_heads) head = 0, g++;
     }
     if (g == end || g->shape.strategy == AM_SHARED_PACKING)
-        wave.tasks = tasks; /* else the groups that share nothing follow in the same loop */
+        wave.tasks = tasks; /* else the sections that share nothing follow in the same loop */
     else
         equal = false;
     if (!equal) wave.row_tasks = 1;

@@ -1,8 +1,8 @@
-/* schedule.h – how attention forward is divided: a strategy for each group, and its tasks.
+/* schedule.h – how attention forward is divided: a strategy for each section, and its tasks.
  *
- * The strategy of a group, its blocks, its splits and whatever else alters a sum follow from the shape of the
- * group and from arguments of the whole call. How items are dealt to tasks alters no sum, and so may follow
- * from all groups and from the number of threads. A schedule is constant once it is made. */
+ * The strategy of a section, its blocks, its splits and whatever else alters a sum follow from the shape of
+ * the section and from arguments of the whole call. How items are dealt to tasks alters no sum, and so may
+ * follow from all sections and from the number of threads. A schedule is constant once it is made. */
 #ifndef AM_CORE_ATTENTION_PLAN_SCHEDULE_H
 #define AM_CORE_ATTENTION_PLAN_SCHEDULE_H
 
@@ -14,22 +14,22 @@ enum {
     AM_MOST_LOCAL_TILES = 8, /* packed tiles that a task keeps for itself */
 };
 
-/* A group and its tasks. Its items are blocks of rows: for each key head those of the query heads that share
- * it, and of these the blocks of queries. */
+/* A section and its tasks. Its items are blocks of rows: for each key head those of the query heads that
+ * share it, and of these the blocks of queries. */
 typedef struct {
-    am_attn_group group;
+    am_section section;
     am_shape shape;
-    ptrdiff_t items;                   /* of each split */
-    ptrdiff_t task_items;              /* of a task */
-    ptrdiff_t item_group, group_tasks; /* the items among which those of a task are, and their tasks */
-    ptrdiff_t first_task;              /* the tasks before the group */
-    ptrdiff_t first_shared;            /* the shared tiles before the group */
-    ptrdiff_t first_partial;           /* the bytes of partial sums before the group */
+    ptrdiff_t items;                       /* of each split */
+    ptrdiff_t task_items;                  /* of a task */
+    ptrdiff_t item_section, section_tasks; /* the items among which those of a task are, and their tasks */
+    ptrdiff_t first_task;                  /* the tasks before the section */
+    ptrdiff_t first_shared;                /* the shared tiles before the section */
+    ptrdiff_t first_partial;               /* the bytes of partial sums before the section */
 } am_scheduled;
 
 typedef struct {
-    ptrdiff_t count; /* groups: first those that share packed tiles, of each kind the longest first */
-    am_scheduled *groups;
+    ptrdiff_t count; /* sections: first those that share packed tiles, of each kind the longest first */
+    am_scheduled *sections;
     ptrdiff_t tasks;
     ptrdiff_t *order;  /* in which tasks are dealt; NULL: as they are numbered */
     bool splits_apart; /* each split is an item of its own, else an item takes all splits of its block */
@@ -43,7 +43,7 @@ typedef struct {
     ptrdiff_t local_tiles, shared_tiles, partial_bytes;
 } am_schedule;
 
-am_status am_schedule_make(am_schedule *schedule, const am_attn_base *base, const am_attn_groups *groups,
+am_status am_schedule_make(am_schedule *schedule, const am_attn_base *base, const am_sections *sections,
                            int threads);
 void am_schedule_free(am_schedule *schedule);
 
@@ -53,25 +53,25 @@ static inline ptrdiff_t am_task_at(const am_schedule *schedule, ptrdiff_t index)
     return schedule->order ? schedule->order[index] : index;
 }
 
-/* The group of a task. */
+/* The section of a task. */
 const am_scheduled *am_scheduled_of(const am_schedule *schedule, ptrdiff_t task);
 
 /* The items of a task: its first item, their number, and its split. */
 typedef struct {
     ptrdiff_t first, count, split;
 } am_task_items;
-am_task_items am_items_of(const am_scheduled *group, ptrdiff_t task);
+am_task_items am_items_of(const am_scheduled *section, ptrdiff_t task);
 
 /* The block of an item. */
-am_attn_place am_item_place(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *group,
-                            ptrdiff_t item);
+am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections,
+                            const am_scheduled *section, ptrdiff_t item);
 
 /* The tiles that a block sees in a split. */
-am_range am_split_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *group,
+am_range am_split_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
                         const am_attn_place *at, ptrdiff_t split);
 
 /* The splits that a block has tiles of, or 1: splits are counted from its own first tile. */
-ptrdiff_t am_splits_of(const am_attn_base *base, const am_attn_groups *groups, const am_scheduled *group,
+ptrdiff_t am_splits_of(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
                        const am_attn_place *at);
 
 /* Tasks that run in one parallel loop, and the shared tiles that they pack. */
@@ -88,15 +88,15 @@ am_wave am_next_wave(const am_schedule *schedule, const am_attn_base *base, ptrd
 ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule, int threads);
 
 /* Items of a task that take each tile one after the other: all, or one. */
-static inline ptrdiff_t am_lockstep(const am_scheduled *group)
+static inline ptrdiff_t am_lockstep(const am_scheduled *section)
 {
-    return group->shape.strategy >= AM_LOCAL_PACKING ? 1 : group->task_items;
+    return section->shape.strategy >= AM_LOCAL_PACKING ? 1 : section->task_items;
 }
 
-/* Whether the splits of a group are items of their own. */
-static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *group)
+/* Whether the splits of a section are items of their own. */
+static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *section)
 {
-    return schedule->splits_apart && group->shape.splits > 1;
+    return schedule->splits_apart && section->shape.splits > 1;
 }
 
 /* The bytes of the accumulators of a block: out, ref_max, sum, row_max, exact_sum. */

@@ -1,4 +1,4 @@
-/* strategy.c – chooses how a group is computed. tests/test_strategy.py has a line for each decision. */
+/* strategy.c – chooses how a section is computed. tests/test_strategy.py has a line for each decision. */
 #include "core/attention/plan/strategy.h"
 
 #include <math.h>
@@ -9,11 +9,11 @@
 enum {
     TILE = AM_STRATEGY_TILE,
     SHARED_QUERIES = 32, /* a block of up to so many queries takes several heads */
-    ENOUGH_ITEMS = 64,   /* of a group; with fewer its keys are split */
-    MANY_ITEMS = 512,    /* of a group; with as many they may differ in length */
+    ENOUGH_ITEMS = 64,   /* of a section; with fewer its keys are split */
+    MANY_ITEMS = 512,    /* of a section; with as many they may differ in length */
     SPLIT_TILES = 8,     /* the fewest tiles that are worth a split */
-    SHORT_SPLIT = 4,     /* the same for a group that is worth many threads */
-    MUCH_WORK = 256,     /* the tiles of all items of such a group */
+    SHORT_SPLIT = 4,     /* the same for a section that is worth many threads */
+    MUCH_WORK = 256,     /* the tiles of all items of such a section */
     UNPACKED_TILES = 4,  /* the same for unpacked keys and few rows: many heads read them in lockstep */
     FEW_SPLIT_ROWS = 12, /* the most rows of such a block: more have more sums to merge */
     /* Bytes of a panel of long vectors, whose products are so fast that packing is a large part of the time.
@@ -104,9 +104,9 @@ static bool has_float_weights(const am_work *w, const am_shape *h)
 am_shape am_choose_shape(const am_work *w)
 {
     am_shape h = {.block_heads = 1, .splits = 1, .split_tiles = w->tiles, .q_blocks = w->q_blocks};
-    if (w->group > 1 && w->queries <= SHARED_QUERIES)
-        h.block_heads = am_min(w->group, AM_FLASH_ROWS / w->queries);
-    h.head_blocks = am_ceil_div(w->group, h.block_heads);
+    if (w->heads_per_kv > 1 && w->queries <= SHARED_QUERIES)
+        h.block_heads = am_min(w->heads_per_kv, AM_FLASH_ROWS / w->queries);
+    h.head_blocks = am_ceil_div(w->heads_per_kv, h.block_heads);
     h.rows = w->queries * h.block_heads;
     h.strategy = choose_strategy(w, &h);
     /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could

@@ -1,4 +1,4 @@
-/* strategy.h – how a group is computed: pure functions of a few numbers, which follow from the group and
+/* strategy.h – how a section is computed: pure functions of a few numbers, which follow from the section and
  * from arguments of the whole call. Whatever they choose may alter a sum, so nothing else may enter: not the
  * number of threads, and not what else is in the batch. */
 #ifndef AM_CORE_ATTENTION_PLAN_STRATEGY_H
@@ -13,7 +13,7 @@ enum {
     AM_STRATEGY_TILE = 64, /* keys of a tile, and the most rows of a block */
 };
 
-/* How a group reads its keys. */
+/* How a section reads its keys. */
 typedef enum {
     AM_UNPACKED,   /* a few rows in all: keys and values are read where they lie; decode */
     AM_TRANSPOSED, /* one block whose rows fill vectors: queries are packed, and Sᵀ = K Qᵀ in full tiles */
@@ -30,7 +30,7 @@ const char *am_strategy_name(am_strategy strategy);
 typedef struct {
     ptrdiff_t queries, q_blocks; /* the most queries of a block, and the number of blocks */
     ptrdiff_t tiles;             /* of keys */
-    ptrdiff_t kv_heads, group;   /* group: query heads that share keys */
+    ptrdiff_t kv_heads, heads_per_kv;
     ptrdiff_t depth, value_depth;
     am_dtype type, k_type; /* of sums, and of keys and values in memory */
     ptrdiff_t panel, size; /* numbers of a panel of the kernels, and bytes of a number */
@@ -42,7 +42,7 @@ typedef struct {
     bool values_readable;  /* the same for values, in whole vectors */
 } am_work;
 
-/* How a group is computed. */
+/* How a section is computed. */
 typedef struct {
     am_strategy strategy;
     ptrdiff_t rows;                  /* the most of a block: queries × heads */

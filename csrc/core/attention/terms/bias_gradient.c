@@ -95,12 +95,12 @@ static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
  * share it would run one after the other. */
 ptrdiff_t am_bias_scratch_bytes(const bias_gradient *g)
 {
-    return g->sums && g->shape[2] == 1 ? g->base->group * g->task_tiles * TILE * g->base->size : 0;
+    return g->sums && g->shape[2] == 1 ? g->base->heads_per_kv * g->task_tiles * TILE * g->base->size : 0;
 }
 
 static ptrdiff_t scratch_offset(const bias_gradient *g, const am_attn_place *at, ptrdiff_t index)
 {
-    return (at->head % g->base->group * g->task_tiles + index) * TILE * g->base->size;
+    return (at->head % g->base->heads_per_kv * g->task_tiles + index) * TILE * g->base->size;
 }
 
 am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t task, am_range keys,
@@ -129,8 +129,8 @@ am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrd
     if (!am_bias_scratch_bytes(g)) return AM_OK;
     am_attn_place head = *at;
     am_status status = AM_OK;
-    for (ptrdiff_t h = 0; status == AM_OK && h < g->base->group; h++) {
-        head.head = at->kv_head * g->base->group + h;
+    for (ptrdiff_t h = 0; status == AM_OK && h < g->base->heads_per_kv; h++) {
+        head.head = at->kv_head * g->base->heads_per_kv + h;
         for (ptrdiff_t i = 0; status == AM_OK && i < am_length(tiles); i++)
             status = add_ordered(g, &head, task, am_range_at(ranges, tiles.begin + i),
                                  scratch + scratch_offset(g, &head, i), team);
@@ -142,11 +142,11 @@ am_status am_bias_end_task(const bias_gradient *g, const am_attn_place *at, ptrd
 /* --- Begin and end --- */
 
 am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, const am_attn_gradients *problem,
-                                const am_attn_groups *groups, ptrdiff_t tasks, ptrdiff_t task_tiles)
+                                const am_sections *sections, ptrdiff_t tasks, ptrdiff_t task_tiles)
 {
     *g = (bias_gradient){.base = base,
                          .result = problem->d_bias,
-                         .blocks = &groups->blocks,
+                         .blocks = &sections->blocks,
                          .tasks = tasks,
                          .task_tiles = task_tiles,
                          .count = 1};
@@ -160,7 +160,7 @@ am_status am_bias_gradient_make(bias_gradient *g, const am_attn_base *base, cons
     }
     if (!shared) return AM_OK;
     const ptrdiff_t cells = am_product(shape[0] * shape[1] * (shape[3] == 1 ? 1 : tasks),
-                                       shape[2] == 1 ? 1 : groups->blocks.count, sizeof *g->serving);
+                                       shape[2] == 1 ? 1 : sections->blocks.count, sizeof *g->serving);
     g->serving = calloc((size_t)am_max(cells, 1), 1);
     g->sums = f->bias_type == base->type ? g->result : am_alloc_aligned(g->count * base->size);
     return g->serving && g->sums ? AM_OK : AM_NO_MEMORY;

@@ -71,12 +71,13 @@ am_status am_sum_sinks(const am_context *context, const am_attn_base *base, am_s
 
 /* --- Tiles --- */
 
-/* The tiles of a group that hold some keys. */
-static am_range tiles_with(const am_attn_groups *groups, const am_attn_group *group, am_range keys)
+/* The tiles of a section that hold some keys. */
+static am_range tiles_with(const am_sections *sections, const am_section *section, am_range keys)
 {
-    const ptrdiff_t begin = am_max(keys.begin, group->keys.begin), end = am_min(keys.end, group->keys.end);
-    if (begin >= end) return (am_range){group->tiles.begin, group->tiles.begin};
-    return (am_range){am_tile_index(groups, group, begin), am_tile_index(groups, group, end - 1) + 1};
+    const ptrdiff_t begin = am_max(keys.begin, section->keys.begin),
+                    end = am_min(keys.end, section->keys.end);
+    if (begin >= end) return (am_range){section->tiles.begin, section->tiles.begin};
+    return (am_range){am_tile_index(sections, section, begin), am_tile_index(sections, section, end - 1) + 1};
 }
 
 /* The heads of a block that may see different keys. */
@@ -86,15 +87,14 @@ static am_range heads_of(const am_attn_base *base, const am_attn_place *at)
     return (am_range){at->head, at->head + heads};
 }
 
-am_range am_tiles_seen(const am_attn_base *base, const am_attn_groups *groups, const am_attn_place *at)
+am_range am_tiles_seen(const am_attn_base *base, const am_sections *sections, const am_attn_place *at)
 {
     const am_range queries = {at->q, at->q + at->queries};
     const am_seen seen = am_mask_seen(base->attn->mask, at->b, heads_of(base, at), queries, 1);
-    return tiles_with(groups, at->group, seen.keys);
+    return tiles_with(sections, at->section, seen.keys);
 }
 
-am_range am_tiles_within_reach(const am_attn_base *base, const am_attn_groups *groups,
-                               const am_attn_place *at)
+am_range am_tiles_within_reach(const am_attn_base *base, const am_sections *sections, const am_attn_place *at)
 {
     const am_range heads = heads_of(base, at);
     am_range reach = {PTRDIFF_MAX, 0};
@@ -103,25 +103,25 @@ am_range am_tiles_within_reach(const am_attn_base *base, const am_attn_groups *g
         if (keys.begin >= keys.end) continue;
         reach = (am_range){am_min(reach.begin, keys.begin), am_max(reach.end, keys.end)};
     }
-    return tiles_with(groups, at->group, reach);
+    return tiles_with(sections, at->section, reach);
 }
 
-ptrdiff_t am_most_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_attn_group *group)
+ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, const am_section *section)
 {
     enum { SAMPLES = 16 }; /* blocks that the estimate looks at */
-    const ptrdiff_t heads = base->attn->heads, blocks = am_length(group->blocks),
-                    most = am_length(group->tiles), count = am_min(blocks, SAMPLES);
+    const ptrdiff_t heads = base->attn->heads, blocks = am_length(section->blocks),
+                    most = am_length(section->tiles), count = am_min(blocks, SAMPLES);
     ptrdiff_t found = 0;
     for (ptrdiff_t i = 0; heads > 0 && i < count && found < most; i++) {
-        const ptrdiff_t block = group->blocks.begin + (count == 1 ? 0 : i * (blocks - 1) / (count - 1));
-        const am_range rows = am_range_at(&groups->blocks, block);
-        const am_attn_place at = {.group = group,
-                                  .b = group->b,
+        const ptrdiff_t block = section->blocks.begin + (count == 1 ? 0 : i * (blocks - 1) / (count - 1));
+        const am_range rows = am_range_at(&sections->blocks, block);
+        const am_attn_place at = {.section = section,
+                                  .b = section->b,
                                   .head = i % heads,
                                   .heads = 1,
                                   .q = rows.begin,
                                   .queries = am_length(rows)};
-        found = am_max(found, am_length(am_tiles_within_reach(base, groups, &at)));
+        found = am_max(found, am_length(am_tiles_within_reach(base, sections, &at)));
     }
     return found;
 }

@@ -27,12 +27,12 @@ bool am_find_logit_terms(const am_attn_base *base, const am_attn_place *at, am_r
 
 /* The tiles from the first to the last that any row of a block sees. Those within reach may be too many, and
  * so must not alter a sum: how many depends on what else is in the call. */
-am_range am_tiles_seen(const am_attn_base *base, const am_attn_groups *groups, const am_attn_place *at);
-am_range am_tiles_within_reach(const am_attn_base *base, const am_attn_groups *groups,
+am_range am_tiles_seen(const am_attn_base *base, const am_sections *sections, const am_attn_place *at);
+am_range am_tiles_within_reach(const am_attn_base *base, const am_sections *sections,
                                const am_attn_place *at);
 
-/* An estimate from a few blocks of a group of the most tiles that a block may see. */
-ptrdiff_t am_most_tiles(const am_attn_base *base, const am_attn_groups *groups, const am_attn_group *group);
+/* An estimate from a few blocks of a section of the most tiles that a block may see. */
+ptrdiff_t am_most_tiles(const am_attn_base *base, const am_sections *sections, const am_section *section);
 
 /* The bias of the rows of one head and some keys, to prefetch if it lies side by side. */
 am_prefetch_rows am_prefetch_bias(const am_attn_base *base, const am_attn_place *at, am_range keys);

@@ -123,7 +123,7 @@ void am_table_gradient_free(const am_table_gradient *g) { free(g->serving); }
 am_table_sums *am_table_sums_take(const am_table_gradient *g, char *memory, ptrdiff_t *used)
 {
     if (!g->result) return NULL;
-    const ptrdiff_t heads = g->base->group, length = g->base->attn->relative.length;
+    const ptrdiff_t heads = g->base->heads_per_kv, length = g->base->attn->relative.length;
     am_table_sums *sums = (am_table_sums *)am_take(memory, used, heads * (ptrdiff_t)sizeof *sums);
     double *numbers = (double *)am_take(memory, used, am_product(heads, length, sizeof *numbers));
     for (ptrdiff_t h = 0; sums && h < heads; h++) sums[h] = (am_table_sums){.sums = numbers + h * length};
@@ -143,7 +143,7 @@ void am_table_add(const am_table_gradient *g, const am_attn_place *at, am_range 
 {
     const am_attn_base *base = g->base;
     const am_relative *x = &base->attn->relative;
-    am_table_sums *own = &sums[at->head % base->group];
+    am_table_sums *own = &sums[at->head % base->heads_per_kv];
     row_run run;
     for (ptrdiff_t r = 0; r < at->rows; r += run.rows) {
         run = run_from(base, at, r);
@@ -164,8 +164,8 @@ am_status am_table_end_task(const am_table_gradient *g, const am_attn_place *at,
     atomic_ptrdiff_t *serving = &g->serving[at->kv_head];
     am_status status = am_await(team, serving, ticket);
     if (status != AM_OK) return status;
-    for (ptrdiff_t h = 0; h < g->base->group; h++) {
-        double *to = g->result + (at->kv_head * g->base->group + h) * g->base->attn->relative.length;
+    for (ptrdiff_t h = 0; h < g->base->heads_per_kv; h++) {
+        double *to = g->result + (at->kv_head * g->base->heads_per_kv + h) * g->base->attn->relative.length;
         for (ptrdiff_t i = sums[h].filled.begin; i < sums[h].filled.end; i++) to[i] += sums[h].sums[i];
     }
     atomic_store_explicit(serving, ticket + 1, memory_order_release);

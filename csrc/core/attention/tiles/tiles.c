@@ -271,7 +271,7 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
                          atomic_uchar **state)
 {
     if (g->shape.strategy != AM_SHARED_PACKING) return NULL;
-    const am_range tiles = g->group.tiles;
+    const am_range tiles = g->section.tiles;
     const ptrdiff_t index =
         g->first_shared + at->kv_head * am_length(tiles) + tile - tiles.begin - kv->shared.first;
     if (index < 0 || index >= kv->shared.count) return NULL;
@@ -402,7 +402,7 @@ static ptrdiff_t local_place(const am_kv *kv, const am_scheduled *g, ptrdiff_t i
 /* The index of a tile among those of all heads. */
 static ptrdiff_t index_among_all(const am_kv *kv, const am_attn_place *at, ptrdiff_t index)
 {
-    return at->kv_head * kv->groups->tiles.count + index;
+    return at->kv_head * kv->sections->tiles.count + index;
 }
 
 /* Whether kernels can read rows of keys and values where they lie. */
@@ -493,7 +493,7 @@ void am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,
     if (item == 0) w->head = at->kv_head;
     const tile_source source = {.kv = kv,
                                 .at = at,
-                                .keys = am_range_at(&kv->groups->tiles, index),
+                                .keys = am_range_at(&kv->sections->tiles, index),
                                 .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
                                 .k_bytes = w->k_bytes,
                                 .runs = w->runs,
@@ -565,7 +565,7 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     if (to ? atomic_load_explicit(state, memory_order_relaxed) >= PACKED
            : w->local[local_place(kv, g, index)].tile == index_among_all(kv, at, index))
         return;
-    const am_range all = am_range_at(&kv->groups->tiles, index);
+    const am_range all = am_range_at(&kv->sections->tiles, index);
     const ptrdiff_t rows = am_length(all), bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
     const am_range keys = {all.begin + rows * part / parts, all.begin + rows * (part + 1) / parts};
     prefetch_tokens(f, &f->k, at, heads, keys, f->depth, &prefetch[AM_PREFETCH_K]);
@@ -579,7 +579,7 @@ void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t ind
                          am_kv_workspace *w, am_flash_tile *tile)
 {
     const am_attn *f = kv->base->attn;
-    const am_range keys = am_range_at(&kv->groups->tiles, index);
+    const am_range keys = am_range_at(&kv->sections->tiles, index);
     const void **runs = w->runs[OF_NEXT_K];
     ptrdiff_t run;
     if (!f->pages.table || !find_runs(f, &f->k, at, keys, runs, &run)) {

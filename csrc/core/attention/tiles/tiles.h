@@ -60,20 +60,20 @@ void am_kv_workspace_take(const am_schedule *schedule, const am_attn_base *base,
 
 typedef struct {
     const am_attn_base *base;
-    const am_attn_groups *groups;
+    const am_sections *sections;
     const am_schedule *schedule;
     am_shared_tiles shared;
 } am_kv;
 
 /* Makes tiles[item], a tile with its keys and values, for the `item`-th of the items that take it in a step,
- * by the strategy of the group. The first comes first, since others share what it finds. `full`: all its
+ * by the strategy of the section. The first comes first, since others share what it finds. `full`: all its
  * pairs are live. */
-void am_kv_tile(const am_kv *kv, const am_scheduled *group, const am_attn_place *at, ptrdiff_t index,
+void am_kv_tile(const am_kv *kv, const am_scheduled *section, const am_attn_place *at, ptrdiff_t index,
                 bool full, ptrdiff_t item, am_kv_workspace *workspace, am_flash_tile *tiles);
 
 /* The keys and values of a tile to prefetch, unless it is packed already: of `heads` key heads, the `part`-th
  * of `parts`. */
-void am_kv_prefetch(const am_kv *kv, const am_scheduled *group, const am_attn_place *at, ptrdiff_t index,
+void am_kv_prefetch(const am_kv *kv, const am_scheduled *section, const am_attn_place *at, ptrdiff_t index,
                     ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *workspace,
                     am_prefetch_rows prefetch[AM_PREFETCH_KINDS]);
 
