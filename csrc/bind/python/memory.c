@@ -8,7 +8,7 @@
 static void *large_malloc(void *context, size_t size)
 {
     (void)context;
-    return am_block_new(size);
+    return am_buffer_new(size);
 }
 
 static void *large_calloc(void *context, size_t count, size_t size)
@@ -16,20 +16,20 @@ static void *large_calloc(void *context, size_t count, size_t size)
     (void)context;
     size_t bytes;
     if (__builtin_mul_overflow(count, size, &bytes)) return NULL;
-    void *memory = am_block_new(bytes);
+    void *memory = am_buffer_new(bytes);
     return memory ? memset(memory, 0, bytes) : NULL;
 }
 
 static void *large_realloc(void *context, void *memory, size_t size)
 {
     (void)context;
-    return am_block_resize(memory, size);
+    return am_buffer_resize(memory, size);
 }
 
 static void large_free(void *context, void *memory, size_t size)
 {
     (void)context;
-    am_block_free(memory, size);
+    am_buffer_free(memory, size);
 }
 
 static PyDataMem_Handler large_handler = {
@@ -85,10 +85,10 @@ PyArrayObject *am_new_array(int ndim, npy_intp const *shape, PyArray_Descr *dtyp
 {
     Py_INCREF(dtype);
     npy_intp bytes = PyDataType_ELSIZE(dtype);
-    for (int i = 0; i < ndim && 0 < bytes && bytes < AM_BLOCK_BYTES; i++)
-        bytes = shape[i] > AM_BLOCK_BYTES ? AM_BLOCK_BYTES : bytes * shape[i];
+    for (int i = 0; i < ndim && 0 < bytes && bytes < AM_BUFFER_BYTES; i++)
+        bytes = shape[i] > AM_BUFFER_BYTES ? AM_BUFFER_BYTES : bytes * shape[i];
     for (int i = 0; i < ndim; i++) bytes = shape[i] == 0 ? 0 : bytes;
-    return bytes >= AM_BLOCK_BYTES ? new_of_block(ndim, shape, dtype) : new_of_numpy(ndim, shape, dtype);
+    return bytes >= AM_BUFFER_BYTES ? new_of_block(ndim, shape, dtype) : new_of_numpy(ndim, shape, dtype);
 }
 
 PyArrayObject *am_new_array_of(int ndim, npy_intp const *shape, int type_num)

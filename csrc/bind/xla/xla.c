@@ -451,7 +451,7 @@ static void advise_pages(const am_xla_buffer *buffer)
 {
     size_t bytes = am_size_of(am_xla_type_of(buffer->dtype));
     for (int64_t i = 0; i < buffer->rank; i++) bytes *= (size_t)buffer->shape[i];
-    if (bytes >= AM_BLOCK_BYTES) am_block_advise(buffer->data, bytes);
+    if (bytes >= AM_BUFFER_BYTES) am_buffer_advise(buffer->data, bytes);
 }
 
 /* The axes of vmap, from the first result, which has four axes without them. */

@@ -151,15 +151,15 @@ void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *row
 
 void *(am_alloc_aligned)(ptrdiff_t bytes)
 {
-    if (bytes >= AM_BLOCK_BYTES) return am_block_new((size_t)bytes);
+    if (bytes >= AM_BUFFER_BYTES) return am_buffer_new((size_t)bytes);
     void *memory = NULL;
     return posix_memalign(&memory, AM_LINE, (size_t)am_max(bytes, 1)) == 0 ? memory : NULL;
 }
 
 void am_free_aligned(void *memory, ptrdiff_t bytes)
 {
-    if (bytes >= AM_BLOCK_BYTES)
-        am_block_free(memory, (size_t)bytes);
+    if (bytes >= AM_BUFFER_BYTES)
+        am_buffer_free(memory, (size_t)bytes);
     else
         free(memory);
 }

@@ -117,18 +117,18 @@ static void replace(kept_block *block)
     free_memory(old);
 }
 
-void *am_block_new(size_t size)
+void *am_buffer_new(size_t size)
 {
     if (size > PTRDIFF_MAX - LARGE_PAGE) return NULL;
     size = whole_pages(size);
     void *block = take(size);
     if (block) return block;
     block = new_memory(size);
-    if (block) am_block_advise(block, size);
+    if (block) am_buffer_advise(block, size);
     return block;
 }
 
-void am_block_advise(void *memory, size_t size)
+void am_buffer_advise(void *memory, size_t size)
 {
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
@@ -139,12 +139,12 @@ void am_block_advise(void *memory, size_t size)
 #endif
 }
 
-void *am_block_resize(void *block, size_t size)
+void *am_buffer_resize(void *block, size_t size)
 {
     return size > PTRDIFF_MAX - LARGE_PAGE ? NULL : resized_memory(block, whole_pages(size));
 }
 
-void am_block_free(void *block, size_t size)
+void am_buffer_free(void *block, size_t size)
 {
     size = whole_pages(size);
     /* A resized block may not be aligned. */

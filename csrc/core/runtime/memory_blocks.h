@@ -4,15 +4,15 @@
 
 #include <stddef.h>
 
-enum { AM_BLOCK_BYTES = 1 << 20 }; /* the smallest size that is worth a block */
+enum { AM_BUFFER_BYTES = 1 << 20 }; /* the smallest size that is worth a block */
 
-/* am_block_new and am_block_resize return NULL if there is no memory. am_block_free may keep a block for the
- * next call; `free` returns it to the system. */
-void *am_block_new(size_t size);
-void *am_block_resize(void *block, size_t size);
-void am_block_free(void *block, size_t size);
+/* am_buffer_new and am_buffer_resize return NULL if there is no memory. am_buffer_free may keep a block for
+ * the next call; `free` returns it to the system. */
+void *am_buffer_new(size_t size);
+void *am_buffer_resize(void *block, size_t size);
+void am_buffer_free(void *block, size_t size);
 
 /* Of memory from elsewhere that is about to be written for the first time: asks for large pages. */
-void am_block_advise(void *memory, size_t size);
+void am_buffer_advise(void *memory, size_t size);
 
 #endif
