@@ -107,7 +107,7 @@ def check_merge(kernel: Kernel, rng) -> None:
                 structure(
                     "am_flash_rows",
                     rows=rows,
-                    out_depth=depth,
+                    out_dim=depth,
                     out=out,
                     ref_max=ref_max,
                     sum=total,

@@ -198,8 +198,8 @@ def block_of(
     block = structure(
         "am_flash_rows",
         rows=rows,
-        depth=q.shape[1],
-        out_depth=state.out.shape[1],
+        head_dim=q.shape[1],
+        out_dim=state.out.shape[1],
         q=memory.read(q, q_step),
         q_step=q_step,
         q_packed=q_packed,
@@ -444,7 +444,7 @@ def run_unpacked(
             next_keys=prefetch_of(rng, memory)[CONSTANTS["AM_PREFETCH_K"]],
             k_step=k_step // width,
             v_step=v_step // width,
-            value_depth=p.v.shape[1] // width,
+            value_dim=p.v.shape[1] // width,
             **words_in(memory, p.terms),
         )
         blocks, tiles, mine = [*blocks, block], [*tiles, tile], [*mine, accumulators]

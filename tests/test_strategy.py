@@ -11,8 +11,8 @@ USUAL = {
     "tiles": 16,
     "kv_heads": 4,
     "heads_per_kv": 1,
-    "depth": 64,
-    "value_depth": 64,
+    "head_dim": 64,
+    "value_dim": 64,
     "type": "float32",
     "k_type": "float32",
     "panel": 32,
@@ -28,7 +28,7 @@ USUAL = {
 SUMS = {"products_alone": False}  # logits are more than products: no tile is transposed
 BF16 = {"bf16x2": True, "k_type": "bfloat16", **SUMS}
 AVX2, SSE = {"panel": 16}, {"panel": 8}
-LONG = {"depth": 128, "value_depth": 128}
+LONG = {"head_dim": 128, "value_dim": 128}
 
 
 def choose(changes, all_tiles=None, most=None):
@@ -46,21 +46,21 @@ STRATEGIES = [
     ({"queries": 24, **SUMS, **LONG}, "unpacked"),
     ({"queries": 25, **SUMS, **LONG}, "private"),
     ({"queries": 17, **SUMS, **LONG, **AVX2}, "private"),
-    ({"queries": 17, **SUMS, "depth": 129, "value_depth": 129}, "private"),
+    ({"queries": 17, **SUMS, "head_dim": 129, "value_dim": 129}, "private"),
     # Keys that are widened: fewer rows if they are short, or no whole vectors, or vectors have four numbers.
     ({"queries": 16, "k_type": "float16", **SUMS}, "unpacked"),
-    ({"queries": 12, "k_type": "float16", "depth": 32, **SUMS}, "unpacked"),
-    ({"queries": 13, "k_type": "float16", "depth": 32, **SUMS}, "private"),
-    ({"queries": 13, "k_type": "float16", "depth": 65, **SUMS}, "private"),
+    ({"queries": 12, "k_type": "float16", "head_dim": 32, **SUMS}, "unpacked"),
+    ({"queries": 13, "k_type": "float16", "head_dim": 32, **SUMS}, "private"),
+    ({"queries": 13, "k_type": "float16", "head_dim": 65, **SUMS}, "private"),
     ({"queries": 13, "k_type": "float16", **SSE, **SUMS}, "private"),
     # Integers are multiplied for any number of rows, but not by bf16x2.
     ({"queries": 64, "k_type": "int8", "packs_rounded": True}, "unpacked"),
     ({"queries": 64, "k_type": "int8"}, "private"),
     ({"queries": 17, "k_type": "int8", "packs_rounded": True, "bf16x2": True}, "private"),
-    ({"queries": 13, "k_type": "int8", "packs_rounded": True, "depth": 32}, "private"),
+    ({"queries": 13, "k_type": "int8", "packs_rounded": True, "head_dim": 32}, "private"),
     # float8: short rows are widened at once; as bf16x2 they take longer.
-    ({"k_type": "float8", "depth": 1024}, "unpacked"),
-    ({"k_type": "float8", "depth": 1025}, "private"),
+    ({"k_type": "float8", "head_dim": 1024}, "unpacked"),
+    ({"k_type": "float8", "head_dim": 1025}, "private"),
     ({"queries": 8, "k_type": "float8", "bf16x2": True}, "unpacked"),
     ({"queries": 9, "k_type": "float8", "bf16x2": True}, "private"),
     # Tiles of the processor pack sooner.
@@ -81,7 +81,7 @@ STRATEGIES = [
     ({"queries": 32, **AVX2}, "private"),
     ({"queries": 32, **SUMS}, "private"),
     ({"queries": 32, "k_type": "int8"}, "private"),
-    ({"queries": 32, "depth": 0}, "private"),
+    ({"queries": 32, "head_dim": 0}, "private"),
     ({"queries": 32, "bf16x2": True, "k_type": "bfloat16"}, "transposed"),
     ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "factor": -1.0}, "private"),
     ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "amx": True}, "private"),

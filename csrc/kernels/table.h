@@ -146,21 +146,21 @@ enum {
 };
 
 typedef struct {
-    ptrdiff_t rows, depth, out_depth; /* out_depth: a multiple of half a panel's columns */
-    const void *q;                    /* [rows][depth] */
-    ptrdiff_t q_step;                 /* lanes from row to row; `depth` where keys are unpacked */
-    const void *q_packed;             /* like keys, for transposed tiles; or by pack_queries */
-    void *out;                        /* [rows][out_depth]; columns that values lack are not defined */
-    void *ref_max, *sum, *row_max;    /* [rows]; row_max may be NULL */
-    void *exact_sum;                  /* [rows]; where a lane holds two numbers, or NULL */
-    void *logits;                     /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed
-                                       * [AM_FLASH_TILE][AM_FLASH_ROWS] */
-    double cap;                       /* 0: none */
-    double factor;                    /* logits are q kᵀ times it, but for bias and cap; 1 unless a lane of q
-                                       * and k holds two numbers */
-    bool float_weights;               /* for unpacked bfloat16 where a lane holds two numbers */
-    double q_factor;                  /* what step_unpacked multiplies products by, if it scales them */
-    double unit;                      /* of logits: e^logit is 2^(unit logit); 1, or log2 e */
+    ptrdiff_t rows, head_dim, out_dim; /* out_dim: a multiple of half a panel's columns */
+    const void *q;                     /* [rows][head_dim] */
+    ptrdiff_t q_step;                  /* lanes from row to row; `head_dim` where keys are unpacked */
+    const void *q_packed;              /* like keys, for transposed tiles; or by pack_queries */
+    void *out;                         /* [rows][out_dim]; columns that values lack are not defined */
+    void *ref_max, *sum, *row_max;     /* [rows]; row_max may be NULL */
+    void *exact_sum;                   /* [rows]; where a lane holds two numbers, or NULL */
+    void *logits;                      /* scratch of the kernel: [rows][AM_FLASH_TILE]; if transposed
+                                        * [AM_FLASH_TILE][AM_FLASH_ROWS] */
+    double cap;                        /* 0: none */
+    double factor;                     /* logits are q kᵀ times it, but for bias and cap; 1 unless a lane of q
+                                        * and k holds two numbers */
+    bool float_weights;                /* for unpacked bfloat16 where a lane holds two numbers */
+    double q_factor;                   /* what step_unpacked multiplies products by, if it scales them */
+    double unit;                       /* of logits: e^logit is 2^(unit logit); 1, or log2 e */
 } am_flash_rows;
 
 /* Whether kernels prefetch to the first-level cache, else to the second; the core sets it before any runs.
@@ -200,9 +200,9 @@ typedef struct {
                       * multiples of a lane */
     const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; step_unpacked reads none */
     /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
-     * packed, if all pairs are live, v_step is positive, and their depth is `out_depth`, and whole panels
+     * packed, if all pairs are live, v_step is positive, and their head_dim is `out_dim`, and whole panels
      * where a lane holds two numbers; else v_step is 0. */
-    ptrdiff_t k_step, v_step, value_depth;
+    ptrdiff_t k_step, v_step, value_dim;
     /* If unpacked, keys and values may lie in runs of `run` rows each, and not one behind the other; 0: they
      * do not. `run` is a power of two, at least 2, and AM_TRANSPOSED_KEYS if the tile is transposed. Values
      * that are unpacked alone may lie so, too. The first run begins at k or v, and the others are as far from
@@ -239,14 +239,14 @@ typedef struct {
     const void *const *runs; /* the first is `data` */
 } am_unpacked_rows;
 
-/* Packs up to AM_FLASH_TILE keys or values into panels: keys [panel of rows][depth][row], times a factor,
+/* Packs up to AM_FLASH_TILE keys or values into panels: keys [panel of rows][head_dim][row], times a factor,
  * which is 1 where a lane holds two numbers, values [panel of columns][AM_FLASH_TILE][column]. Each row is
  * multiplied by its scale; `scales` are AM_FLASH_TILE numbers of the arithmetic type, or NULL for 1, as where
  * a lane holds two numbers. Missing columns are zero, and so are missing rows up to whole panels; those
  * behind are not written. Returns whether all values are finite. */
-typedef void am_flash_pack_keys(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t depth,
+typedef void am_flash_pack_keys(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
                                 double factor, const void *scales);
-typedef bool am_flash_pack_values(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t depth,
+typedef bool am_flash_pack_values(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
                                   const void *scales);
 
 /* Reads up to AM_FLASH_TILE numbers of the bias as AM_FLASH_TILE of the arithmetic type; returned bits tell
@@ -259,8 +259,8 @@ typedef void am_flash_write(void *dst, const void *src, double factor, ptrdiff_t
 /* Packs rows of queries, q_step apart, as step_unpacked reads them; each row has am_packed_query_lanes
  * lanes. */
 typedef void am_flash_pack_queries(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows,
-                                   ptrdiff_t depth);
-static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t depth) { return (depth + 31) / 32 * 32 + 16; }
+                                   ptrdiff_t head_dim);
+static inline ptrdiff_t am_packed_query_lanes(ptrdiff_t head_dim) { return (head_dim + 31) / 32 * 32 + 16; }
 
 /* Reads keys and values of one element type in memory. */
 typedef struct {
@@ -287,8 +287,8 @@ typedef struct {
  *
  * where dropout clears entries of P in the second line, and of dP. Logits and base are in units as above. */
 typedef struct {
-    ptrdiff_t rows, depth, value_depth;
-    ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond the depth */
+    ptrdiff_t rows, head_dim, value_dim;
+    ptrdiff_t step, value_step; /* of rows, elements; whole panels, which are zero beyond head_dim */
     const void *q, *d_out; /* [rows][step], [rows][value_step]; or where a lane holds two, [rows][lanes] */
     const void *q_rows, *d_out_rows; /* the same, or where a lane holds two packed like values */
     bool q_finite, d_out_finite;
@@ -321,12 +321,12 @@ typedef void am_flash_find_row_max(const am_backward_rows *block, const am_backw
 /* Load, add or multiply rows whose steps may differ. Loaded rows are zero up to whole panels; returns whether
  * all numbers are finite. */
 typedef bool am_load_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                          ptrdiff_t depth);
+                          ptrdiff_t head_dim);
 typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                         ptrdiff_t depth);
+                         ptrdiff_t head_dim);
 /* The scalar product of each row; 0 where all of b is 0, whatever is in a. */
 typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
-                         ptrdiff_t rows, ptrdiff_t depth);
+                         ptrdiff_t rows, ptrdiff_t head_dim);
 
 /* Attention in one arithmetic. */
 typedef struct {
@@ -372,10 +372,10 @@ typedef struct {
     am_keep_bits *keep_bits;
     am_flash_kernels flash_f32, flash_f64;
     /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
-     * depth of what pack_keys packs and of the rows that are multiplied with it (`depth` of am_flash_rows
-     * counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values packs. Keys and
-     * values of eight bits are so when they are packed; unpacked their numbers are counted, and queries are
-     * packed for them. */
+     * channels of what pack_keys packs and of the rows that are multiplied with it (`head_dim` of
+     * am_flash_rows counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values
+     * packs. Keys and values of eight bits are so when they are packed; unpacked their numbers are counted,
+     * and queries are packed for them. */
     am_flash_kernels flash_bf16x2;
 } am_kernels;
 

@@ -243,8 +243,8 @@ static am_attn flash_of(arguments *a)
         .kv_heads = a->k.shape[2],
         .queries = mask->queries,
         .keys = mask->keys,
-        .depth = a->q.shape[3],
-        .value_depth = a->v.shape[3],
+        .head_dim = a->q.shape[3],
+        .value_dim = a->v.shape[3],
         .q = a->q.tokens,
         .k = a->k.tokens,
         .v = a->v.tokens,
@@ -391,10 +391,10 @@ static bool usual_tokens(PyObject *object, PyArrayObject **array)
     return PyArray_NDIM(*array) == 4 && PyArray_ISBEHAVED_RO(*array);
 }
 
-bool am_usual_scale(PyObject *object, npy_intp depth, double *scale)
+bool am_usual_scale(PyObject *object, npy_intp head_dim, double *scale)
 {
     *scale = object != Py_None ? PyFloat_CheckExact(object) ? PyFloat_AS_DOUBLE(object) : INFINITY
-             : depth > 0       ? 1 / sqrt((double)depth)
+             : head_dim > 0    ? 1 / sqrt((double)head_dim)
                                : 1;
     return fabs(*scale) < 1e30;
 }

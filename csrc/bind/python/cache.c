@@ -550,8 +550,8 @@ static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
         .kv_heads = shape_of(a, K_CACHE)[2],
         .queries = q[0],
         .keys = a->mask.mask.keys,
-        .depth = q[2],
-        .value_depth = shape_of(a, V_CACHE)[3],
+        .head_dim = q[2],
+        .value_dim = shape_of(a, V_CACHE)[3],
         .q = am_tokens_of(a->arrays[QUERY]),
         .k = am_tokens_of(a->arrays[K_CACHE]),
         .v = am_tokens_of(a->arrays[V_CACHE]),
@@ -585,7 +585,7 @@ static am_status append(arguments *a, const am_context *context)
             .cache = am_tokens_of(a->arrays[K_CACHE + side]),
             .rows = am_tokens_of(a->arrays[KEY + side]),
             .kv_heads = shape_of(a, K_CACHE + side)[2],
-            .depth = shape_of(a, K_CACHE + side)[3],
+            .head_dim = shape_of(a, K_CACHE + side)[3],
             .pages = a->pages,
             .begins = a->cache.before,
             .starts = a->cache.q_starts,
@@ -719,8 +719,9 @@ static PyObject *call(PyObject *module, const char *function, PyObject *const *a
         goto fail;
     }
     const npy_intp *q = token_shape(&a, QUERY), *whole = shape_of(&a, QUERY),
-                   depth = shape_of(&a, V_CACHE)[3];
-    npy_intp const shape[4] = {whole[0], is_packed(&a) ? q[1] : q[0], is_packed(&a) ? depth : q[1], depth};
+                   head_dim = shape_of(&a, V_CACHE)[3];
+    npy_intp const shape[4] = {whole[0], is_packed(&a) ? q[1] : q[0], is_packed(&a) ? head_dim : q[1],
+                               head_dim};
     if (place_tokens(&a) < 0 || read_whole_mask(&a) < 0 || read_pages(&a) < 0 ||
         check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0))
         goto fail;

@@ -42,10 +42,10 @@ static bool look_at_next(problem *p, am_xla_view *v)
 }
 
 static bool has_shape(const am_xla_view *v, ptrdiff_t batch, ptrdiff_t tokens, ptrdiff_t heads,
-                      ptrdiff_t depth)
+                      ptrdiff_t head_dim)
 {
     return v->axes == 4 && v->shape[0] == batch && v->shape[1] == tokens && v->shape[2] == heads &&
-           v->shape[3] == depth;
+           v->shape[3] == head_dim;
 }
 
 static bool read_tokens(problem *p)
@@ -233,7 +233,7 @@ static bool read_attention(problem *p)
     attn->k = am_xla_tokens(p->caches), attn->v = am_xla_tokens(p->caches + 1);
     c->mask.batch = attn->batch = p->query.shape[0], c->mask.queries = attn->queries = p->query.shape[1];
     c->mask.heads = attn->heads = p->query.shape[2], attn->kv_heads = p->caches[0].shape[2];
-    attn->depth = p->query.shape[3], attn->value_depth = p->caches[1].shape[3];
+    attn->head_dim = p->query.shape[3], attn->value_dim = p->caches[1].shape[3];
     attn->pages = p->pages, attn->k_scales = p->scales[0], attn->v_scales = p->scales[1];
     attn->normalize = true;
     if (has(p, SINKS) && !am_xla_read_sinks(c, am_xla_argument(c, p->next_argument))) return false;
@@ -273,7 +273,7 @@ static bool read_results(problem *p)
 {
     am_attn *attn = &p->c->attn;
     am_xla_view out = p->query, lse = {.axes = 3, .shape = {attn->batch, attn->heads, attn->queries, 1}};
-    out.shape[3] = attn->value_depth;
+    out.shape[3] = attn->value_dim;
     if (!look_at_result(p, &out)) return false;
     attn->out = am_xla_tokens(&out);
     lse.type = out.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
@@ -298,7 +298,7 @@ static am_status append(const problem *p, int side)
         .cache = side ? attn->v : attn->k,
         .rows = am_xla_tokens(p->rows + side),
         .kv_heads = attn->kv_heads,
-        .depth = side ? attn->value_depth : attn->depth,
+        .head_dim = side ? attn->value_dim : attn->head_dim,
         .pages = p->pages,
         .begins = p->cache.before,
         .starts = p->cache.q_starts,

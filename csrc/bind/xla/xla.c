@@ -94,7 +94,7 @@ static bool read_tokens(am_xla_call *c)
     if (!fits) return am_xla_fail(c, "query, key and value have shapes that do not fit");
     c->mask.heads = attn->heads = q.shape[2], attn->kv_heads = k.shape[2], attn->batch = c->mask.batch;
     c->mask.queries = attn->queries = q.shape[1], c->mask.keys = attn->keys = k.shape[1];
-    attn->depth = q.shape[3], attn->value_depth = v.shape[3];
+    attn->head_dim = q.shape[3], attn->value_dim = v.shape[3];
     attn->q = am_xla_tokens(&q), attn->k = am_xla_tokens(&k), attn->v = am_xla_tokens(&v);
     return true;
 }
@@ -326,7 +326,7 @@ static bool forward(am_xla_call *c)
     am_attn *attn = &c->attn;
     am_xla_view lse;
     if (!read_attention(c, 0)) return false;
-    const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_depth};
+    const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim};
     if (!look_at_result(c, am_xla_result(c, 0), "out", shape, &attn->out)) return false;
     if (c->frame->results.count > 1) {
         if (!look_at_rows(c, am_xla_result(c, 1), "lse", &lse)) return false;
@@ -383,10 +383,10 @@ static bool backward(am_xla_call *c)
     if (c->frame->results.count != 3 + want_bias + want_sinks + want_table)
         return am_xla_fail(c, "there are too few results");
     const int64_t own = c->first_array + c->arrays;
-    const ptrdiff_t out[4] = {attn->batch, attn->queries, attn->heads, attn->value_depth},
-                    q[4] = {attn->batch, attn->queries, attn->heads, attn->depth},
-                    k[4] = {attn->batch, attn->keys, attn->kv_heads, attn->depth},
-                    v[4] = {attn->batch, attn->keys, attn->kv_heads, attn->value_depth};
+    const ptrdiff_t out[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim},
+                    q[4] = {attn->batch, attn->queries, attn->heads, attn->head_dim},
+                    k[4] = {attn->batch, attn->keys, attn->kv_heads, attn->head_dim},
+                    v[4] = {attn->batch, attn->keys, attn->kv_heads, attn->value_dim};
     am_attn_gradients problem = {.forward = *attn};
     if (!look_at_tokens(c, am_xla_argument(c, own), "dout", out, &problem.d_out) ||
         !look_at_kept(c, am_xla_argument(c, own + 1), out, &problem.forward.out) ||

@@ -55,7 +55,7 @@ typedef struct {
  *
  * Not normalized, out = Σ e^(logit - rowmax) v. A row without live pairs is zero. */
 typedef struct {
-    ptrdiff_t batch, heads, kv_heads, queries, keys, depth, value_depth;
+    ptrdiff_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
     am_tokens q, k, v, out; /* k and v of one type, q and out of another or the same */
     am_tokens wide_out;     /* takes out in the type of the arithmetic as well; data NULL: not wanted */
     am_pages pages;         /* then the batch rows of k and v are pages; not for gradients */

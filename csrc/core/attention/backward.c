@@ -45,7 +45,7 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
                           .d_q = problem->d_q};
     am_status status = am_backward_plan_make(&p, by_mask);
     ptrdiff_t rows = f->batch * f->heads * f->queries, size = p.base.size,
-              d_q_bytes = am_product(rows, f->depth, size),
+              d_q_bytes = am_product(rows, f->head_dim, size),
               stats_bytes = am_product(am_ceil_div(rows, AM_LINE / size), AM_LINE, AM_ROW_STATS);
     char *own_d_q = NULL;
     am_backward_workspace unused;
@@ -63,9 +63,9 @@ static am_status compute_gradients(const am_context *context, const am_attn_grad
         p.d_q = (am_tokens){
             .data = own_d_q,
             .type = p.base.type,
-            .batch = f->heads * f->queries * f->depth * size,
-            .head = f->queries * f->depth * size,
-            .token = f->depth * size,
+            .batch = f->heads * f->queries * f->head_dim * size,
+            .head = f->queries * f->head_dim * size,
+            .token = f->head_dim * size,
             .element = size,
         };
     }
@@ -107,7 +107,7 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
 {
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
-    if (f->depth == 0 && f->value_depth == 0 && !problem->d_bias && !problem->d_sinks && !problem->d_table)
+    if (f->head_dim == 0 && f->value_dim == 0 && !problem->d_bias && !problem->d_sinks && !problem->d_table)
         return AM_OK;
     if (!problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1)
         return compute_gradients(context, problem, true);

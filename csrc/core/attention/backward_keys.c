@@ -7,14 +7,14 @@
 
 static void write_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
                          ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, const char *from, ptrdiff_t step,
-                         ptrdiff_t depth)
+                         ptrdiff_t head_dim)
 {
     for (ptrdiff_t r = 0; r < rows; r++, from += step * p->base.size) {
         char *to = (char *)am_token(t, at->b, head, token + r);
         if (t->type == p->base.type)
-            memcpy(to, from, (size_t)(depth * p->base.size));
+            memcpy(to, from, (size_t)(head_dim * p->base.size));
         else
-            am_converter(p->base.type, t->type)(p->base.all_kernels, to, from, depth);
+            am_converter(p->base.type, t->type)(p->base.all_kernels, to, from, head_dim);
     }
 }
 
@@ -26,11 +26,11 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
     am_status status = am_await(team, &state->serving, sum);
     if (status != AM_OK) return status;
     if (sum == state->first) {
-        write_tokens(p, &p->d_q, at, at->head, at->q, at->rows, d_q, p->step, p->base.attn->depth);
+        write_tokens(p, &p->d_q, at, at->head, at->q, at->rows, d_q, p->step, p->base.attn->head_dim);
     } else if (d_q) {
         char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
         p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
-                                  p->base.attn->depth);
+                                  p->base.attn->head_dim);
     }
     atomic_store_explicit(&state->serving, sum + 1, memory_order_release);
     return AM_OK;
@@ -49,8 +49,8 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
 {
     if (s->tiles[i].packed) return;
     const am_attn *f = p->base.attn;
-    const am_kv_rows k = am_kv_rows_of(&f->k, at, keys, f->depth),
-                     v = am_kv_rows_of(&f->v, at, keys, f->value_depth);
+    const am_kv_rows k = am_kv_rows_of(&f->k, at, keys, f->head_dim),
+                     v = am_kv_rows_of(&f->v, at, keys, f->value_dim);
     am_pack_keys(&p->base, k, s->row, s->k_columns + i * p->k_columns_bytes, 1);
     const bool finite = am_pack_values(&p->base, k, s->row, s->k + i * p->k_panels_bytes);
     am_pack_keys(&p->base, v, s->row, s->v_columns + i * p->v_columns_bytes, 1);
@@ -78,12 +78,13 @@ static void choose_prefetch(const am_backward_plan *p, const am_attn_place *at, 
         return;
     const am_range keys = {am_range_at(&p->sections.tiles, tiles.begin).begin,
                            am_range_at(&p->sections.tiles, tiles.end - 1).end};
-    tile->prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->depth);
+    tile->prefetch[AM_PREFETCH_Q] =
+        am_prefetch_tokens(&f->q, at->b, at->head, 1, at->q, at->rows, f->head_dim);
     tile->prefetch[AM_PREFETCH_OUT] =
-        am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_depth);
+        am_prefetch_tokens(d_out, at->b, at->head, 1, at->q, at->rows, f->value_dim);
     tile->prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(&p->base, at, keys);
     tile->prefetch[AM_PREFETCH_D_Q] =
-        am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->depth);
+        am_prefetch_tokens(&p->d_q, at->b, at->head, 1, at->q, at->rows, f->head_dim);
 }
 
 /* A block on its way over the tiles of a task. */
@@ -174,12 +175,12 @@ static am_status write_zeros(const am_backward_plan *p, const am_attn_place *at,
 {
     enum { PIECE = 1 << 12 }; /* keys between two checkpoints */
     const am_tokens *const results[] = {&p->problem->d_k, &p->problem->d_v};
-    const ptrdiff_t depths[] = {p->base.attn->depth, p->base.attn->value_depth};
+    const ptrdiff_t head_dims[] = {p->base.attn->head_dim, p->base.attn->value_dim};
     am_status status = AM_OK;
     for (ptrdiff_t k = keys.begin; status == AM_OK && k < keys.end; k++) {
         for (int i = 0; i < 2; i++)
             memset((char *)am_token(results[i], at->b, at->kv_head, k), 0,
-                   (size_t)depths[i] * am_size_of(results[i]->type));
+                   (size_t)head_dims[i] * am_size_of(results[i]->type));
         if (k % PIECE == 0) status = am_checkpoint(team);
     }
     return status;
@@ -197,9 +198,9 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
         if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
         write_tokens(p, &p->problem->d_k, at, at->kv_head, keys.begin, am_length(keys),
-                     s->d_k + i * p->k_bytes, p->step, f->depth);
+                     s->d_k + i * p->k_bytes, p->step, f->head_dim);
         write_tokens(p, &p->problem->d_v, at, at->kv_head, keys.begin, am_length(keys),
-                     s->d_v + i * p->v_bytes, p->value_step, f->value_depth);
+                     s->d_v + i * p->v_bytes, p->value_step, f->value_dim);
         behind = keys.end;
     }
     return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
@@ -245,6 +246,6 @@ am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team)
     const am_backward_plan *p = arg;
     const am_attn_place at = am_backward_block(p, index);
     write_tokens(p, &p->problem->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
-                 p->d_q.token / p->base.size, p->base.attn->depth);
+                 p->d_q.token / p->base.size, p->base.attn->head_dim);
     return am_checkpoint(team);
 }

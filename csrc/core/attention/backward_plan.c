@@ -32,7 +32,7 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     s->d_bias_scratch = am_take(memory, &used, am_bias_scratch_bytes(&p->bias));
     s->table = am_table_sums_take(&p->table, memory, &used);
     s->row = s->terms.row =
-        am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->depth, f->value_depth), TILE)));
+        am_take(memory, &used, 2 * am_row_scratch(TILE, am_max(am_max(f->head_dim, f->value_dim), TILE)));
     s->k_columns = am_take(memory, &used, n * p->k_columns_bytes);
     s->v_columns = am_take(memory, &used, n * p->v_columns_bytes);
     s->k = am_take(memory, &used, n * p->k_panels_bytes);
@@ -70,14 +70,14 @@ static ptrdiff_t choose(am_backward_plan *p)
     const am_attn *f = p->base.attn;
     if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
     const ptrdiff_t panel = p->base.kernels->panel, size = p->base.size,
-                    depth = am_ceil_div(f->depth, panel) * panel;
-    p->step = step_of(p, depth);
-    p->value_step = step_of(p, am_ceil_div(f->value_depth, panel) * panel);
+                    head_dim = am_ceil_div(f->head_dim, panel) * panel;
+    p->step = step_of(p, head_dim);
+    p->value_step = step_of(p, am_ceil_div(f->value_dim, panel) * panel);
     p->k_bytes = TILE * p->step * size;
     p->v_bytes = TILE * p->value_step * size;
-    p->k_columns_bytes = TILE * am_lanes(&p->base, f->depth) * size;
-    p->v_columns_bytes = TILE * am_lanes(&p->base, f->value_depth) * size;
-    p->k_panels_bytes = TILE * depth * size / (p->base.bf16x2 ? 2 : 1);
+    p->k_columns_bytes = TILE * am_lanes(&p->base, f->head_dim) * size;
+    p->v_columns_bytes = TILE * am_lanes(&p->base, f->value_dim) * size;
+    p->k_panels_bytes = TILE * head_dim * size / (p->base.bf16x2 ? 2 : 1);
     const ptrdiff_t bytes =
         p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
     ptrdiff_t seen = 0, tiles = 0;

@@ -14,27 +14,27 @@ enum {
 };
 
 static const char *read_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                               ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, ptrdiff_t depth,
+                               ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, ptrdiff_t head_dim,
                                char *scratch, ptrdiff_t *step)
 {
     return am_read_rows(&p->base, scratch, am_token(t, at->b, head, token), t->token, t->element, t->type,
-                        rows, depth, step);
+                        rows, head_dim, step);
 }
 
 /* Loads rows of a block, and returns whether they are finite. `bf16x2_to`: for the same rows, packed as
  * bf16x2. */
 static bool load_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                        ptrdiff_t depth, char *scratch, char *to, ptrdiff_t to_step, char *bf16x2_to)
+                        ptrdiff_t head_dim, char *scratch, char *to, ptrdiff_t to_step, char *bf16x2_to)
 {
     ptrdiff_t step;
     if (p->base.bf16x2) {
         am_copy_pairs(to, am_token(t, at->b, at->head, at->q), (ptrdiff_t)am_size_of(t->type), t->token,
-                      t->element, at->rows, depth);
-        const am_unpacked_rows rows = {.data = to, .step = 2 * am_lanes(&p->base, depth)};
-        return am_kv_own(&p->base)->pack_values(bf16x2_to, &rows, at->rows, depth, NULL);
+                      t->element, at->rows, head_dim);
+        const am_unpacked_rows rows = {.data = to, .step = 2 * am_lanes(&p->base, head_dim)};
+        return am_kv_own(&p->base)->pack_values(bf16x2_to, &rows, at->rows, head_dim, NULL);
     }
-    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, depth, scratch, &step);
-    return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, depth);
+    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, head_dim, scratch, &step);
+    return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, head_dim);
 }
 
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
@@ -43,8 +43,8 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
     const am_attn *f = p->base.attn;
     am_backward_rows block = {
         .rows = at->rows,
-        .depth = f->depth,
-        .value_depth = f->value_depth,
+        .head_dim = f->head_dim,
+        .value_dim = f->value_dim,
         .step = p->step,
         .value_step = p->value_step,
         .q = s->q,
@@ -64,9 +64,9 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .unit = p->base.unit,
         .kept_factor = 1 / (1 - f->dropout),
     };
-    block.q_finite = load_tokens(p, &f->q, at, f->depth, s->row, s->q, p->step, s->q_rows);
-    block.d_out_finite = load_tokens(p, &p->problem->d_out, at, f->value_depth, s->row, s->d_out,
-                                     p->value_step, s->d_out_rows);
+    block.q_finite = load_tokens(p, &f->q, at, f->head_dim, s->row, s->q, p->step, s->q_rows);
+    block.d_out_finite =
+        load_tokens(p, &p->problem->d_out, at, f->value_dim, s->row, s->d_out, p->value_step, s->d_out_rows);
     return block;
 }
 
@@ -110,7 +110,7 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         const am_range keys = am_range_at(&p->sections.tiles, i);
         am_backward_tile tile = {.k_columns = s->k_columns};
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
-        am_pack_keys(&p->base, am_kv_rows_of(&f->k, at, keys, f->depth), s->row, s->k_columns, 1);
+        am_pack_keys(&p->base, am_kv_rows_of(&f->k, at, keys, f->head_dim), s->row, s->k_columns, 1);
         p->base.kernels->find_row_max(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -131,13 +131,13 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
 {
     const am_attn *f = p->base.attn;
     ptrdiff_t step, d_step;
-    char *other = s->row + am_row_scratch(TILE, am_max(f->depth, f->value_depth)),
+    char *other = s->row + am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)),
          *base = am_row_stats_of(p, at, AM_ROW_BASE), *rest = am_row_stats_of(p, at, AM_ROW_REST),
          *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
-    const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_depth, s->row, &step);
+    const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_dim, s->row, &step);
     const char *d_out =
-        read_tokens(p, &p->problem->d_out, at, at->head, at->q, at->rows, f->value_depth, other, &d_step);
-    p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_depth);
+        read_tokens(p, &p->problem->d_out, at, at->head, at->q, at->rows, f->value_dim, other, &d_step);
+    p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_dim);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;
@@ -185,7 +185,7 @@ am_status am_row_stats_task(void *arg, ptrdiff_t index, am_team *team)
         const ptrdiff_t unseen = state->first > state->last ? at->rows : 0; /* rows that no task writes */
         for (ptrdiff_t r = 0; r < unseen; r++)
             memset((char *)am_token(&p->d_q, at->b, at->head, at->q + r), 0,
-                   (size_t)(f->depth * p->base.size));
+                   (size_t)(f->head_dim * p->base.size));
     }
     am_workspace_release(&p->workspaces, memory);
     return status == AM_OK ? am_checkpoint(team) : status;

@@ -39,7 +39,7 @@ am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
     const am_kernels *k = context->kernels;
     const am_kv_kernels *pairs = &k->flash_bf16x2.kv[attn->k.type];
     const bool wide = attn->q.type == AM_FLOAT64, bf16x2 = attn->q.type == AM_BFLOAT16 && pairs->pack_keys &&
-                                                           !am_rounds_too_much(pairs, attn->depth);
+                                                           !am_rounds_too_much(pairs, attn->head_dim);
     const am_flash_kernels *kernels = wide ? &k->flash_f64 : bf16x2 ? &k->flash_bf16x2 : &k->flash_f32;
     return (am_attn_base){
         .attn = attn,

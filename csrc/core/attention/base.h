@@ -19,7 +19,7 @@ static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453
 static const ptrdiff_t AM_MOST_DEPTH = PTRDIFF_MAX >> 23;
 static inline bool am_is_too_deep(const am_attn *f)
 {
-    return am_max(f->depth, f->value_depth) > AM_MOST_DEPTH;
+    return am_max(f->head_dim, f->value_dim) > AM_MOST_DEPTH;
 }
 
 typedef struct {
@@ -76,9 +76,9 @@ static inline ptrdiff_t am_query_of(const am_attn_place *at, ptrdiff_t row)
 }
 
 /* The lanes that hold so many numbers of a query or key. */
-static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t depth)
+static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t head_dim)
 {
-    return base->bf16x2 ? am_ceil_div(depth, 2) : depth;
+    return base->bf16x2 ? am_ceil_div(head_dim, 2) : head_dim;
 }
 
 /* Whether keys and values are bf16x2 where they lie, too: those of eight bits become so as they are packed.
@@ -146,9 +146,9 @@ static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
 
 /* Whether kernels round queries too much: the more channels, the fewer digits a sum of int32 has room for,
  * and from 2^16 channels on they are fewer than those of bfloat16. */
-static inline bool am_rounds_too_much(const am_kv_kernels *kv, ptrdiff_t depth)
+static inline bool am_rounds_too_much(const am_kv_kernels *kv, ptrdiff_t head_dim)
 {
-    return kv->rounds_queries && depth >= 1 << 16;
+    return kv->rounds_queries && head_dim >= 1 << 16;
 }
 
 /* Packs queries for keys as they lie in memory; NULL: queries are read as they are. */
@@ -156,8 +156,8 @@ static inline am_flash_pack_queries *am_query_packer(const am_attn_base *base)
 {
     const am_kv_kernels *kv = base->kv;
     const bool narrow = base->attn->q.type == AM_FLOAT16 || base->attn->q.type == AM_BFLOAT16;
-    return !kv->rounds_queries || (narrow && !am_rounds_too_much(kv, base->attn->depth)) ? kv->pack_queries
-                                                                                         : NULL;
+    return !kv->rounds_queries || (narrow && !am_rounds_too_much(kv, base->attn->head_dim)) ? kv->pack_queries
+                                                                                            : NULL;
 }
 
 /* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */

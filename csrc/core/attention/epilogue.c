@@ -14,7 +14,7 @@ void am_clear_rows(const am_attn_base *base, const am_flash_rows *block)
         am_set_number(base, block->sum, r, 0);
         if (block->exact_sum) am_set_number(base, block->exact_sum, r, 0);
     }
-    memset(block->out, 0, (size_t)(block->rows * block->out_depth * base->size));
+    memset(block->out, 0, (size_t)(block->rows * block->out_dim * base->size));
 }
 
 /* Writes the lse of one row, and returns the factor that makes its result of its accumulator. Sinks enter
@@ -54,20 +54,19 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
     am_flash_write *write = base->kernels->numbers[out->type].write;
     const char *row = block->out;
     if (f->v_scales.by_channel)
-        am_scale_channels(&f->v_scales, at->kv_head, block->out, block->rows, f->value_depth,
-                          block->out_depth);
+        am_scale_channels(&f->v_scales, at->kv_head, block->out, block->rows, f->value_dim, block->out_dim);
     for (ptrdiff_t h = 0, r = 0; h < at->heads; h++) {
         const ptrdiff_t head = at->head + h;
         char *dst = (char *)am_token(out, at->b, head, at->q);
         ptrdiff_t lse_index = (at->b * f->heads + head) * f->queries + at->q;
         for (ptrdiff_t q = 0; q < at->queries; q++, r++, dst += out->token, lse_index++) {
             const double factor = end_row(base, sinks ? &sinks[head] : NULL, block, r, lse_index);
-            write(direct ? dst : scratch, row, factor, f->value_depth);
+            write(direct ? dst : scratch, row, factor, f->value_dim);
             if (f->wide_out.data)
                 base->kernels->numbers[base->type].write(
-                    (char *)am_token(&f->wide_out, at->b, head, at->q + q), row, factor, f->value_depth);
-            if (!direct) am_copy_2d(dst, 0, out->element, scratch, 0, size, 1, f->value_depth, (size_t)size);
-            row += block->out_depth * base->size;
+                    (char *)am_token(&f->wide_out, at->b, head, at->q + q), row, factor, f->value_dim);
+            if (!direct) am_copy_2d(dst, 0, out->element, scratch, 0, size, 1, f->value_dim, (size_t)size);
+            row += block->out_dim * base->size;
         }
     }
 }

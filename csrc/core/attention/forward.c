@@ -55,13 +55,13 @@ static bool packs_queries(const forward *f, const am_scheduled *g)
 /* The lanes of a row of queries before they are packed. */
 static ptrdiff_t query_lanes(const forward *f, const am_scheduled *g)
 {
-    return packs_queries(f, g) ? f->base.attn->depth : f->schedule.lanes;
+    return packs_queries(f, g) ? f->base.attn->head_dim : f->schedule.lanes;
 }
 
 /* The bytes of a row of queries that it packs. */
 static ptrdiff_t packed_query_bytes(const am_attn_base *base)
 {
-    return am_query_packer(base) ? am_packed_query_lanes(base->attn->depth) * (ptrdiff_t)sizeof(float) : 0;
+    return am_query_packer(base) ? am_packed_query_lanes(base->attn->head_dim) * (ptrdiff_t)sizeof(float) : 0;
 }
 
 /* Lays out the workspace of one thread from `memory` on, which may be NULL; returns its length. */
@@ -71,7 +71,7 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
     const ptrdiff_t size = f->base.size, word = sizeof(uint64_t), tile = AM_FLASH_ROWS * TILE * size;
     const am_attn *attn = f->base.attn;
     ptrdiff_t used = 0;
-    w->q = am_take(memory, &used, s->item_rows * attn->depth * size);
+    w->q = am_take(memory, &used, s->item_rows * attn->head_dim * size);
     w->q_packed = am_take(
         memory, &used, am_max(s->packed_queries * s->k_bytes, s->item_rows * packed_query_bytes(&f->base)));
     w->logits = am_take(memory, &used, tile);
@@ -89,7 +89,7 @@ static ptrdiff_t lay_out(const forward *f, char *memory, workspace *w)
 static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_rows *rows, char *memory)
 {
     const ptrdiff_t stat_bytes = g->shape.rows * f->base.size;
-    char *stats = memory + f->schedule.out_depth * stat_bytes;
+    char *stats = memory + f->schedule.out_dim * stat_bytes;
     rows->out = memory;
     rows->ref_max = stats, rows->sum = stats + stat_bytes;
     rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
@@ -101,8 +101,8 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
 {
     am_flash_rows rows = {
         .rows = count,
-        .depth = query_lanes(f, g),
-        .out_depth = f->schedule.out_depth,
+        .head_dim = query_lanes(f, g),
+        .out_dim = f->schedule.out_dim,
         .cap = f->base.attn->cap,
         .factor = f->base.bf16x2 && !packs_queries(f, g) ? f->schedule.factor : 1,
         .q_factor = f->schedule.factor,
@@ -158,19 +158,19 @@ static void load_pairs(const am_attn_base *base, const item *it, const char *src
 {
     const am_tokens *q = &base->attn->q;
     const am_kv_scales *scales = &base->attn->k_scales;
-    const ptrdiff_t depth = base->attn->depth, count = it->at.queries,
-                    row_bytes = am_lanes(base, depth) * base->size;
+    const ptrdiff_t head_dim = base->attn->head_dim, count = it->at.queries,
+                    row_bytes = am_lanes(base, head_dim) * base->size;
     if (!scales->by_channel) {
-        am_copy_pairs(to, src, (ptrdiff_t)am_size_of(q->type), q->token, q->element, count, depth);
+        am_copy_pairs(to, src, (ptrdiff_t)am_size_of(q->type), q->token, q->element, count, head_dim);
         return;
     }
     ptrdiff_t step;
     float *rows =
-        (float *)am_read_rows(base, scratch, src, q->token, q->element, q->type, count, depth, &step);
-    am_scale_channels(scales, it->at.kv_head, rows, count, depth, step);
-    if (depth % 2) memset(to, 0, (size_t)(count * row_bytes));
+        (float *)am_read_rows(base, scratch, src, q->token, q->element, q->type, count, head_dim, &step);
+    am_scale_channels(scales, it->at.kv_head, rows, count, head_dim, step);
+    if (head_dim % 2) memset(to, 0, (size_t)(count * row_bytes));
     for (ptrdiff_t r = 0; r < count; r++)
-        base->kernels->numbers[q->type].write(to + r * row_bytes, rows + r * step, 1, depth);
+        base->kernels->numbers[q->type].write(to + r * row_bytes, rows + r * step, 1, head_dim);
 }
 
 /* Copies the queries of a block, scaled and packed as its strategy wants them. */
@@ -178,7 +178,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
 {
     const am_attn_base *base = &f->base;
     const am_tokens *q = &base->attn->q;
-    const ptrdiff_t depth = base->attn->depth, row_bytes = query_lanes(f, g) * base->size;
+    const ptrdiff_t head_dim = base->attn->head_dim, row_bytes = query_lanes(f, g) * base->size;
     const bool packs = packs_queries(f, g), pairs = base->bf16x2 && !packs,
                scaled = g->shape.scales_keys || (packs && base->kv->scales_products);
     const double factor = scaled ? 1 : f->schedule.factor;
@@ -191,14 +191,16 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
             continue;
         }
         ptrdiff_t step;
-        src = am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, depth, &step);
+        src =
+            am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, head_dim, &step);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
-            base->kernels->numbers[base->type].write(to, src, factor, depth);
+            base->kernels->numbers[base->type].write(to, src, factor, head_dim);
     }
     if (base->attn->k_scales.by_channel && !pairs)
-        am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, depth, depth);
+        am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, head_dim,
+                          head_dim);
     if (packs) {
-        am_query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, depth);
+        am_query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
     } else if (it->q_packed) {
         const am_unpacked_rows rows = {.data = it->rows.q, .step = it->rows.q_step};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
@@ -281,12 +283,12 @@ static void choose_prefetch(const forward *f, const position *here, const positi
     const ptrdiff_t q_begin = then->queries * part / parts, q_end = then->queries * (part + 1) / parts,
                     begin = at->queries * part / parts, end = at->queries * (part + 1) / parts;
     prefetch[AM_PREFETCH_Q] = am_prefetch_tokens(&attn->q, then->b, then->head, heads, then->q + q_begin,
-                                                 q_end - q_begin, attn->depth);
+                                                 q_end - q_begin, attn->head_dim);
     prefetch[AM_PREFETCH_OUT] =
-        am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_depth);
+        am_prefetch_tokens(&attn->out, at->b, at->head, heads, at->q + begin, end - begin, attn->value_dim);
     if (attn->wide_out.data) /* in the place of d_q, which there is none of */
         prefetch[AM_PREFETCH_D_Q] = am_prefetch_tokens(&attn->wide_out, at->b, at->head, heads, at->q + begin,
-                                                       end - begin, attn->value_depth);
+                                                       end - begin, attn->value_dim);
 }
 
 /* Whether the same pairs of two items' rows are live in each tile, and no terms are added to them. */
@@ -485,7 +487,7 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     assert(am_is_floating(attn->k.type) == !attn->k_scales.data);
     assert(am_is_floating(attn->v.type) == !attn->v_scales.data);
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
-    if (attn->value_depth == 0 && !attn->lse) return AM_OK;
+    if (attn->value_dim == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;
     forward f = {.base = am_attn_base_of(context, attn)};
     workspace unused;

@@ -69,11 +69,11 @@ static void convert_row(const append_job *job, char *to, const char *from)
 {
     const am_kv_append *a = job->append;
     am_convert_row *direct = am_converter(a->rows.type, a->cache.type);
-    for (ptrdiff_t i = 0, count; i < a->depth;
+    for (ptrdiff_t i = 0, count; i < a->head_dim;
          i += count, from += count * a->rows.element, to += count * a->cache.element) {
         uint64_t piece[PIECE], converted[PIECE];
         float middle[PIECE];
-        count = am_min(PIECE, a->depth - i);
+        count = am_min(PIECE, a->head_dim - i);
         const void *numbers = read_piece(a, piece, from, count);
         if (a->rows.type != a->cache.type) {
             if (direct)
@@ -93,9 +93,9 @@ static float greatest_magnitude(const append_job *job, const char *from)
 {
     const am_kv_append *a = job->append;
     float most = 0;
-    for (ptrdiff_t i = 0, count; i < a->depth; i += count, from += count * a->rows.element) {
+    for (ptrdiff_t i = 0, count; i < a->head_dim; i += count, from += count * a->rows.element) {
         float numbers[PIECE];
-        count = am_min(PIECE, a->depth - i);
+        count = am_min(PIECE, a->head_dim - i);
         read_floats(job, numbers, from, count);
         for (ptrdiff_t j = 0; j < count; j++) {
             const float x = fabsf(numbers[j]);
@@ -120,11 +120,11 @@ static void quantize_row(const append_job *job, const row_move *move, ptrdiff_t 
         scale = most == 0 ? 1 : most / (is_int8 ? 127 : 448);
         *(float *)(s->data + move->page * s->batch + move->token * s->token + head * s->head) = scale;
     }
-    for (ptrdiff_t i = 0, count; i < a->depth;
+    for (ptrdiff_t i = 0, count; i < a->head_dim;
          i += count, from += count * a->rows.element, to += count * a->cache.element) {
         float numbers[PIECE];
         uint8_t bytes[PIECE];
-        count = am_min(PIECE, a->depth - i);
+        count = am_min(PIECE, a->head_dim - i);
         read_floats(job, numbers, from, count);
         for (ptrdiff_t j = 0; j < count; j++) {
             const float own = s->by_channel

@@ -7,7 +7,7 @@
 typedef struct {
     am_tokens cache; /* of pages */
     am_tokens rows;  /* what is appended: batch rows, or packed in one row */
-    ptrdiff_t kv_heads, depth;
+    ptrdiff_t kv_heads, head_dim;
     am_pages pages;          /* its lengths are those after it, and its starts are not looked at */
     const ptrdiff_t *begins; /* the lengths before it */
     const ptrdiff_t *starts; /* where the rows of each sequence begin if they are packed; NULL: batch rows */

@@ -20,13 +20,13 @@ static void amx_set_shape(amx_shape *now, ptrdiff_t rows, ptrdiff_t lanes)
 {
     if (now->rows == rows && now->lanes == lanes) return;
     const uint8_t high = (uint8_t)(rows < AMX_TILE_ROWS ? rows : AMX_TILE_ROWS), low = (uint8_t)(rows - high),
-                  depth = (uint8_t)lanes;
+                  head_dim = (uint8_t)lanes;
     const uint16_t line = AMX_TILE_LANES * sizeof(float),
                    bytes = (uint16_t)(lanes * (ptrdiff_t)sizeof(float)), low_line = low ? line : 0,
                    low_bytes = low ? bytes : 0;
     const vt_shapes shapes = {
         .palette = 1,
-        .rows = {high, high, low, low, high, low, depth, depth},
+        .rows = {high, high, low, low, high, low, head_dim, head_dim},
         .row_bytes = {line, line, low_line, low_line, bytes, low_bytes, line, line},
     };
     vt_begin(&shapes);
@@ -150,12 +150,12 @@ static void add_rest(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdi
  * are multiplied by tiles even then: another order of sums would round otherwise, and dead pairs must not
  * change a bit. */
 static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_t *live, const float *a,
-                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t depth,
+                         ptrdiff_t a_step, const float *b, float *c, ptrdiff_t c_step, ptrdiff_t head_dim,
                          prefetch_queue *queue)
 {
     amx_shape *now = &amx_now;
-    for (ptrdiff_t column = 0; column < depth; column += PANEL_f32, b += PANEL_LANES) {
-        const ptrdiff_t columns = depth - column < PANEL_f32 ? depth - column : PANEL_f32;
+    for (ptrdiff_t column = 0; column < head_dim; column += PANEL_f32, b += PANEL_LANES) {
+        const ptrdiff_t columns = head_dim - column < PANEL_f32 ? head_dim - column : PANEL_f32;
         float finite[PANEL_LANES];
         uint16_t rest[2 * PANEL_LANES];
         if (live) split_panel(b, finite, rest);
@@ -175,13 +175,13 @@ static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile
 {
     strip_f32 strips[AM_FLASH_ROWS / AMX_ROWS];
     ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->live, AM_FLASH_TILE);
-    const ptrdiff_t chunks = (2 * block->depth + block->out_depth) / AMX_TILE_LANES + 1;
+    const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
-    if (block->depth == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    find_logits(strips, count, block->depth, block->q, block->q_step, tile->k, block->logits, &queue);
+    if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
+    find_logits(strips, count, block->head_dim, block->q, block->q_step, tile->k, block->logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
     add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
-                 block->out, block->out_depth, block->out_depth, &queue);
+                 block->out, block->out_dim, block->out_dim, &queue);
     amx_end();
 }
 
@@ -211,24 +211,24 @@ static void transpose_rows(float *to, const float *from, ptrdiff_t rows)
 
 static void add_transposed_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
                                   const uint64_t *live, const float *a, float *scratch, const float *b,
-                                  float *c, ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+                                  float *c, ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
 {
     (void)scratch;
     float transposed[AM_FLASH_TILE * AM_FLASH_ROWS / 2];
     transpose_rows(transposed, a, rows);
-    add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, depth, queue);
+    add_products(strips, count, live, transposed, AM_FLASH_ROWS / 2, b, c, step, head_dim, queue);
 }
 
 static void add_straight_bf16x2(const strip_f32 *strips, ptrdiff_t count, ptrdiff_t rows,
                                 const uint64_t *live, const float *a, const float *b, float *c,
-                                ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+                                ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
 {
     (void)rows;
-    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, depth, queue);
+    add_products(strips, count, live, a, AM_FLASH_TILE, b, c, step, head_dim, queue);
 }
 
 /* The number of chunks in all its products. */
 static ptrdiff_t prefetching_products_bf16x2(const am_backward_rows *block, ptrdiff_t strips)
 {
-    return strips * ((3 * block->depth + 2 * block->value_depth) / AMX_TILE_LANES + 1);
+    return strips * ((3 * block->head_dim + 2 * block->value_dim) / AMX_TILE_LANES + 1);
 }

@@ -20,10 +20,10 @@ static void FN(apply_logit_terms)(const am_flash_rows *block, const am_flash_til
  * Panels of b lie `b_panel` apart. */
 static void FN(add_live_rows)(ptrdiff_t rows, const uint64_t *live, const T *a, ptrdiff_t a_row,
                               ptrdiff_t a_column, const T *b, ptrdiff_t b_row, ptrdiff_t b_panel, T *c,
-                              ptrdiff_t c_row, ptrdiff_t depth)
+                              ptrdiff_t c_row, ptrdiff_t head_dim)
 {
     for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t j = 0; j < depth; j += LANES) {
+        for (ptrdiff_t j = 0; j < head_dim; j += LANES) {
             const T *panel = b + j / FN(PANEL) * b_panel + j % FN(PANEL);
             V sum = VOP(load)(c + r * c_row + j);
             for (uint64_t left = live[r]; left; left &= left - 1) {
@@ -40,7 +40,7 @@ static void FN(add_live)(const am_flash_rows *block, const am_flash_tile *tile, 
                          const T *panel)
 {
     FN(add_live_rows)(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0,
-                      (T *)block->out + column, block->out_depth, columns_at(block, column, FN(PANEL)));
+                      (T *)block->out + column, block->out_dim, columns_at(block, column, FN(PANEL)));
 }
 
 /* Adds some vectors of weights to `total`, lane by lane. */
@@ -60,10 +60,10 @@ static inline __attribute__((always_inline)) void FN(store_p)(T *to, const V *p,
 }
 
 /* O + P V of a strip, and of some columns of packed values, at most a panel. */
-static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *p, const T *panel,
+static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *p, const T *panel,
                            T *c, ptrdiff_t c_step)
 {
-    FN(add_product)(rows, columns, depth, p, panel, FN(PANEL), c, c_step, NULL, NULL);
+    FN(add_product)(rows, columns, head_dim, p, panel, FN(PANEL), c, c_step, NULL, NULL);
 }
 
 /* O + P V of some columns of unpacked values, at most a panel. */

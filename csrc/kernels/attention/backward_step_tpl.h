@@ -12,9 +12,9 @@
 
 /* c = a bᵀ, where b is packed like keys. */
 static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *a, ptrdiff_t step,
-                            ptrdiff_t depth, const T *b, T *c, prefetch_queue *queue)
+                            ptrdiff_t head_dim, const T *b, T *c, prefetch_queue *queue)
 {
-    const ptrdiff_t lanes = (depth + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
+    const ptrdiff_t lanes = (head_dim + WIDTH - 1) / WIDTH, a_step = WIDTH == 1 ? step : lanes;
     if (lanes == 0) {
         const ptrdiff_t rows = strips[count - 1].row + strips[count - 1].rows;
         memset(c, 0, (size_t)(rows * AM_FLASH_TILE) * sizeof *c);
@@ -39,7 +39,7 @@ static void STEP(logits_of)(const FN(strip) * strips, ptrdiff_t count, const T *
  * `live` is not NULL. `scratch`: as large as a, which it may be. */
 static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
                                  const uint64_t *live, const T *a, T *scratch, const T *b, T *c,
-                                 ptrdiff_t step, ptrdiff_t depth, prefetch_queue *queue)
+                                 ptrdiff_t step, ptrdiff_t head_dim, prefetch_queue *queue)
 {
     (void)queue;
     a = STEP(join_rows)(scratch, a, rows);
@@ -47,14 +47,14 @@ static void STEP(add_transposed)(const FN(strip) * strips, ptrdiff_t count, ptrd
                     b_panel = WIDTH == 1 ? FN(PANEL) : AM_FLASH_ROWS / WIDTH * FN(PANEL);
     if (live) {
         ptrdiff_t columns = strips[count - 1].row + strips[count - 1].rows;
-        STEP(add_live_rows)(columns, live, a, 1, AM_FLASH_TILE, b, b_row, b_panel, c, step, depth);
+        STEP(add_live_rows)(columns, live, a, 1, AM_FLASH_TILE, b, b_row, b_panel, c, step, head_dim);
         return;
     }
-    for (ptrdiff_t column = 0; column < depth; column += FN(PANEL), b += b_panel) {
+    for (ptrdiff_t column = 0; column < head_dim; column += FN(PANEL), b += b_panel) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product_transposed)(s->rows, depth - column, end - begin,
+            STEP(add_product_transposed)(s->rows, head_dim - column, end - begin,
                                          a + begin * AM_FLASH_TILE + s->row, b + begin * b_row, b_row,
                                          c + s->row * step + column, step, NULL, NULL);
         }
@@ -71,19 +71,20 @@ static ptrdiff_t STEP(prefetching_products)(const am_backward_rows *block, ptrdi
 /* c += a b, as `add_transposed`. */
 static void STEP(add_straight)(const FN(strip) * strips, ptrdiff_t count, ptrdiff_t rows,
                                const uint64_t *live, const T *a, const T *b, T *c, ptrdiff_t step,
-                               ptrdiff_t depth, prefetch_queue *queue)
+                               ptrdiff_t head_dim, prefetch_queue *queue)
 {
     (void)queue;
     if (live) {
         STEP(add_live_rows)(rows, live, a, AM_FLASH_TILE, 1, b, FN(PANEL), FN(PANEL) * AM_FLASH_TILE / WIDTH,
-                            c, step, depth);
+                            c, step, head_dim);
         return;
     }
-    for (ptrdiff_t column = 0; column < depth; column += FN(PANEL), b += FN(PANEL) * AM_FLASH_TILE / WIDTH) {
+    for (ptrdiff_t column = 0; column < head_dim;
+         column += FN(PANEL), b += FN(PANEL) * AM_FLASH_TILE / WIDTH) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
             if (s->begin == s->end) continue;
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
-            STEP(add_product)(s->rows, depth - column, end - begin, a + s->row * AM_FLASH_TILE + begin,
+            STEP(add_product)(s->rows, head_dim - column, end - begin, a + s->row * AM_FLASH_TILE + begin,
                               b + begin * FN(PANEL), FN(PANEL), c + s->row * step + column, step, NULL, NULL);
         }
     }
@@ -96,8 +97,8 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *p = block->p, *ds = block->ds;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, STEP(prefetching_products)(block, count));
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, p, &queue);
-    STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_depth, tile->v_columns, ds,
+    STEP(logits_of)(strips, count, block->q, block->step, block->head_dim, tile->k_columns, p, &queue);
+    STEP(logits_of)(strips, count, block->d_out, block->value_step, block->value_dim, tile->v_columns, ds,
                     &queue);
     for (const FN(strip) *s = strips; s < strips + count; s++) {
         ptrdiff_t begin = s->begin / LANES * LANES, end = (s->end + LANES - 1) / LANES * LANES;
@@ -114,13 +115,13 @@ static void STEP(backward)(const am_backward_rows *block, const am_backward_tile
         FN(cut_strips)(transposed_strips, tile->columns, HEIGHT, tile->live ? transposed : NULL, block->rows);
     STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
                          tile->live && !block->d_out_finite ? transposed : NULL, p, p, block->d_out_rows,
-                         tile->d_v, block->value_step, block->value_depth, &queue);
+                         tile->d_v, block->value_step, block->value_dim, &queue);
     STEP(add_transposed)(transposed_strips, transposed_count, block->rows,
                          tile->live && !block->q_finite ? transposed : NULL, ds, p, block->q_rows, tile->d_k,
-                         block->step, block->depth, &queue);
+                         block->step, block->head_dim, &queue);
     for (ptrdiff_t r = 0; r < block->rows; r++) STEP(narrow)(ds + r * AM_FLASH_TILE, 0, AM_FLASH_TILE);
     STEP(add_straight)(strips, count, block->rows, tile->live && !tile->k_finite ? tile->live : NULL, ds,
-                       tile->k, block->d_q, block->step, block->depth, &queue);
+                       tile->k, block->d_q, block->step, block->head_dim, &queue);
 #ifdef AMX_PRODUCTS
     amx_end();
 #endif
@@ -132,7 +133,7 @@ static void STEP(find_row_max)(const am_backward_rows *block, const am_backward_
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, HEIGHT, tile->live, AM_FLASH_TILE);
     T *logits = block->p;
     prefetch_queue none = {.left = 0};
-    STEP(logits_of)(strips, count, block->q, block->step, block->depth, tile->k_columns, logits, &none);
+    STEP(logits_of)(strips, count, block->q, block->step, block->head_dim, tile->k_columns, logits, &none);
 #ifdef AMX_PRODUCTS
     amx_end();
 #endif

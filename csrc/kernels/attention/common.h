@@ -71,7 +71,7 @@ static inline const void *row_in_runs(const am_flash_tile *tile, const void *fir
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */
 static inline ptrdiff_t columns_at(const am_flash_rows *block, ptrdiff_t column, ptrdiff_t panel)
 {
-    return block->out_depth - column < panel ? block->out_depth - column : panel;
+    return block->out_dim - column < panel ? block->out_dim - column : panel;
 }
 
 /* Bits begin … end - 1 of a word as its lowest, which are at least one. */

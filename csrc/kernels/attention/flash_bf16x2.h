@@ -1,6 +1,6 @@
 /* flash_bf16x2.h – attention in bfloat16 by the processor's own dot products, where it has some. A
  * lane of float32 holds two bfloat16 (bf16x2), sums are float32. In queries and keys the two are neighbours
- * in depth, in P and values neighbouring keys. P is rounded to bfloat16, unless rows are so few that they
+ * in head_dim, in P and values neighbouring keys. P is rounded to bfloat16, unless rows are so few that they
  * wait for memory.
  */
 #ifndef AM_KERNELS_ATTENTION_FLASH_BF16X2_H
@@ -64,11 +64,11 @@ static void narrow_bf16x2(float *to, ptrdiff_t begin, ptrdiff_t end)
 /* As `add_live_rows`, where a and b are bf16x2: of both numbers of a lane of b, dead ones become 0. */
 static void add_live_rows_bf16x2(ptrdiff_t rows, const uint64_t *live, const float *a, ptrdiff_t a_row,
                                  ptrdiff_t a_column, const float *b, ptrdiff_t b_row, ptrdiff_t b_panel,
-                                 float *c, ptrdiff_t c_row, ptrdiff_t depth)
+                                 float *c, ptrdiff_t c_row, ptrdiff_t head_dim)
 {
     static const uint32_t halves[] = {0, 0xffff, 0xffff0000, 0xffffffff};
     for (ptrdiff_t r = 0; r < rows; r++) {
-        for (ptrdiff_t j = 0; j < depth; j += VF_LANES) {
+        for (ptrdiff_t j = 0; j < head_dim; j += VF_LANES) {
             const float *panel = b + j / PANEL_f32 * b_panel + j % PANEL_f32;
             vf sum = vf_load(c + r * c_row + j);
             for (ptrdiff_t i = 0; i < AM_FLASH_TILE / 2; i++) {
@@ -99,8 +99,7 @@ static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *til
                             const float *panel)
 {
     add_live_rows_bf16x2(block->rows, tile->live, block->logits, AM_FLASH_TILE, 1, panel, PANEL_f32, 0,
-                         (float *)block->out + column, block->out_depth,
-                         columns_at(block, column, PANEL_f32));
+                         (float *)block->out + column, block->out_dim, columns_at(block, column, PANEL_f32));
 }
 
 /* O + P V of some columns of unpacked values, of which each two rows are interleaved. */
@@ -122,7 +121,7 @@ static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *
 
 /* Those of flash_bf16x2.c, which other topics call. */
 void SHARED_BF16X2(find_p_bf16x2)(const am_flash_rows *block, const am_flash_tile *tile);
-void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const float *p,
+void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const float *p,
                                       const float *panel, float *c, ptrdiff_t c_step);
 
 #endif

@@ -33,10 +33,10 @@
 #include "kernels/attention/rows_tpl.h"
 
 void SHARED(find_p_f32)(const am_flash_rows *block, const am_flash_tile *tile) { find_p_f32(block, tile); }
-void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const float *p,
+void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const float *p,
                             const float *panel, float *c, ptrdiff_t c_step)
 {
-    add_packed_f32(rows, columns, depth, p, panel, c, c_step);
+    add_packed_f32(rows, columns, head_dim, p, panel, c, c_step);
 }
 
 const am_kernels TABLE(flash_f32) = {

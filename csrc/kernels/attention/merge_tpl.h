@@ -34,9 +34,9 @@ static void FN(merge)(const am_flash_rows *whole, const am_flash_rows *split)
         T own_factors[LANES], other_factors[LANES];
         VOP(store)(own_factors, own_factor);
         VOP(store)(other_factors, other_factor);
-        for (ptrdiff_t r = 0; r < count; r++, out += whole->out_depth, from += split->out_depth) {
+        for (ptrdiff_t r = 0; r < count; r++, out += whole->out_dim, from += split->out_dim) {
             const V a = VOP(set1)(own_factors[r]), b = VOP(set1)(other_factors[r]);
-            for (ptrdiff_t i = 0; i < whole->out_depth; i += LANES) {
+            for (ptrdiff_t i = 0; i < whole->out_dim; i += LANES) {
                 const V x = VOP(mul)(a, VOP(load)(out + i)), y = VOP(mul)(b, VOP(load)(from + i));
                 VOP(store)(out + i, VOP(add)(x, y));
             }

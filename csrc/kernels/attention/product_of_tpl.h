@@ -46,7 +46,7 @@ static inline __attribute__((always_inline)) void FROM(outer)(const int rows, co
  * half as many rows at most. With each row of b it prefetches `lines`, which may lie in `runs`. Rows of b lie
  * `in_runs` unless that is NULL. Panels of b are stored as they were loaded, unless `loaded` is NULL. */
 static inline __attribute__((always_inline)) void
-FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
+FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T *a, ptrdiff_t a_row,
                   ptrdiff_t a_column, const S *b, ptrdiff_t b_row, V sums[STRIP][2], const int lines,
                   prefetch_lines *prefetch, const bool runs, const row_runs *in_runs, T *loaded)
 {
@@ -55,8 +55,8 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a
     /* Where unpacked rows are few, one panel alone is seldom taken. */
     const bool unrolled = RUN_ROWS > 0 && !IS_DOUBLE && (vectors > 2 || (vectors == 2 && !runs));
     for (;;) {
-        ptrdiff_t left = in_runs && in_runs->rows < depth ? in_runs->rows : depth;
-        depth -= left;
+        ptrdiff_t left = in_runs && in_runs->rows < head_dim ? in_runs->rows : head_dim;
+        head_dim -= left;
         for (; unrolled && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
             UNROLL(8)
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
@@ -72,7 +72,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a
             FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
             if (loaded) loaded += FN(PANEL);
         }
-        if (depth <= 0) break;
+        if (head_dim <= 0) break;
         b = (const S *)((const char *)*next++ + in_runs->offset);
     }
     if (lines) *prefetch = current;
@@ -80,7 +80,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t depth, const T *a
 
 /* The same from c and to c, or from 0 and to c: c[r][j] = (add ? c[r][j] : 0) + … */
 static inline __attribute__((always_inline)) void
-FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a, ptrdiff_t a_row,
+FROM(product_of)(const int rows, const int vectors, ptrdiff_t head_dim, const T *a, ptrdiff_t a_row,
                  ptrdiff_t a_column, const S *b, ptrdiff_t b_row, T *c, ptrdiff_t c_row, const bool add,
                  const int lines, prefetch_lines *prefetch, const bool runs, const row_runs *in_runs,
                  T *loaded)
@@ -98,9 +98,9 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
     if (!add) {
         prefetch_some(&current, lines, runs);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums, NULL);
-        depth--, a += a_column, b += b_row;
+        head_dim--, a += a_column, b += b_row;
     }
-    FROM(add_to_sums)(rows, vectors, depth, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
+    FROM(add_to_sums)(rows, vectors, head_dim, a, a_row, a_column, b, b_row, sums, lines, &current, runs,
                       in_runs, loaded);
     if (lines) *prefetch = current;
     HIDE(c); /* computing the addresses of its rows again is cheaper: there are no registers to keep them */
@@ -115,16 +115,16 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t depth, const T *a,
 }
 
 static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end,
-                                                               ptrdiff_t depth, const T *a, ptrdiff_t a_step,
-                                                               const S *b, T *c, const int lines,
-                                                               prefetch_lines *prefetch)
+                                                               ptrdiff_t head_dim, const T *a,
+                                                               ptrdiff_t a_step, const S *b, T *c,
+                                                               const int lines, prefetch_lines *prefetch)
 {
     if (end <= 0 || begin >= FN(PANEL)) return false;
     const bool whole = begin < LANES && end > LANES;
     const ptrdiff_t half = begin < LANES ? 0 : LANES;
     b += half, c += half;
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,          \
+    FROM(product_of)(n, vectors, head_dim, a, a_step, 1, b, FN(PANEL), c, AM_FLASH_TILE, false, lines,       \
                      prefetch, false, NULL, NULL)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
@@ -140,41 +140,41 @@ static inline __attribute__((always_inline)) bool FROM(within)(ptrdiff_t rows, p
 #undef PART_OF
     return true;
 }
-APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+APART bool FROM(within_no_prefetch)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t head_dim,
                                     const T *a, ptrdiff_t a_step, const S *b, T *c)
 {
-    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 0, NULL);
+    return FROM(within)(rows, begin, end, head_dim, a, a_step, b, c, 0, NULL);
 }
-APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+APART bool FROM(within_prefetching)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t head_dim,
                                     const T *a, ptrdiff_t a_step, const S *b, T *c, prefetch_lines *prefetch)
 {
-    return FROM(within)(rows, begin, end, depth, a, a_step, b, c, 1, prefetch);
+    return FROM(within)(rows, begin, end, head_dim, a, a_step, b, c, 1, prefetch);
 }
 
-/* Multiplies rows of a by one packed panel; depth is at least 1. It computes at least those of the columns
+/* Multiplies rows of a by one packed panel; head_dim is at least 1. It computes at least those of the columns
  * begin … end - 1 that lie in the panel, and returns whether any do. It prefetches a line with each row of b,
  * if `prefetch` is not NULL. */
-static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t depth,
+static inline bool FROM(product_within)(ptrdiff_t rows, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t head_dim,
                                         const T *a, ptrdiff_t a_step, const S *b, T *c,
                                         prefetch_lines *prefetch)
 {
     prefetch_lines none = prefetch_nothing(b);
-    return prefetch || IS_DOUBLE ? FROM(within_prefetching)(rows, begin, end, depth, a, a_step, b, c,
+    return prefetch || IS_DOUBLE ? FROM(within_prefetching)(rows, begin, end, head_dim, a, a_step, b, c,
                                                             prefetch ? prefetch : &none)
-                                 : FROM(within_no_prefetch)(rows, begin, end, depth, a, a_step, b, c);
+                                 : FROM(within_no_prefetch)(rows, begin, end, head_dim, a, a_step, b, c);
 }
 
 /* c = c + a b, where rows of a lie AM_FLASH_TILE apart, and b is one or two vectors of rows that lie
  * anywhere. With each row of b it prefetches `lines`. */
 static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t rows, const int vectors,
-                                                                   ptrdiff_t depth, const T *a, const S *b,
+                                                                   ptrdiff_t head_dim, const T *a, const S *b,
                                                                    ptrdiff_t b_step, T *c, ptrdiff_t c_step,
                                                                    const int lines, prefetch_lines *prefetch,
                                                                    const bool runs, const row_runs *in_runs)
 {
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
-        FROM(product_of)(n, vectors, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,          \
+        FROM(product_of)(n, vectors, head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines,       \
                          prefetch, runs, in_runs, NULL);                                                     \
         break;
     switch (rows) {
@@ -183,45 +183,45 @@ static inline __attribute__((always_inline)) void FROM(accumulate)(ptrdiff_t row
 #undef ROWS
 }
 
-APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+APART void FROM(add_no_prefetch)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 0, NULL, false, NULL);
+    FROM(accumulate)(rows, 2, head_dim, a, b, b_step, c, c_step, 0, NULL, false, NULL);
 }
 /* Rows of b lie `in_runs` unless that is NULL. */
-APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step, T *c,
+APART void FROM(add_half)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step, T *c,
                           ptrdiff_t c_step, const row_runs *in_runs)
 {
-    FROM(accumulate)(rows, 1, depth, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
+    FROM(accumulate)(rows, 1, head_dim, a, b, b_step, c, c_step, 0, NULL, false, in_runs);
 }
-APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+APART void FROM(add_prefetching)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step, prefetch_lines *prefetch, const row_runs *in_runs)
 {
-    FROM(accumulate)(rows, 2, depth, a, b, b_step, c, c_step, 1, prefetch, false, in_runs);
+    FROM(accumulate)(rows, 2, head_dim, a, b, b_step, c, c_step, 1, prefetch, false, in_runs);
 }
 
 /* The same, of `columns` or a panel of them if there are more. It prefetches one line with each row of b, if
  * `prefetch` is not NULL; half a panel never prefetches. */
-static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+static inline void FROM(add_product)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a,
                                      const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
                                      prefetch_lines *prefetch, const row_runs *in_runs)
 {
     prefetch_lines none = prefetch_nothing(b);
     if (columns <= LANES)
-        FROM(add_half)(rows, depth, a, b, b_step, c, c_step, in_runs);
+        FROM(add_half)(rows, head_dim, a, b, b_step, c, c_step, in_runs);
     else if (prefetch || in_runs || IS_DOUBLE)
-        FROM(add_prefetching)(rows, depth, a, b, b_step, c, c_step, prefetch ? prefetch : &none, in_runs);
+        FROM(add_prefetching)(rows, head_dim, a, b, b_step, c, c_step, prefetch ? prefetch : &none, in_runs);
     else
-        FROM(add_no_prefetch)(rows, depth, a, b, b_step, c, c_step);
+        FROM(add_no_prefetch)(rows, head_dim, a, b, b_step, c, c_step);
 }
 
 /* As `accumulate`, for two panels of columns and up to half a strip of rows. */
 #define WIDE_ROWS(n)                                                                                         \
     case n:                                                                                                  \
-        FROM(product_of)(n, 4, depth, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,      \
+        FROM(product_of)(n, 4, head_dim, a, AM_FLASH_TILE, 1, b, b_step, c, c_step, true, lines, prefetch,   \
                          true, in_runs, NULL);                                                               \
         break;
-APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, const S *b, ptrdiff_t b_step,
+APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t head_dim, const T *a, const S *b, ptrdiff_t b_step,
                                  T *c, ptrdiff_t c_step, const int lines, prefetch_lines *prefetch,
                                  const row_runs *in_runs)
 {
@@ -235,11 +235,11 @@ APART void FROM(accumulate_wide)(ptrdiff_t rows, ptrdiff_t depth, const T *a, co
  * `in_runs` unless that is NULL, and panels of them are stored as they were loaded unless `loaded` is NULL.
  */
 static inline __attribute__((always_inline)) void
-FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a, const S *b,
+FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a, const S *b,
                             ptrdiff_t b_step, T *c, ptrdiff_t c_step, const row_runs *in_runs, T *loaded)
 {
 #define PART_OF(n, vectors)                                                                                  \
-    FROM(product_of)(n, vectors, depth, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false,     \
+    FROM(product_of)(n, vectors, head_dim, a, 1, AM_FLASH_TILE, b, b_step, c, c_step, true, 0, NULL, false,  \
                      in_runs, loaded)
 #define ROWS(n)                                                                                              \
     case n:                                                                                                  \
@@ -254,11 +254,11 @@ FROM(accumulate_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, 
 #undef ROWS
 #undef PART_OF
 }
-APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const T *a,
+APART void FROM(add_product_transposed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim, const T *a,
                                         const S *b, ptrdiff_t b_step, T *c, ptrdiff_t c_step,
                                         const row_runs *in_runs, T *loaded)
 {
-    FROM(accumulate_transposed)(rows, columns, depth, a, b, b_step, c, c_step, in_runs, loaded);
+    FROM(accumulate_transposed)(rows, columns, head_dim, a, b, b_step, c, c_step, in_runs, loaded);
 }
 
 #undef SPLIT

@@ -1,52 +1,52 @@
 /* rows_tpl.h – loads, adds and multiplies rows of numbers, for one type of numbers. */
 
 static bool FN(load_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                          ptrdiff_t depth)
+                          ptrdiff_t head_dim)
 {
     T *to = dst;
     const T *from = src;
     V nothing = VOP(set1)(0); /* 0 × x is 0 for finite x, else NaN */
     for (ptrdiff_t r = 0; r < rows; r++, to += dst_step, from += src_step) {
         ptrdiff_t i = 0;
-        for (; i + LANES <= depth; i += LANES) {
+        for (; i + LANES <= head_dim; i += LANES) {
             V x = VOP(load)(from + i);
             VOP(store)(to + i, x);
             nothing = VOP(fma)(x, VOP(set1)(0), nothing);
         }
-        if (i == depth && depth % FN(PANEL) == 0) continue;
+        if (i == head_dim && head_dim % FN(PANEL) == 0) continue;
         memset(to + i, 0, (size_t)(dst_step - i) * sizeof *to);
-        memcpy(to + i, from + i, (size_t)(depth - i) * sizeof *to);
-        if (i < depth) nothing = VOP(fma)(VOP(load)(to + i), VOP(set1)(0), nothing);
+        memcpy(to + i, from + i, (size_t)(head_dim - i) * sizeof *to);
+        if (i < head_dim) nothing = VOP(fma)(VOP(load)(to + i), VOP(set1)(0), nothing);
     }
     return VOP(total)(nothing) == 0;
 }
 
 static void FN(add_rows)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t src_step, ptrdiff_t rows,
-                         ptrdiff_t depth)
+                         ptrdiff_t head_dim)
 {
     T *to = dst;
     const T *from = src;
     for (ptrdiff_t r = 0; r < rows; r++, to += dst_step, from += src_step) {
         ptrdiff_t i = 0;
-        for (; i + LANES <= depth; i += LANES)
+        for (; i + LANES <= head_dim; i += LANES)
             VOP(store)(to + i, VOP(add)(VOP(load)(to + i), VOP(load)(from + i)));
-        for (; i < depth; i++) to[i] += from[i];
+        for (; i < head_dim; i++) to[i] += from[i];
     }
 }
 
 static void FN(dot_rows)(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
-                         ptrdiff_t rows, ptrdiff_t depth)
+                         ptrdiff_t rows, ptrdiff_t head_dim)
 {
     const T *left = a, *right = b;
     for (ptrdiff_t r = 0; r < rows; r++, left += a_step, right += b_step) {
         V sums = VOP(set1)(0);
         ptrdiff_t i = 0;
-        for (; i + LANES <= depth; i += LANES)
+        for (; i + LANES <= head_dim; i += LANES)
             sums = VOP(fma)(VOP(load)(left + i), VOP(load)(right + i), sums);
         T sum = VOP(total)(sums);
-        for (; i < depth; i++) sum += left[i] * right[i];
+        for (; i < head_dim; i++) sum += left[i] * right[i];
         bool zero = sum != sum;
-        for (i = 0; zero && i < depth; i++) zero = right[i] == 0;
+        for (i = 0; zero && i < head_dim; i++) zero = right[i] == 0;
         ((T *)dst)[r] = zero ? 0 : sum;
     }
 }

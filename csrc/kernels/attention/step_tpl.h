@@ -21,8 +21,8 @@ static __attribute__((noinline)) void STEP(rescale)(const am_flash_rows *block, 
     T *ref_max = (T *)block->ref_max + row, *sum = (T *)block->sum + row;
     if (*ref_max > -(T)INFINITY) {
         V factor = FN(exp2)(VOP(mul)(VOP(set1)(*ref_max - highest), VOP(set1)((T)block->unit)));
-        T *out = (T *)block->out + row * block->out_depth;
-        for (ptrdiff_t i = 0; i < block->out_depth; i += LANES)
+        T *out = (T *)block->out + row * block->out_dim;
+        for (ptrdiff_t i = 0; i < block->out_dim; i += LANES)
             VOP(store)(out + i, VOP(mul)(factor, VOP(load)(out + i)));
         *sum *= VOP(first)(factor);
         if (WIDTH > 1 && block->exact_sum) ((T *)block->exact_sum)[row] *= VOP(first)(factor);
@@ -362,24 +362,24 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
 
     prefetch_queue queue =
-        prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_depth) / FN(PANEL));
+        prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
     const T *q = block->q, *k = tile->k, *v = tile->v;
-    if (block->depth == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
-    for (ptrdiff_t column = 0; block->depth > 0 && column < AM_FLASH_TILE;
-         column += FN(PANEL), k += FN(PANEL) * block->depth) {
+    if (block->head_dim == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
+    for (ptrdiff_t column = 0; block->head_dim > 0 && column < AM_FLASH_TILE;
+         column += FN(PANEL), k += FN(PANEL) * block->head_dim) {
         for (const FN(strip) *s = strips; s < strips + count; s++) {
-            prefetch_lines *lines = prefetch_pick(&queue, block->depth);
-            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->depth,
+            prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
+            if (STEP(product_within)(s->rows, s->begin - column, s->end - column, block->head_dim,
                                      q + s->row * block->q_step, block->q_step, k,
                                      logits + s->row * AM_FLASH_TILE + column, lines))
-                prefetch_rest(&queue, lines, block->depth);
+                prefetch_rest(&queue, lines, block->head_dim);
         }
     }
     if (WIDTH > 1 && tile->k_scales) STEP(scale_products)(block, tile->k_scales);
     STEP(softmax_step)(block, tile, strips, count);
-    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+    for (ptrdiff_t column = 0; column < block->out_dim; column += FN(PANEL)) {
         const ptrdiff_t panel =
             column * (AM_FLASH_TILE / WIDTH); /* the first element of the panel in packed values */
         const ptrdiff_t columns = columns_at(block, column, FN(PANEL));
@@ -392,12 +392,12 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             ptrdiff_t begin = s->begin / WIDTH, end = (s->end + WIDTH - 1) / WIDTH;
             prefetch_lines *lines = columns > LANES ? prefetch_pick(&queue, end - begin) : NULL;
             const T *p = logits + s->row * AM_FLASH_TILE + begin;
-            T *c = out + s->row * block->out_depth + column;
+            T *c = out + s->row * block->out_dim + column;
             if (tile->v_step > 0)
-                STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_depth, lines);
+                STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_dim, lines);
             else
                 STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),
-                                  c, block->out_depth, lines, NULL);
+                                  c, block->out_dim, lines, NULL);
             prefetch_rest(&queue, lines, end - begin);
         }
     }

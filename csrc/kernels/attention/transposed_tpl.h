@@ -68,20 +68,20 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
 {
     const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), count = AM_FLASH_TILE / WIDTH;
     const T *p = (const T *)block->logits + s->row, *v = tile->v;
-    T *c = (T *)block->out + s->row * block->out_depth + column;
+    T *c = (T *)block->out + s->row * block->out_dim + column;
     const bool packed = tile->v_step == 0;
     if (packed || (WIDTH > 1 && s->row > 0 && columns > LANES)) {
         STEP(add_product_transposed)(s->rows, columns, count, p, packed ? v + column * count : interleaved,
-                                     FN(PANEL), c, block->out_depth, NULL, NULL);
+                                     FN(PANEL), c, block->out_dim, NULL, NULL);
         return;
     }
     const row_runs runs = runs_of_values(tile, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
     add_product_transposed_interleaved(s->rows, columns, count, p, (const uint16_t *)v + column,
-                                       4 * tile->v_step, c, block->out_depth, tile->run ? &runs : NULL,
+                                       4 * tile->v_step, c, block->out_dim, tile->run ? &runs : NULL,
                                        s->rows < block->rows ? interleaved : NULL);
 #else
-    FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_depth,
+    FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_dim,
                                tile->run ? &runs : NULL, NULL);
 #endif
 }
@@ -94,20 +94,20 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, panels * AM_FLASH_TILE / AM_TRANSPOSED_KEYS);
     T *logits = block->logits;
     const T *q = block->q_packed;
-    for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->depth) {
+    for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->head_dim) {
         for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += AM_TRANSPOSED_KEYS) {
-            prefetch_lines *lines = prefetch_pick(&queue, block->depth);
+            prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
             STEP(product_within)(
-                AM_TRANSPOSED_KEYS, 0, block->rows - row, block->depth,
+                AM_TRANSPOSED_KEYS, 0, block->rows - row, block->head_dim,
                 row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(T), key),
                 tile->k_step, q, logits + key * AM_FLASH_TILE + row, lines);
-            prefetch_rest(&queue, lines, block->depth);
+            prefetch_rest(&queue, lines, block->head_dim);
         }
     }
     for (ptrdiff_t row = 0; row < block->rows; row += LANES)
         STEP(softmax_transposed)(block, row, block->rows - row < LANES ? block->rows - row : LANES);
     _Alignas(CACHE_LINE) T interleaved[AM_FLASH_TILE / WIDTH * FN(PANEL)];
-    for (ptrdiff_t column = 0; column < block->out_depth; column += FN(PANEL)) {
+    for (ptrdiff_t column = 0; column < block->out_dim; column += FN(PANEL)) {
         for (const FN(strip) *s = strips; s < strips + count; s++)
             STEP(add_values_transposed)(block, tile, s, column, interleaved);
     }

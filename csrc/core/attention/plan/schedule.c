@@ -45,7 +45,7 @@ static bool can_read_queries(const am_attn_base *base)
 {
     const am_tokens *q = &base->attn->q;
     if (q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
-    if (base->bf16x2) return am_is_aligned_bf16x2(q, base->attn->depth);
+    if (base->bf16x2) return am_is_aligned_bf16x2(q, base->attn->head_dim);
     return q->type == base->type && am_is_plain(q);
 }
 
@@ -53,10 +53,11 @@ static bool can_read_queries(const am_attn_base *base)
 static bool can_read_values(const am_attn_base *base)
 {
     const am_tokens *v = &base->attn->v;
-    const ptrdiff_t panel = base->kernels->panel, depth = base->attn->value_depth;
+    const ptrdiff_t panel = base->kernels->panel, head_dim = base->attn->value_dim;
     if (v->token <= 0) return false;
-    if (base->bf16x2) return am_kv_is_bf16x2(base) && depth % panel == 0 && am_is_plain_bf16x2(v, depth);
-    return depth % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
+    if (base->bf16x2)
+        return am_kv_is_bf16x2(base) && head_dim % panel == 0 && am_is_plain_bf16x2(v, head_dim);
+    return head_dim % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
 }
 
 static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_sections *sections,
@@ -69,8 +70,8 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
         .tiles = am_length(section->tiles),
         .kv_heads = f->kv_heads,
         .heads_per_kv = base->heads_per_kv,
-        .depth = f->depth,
-        .value_depth = f->value_depth,
+        .head_dim = f->head_dim,
+        .value_dim = f->value_dim,
         .type = base->type,
         .k_type = f->k.type,
         .panel = base->kernels->panel,
@@ -104,7 +105,7 @@ static ptrdiff_t side_by_side(const am_attn_base *base)
     const am_attn *f = base->attn;
     const am_tokens *k = &f->k, *v = &f->v;
     if (!am_is_plain(k) || !am_is_plain(v)) return 1;
-    if (am_kv_is_bf16x2(base) && !(am_is_plain_bf16x2(k, f->depth) && am_is_plain_bf16x2(v, f->value_depth)))
+    if (am_kv_is_bf16x2(base) && !(am_is_plain_bf16x2(k, f->head_dim) && am_is_plain_bf16x2(v, f->value_dim)))
         return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
     return SIDE_BY_SIDE / am_max(k->head, v->head);
@@ -116,7 +117,7 @@ static ptrdiff_t lockstep_items(const am_schedule *s, const am_attn_base *base, 
 {
     const am_shape *h = &g->shape;
     const bool share = h->head_blocks > 1, unpacked = h->strategy == AM_UNPACKED;
-    const ptrdiff_t row_bytes = am_max(1, (s->lanes + s->out_depth) * base->size),
+    const ptrdiff_t row_bytes = am_max(1, (s->lanes + s->out_dim) * base->size),
                     rows = unpacked ? AM_FLASH_ROWS : (share ? GROUP_BYTES : SIDE_BYTES) / row_bytes,
                     few = unpacked ? FEW_UNPACKED : FEW_TASKS;
     ptrdiff_t most = am_min(share ? h->head_blocks : side_by_side(base), rows / h->rows);
@@ -249,13 +250,13 @@ static bool is_like(const am_sections *sections, const am_section *a, const am_s
 am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_sections *sections, int threads)
 {
     const am_attn *f = base->attn;
-    const ptrdiff_t panel = base->kernels->panel, panels = am_ceil_div(f->value_depth, panel);
+    const ptrdiff_t panel = base->kernels->panel, panels = am_ceil_div(f->value_dim, panel);
     *s = (am_schedule){
         .count = sections->count,
         .sections = malloc((size_t)am_product(am_max(sections->count, 1), sizeof *s->sections, 1)),
         .factor = f->scale * AM_LOG2_E / base->unit,
-        .lanes = am_lanes(base, f->depth),
-        .out_depth = am_ceil_div(2 * f->value_depth, panel) * panel / 2,
+        .lanes = am_lanes(base, f->head_dim),
+        .out_dim = am_ceil_div(2 * f->value_dim, panel) * panel / 2,
         .scale_bytes = base->bf16x2 && f->k_scales.data ? TILE * base->size : 0,
         .local_tiles = 1,
     };

@@ -33,7 +33,7 @@ typedef struct {
     ptrdiff_t tasks;
     ptrdiff_t *order;  /* in which tasks are dealt; NULL: as they are numbered */
     bool splits_apart; /* each split is an item of its own, else an item takes all splits of its block */
-    ptrdiff_t lanes, out_depth, k_bytes, v_bytes; /* of rows of accumulators, and of packed tiles */
+    ptrdiff_t lanes, out_dim, k_bytes, v_bytes; /* of rows of accumulators, and of packed tiles */
     ptrdiff_t scale_bytes;    /* of these: the scales of their rows, by which steps multiply; or 0 */
     double factor;            /* turns products into logits, in units of ln 2 or 1 */
     ptrdiff_t item_rows;      /* the most rows of items in lockstep */
@@ -103,7 +103,7 @@ static inline bool am_is_apart(const am_schedule *schedule, const am_scheduled *
 static inline ptrdiff_t am_accumulator_bytes(const am_schedule *schedule, const am_attn_base *base,
                                              ptrdiff_t rows)
 {
-    return am_ceil_div(rows * (schedule->out_depth + 4) * base->size, AM_LINE) * AM_LINE;
+    return am_ceil_div(rows * (schedule->out_dim + 4) * base->size, AM_LINE) * AM_LINE;
 }
 
 #endif

@@ -47,7 +47,7 @@ const char *am_strategy_name(am_strategy strategy)
  * factor. */
 static bool can_transpose(const am_work *w, const am_shape *h)
 {
-    if (h->head_blocks > 1 || w->depth == 0 || w->tiles <= FEW_TILES || h->rows < FEWEST_TRANSPOSED)
+    if (h->head_blocks > 1 || w->head_dim == 0 || w->tiles <= FEW_TILES || h->rows < FEWEST_TRANSPOSED)
         return false;
     if (!w->products_alone || !am_is_floating(w->k_type)) return false;
     if (w->bf16x2 && (w->factor <= 0 || w->amx)) return false;
@@ -62,22 +62,22 @@ static bool can_transpose(const am_work *w, const am_shape *h)
  * the processor has tiles. */
 static ptrdiff_t most_unpacked_rows(const am_work *w)
 {
-    const ptrdiff_t depth = am_min(w->depth, w->value_depth), panel_bytes = w->panel * w->size;
+    const ptrdiff_t head_dim = am_min(w->head_dim, w->value_dim), panel_bytes = w->panel * w->size;
     const bool widened = w->k_type != w->type,
-               whole = w->depth % WHOLE_PART == 0 && w->value_depth % WHOLE_PART == 0;
+               whole = w->head_dim % WHOLE_PART == 0 && w->value_dim % WHOLE_PART == 0;
     if (w->bf16x2 && w->k_type == AM_FLOAT8) return FEW_ROWS_F8X2;
-    if (widened && (!whole || depth < LONG_ROW || panel_bytes < LONG_PANEL / 2 || (w->bf16x2 && w->amx)))
+    if (widened && (!whole || head_dim < LONG_ROW || panel_bytes < LONG_PANEL / 2 || (w->bf16x2 && w->amx)))
         return FEW_WIDENED;
     /* The kernels multiply integers, but packed keys would be float32. */
     if (w->packs_rounded && !w->bf16x2) return AM_FLASH_ROWS;
-    return whole && depth >= 2 * LONG_ROW && panel_bytes >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
+    return whole && head_dim >= 2 * LONG_ROW && panel_bytes >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
 }
 
 static am_strategy choose_strategy(const am_work *w, const am_shape *h)
 {
     if (h->q_blocks > 1) return AM_SHARED_PACKING;
     if (can_transpose(w, h)) return AM_TRANSPOSED;
-    const bool can_widen = w->k_type != AM_FLOAT8 || w->depth <= AM_MOST_WIDENED;
+    const bool can_widen = w->k_type != AM_FLOAT8 || w->head_dim <= AM_MOST_WIDENED;
     if (can_widen && h->rows <= most_unpacked_rows(w)) return AM_UNPACKED;
     return h->head_blocks > 1 ? AM_LOCKSTEP : AM_PRIVATE_PACKING;
 }

@@ -31,7 +31,7 @@ typedef struct {
     ptrdiff_t queries, q_blocks; /* the most queries of a block, and the number of blocks */
     ptrdiff_t tiles;             /* of keys */
     ptrdiff_t kv_heads, heads_per_kv;
-    ptrdiff_t depth, value_depth;
+    ptrdiff_t head_dim, value_dim;
     am_dtype type, k_type; /* of sums, and of keys and values in memory */
     ptrdiff_t panel, size; /* numbers of a panel of the kernels, and bytes of a number */
     double factor;         /* turns products into logits */

@@ -15,14 +15,14 @@ typedef enum { NOT_PACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
 /* --- Rows --- */
 
-am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t depth)
+am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t head_dim)
 {
     return (am_kv_rows){.data = am_token(t, at->b, at->kv_head, keys.begin),
                         .step = t->token,
                         .element = t->element,
                         .type = t->type,
                         .count = am_length(keys),
-                        .depth = depth};
+                        .head_dim = head_dim};
 }
 
 /* Where a key lies in a paged cache. */
@@ -92,23 +92,23 @@ static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place 
 /* Rows of a paged cache where they lie, if they do so one after the other, or in runs if that is not NULL;
  * else gathered in `scratch`. */
 static am_kv_rows rows_in_pages(const am_attn_base *base, const am_tokens *t, const am_attn_place *at,
-                                am_range keys, ptrdiff_t depth, char *scratch, const void **runs)
+                                am_range keys, ptrdiff_t head_dim, char *scratch, const void **runs)
 {
     const am_attn *f = base->attn;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = depth * size;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = head_dim * size;
     am_kv_rows rows = {.data = scratch,
                        .step = row,
                        .element = size,
                        .type = t->type,
                        .count = am_length(keys),
-                       .depth = depth};
+                       .head_dim = head_dim};
     key_run run = run_of(f, t, at, keys);
     if (run.data && run.count == rows.count) {
         rows.data = run.data, rows.step = t->token, rows.element = t->element;
         return rows;
     }
     const bool plain =
-        base->bf16x2 ? am_is_plain(t) && t->token % (2 * size) == 0 && depth % 2 == 0 : am_is_plain(t);
+        base->bf16x2 ? am_is_plain(t) && t->token % (2 * size) == 0 && head_dim % 2 == 0 : am_is_plain(t);
     if (runs && plain && find_runs(f, t, at, keys, runs, &rows.run) && rows.run % AM_PACKED_RUN == 0) {
         rows.data = runs[0], rows.step = t->token, rows.runs = runs;
         return rows;
@@ -122,7 +122,7 @@ static am_kv_rows rows_in_pages(const am_attn_base *base, const am_tokens *t, co
             for (ptrdiff_t r = 0; r < run.count; r++)
                 memcpy(scratch + r * row, run.data + r * t->token, (size_t)row);
         } else {
-            am_copy_2d(scratch, row, size, run.data, t->token, t->element, run.count, depth, (size_t)size);
+            am_copy_2d(scratch, row, size, run.data, t->token, t->element, run.count, head_dim, (size_t)size);
         }
     }
     return rows;
@@ -191,13 +191,13 @@ static const char *read_rows(const am_kv_rows *rows, bool pairs, char *scratch, 
 {
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
     if (pairs)
-        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->depth, scratch,
-                             step);
+        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->head_dim,
+                             scratch, step);
     const bool plain = rows->element == size && rows->step % size == 0;
-    *step = plain ? rows->step / size : rows->depth;
+    *step = plain ? rows->step / size : rows->head_dim;
     if (plain) return rows->data;
-    am_copy_2d(scratch, rows->depth * size, size, rows->data, rows->step, rows->element, rows->count,
-               rows->depth, (size_t)size);
+    am_copy_2d(scratch, rows->head_dim * size, size, rows->data, rows->step, rows->element, rows->count,
+               rows->head_dim, (size_t)size);
     return scratch;
 }
 
@@ -215,7 +215,7 @@ static am_unpacked_rows unpacked_rows(const am_kv_rows *rows, bool pairs, char *
 void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor)
 {
     const am_unpacked_rows unpacked = unpacked_rows(&rows, base->bf16x2, scratch);
-    base->kv->pack_keys(to, &unpacked, rows.count, am_lanes(base, rows.depth), factor,
+    base->kv->pack_keys(to, &unpacked, rows.count, am_lanes(base, rows.head_dim), factor,
                         base->bf16x2 ? NULL : rows.scales);
 }
 
@@ -224,7 +224,7 @@ bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, ch
     const bool pairs = am_kv_is_bf16x2(base);
     am_unpacked_rows unpacked = unpacked_rows(&rows, pairs, scratch);
     if (pairs) unpacked.step *= 2;
-    return base->kv->pack_values(to, &unpacked, rows.count, rows.depth, base->bf16x2 ? NULL : rows.scales);
+    return base->kv->pack_values(to, &unpacked, rows.count, rows.head_dim, base->bf16x2 ? NULL : rows.scales);
 }
 
 /* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
@@ -234,13 +234,13 @@ static const char *read_lanes(const am_attn_base *base, const am_kv_rows *rows, 
 {
     if (!base->bf16x2)
         return am_read_rows(base, scratch, rows->data, rows->step, rows->element, rows->type, rows->count,
-                            rows->depth, step);
+                            rows->head_dim, step);
     const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
     if (aligned)
-        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->depth, scratch,
-                             step);
-    am_copy_pairs(scratch, rows->data, size, rows->step, rows->element, rows->count, rows->depth);
-    *step = am_lanes(base, rows->depth);
+        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->head_dim,
+                             scratch, step);
+    am_copy_pairs(scratch, rows->data, size, rows->step, rows->element, rows->count, rows->head_dim);
+    *step = am_lanes(base, rows->head_dim);
     return scratch;
 }
 
@@ -303,8 +303,8 @@ static const float *token_scales(const tile_source *s, const am_kv_scales *scale
 static am_kv_rows key_rows(const tile_source *s, bool in_runs)
 {
     const am_attn *f = s->kv->base->attn;
-    if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->depth);
-    am_kv_rows rows = rows_in_pages(s->kv->base, &f->k, s->at, s->keys, f->depth, s->gathered,
+    if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->head_dim);
+    am_kv_rows rows = rows_in_pages(s->kv->base, &f->k, s->at, s->keys, f->head_dim, s->gathered,
                                     in_runs ? s->runs[OF_K] : NULL);
     rows.scales = token_scales(s, &f->k_scales, OF_K);
     return rows;
@@ -313,8 +313,8 @@ static am_kv_rows key_rows(const tile_source *s, bool in_runs)
 static am_kv_rows value_rows(const tile_source *s, bool in_runs)
 {
     const am_attn *f = s->kv->base->attn;
-    if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_depth);
-    am_kv_rows rows = rows_in_pages(s->kv->base, &f->v, s->at, s->keys, f->value_depth,
+    if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_dim);
+    am_kv_rows rows = rows_in_pages(s->kv->base, &f->v, s->at, s->keys, f->value_dim,
                                     s->gathered + s->k_bytes, in_runs ? s->runs[OF_V] : NULL);
     rows.scales = token_scales(s, &f->v_scales, OF_V);
     return rows;
@@ -376,13 +376,13 @@ void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *
                           am_kv_workspace *w)
 {
     const am_attn *f = base->attn;
-    w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->depth, f->value_depth)));
+    w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
     /* Tiles that are packed, or rows that kernels cannot read where they lie. */
-    w->k = am_take(memory, used, am_max(s->local_tiles * s->k_bytes, am_row_scratch(TILE, f->depth)));
-    w->v = am_take(memory, used, am_max(s->local_tiles * s->v_bytes, am_row_scratch(TILE, f->value_depth)));
+    w->k = am_take(memory, used, am_max(s->local_tiles * s->k_bytes, am_row_scratch(TILE, f->head_dim)));
+    w->v = am_take(memory, used, am_max(s->local_tiles * s->v_bytes, am_row_scratch(TILE, f->value_dim)));
     const ptrdiff_t size = f->pages.table ? (ptrdiff_t)am_size_of(f->k.type) : 0;
-    w->k_bytes = am_ceil_div(TILE * f->depth * size, AM_LINE) * AM_LINE;
-    w->v_bytes = am_ceil_div(TILE * f->value_depth * size, AM_LINE) * AM_LINE;
+    w->k_bytes = am_ceil_div(TILE * f->head_dim * size, AM_LINE) * AM_LINE;
+    w->v_bytes = am_ceil_div(TILE * f->value_dim * size, AM_LINE) * AM_LINE;
     w->gathered = am_take(memory, used, am_max(1, s->step_items) * (w->k_bytes + w->v_bytes));
     w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, size ? 3 * sizeof *w->runs : 0);
     w->run = 0;
@@ -410,7 +410,7 @@ static bool can_read_runs(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
     return am_kv_is_bf16x2(base)
-               ? am_is_plain_bf16x2(&f->k, f->depth) && am_is_plain_bf16x2(&f->v, f->value_depth)
+               ? am_is_plain_bf16x2(&f->k, f->head_dim) && am_is_plain_bf16x2(&f->v, f->value_dim)
                : am_is_plain(&f->k) && am_is_plain(&f->v);
 }
 
@@ -418,7 +418,7 @@ static bool can_read_runs(const am_attn_base *base)
 static bool can_read_lanes(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
-    return base->bf16x2 ? am_is_aligned_bf16x2(&f->k, f->depth) : f->k.type == base->type;
+    return base->bf16x2 ? am_is_aligned_bf16x2(&f->k, f->head_dim) : f->k.type == base->type;
 }
 
 /* Finds the pages of a tile, for all items of a step, if kernels can read rows there; returns whether they
@@ -455,7 +455,7 @@ static void unpacked_tile(const tile_source *source, const am_kv_workspace *w, a
     const bool pairs = am_kv_is_bf16x2(base);
     if (w->run > 0) {
         read_pages(source, w, tile);
-        tile->value_depth = pairs ? am_ceil_div(f->value_depth, 2) : f->value_depth;
+        tile->value_dim = pairs ? am_ceil_div(f->value_dim, 2) : f->value_dim;
         tile->k_scales = token_scales(source, &f->k_scales, OF_K);
         tile->v_scales = token_scales(source, &f->v_scales, OF_V);
         return;
@@ -464,7 +464,7 @@ static void unpacked_tile(const tile_source *source, const am_kv_workspace *w, a
     tile->k = read_rows(&k, pairs, w->k, &tile->k_step);
     tile->v = read_rows(&v, pairs, w->v, &tile->v_step);
     tile->k_scales = k.scales, tile->v_scales = v.scales;
-    tile->value_depth = pairs ? am_ceil_div(v.depth, 2) : v.depth;
+    tile->value_dim = pairs ? am_ceil_div(v.head_dim, 2) : v.head_dim;
 }
 
 /* Makes the tile of another head in the same pages, which differs from that of the first one by its place. */
@@ -520,7 +520,7 @@ void am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,
     }
     if (tile->transposed) {
         const am_kv_rows rows = key_rows(&source, false);
-        tile->k = read_lanes(base, &rows, am_is_aligned_bf16x2(&f->k, f->depth), k, &tile->k_step);
+        tile->k = read_lanes(base, &rows, am_is_aligned_bf16x2(&f->k, f->head_dim), k, &tile->k_step);
     } else {
         if (!known) pack_keys(&source, w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
         tile->k = k;
@@ -540,17 +540,17 @@ void am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at,
 
 /* Some tokens to prefetch; of tokens in pages as many that lie one after the other. */
 static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
-                            am_range keys, ptrdiff_t depth, am_prefetch_rows to[AM_PREFETCH_RUNS])
+                            am_range keys, ptrdiff_t head_dim, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
     if (!f->pages.table) {
-        *to = am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin, am_length(keys), depth);
+        *to = am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin, am_length(keys), head_dim);
         return;
     }
     for (ptrdiff_t i = 0; i < AM_PREFETCH_RUNS && keys.begin < keys.end; i++) {
         const key_run run = run_of(f, t, at, keys);
         am_tokens from = *t;
         from.data = (char *)run.data;
-        to[i] = am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, depth);
+        to[i] = am_prefetch_tokens(&from, 0, 0, heads, 0, run.data ? run.count : 0, head_dim);
         keys.begin += run.count;
     }
 }
@@ -568,8 +568,8 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
     const am_range all = am_range_at(&kv->sections->tiles, index);
     const ptrdiff_t rows = am_length(all), bytes = kv->schedule->k_bytes + kv->schedule->v_bytes;
     const am_range keys = {all.begin + rows * part / parts, all.begin + rows * (part + 1) / parts};
-    prefetch_tokens(f, &f->k, at, heads, keys, f->depth, &prefetch[AM_PREFETCH_K]);
-    prefetch_tokens(f, &f->v, at, heads, keys, f->value_depth, &prefetch[AM_PREFETCH_V]);
+    prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, &prefetch[AM_PREFETCH_K]);
+    prefetch_tokens(f, &f->v, at, heads, keys, f->value_dim, &prefetch[AM_PREFETCH_V]);
     if (to)
         prefetch[AM_PREFETCH_PACKED] =
             (am_prefetch_rows){.at = to, .step = bytes, .length = bytes, .rows = 1};
@@ -584,12 +584,12 @@ void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t ind
     ptrdiff_t run;
     if (!f->pages.table || !find_runs(f, &f->k, at, keys, runs, &run)) {
         am_prefetch_rows rows[AM_PREFETCH_RUNS] = {{0}};
-        prefetch_tokens(f, &f->k, at, heads, keys, f->depth, rows);
+        prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, rows);
         tile->next_keys = rows[0];
         return;
     }
     am_tokens first = f->k;
     first.data = (char *)runs[0];
-    tile->next_keys = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->depth);
+    tile->next_keys = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->head_dim);
     tile->next_runs = runs, tile->next_run_count = TILE / run + (runs[TILE / run] != NULL);
 }

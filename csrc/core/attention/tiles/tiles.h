@@ -10,13 +10,13 @@ typedef struct {
     const char *data;
     ptrdiff_t step, element; /* from token to token, and from number to number */
     am_dtype type;
-    ptrdiff_t count, depth;
+    ptrdiff_t count, head_dim;
     const float *scales; /* AM_FLASH_TILE factors of the tokens, or NULL */
     ptrdiff_t run;       /* 0, or they lie in runs of so many, which begin at these addresses: as pairs of
                           * neighbours if kernels take them so */
     const void *const *runs;
 } am_kv_rows;
-am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t depth);
+am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t head_dim);
 
 /* Packs a tile of keys times a factor, or of values, for the kernels; `scratch` of am_row_scratch bytes.
  * Returns whether values are finite. */

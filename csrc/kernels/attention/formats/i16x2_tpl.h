@@ -1,6 +1,6 @@
 /* i16x2_tpl.h – attention of few rows to int8 keys and values by the processor's own dot products of
  * sixteen-bit integers, where it has some. A lane of float32 holds two of them (i16x2), sums are int32. In
- * queries and keys the two are neighbours in depth, in P and values neighbouring keys.
+ * queries and keys the two are neighbours in head_dim, in P and values neighbouring keys.
  *
  * Keys and values become such integers as they are. Each row of queries, and each row of P of a tile, is
  * rounded to multiples of a unit, of which its greatest number has MOST_I16, or in long rows of queries as
@@ -25,22 +25,22 @@ static inline bool has_unit(float greatest)
 }
 
 /* A row that has no unit gets NaN as that. */
-static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t depth)
+static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdiff_t rows, ptrdiff_t head_dim)
 {
-    const ptrdiff_t step = am_packed_query_lanes(depth), lanes = (depth + 31) / 32 * 16;
-    const double room = (double)INT32_MAX / (128 * (double)depth); /* so that sums do not overflow */
+    const ptrdiff_t step = am_packed_query_lanes(head_dim), lanes = (head_dim + 31) / 32 * 16;
+    const double room = (double)INT32_MAX / (128 * (double)head_dim); /* so that sums do not overflow */
     const float most = (float)(room < MOST_I16 ? (int)room : MOST_I16);
     float *to = dst;
     const float *from = q;
     for (ptrdiff_t r = 0; r < rows; r++, to += step, from += q_step) {
-        const float greatest = greatest_of(from, depth);
+        const float greatest = greatest_of(from, head_dim);
         const vf factor = vf_set1(greatest > 0 ? most / greatest : 0);
         to[step - VF_LANES] = has_unit(greatest) ? greatest / most : NAN;
         if (!has_unit(greatest)) continue;
         for (ptrdiff_t lane = 0; lane < lanes; lane += VF_LANES) {
             const ptrdiff_t i = 2 * lane;
             vf first, second;
-            load_two(from + i, depth - i, &first, &second);
+            load_two(from + i, head_dim - i, &first, &second);
             vf_store(to + lane, vf_narrow_i16x2(vf_mul(first, factor), vf_mul(second, factor)));
         }
     }
@@ -48,7 +48,7 @@ static void pack_queries_i16x2(void *dst, const void *q, ptrdiff_t q_step, ptrdi
 
 static inline float unit_of_query(const am_flash_rows *block, ptrdiff_t row)
 {
-    const ptrdiff_t step = am_packed_query_lanes(block->depth);
+    const ptrdiff_t step = am_packed_query_lanes(block->head_dim);
     return ((const float *)block->q_packed)[row * step + step - VF_LANES];
 }
 
@@ -58,7 +58,7 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
     am_flash_rows one = *block;
     one.rows = 1;
     one.logits = (float *)block->logits + row * AM_FLASH_TILE;
-    one.out = (float *)block->out + row * block->out_depth;
+    one.out = (float *)block->out + row * block->out_dim;
     am_flash_tile its = *tile;
     if (tile->live) its.live += row;
     prefetch_lines none = prefetch_nothing(tile->v);

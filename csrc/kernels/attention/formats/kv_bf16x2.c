@@ -43,7 +43,7 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
 {
     if (block->float_weights) {
         am_flash_tile numbers = *tile;
-        numbers.v_step *= 2, numbers.value_depth *= 2;
+        numbers.v_step *= 2, numbers.value_dim *= 2;
         SHARED(add_values_bf16)(block, &numbers, begin, end, (const uint16_t *)values, prefetch);
         return;
     }
@@ -52,34 +52,34 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
     const uint16_t *v = (const uint16_t *)values + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
-    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
-        const ptrdiff_t columns = 2 * tile->value_depth - column;
+    for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
+        const ptrdiff_t columns = 2 * tile->value_dim - column;
         const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
                        *in_runs = tile->run && keys > tile->run ? &runs : NULL;
         const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (!tile->live && columns == VF_LANES) {
-            add_half_panel_bf16x2(rows, lanes, p, v + column, 2 * step, out + column, block->out_depth,
+            add_half_panel_bf16x2(rows, lanes, p, v + column, 2 * step, out + column, block->out_dim,
                                   prefetch, in_runs);
             continue;
         }
         if (whole) {
             if (wide) {
                 accumulate_wide_interleaved(rows, lanes, p, v + column, 2 * step, out + column,
-                                            block->out_depth, 2 * LINES_BF16X2, prefetch, in_runs);
+                                            block->out_dim, 2 * LINES_BF16X2, prefetch, in_runs);
                 continue;
             }
             if (rows <= V_STRIP)
-                accumulate_interleaved(rows, 2, lanes, p, v + column, 2 * step, out + column,
-                                       block->out_depth, LINES_BF16X2, prefetch, true, in_runs);
+                accumulate_interleaved(rows, 2, lanes, p, v + column, 2 * step, out + column, block->out_dim,
+                                       LINES_BF16X2, prefetch, true, in_runs);
             else
-                add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_depth,
-                                       prefetch, in_runs, panel);
+                add_first_strip_bf16x2(lanes, p, v + column, 2 * step, out + column, block->out_dim, prefetch,
+                                       in_runs, panel);
             for (ptrdiff_t r = V_STRIP; r < rows; r += V_STRIP)
                 SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP, PANEL_f32, lanes,
                                                  p + r * AM_FLASH_TILE, panel,
-                                                 out + r * block->out_depth + column, block->out_depth);
+                                                 out + r * block->out_dim + column, block->out_dim);
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
@@ -92,13 +92,13 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             uint64_t live[AM_FLASH_ROWS];
             for (ptrdiff_t r = 0; r < rows; r++) live[r] = live_between(tile->live[r], begin, end);
             add_live_rows_bf16x2(rows, live, p, AM_FLASH_TILE, 1, panel, PANEL_f32, 0, out + column,
-                                 block->out_depth, columns_at(block, column, PANEL_f32));
+                                 block->out_dim, columns_at(block, column, PANEL_f32));
             continue;
         }
         for (ptrdiff_t r = 0; r < rows; r += V_STRIP)
-            SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP,
-                                             block->out_depth - column, lanes, p + r * AM_FLASH_TILE, panel,
-                                             out + r * block->out_depth + column, block->out_depth);
+            SHARED_BF16X2(add_packed_bf16x2)(rows - r < V_STRIP ? rows - r : V_STRIP, block->out_dim - column,
+                                             lanes, p + r * AM_FLASH_TILE, panel,
+                                             out + r * block->out_dim + column, block->out_dim);
     }
 }
 
@@ -124,7 +124,7 @@ static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile 
 #define LOAD_WIDE vf_load
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
-#define AT_ONCE(block, tile) (!(block)->float_weights || (block)->out_depth == 2 * (tile)->value_depth)
+#define AT_ONCE(block, tile) (!(block)->float_weights || (block)->out_dim == 2 * (tile)->value_dim)
 #define FIND_P find_weights_bf16x2
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2

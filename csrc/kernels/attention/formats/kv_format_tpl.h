@@ -15,9 +15,9 @@
 #include "kernels/attention/formats/pack_panel_tpl.h"
 
 /* Multiplies packed values by the scales of their rows; adds 0 × the products to `nothing`. */
-static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t depth, const T *scales, V nothing)
+static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t head_dim, const T *scales, V nothing)
 {
-    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL)) {
+    for (ptrdiff_t i = 0; i < head_dim; i += FN(PANEL)) {
         T *row = dst + i * AM_FLASH_TILE;
         for (ptrdiff_t r = 0; r < rows; r++) {
             for (ptrdiff_t j = 0; j < FN(PANEL); j += LANES, row += LANES) {
@@ -31,7 +31,7 @@ static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t depth, const T *sc
 }
 
 /* Packs row by row, since rows may lie far apart. */
-static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t depth,
+static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
                               const void *scales)
 {
     T *dst = to;
@@ -39,13 +39,13 @@ static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t 
     V nothing = VOP(set1)(0);
     for (ptrdiff_t r = 0; r < rows; r++, src += from->step, dst += FN(PANEL)) {
         if (from->run && r % from->run == 0) src = from->runs[r / from->run];
-        for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
-            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, 0, 1, depth - i, nothing);
+        for (ptrdiff_t i = 0; i < head_dim; i += FN(PANEL))
+            nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, 0, 1, head_dim - i, nothing);
     }
-    for (ptrdiff_t i = 0; i < depth; i += FN(PANEL))
+    for (ptrdiff_t i = 0; i < head_dim; i += FN(PANEL))
         memset(dst + i * AM_FLASH_TILE, 0,
                (size_t)((FN(whole_panels)(rows) - rows) * FN(PANEL)) * sizeof *dst);
-    if (scales) nothing = FROM(scale_packed)(to, rows, depth, scales, nothing);
+    if (scales) nothing = FROM(scale_packed)(to, rows, head_dim, scales, nothing);
     return VOP(total)(nothing) == 0;
 }
 
@@ -65,9 +65,9 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
     const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
-    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
+    for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
         const S *rows_of_v = values + begin * tile->v_step + column;
-        const ptrdiff_t columns = tile->value_depth - column;
+        const ptrdiff_t columns = tile->value_dim - column;
         const row_runs runs = runs_of_values(tile, 1, column * (ptrdiff_t)sizeof(S)),
                        *in_runs = tile->run && keys > tile->run ? &runs : NULL;
         T *out = (T *)block->out + column;
@@ -83,7 +83,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const ptrdiff_t v_step = tile->v_step;
 #endif
         if (wide) {
-            WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_depth, WIDE_LINES,
+            WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_dim, WIDE_LINES,
                                   prefetch, in_runs);
             continue;
         }
@@ -94,7 +94,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
                 uint64_t live[AM_FLASH_ROWS];
                 for (ptrdiff_t r = 0; r < block->rows; r++) live[r] = live_between(tile->live[r], begin, end);
                 FN(add_live_rows)(block->rows, live, logits, AM_FLASH_TILE, 1, panel, FN(PANEL), 0, out,
-                                  block->out_depth, width);
+                                  block->out_dim, width);
                 continue;
             }
         }
@@ -103,14 +103,14 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         for (ptrdiff_t i = 0, r = 0; i < strips; i++, lines = &none) {
             ptrdiff_t rows = block->rows / strips + (i < block->rows % strips);
             const T *p = logits + r * AM_FLASH_TILE;
-            T *to = out + r * block->out_depth;
+            T *to = out + r * block->out_dim;
             if (packed)
-                OWN(add_packed)(rows, width, keys, p, panel, to, block->out_depth);
+                OWN(add_packed)(rows, width, keys, p, panel, to, block->out_dim);
             else if (width == FN(PANEL))
-                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_depth, LINES, lines, true,
+                WIDE(accumulate)(rows, 2, keys, p, v, v_step, to, block->out_dim, LINES, lines, true,
                                  in_runs);
             else
-                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_depth, 1, lines, true, in_runs);
+                WIDE(accumulate)(rows, 1, keys, p, v, v_step, to, block->out_dim, 1, lines, true, in_runs);
             r += rows;
         }
     }
@@ -120,7 +120,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #ifdef WIDEN
 #    define AT_ONCE(block, tile) false /* rows of a run are widened for themselves */
 #else
-#    define AT_ONCE(block, tile) ((block)->out_depth == (tile)->value_depth)
+#    define AT_ONCE(block, tile) ((block)->out_dim == (tile)->value_dim)
 #endif
 #define FIND_P OWN(find_p)
 #define STEP(name) FN(name)

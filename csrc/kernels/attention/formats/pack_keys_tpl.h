@@ -15,7 +15,7 @@ FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t r
 
 /* Packs one row of squares after the other: fewer rows at a time conflict less in the cache. With a factor of
  * 1 lanes may also be bf16x2. */
-static void FROM(pack_keys)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t depth,
+static void FROM(pack_keys)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
                             double factor, const void *scales)
 {
     const ptrdiff_t step = from->step, run = from->run;
@@ -24,18 +24,18 @@ static void FROM(pack_keys)(void *to, const am_unpacked_rows *from, ptrdiff_t ro
     for (ptrdiff_t row = 0; row < FN(whole_panels)(rows); row += LANES) {
         const S *src =
             run ? (const S *)from->runs[row / run] + row % run * step : (const S *)from->data + row * step;
-        T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * depth + row % FN(PANEL);
+        T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * head_dim + row % FN(PANEL);
         if (scales) scale = VOP(mul)(VOP(set1)((T)factor), VOP(load)((const T *)scales + row));
-        for (ptrdiff_t i = 0; i < depth; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
+        for (ptrdiff_t i = 0; i < head_dim; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {
             V square[LANES];
-            if (row + LANES <= rows && i + LANES <= depth) {
+            if (row + LANES <= rows && i + LANES <= head_dim) {
                 FROM(load_transposed)(square, src, step, LANES, LANES);
                 UNROLL(16)
                 for (ptrdiff_t c = 0; c < LANES; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             } else {
-                FROM(load_transposed)(square, src, step, rows - row, depth - i);
-                for (ptrdiff_t c = 0; c < LANES && i + c < depth; c++)
+                FROM(load_transposed)(square, src, step, rows - row, head_dim - i);
+                for (ptrdiff_t c = 0; c < LANES && i + c < head_dim; c++)
                     VOP(store)(dst + c * FN(PANEL), scaled ? VOP(mul)(scale, square[c]) : square[c]);
             }
         }

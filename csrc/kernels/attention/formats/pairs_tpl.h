@@ -1,6 +1,6 @@
 /* pairs_tpl.h – attention of few rows to keys and values of eight bits, S, which become numbers of
  * sixteen bits as they are read. The processor's own dot products multiply them in pairs, which are
- * neighbours in depth in queries and keys, and neighbouring keys in P and values.
+ * neighbours in head_dim in queries and keys, and neighbouring keys in P and values.
  *
  * LOAD_WIDE and LOAD_PART_WIDE load lanes of such pairs of a key, and FMA multiplies and adds them. SUMS
  * names the functions that add up lanes, and ROW_UNIT is by what the sums of a row are multiplied.
@@ -20,7 +20,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
 {
     const int vectors = 2 * panels, lines = panels; /* of two rows of 32 bytes a panel */
     const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
-    const ptrdiff_t columns = tile->value_depth - column, bytes = tile->v_step * (ptrdiff_t)sizeof(S);
+    const ptrdiff_t columns = tile->value_dim - column, bytes = tile->v_step * (ptrdiff_t)sizeof(S);
     const bool copied = panels == 1 && columns < PANEL_f32, at_once = !copied && begin == 0;
     const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof(S));
     S panel[AM_FLASH_TILE * PANEL_f32];
@@ -47,7 +47,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
     }
     UNROLL(16)
     for (int r = 0; r < rows; r++, p += AM_FLASH_TILE) {
-        float *out = (float *)block->out + (row + r) * block->out_depth + column;
+        float *out = (float *)block->out + (row + r) * block->out_dim + column;
         const vf unit = vf_set1(P_UNIT(p));
         vf its[] = {sums[r][0], sums[r][1], sums[rows * (panels - 1) + r][0],
                     sums[rows * (panels - 1) + r][1]};
@@ -57,7 +57,7 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
             vf_straighten_wide(its);
         UNROLL(4)
         for (int i = 0; i < vectors; i++) {
-            if (i > 0 && panels == 1 && VF_LANES >= block->out_depth - column) break;
+            if (i > 0 && panels == 1 && VF_LANES >= block->out_dim - column) break;
             vf_store(out + i * VF_LANES, vf_fma(unit, NUMBER_OF_SUM(its[i]), vf_load(out + i * VF_LANES)));
         }
     }
@@ -90,8 +90,8 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
 {
     const ptrdiff_t rows = block->rows;
     prefetch_lines none = prefetch_nothing(tile->v);
-    for (ptrdiff_t column = 0, width; column < block->out_depth; column += width) {
-        const bool wide = rows <= V_STRIP / 2 && tile->value_depth - column >= 2 * PANEL_f32;
+    for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
+        const bool wide = rows <= V_STRIP / 2 && tile->value_dim - column >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (wide) {
             FROM(add_two_panels)(block, tile, 0, rows, begin, end, column, prefetch);

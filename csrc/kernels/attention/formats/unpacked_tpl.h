@@ -20,7 +20,7 @@
 #endif
 #ifndef QUERIES
 #    define QUERIES(block) ((const T *)(block)->q)
-#    define QUERY_STEP(depth) (depth)
+#    define QUERY_STEP(head_dim) (head_dim)
 #endif
 
 /* PAIR sums become one vector in the first step of adding up lanes. */
@@ -60,17 +60,17 @@ static inline __attribute__((always_inline)) void FROM(add_dots)(const ptrdiff_t
  * other; keys behind the last are read as the last. Unless `prefetch` is NULL, it prefetches as many lines as
  * it reads of keys, which are `straight` if the caller knows that they are. */
 static inline __attribute__((always_inline)) void
-FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t depth, const T *q, const W *k,
+FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t head_dim, const T *q, const W *k,
                ptrdiff_t step, ptrdiff_t last, V *sums, prefetch_lines *prefetch, const bool straight)
 {
 #define KEY(j) (k + ((j) < last ? (j) : last) * step)
-    const ptrdiff_t q_step = QUERY_STEP(depth);
+    const ptrdiff_t q_step = QUERY_STEP(head_dim);
     prefetch_lines current = prefetch ? *prefetch : (prefetch_lines){0};
     V x[DOT_SUMS];
     UNROLL(64)
     for (ptrdiff_t j = 0; j < (rows * keys + LANES - 1) / LANES * LANES; j++) sums[j] = VOP(set1)(0);
     ptrdiff_t i = 0;
-    for (; (i + LANES * PARTS) * NUMBERS <= depth; i += LANES * PARTS) {
+    for (; (i + LANES * PARTS) * NUMBERS <= head_dim; i += LANES * PARTS) {
         UNROLL(32)
         for (ptrdiff_t j = 0; j < keys; j++) x[j] = LOAD_WIDE(KEY(j));
         k += LANES * PARTS * NUMBERS;
@@ -98,7 +98,7 @@ FROM(multiply)(const ptrdiff_t rows, const ptrdiff_t keys, ptrdiff_t depth, cons
         prefetch_end_straight(prefetch, &current);
     else if (prefetch)
         *prefetch = current;
-    const ptrdiff_t left = depth - i * NUMBERS;
+    const ptrdiff_t left = head_dim - i * NUMBERS;
 #if PARTS > 1
     if (0 < left && left <= LANES) {
         UNROLL(32)
@@ -152,12 +152,12 @@ static inline __attribute__((always_inline)) void FROM(store_dots)(const ptrdiff
 
 /* Logits of some rows and keys. */
 static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t rows, const ptrdiff_t keys,
-                                                                ptrdiff_t depth, const T *q, const W *k,
+                                                                ptrdiff_t head_dim, const T *q, const W *k,
                                                                 ptrdiff_t step, ptrdiff_t last, T *logits,
                                                                 prefetch_lines *prefetch)
 {
     V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
-    FROM(multiply)(rows, keys, depth, q, k, step, last, sums, prefetch, false);
+    FROM(multiply)(rows, keys, head_dim, q, k, step, last, sums, prefetch, false);
     FROM(add_pairs_of)(rows * keys, sums, pairs);
     FROM(store_dots)(rows, keys, last, pairs, logits);
 }
@@ -171,10 +171,10 @@ static inline __attribute__((always_inline)) void FROM(dots_of)(const ptrdiff_t 
  */
 static inline __attribute__((always_inline)) void
 FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, ptrdiff_t first,
-                   ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step, const row_runs *runs, T *logits,
-                   prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
+                   ptrdiff_t head_dim, const T *q, const W *k, ptrdiff_t step, const row_runs *runs,
+                   T *logits, prefetch_lines *prefetch, ptrdiff_t wait, const ptrdiff_t turns)
 {
-    const ptrdiff_t lines = (depth * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE, run = runs->rows;
+    const ptrdiff_t lines = (head_dim * (ptrdiff_t)sizeof(S) + CACHE_LINE - 1) / CACHE_LINE, run = runs->rows;
     const void *const *next = runs->next;
     V sums[DOT_SUMS + LANES], pairs[DOT_SUMS + LANES];
     T *before = NULL;
@@ -184,20 +184,20 @@ FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, p
             const bool prefetches = turns == 1 || wait == 0;
             wait = prefetches ? turns - 1 : wait - 1;
             if (!prefetches)
-                FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, NULL, false);
+                FROM(multiply)(rows, most, head_dim, q, k, step, most - 1, sums, NULL, false);
             else if (rows > 1 && prefetch_is_straight(prefetch, most * lines))
-                FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, prefetch, true);
+                FROM(multiply)(rows, most, head_dim, q, k, step, most - 1, sums, prefetch, true);
             else
-                FROM(multiply)(rows, most, depth, q, k, step, most - 1, sums, prefetch, false);
+                FROM(multiply)(rows, most, head_dim, q, k, step, most - 1, sums, prefetch, false);
             if (PAIR > 1 && before) FROM(store_dots)(rows, most, most - 1, pairs, before);
             FROM(add_pairs_of)(rows * most, sums, pairs);
             if (PAIR == 1) FROM(store_dots)(rows, most, most - 1, pairs, logits);
             before = logits;
         }
         if (left > most / 2)
-            FROM(dots_of)(rows, most, depth, q, k, step, left - 1, logits, prefetch);
+            FROM(dots_of)(rows, most, head_dim, q, k, step, left - 1, logits, prefetch);
         else if (left > 0)
-            FROM(dots_of)(rows, most / 2, depth, q, k, step, left - 1, logits, prefetch);
+            FROM(dots_of)(rows, most / 2, head_dim, q, k, step, left - 1, logits, prefetch);
         if (keys == 0) break;
         logits += left;
         k = (const W *)((const char *)*next++ + runs->offset);
@@ -207,11 +207,13 @@ FROM(dots_of_rows)(const ptrdiff_t rows, const ptrdiff_t most, ptrdiff_t keys, p
 
 /* The same of one to four rows, which prefetch each time. */
 static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, ptrdiff_t first,
-                                                ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step,
+                                                ptrdiff_t head_dim, const T *q, const W *k, ptrdiff_t step,
                                                 const row_runs *runs, T *logits, prefetch_lines *prefetch)
 {
 #define DOTS(n, most)                                                                                        \
-    case n: FROM(dots_of_rows)(n, most, keys, first, depth, q, k, step, runs, logits, prefetch, 0, 1); break;
+    case n:                                                                                                  \
+        FROM(dots_of_rows)(n, most, keys, first, head_dim, q, k, step, runs, logits, prefetch, 0, 1);        \
+        break;
 /* 2, 4 or 8, but at most n, which divides most runs: five or six keys at a time would leave a rest. */
 #define DIVISOR(n) ((n) >= 8 ? 8 : (n) >= 4 ? 4 : 2)
     switch (rows) {
@@ -226,11 +228,14 @@ static __attribute__((nonnull)) void FROM(dots)(ptrdiff_t rows, ptrdiff_t keys, 
 
 /* The same of four of more rows, which take turns at prefetching: if the first four prefetched all, they
  * would wait for memory, which would then be idle while the others are multiplied. */
-static __attribute__((nonnull)) void
-FROM(dots_of_four)(ptrdiff_t keys, ptrdiff_t first, ptrdiff_t depth, const T *q, const W *k, ptrdiff_t step,
-                   const row_runs *runs, T *logits, prefetch_lines *prefetch, ptrdiff_t wait, ptrdiff_t turns)
+static __attribute__((nonnull)) void FROM(dots_of_four)(ptrdiff_t keys, ptrdiff_t first, ptrdiff_t head_dim,
+                                                        const T *q, const W *k, ptrdiff_t step,
+                                                        const row_runs *runs, T *logits,
+                                                        prefetch_lines *prefetch, ptrdiff_t wait,
+                                                        ptrdiff_t turns)
 {
-    FROM(dots_of_rows)(4, DOT_SUMS / 4, keys, first, depth, q, k, step, runs, logits, prefetch, wait, turns);
+    FROM(dots_of_rows)(4, DOT_SUMS / 4, keys, first, head_dim, q, k, step, runs, logits, prefetch, wait,
+                       turns);
 }
 
 /* Where value 0 of a tile would be if all were in the run of value i. */
@@ -259,12 +264,13 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
     const ptrdiff_t turns = sizeof(S) > 1 ? block->rows / 4 : 1;
 #ifdef WIDEN
     W widened[SOME_KEYS * AM_MOST_WIDENED];
-    const ptrdiff_t k_step = whole_f8(block->depth);
+    const ptrdiff_t k_step = whole_f8(block->head_dim);
 #else
     const ptrdiff_t k_step = tile->k_step;
     /* More than four rows read keys again. Whole tiles that fill a first-level cache of 32 KB would take 1.06
      * of the time. */
-    const bool by_runs = block->rows > 4 && AM_FLASH_TILE * block->depth * (ptrdiff_t)sizeof(S) >= 32 << 10;
+    const bool by_runs =
+        block->rows > 4 && AM_FLASH_TILE * block->head_dim * (ptrdiff_t)sizeof(S) >= 32 << 10;
 #endif
     for (ptrdiff_t next; begin < end; begin = next) {
         const S *k = row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(S), begin);
@@ -272,20 +278,20 @@ static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *t
 #ifdef WIDEN
         if (first > SOME_KEYS) first = SOME_KEYS;
         const W *from = widened;
-        WIDEN(widened, k_step, k, tile->k_step, first, block->depth);
+        WIDEN(widened, k_step, k, tile->k_step, first, block->head_dim);
         next = begin + first;
 #else
         const W *from = k;
         next = by_runs ? begin + first : end;
 #endif
         for (ptrdiff_t r = 0; r < block->rows; r += 4) {
-            const ptrdiff_t rows = block->rows - r, keys = next - begin, q_step = QUERY_STEP(block->depth);
+            const ptrdiff_t rows = block->rows - r, keys = next - begin, q_step = QUERY_STEP(block->head_dim);
             T *logits = (T *)block->logits + r * AM_FLASH_TILE + begin;
             if (turns > 1 && rows >= 4)
-                FROM(dots_of_four)(keys, first, block->depth, q + r * q_step, from, k_step, &runs, logits,
+                FROM(dots_of_four)(keys, first, block->head_dim, q + r * q_step, from, k_step, &runs, logits,
                                    prefetch, r / 4, turns);
             else
-                FROM(dots)(rows < 4 ? rows : 4, keys, first, block->depth, q + r * q_step, from, k_step,
+                FROM(dots)(rows < 4 ? rows : 4, keys, first, block->head_dim, q + r * q_step, from, k_step,
                            &runs, logits, r == 0 ? prefetch : &none);
         }
     }
@@ -314,7 +320,7 @@ static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, p
 {
     const ptrdiff_t size = sizeof(S), step = tiles->v_step * size,
                     head = (const char *)tiles[heads - 1].v - (const char *)tiles->v,
-                    length = head + tiles->value_depth * size;
+                    length = head + tiles->value_dim * size;
     if (tiles->run == 0) return prefetch_lines_of((uintptr_t)tiles->v, step, length, 0, EARLY_KEYS);
     const ptrdiff_t count = AM_FLASH_TILE / tiles->run;
     return prefetch_runs_of(runs, tiles->v_runs, count + (tiles->v_runs[count] != NULL), tiles->run, step,
@@ -354,7 +360,7 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
 {
     prefetch_runs runs;
     prefetch_lines prefetch = FROM(lines_of_values)(tiles, heads, &runs);
-    const ptrdiff_t row = heads * blocks[0]->depth * (ptrdiff_t)sizeof(S);
+    const ptrdiff_t row = heads * blocks[0]->head_dim * (ptrdiff_t)sizeof(S);
     ptrdiff_t slice = AM_FLASH_TILE;
     while (slice > SOME_KEYS && slice * row > SLICE_BYTES) slice /= 2;
     for (ptrdiff_t first = 0, next; first < AM_FLASH_TILE; first = next) {
