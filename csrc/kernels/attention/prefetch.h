@@ -116,42 +116,48 @@ static inline __attribute__((always_inline)) void prefetch_next_row(prefetch_lin
     if (runs && lines->runs) prefetch_end_of_rows(lines);
 }
 
-/* The next lines, one by one; of rows in runs only if `runs`. */
-static inline __attribute__((always_inline)) void prefetch_each(prefetch_lines *lines, ptrdiff_t count,
-                                                                const bool runs)
+/* The next lines; of rows in runs only if `runs`. */
+static inline __attribute__((always_inline)) void prefetch_one(prefetch_lines *lines, const bool runs)
 {
-    UNROLL(16)
-    for (; count > 0; count--) {
-        prefetch_line(lines);
-        lines->at += (uintptr_t)lines->step;
-        if (--lines->left <= 0) prefetch_next_row(lines, runs);
-    }
+    prefetch_line(lines);
+    lines->at += (uintptr_t)lines->step;
+    if (--lines->left <= 0) prefetch_next_row(lines, runs);
 }
-
-/* The same. A number of lines that is constant is counted at once unless it reaches the end of a row: that is
- * half of the code of a product. */
 static inline __attribute__((always_inline)) void prefetch_some(prefetch_lines *lines, ptrdiff_t count,
                                                                 const bool runs)
 {
-    if (__builtin_constant_p(count) && lines->left > count) {
-        const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
-        const ptrdiff_t step = lines->step;
-        if (lines->near) {
-            UNROLL(16)
-            for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * step, at + i * step, true);
-        } else {
-            UNROLL(16)
-            for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * step, at + i * step, false);
-        }
-        lines->at += (uintptr_t)(count * step);
-        lines->left -= count;
+    NO_UNROLL
+    for (; count > 0; count--) prefetch_one(lines, runs);
+}
+
+/* The same, of a constant number of lines. */
+static inline __attribute__((always_inline)) void prefetch_each(prefetch_lines *lines, const ptrdiff_t count,
+                                                                const bool runs)
+{
+    UNROLL(16)
+    for (ptrdiff_t i = 0; i < count; i++) prefetch_one(lines, runs);
+}
+
+/* The same, counted at once unless they reach the end of a row: that is half of the code of a product. */
+static inline __attribute__((always_inline)) void prefetch_few(prefetch_lines *lines, const ptrdiff_t count,
+                                                               const bool runs)
+{
+    if (count == 0) return;
+    if (lines->left <= count) {
+        prefetch_some(lines, count, runs);
         return;
     }
-    for (; count > 0; count--) {
-        prefetch_line(lines);
-        lines->at += (uintptr_t)lines->step;
-        if (--lines->left <= 0) prefetch_next_row(lines, runs);
+    const char *early = (const char *)(lines->at + lines->early), *at = (const char *)lines->at;
+    const ptrdiff_t step = lines->step;
+    if (lines->near) {
+        UNROLL(16)
+        for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * step, at + i * step, true);
+    } else {
+        UNROLL(16)
+        for (ptrdiff_t i = 0; i < count; i++) prefetch_two(early + i * step, at + i * step, false);
     }
+    lines->at += (uintptr_t)(count * step);
+    lines->left -= count;
 }
 
 static inline void prefetch_issue(prefetch_lines *lines, ptrdiff_t count)

@@ -60,7 +60,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
         for (; unrolled && in_runs && left >= RUN_ROWS; left -= RUN_ROWS) {
             UNROLL(8)
             for (int i = 0; i < RUN_ROWS; i++, a += a_column, b += b_row) {
-                prefetch_some(&current, lines, runs);
+                prefetch_few(&current, lines, runs);
                 HIDE(b); /* one register for all rows */
                 FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
                 if (loaded) loaded += FN(PANEL);
@@ -68,7 +68,7 @@ FROM(add_to_sums)(const int rows, const int vectors, ptrdiff_t head_dim, const T
         }
 #pragma GCC unroll 2
         for (; left > 0; left--, a += a_column, b += b_row) {
-            prefetch_some(&current, lines, runs);
+            prefetch_few(&current, lines, runs);
             FROM(outer)(rows, vectors, a, a_row, b, b_row, true, sums, loaded);
             if (loaded) loaded += FN(PANEL);
         }
@@ -96,7 +96,7 @@ FROM(product_of)(const int rows, const int vectors, ptrdiff_t head_dim, const T 
     }
     prefetch_lines current = lines ? *prefetch : (prefetch_lines){0};
     if (!add) {
-        prefetch_some(&current, lines, runs);
+        prefetch_few(&current, lines, runs);
         FROM(outer)(rows, vectors, a, a_row, b, b_row, false, sums, NULL);
         head_dim--, a += a_column, b += b_row;
     }

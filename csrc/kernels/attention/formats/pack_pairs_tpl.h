@@ -16,7 +16,7 @@ static inline __attribute__((always_inline)) void FROM(pack_panel)(float *dst, p
             row[i] = r + i < rows ? LOAD_SOME(src + (r + i) * step, some) : vf_set1(0);
         }
         vf_interleave_bf16x2(row[0], row[1], &bf16x2[0], &bf16x2[1]);
-        prefetch_some(&current, 2, true);
+        prefetch_few(&current, 2, true);
         for (ptrdiff_t i = 0; i < 2; i++) {
             vf_store(dst + i * VF_LANES, bf16x2[i]);
             if (nothing) nothing[i] = vf_fma_bf16x2(bf16x2[i], vf_set1(0), nothing[i]);
