@@ -1,4 +1,4 @@
-"""What users pass, checked where it comes in: errors name the argument, what it must be and what came."""
+"""Check what users pass, where it comes in: errors name the argument, what it must be and what came."""
 
 import operator
 import re
@@ -25,7 +25,7 @@ LONG = 256  # messages show an integer of more bits by their number
 
 
 def describe(value: Any) -> str:
-    """A few words to end an error message with."""
+    """Return a few words to end an error message with."""
     if isinstance(value, np.ndarray):
         if value.ndim == 0 and value.dtype.kind in "OU":  # np.asarray has wrapped an object or a text
             return describe(value.item())
@@ -40,7 +40,7 @@ def describe(value: Any) -> str:
 
 
 def check_form(state: Any, known: int, what: str) -> None:
-    """Refuse what a later version has pickled: the forms of pickles are numbered."""
+    """Refuse what a later version has pickled: the formats of pickles are numbered."""
     form = state.get("version") if isinstance(state, dict) else None
     if type(form) is not int:
         raise ValueError(f"the pickle of {what} must have a version, got {describe(form)}")
@@ -52,7 +52,7 @@ def check_form(state: Any, known: int, what: str) -> None:
 
 
 def briefly(value: Any) -> str:
-    """An array or a tensor by its type and shape, and several as well; all else by its `repr`, cut off."""
+    """Describe an array or tensor by type and shape, several likewise, and anything else by its `repr`, cut off."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if type(value) is tuple:
@@ -61,7 +61,7 @@ def briefly(value: Any) -> str:
 
 
 def fields_in_a_line(named: Any) -> str:
-    """What the `repr` of a named tuple of arrays is: no array is written out."""
+    """Return the `repr` of a named tuple of arrays without writing out any array."""
     fields = (f"{name}={briefly(value)}" for name, value in zip(named._fields, named, strict=True))
     return f"{type(named).__name__}({', '.join(fields)})"
 
@@ -83,7 +83,7 @@ _IN_TORCH = {  # what hints say of arrays, and what that is of tensors
 
 
 def suit_hint(error: Exception, given: Mapping[str, Any]) -> None:
-    """Have the hint that ends a message speak of tensors, if the argument that it begins with is one."""
+    """Make the hint at the end of a message speak of tensors if the argument it begins with is one."""
     text, semicolon, hint = str(error).rpartition("; ")
     if _is_tensor(given.get(text.partition(" ")[0])):
         for of_arrays, of_tensors in _IN_TORCH.items():
@@ -97,7 +97,7 @@ def _is_symbol(value: Any) -> bool:
 
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
-    """`array`, which nobody else has, read-only for good: a view cannot be made writeable against its owner."""
+    """Make `array`, which nobody else holds, read-only for good: a view cannot become writeable against its owner."""
     owner = array if array.base is None else array.base
     if isinstance(owner, np.ndarray):
         owner.setflags(write=False)
@@ -106,14 +106,14 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """A view of somebody's array that does not write to it."""
+    """Return a read-only view of an array."""
     view = array.view()
     view.setflags(write=False)
     return view
 
 
 def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -> int:
-    """Any kind of integer but a bool, as Python's own. A symbol of PyTorch stays one, so one graph does for all."""
+    """Return any integer except a bool as a Python int. A PyTorch symbol stays one, so that one graph serves all."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -126,7 +126,7 @@ def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -
 
 
 def real(value: Any, name: str) -> float:
-    """Any kind of real number but a bool or a NaN, as Python's own."""
+    """Return any real number except a bool or NaN as a Python float."""
     if type(value) is float and value == value:
         return value
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -145,7 +145,7 @@ def real(value: Any, name: str) -> float:
 
 
 def place(value: Any, name: str, count: int) -> int:
-    """Which of so many planes."""
+    """Return the index of one of `count` planes."""
     number = integer(value, name)
     if not 0 <= number < count:
         raise IndexError(
@@ -166,7 +166,7 @@ def one_of(value: Any, name: str, choices: Sequence[str | None]) -> None:
 
 
 def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
-    """An array of any type, in place where it is one, and readable as it is."""
+    """Return an array of any type, in place if it is one, and readable as it is."""
     try:
         if type(value) is np.ndarray:
             array = value
@@ -182,7 +182,7 @@ def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
 
 
 def _of_a_library(value: Any, name: str) -> NDArray[Any]:
-    """The memory of an array or tensor, as NumPy's own."""
+    """Return the memory of an array or tensor as a NumPy array."""
     if _is_tensor(value):
         return _of_torch(value, name)
     try:
@@ -236,7 +236,7 @@ def bfloat16(name: str) -> np.dtype[Any]:
 
 
 def of_ml_dtypes(dtype: str, name: str) -> np.dtype[Any]:
-    """A type that NumPy knows by a package that is not always there."""
+    """Return a type that NumPy knows only through an optional package."""
     try:
         import ml_dtypes
     except ImportError as error:
@@ -253,7 +253,7 @@ def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:
 
 
 def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
-    """An array of any type of integers, in place where it is one."""
+    """Return an array of any integer type, in place if it is one."""
     array = as_array(value, name)
     if array.dtype.kind in "iu":
         return array
@@ -263,14 +263,14 @@ def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
 
 
 def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
-    """A read-only int32 copy of an array of integers, of one of the layouts (such as ``"[B, Q]"``)."""
+    """Return a read-only int32 copy of an integer array of one of the layouts (such as ``"[B, Q]"``)."""
     array = integer_array(value, name, hint)
     _check_rank(array, name, layouts)
     return frozen(_core.int32_copy(array, name) if array.size else allocate(array.shape, np.int32, name))
 
 
 def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[np.int32]:
-    """The same without a copy, where nobody writes to the array."""
+    """Return the same without a copy if nobody writes to the array."""
     array = as_array(value, name)
     if array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable:
         _check_rank(array, name, layouts)
@@ -286,7 +286,7 @@ def per_row(
     row: str = "batch row",
     broadcast: bool = True,
 ) -> int | NDArray[np.int64]:
-    """One integer for all rows, or an array of one each; one entry is for all rows if it may `broadcast`."""
+    """Return one integer for all rows, or an array of one per row; one entry serves all rows if it may `broadcast`."""
     if type(value) is int and minimum <= value <= FARTHEST:
         return value  # the usual case, where making an array would take a microsecond
     array = as_array(value, name)
@@ -311,7 +311,7 @@ def per_row(
 
 
 def is_bottom_right(offset: Any, name: str) -> bool:
-    """Whether an offset is told by the one text that it can be."""
+    """Return whether an offset is the one text that it can be."""
     if not isinstance(offset, str):
         return False
     if offset != "bottom-right":
@@ -327,7 +327,7 @@ _NO_LIMIT = "; write None for no limit"
 
 
 def window(sliding_window: Any) -> tuple[int | None, int | None]:
-    """How far a window reaches to the left and to the right; None for no end."""
+    """Return how far a window reaches to the left and to the right; None means no limit."""
     if isinstance(sliding_window, np.ndarray) and sliding_window.ndim:
         hint = "; MaskInfo.apply_sliding_window takes a window per head"
         raise TypeError(f"sliding_window must be an integer or a pair, got {describe(sliding_window)}{hint}")
@@ -336,7 +336,7 @@ def window(sliding_window: Any) -> tuple[int | None, int | None]:
 
 
 def windows(sliding_window: Any, heads: int) -> tuple[Limit, Limit]:
-    """The same, where each may be an array of one for each head; if `heads` is 1, there may be any number of them."""
+    """Return the same, where each may be an array with one number per head (any number of heads if `heads` is 1)."""
     left, right = (
         _side(side, name) if side is None or as_array(side, name).ndim == 0 else _by_head(side, name, heads)
         for side, name in _sides(sliding_window)
@@ -383,12 +383,12 @@ def axis_name(value: Any, name: str) -> AxisName:
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
-    """bool, an integer or a floating-point type that the core knows."""
+    """Return whether the core knows this bool, integer or floating-point type."""
     return dtype.kind in "biu" or is_floating(dtype)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """A floating-point type that the core knows."""
+    """Return whether the core knows this floating-point type."""
     return dtype.char in "efd" or dtype.type.__name__ == "bfloat16"  # `dtype.name` takes a microsecond
 
 
@@ -398,7 +398,7 @@ def check_mask_type(array: NDArray[Any], name: str) -> None:
 
 
 def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
-    """An array of bool or numbers, as it is: where it is not zero it says yes. What looks like a bias is refused."""
+    """Return an array of bool or numbers as it is; nonzero means yes. What looks like a bias is refused."""
     array = as_array(value, name)
     check_mask_type(array, name)
     if layouts is not None:
@@ -417,7 +417,7 @@ def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None
 
 
 def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
-    """A type that a mask can have."""
+    """Return a dtype that a mask can have."""
     try:
         dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
     except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
@@ -430,7 +430,7 @@ def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
 def allocate(
     shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
 ) -> NDArray[Any]:
-    """A new array, not filled yet or as `make` makes it, of sizes that come from the arguments `names`."""
+    """Allocate an array, empty or filled by `make`; its sizes come from the arguments `names`."""
     try:
         return make(shape, dtype)
     except (MemoryError, ValueError, OverflowError):  # the last two say that a size does not fit 64 bits

@@ -1,4 +1,4 @@
-"""What attention is asked for, checked and put as the core takes it: one mask program, numbers, arrays as they lie.
+"""Check the arguments of attention and arrange them for the core: one mask program, numbers, arrays in place.
 
 Nothing here looks at tokens one by one. What was given is compared and described as it was given, before it gets an
 axis for the batch; what `out` has to be is for the core to say.
@@ -60,7 +60,7 @@ _AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
 
 
 class _Range(NamedTuple):
-    """Of the arithmetic: the least positive number that has a reciprocal, and the greatest one."""
+    """The range of the arithmetic: the smallest positive number with a reciprocal, and the largest number."""
 
     least: float
     greatest: float
@@ -72,12 +72,12 @@ _FLOAT32, _FLOAT64 = (
 
 
 def numbers_of(dtype: np.dtype[Any]) -> _Range:
-    """What logits can be, for queries of this type."""
+    """Return the range of logits for queries of this type."""
     return _FLOAT64 if dtype == np.float64 else _FLOAT32
 
 
 class Relative(NamedTuple):
-    """The terms of the logits that follow from the distance k - q - offset of a pair."""
+    """The logit terms that depend on the distance k - q - offset of a pair."""
 
     slopes: NDArray[np.float64] | None  # [1 or rows, H]
     table: NDArray[np.float64] | None  # [H, L]
@@ -119,7 +119,7 @@ class _Blocks:
 
 
 class FwdParams(_Blocks):
-    """How attention might be cut into blocks: a hint, which may change speed and rounding and nothing else.
+    """Hints for how to cut attention into blocks. They may change speed and rounding, nothing else.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class BwdParams(_Blocks):
 
 
 class FlashAttentionGrads(NamedTuple):
-    """The gradients of `flash_attention`, each in the shape and the type of the argument that it is named after.
+    """The gradients of `flash_attention`, each in the shape and type of its argument.
 
     There are six fields. Take them by name, or unpack the first three: ``dq, dk, dv = vjp(dout)[:3]``.
 
@@ -193,7 +193,7 @@ class FlashAttentionGrads(NamedTuple):
 
 
 def check_hints(given: Mapping[str, Any]) -> None:
-    """Refuse nonsense in arguments that change no result."""
+    """Check arguments that change no result."""
     if given["fwd_params"] is not None:
         _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
     if given["bwd_params"] is not None:
@@ -235,7 +235,7 @@ def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
 
 
 def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
-    """The chance that a pair is dropped, and the seed as 64 bits."""
+    """Return the probability that a weight is dropped, and the seed as 64 bits."""
     chance = real(prob, names[0])
     if not 0 <= chance < 1:
         hint = "; write 0.1 to drop one weight of ten"
@@ -263,7 +263,7 @@ def cap_of(logits_soft_cap: Any, numbers: _Range) -> float:
 
 
 def sinks_of(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
-    """One row of sinks for each head, finite where they are; or None if there are none."""
+    """Return one row of finite sinks per head, or None if there are none."""
     if softmax_aux is None:
         return None
     array = as_array(softmax_aux, "softmax_aux")
@@ -291,7 +291,7 @@ def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
 
 
 def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
-    """How to put the axes of a mask or a bias, which do not broadcast as they are."""
+    """Return how to arrange the axes of a mask or bias that does not broadcast."""
     batch, _, queries, keys = shape
     added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
     index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
@@ -304,7 +304,7 @@ def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
 
 
 def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
-    """A view of what broadcasts to [B, H, Tq, Tk], with the axes that it lacks."""
+    """Return a view of what broadcasts to [B, H, Tq, Tk], with the missing axes."""
     if array.ndim > 4 or not _broadcasts(array.shape, shape):
         hint = _axes_hint(array, name, shape)
         raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
@@ -324,7 +324,7 @@ def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
 
 
 def _for_all_rows(node: Node) -> Node:
-    """A term of a mask of one batch row, for any number of them."""
+    """Return a term of a one-row mask for any number of rows."""
     if isinstance(node, str):
         return node
     shared = (
@@ -335,7 +335,7 @@ def _for_all_rows(node: Node) -> Node:
 
 
 def _shape_hint(given: Shape, shape: Shape) -> str:
-    """What is to be changed of a MaskInfo that does not broadcast."""
+    """Return what to change in a MaskInfo that does not broadcast."""
     if given[2:] != shape[2:]:
         sizes = f"{shape[2]} queries and {shape[3]} keys"
         return f"; make it for {sizes}: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)"
@@ -363,7 +363,7 @@ def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
 
 
 def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
-    """Segment ids as int32, in place if they are."""
+    """Return segment ids as int32, in place if they are."""
     array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
     expected = shape[1:] if packed and array.ndim == 1 else shape
     if array.shape != expected:
@@ -389,7 +389,7 @@ def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: boo
 
 
 def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
-    """Where sequences start, and where the last one ends, which is the number of tokens."""
+    """Return where sequences start, and where the last one ends, which is the number of tokens."""
     try:
         starts = _core.checked_starts(as_array(value, name), name)
         if starts[-1] != tokens:
@@ -432,7 +432,7 @@ _DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last q
 
 
 def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
-    """Whether there is one query for several keys, as with a cache; or one in each packed sequence."""
+    """Return whether there is one query for several keys, as with a cache, or one in each packed sequence."""
     queries, keys = shape[2:]
     if starts is None:
         return queries == 1 < keys
@@ -440,14 +440,14 @@ def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
 
 
 def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """How far a key may be from the diagonal, to the left and to the right."""
+    """Return how far a key may be from the diagonal, to the left and to the right."""
     causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
     left, right = (None, None) if sliding_window is None else window(sliding_window)
     return None if left is None else -left, 0 if causal else right
 
 
 def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> PerRow:
-    """`causal_offset` of all batch rows or sequences, or of each."""
+    """Return `causal_offset`, one for all batch rows or sequences, or one for each."""
     causal_offset = given["causal_offset"]
     if causal_offset is TOP_LEFT:
         if flag(given["causal"], "causal", _DIAGONAL) and _is_one_query(starts, shape):
@@ -461,7 +461,7 @@ def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> Pe
 
 
 def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
-    """What sequences, the diagonal and the window allow; None if that is everything."""
+    """Return what sequences, the diagonal and the window allow; None for everything."""
     low, high = distances(given)
     if starts is None:
         if low is None and high is None:
@@ -475,7 +475,7 @@ def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> 
 
 
 def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
-    """All conditions at once. Only the first, which may be a MaskInfo, may let many operands wait."""
+    """Return all conditions as one program. Only the first, which may be a MaskInfo, may need many waiting operands."""
     nodes: list[Node] = (
         [] if given["attention_mask"] is None else [*mask_nodes(given["attention_mask"], shape)]
     )
@@ -560,7 +560,7 @@ def _check_fit(query: Any, key: Any, value: Any) -> None:
 
 
 def _rank_hint(array: NDArray[Any], name: str) -> str:
-    """How to add the axes that a query, a key or a value lacks."""
+    """Return how to add the axes that a query, key or value lacks."""
     tokens = "Tq" if name == "query" else "Tk"
     return {
         2: f"; write {name}[None, :, None] for [{tokens}, D]",
@@ -570,7 +570,7 @@ def _rank_hint(array: NDArray[Any], name: str) -> str:
 
 
 def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any], bool]) -> int:
-    """The number of axes that query, key and value have: arrays of NumPy, or of others, which have their own types."""
+    """Check the number of axes of query, key and value, as NumPy arrays or others, which have their own types."""
     rank = 3 if packed and arrays[0].ndim == 3 else 4
     for array, (name, axes) in zip(arrays, _AXES, strict=True):
         if not is_floating(array.dtype):
@@ -588,7 +588,7 @@ def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any
 def _batched(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
 ) -> tuple[list[NDArray[Any]], bool]:
-    """The three with an axis for the batch, and whether they had one. Packed ones may lack it."""
+    """Return the three with a batch axis, and whether they had one. Packed ones may lack it."""
     arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
     rank = check_layout(arrays, packed, is_floating)
     (tokens, heads), others = arrays[0].shape[-3:-1], arrays[1].shape[-3]
@@ -598,7 +598,7 @@ def _batched(
 
 
 class _NotGiven(int):
-    """The default of an argument, which can be told from the same number in a call."""
+    """A default that can be told from the same number passed in a call."""
 
     __slots__ = ()
 
@@ -676,7 +676,7 @@ def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
 
 
 def check_apart(out: Any, given: Mapping[str, Any], names: Iterable[str] = ARRAYS) -> None:
-    """What is written to may be none of the arguments `given`, which the core may get a copy of."""
+    """Check that the output is none of the arguments `given`, which the core may get a copy of."""
     if not isinstance(out, np.ndarray):
         hint = "; it takes only the result; the logsumexp is returned as a new array"
         raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")

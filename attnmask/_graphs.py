@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` leaves to Python: they compute with NumPy and C, which it cannot follow.
+"""Mark functions that `torch.compile` leaves to Python: they compute with NumPy and C, which it cannot follow.
 
 By these marks a graph ends before such a function; or, with ``fullgraph=True``, the error says what to do instead. Once
 PyTorch is loaded, `attnmask._torch_import` also has it leave alone what the function calls.

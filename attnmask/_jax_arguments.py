@@ -36,7 +36,7 @@ TRACED = (*ARRAYS, "dropout_seed")  # arguments that may be traced
 
 
 class Wide(NamedTuple):
-    """Stands for an array of 64 bits, each number as a pair of int32: by default JAX has no others."""
+    """A placeholder for a 64-bit array, each number as a pair of int32: by default JAX has no others."""
 
     place: int
 
@@ -63,7 +63,7 @@ def is_traced(value: Any) -> bool:
 
 
 def _tree(info: MaskInfo) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `info` came out of, when JAX has put it together."""
+    """Return the tree that JAX put `info` together from."""
     return info._leaves or ((), ())
 
 
@@ -97,12 +97,12 @@ def check(given: Mapping[str, Any]) -> tuple[Problem, bool]:
 
 
 def like(value: Any) -> NDArray[Any]:
-    """An array of this type and shape that needs no memory."""
+    """Return an array of this type and shape that needs no memory."""
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
 def starts_like(value: Any, tokens: int) -> NDArray[Any]:
-    """Starts of as many sequences, all of whose tokens the last one has."""
+    """Return starts of so many sequences, of which the last has all tokens."""
     if value.dtype.kind not in "iu":
         return like(value)
     starts = np.zeros(value.shape, np.int64)
@@ -130,14 +130,14 @@ def mask_like(info: MaskInfo) -> MaskInfo:
 
 
 class Arrays:
-    """Those that a call takes beside its first arguments, each once."""
+    """The arrays that a call takes besides its first arguments, each once."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []  # kept, so that an id is its own
         self.taken: list[Any] = []
 
     def place(self, value: Any) -> Any:
-        """What stands for `value` in a `Spec`: itself if it is no array."""
+        """Return what stands for `value` in a `Spec`: itself if it is no array."""
         if not isinstance(value, (np.ndarray, jax.Array)):
             return value
         index = next((i for i, other in enumerate(self.given) if other is value), len(self.given))
@@ -158,7 +158,7 @@ def _pairs(value: Any) -> Any:
 
 
 def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]]:
-    """The arguments `given`, of which `check` has made `problem`."""
+    """Return the spec of the arguments `given`, which `check` turned into `problem`."""
     arrays = Arrays()
     program = tuple(_nodes(given, problem))
     nodes = tuple(
@@ -182,14 +182,14 @@ def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]
 
 
 def sinks_of(softmax_aux: Any) -> Any:
-    """As the core takes them: one row that all heads share has one axis."""
+    """Return sinks as the core takes them: one row shared by all heads has one axis."""
     wide = is_floating(softmax_aux.dtype) and softmax_aux.dtype.itemsize >= 4
     sinks = softmax_aux if wide else softmax_aux.astype(np.float32)
     return sinks[0] if sinks.ndim == 2 and sinks.shape[0] == 1 else sinks
 
 
 def slopes_of(alibi_slopes: Any, heads: int) -> Any:
-    """Traced ones as the core takes them."""
+    """Return traced slopes as the core takes them."""
     wide = alibi_slopes.dtype == np.float64
     return alibi_slopes.reshape(-1, heads).astype(np.float64 if wide else np.float32)
 
@@ -211,7 +211,7 @@ def _relative(given: Mapping[str, Any], problem: Problem, program: Program) -> t
 
 
 def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
-    """The program of `problem` with the arrays that are traced where others stood for them."""
+    """Return the program of `problem` with traced arrays in place of their stand-ins."""
     mask = given["attention_mask"]
     for node in problem.nodes:
         if isinstance(node, str):
@@ -230,7 +230,7 @@ def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
 
 
 def mask_terms(mask: Any, node: Node) -> Iterator[Node]:
-    """The terms of `attention_mask`, which came to `node` in a program."""
+    """Return the terms of `attention_mask`, which became `node` in a program."""
     if isinstance(mask, MaskInfo):
         yield from _terms_of(mask)
     else:
@@ -255,7 +255,7 @@ def _terms_of(info: MaskInfo) -> Iterator[Node]:
 
 
 def _dense(mask: Any) -> Any:
-    """A mask of four axes, of a type that both XLA and the core have."""
+    """Return a 4-D mask of a type that both XLA and the core have."""
     if isinstance(mask, np.ndarray):
         mask = mask != 0 if mask.dtype.itemsize == 8 else mask
     elif not is_number(mask.dtype):

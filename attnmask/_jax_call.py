@@ -1,4 +1,4 @@
-"""Attention as a call of XLA's foreign function interface; the other side is ``csrc/bind/xla/xla.c``."""
+"""Attention as a call of XLA's foreign function interface; its counterpart is ``csrc/bind/xla/xla.c``."""
 
 import struct
 import threading
@@ -57,7 +57,7 @@ _accepted: bool | None = None
 
 
 def registered() -> bool:
-    """Whether XLA takes the handlers, which are offered to it once."""
+    """Return whether XLA accepts the handlers, which are offered to it once."""
     global _accepted
     with _lock:
         if _accepted is None:
@@ -112,14 +112,14 @@ def _words(spec: Spec, flags: int) -> Any:
 
 
 def _varying(array: Any) -> frozenset[Any]:
-    """The axes of a mesh along which an array differs inside of `jax.shard_map`."""
+    """Return the mesh axes along which an array varies inside `jax.shard_map`."""
     aval = jax.typeof(array)
     found = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if found is None else found.varying)
 
 
 def alike(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays as such that differ along the same axes of a mesh, as those of one call do."""
+    """Return the arrays as varying along the same mesh axes, as the arrays of one call must."""
     axes = frozenset().union(*map(_varying, arrays))
 
     def cast(array: Any) -> Any:
@@ -133,7 +133,7 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
 
 
 def struct_like(shape: tuple[int, ...], dtype: Any, array: Any) -> Any:
-    """A result that differs along the axes along which `array` does."""
+    """Return a result that varies along the axes along which `array` does."""
     aval = jax.typeof(array)
     if not _varying(array):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -152,7 +152,7 @@ def call_handler(
     vmap_method: str = "expand_dims",
     written: Mapping[int, int] | None = None,
 ) -> tuple[Any, ...]:
-    """The results of a handler. `written` are arrays that it writes to, and the results that they become."""
+    """Return the results of a handler. `written` maps arrays that it writes to, to the results they become."""
     arrays = alike([jax.numpy.asarray(array) for array in arrays])
     results = tuple(struct_like(shape, dtype, arrays[0]) for shape, dtype in shapes)
     more = {"input_output_aliases": dict(written)} if written else {}
@@ -184,7 +184,7 @@ def _split(learned: dict[str, Any]) -> tuple[list[Any], int]:
 
 
 def forward(spec: Spec, learned: dict[str, Any], others: Sequence[Any], results: int) -> tuple[Any, ...]:
-    """So many of the result, the logsumexp of each row, and the result before it is rounded to sixteen bits."""
+    """Return the first of: the result, the logsumexp of each row, the result before it is rounded to 16 bits."""
     arrays, flags = _split(learned)
     query, value = learned["query"], learned["value"]
     batch, queries, heads, _ = query.shape

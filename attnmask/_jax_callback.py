@@ -1,4 +1,4 @@
-"""Attention as a callback of JAX into Python, for where XLA does not take the handlers of `_jax_call`."""
+"""Attention as a JAX callback into Python, if XLA does not accept the handlers of `_jax_call`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["backward", "forward", "on_host"]
 
 
 def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of JAX as `attnmask.flash_attention` wants them."""
+    """Return JAX arguments as `attnmask.flash_attention` takes them."""
     arrays: dict[str, Any] = {
         name: x if isinstance(x, MaskInfo) else as_array(x, name) for name, x in arguments.items()
     }
@@ -37,7 +37,7 @@ def _call(compute: Any, shapes: Iterable[tuple[tuple[int, ...], Any]], *argument
 def forward(
     static: dict[str, Any], learned: dict[str, Any], others: dict[str, Any], results: int
 ) -> tuple[Any, ...]:
-    """As of `_jax_call`, with arguments by their names."""
+    """As in `_jax_call`, with arguments by name."""
 
     def compute(learned: Any, others: Any) -> Any:
         given = on_host(learned | others) | static

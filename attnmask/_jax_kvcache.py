@@ -75,7 +75,7 @@ class KVCacheResult(NamedTuple):
 
 
 def attend(given: Mapping[str, Any]) -> KVCacheResult:
-    """Of the arguments of `attnmask.flash_attention_with_kvcache` by their names, some of which are traced."""
+    """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
     given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
     known = {name: _known(name, value, given["query"]) for name, value in given.items()}
     _core.check_kvcache(*(known | {"out": None}).values())
@@ -119,7 +119,7 @@ def attend(given: Mapping[str, Any]) -> KVCacheResult:
 def _words(
     given: Mapping[str, Any], known: Mapping[str, Any], shape: tuple[int, int, int, int], arrays: Arrays
 ) -> tuple[Any, bool]:
-    """What the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
+    """Return what the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
     batch, queries, heads, channels = shape
     starts = given["cu_seqlens_q"]
     sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
@@ -159,7 +159,7 @@ def _words(
 
 
 def _mask(mask: Any, known: Any, shape: tuple[int, int, int], capacity: int) -> tuple[int, list[Node]]:
-    """How many keys the mask has, at most as many as the cache has room for, and its terms."""
+    """Return how many keys the mask has, at most the cache's capacity, and its terms."""
     if isinstance(known, MaskInfo):
         keys = capacity if known.kv_len is None else known.kv_len
     else:
@@ -179,7 +179,7 @@ def _mask(mask: Any, known: Any, shape: tuple[int, int, int], capacity: int) -> 
 
 
 def _known(name: str, value: Any, query: Any) -> Any:
-    """What stands for an argument when types and shapes are checked: itself unless it is traced."""
+    """Return what stands for an argument when types and shapes are checked: itself unless it is traced."""
     if value is None or not is_traced(value):
         return as_array(value, name) if isinstance(value, jax.Array) else value
     if isinstance(value, MaskInfo):

@@ -38,7 +38,7 @@ _KNOWN = ("layout", "cu_seqlens", "attention_mask", "q_segment_ids", "kv_segment
 
 
 class _Task(NamedTuple):
-    """One call of `ring_attention`. Unless rectangles go one by one, batch rows lie one after the other, as one row."""
+    """One call of `ring_attention`. Unless rectangles go one by one, batch rows lie end to end in one row."""
 
     ring: Ring
     axis_name: Any
@@ -51,25 +51,25 @@ class _Task(NamedTuple):
         return self.ring.shards.world
 
     def in_row(self, x: Any) -> Any:
-        """[B, T, ...] as calls have it."""
+        """Return [B, T, ...] as calls have it."""
         return x if self.ring.conditions.one_by_one else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
     def stats_in_row(self, x: Any) -> Any:
-        """[B, H, T] as calls have it."""
+        """Return [B, H, T] as calls have it."""
         batch, heads, tokens = x.shape
         if self.ring.conditions.one_by_one:
             return x
         return x.swapaxes(0, 1).reshape(1, heads, batch * tokens)
 
     def stats(self, in_row: Any) -> Any:
-        """[B, H, T] again."""
+        """Return [B, H, T] again."""
         if self.ring.conditions.one_by_one:
             return in_row
         _, heads, tokens = in_row.shape
         return in_row.reshape(heads, self.batch, tokens // self.batch).swapaxes(0, 1)
 
     def by_rank(self, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-        """What the branch of this device makes of the operands."""
+        """Return what this device's branch makes of the operands."""
         return jax.lax.switch(jax.lax.axis_index(self.axis_name), branches, *operands)
 
 
@@ -77,7 +77,7 @@ class _Task(NamedTuple):
 
 
 def attend(learned: dict[str, Any], given: Mapping[str, Any], with_lse: bool) -> Any:
-    """`out`, and `lse` if it is wanted. `learned` are the arrays that have gradients, `given` the other arguments."""
+    """Return `out`, and `lse` if wanted. `learned` are the arrays with gradients, `given` the other arguments."""
     task = _task(learned, given)
     wide = _wide(learned["query"].dtype)
     learned = dict(learned)
@@ -138,7 +138,7 @@ class _Round(NamedTuple):
 
     @property
     def prefixes(self) -> bool:
-        """Whether each device sends its first tokens, so that all of these can be sent without more ado."""
+        """Return whether each device sends its first tokens, so that they can be sent as they are."""
         return all(len(ranges) == 0 or (len(ranges) == 1 and ranges[0, 0] == 0) for ranges in self.places)
 
 
@@ -155,7 +155,7 @@ def _rounds(ring: Ring) -> list[_Round]:
 
 
 def _moved(task: _Task, round: _Round, x: Any, back: bool = False) -> Any:
-    """Goes from each device to the one that needs it, or back from there."""
+    """Send from each device to the one that needs it, or back."""
     pairs = [
         (source, (source + round.distance) % task.world)
         for source in range(task.world)
@@ -165,7 +165,7 @@ def _moved(task: _Task, round: _Round, x: Any, back: bool = False) -> Any:
 
 
 def _sent(task: _Task, round: _Round, x: Any, never: Any) -> Any:
-    """The tokens that this device needs in a round, with some behind them that mean nothing."""
+    """Return the tokens this device needs in a round, followed by meaningless ones."""
     if round.distance == 0:
         return x
 
@@ -182,7 +182,7 @@ def _sent(task: _Task, round: _Round, x: Any, never: Any) -> Any:
 
 
 def _added(round: _Round, rank: int, totals: dict[str, Any], arrived: dict[str, Any]) -> dict[str, Any]:
-    """`totals`, of the tokens of a device, with what has come back of those that it sent in a round."""
+    """Add to `totals`, of a device's tokens, what has come back for those it sent in a round."""
     if round.distance == 0:
         return {name: total + arrived[name] for name, total in totals.items()}
     totals, before = dict(totals), 0
@@ -194,7 +194,7 @@ def _added(round: _Round, rank: int, totals: dict[str, Any], arrived: dict[str, 
 
 
 class _Travel:
-    """Rounds with their keys and values. The next ones travel meanwhile, and no others: they would take memory."""
+    """Rounds with their keys and values. Only the next round travels meanwhile: more would take memory."""
 
     def __init__(self, task: _Task, own: dict[str, Any]) -> None:
         self.task, self.own = task, own
@@ -227,7 +227,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _calls(task: _Task, rank: int, round: _Round) -> tuple[list[Call], int]:
-    """Those of a device in a round, and how many keys there are."""
+    """Return the calls of a device in a round, and the number of keys."""
     source = (rank - round.distance) % task.world
     ranges = task.ring.shards.ranges(rank) if rank == source else task.ring.sent(rank, source)
     calls = task.ring.calls(rank, source, 1 if task.ring.conditions.one_by_one else task.batch)
@@ -235,7 +235,7 @@ def _calls(task: _Task, rank: int, round: _Round) -> tuple[list[Call], int]:
 
 
 def _problem(task: _Task, call: Call, arrays: Mapping[str, Any], seed: list[Any]) -> tuple[Any, Any, Any]:
-    """What `_jax_call` takes of arrays whose batch rows lie as the call has them."""
+    """Return what `_jax_call` takes, for arrays whose batch rows lie as in the call."""
     learned = {
         name: x[:, call.queries if name == "query" else call.keys] if x.ndim == 4 else x
         for name, x in arrays.items()
@@ -251,7 +251,7 @@ def _problem(task: _Task, call: Call, arrays: Mapping[str, Any], seed: list[Any]
 
 
 def _merge(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Results and logsumexps of attention over different keys, as over all of them."""
+    """Merge results and logsumexps of attention over different keys."""
     lse = jax.numpy.logaddexp(one[1], other[1])
     out = sum(
         x * jax.numpy.where(part == -np.inf, 0.0, jax.numpy.exp(part - lse)).swapaxes(1, 2)[..., None]
@@ -261,7 +261,7 @@ def _merge(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any, Any]:
-    """[B, T, H, Dv] in the type of the arithmetic, and [B, H, T]."""
+    """Return [B, T, H, Dv] in the query's type, and [B, H, T]."""
     sinks, table = learned.get("softmax_aux"), learned.get("relative_bias")
     query, value = task.in_row(learned["query"]), learned["value"]
     rows, tokens, heads, _ = query.shape
@@ -298,7 +298,7 @@ def _forward(task: _Task, learned: dict[str, Any], seed: list[Any]) -> tuple[Any
 def _backward(
     task: _Task, learned: dict[str, Any], seed: list[Any], results: tuple[Any, Any], given: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """The gradients of all that is learned, by those of the results that are `given`."""
+    """Return the gradients of all learned arrays, from those of the results that are `given`."""
     table = learned.get("relative_bias")
     query = task.in_row(learned["query"])
     own = {name: learned[name] for name in ("key", "value")}
@@ -354,7 +354,7 @@ def _backward(
 
 
 def _d_sinks(sinks: Any, results: tuple[Any, Any], given: tuple[Any, ...]) -> Any:
-    """[H, S]. The weight of a sink adds nothing to the result, and takes its part of all other weights."""
+    """Return the sinks' gradient [H, S]: a sink's weight adds nothing to the result but reduces all other weights."""
     out, lse = results
     lost = -(given[0].astype(lse.dtype) * out).sum(axis=-1).swapaxes(1, 2)  # [B, H, T]
     if len(given) > 1:
@@ -365,7 +365,7 @@ def _d_sinks(sinks: Any, results: tuple[Any, Any], given: tuple[Any, ...]) -> An
 
 
 def _attention(task: _Task, with_lse: bool) -> Any:
-    """A function of what is learned and of a seed that is traced, with its gradients."""
+    """Return attention as a function of learned arrays and a traced seed, with its gradients."""
 
     @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
     def attend(learned: Any, seed: Any) -> Any:

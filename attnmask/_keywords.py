@@ -1,4 +1,4 @@
-"""Keywords of other libraries, and what to write here instead."""
+"""Map keywords of other libraries to ours."""
 
 from collections.abc import Callable, Collection
 from inspect import signature
@@ -61,11 +61,11 @@ _WRITE = {
 
 
 class NoKeywords(TypedDict):
-    """The type of ``**unknown``: type checkers refuse a call with any of them, as without it."""
+    """The type of ``**unknown``: type checkers refuse calls with any of them, as if it were absent."""
 
 
 def hides(name: str) -> Callable[[_Function], _Function]:
-    """Leave a parameter out of the signature that `help` shows: it is taken only to say what to write instead."""
+    """Hide a parameter from the signature that `help` shows: it exists only to say what to write instead."""
 
     def hide(function: _Function) -> _Function:
         whole = signature(function)
@@ -77,7 +77,7 @@ def hides(name: str) -> Callable[[_Function], _Function]:
 
 
 def advice(name: str, parameters: Collection[str]) -> str:
-    """What to write instead of the keyword `name` in a call that takes `parameters`, to end a message with."""
+    """Return what to write instead of the keyword `name`, given the function's `parameters`."""
     if name in _LEAVE_OUT:
         return f"; leave it out, as {_LEAVE_OUT[name]}"
     instead = _WRITE.get(name, "")

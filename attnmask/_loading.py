@@ -1,4 +1,4 @@
-"""Loads the C module, and with it the OpenMP runtime, whose threads shall not spin for long.
+"""Load the C module, and with it the OpenMP runtime, whose threads should not spin for long.
 
 A thread that has ended its part of a parallel region spins before it sleeps: by default for milliseconds with GNU's
 runtime and for 200 with LLVM's. Where other programs keep the processors busy, it spins on the very processor that the

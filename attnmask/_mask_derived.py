@@ -1,4 +1,4 @@
-"""What follows from what a mask holds: arrays, segment ids, lengths and positions, found when they are asked for."""
+"""Derive arrays, segment ids, lengths and positions from a mask, on request."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def mask_of_dtype(state: State, dtype: DTypeLike, out: NDArray[Any] | None = Non
 
 
 def array_protocol(state: State, dtype: DTypeLike | None, copy: bool | None) -> NDArray[Any]:
-    """What ``__array__`` returns: the mask itself, where no other type and no copy is asked for."""
+    """Return what ``__array__`` returns: the mask itself unless another type or a copy is requested."""
     array = mask_array(state)
     wanted = array.dtype if dtype is None else np.dtype(dtype)
     if copy is False and wanted != array.dtype:
@@ -68,9 +68,7 @@ def bias(state: State, dtype: DTypeLike, out: NDArray[Any] | None) -> NDArray[An
 
 
 def segment_ids(state: State, per_head: bool = False) -> tuple[Ids, Ids]:
-    """Segment ids that are held; or else what the base says without any, or those of rows and columns of the mask that
-    are alike.
-    """
+    """Return the held segment ids; otherwise those the base implies, or those of equal rows and columns of the mask."""
     q_ids, kv_ids = state.labels.get()
     if q_ids is None or kv_ids is None:
         state.shape("tell segment ids")
@@ -85,7 +83,7 @@ def segment_ids(state: State, per_head: bool = False) -> tuple[Ids, Ids]:
 
 
 def labels_of_tokens(state: State) -> Labels:
-    """The segment ids that are held or that the base says; else 0 and -1 for tokens with a live pair and without."""
+    """Return the segment ids held or implied by the base; otherwise 0 for tokens with a live pair, -1 for others."""
     if state.labels.complete:
         return state.labels
     shape, program = state.described("tell segment ids")
@@ -100,7 +98,7 @@ def _alike(state: State, per_head: bool) -> tuple[Ids, Ids]:
 
 
 def side_ids(state: State, side: int) -> Ids:
-    """Those of one side, 0 for queries and 1 for keys, which is enough to hold."""
+    """Return the ids of one side, 0 for queries and 1 for keys; it is enough if these are held."""
     held = state.labels.get()[side]
     return segment_ids(state)[side] if held is None else held
 
@@ -230,7 +228,7 @@ def plane_labels(state: State, batch: int, head: int) -> tuple[Ids, Ids] | None:
 
 
 def are_equal(one: State, other: State) -> bool:
-    """Whether the same pairs are live; heads broadcast."""
+    """Return whether the same pairs are live; heads broadcast."""
     if one.base is None or other.base is None:
         return one.base is other.base and _same_leaves(flatten(one)[0], flatten(other)[0])
     (b, h, q, k), left = one.described("compare")

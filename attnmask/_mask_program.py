@@ -28,7 +28,7 @@ _REPR_TERMS = 12
 
 
 def axis_length(value: Any, name: str) -> int:
-    """How long an axis of a mask is to be."""
+    """Return the length of a mask axis."""
     length = integer(value, name, 0)
     if length > LONGEST:
         raise ValueError(f"{name} must be at most 2**56, got {describe(length)}")
@@ -36,7 +36,7 @@ def axis_length(value: Any, name: str) -> int:
 
 
 def extents(program: Program) -> Iterable[tuple[str, Extent]]:
-    """What the arrays of each term say of the mask's shape."""
+    """Return what the arrays of each term say about the mask's shape."""
     for node in program:
         for field, operand in operands(node):
             if field is not None and isinstance(operand, np.ndarray):
@@ -48,7 +48,7 @@ def arrays(program: Program) -> list[NDArray[Any]]:
 
 
 def agree(named: Iterable[tuple[str, Extent]]) -> Extent:
-    """The shape that all of `named` have or broadcast to; None where none of them says anything."""
+    """Return the shape that all of `named` have or broadcast to; None for unknown axes."""
     sizes: list[int | None] = [None, None, None, None]
     names = ["", "", "", ""]
     for name, extent in named:
@@ -63,12 +63,12 @@ def agree(named: Iterable[tuple[str, Extent]]) -> Extent:
 
 
 def cropped(program: Program, crop: Crop) -> Program:
-    """The same mask inside the rectangle."""
+    """Return the same mask inside the rectangle."""
     return tuple(map(crop.node, program))
 
 
 class Terms:
-    """What comes after the base of a program, in order.
+    """The terms after the base of a program, in order.
 
     One that is made of others refers to them, so that n terms are joined in n steps; it is written out once somebody
     reads it. `depth` says how many operands wait at once while the core evaluates the base and these.
@@ -100,7 +100,7 @@ class Terms:
         return self.length > 0
 
     def plus(self, *parts: "Node | Terms") -> "Terms":
-        """These and more: whole operands, each with its operator."""
+        """Return these terms plus whole operands, each with its operator."""
         return Terms(self, *parts)
 
     @property
@@ -122,7 +122,7 @@ class Terms:
 def join(
     left: tuple[Node, Terms], right: tuple[Node, Terms], operator: str, right_shape: Shape
 ) -> tuple[Node, Terms, bool]:
-    """The base and the terms of ``left operator right``, and whether it begins as `left` does.
+    """Return the base and terms of ``left operator right``, and whether it begins as `left` does.
 
     The core lets only so many operands wait. Where that is not enough `right`, of `right_shape`, is written out.
     """
@@ -147,20 +147,20 @@ def fill(
 
 
 def same(left: Program, right: Program) -> bool:
-    """Whether two programs are the same at a glance: made of the very same terms."""
+    """Return whether two programs are made of the very same terms."""
     return len(left) == len(right) and all(
         a is b or (isinstance(a, str) and a == b) for a, b in zip(left, right, strict=True)
     )
 
 
 class Leaf(NamedTuple):
-    """Stands for an array in a program without its arrays."""
+    """A placeholder for an array in a program without its arrays."""
 
     place: int
 
 
 def hollow(program: Program, leaves: list[Any]) -> Program:
-    """`program` with its arrays moved to `leaves`, unless they are there already."""
+    """Return `program` with its arrays moved to `leaves`, unless they are there already."""
 
     def moved(operand: Any) -> Any:
         if not isinstance(operand, np.ndarray):
@@ -175,7 +175,7 @@ def hollow(program: Program, leaves: list[Any]) -> Program:
 
 
 def refill(program: Program, leaves: tuple[Any, ...], checked: dict[int, Any]) -> Program:
-    """What `hollow` was given, with what `leaves` are by now: `checked` like arguments, each by its index."""
+    """Undo `hollow` with the current `leaves`, which are `checked` like arguments, each by its index."""
 
     def filled(field: Any, operand: Any) -> Any:
         if not isinstance(operand, Leaf):
@@ -202,7 +202,7 @@ _BASES = {"all": "full", "chunk": "lengths"}  # that tell segments without ids
 
 
 def words(program: Program, segment_based: bool) -> tuple[str, list[str]]:
-    """The base, and each term with its operator, as one would say them."""
+    """Return the base, and each term with its operator, in words."""
     waiting: list[list[str]] = []
     for place, node in enumerate(program):
         if not isinstance(node, str):

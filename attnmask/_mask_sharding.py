@@ -31,7 +31,7 @@ class MaskSharding(NamedTuple):
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """The size of each axis of a JAX mesh, or of a mapping that says it."""
+    """Return the size of each axis of a JAX mesh, or of a mapping."""
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if not isinstance(sizes, Mapping):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or map axis names to sizes, got {describe(mesh)}")
@@ -43,7 +43,7 @@ def _each(names: AxisName) -> tuple[str, ...]:
 
 
 def check_axes(axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> None:
-    """Every axis that is named has to be one of the mesh's."""
+    """Check that every named axis is one of the mesh's."""
     for argument, names in axes.items():
         for name in _each(names):
             if name not in sizes:
@@ -51,7 +51,7 @@ def check_axes(axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> None:
 
 
 def partition(shape: tuple[int, ...], axes: Mapping[str, AxisName], sizes: Mapping[str, int]) -> Any:
-    """The spec of an array of `shape` whose first dimensions go to `axes`, told by argument.
+    """Return the spec of an array of `shape` whose first dimensions go to `axes`, given by argument.
 
     What does not divide evenly is dropped. What is left may name no axis twice: JAX refuses it.
     """
@@ -70,7 +70,7 @@ def partition(shape: tuple[int, ...], axes: Mapping[str, AxisName], sizes: Mappi
 
 
 def spec_of(names: tuple[AxisName, ...]) -> Any:
-    """The names as JAX's own kind of spec where it is installed, else as they are."""
+    """Return the names as a JAX spec if JAX is installed, otherwise as they are."""
     try:
         from jax.sharding import PartitionSpec  # type: ignore[import-not-found, unused-ignore]
     except ImportError:

@@ -1,4 +1,4 @@
-"""What masks are made of: segment ids, arrays of pairs, blocks or tokens, cu_seqlens, functions, and chance."""
+"""Make masks from segment ids, arrays of pairs, blocks or tokens, cu_seqlens, functions, and random numbers."""
 
 import sys
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def _of_ids(q_ids: Ids, kv_ids: Ids) -> State:
 
 
 def _padding_ids(mask: ArrayLike, name: str, layouts: tuple[str, ...], valid: bool = True) -> Ids:
-    """0 for tokens and -1 for padding, by a mask that is not zero, or zero, for the tokens."""
+    """Return 0 for tokens and -1 for padding, from a mask that is nonzero, or zero, for tokens."""
     tokens = mask_array(mask, name, layouts)
     pairs = (tokens[:, None] if tokens.ndim == 2 else tokens)[:, :, None]  # a mask of one query
     ids = fill(pairs.shape, (dense(pairs),), np.dtype(np.int32), *((0, -1) if valid else (-1, 0)))
@@ -77,7 +77,7 @@ def _segment_ids(ids: ArrayLike, name: str, layouts: tuple[str, ...]) -> Ids:
 
 
 def _is_triangle(ids: Ids) -> bool:
-    """Whether ids of padding are those of ``np.tri(n)``, which is likelier a causal mask than a batch."""
+    """Return whether padding ids are those of ``np.tri(n)``, which is more likely a causal mask than a batch."""
     rows, tokens = ids.shape
     if not 2 <= rows == tokens or ids[0, 0] != 0 or ids[0, 1] == 0:  # the usual case
         return False
@@ -99,7 +99,7 @@ def of_array(attention_mask: ArrayLike, mask_is_valid: bool) -> State:
 
 
 def of_all(q_len: int, kv_len: int | None, batch: int) -> State:
-    """Every pair of so many tokens."""
+    """Allow every pair of so many tokens."""
     queries = axis_length(q_len, "q_len")
     keys = queries if kv_len is None else axis_length(kv_len, "kv_len")
     extent = (axis_length(batch, "batch"), 1, queries, keys)
@@ -107,7 +107,7 @@ def of_all(q_len: int, kv_len: int | None, batch: int) -> State:
 
 
 def of_lengths(lengths: ArrayLike, max_len: int | None) -> State:
-    """Rows of so many tokens, and padding behind them; that no query of the padding sees a key takes two terms."""
+    """Make rows of so many tokens, with padding after them; hiding keys from padded queries takes two terms."""
     given = integer_array(lengths, "lengths")
     if given.ndim != 1:
         raise ValueError(f"lengths must be [B], got {describe(given)}")
@@ -131,7 +131,7 @@ def of_padding_mask(padding_mask: ArrayLike) -> State:
 
 
 def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:
-    """Where each row's tokens begin and end, and how many places a row has."""
+    """Return where each row's tokens start and end, and the length of a row."""
     pairs = integers(cu_seqlens, name, ("[2 B]",))
     if len(pairs) % 2:
         hint = "; write packed=True for cu_seqlens that start at 0"
@@ -142,7 +142,7 @@ def _pairs(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: st
 
 
 def _could_be_starts(pairs: Ids) -> bool:
-    """Whether pairs are legal starts of sequences as well; a single one means the same in either form."""
+    """Return whether pairs are also legal starts of sequences; a single pair means the same in either form."""
     return len(pairs) > 2 and pairs[0] == 0 and bool((pairs[1:] >= pairs[:-1]).all())
 
 
@@ -151,7 +151,7 @@ def _row_ids(pairs: Ids, places: int, _: str) -> Ids:
 
 
 def _starts(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: str) -> tuple[Ids, int]:
-    """Where the sequences of the one row begin and end, and how many places it has."""
+    """Return where the sequences of the one row start and end, and its length."""
     starts = integers(cu_seqlens, name, ("[sequences + 1]",))
     tokens = int(_core.checked_starts(starts, name)[-1])
     places = tokens if length is None else integer(length, length_name, 0)
@@ -161,7 +161,7 @@ def _starts(cu_seqlens: ArrayLike, name: str, length: int | None, length_name: s
 
 
 def _padded_ids(starts: Ids, places: int, length_name: str) -> Ids:
-    """The number of its sequence for each token, and -1 for the padding behind them."""
+    """Return the sequence number of each token, and -1 for padding after them."""
     numbers = packed.prepare_sequence_ids(starts)
     ids = allocate((1, places), np.int32, length_name)
     ids[0, : len(numbers)] = numbers
@@ -170,7 +170,7 @@ def _padded_ids(starts: Ids, places: int, length_name: str) -> Ids:
 
 
 def _of_starts(q_cu: Ids, kv_cu: Ids) -> State:
-    """Sequences without padding, whose starts say what an id for each token would; ids are there once somebody asks."""
+    """Make sequences without padding from their starts, which stand for ids; ids are computed on request."""
     q_starts = frozen(q_cu.astype(np.int64))
     k_starts = q_starts if kv_cu is q_cu else frozen(kv_cu.astype(np.int64))
     shapes: list[tuple[int, ...] | None] = [(1, int(starts[-1])) for starts in (q_starts, k_starts)]
@@ -212,7 +212,7 @@ def of_cu_seqlens(
 
 
 def _seed(value: Any) -> Any:
-    """What NumPy may be given: it asks a subclass of arrays, and follows lists in lists without an end."""
+    """Return a seed that is safe for NumPy, which calls into array subclasses and follows nested lists forever."""
     if isinstance(value, np.ndarray):
         return np.asarray(value)
     if isinstance(value, (list, tuple)):
@@ -247,7 +247,7 @@ def of_chance(batch_size: int, q_len: int, kv_len: int | None, sparsity: float, 
 
 
 def of_tokens(array: ArrayLike, name: str, layout: str) -> State:
-    """All of as many tokens as the first two axes have."""
+    """Allow all pairs of the tokens on the first two axes."""
     shape = as_array(array, name).shape
     if len(shape) != layout.count(",") + 1:
         raise ValueError(f"{name} must be {layout}, got shape {shape}")
@@ -269,7 +269,7 @@ def of_blocks(blocks: ArrayLike, block_size: Any, q_len: int | None, kv_len: int
 
 
 def _covered(length: int | None, name: str, blocks: int, size: int) -> int:
-    """How many tokens so many blocks cover, the last of which may be cut."""
+    """Return how many tokens the blocks cover; the last one may be cut."""
     most = blocks * size
     tokens = most if length is None else integer(length, name, 0)
     if not (blocks - 1) * size < tokens <= most and not tokens == most == 0:
@@ -313,7 +313,7 @@ def of_function(f: Any, q_len: int, kv_len: int, batch: int, heads: int) -> Stat
 
 
 def _index(begin: int, count: int, axis: int) -> NDArray[np.int64]:
-    """Of a slab's rows, heads, queries or keys. The function that is asked can write to none of them."""
+    """Return read-only indices of a slab's rows, heads, queries or keys."""
     shape = [1, 1, 1, 1]
     shape[axis] = count
     name = ("batch", "heads", "q_len", "kv_len")[axis]
@@ -328,7 +328,7 @@ _WITHOUT_TENSORS = (TypeError, AttributeError, RuntimeError, Warning)
 
 
 def _asker(f: Callable[..., Any]) -> Callable[[_Index], Any]:
-    """`f` of index arrays, or of tensors from when on it fails without them."""
+    """Return `f` on index arrays, or on tensors once it has failed without them."""
     takes_tensors = False
 
     def ask(index: _Index) -> Any:
@@ -353,7 +353,7 @@ def _tensors(index: _Index) -> list[Any]:
 
 
 def _failure(f: Callable[..., Any], error: Exception) -> Exception:
-    """An error of the same kind that says what `f` was given."""
+    """Return an error of the same kind that says what `f` was given."""
     name = getattr(f, "__name__", type(f).__name__)
     message = f"{name} failed: {error}; f(b, h, q, k) gets index arrays; write & and |, np.abs"
     try:
@@ -363,7 +363,7 @@ def _failure(f: Callable[..., Any], error: Exception) -> Exception:
 
 
 def _asked(ask: Callable[[_Index], Any], index: _Index, slab: Shape) -> NDArray[Any]:
-    """What a function says of the slab, of four axes; those along which it is the same may have the length 1."""
+    """Return what a function says about a slab, with four axes; axes along which it is constant may have length 1."""
     live = as_array(ask(index), "the result of f")
     if live.dtype.kind not in "biu":
         raise TypeError(f"the result of f must be bools or integers, got {describe(live)}")
@@ -376,7 +376,7 @@ def _asked(ask: Callable[[_Index], Any], index: _Index, slab: Shape) -> NDArray[
 
 
 def _tiles_of(live: NDArray[Any], shape: tuple[int, int], known: dict[bytes, int]) -> NDArray[np.int32]:
-    """The places of the tiles of one plane; bits that are new are added to `known`."""
+    """Return the places of the tiles of one plane; new bits are added to `known`."""
     plane = (1, 1, *shape)
     pairs = _core.mask_grid(plane, (("all",),), 0, 0, TILE, TILE)
     count = _core.mask_grid(plane, (dense(live[None, None]),), 0, 0, TILE, TILE)

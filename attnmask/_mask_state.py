@@ -1,4 +1,4 @@
-"""What a `MaskInfo` holds: its program, and the arrays that go along with it."""
+"""The state of a `MaskInfo`: its program, and the arrays that go with it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ DETAILS = (*POSITIONS, *FLAGS.values(), *AXES)
 
 
 class Labels:
-    """Segment ids of queries and keys: there, or to be found once somebody asks. Either may be missing."""
+    """Segment ids of queries and keys, present or computed on request. Either may be missing."""
 
     __slots__ = ("_compute", "_ids", "shapes")
 
@@ -68,7 +68,7 @@ class Labels:
         kv_len: int,
         lead: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape[:-1],
     ) -> "Labels":
-        """The labels made of these, for as many tokens as said; `lead` gives the axes before those of tokens."""
+        """Return labels made from these, for so many tokens; `lead` gives the axes before tokens."""
 
         def compute() -> tuple[MaybeIds, MaybeIds]:
             q_ids, kv_ids = self.get()
@@ -83,7 +83,7 @@ class Labels:
         return Labels.later([old and (*lead(old), length) for old, length in lengths], compute)
 
     def for_batch(self, batch: int) -> "Labels":
-        """What one row has for all rows, for each of them."""
+        """Repeat what one row has for all rows."""
 
         def repeated(ids: Ids) -> Ids:
             return frozen(np.broadcast_to(ids, (batch, *ids.shape[1:])).copy())
@@ -94,13 +94,13 @@ class Labels:
 
 
 def ids_of_tokens(valid: Any) -> Ids:
-    """0 for tokens and -1 for padding."""
+    """Return 0 for tokens and -1 for padding."""
     ids: Ids = np.subtract(valid, 1, out=allocate(np.shape(valid), np.int32, "padding"), casting="unsafe")
     return frozen(ids)
 
 
 def padding_of(shape: Shape, program: Program) -> Labels:
-    """0 for the queries and keys that have a live pair in any head, -1 for the others; once somebody asks."""
+    """Return, on request, 0 for queries and keys with a live pair in any head, and -1 for the others."""
 
     def compute() -> tuple[Ids, Ids]:
         q_live, k_live = _core.mask_any(shape, program)
@@ -118,7 +118,7 @@ _NO_TERMS, _NO_LABELS = Terms(), Labels()
 
 @dataclass(slots=True, eq=False)  # frozen=True would double the time to add a term
 class State:
-    """It does not change; what was derived from it is kept in `cache`."""
+    """An immutable state; what was derived from it is kept in `cache`."""
 
     base: Node | None = None
     terms: Terms = _NO_TERMS
@@ -145,14 +145,14 @@ class State:
         return kept[1]
 
     def once(self, key: str, compute: Callable[[], _T]) -> _T:
-        """What `compute` gives, and gave before: of two threads that both compute it, one's is kept."""
+        """Return what `compute` gives, computed once: if two threads compute it, one result is kept."""
         if key not in self.cache:
             self.cache.setdefault(key, compute())
         value: _T = self.cache[key]
         return value
 
     def shape(self, to_do: str) -> Shape:
-        """The shape of the mask, which there has to be."""
+        """Return the shape of the mask, which must exist."""
         if self.base is None:
             raise ValueError(
                 f"cannot {to_do}: the MaskInfo must have an attention_mask, or segment ids of queries and keys, "
@@ -161,7 +161,7 @@ class State:
         return self.extent  # type: ignore[return-value]
 
     def described(self, to_do: str) -> tuple[Shape, Program]:
-        """The mask as the core takes it."""
+        """Return the mask as the core takes it."""
         return self.shape(to_do), self.program
 
     @property
@@ -170,7 +170,7 @@ class State:
 
     @property
     def base_array(self) -> NDArray[Any] | None:
-        """The dense array that the mask begins with."""
+        """Return the dense array that the mask begins with."""
         return self.base[1] if isinstance(self.base, tuple) and self.base[0] == "dense" else None
 
     @property
@@ -188,7 +188,7 @@ class State:
 
     @property
     def array(self) -> NDArray[Any] | None:
-        """The mask where it is an array already, of the right type and shape."""
+        """Return the mask if it is already an array of the right type and shape."""
         array = self.base_array
         if array is None or self.terms or array.dtype != self.dtype:
             return None
@@ -200,7 +200,7 @@ class State:
         return array if array.shape == self.extent else np.broadcast_to(array, self.extent)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """What it holds, and what is cached, in words; nothing is computed for them."""
+        """Describe in words what is held and cached; nothing is computed."""
         parts = [
             f"{name}={size}"
             for name, size in zip(("batch_size", "heads", "q_len", "kv_len"), self.extent, strict=True)
@@ -217,7 +217,7 @@ class State:
 
 
 def segments(q_ids: Ids, kv_ids: Ids) -> Node:
-    """The base of a mask that is told by segment ids."""
+    """Return the base of a mask that segment ids describe."""
     if q_ids.shape[0] != kv_ids.shape[0]:
         raise ValueError(
             f"kv_segment_ids must have as many batch rows as q_segment_ids, {q_ids.shape[0]}, got {describe(kv_ids)}"
@@ -226,7 +226,7 @@ def segments(q_ids: Ids, kv_ids: Ids) -> Node:
 
 
 def array_extents(state: State) -> Iterator[tuple[str, Extent]]:
-    """What each of the arrays says of the mask's shape."""
+    """Return what each array says about the mask's shape."""
     held = state.held
     for name, side in (("q_segment_ids", 2), ("kv_segment_ids", 3), ("q_positions", 2), ("kv_positions", 3)):
         shape = held[name]
@@ -237,7 +237,7 @@ def array_extents(state: State) -> Iterator[tuple[str, Extent]]:
 
 
 def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
-    """`state` with the shape that its arrays, and what is `fixed`, agree on."""
+    """Return `state` with the shape that its arrays and what is `fixed` agree on."""
     named = [*fixed, *array_extents(state)]
     batch, heads, queries, keys = agree(named)
     if batch is None and named:
@@ -257,12 +257,12 @@ def four_dimensions(mask: NDArray[Any]) -> NDArray[Any]:
 
 
 def with_details(state: State, given: Mapping[str, Any]) -> State:
-    """`state` with the positions and the names of axes that are among the arguments `given`."""
+    """Return `state` with the positions and axis names among the arguments `given`."""
     return changed(state, {name: value for name, value in given.items() if name in DETAILS})
 
 
 def changed(state: State, given: Mapping[str, Any]) -> State:
-    """`state` with the arguments `given` in place of what it has. None counts among the details only."""
+    """Return `state` with the arguments `given` replaced. None counts only for details."""
     changes: dict[str, Any] = {
         name: None if given[name] is None else integers(given[name], name, layouts)
         for name, layouts in POSITIONS.items()
@@ -303,7 +303,7 @@ def changed(state: State, given: Mapping[str, Any]) -> State:
 
 
 def base_ids(state: State) -> tuple[Ids, Ids]:
-    """Those that a base of segments is made of; or 0 for tokens and -1 for padding, where it needs none."""
+    """Return the ids that a base of segments is made of; or 0 for tokens and -1 for padding if it needs none."""
     assert isinstance(state.base, tuple)
     kind, *parts = state.base
     if kind == "sequences":
@@ -321,7 +321,7 @@ def base_ids(state: State) -> tuple[Ids, Ids]:
 
 
 def _first_tokens(shape: tuple[int, int], counts: PerRow) -> Ids:
-    """0 for so many tokens of each row, and -1 for the rest."""
+    """Return 0 for the first tokens of each row, and -1 for the rest."""
     ids = allocate(shape, np.int32, "segment ids", np.zeros)
     if not isinstance(counts, int) or counts < shape[1]:
         ids[np.broadcast_to(np.arange(shape[1]) >= np.reshape(counts, (-1, 1)), shape)] = -1

@@ -72,7 +72,7 @@ def diagonal(low: Limit, high: Limit, offset: PerRow, at: NDArray[np.int32]) -> 
 
 
 def chunk(size: int, offset: PerRow = 0) -> Node:
-    """The chunks of keys, and of queries that are `offset` places further.
+    """Return the chunks of keys, and of queries that are `offset` positions further.
 
     What the core adds to a place is not negative. So both sides move on by as many chunks as put a query of place 0
     behind the start; further than 2**57 before it, no query would reach a key.
@@ -92,7 +92,7 @@ def first_keys(end: PerRow) -> Node:
 
 
 def first_tokens(count: PerRow, tokens: int) -> Node:
-    """The pairs of the first `count` tokens of each row, and those of the others, of so many `tokens`: two chunks."""
+    """Return, as two chunks, the pairs of the first `count` of `tokens` tokens of each row, and those of the others."""
     size = max(tokens, 1)
     before = size - count if isinstance(count, int) else frozen(size - count)
     return ("chunk", size, before, before)
@@ -103,7 +103,7 @@ def equal(q_ids: NDArray[np.int32], kv_ids: NDArray[np.int32], exclude_zero: boo
 
 
 def dense(array: NDArray[Any]) -> Node:
-    """The 4-D `array`."""
+    """Return the term of a 4-D `array`."""
     return ("dense", array, 0, 0)
 
 
@@ -130,7 +130,7 @@ def sequences(
 def ids_of_sequences(
     q_starts: NDArray[np.int64], k_starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The segment ids of queries and keys that say the same: the numbers of their sequences."""
+    """Return the segment ids that say the same: the numbers of the sequences."""
     q_ids = _sequence_ids(q_starts)
     return q_ids, q_ids if k_starts is q_starts else _sequence_ids(k_starts)
 
@@ -151,14 +151,14 @@ class Field(NamedTuple):
 
 
 def tokens_extent(shape: tuple[int, ...], side: int) -> Extent:
-    """What ids or positions of this shape say of the mask's; `side` is 2 for queries and 3 for keys."""
+    """Return what ids or positions of this shape say about the mask's; `side` is 2 for queries and 3 for keys."""
     batch, *heads, length = shape
     rows, planes = (None if size == 1 else size for size in (batch, *heads, 1)[:2])
     return (rows, planes, length, None) if side == 2 else (rows, planes, None, length)
 
 
 def _dense_extent(array: NDArray[Any]) -> Extent:
-    """The array may be larger than what is used of it."""
+    """Return the shape in use: the array may be larger."""
     batch, heads = (None if size == 1 else size for size in array.shape[:2])
     return batch, heads, None, None
 
@@ -237,7 +237,7 @@ class Crop:
         self._taken: dict[tuple[str, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
     def queries(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Of ids or positions of the queries."""
+        """Crop ids or positions of the queries."""
         return self._take("queries", array, self.q_start, self.q_len)
 
     def keys(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -250,12 +250,12 @@ class Crop:
         return self._taken[key][1]
 
     def planes(self, array: NDArray[Any], axes: int = 2) -> NDArray[Any]:
-        """The rows, and of two axes the heads."""
+        """Crop rows, and with two axes the heads."""
         parts = zip((self.rows, self.heads)[:axes], array.shape, strict=False)
         return array[tuple(_within(part, size) for part, size in parts)]
 
     def lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes before that of tokens which ids of this shape have here."""
+        """Return the axes before tokens that ids of this shape have here."""
         parts = zip((self.rows, self.heads), shape[:-1], strict=False)
         return tuple(len(range(size)[_within(part, size)]) for part, size in parts)
 
@@ -266,12 +266,12 @@ class Crop:
         return None if value is None else _part(value, self.heads)
 
     def node(self, node: Node) -> Node:
-        """The same inside the rectangle: terms look further, ids are taken along."""
+        """Return the same inside the rectangle: terms look further, ids are cropped."""
         return node if isinstance(node, str) else KINDS[node[0]].crop(self, *node[1:])
 
 
 def _within(part: slice | None, size: int) -> slice:
-    """The part of an axis that is there, or has the length 1 because it is shared."""
+    """Return the part of an axis that exists, or length 1 if it is shared."""
     if part is None or (size == 1 and part.start < part.stop):
         return slice(None)
     return part
@@ -285,7 +285,7 @@ def _part(value: PerRow, part: slice | None) -> PerRow:
 
 
 def _tokens(array: NDArray[Any], start: PerRow, length: int) -> NDArray[Any]:
-    """`length` tokens of the last axis, from `start` on, which may differ among the rows of the first."""
+    """Return `length` tokens of the last axis from `start`, which may differ between the rows of the first."""
     if isinstance(start, int):
         return array if length == array.shape[-1] else frozen(array[..., start : start + length].copy())
     index = start[:, None] + np.arange(length)
@@ -326,7 +326,7 @@ def _crop_equal(crop: Crop, q_ids: NDArray[Any], k_ids: NDArray[Any], exclude_ze
 
 
 def _crop_dense(crop: Crop, array: NDArray[Any], q_shift: PerRow, k_shift: PerRow) -> Node:
-    """An axis that all queries or keys share stays where it is."""
+    """Crop a dense array; an axis that all queries or keys share stays."""
     array = read_only(crop.planes(array))
     sides = (
         (crop.of_rows(q_shift), crop.q_start, crop.q_len),
@@ -357,7 +357,7 @@ def _crop_tiles(
 
 
 def _crop_sequences(crop: Crop, q_starts: NDArray[Any], k_starts: NDArray[Any], *_: None) -> Node:
-    """Rows may begin in different sequences, and so there are ids of tokens from here on."""
+    """Crop sequences; rows may then begin in different ones, so ids of tokens replace them."""
     q_ids = _ids_within(q_starts, crop.q_start, crop.q_len)
     k_ids = _ids_within(k_starts, crop.k_start, crop.kv_len)
     return equal(crop.planes(q_ids, 1), crop.planes(k_ids, 1))
@@ -431,6 +431,6 @@ KINDS = {
 
 
 def operands(node: Node) -> Iterator[tuple[Field | None, Any]]:
-    """The operands of a term, each with its field; of an operator there are none."""
+    """Return the operands of a term, each with its field; an operator has none."""
     if not isinstance(node, str):
         yield from zip(KINDS[node[0]].fields.values(), node[1:], strict=True)

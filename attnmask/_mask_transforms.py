@@ -1,4 +1,4 @@
-"""Masks made of masks: by terms that take pairs away or add some, by operators, and as an array.
+"""Make masks from masks: with terms that remove pairs or add some, with operators, and as an array.
 
 Each function returns a new state, or the one that it was given if there is nothing to change.
 """
@@ -48,14 +48,14 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def _with_terms(state: State, *nodes: Node, flag: str | None = None, **changes: Any) -> State:
-    """One term more, or several: it is not the mask any more that lengths and a dtype came with."""
+    """Add one term or more; the result is no longer the mask that came with lengths and a dtype."""
     baked = tuple(is_set or name == flag for name, is_set in zip(FLAGS, state.baked, strict=True))
     changes = {"terms": state.terms.plus(*nodes), "baked": baked, **changes}
     return replace(state, **changes, dtype=BOOL, cu_seqlens_q=None, cu_seqlens_kv=None)
 
 
 def _cropped(state: State, crop: Crop) -> State:
-    """The rectangle of each batch row, with all that goes along."""
+    """Return the rectangle of each batch row, with everything that goes along."""
     base, *terms = cropped(state.program, crop)
     batch, heads = crop.lead((*state.extent[:2], 0))  # type: ignore[arg-type]
     return replace(
@@ -70,7 +70,7 @@ def _cropped(state: State, crop: Crop) -> State:
 
 
 def sliced(state: State, index: Any) -> State:
-    """``mask[rows, heads, queries, keys]``."""
+    """Return ``mask[rows, heads, queries, keys]``."""
     shape = state.shape("slice it")
     parts = [
         None if axis == 1 and size == 1 else part  # heads that share a mask share it still
@@ -95,7 +95,7 @@ _INDEX = f"mask[{', '.join(_SLICED)}]"
 
 
 def _parts(index: Any, shape: Shape) -> list[slice]:
-    """A slice of each axis, with a start and a stop that are not negative."""
+    """Return a slice per axis, with nonnegative start and stop."""
     entries = list(index) if isinstance(index, tuple) else [index]
     dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
     if len(dots) > 1:
@@ -175,7 +175,7 @@ def inverted(state: State) -> State:
 
 
 def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool], bool]) -> State:
-    """The pairs that both have, or that one has; what goes along is the left one's, where it has any."""
+    """Return the pairs that both allow, or that either does; ids and positions come from the left one if it has any."""
     left.shape("combine masks")
     right_shape = right.shape("combine masks")
     named = (
@@ -210,7 +210,7 @@ def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool
 
 
 def _joined_labels(left: State, right: State, in_order: bool) -> Labels:
-    """The first that are held; else what a base says, which is to be held unless that stays the base."""
+    """Return the first held labels; otherwise what a base says, to be held unless it stays the base."""
     for state in (left, right):
         if state.labels.complete:
             return state.labels
@@ -234,7 +234,7 @@ def _held_segments(state: State) -> tuple[Ids, Ids]:
 def _near(
     state: State, limits: tuple[Limit, Limit], offset: ArrayLike, within_segments: bool
 ) -> tuple[Node, ...]:
-    """The terms of keys within `limits` of the diagonal, each with its operator."""
+    """Return the terms for keys within `limits` of the diagonal, each with its operator."""
     batch, _, queries, keys = state.extent
     assert batch is not None
     bottom_right = is_bottom_right(offset, "offset")
@@ -252,13 +252,13 @@ def _near(
 
 
 def _is_one_segment(state: State) -> bool:
-    """Whether all tokens of a row are in one, so that it has its diagonal where the row has it."""
+    """Return whether all tokens of a row are in one segment, so that its diagonal is the row's."""
     kind = state.base[0] if state.segment_based and state.base is not None else None
     return kind == "all" and not state.labels.complete
 
 
 def have_other_starts(state: State) -> bool:
-    """Whether queries and keys are packed, and some sequence does not begin at the same place among both."""
+    """Return whether queries and keys are packed and some sequence starts at different positions in both."""
     starts = state.cu_seqlens_q, state.cu_seqlens_kv
     if isinstance(state.base, tuple) and state.base[0] == "sequences":
         starts = state.base[1:3]
@@ -269,7 +269,7 @@ def have_other_starts(state: State) -> bool:
 
 
 def _within(q_ids: Ids, kv_ids: Ids, limits: tuple[Limit, Limit], shift: PerRow, bottom_right: bool) -> Node:
-    """The term of keys within `limits` of the diagonal of their own segment, for queries and keys of one segment."""
+    """Return the term for keys within `limits` of the diagonal of their own segment."""
     if q_ids is kv_ids:  # each segment has its diagonal where the row has it
         return band(*limits, shift)
     if q_ids.shape[-1] + kv_ids.shape[-1] > _INT32_MAX:
@@ -307,7 +307,7 @@ def _ends(
 
 
 def _extent_with(state: State, nodes: tuple[Node, ...]) -> Extent:
-    """That of the mask with more terms, which may have heads where it has one for all."""
+    """Return the mask's extent with more terms, which may have heads where it has one for all."""
     batch, heads, queries, keys = state.extent
     named = ("the mask", (batch, None if heads == 1 else heads, queries, keys))
     heads = agree([named, *extents(nodes)])[1]
@@ -353,7 +353,7 @@ def sliding_window(
 
 
 def reject_window(given: tuple[Any, ...]) -> NoReturn:
-    """Refuse several arguments by position, of which the first two may be meant as a pair."""
+    """Refuse several positional arguments, the first two of which may be meant as a pair."""
     pair = all(side is None or type(side) is int for side in given[:2])
     sides = ", ".join(map(describe, given[:2]))
     hint = f"apply_sliding_window(({sides}))" if pair else "offset=, mode= or index="
@@ -371,7 +371,7 @@ def prefix(state: State, lengths: ArrayLike) -> State:
 
 
 def _places(ids: Ids) -> NDArray[np.int64]:
-    """How many tokens of the same segment lie before each; of padding, anything."""
+    """Return how many tokens of the same segment come before each token; anything for padding."""
     rows = ids.reshape(-1, ids.shape[-1]) if ids.size else ids.reshape(0, 0)
     lengths, valid, segment = _runs(rows)
     order = valid[np.argsort(segment, kind="stable")]
@@ -417,7 +417,7 @@ def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: b
 
 
 def _by_row(value: PerRow, axes: int) -> Any:
-    """To be added to an array of so many axes, the first of which are batch rows."""
+    """Return an array to add to one of so many axes, the first of which are batch rows."""
     return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
 
 
@@ -450,7 +450,7 @@ def _broadcast(q_ids: Ids, kv_ids: Ids) -> tuple[tuple[int, ...], list[Ids]]:
 
 
 def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tuple[Ids, Ids]:
-    """Numbers from 1 on for the chunks of each row's segments, counted from where each begins; -1 for padding.
+    """Number the chunks of each row's segments from 1, counted from each segment's start; -1 for padding.
 
     Queries are `shift` places further, and have -1, too, where that is in no chunk of their segment.
     """

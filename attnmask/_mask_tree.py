@@ -1,4 +1,4 @@
-"""What a `MaskInfo` holds as the leaves of a tree, for JAX and pickle."""
+"""The state of a `MaskInfo` as the leaves of a tree, for JAX and pickle."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ _FORM = 1  # of pickles
 
 
 def pickled(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> dict[str, Any]:
-    """What `flatten` gives, of objects that have no types of this package."""
+    """Return what `flatten` gives, in objects without this package's types."""
     *details, program = aux
     nodes = tuple(
         node
@@ -64,7 +64,7 @@ def unpickled(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def parts(aux_data: Any, children: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `restore` takes, not looked at yet; what is an array may not change until then."""
+    """Return what `restore` takes, not read yet; arrays must not change until then."""
     for name, given, least in (("aux_data", aux_data, _AUX), ("children", children, _LEAVES)):
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"{name} must be a tuple from tree_flatten, got {describe(given)}")
@@ -80,7 +80,7 @@ def _kept(leaf: Any) -> Any:
 
 
 def restore(aux: tuple[Any, ...], leaves: tuple[Any, ...]) -> State:
-    """What `flatten` was given, made of leaves that may be other arrays by now; checked like arguments."""
+    """Undo `flatten` with leaves that may be other arrays by now; they are checked like arguments."""
     *details, batch, queries, keys, dtype, segment_based, hollow_program = aux
     checked: dict[int, Any] = {}
     base, *terms = refill(hollow_program, leaves, checked) or (None,)

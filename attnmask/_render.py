@@ -1,4 +1,4 @@
-"""Masks as pictures: text for a terminal, an image for matplotlib, and what they share with SVG (`_render_svg.py`).
+"""Draw masks: text for a terminal, an image for matplotlib, and what they share with SVG (`_render_svg.py`).
 
 All three look at one plane of a mask, that of a batch row and a head, through a coarse grid: how many pairs of each
 cell are live. The C core counts them from the description, so the size of the picture decides what it costs, not the
@@ -56,10 +56,10 @@ class Drawable(Protocol):
         """1 if all heads share the mask."""
 
     def grid(self, batch: int, head: int, q_cell: int, k_cell: int) -> Counts:
-        """Live pairs of each cell of `q_cell` × `k_cell` pairs, the last ones cut off."""
+        """Count live pairs in each cell of `q_cell` × `k_cell` pairs; the last ones are cut off."""
 
     def labels(self, batch: int, head: int) -> tuple[Ids, Ids] | None:
-        """Segment ids of the queries and of the keys, if they are known."""
+        """Return segment ids of queries and keys, if they are known."""
 
 
 # Arguments
@@ -85,7 +85,7 @@ def cell_count(tokens: int, cell: int) -> int:
 
 
 def whole_tiles(cell: int) -> int:
-    """`cell`, or a little more: the core counts whole tiles of 64 × 64 pairs fastest."""
+    """Return `cell` or a little more: the core counts whole tiles of 64 × 64 pairs fastest."""
     return cell if cell <= 64 else cell_count(cell, 64) * 64
 
 
@@ -95,7 +95,7 @@ def counted(info: Drawable, batch: int, head: int, q_cell: int, k_cell: int) -> 
 
 
 def _cell_labels(ids: Ids, cell: int) -> Ids:
-    """The one id that a cell holds, or PAD, or MIX. The last cell is filled up with padding."""
+    """Return the one id that a cell holds, or PAD, or MIX. The last cell is filled up with padding."""
     if len(ids) == 0:
         return ids
     ids = np.maximum(ids, PAD)
@@ -107,14 +107,14 @@ def _cell_labels(ids: Ids, cell: int) -> Ids:
 
 
 def shares(counts: Counts, queries: int, keys: int, q_cell: int, k_cell: int) -> NDArray[np.float64]:
-    """The live share of each cell; the last ones count as large as they are."""
+    """Return the live share of each cell; the last ones count at their own size."""
     rows = np.diff(np.append(np.arange(0, queries, q_cell), queries))
     columns = np.diff(np.append(np.arange(0, keys, k_cell), keys))
     return counts / (rows[:, None].astype(np.float64) * columns)
 
 
 def percent(share: float) -> str:
-    """Rounded, but never to 0 or 100 where some pairs are live and some not."""
+    """Round a share, but never to 0 or 100 where some pairs are live and some not."""
     text = f"{100 * share:.3g}"
     if text == "100" and share < 1:
         return "over 99.9 %"
@@ -144,12 +144,12 @@ class Segments:
         return low, np.maximum.reduceat(np.maximum(ids, PAD), starts)
 
     def strip(self, ends: tuple[Ids, Ids]) -> NDArray[np.intp]:
-        """The colours of the cells along one side."""
+        """Return the colours of the cells along one side."""
         low, high = ends
         return np.where(low == high, self._ranks(low), np.where(low > high, BLANK, SEVERAL))
 
     def plane(self) -> NDArray[np.intp]:
-        """The colour of each cell: its segment's if queries and keys have one in common, and no other."""
+        """Return the colour of each cell: its segment's if queries and keys share exactly one."""
         low, high = self.shared
         return np.where(low == high, self._ranks(low), SEVERAL)
 
@@ -165,7 +165,7 @@ class Segments:
 def segments_of(
     info: Drawable, batch: int, head: int, counts: Counts, q_cell: int, k_cell: int
 ) -> Segments | None:
-    """The segments of a plane, if they are known and say something.
+    """Return the segments of a plane, if they are known and informative.
 
     Where a mask is an array its labels may number rows that are alike: these are segments only if live pairs keep to
     them, as far as cells tell, or if there are at least long runs of equal ones.
@@ -183,7 +183,7 @@ def cell_colours(counts: Counts, segments: Segments | None) -> NDArray[np.intp]:
 
 
 def shown(info: Drawable, batch: int, head: int, share: float) -> str:
-    """Which plane it is, where there are several, and how much of it is live."""
+    """Say which plane is shown, if there are several, and how much of it is live."""
     batches, queries, keys = info.shape
     named = [f"batch row {batch}"] * (batches > 1) + [f"head {head}"] * (info.heads > 1)
     live = f"{percent(share)} live" if queries and keys else "no pairs"
@@ -202,12 +202,12 @@ _OTHER_LINES = 8  # title, labels, edges and legend, and where the next command 
 
 
 def _terminal() -> os.terminal_size:
-    """How wide it is, and how many lines it has; 80 characters and 0 lines if there is none."""
+    """Return the terminal's width and lines; 80 characters and 0 lines if there is none."""
     return shutil.get_terminal_size((80, 0))
 
 
 def _fitting(tokens: tuple[int, int], margin: int, max_rows: int, max_cols: int) -> tuple[int, int]:
-    """The smallest cells that are no more than `max_rows` × `max_cols`, and fit the terminal."""
+    """Return the smallest cells that are at most `max_rows` × `max_cols` and fit the terminal."""
     width, lines = _terminal()
     rows = max(min(max_rows, lines - _OTHER_LINES if lines else max_rows), 1)
     columns = max(min(max_cols, (width - margin - _AROUND) // len(_GLYPHS["ascii"][0])), 1)
@@ -215,12 +215,12 @@ def _fitting(tokens: tuple[int, int], margin: int, max_rows: int, max_cols: int)
 
 
 def _wrapped(lines: list[str]) -> list[str]:
-    """No longer than the terminal is wide."""
+    """Wrap lines to the width of the terminal."""
     return [part for line in lines for part in textwrap.wrap(line, max(_terminal().columns, 1))]
 
 
 def _charset() -> str:
-    """Of the letters that standard output can write."""
+    """Return the character set that standard output can write."""
     try:
         "".join((*_GLYPHS["unicode"], "×")).encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeError, LookupError):
@@ -237,13 +237,13 @@ def _column_label(label: int) -> str:
 
 
 def takes_colours(stream: Any) -> bool:
-    """Whether it is a terminal that shows colours, and nobody has asked for none (see no-color.org)."""
+    """Return whether the stream is a terminal with colours, and colours are not disabled (see no-color.org)."""
     terminal = getattr(stream, "isatty", bool)()
     return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def painted(text: str, colour: str) -> str:
-    """Text with the codes by which a terminal colours it, as nearly as it can."""
+    """Return text with the terminal codes of the nearest colour."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     red, green, blue = (min(range(6), key=lambda i: abs(_LEVELS[i] - channel)) for channel in channels)
     return f"\033[38;5;{16 + 36 * red + 6 * green + blue}m{text}\033[39m"
@@ -268,7 +268,7 @@ def visualize(
     coloured: bool = False,
     words: str = "",
 ) -> str:
-    """Draw one plane of a mask with characters: each cell is empty, partly live or full.
+    """Draw one plane of a mask in text: each cell is empty, mixed or full.
 
     A cell at the edge is as large as the others; what lies beyond the mask counts as dead.
 
@@ -380,8 +380,8 @@ def visualize(
 
 
 def text(info: Drawable, words: str) -> str:
-    """The first plane of a mask as wide as the terminal, under a line that says what it is made of; the line alone if
-    there is nothing to draw.
+    """Draw the first plane of a mask as wide as the terminal, below a line that says what it is made of; only the line
+    if there is nothing to draw.
     """
     if all((*info.shape, info.heads)):
         return visualize(info, max_cols=_terminal().columns, charset=_charset(), words=words)
@@ -395,7 +395,7 @@ _PIXELS = 512  # of each side, at most
 
 
 def plot(info: Drawable, ax: Any = None, batch: int = 0, head: int = 0) -> Any:
-    """Draw one plane of a mask with matplotlib, which has to be installed.
+    """Draw one plane of a mask with matplotlib, which must be installed.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The pages of a `KVCache` as SVG, for notebooks.
+"""Draw the pages of a `KVCache` as SVG, for notebooks.
 
 ::
 
@@ -25,7 +25,7 @@ _STEP = -1  # stands for the open step among the sequences
 
 
 def _names(owners: Iterable[int]) -> str:
-    """Who has a page."""
+    """Say which sequences have a page."""
     known = sorted(owners)
     names = [str(number) for number in known if number != _STEP]
     if len(names) > _NAMED:
@@ -36,7 +36,7 @@ def _names(owners: Iterable[int]) -> str:
 
 
 class _Pages:
-    """Who has the pages of each cell, and how many tokens lie in them."""
+    """Owners of the pages of each cell, and how many tokens they hold."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _Pages:
             self.owners[page // self.each].add(_STEP)
 
     def cell(self, number: int) -> tuple[int, int, str]:
-        """The colour and the level of some pages, and what they tell on hovering."""
+        """Return the colour and level of some pages, and what they say on hovering."""
         owners, full = self.owners[number], CELL_LEVELS + 1
         begin, end = number * self.each, min((number + 1) * self.each, self.pages)
         title = f"{f'page {begin}' if end - begin == 1 else f'pages {begin}–{end - 1}'}: {_names(owners)}"

@@ -1,4 +1,4 @@
-"""One plane of a mask as SVG, for notebooks.
+"""Draw one plane of a mask as SVG, for notebooks.
 
 ::
 
@@ -49,19 +49,19 @@ class _Axis:
         return token / self.cell * self.pixels
 
     def span(self, begin: int, end: int) -> str:
-        """The tokens of some cells, the last of them included."""
+        """Return the tokens of some cells, including the last."""
         first, last = begin * self.cell, min(end * self.cell, self.tokens) - 1
         return str(first) if first == last else f"{first}–{last}"
 
     def ticks(self, apart: float) -> list[int]:
-        """Round numbers: of binary lengths binary ones."""
+        """Return round numbers; binary ones for binary lengths."""
         steps = _DECIMAL_STEPS if self.tokens % 64 else _BINARY_STEPS
         step = next((step for step in steps if self.at(step) >= max(apart, self.length / 5)), self.tokens + 1)
         return list(range(0, self.tokens + 1, step))
 
 
 def _axes(queries: int, keys: int, coarser: int) -> tuple[_Axis, _Axis]:
-    """Cells and pixels of both sides: the same for both, unless one would be too thin to see."""
+    """Return cells and pixels of both sides: the same for both, unless one would be too thin to see."""
     longest, shortest = max(queries, keys), min(queries, keys)
 
     def fit(pixels: int) -> _Axis:
@@ -90,7 +90,7 @@ def _number(value: float) -> str:
 
 
 def _strokes(styles: NDArray[np.intp]) -> dict[int, str]:
-    """Path data for every style but 0: a stroke for each run of equal cells in a row."""
+    """Return path data for every style but 0: a stroke per run of equal cells in a row."""
     if styles.size == 0:
         return {}
     begins = np.ones(styles.shape, bool)
@@ -107,7 +107,7 @@ def _strokes(styles: NDArray[np.intp]) -> dict[int, str]:
 
 
 def stroke(colour: int, level: int, data: str, title: str = "") -> str:
-    """A path of one colour. At the highest level it is opaque; BLANK cells look like dead ones."""
+    """Return a path of one colour. At the highest level it is opaque; BLANK cells look like dead ones."""
     name, shade = (
         COLOURS[colour],
         render.FAINTEST + (render.STRONGEST - render.FAINTEST) * level / CELL_LEVELS,
@@ -120,7 +120,7 @@ def stroke(colour: int, level: int, data: str, title: str = "") -> str:
 
 
 def _coloured(colours: NDArray[np.intp], levels: NDArray[np.intp]) -> str:
-    """The cells that are live in part or wholly."""
+    """Return the cells that are partly or wholly live."""
     base = CELL_LEVELS + 2
     strokes = _strokes(np.where(levels == 0, 0, colours * base + levels))
     return "".join(stroke(*divmod(style, base), data) for style, data in strokes.items())
@@ -133,7 +133,7 @@ def _segment(low: int, high: int) -> str:
 
 
 def _strip(segments: render.Segments, ends: tuple[Ids, Ids], axis: _Axis, tokens: str) -> str:
-    """The segments along one side, which tell on hovering what tokens they have."""
+    """Draw the segments along one side; hovering shows their tokens."""
     drawn, begin = "", 0
     cells = zip(segments.strip(ends).tolist(), *(end.tolist() for end in ends), strict=True)
     for (colour, low, high), run in groupby(cells):
@@ -172,7 +172,7 @@ class _Plane:
         return len(self.ground) + len(self.cells) + len(self.q_strip) + len(self.k_strip)
 
     def _row(self, row: int) -> str:
-        """What a row of cells tells on hovering."""
+        """Return what a row of cells says on hovering."""
         q, k, columns = self.q, self.k, np.flatnonzero(self.counts[row]).tolist()
         queries, live = min(q.cell, q.tokens - row * q.cell), int(self.counts[row].sum())
         text = f"{'query' if queries == 1 else 'queries'} {q.span(row, row + 1)}"
@@ -191,7 +191,7 @@ class _Plane:
 
 
 def _ticks(axis: _Axis, along: bool, left: int, top: int) -> str:
-    """Numbers of tokens beside one side of the cells, which begin at (left, top)."""
+    """Draw token numbers beside one side of the cells, which begin at (left, top)."""
     tokens = axis.ticks(12 + _DIGIT * len(str(axis.tokens)) if along else 20)
     shift = 0.0
     lines = ""
@@ -215,7 +215,7 @@ Entry = tuple[list[tuple[int, int]], str]  # colours and levels of squares, and 
 
 
 def _legend(plane: _Plane) -> list[Entry]:
-    """What the colours mean that are there."""
+    """Say what the colours in the picture mean."""
     full, live, segments = CELL_LEVELS + 1, plane.levels > 0, plane.segments
     entries: list[Entry] = []
     if segments is not None:
@@ -242,7 +242,7 @@ def _legend(plane: _Plane) -> list[Entry]:
 
 
 def words_beside(lines: list[str], entries: list[Entry], x: float) -> tuple[str, float, float]:
-    """The column at the right, and where it ends."""
+    """Return the column at the right, and where it ends."""
     drawn, y, right = "", 12, 0.0
     for number, line in enumerate(lines):
         faint = ' fill-opacity=".75"' if number else ""
@@ -262,7 +262,7 @@ def words_beside(lines: list[str], entries: list[Entry], x: float) -> tuple[str,
 
 
 def frame(width: int, height: int, title: str, drawn: str) -> str:
-    """A picture, in the colour of the text around it."""
+    """Return a picture in the colour of the text around it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" fill="currentColor" '

@@ -39,14 +39,14 @@ def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
 
 
 def _at(array: Any, *places: Any) -> Any:
-    """An entry; axes of length 1 are shared. FlexAttention may ask for places beyond the end, and not use them."""
+    """Return an entry; axes of length 1 are shared. FlexAttention may ask for positions beyond the end and ignore them."""
     return array[
         tuple(0 if size == 1 else place % size for size, place in zip(array.shape, places, strict=True))
     ]
 
 
 def _of(value: Any, place: Any) -> Any:
-    """Of one batch row or head."""
+    """Select one batch row or head."""
     return value if isinstance(value, int) else value[place]
 
 
@@ -121,7 +121,7 @@ _TERMS = {
 
 
 def _mask_mod(program: Program) -> Callable[..., Any]:
-    """The program as a function of batch row, head, query and key."""
+    """Return the program as a function of batch row, head, query and key."""
 
     def held(operand: Any) -> Any:
         return to_tensor(operand.copy()) if isinstance(operand, np.ndarray) else operand
@@ -153,7 +153,7 @@ def from_block_mask(block_mask: Any) -> MaskInfo:
     (queries, keys), (q_size, k_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
 
     def blocks(counts: Any, indices: Any) -> MaskInfo:
-        """The blocks that are listed."""
+        """Return the listed blocks."""
         listed = torch.arange(indices.shape[-1]) < counts[..., None]
         columns = -(-keys // k_size)
         live = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)

@@ -8,12 +8,12 @@ __all__ = ["DescribedTensor"]
 
 
 class DescribedTensor(torch.Tensor):  # type: ignore[misc, unused-ignore]
-    """Whatever is computed with it is computed with the tensor that it describes, which is made then."""
+    """A tensor that is a description: anything that computes with it makes the tensor it describes first."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def copied(self) -> "DescribedTensor":
-        """Another tensor of the same description."""
+        """Return another tensor with the same description."""
         raise NotImplementedError
 
     def written_out(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""PyTorch, of a version whose ways with operators are known."""
+"""Import PyTorch, and check that its version handles operators in the known way."""
 
 try:
     import torch  # type: ignore[import-not-found, unused-ignore]

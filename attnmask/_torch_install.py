@@ -31,7 +31,7 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _swapped(x: Any) -> Any:
-    """From [B, H, T, D], which is PyTorch's order, to [B, T, H, D], and back."""
+    """Swap PyTorch's order [B, H, T, D] with [B, T, H, D]."""
     return x.transpose(1, 2)
 
 
@@ -39,14 +39,14 @@ def _swapped(x: Any) -> Any:
 
 
 def _applies(tensors: tuple[Any, ...], dropout: float) -> bool:
-    """Whether the core can read these as they lie; a mask among them is a bias."""
+    """Return whether the core can read these in place; a mask among them is a bias."""
     return dropout == 0 and all(
         x is None or (x.dtype in _TYPES and x.layout is torch.strided and not x.is_neg()) for x in tensors
     )
 
 
 def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """`kernel`, and where it does not apply PyTorch's own one. The first `inputs` arguments are tensors."""
+    """Return `kernel` with PyTorch's own as a fallback. The first `inputs` arguments are tensors."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def choose(keyset: Any, *arguments: Any, attn_mask: Any = None, scale: "float | None" = None) -> Any:
@@ -83,7 +83,7 @@ def _sdpa_backward(
 
 
 def _window(left: "int | None", right: "int | None") -> "tuple[int | None, int | None] | None":
-    """-1 is no limit."""
+    """Convert a window in which -1 means no limit."""
     ends = tuple(None if end is None or end < 0 else end for end in (left, right))
     return None if ends == (None, None) else (ends[0], ends[1])
 
@@ -91,7 +91,7 @@ def _window(left: "int | None", right: "int | None") -> "tuple[int | None, int |
 def _places(
     is_causal: bool, left: "int | None", right: "int | None", starts: tuple[Any, Any], scale: "float | None"
 ) -> dict[str, Any]:
-    """What FlashAttention's arguments are here: it counts from the bottom right."""
+    """Convert FlashAttention's arguments, which count from the bottom right."""
     return {
         "cum_seqlens_q": starts[0],
         "cum_seqlens_k": starts[1],
@@ -103,7 +103,7 @@ def _places(
 
 
 def _used(seqused_k: Any, room: NDArray[np.int64]) -> NDArray[np.int32]:
-    """How many keys of each sequence are used, of those that there is room for."""
+    """Return how many of each sequence's keys are used."""
     used = integers(seqused_k, "seqused_k", ("[sequences]",))
     if used.shape != room.shape:
         raise ValueError(f"seqused_k must be of shape {room.shape}, got {describe(used)}")
@@ -117,12 +117,12 @@ def _used(seqused_k: Any, room: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def _room(block_table: Any, q_starts: Any, key: Any) -> NDArray[np.int64]:
-    """How many keys the pages of each sequence may have."""
+    """Return how many keys the pages of each sequence can hold."""
     return np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
 
 
 def _first_keys(seqused_k: Any, starts: tuple[Any, Any], query: Any, key: Any) -> dict[str, Any]:
-    """Only the first keys of each sequence are used, and the last of them is at the bottom right."""
+    """Use only the first keys of each sequence; the last of them is at the bottom right."""
     q_starts, k_starts = both_starts(*starts, (1, query.shape[1], len(query), len(key)))
     room = np.diff(k_starts)
     used = _used(seqused_k, room)
@@ -145,7 +145,7 @@ def _varlen_into(
     window_size_left: "int | None" = None, window_size_right: "int | None" = None, seqused_k: Any = None,
     alibi_slopes: Any = None, block_table: Any = None, num_splits: "int | None" = None,
 ) -> Any:  # fmt: skip
-    """The logsumexp; and the result in `out`. `num_splits` changes nothing: no sequence's bits depend on others."""
+    """Write the result to `out` and return the logsumexp. `num_splits` has no effect: results are batch-invariant."""
     _check(dropout)
     if (
         alibi_slopes is not None
@@ -206,7 +206,7 @@ _contexts: set[object] = set()  # those of `installed` that are open, if the fir
 
 
 def _or_none(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, where PyTorch has none for the CPU."""
+    """Return `kernel` where PyTorch has none for the CPU."""
 
     def run(*arguments: Any, **more: Any) -> Any:
         if not _active:
@@ -219,7 +219,7 @@ def _or_none(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Handle:
-    """What PyTorch calls when another implementation takes the place of this one.
+    """Called by PyTorch when another implementation replaces this one.
 
     Kernels stay registered: another thread may be on its way to one of them, and PyTorch would free it meanwhile.
     """

@@ -44,7 +44,7 @@ def _tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: bool) -> Any:
-    """On the CPU. Autograd has to know what is written to, as by any operator that writes in place."""
+    """Attend on the CPU. Autograd must know what is written to, as for any in-place operator."""
     arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
     try:
         result = kvcache.flash_attention_with_kvcache(**given | arrays, return_lse=with_lse)
@@ -100,7 +100,7 @@ def _on_cpu(*arguments: Any) -> Any:
 
 
 def _fake(*arguments: Any) -> tuple[Any, ...]:
-    """Of tensors without numbers."""
+    """Return results for tensors without data."""
     operators.check_devices(_NAMES, arguments)
     given = dict(zip(_NAMES, arguments, strict=True))
     query, packed = given["query"], given["cu_seqlens_q"] is not None

@@ -43,14 +43,14 @@ class MaskTensors(NamedTuple):
 
 
 def to_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """The same memory."""
+    """Return a tensor that shares the array's memory."""
     if array.dtype.type.__name__ == "bfloat16":  # `name` takes a microsecond
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def _of_mask(array: NDArray[Any]) -> torch.Tensor:
-    """A copy, as PyTorch has no tensors that cannot be written to."""
+    """Return a copy, because PyTorch has no read-only tensors."""
     return to_tensor(array.copy())
 
 
@@ -119,7 +119,7 @@ def _read(specification: str) -> tuple[Shape, Program]:
 
 
 def restored(specification: str, tensors: Sequence[torch.Tensor]) -> MaskInfo:
-    """The mask that `mask_tensors` took apart, of tensors that may be others by now; they are checked."""
+    """Rebuild the mask of `mask_tensors` from tensors that may be others by now; they are checked."""
     shape, program = _read(specification)
     leaves = tuple(read_only(as_array(tensor.detach(), "mask_tensors")) for tensor in tensors)
     base, *terms = refill(program, leaves, {})
@@ -129,5 +129,5 @@ def restored(specification: str, tensors: Sequence[torch.Tensor]) -> MaskInfo:
 
 
 def batch_rows(specification: str) -> int:
-    """Of the mask; 1 if all rows share it."""
+    """Return the mask's batch rows; 1 if all rows share it."""
     return _read(specification)[0][0] if specification else 1

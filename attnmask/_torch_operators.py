@@ -58,7 +58,7 @@ def detached(value: Any) -> Any:
 
 
 def needs_operator(arguments: Iterable[Any]) -> bool:
-    """Whether PyTorch has to see a call: it makes a graph, transforms a function, or has tensors of another kind."""
+    """Return whether PyTorch must see a call: it traces a graph, transforms a function, or has other kinds of tensors."""
     return (
         torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -69,12 +69,12 @@ def needs_operator(arguments: Iterable[Any]) -> bool:
 
 
 def operand(x: Any) -> "torch.Tensor | None":
-    """An argument of an operator, of any array."""
+    """Return an operator's argument from any array."""
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
 
 
 def check_no_tangents(names: Iterable[str], tensors: Iterable[Any]) -> None:
-    """The core knows nothing of them: results would have none, without an error."""
+    """Refuse tangents, which the core ignores: results would silently have none."""
     # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
     if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return
@@ -90,7 +90,7 @@ def check_tensor(x: Any, name: str) -> None:
 
 
 def check_tensors(given: dict[str, Any]) -> None:
-    """Those that are tensors: where another device takes part in a call, PyTorch would compute no numbers at all."""
+    """Check tensors: if another device takes part in a call, PyTorch would compute no numbers at all."""
     for name, x in given.items():
         tensors = x.tensors if isinstance(x, MaskTensors) else (x,)
         for tensor in tensors:
@@ -102,7 +102,7 @@ def check_tensors(given: dict[str, Any]) -> None:
 
 
 def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
-    """`as_array`, sooner where there is nothing to see to."""
+    """Return `as_array`, faster for the common case."""
     try:
         if x.dtype in _OF_NUMPY:
             return x.numpy()  # type: ignore[no-any-return, unused-ignore]
@@ -112,24 +112,24 @@ def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
 
 
 def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with query, key and value as NumPy's arrays, of which the core reads a plain call in a short way."""
+    """Return the same with query, key and value as NumPy arrays, which the core reads faster in plain calls."""
     return with_mask(given) | {name: _in_place(given[name], name) for name in LEARNED[:3]}
 
 
 def with_mask(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with a `MaskInfo` where its tensors are given."""
+    """Return the same with a `MaskInfo` in place of its tensors."""
     mask = given["attention_mask"]
     return given | {"attention_mask": restored(*mask)} if isinstance(mask, MaskTensors) else given
 
 
 def kept(x: Any, name: str) -> Any:
-    """An argument as it is now, until the gradient needs it. A tensor that changes is an error of PyTorch."""
+    """Keep an argument until the gradient needs it. PyTorch reports a tensor that has changed by then."""
     fixed = x is None or isinstance(x, (torch.Tensor, MaskInfo, MaskTensors, int, str))
     return x if fixed else as_array(x, name).copy()
 
 
 def _given(arguments: Sequence[Any]) -> dict[str, Any]:
-    """The arguments of `attnmask.flash_attention` that those of an operator stand for."""
+    """Return the arguments of `attnmask.flash_attention` for an operator's."""
     check_no_tangents(NAMES, arguments)
     given = dict(zip(NAMES, arguments, strict=True))
     for name in ARRAYS:
@@ -159,7 +159,7 @@ def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attend_for_gradients(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result and its logsumexp, and what `gradients` is to be given as the result."""
+    """Return the result, its logsumexp, and what `gradients` takes as the result."""
     try:
         out, lse, wide_out = flash.attend_for_gradients(in_arrays(given))
     except (TypeError, ValueError) as error:
@@ -234,7 +234,7 @@ def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> li
 
 
 def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], ...]:
-    """Shape and type of the result, its logsumexp, and the wide result."""
+    """Return shape and type of the result, its logsumexp, and the wide result."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     *batch, tokens, heads, _ = query.shape
     row = (*batch, tokens, heads, value.shape[-1])
@@ -242,7 +242,7 @@ def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], .
 
 
 def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
-    """All tensors have to be where the first one is: if any is a meta tensor, PyTorch calls what has no numbers."""
+    """Check that all tensors are on one device: PyTorch calls the fake implementation if any is a meta tensor."""
     first: Any = None
     for name, x in zip(names, arguments, strict=True):
         for tensor in x if isinstance(x, (list, tuple)) else (x,):
@@ -308,7 +308,7 @@ def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list
 
 
 def spread(grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """Gradients of those that are wanted, and None for the others."""
+    """Return the wanted gradients, and None for the others."""
     rest = iter(grads)
     return [next(rest) if needed else None for needed in wanted]
 
@@ -367,7 +367,7 @@ _SHARED = ("bias", "attention_mask", "causal_offset")  # one row of which may st
 
 
 def _folded(x: torch.Tensor, dim: "int | None", name: str, count: int, rows: int) -> torch.Tensor:
-    """What `count` calls of so many batch rows have, as of one call of all rows."""
+    """Return as one call of all rows what `count` calls of so many batch rows have."""
     x = x[None] if dim is None else x.movedim(dim, 0)
     missing = _AXES[name] + 1 - x.ndim
     x = x.reshape(x.shape[0], *[1] * missing, *x.shape[1:])
@@ -377,7 +377,7 @@ def _folded(x: torch.Tensor, dim: "int | None", name: str, count: int, rows: int
 
 
 def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
-    """Whether no batch row differs from one that is called for by itself."""
+    """Return whether every batch row is the same as when called alone."""
     return (
         given["query"].ndim - (dims["query"] is not None) == 4
         and given["cum_seqlens_q"] is None
@@ -398,7 +398,7 @@ def _chosen(x: Any, dim: Any, index: int) -> Any:
 
 
 def _mapped(operator: Any, names: Sequence[str], tuples: bool = True) -> Callable[..., Any]:
-    """The rule of an operator: one call of all batch rows where that is the same, and else one after the other."""
+    """Apply `vmap` to an operator: one call of all batch rows where that is equivalent, otherwise one by one."""
 
     def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
         given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
@@ -423,7 +423,7 @@ def _mapped(operator: Any, names: Sequence[str], tuples: bool = True) -> Callabl
 
 
 class Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """The operator where functions are transformed by `torch.func`, which the gradients of operators do not know."""
+    """The operator under `torch.func`, which ignores the gradients of operators."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -467,7 +467,7 @@ class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc, unuse
 
 
 def is_differentiated() -> bool:
-    """Whether `torch.func` transforms a function, and the gradient may be one of its."""
+    """Return whether `torch.func` transforms a function whose gradient may be needed."""
     if not torch._C._are_functorch_transforms_active():
         return False
     functorch = torch._C._functorch
@@ -478,7 +478,7 @@ def is_differentiated() -> bool:
 
 
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """In the type that PyTorch casts to for its own attention."""
+    """Cast as PyTorch's autocast does for its own attention."""
     if tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype("cpu"))
     return tensor
@@ -510,7 +510,7 @@ def register(
     autograd: Callable[..., Any],
     autocast: Callable[..., Any],
 ) -> None:
-    """An operator that returns out and lse, and has no gradient."""
+    """Register an operator that returns out and lse and has no gradient."""
     _library.define(f"{name}({parameters}) -> (Tensor out, Tensor lse)", tags=_TAGS)
     _library.impl(name, on_cpu, "CPU")
     torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)

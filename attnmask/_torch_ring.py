@@ -43,8 +43,8 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(flash_atte
 
 
 class _Task(NamedTuple):
-    """One call of `ring_attention`, in this process. Unless rectangles go one by one, its batch rows lie one after the
-    other, as one row.
+    """One call of `ring_attention` in this process. Unless rectangles go one by one, its batch rows lie end to end in
+    one row.
     """
 
     ring: Ring
@@ -59,7 +59,7 @@ class _Task(NamedTuple):
         return self.ring.shards.world
 
     def calls(self, step: "_Step", heads: int) -> Iterator[Call]:
-        """Those with the keys of a step, of so many heads in all; with those of others, of few queries each."""
+        """Return the calls with a step's keys, of `heads` heads; with others' keys, of few queries each."""
         if step.source == self.rank:
             yield from self.ring.calls(self.rank, step.source, self.batch)
             return
@@ -68,15 +68,15 @@ class _Task(NamedTuple):
             yield from call.in_blocks(most)
 
     def in_row(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, T, ...] as calls have it."""
+        """Return [B, T, ...] as calls have it."""
         return tensor if self.ring.conditions.one_by_one else tensor.flatten(0, 1)[None]
 
     def stats_in_row(self, stats: torch.Tensor) -> torch.Tensor:
-        """[B, H, T] as calls have it."""
+        """Return [B, H, T] as calls have it."""
         return stats if self.ring.conditions.one_by_one else stats.transpose(0, 1).flatten(1, 2)[None]
 
     def stats(self, in_row: torch.Tensor) -> torch.Tensor:
-        """[B, H, T] again."""
+        """Return [B, H, T] again."""
         if self.ring.conditions.one_by_one:
             return in_row
         tokens = int(self.ring.shards.lengths[self.rank])
@@ -89,7 +89,7 @@ _ARRAYS = ("cu_seqlens", "q_segment_ids", "kv_segment_ids", "alibi_slopes")
 
 
 def _digest(given: Mapping[str, Any]) -> int:
-    """A number for the arguments that have to be the same in all processes, as far as they can be compared fast."""
+    """Return a number for the arguments that must agree in all processes, as far as they can be compared quickly."""
     said: list[Any] = []
     for name, value in sorted(given.items()):
         if isinstance(value, MaskInfo):
@@ -111,8 +111,8 @@ _TYPES = {dtype: number for number, dtype in enumerate(operators._TYPES)}
 
 
 def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
-    """How many tokens each process has, if all have the same `numbers` but for the first one, which is that; None says
-    that the arguments of this one are refused.
+    """Return how many tokens each process has if all have the same `numbers` except for the first, which is that; None
+    if the arguments of this process are refused.
     """
     rank = torch.distributed.get_rank(group)
     mine = torch.tensor([0] * (1 + _NUMBERS) if numbers is None else [1, *numbers])
@@ -136,8 +136,8 @@ def _agreed(group: Any, numbers: list[int] | None) -> list[int]:
 
 
 def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse what `attnmask.flash_attention` refuses, of the arguments that do not depend on the whole sequence.
-    Afterwards `tensors` holds tensors, of the types that are computed with.
+    """Refuse what `attnmask.flash_attention` refuses, for arguments that do not depend on the whole sequence.
+    Afterwards `tensors` holds tensors, in the types used for computing.
     """
     for name in ("query", "key", "value"):
         operators.check_tensor(tensors[name], name)
@@ -158,7 +158,7 @@ def _check(tensors: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Task:
-    """The call with these arguments, once all processes know each other's."""
+    """Return the call with these arguments, once all processes know each other's."""
     world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     try:
         _check(tensors, given)
@@ -182,7 +182,7 @@ def _task(tensors: dict[str, Any], given: Mapping[str, Any], group: Any) -> _Tas
 
 
 class _Messages:
-    """Messages on their way in and out. Tensors that are sent have to stay as they are until they are `finished`."""
+    """Messages in flight. Tensors that are sent must not change until they are `finished`."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -209,7 +209,7 @@ class _Messages:
 
 
 class _Part(NamedTuple):
-    """Some keys of all that one process sends another."""
+    """Part of the keys that one process sends another."""
 
     tokens: slice
     heads: slice
@@ -223,7 +223,7 @@ _NOTHING = _Part(slice(0, 0), slice(0, 0))
 
 
 class _Step(NamedTuple):
-    """A part of a round: what this process computes with, and what it sends meanwhile."""
+    """Part of a round: what this process computes with, and what it sends meanwhile."""
 
     source: int  # the process whose keys and values they are
     to: int  # the process that gets those of this one
@@ -263,7 +263,7 @@ def _steps(task: _Task, key: torch.Tensor, parts: int) -> list[_Step]:
 
 
 def _parts(count: int, heads: int, most: int, most_groups: int) -> list[_Part]:
-    """So many keys of so many heads in equal parts: with few heads each, as kernels take longer with few keys."""
+    """Divide keys and heads into equal parts, with few heads each: kernels take longer with few keys."""
     number = min(most, -(-count // _KEYS))
     groups = min(most_groups, number)
     if groups == 0:
@@ -277,7 +277,7 @@ def _parts(count: int, heads: int, most: int, most_groups: int) -> list[_Part]:
 
 
 def _part_of(ranges: NDArray[np.int64], part: slice) -> NDArray[np.int64]:
-    """Some of the tokens, as all those of the ranges are counted."""
+    """Select some tokens, counted over the tokens of all ranges."""
     lengths = ranges[:, 1] - ranges[:, 0]
     before = (np.cumsum(lengths) - lengths)[:, None]
     parts: NDArray[np.int64] = (
@@ -305,7 +305,7 @@ def _travel(
 def _exchange(
     task: _Task, step: _Step, own: list[torch.Tensor], memory: "Iterator[list[_Buffer]]"
 ) -> tuple[list[torch.Tensor], _Messages]:
-    """Begin to send and to receive the keys and values of a step."""
+    """Start sending and receiving the keys and values of a step."""
     messages = _Messages(task.group)
     received: list[torch.Tensor] = []
     if step.keys != _NOTHING:
@@ -337,7 +337,7 @@ def _count(ranges: NDArray[np.int64]) -> int:
 
 
 def _taken(tensor: torch.Tensor, ranges: NDArray[np.int64]) -> torch.Tensor:
-    """The tokens of these ranges, in one piece of memory."""
+    """Return the tokens of these ranges in one piece of memory."""
     parts = [tensor[:, begin:end] for begin, end in ranges.tolist()]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -350,7 +350,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _problem(task: _Task, call: Call, heads: slice, query: Any, keys: list[Any], table: Any) -> Problem:
-    """A call for the core, of some heads of queries, and of tensors whose batch rows lie as the call has them."""
+    """Return a call for the core, with some query heads, and tensors whose batch rows lie as in the call."""
     key, value = (x[:, call.keys] for x in keys)
     arguments = (
         task.options | call.arguments | {"query": query[:, call.queries, heads], "key": key, "value": value}
@@ -445,7 +445,7 @@ def _backward(
     gradients: "tuple[torch.Tensor, torch.Tensor | None]",
     table_wanted: bool,
 ) -> tuple[list[torch.Tensor], Any]:
-    """The gradients of query, key and value, and this process's part of that of the table, if it is wanted."""
+    """Return the gradients of query, key and value, and this process's part of the table's if wanted."""
     query, *own = given
     row = task.in_row(query)
     of_row = [task.in_row(x) for x in (gradients[0], results[0])]
@@ -474,7 +474,7 @@ def _backward(
 
 
 def _of_queries(heads: slice, query: torch.Tensor, key: torch.Tensor) -> slice:
-    """The heads of queries that have these heads of keys."""
+    """Return the query heads that share these key heads."""
     group = query.shape[2] // max(1, key.shape[2])
     return slice(group * heads.start, group * heads.stop)
 
@@ -521,7 +521,7 @@ def _d_sinks(
     results: tuple[torch.Tensor, torch.Tensor],
     gradients: "tuple[torch.Tensor, torch.Tensor | None]",
 ) -> NDArray[np.float64]:
-    """[H, S]. The weight of a sink adds nothing to the result, and takes its part of all other weights."""
+    """Return the sinks' gradient [H, S]: a sink's weight adds nothing to the result but reduces all other weights."""
     (out, lse), (dout, dlse) = results, gradients
     lost = -(dout.to(lse.dtype) * out).sum(dim=-1).transpose(1, 2)  # [B, H, T]
     if dlse is not None:

@@ -38,7 +38,7 @@ _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass
 class Pages:
-    """Where the keys and values of one layer are, and new ones that the first call appends."""
+    """The pages of one layer's keys and values, and new ones that the first call appends."""
 
     kv: KVCache
     layer: int
@@ -62,7 +62,7 @@ class Pages:
         return out  # type: ignore[no-any-return]
 
     def append(self) -> None:
-        """By queries of no heads, if nothing has attended."""
+        """Append with queries of no heads, if nothing has attended."""
         if self.new:
             self._attend(self.new["key"][..., :0, :])
 
@@ -70,7 +70,7 @@ class Pages:
     def attend(
         self, query: torch.Tensor, *, causal: bool = False, softmax_aux: Any = None, **more: Any
     ) -> torch.Tensor:
-        """Of queries [B, H, Tq, D], which are the last tokens; the result is [B, Tq, H, Dv]."""
+        """Attend with queries [B, H, Tq, D], which are the last tokens; return [B, Tq, H, Dv]."""
         check_no_gradient({"query": query})
         more.pop("causal_offset", None)
         more.pop("q_segment_ids", None)
@@ -81,7 +81,7 @@ class Pages:
         return to_tensor(out[None] if self.packed else out)
 
     def gathered(self, side: str) -> NDArray[Any]:
-        """Keys or values, [B, T, Hkv, D]."""
+        """Return keys or values, [B, T, Hkv, D]."""
         if self.packed:
             raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
         self.append()
@@ -142,7 +142,7 @@ class _Store:
         self.last: _Step | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which have all tokens, and no step."""
+        """Return the state for copies, which have all tokens and no step."""
         self.check_complete()
         return vars(self) | {"last": None}
 
@@ -156,13 +156,13 @@ class _Store:
         return self.now
 
     def append_all(self) -> None:
-        """What nothing has attended to. Pages may be shared, copied and given back then."""
+        """Append what nothing has attended to. Pages may be shared, copied and freed afterwards."""
         if self.last is not None:
             for pages in self.last.layers.values():
                 pages.append()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Sequences have become longer, or with an error are as before."""
+        """End a step: sequences are longer, or unchanged after an error."""
         if self.now is not None:
             step, self.now = self.now.step, None
             if error is not None:
@@ -170,7 +170,7 @@ class _Store:
             step.__exit__(None if error is None else type(error), error, None)
 
     def length(self, layer: int) -> int:
-        """Of all rows. The sequences of a packed step are described as if each began with it."""
+        """Return the length of all rows. In a packed step, sequences are described as if each began with it."""
         now = self.now
         if now is not None and now.packed:
             return 0

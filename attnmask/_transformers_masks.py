@@ -1,4 +1,4 @@
-"""Masks of transformers' models as descriptions: what their mask functions say, where those are known."""
+"""Turn the masks of transformers models into descriptions, if their mask functions are known."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -68,7 +68,7 @@ class SymbolicMask(DescribedTensor):
 
 
 class _Place(NamedTuple):
-    """Which part of a mask is asked for: so many queries and keys of each batch row, from these places on."""
+    """The requested part of a mask: so many queries and keys of each batch row, from these positions on."""
 
     queries: int
     keys: int
@@ -121,7 +121,7 @@ def _chunks(size: int, left_padding: torch.Tensor, place: _Place) -> Program:
 
 
 def _same(ids: torch.Tensor, place: _Place) -> Program:
-    """Tokens attend to those with the same number, and with one below 0 to none."""
+    """Tokens attend to tokens with the same number; negative numbers attend to nothing."""
     array = _numpy(ids)
     q_ids = array[:, place.q_offset : place.q_offset + place.queries]
     k_ids = array[:, place.k_offset : place.k_offset + place.keys]
@@ -129,7 +129,7 @@ def _same(ids: torch.Tensor, place: _Place) -> Program:
 
 
 def _padding(tokens: torch.Tensor, place: _Place) -> Program:
-    """Keys that are tokens, usually one range of each row. Behind the last one there is padding."""
+    """Keys that are tokens, usually one range per row, followed by padding."""
     live = _numpy(tokens)[:, place.k_offset : place.k_offset + place.keys].astype(bool)
     live = np.pad(live, ((0, 0), (0, place.keys - live.shape[1])))
     if live.all():
@@ -173,7 +173,7 @@ _EVERYTHING = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
 def _recognized(function: Any) -> "tuple[str | None, dict[str, Any]]":
-    """The name of what made a mask function, and what was given to that."""
+    """Return the name of what made a mask function, and its arguments."""
     code = getattr(function, "__code__", None)
     if code is None or code not in _NAMES:
         return None, {}
@@ -213,7 +213,7 @@ def _known(function: Any, place: _Place) -> Program:
 
 
 def _program(function: Any, place: _Place) -> Program:
-    """What a mask function says: symbolic where it is one of transformers' own, and else an array."""
+    """Return what a mask function says: symbolic if it is one of transformers' own, otherwise an array."""
     try:
         return _known(function, place)
     except _Unknown:
@@ -223,7 +223,7 @@ def _program(function: Any, place: _Place) -> Program:
 
 
 def symbolic_mask(batch_size: int, kv_length: int, given: dict[str, Any]) -> SymbolicMask:
-    """The mask that ``transformers.masking_utils.sdpa_mask`` would make of the same arguments, `given`."""
+    """Return the mask that ``transformers.masking_utils.sdpa_mask`` would make from the same arguments, `given`."""
     tokens = given.get("attention_mask")
     plain = {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
