@@ -45,7 +45,7 @@ def test_install_and_uninstall(torch):
     import attnmask.torch
 
     assert attention.current_flash_attention_impl() is None
-    with pytest.raises(RuntimeError, match="attnmask must be installed before"):
+    with pytest.raises(RuntimeError, match="attnmask must be installed: call"):
         attnmask.torch.uninstall()
     for _ in range(2):
         attnmask.torch.install()

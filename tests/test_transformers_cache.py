@@ -368,7 +368,7 @@ def test_no_copies_inside_a_step():
     model = ready("Llama")
     cache = paged(model)
     with torch.no_grad(), cache.step([cache.kv.new_sequence()], 5) as inputs:
-        with pytest.raises(RuntimeError, match="cannot be changed inside of a step"):
+        with pytest.raises(RuntimeError, match="cannot be changed inside a step"):
             copy.deepcopy(cache)
         model(random_ids(1, 5), **inputs)
 
@@ -478,7 +478,7 @@ def test_calls_that_fail():
         call(random_ids(2, 9))
     assert (cache.get_seq_length(), cache.kv.free_pages) == (0, 4)
     call(ids)
-    with pytest.raises(ValueError, match="the cache has 2 rows, and not 1: reset"):
+    with pytest.raises(ValueError, match="the cache has 2 rows, not 1: call reset"):
         call(ids[:1])
     call(ids[:, :1])  # which goes on
     assert cache.get_seq_length() == 6
@@ -528,7 +528,7 @@ def test_configs():
         PagedCache(config, pages=0)
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
         PagedCache(config, pages=1, page_size=0)
-    with pytest.raises(ValueError, match="config must have keys of heads, got latent attention"):
+    with pytest.raises(ValueError, match="config must have keys per head, got latent attention"):
         PagedCache(transformers.DeepseekV3Config(), pages=3)
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
     with pytest.raises(ValueError, match="config must have only attention layers, got 'linear_attention'"):
