@@ -1981,14 +1981,14 @@ class MaskInfo:
         --------
         >>> import attnmask
         >>> attnmask.MaskInfo.causal(4).visualize(show_segments=False)  # doctest: +NORMALIZE_WHITESPACE
-        mask [1, 1, 4, 4], batch 0, head 0; 62.5 % live; a cell is 1 × 1 pairs
+        mask [1, 1, 4, 4], batch 0, head 0; 62.5 % allowed; a cell is 1 × 1 pairs
           ========
         ||██      ||
         ||████    ||
         ||██████  ||
         ||████████||
           ========
-        '██' all live, '░░' some live, '  ' none
+        '██' all allowed, '░░' some allowed, '  ' none
         """
         from attnmask import _render as render
 

@@ -1,10 +1,10 @@
 """Draw masks: text for a terminal, an image for matplotlib, and what they share with SVG (`_render_svg.py`).
 
 All three look at one plane of a mask, that of a batch row and a head, through a coarse grid: how many pairs of each
-cell are live. The C core counts them from the description, so the size of the picture decides what it costs, not the
+cell are allowed. The C core counts them from the description, so the size of the picture decides what it costs, not the
 size of the mask::
 
-    pairs of 4 queries and 8 keys        live ones in cells of 2 × 4
+    pairs of 4 queries and 8 keys        allowed ones in cells of 2 × 4
 
           # # # . . . . .
           . # # # . . . .                          6 0
@@ -186,7 +186,7 @@ def shown(info: Drawable, batch: int, head: int, share: float) -> str:
     """Say which plane is shown, if there are several, and how much of it is live."""
     batches, queries, keys = info.shape
     named = [f"batch row {batch}"] * (batches > 1) + [f"head {head}"] * (info.heads > 1)
-    live = f"{percent(share)} live" if queries and keys else "no pairs"
+    live = f"{percent(share)} allowed" if queries and keys else "no pairs"
     return f"{', '.join(named)}: {live}" if named else live
 
 
@@ -304,7 +304,7 @@ def visualize(
     >>> from attnmask import MaskInfo, _render as render
     >>> info = MaskInfo.from_segments([[0, 0, 0, 0, 1, 1, -1, -1]]).apply_causal()
     >>> print(render.visualize(info, block_size=2, charset="ascii"))  # doctest: +NORMALIZE_WHITESPACE
-    mask [1, 1, 8, 8], batch 0, head 0; 20.3 % live; a cell is 2 x 2 pairs
+    mask [1, 1, 8, 8], batch 0, head 0; 20.3 % allowed; a cell is 2 x 2 pairs
              000001
             ========
          0 ||..      ||
@@ -312,7 +312,7 @@ def visualize(
          1 ||    ..  ||
        PAD ||        ||
             ========
-    '##' all live, '..' some live, '  ' none
+    '##' all allowed, '..' some allowed, '  ' none
     left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several
     """
     batch, head = places(info, batch, head)
@@ -343,7 +343,7 @@ def visualize(
     times = "×" if charset == "unicode" else "x"
     share = density(counts, queries, keys)
     shape = f"mask [{batches}, {info.heads}, {queries}, {keys}]"
-    title = f"{shape}, batch {batch}, head {head}; {percent(share)} live"
+    title = f"{shape}, batch {batch}, head {head}; {percent(share)} allowed"
     if words:
         title = f"{shape}: {words}; {shown(info, batch, head, share)}"
     if not words or (q_cell, k_cell) != (1, 1):
@@ -370,7 +370,7 @@ def visualize(
         texts = [_painted_cells(*row) for row in zip(rows.tolist(), colours.tolist(), strict=True)]
     lines += [f"{margin}||{text}||" for margin, text in zip(margins, texts, strict=True)]
     lines.append(edge)
-    legend = [f"'{glyphs[2]}' all live, '{glyphs[1]}' some live, '{glyphs[0]}' none"]
+    legend = [f"'{glyphs[2]}' all allowed, '{glyphs[1]}' some allowed, '{glyphs[0]}' none"]
     if labels is not None:
         legend.append("left: segments of queries, top: of keys; PAD or blank: padding; MIX or ??: several")
     elif show_segments:

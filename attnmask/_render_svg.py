@@ -4,7 +4,7 @@
 
           key →                  2 heads
         0   4   8                12 queries × 12 keys
-       ▔▔▔▔▁▁▁▁▔▔▔▔  segments    head 0: 18 % live
+       ▔▔▔▔▁▁▁▁▔▔▔▔  segments    head 0: 18 % allowed
     0 ▏█
       ▏██                        █ segment 0
       ▏███                       ▒ segment 1
@@ -183,7 +183,7 @@ class _Plane:
         if queries == 1:
             text += f" attends to {live} of {plural(k.tokens, 'key', 'keys')}"
             return f"{text}: {span}" if span else text
-        text += f": {render.percent(live / max(queries * k.tokens, 1))} live"
+        text += f": {render.percent(live / max(queries * k.tokens, 1))} allowed"
         return f"{text}, keys {span}" if span else text
 
 
@@ -229,15 +229,15 @@ def _legend(plane: _Plane) -> list[Entry]:
         if any((colours == SEVERAL).any() for colours in (plane.colours[live], *sides)):
             entries.append(([(SEVERAL, full)], "several segments"))
     elif live.any():
-        entries.append(([(UNTOLD, full)], "live"))
+        entries.append(([(UNTOLD, full)], "allowed"))
     if (plane.levels[live] < full).any():
         colour = UNTOLD if segments is None else FIRST
         entries.append(
-            ([(colour, level) for level in (1, CELL_LEVELS // 2 + 1, CELL_LEVELS)], "live in part")
+            ([(colour, level) for level in (1, CELL_LEVELS // 2 + 1, CELL_LEVELS)], "partly allowed")
         )
     if not live.all():
         padding = segments is not None and segments.padded
-        entries.append(([(BLANK, full)], "not live, or padding" if padding else "not live"))
+        entries.append(([(BLANK, full)], "masked out, or padding" if padding else "masked out"))
     return entries
 
 
@@ -273,7 +273,7 @@ def frame(width: int, height: int, title: str, drawn: str) -> str:
 def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
     """Draw one plane of a mask as a small SVG picture, for notebooks.
 
-    Queries run down the left, keys along the top. The more of a cell is live, the stronger its colour. If segments
+    Queries run down the left, keys along the top. The more of a cell is allowed, the stronger its colour. If segments
     are known, strips along both sides show them, and cells inside one of them have its colour. A legend at the right
     says what the colours mean, and rows and strips tell on hovering which tokens they show.
 

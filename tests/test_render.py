@@ -153,8 +153,8 @@ def test_text_of_causal():
         "||██████░░||",
         "  ========  ",
     ]
-    assert title == "mask [1, 1, 8, 8], batch 0, head 0; 56.2 % live; a cell is 2 × 2 pairs"
-    assert legend == "'██' all live, '░░' some live, '  ' none"
+    assert title == "mask [1, 1, 8, 8], batch 0, head 0; 56.2 % allowed; a cell is 2 × 2 pairs"
+    assert legend == "'██' all allowed, '░░' some allowed, '  ' none"
 
 
 def test_text_labels():
@@ -229,16 +229,16 @@ def test_text_of_huge_blocks():
 def test_text_of_nothing(shape):
     text = render.visualize(Held(np.ones(shape), [np.zeros(n) for n in shape]), 2)
     assert "█" not in "".join(drawn_lines(text, True))
-    assert "0 % live" in text
+    assert "0 % allowed" in text
 
 
 def test_planes():
     mask = np.zeros((3, 2, 4, 4), bool)
     mask[2, 1] = True
     assert "██" in drawn_lines(render.visualize(Held(mask), 4, 2, 1, show_segments=False), False)[1]
-    assert "100 % live" in render_svg.svg(Held(mask), 2, 1)
-    assert "batch row 2, head 1: 100 % live" in render_svg.svg(Held(mask), 2, 1)
-    assert "batch row 0, head 0: 0 % live" in render_svg.svg(Held(mask))
+    assert "100 % allowed" in render_svg.svg(Held(mask), 2, 1)
+    assert "batch row 2, head 1: 100 % allowed" in render_svg.svg(Held(mask), 2, 1)
+    assert "batch row 0, head 0: 0 % allowed" in render_svg.svg(Held(mask))
 
 
 DRAWINGS = {
@@ -352,12 +352,12 @@ def test_cells_leave_room_for_large_ids(terminal):
 
 
 PRINTED = {
-    "causal": (MaskInfo.causal(8), "mask [1, 1, 8, 8]: full & causal; 56.2 % live"),
+    "causal": (MaskInfo.causal(8), "mask [1, 1, 8, 8]: full & causal; 56.2 % allowed"),
     "batch": (
         MaskInfo.from_lengths([2, 3]),
-        "mask [2, 1, 3, 3]: lengths & key lengths; batch row 0: 44.4 % live",
+        "mask [2, 1, 3, 3]: lengths & key lengths; batch row 0: 44.4 % allowed",
     ),
-    "long": (MaskInfo.causal(131_072), "mask [1, 1, 131072, 131072]: full & causal; 50 % live; a cell is "),
+    "long": (MaskInfo.causal(131_072), "mask [1, 1, 131072, 131072]: full & causal; 50 % allowed; a cell is "),
     "no queries": (MaskInfo.full(0, 5), "mask [1, 1, 0, 5]: full; no pairs"),
     "no rows": (MaskInfo.full(2, batch=0), "mask [0, 1, 2, 2]: full; no pairs"),
     "no heads": (MaskInfo(np.ones((1, 0, 2, 2))), "mask [1, 0, 2, 2]: dense float64[1, 0, 2, 2]; no pairs"),
@@ -379,9 +379,9 @@ def test_print(terminal, capsys, name, width):
     lines = capsys.readouterr().out.split("\n")[:-1]
     title = " ".join(itertools.takewhile(lambda line: "===" not in line and line[:1] != " ", lines))
     assert title.startswith(words)
-    if "live" in words:
+    if "allowed" in words:
         assert max(map(len, lines)) <= width
-    assert ("█" in "".join(lines)) == ("live" in words)
+    assert ("█" in "".join(lines)) == ("allowed" in words)
     if name == "long" and width > 30:
         assert max(map(len, lines)) >= width - 2
     assert repr(info).startswith("MaskInfo(")
@@ -589,30 +589,30 @@ def test_svg_tells_of_each_row_what_it_sees():
         "query 0 attends to 700 of 700 keys: 0–699"
     ]
     rows = titles(parts(render_svg.svg(Held(causal(1000))))[0][0])
-    assert rows[0] == "queries 0–7: 0.45 % live, keys 0–7"
-    assert rows[-1] == "queries 992–999: 99.7 % live, keys 0–999"
+    assert rows[0] == "queries 0–7: 0.45 % allowed, keys 0–7"
+    assert rows[-1] == "queries 992–999: 99.7 % allowed, keys 0–999"
     with_blank = titles(parts(render_svg.svg(SCENES["packed"]))[0][0])
-    assert with_blank[-1] == "queries 218–219 (padding): 0 % live"
-    assert "queries 70–71 (segment 1): 0.682 % live, keys 70–71" in with_blank
+    assert with_blank[-1] == "queries 218–219 (padding): 0 % allowed"
+    assert "queries 70–71 (segment 1): 0.682 % allowed, keys 70–71" in with_blank
 
 
 def test_svg_explains_its_colours():
     explained = {
-        "causal": ["live", "not live"],
-        "window": ["live", "live in part", "not live"],
-        "packed, small": ["segment 0", "segment 1", "segment 2", "not live, or padding"],
-        "decode": ["live"],
-        "dead": ["not live"],
-        "one": ["live"],
+        "causal": ["allowed", "masked out"],
+        "window": ["allowed", "partly allowed", "masked out"],
+        "packed, small": ["segment 0", "segment 1", "segment 2", "masked out, or padding"],
+        "decode": ["allowed"],
+        "dead": ["masked out"],
+        "one": ["allowed"],
         "nothing": [],
     }
     for name, expected in explained.items():
         words = legend(render_svg.svg(SCENES[name]))
         assert words[len(words) - len(expected) :] == expected
-        assert words[len(words) - len(expected) - 1].endswith(("live", "no pairs", "pairs"))
+        assert words[len(words) - len(expected) - 1].endswith(("allowed", "no pairs", "pairs"))
     ids, mask = packed([30] * 9 + [1, 1])
     words = legend(render_svg.svg(Held(mask, (ids, ids))))
-    assert words[-4:] == ["11 segments, colours repeat", "several segments", "live in part", "not live"]
+    assert words[-4:] == ["11 segments, colours repeat", "several segments", "partly allowed", "masked out"]
 
 
 def test_svg_legend_has_the_colours_of_the_cells():
@@ -759,8 +759,8 @@ def test_plot_has_the_colours_of_the_segments(pyplot):
     image, ids = ax.images[0].get_array(), SCENES["packed, small"].ids[0]
     for row, column in np.argwhere(is_live(image)):
         assert tuple(image[row, column]) == (*to_rgb(render.PALETTE[ids[row]]), 1)
-    assert ax.get_title() == "15.8 % live; colours are segments"
-    assert render.plot(SCENES["causal"]).get_title() == "50.8 % live"
+    assert ax.get_title() == "15.8 % allowed; colours are segments"
+    assert render.plot(SCENES["causal"]).get_title() == "50.8 % allowed"
 
 
 def test_plot_without_matplotlib(monkeypatch):
