@@ -39,7 +39,7 @@ def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
 
 
 def _at(array: Any, *places: Any) -> Any:
-    """Return an entry; axes of length 1 are shared. FlexAttention may ask for positions beyond the end and ignore them."""
+    """Return an entry; axes of length 1 are shared. FlexAttention may ask beyond the end and ignore the answer."""
     return array[
         tuple(0 if size == 1 else place % size for size, place in zip(array.shape, places, strict=True))
     ]

@@ -58,7 +58,7 @@ def detached(value: Any) -> Any:
 
 
 def needs_operator(arguments: Iterable[Any]) -> bool:
-    """Return whether PyTorch must see a call: it traces a graph, transforms a function, or has other kinds of tensors."""
+    """Return whether PyTorch must see a call: it traces, transforms a function, or has other kinds of tensors."""
     return (
         torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -357,7 +357,10 @@ PRINTED = {
         MaskInfo.from_lengths([2, 3]),
         "mask [2, 1, 3, 3]: lengths & key lengths; batch row 0: 44.4 % allowed",
     ),
-    "long": (MaskInfo.causal(131_072), "mask [1, 1, 131072, 131072]: full & causal; 50 % allowed; a cell is "),
+    "long": (
+        MaskInfo.causal(131_072),
+        "mask [1, 1, 131072, 131072]: full & causal; 50 % allowed; a cell is ",
+    ),
     "no queries": (MaskInfo.full(0, 5), "mask [1, 1, 0, 5]: full; no pairs"),
     "no rows": (MaskInfo.full(2, batch=0), "mask [0, 1, 2, 2]: full; no pairs"),
     "no heads": (MaskInfo(np.ones((1, 0, 2, 2))), "mask [1, 0, 2, 2]: dense float64[1, 0, 2, 2]; no pairs"),
