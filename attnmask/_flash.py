@@ -181,7 +181,7 @@ def flash_attention(
         Tk keys, and is never written out.
     bias : array_like of floats, broadcasts to [B, H, Tq, Tk], optional
     softmax_scale : float, optional
-        ``1 / sqrt(D)`` if not given.
+        Defaults to ``1 / sqrt(D)``.
     dropout_prob : float
         The probability that a weight is dropped, at least 0 and below 1. The others grow by ``1 / (1 - dropout_prob)``.
     causal : bool

@@ -124,7 +124,7 @@ class FwdParams(_Blocks):
     Parameters
     ----------
     q_blocksize, kv_blocksize : int, optional
-        Queries and keys a block, at least 1. What is not given is chosen.
+        Queries and keys per block, at least 1. Chosen for you if not given.
 
     Examples
     --------

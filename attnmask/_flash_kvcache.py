@@ -87,7 +87,7 @@ def flash_attention_with_kvcache(
         Where the queries of each sequence start, and its new keys and values: some sequences may have one token, others
         many.
     softmax_scale : float, optional
-        ``1 / sqrt(D)`` if not given.
+        Defaults to ``1 / sqrt(D)``.
     causal : bool
     sliding_window : int or tuple of two, optional
         The number of keys to the left and to the right of a token's own position, or to either side; None means all.

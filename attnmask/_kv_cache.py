@@ -193,7 +193,7 @@ class KVCache:
         float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have one scale per token
         and head, as in `quantize_kv`.
     value_depth : int, optional
-        Dv of the values; `depth` if not given.
+        Dv of the values; defaults to `depth`.
 
     Attributes
     ----------

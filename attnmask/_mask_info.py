@@ -155,7 +155,7 @@ class MaskInfo:
         offset: Offsets | Literal["bottom-right"] = 0,
         batch: int = 1,
     ) -> Self:
-        """Let queries attend to keys up to their own position: `full` with `apply_causal`.
+        """Let queries attend only to keys up to their own position: `full` with `apply_causal`.
 
         Parameters
         ----------
@@ -1399,7 +1399,7 @@ class MaskInfo:
     def apply_causal(
         self, offset: Offsets | Literal["bottom-right"] = 0, *, within_segments: bool = False
     ) -> Self:
-        """Let queries attend to keys up to their own position: ``k <= q + offset``.
+        """Let queries attend only to keys up to their own position: ``k <= q + offset``.
 
         ::
 
@@ -1461,7 +1461,7 @@ class MaskInfo:
         index: ArrayLike | None = None,
         within_segments: bool = False,
     ) -> Self:
-        """Let queries attend to keys near their own position: ``-left <= k - q - offset <= right``.
+        """Let queries attend only to keys near their own position: ``-left <= k - q - offset <= right``.
 
         ::
 
@@ -1518,7 +1518,7 @@ class MaskInfo:
         return self._of(state)
 
     def apply_chunked(self, chunk_size: int, offset: Offsets = 0, within_segments: bool = False) -> Self:
-        """Let queries attend to keys of their own chunk up to their own position: ``k <= q + offset``.
+        """Let queries attend only to keys of their own chunk up to their own position: ``k <= q + offset``.
 
         ::
 

@@ -270,7 +270,7 @@ def visualize(
 ) -> str:
     """Draw one plane of a mask in text: each cell is empty, mixed or full.
 
-    A cell at the edge is as large as the others; what lies beyond the mask counts as dead.
+    A cell at the edge is as large as the others; pairs beyond the mask count as masked out.
 
     Parameters
     ----------
@@ -278,7 +278,7 @@ def visualize(
         The mask.
     block_size : int or (int, int), optional
         Tokens along the sides of a cell: as many queries as keys, or queries and keys. The smallest that fit
-        `max_rows`, `max_cols` and the terminal if not given; without `fit_in_screen`, 32.
+        `max_rows`, `max_cols` and the terminal by default, or 32 without `fit_in_screen`.
     batch, head : int
         Which plane. IndexError outside the mask, or if `head` is not 0 in a mask that all heads share.
     fit_in_screen : bool

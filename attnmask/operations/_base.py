@@ -107,7 +107,7 @@ class OperationOutput(NamedTuple):
     attention_weights : ndarray, shape [B, H, Tq, Tk] or [H, Tq, Tk], optional
         The weights that multiplied the values: normalized and with dropout, if requested.
     lse : ndarray, shape [B, H, Tq] or [H, Tq], optional
-        As of `attnmask.flash_attention`.
+        As in `attnmask.flash_attention`.
 
     Examples
     --------
