@@ -101,6 +101,7 @@ def test_arguments(more):
     both(dict(zip(("query", "key", "value"), tensors(), strict=True)) | more)
 
 
+@pytest.mark.filterwarnings("ignore:packed sequences:attnmask.AttnmaskWarning")  # of the window
 @pytest.mark.parametrize("info", MASKS.values(), ids=MASKS)
 def test_masks(info):
     query, key, value = tensors(queries=info.q_len, keys=info.kv_len)
