@@ -1,21 +1,11 @@
 """Attention masks, packed sequences, chunked cumulative sums and exact flash attention for NumPy."""
 
-from attnmask._loading import _core as _core  # isort: skip  # before all that needs the core
+from attnmask._common.loading import _core as _core  # isort: skip  # before all that needs the core
 
 from typing import TYPE_CHECKING
 
-from attnmask._cumsum import (
-    chunk_global_cumsum,
-    chunk_global_cumsum_scalar,
-    chunk_global_cumsum_vector,
-    chunk_global_cumsum_vjp,
-    chunk_local_cumsum,
-    chunk_local_cumsum_scalar,
-    chunk_local_cumsum_vector,
-    chunk_local_cumsum_vjp,
-)
-from attnmask._debug import get_debug_mode, set_debug_mode
-from attnmask._flash import (
+from attnmask._attention.backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
+from attnmask._attention.forward import (
     BwdParams,
     FwdParams,
     dropout_keep_mask,
@@ -24,12 +14,13 @@ from attnmask._flash import (
     merge_attention_states,
     merge_attention_states_vjp,
 )
-from attnmask._flash_backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
-from attnmask._flash_kvcache import flash_attention_with_kvcache
-from attnmask._kv_cache import KVCache, quantize_kv
-from attnmask._mask_info import MaskInfo
-from attnmask._mask_sharding import MaskSharding
-from attnmask._masks import (
+from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
+from attnmask._cache.attend import flash_attention_with_kvcache
+from attnmask._cache.pages import KVCache, quantize_kv
+from attnmask._common.debug import get_debug_mode, set_debug_mode
+from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
+from attnmask._common.warnings import AttnmaskWarning
+from attnmask._masks.convert import (
     attention_mask_to_padding_segment_ids,
     attention_mask_to_qkv_cu_seqlens,
     cu_seqlens_to_mask,
@@ -44,7 +35,19 @@ from attnmask._masks import (
     segment_ids_to_mask,
     segment_ids_to_qkv_masks,
 )
-from attnmask._packed import (
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.sharding import MaskSharding
+from attnmask._sequences.cumsum import (
+    chunk_global_cumsum,
+    chunk_global_cumsum_scalar,
+    chunk_global_cumsum_vector,
+    chunk_global_cumsum_vjp,
+    chunk_local_cumsum,
+    chunk_local_cumsum_scalar,
+    chunk_local_cumsum_vector,
+    chunk_local_cumsum_vjp,
+)
+from attnmask._sequences.packed import (
     cdiv,
     identity_dtype_convert,
     prepare_chunk_indices,
@@ -56,11 +59,8 @@ from attnmask._packed import (
     prepare_sequence_ids,
     prepare_token_indices,
 )
-from attnmask._padding import pack, unpack
-from attnmask._relative_bias import t5_relative_bias, t5_relative_bias_vjp
-from attnmask._runtime import __version__, get_num_threads, set_num_threads, show_config
-from attnmask._shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
-from attnmask._warnings import AttnmaskWarning
+from attnmask._sequences.padding import pack, unpack
+from attnmask._sharded.shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
 
 __all__ = [
     "AttnmaskWarning",

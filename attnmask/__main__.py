@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import attnmask
 from attnmask import MaskInfo
-from attnmask import _render as render
+from attnmask._masks import render
 
 TEXTS = ("the cat sat on it", "it ran", "we all saw")
 WORDS = " ".join(TEXTS).split()

@@ -390,7 +390,8 @@ LONG_CALLS = {  # the limits that attnmask sets itself
 LONG_MEMORY = """
 import sys, tracemalloc
 import numpy as np
-from attnmask import MaskInfo, _render as render
+from attnmask import MaskInfo
+from attnmask._masks import render
 
 def peak():
     with open("/proc/self/status") as status:

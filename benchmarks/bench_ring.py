@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import attnmask
-from attnmask._ring import Conditions, Ring, ring_of
+from attnmask._sharded.ring import Conditions, Ring, ring_of
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (131_072, 1_048_576)

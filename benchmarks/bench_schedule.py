@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import attnmask
-from attnmask._flash import _schedule
+from attnmask._attention.forward import _schedule
 
 THREADS = (1, 2, 8, 32, 64, 128)
 ROUNDS = 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from attnmask._render import PALETTE
+from attnmask._masks.render import PALETTE
 
 RESULTS = Path(__file__).parent / "results"
 LINES = {  # colours and widths

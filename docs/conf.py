@@ -40,11 +40,11 @@ autodoc_mock_imports = [
 ]
 # Nor do these have their versions then.
 if "ejkernel" in autodoc_mock_imports:
-    autodoc_mock_imports.append("attnmask._ejkernel_import")
+    autodoc_mock_imports.append("attnmask.ejkernel._import")
 if "torch" in autodoc_mock_imports:
-    autodoc_mock_imports.append("attnmask._torch_import")
+    autodoc_mock_imports.append("attnmask.torch._import")
 if {"torch", "transformers"} & set(autodoc_mock_imports):
-    autodoc_mock_imports.append("attnmask._transformers_masks")
+    autodoc_mock_imports.append("attnmask.transformers._masks")
 numpydoc_show_class_members = False
 
 html_theme = "furo"

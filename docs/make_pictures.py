@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from attnmask import MaskInfo
 from attnmask import __main__ as demo
-from attnmask._render import PALETTE, painted
+from attnmask._masks.render import PALETTE, painted
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -14,7 +14,7 @@ import torch
 import attnmask
 import attnmask.torch
 from attnmask import MaskInfo, shard_sequence
-from attnmask import _torch_ring as torch_ring
+from attnmask.torch import _ring as torch_ring
 
 RANK, WORLD, FILE, SCENARIO = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 TIMEOUT = 5 if SCENARIO in ("killed", "late") else 120

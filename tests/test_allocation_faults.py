@@ -23,7 +23,7 @@ import pytest
 
 import attnmask
 from attnmask import MaskInfo, _core
-from attnmask._flash import _schedule
+from attnmask._attention.forward import _schedule
 
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
 

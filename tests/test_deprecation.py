@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from attnmask._deprecation import deprecated
+from attnmask._common.deprecation import deprecated
 
 
 @deprecated("new(x)", since="0.2", removal="0.4")

@@ -11,7 +11,7 @@ from flash_cases import F32, F64, FLOATS, tensors
 from flash_expected import attend, expected
 
 import attnmask
-from attnmask import _flash
+from attnmask._attention import forward as _flash
 
 # Forms
 

@@ -10,7 +10,7 @@ from flash_backward_expected import GradientCase, assert_equal_bits, check_form,
 from flash_cases import F32, F64, FLOATS, laid_out, tensors
 
 import attnmask
-from attnmask._flash import attend_for_gradients
+from attnmask._attention.forward import attend_for_gradients
 
 FORMS = [
     {},

@@ -184,7 +184,7 @@ def test_a_runtime_that_refuses(monkeypatch):
     """Then there is a warning, and the callback, with the same results."""
     jax = pytest.importorskip("jax")
     import attnmask.jax
-    from attnmask import _jax_call
+    from attnmask.jax import _call as _jax_call
 
     def refuse(*_, **__):
         raise ValueError("unsupported version")

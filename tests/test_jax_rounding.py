@@ -78,16 +78,16 @@ def test_exported(jax, given):
     def step(x):
         return gradients(jax, attend, x)
 
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask._jax_call.TARGETS]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax._call.TARGETS]
     exported = jax.export.export(jax.jit(step), disabled_checks=checks)(given)
     check(exported.call(given), given)
 
 
 def test_a_rounded_result_is_taken(jax, given):
     """As programs that were exported before have it."""
-    from attnmask import _jax_call as call
-    from attnmask._jax_arguments import check as look
-    from attnmask._jax_arguments import specify
+    from attnmask.jax import _call as call
+    from attnmask.jax._arguments import check as look
+    from attnmask.jax._arguments import specify
 
     learned = dict.fromkeys(("query", "key", "value"), jax.numpy.asarray(given))
     known = attnmask.jax._DEFAULTS | learned | MORE

@@ -12,8 +12,8 @@ import reference_flash as ref
 import reference_kvcache as twin
 from conftest import SANITIZED
 
-from attnmask import _kv_cache
-from attnmask._kv_cache import KVCache, quantize_kv
+from attnmask._cache import pages as _kv_cache
+from attnmask._cache.pages import KVCache, quantize_kv
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOATS = (np.dtype("float16"), BF16, np.dtype("float32"), np.dtype("float64"))

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmask
-from attnmask import _mask_program as mask_program
-from attnmask import _mask_terms as mask_terms
-from attnmask._mask_info import MaskInfo
-from attnmask._mask_sharding import MaskSharding
+from attnmask._masks import program as mask_program
+from attnmask._masks import terms as mask_terms
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.sharding import MaskSharding
 
 # Of the masks that are drawn, some are packed with sides that differ, or padded as a triangle is.
 pytestmark = [

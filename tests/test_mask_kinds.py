@@ -120,7 +120,7 @@ def test_a_function_of_any_mask(program, slab):
         return pairs.live[b, h, q, k]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attnmask._mask_sources, "_SLAB", slab)
+        patch.setattr(attnmask._masks.sources, "_SLAB", slab)
         made = MaskInfo.from_function(f, queries, keys, batch, heads)
     assert (asked == 1).all()
     if batch:
@@ -133,7 +133,7 @@ def test_what_all_rows_or_heads_share_is_kept_once():
         return (k <= q) & (b >= 0 if q.min() >= 64 else True)  # rows show up in the second part only
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attnmask._mask_sources, "_SLAB", 1)
+        patch.setattr(attnmask._masks.sources, "_SLAB", 1)
         mask = MaskInfo.from_function(f, 130, 70, batch=3, heads=5)
     assert (mask.shape, mask.heads) == ((3, 130, 70), 1)
     np.testing.assert_array_equal(

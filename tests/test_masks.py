@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import attnmask
 from attnmask import _core
-from attnmask._debug import traced
+from attnmask._common.debug import traced
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", ml_dtypes.bfloat16, "float32", "float64")

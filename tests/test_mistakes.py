@@ -12,7 +12,9 @@ import pytest
 from flash_bad_input import DV, GOOD, HKV, PACKED, TK, TQ, B, D, H, zeros
 
 import attnmask
-from attnmask import MaskInfo, _keywords, _warnings, flash_attention
+from attnmask import MaskInfo, flash_attention
+from attnmask._common import keywords as _keywords
+from attnmask._common import warnings as _warnings
 from attnmask.operations import OperationRegistry
 
 FUNCTIONS = ("flash_attention", "flash_attention_fwd", "flash_attention_bwd", "flash_attention_vjp")

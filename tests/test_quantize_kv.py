@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import LAYOUTS, arrange
 
-from attnmask._kv_cache import KVCache, quantize_kv
+from attnmask._cache.pages import KVCache, quantize_kv
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EIGHT_BITS = (np.dtype("int8"), FP8)

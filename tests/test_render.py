@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmask import MaskInfo
-from attnmask import _render as render
-from attnmask import _render_svg as render_svg
+from attnmask._masks import render
+from attnmask._masks import svg as render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 GLYPHS = {"unicode": ("  ", "░░", "██"), "ascii": ("  ", "..", "##")}

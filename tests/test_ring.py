@@ -8,8 +8,8 @@ from test_shards import layouts
 
 import attnmask
 from attnmask import MaskInfo, flash_attention
-from attnmask._ring import Conditions, ring_of
-from attnmask._shard_plan import places_in
+from attnmask._sharded.plan import places_in
+from attnmask._sharded.ring import Conditions, ring_of
 
 
 def pairs_of(arguments, queries, keys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnmask import MaskInfo
-from attnmask._flash import _schedule
+from attnmask._attention.forward import _schedule
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

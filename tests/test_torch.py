@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import attnmask
-from attnmask import MaskInfo, _warnings
+from attnmask import MaskInfo
+from attnmask._common import warnings as _warnings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit:DeprecationWarning"
@@ -30,10 +31,10 @@ def test_without_torch(monkeypatch):
 
 @pytest.mark.parametrize("version", ["2.12.1", "3.0.0", "1.13.1+cpu"])
 def test_other_versions_of_torch(torch, monkeypatch, version):
-    monkeypatch.delitem(sys.modules, "attnmask._torch_import")
+    monkeypatch.delitem(sys.modules, "attnmask.torch._import")
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(ImportError, match=rf"needs PyTorch from 2\.13 to below 3, got {re.escape(version)}"):
-        import attnmask._torch_import  # noqa: F401
+        import attnmask.torch._import  # noqa: F401
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ def results(function, *tensors, **more):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_tensors_that_say_more_than_their_memory(torch, query, dtype, more):
     """A bit that negates all numbers, and zeros that have no memory."""
-    from attnmask._torch_masks import to_tensor
+    from attnmask.torch._masks import to_tensor
 
     query = query.expand(1, 4, 64, 8).to(getattr(torch, dtype))
     negated, zeros = torch._neg_view(-query), torch._efficientzerotensor(query.shape, dtype=query.dtype)

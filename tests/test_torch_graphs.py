@@ -10,7 +10,7 @@ import pytest
 
 import attnmask
 from attnmask import MaskInfo
-from attnmask._flash_arguments import LEARNED
+from attnmask._attention.problem import LEARNED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # of a tensor on the way; torch hides it, too late
@@ -533,7 +533,7 @@ def test_numbers_that_follow_a_length(torch, more):
 
 def test_mask_tensors(torch):
     """Any mask comes back as it was."""
-    from attnmask._torch_masks import restored
+    from attnmask.torch._masks import restored
 
     segments = MaskInfo.from_segments(np.array([[0, 0, 1, -1]] * 2))
     for mask in (

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import attnmask
-from attnmask import _warnings
+from attnmask._common import warnings as _warnings
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def installed(torch):
 @pytest.fixture
 def calls(monkeypatch):
     """How often the core is called."""
-    from attnmask import _torch_install
+    from attnmask.torch import _install as _torch_install
 
     counted = []
     for module, name in (
@@ -411,7 +411,7 @@ def test_varlen_attn_of_a_cache(torch, monkeypatch, page_size, window):
     """Of each sequence's keys only the first are used, one after the other or in pages, and read where they lie."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
-    from attnmask import _torch_install
+    from attnmask.torch import _install as _torch_install
 
     (query, key, value), starts = packed(torch, (1, 2, 1, 7, 70), [192] * 5)
     short, k_starts = used_keys(torch, starts[1], USED)

@@ -78,10 +78,10 @@ def assert_same(torch, results, arguments, name):
     right = attnmask.flash_attention_with_kvcache(**expected, return_lse=True)
     for one, other in zip(results, right, strict=True):
         assert isinstance(one, torch.Tensor)
-        assert bits(attnmask._arguments.as_array(one, "out")) == bits(other)
+        assert bits(attnmask._common.arguments.as_array(one, "out")) == bits(other)
     for key in WRITTEN:
         if key in expected:
-            assert bits(attnmask._arguments.as_array(arguments[key], key)) == bits(expected[key]), key
+            assert bits(attnmask._common.arguments.as_array(arguments[key], key)) == bits(expected[key]), key
 
 
 @pytest.fixture(params=NAMES)
@@ -97,15 +97,15 @@ def test_the_bits_of_numpy(torch, name):
     )
     assert places == {key: arguments[key].data_ptr() for key in places}
     out = attnmask.torch.flash_attention_with_kvcache(**tensors(torch, made(name)))
-    assert bits(attnmask._arguments.as_array(out, "out")) == bits(
+    assert bits(attnmask._common.arguments.as_array(out, "out")) == bits(
         attnmask.flash_attention_with_kvcache(**made(name))
     )
 
 
 def operands(torch, arguments):
-    names = attnmask._torch_kvcache.kvcache.flash_attention_with_kvcache.__kwdefaults__
+    names = attnmask.torch._cache.kvcache.flash_attention_with_kvcache.__kwdefaults__
     given = dict.fromkeys(("query", "k_cache", "v_cache", "key", "value", *names)) | {"causal": True}
-    return attnmask._torch_kvcache._operands(given | arguments)
+    return attnmask.torch._cache._operands(given | arguments)
 
 
 def test_the_operator(torch, name):

@@ -79,7 +79,7 @@ def no_python(torch, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("attention was called in Python")
 
-    from attnmask import _torch_operators
+    from attnmask.torch import _operators as _torch_operators
 
     monkeypatch.setattr(_torch_operators.flash, "flash_attention", fail)
 

@@ -58,7 +58,7 @@ def test_arguments_are_compared_by_their_numbers():
     """Whatever holds them."""
     import torch
 
-    from attnmask._torch_ring import _digest
+    from attnmask.torch._ring import _digest
 
     for name, numbers, others in (
         ("alibi_slopes", [0.5, 0.25], [0.1, 0.2]),

@@ -39,7 +39,7 @@ def step(torch, function, given):
 
 
 def by_vjp(torch, given, more=MORE):
-    arrays = [attnmask._arguments.as_array(x, "x") for x in given]
+    arrays = [attnmask._common.arguments.as_array(x, "x") for x in given]
     return attnmask.flash_attention_vjp(*arrays[:3], **more)[1](arrays[3])
 
 
@@ -73,7 +73,7 @@ def test_with_the_logsumexp(torch, given):
         return torch.cat([(out.float() * given[3].float()).flatten(), lse.flatten()]).sum()
 
     got = step(torch, attend, [*given[:3], torch.tensor(1.0)])
-    arrays = [attnmask._arguments.as_array(x, "x") for x in given]
+    arrays = [attnmask._common.arguments.as_array(x, "x") for x in given]
     (_, lse), vjp = attnmask.flash_attention_vjp(*arrays[:3], **MORE, return_lse=True)
     for one, right in zip(got, vjp(arrays[3], np.ones_like(lse)), strict=False):
         assert np.array_equal(one.float().numpy(), np.asarray(right, np.float32))

@@ -15,9 +15,9 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils as masks  # noqa: E402
 
 import attnmask.transformers  # noqa: E402
-from attnmask import _warnings  # noqa: E402
-from attnmask._transformers_masks import SymbolicMask  # noqa: E402
+from attnmask._common import warnings as _warnings  # noqa: E402
 from attnmask.transformers import attention, attention_mask  # noqa: E402
+from attnmask.transformers._masks import SymbolicMask  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 
@@ -499,9 +499,9 @@ def test_positions_that_are_no_packing():
 
 def test_tensors_are_read_in_place(monkeypatch):
     seen = []
-    real = attnmask._flash.flash_attention
+    real = attnmask._attention.forward.flash_attention
     monkeypatch.setattr(
-        attnmask._flash, "flash_attention", lambda **given: seen.append(given) or real(**given)
+        attnmask._attention.forward, "flash_attention", lambda **given: seen.append(given) or real(**given)
     )
     rows = torch.randn(2, 6, 3, 4, 8)  # queries, keys and values of one projection
     query, key, value = (rows[:, :, i].transpose(1, 2) for i in range(3))

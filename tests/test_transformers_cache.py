@@ -23,8 +23,8 @@ from test_transformers import (  # noqa: E402
 )
 
 import attnmask.transformers  # noqa: E402
-from attnmask import _transformers_cache  # noqa: E402
 from attnmask.transformers import PagedCache  # noqa: E402
+from attnmask.transformers import _cache as _transformers_cache  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

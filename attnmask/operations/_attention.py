@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask._arguments import allocate, as_array, is_floating
-from attnmask._flash import dropout_keep_mask, flash_attention_fwd
-from attnmask._flash_arguments import Problem, read_problem
-from attnmask._keywords import advice
-from attnmask._mask_info import MaskInfo
-from attnmask._mask_program import fill
+from attnmask._attention.forward import dropout_keep_mask, flash_attention_fwd
+from attnmask._attention.problem import Problem, read_problem
+from attnmask._common.arguments import allocate, as_array, is_floating
+from attnmask._common.keywords import advice
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import fill
 from attnmask.operations._base import OperationImpl, OperationOutput
 from attnmask.operations._registry import OperationRegistry
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask import _core
-from attnmask._arguments import (
+from attnmask._attention.problem import dropout_of
+from attnmask._common.arguments import (
     AxisName,
     allocate,
     as_array,
@@ -26,11 +26,11 @@ from attnmask._arguments import (
     mask_array,
     real,
 )
-from attnmask._flash_arguments import dropout_of
-from attnmask._mask_info import MaskInfo
-from attnmask._mask_program import fill
-from attnmask._mask_sharding import check_axes, mesh_sizes, partition, spec_of
-from attnmask._mask_terms import band, dense
+from attnmask._common.loading import _core
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import fill
+from attnmask._masks.sharding import check_axes, mesh_sizes, partition, spec_of
+from attnmask._masks.terms import band, dense
 
 _LAYOUTS = {True: "[B, T, H, D]", False: "[B, H, T, D]"}
 

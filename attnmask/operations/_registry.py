@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, TypeVar
 
-from attnmask._arguments import describe
+from attnmask._common.arguments import describe
 from attnmask.operations._base import OperationImpl, OperationMetadata
 
 _Class = TypeVar("_Class", bound=type[OperationImpl])

@@ -5,10 +5,10 @@
 
 #include "core/arrays/convert.h"
 
-/* Calls a function of attnmask/_arguments.py, with a name or without. */
+/* Calls a function of attnmask/_common/arguments.py, with a name or without. */
 static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
 {
-    PyObject *arguments = PyImport_ImportModule("attnmask._arguments");
+    PyObject *arguments = PyImport_ImportModule("attnmask._common.arguments");
     if (!arguments) return NULL;
     PyObject *answer = PyObject_CallMethod(arguments, function, name ? "(Os)" : "(O)", object, name);
     Py_DECREF(arguments);

@@ -62,11 +62,11 @@ static int complain(PyObject *error, void *got, const char *format, ...)
     return -1;
 }
 
-/* Calls a function of attnmask/_flash_kvcache.py, for arguments that are seldom given, or need many words. */
+/* Calls a function of attnmask/_cache/attend.py, for arguments that are seldom given, or need many words. */
 static PyObject *ask(const char *function, const char *format, ...)
 {
     va_list values;
-    PyObject *module = PyImport_ImportModule("attnmask._flash_kvcache"), *answer = NULL;
+    PyObject *module = PyImport_ImportModule("attnmask._cache.attend"), *answer = NULL;
     PyObject *callable = module ? PyObject_GetAttrString(module, function) : NULL;
     va_start(values, format);
     PyObject *given = callable ? Py_VaBuildValue(format, values) : NULL;

@@ -1,7 +1,7 @@
 /* cache.c – attention over a cache of keys and values, called by XLA; cache.c is the binding of
  * Python, which checks all that is known when a function is traced.
  *
- * After the numbers of am_xla_read_numbers, `words` (attnmask/_jax_kvcache.py) are the operands low and high,
+ * After the numbers of am_xla_read_numbers, `words` (attnmask/jax/_cache.py) are the operands low and high,
  * the limits of distances; cache_seqlens, block_table, cu_seqlens_q if PACKED, and alibi_slopes; and if
  * MASKED the number of keys of the mask, and the mask.
  *

@@ -3,7 +3,7 @@
  *
  * What this binding has in common with those of Python is the description that either fills in: am_attn with
  * its am_mask. Here it is made of buffers and of one attribute, the int64 array `words`
- * (attnmask/_jax_call.py):
+ * (attnmask/jax/_call.py):
  *
  *     VERSION, flags, the bits of the doubles scale, cap and dropout; the operand seed;
  *     if PART the places of the first query and the first key in the larger problem;

@@ -14,7 +14,7 @@
  * may call a dead or a full tile mixed. How inexact they are may follow from other batch rows or sequences,
  * so what alters a sum must not stand on them. am_mask_bits is exact, and so is am_mask_seen. A new kind of
  * mask is a new term: a value of am_node_kind, its functions in terms.c or terms_arrays.c, its readers in
- * bind, and its row in attnmask/_mask_terms.py.
+ * bind, and its row in attnmask/_masks/terms.py.
  */
 #ifndef AM_CORE_MASKS_MASK_H
 #define AM_CORE_MASKS_MASK_H

@@ -2,7 +2,7 @@
  *
  * A region ends when all of its threads have arrived, including those that the system has not scheduled
  * because other programs keep the processors busy. A thread that spins for long while it waits loses its
- * processor for a time slice of milliseconds, so threads spin briefly: see attnmask/_loading.py.
+ * processor for a time slice of milliseconds, so threads spin briefly: see attnmask/_common/loading.py.
  */
 #define _GNU_SOURCE /* sched_getcpu, CPU_COUNT */
 #include "core/runtime/threads.h"

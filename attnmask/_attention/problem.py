@@ -1,0 +1,687 @@
+"""Check the arguments of attention and arrange them for the core: one mask program, numbers, arrays in place.
+
+Nothing here looks at tokens one by one. What was given is compared and described as it was given, before it gets an
+axis for the batch; what `out` has to be is for the core to say.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import e, inf, log2, sqrt
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask._common.arguments import (
+    FARTHEST,
+    allocate,
+    as_array,
+    check_mask_type,
+    describe,
+    fields_in_a_line,
+    flag,
+    integer,
+    integer_array,
+    is_bottom_right,
+    is_floating,
+    is_number,
+    mask_array,
+    per_row,
+    real,
+    suit_hint,
+    window,
+)
+from attnmask._common.graphs import left_to_python
+from attnmask._common.keywords import hides
+from attnmask._common.loading import _core
+from attnmask._common.warnings import warn_once
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import AXES, Program, Shape, arrays
+from attnmask._masks.terms import ROWS, Node, PerRow, band, dense, equal, operands, sequences
+from attnmask._masks.transforms import have_other_starts
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_PRECISIONS = ("default", "high", "highest")
+LEARNED = ("query", "key", "value", "bias", "softmax_aux", "relative_bias")  # these arguments have gradients
+ARRAYS = (  # these arguments may be arrays
+    *LEARNED,
+    "attention_mask",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "cum_seqlens_q",
+    "cum_seqlens_k",
+    "alibi_slopes",
+    "causal_offset",
+)
+Starts: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]  # of the queries and keys of packed sequences
+_AXES = (("query", "Tq, H, D"), ("key", "Tk, Hkv, D"), ("value", "Tk, Hkv, Dv"))
+
+
+class _Range(NamedTuple):
+    """The range of the arithmetic: the smallest positive number with a reciprocal, and the largest number."""
+
+    least: float
+    greatest: float
+
+
+_FLOAT32, _FLOAT64 = (
+    _Range(float(info.tiny), float(info.max)) for info in (np.finfo(np.float32), np.finfo(np.float64))
+)
+
+
+def numbers_of(dtype: np.dtype[Any]) -> _Range:
+    """Return the range of logits for queries of this type."""
+    return _FLOAT64 if dtype == np.float64 else _FLOAT32
+
+
+class Relative(NamedTuple):
+    """The logit terms that depend on the distance k - q - offset of a pair."""
+
+    slopes: NDArray[np.float64] | None  # [1 or rows, H]
+    table: NDArray[np.float64] | None  # [H, L]
+    offsets: NDArray[np.intp]  # of all batch rows, or of each; of packed sequences, of each
+    starts: NDArray[np.intp] | None  # of packed sequences
+    low: int  # the distance that the table begins with
+
+
+class Problem(NamedTuple):
+    """The first arguments of the core's functions, in their order."""
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    value: NDArray[Any]
+    nodes: Program
+    bias: NDArray[Any] | None
+    scale: float
+    cap: float  # 0 means that there is none
+    sinks: NDArray[np.float64] | None
+    normalize: bool
+    dropout: float
+    seed: int
+    relative: Relative | None
+    # Of a part of a larger problem, the places of its first query and its first key there, from which dropout counts;
+    # results, to be added to those of other parts, are then float32 for types of 16 bits.
+    part: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("q_blocksize", "kv_blocksize"):
+            size = getattr(self, name)
+            if size is not None:
+                object.__setattr__(self, name, integer(size, name, 1))
+
+
+class FwdParams(_Blocks):
+    """Hints for how to cut attention into blocks. They may change speed and rounding, nothing else.
+
+    Parameters
+    ----------
+    q_blocksize, kv_blocksize : int, optional
+        Queries and keys per block, at least 1. Chosen for you if not given.
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.FwdParams(q_blocksize=64)
+    FwdParams(q_blocksize=64, kv_blocksize=None)
+    """
+
+    __slots__ = ()
+
+
+class BwdParams(_Blocks):
+    """The same for gradients; see `FwdParams`.
+
+    Parameters
+    ----------
+    q_blocksize, kv_blocksize : int, optional
+
+    Examples
+    --------
+    >>> import attnmask
+    >>> attnmask.BwdParams(kv_blocksize=128)
+    BwdParams(q_blocksize=None, kv_blocksize=128)
+    """
+
+    __slots__ = ()
+
+
+class FlashAttentionGrads(NamedTuple):
+    """The gradients of `flash_attention`, each in the shape and type of its argument.
+
+    There are six fields. Take them by name, or unpack the first three: ``dq, dk, dv = vjp(dout)[:3]``.
+
+    Parameters
+    ----------
+    query, key, value : ndarray
+    bias : ndarray or None
+        None unless asked for by `grad_bias`. Summed over the axes along which the bias was broadcast.
+    softmax_aux : ndarray or None
+        None unless asked for by `grad_softmax_aux`. float64 for sinks that are integers.
+    relative_bias : ndarray or None
+        None unless asked for by `grad_relative_bias`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.zeros((1, 2, 1, 8), np.float32)
+    >>> out, vjp = attnmask.flash_attention_vjp(x, x, x)
+    >>> grads = vjp(out)
+    >>> grads.query.shape, grads.bias
+    ((1, 2, 1, 8), None)
+    >>> dq, dk, dv = grads[:3]
+    >>> dq is grads.query
+    True
+    """
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    value: NDArray[Any]
+    bias: NDArray[Any] | None = None
+    softmax_aux: NDArray[Any] | None = None
+    relative_bias: NDArray[Any] | None = None
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
+
+
+def check_hints(given: Mapping[str, Any]) -> None:
+    """Check arguments that change no result."""
+    if given["fwd_params"] is not None:
+        _check_blocks(given["fwd_params"], "fwd_params", FwdParams)
+    if given["bwd_params"] is not None:
+        _check_blocks(given["bwd_params"], "bwd_params", BwdParams)
+    if given["precision"] is not None:
+        _check_precision(given["precision"])
+    if given["logits_dtype"] is not None:
+        _check_logits_dtype(given["logits_dtype"])
+
+
+def _check_blocks(hint: Any, name: str, kind: type[_Blocks]) -> None:
+    if not isinstance(hint, kind):
+        raise TypeError(f"{name} must be {kind.__name__} or None, got {describe(hint)}")
+
+
+def _check_precision(precision: Any) -> None:
+    expected = "precision must be None, 'default', 'high', 'highest' or an integer from 0 to 2"
+    name = precision if isinstance(precision, str) else getattr(precision, "name", None)
+    if isinstance(name, str):
+        valid = name.lower() in _PRECISIONS
+    elif isinstance(precision, (int, np.integer)) and not isinstance(precision, bool):
+        valid = 0 <= int(precision) < len(_PRECISIONS)
+    else:
+        raise TypeError(f"{expected}, got {describe(precision)}")
+    if not valid:
+        raise ValueError(f"{expected}, got {describe(precision)}")
+
+
+def _check_logits_dtype(logits_dtype: DTypeLike) -> None:
+    if isinstance(logits_dtype, str) and logits_dtype == "bfloat16":
+        return  # NumPy knows the name only if ml_dtypes is installed
+    expected = "logits_dtype must be None, float16, bfloat16, float32 or float64"
+    try:
+        dtype = np.dtype(logits_dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"{expected}, got {logits_dtype!r:.200}") from None
+    if not is_floating(dtype):
+        raise ValueError(f"{expected}, got {dtype}")
+
+
+def dropout_of(prob: Any, seed: Any, names: tuple[str, str]) -> tuple[float, int]:
+    """Return the probability that a weight is dropped, and the seed as 64 bits."""
+    chance = real(prob, names[0])
+    if not 0 <= chance < 1:
+        hint = "; write 0.1 to drop one weight of ten"
+        raise ValueError(f"{names[0]} must be at least 0 and below 1, got {chance}{hint}")
+    return chance, 0 if seed is None else integer(seed, names[1]) % 2**64
+
+
+def scale_of(softmax_scale: Any, channels: int, numbers: _Range) -> float:
+    if softmax_scale is None:
+        return 1 / sqrt(channels) if channels else 1.0  # all products are 0 if there are no channels
+    scale = real(softmax_scale, "softmax_scale")
+    if scale in (inf, -inf):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    most = numbers.greatest / log2(e)  # the core multiplies it by log2(e), because it takes powers of 2
+    if abs(scale) > most:
+        raise ValueError(f"softmax_scale must be from {-most:.1e} to {most:.1e}, got {scale}")
+    return scale
+
+
+def cap_of(logits_soft_cap: Any, numbers: _Range) -> float:
+    cap = 0.0 if logits_soft_cap is None else real(logits_soft_cap, "logits_soft_cap")
+    if cap < 0:
+        raise ValueError(f"logits_soft_cap must not be negative, got {cap}")
+    return 0.0 if cap == 0 or cap > numbers.greatest else max(cap, numbers.least)
+
+
+def sinks_of(softmax_aux: ArrayLike | None, heads: int, numbers: _Range) -> NDArray[np.float64] | None:
+    """Return one row of finite sinks per head, or None if there are none."""
+    if softmax_aux is None:
+        return None
+    array = as_array(softmax_aux, "softmax_aux")
+    if array.dtype.kind == "b" or not is_number(array.dtype):
+        raise TypeError(f"softmax_aux must be real numbers, got {describe(array)}")
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] not in (1, heads)):
+        hint = ""
+        if array.size == heads:
+            hint = f"; write np.reshape(softmax_aux, ({heads}, 1)) for one sink per head"
+        elif array.ndim == 2 and array.shape[1] == heads:
+            hint = "; write np.transpose(softmax_aux) for [S, H]"
+        expected = f"[S], [1, S] or [H, S] with H = {heads}"
+        raise ValueError(f"softmax_aux must be {expected}, got {describe(array)}{hint}")
+    if array.shape[-1] == 0:
+        return None
+    if array.shape == (heads,) and heads > 1:
+        warn_once("sinks")
+    sinks = allocate((heads, array.shape[-1]), np.float64, "softmax_aux")
+    sinks[...] = array
+    return np.clip(sinks, -numbers.greatest, numbers.greatest, out=sinks, where=np.isfinite(sinks))
+
+
+def _broadcasts(sizes: Sequence[int], shape: Shape) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], shape[::-1], strict=False))
+
+
+def _axes_hint(array: NDArray[Any], name: str, shape: Shape) -> str:
+    """Return how to arrange the axes of a mask or bias that does not broadcast."""
+    batch, _, queries, keys = shape
+    added = {(batch, queries): "[:, None, :, None]", (batch, keys): "[:, None, None, :]"}
+    index = (added | {(batch, queries, keys): "[:, None]"}).get(array.shape)
+    if index:
+        return f"; write {name}{index}"
+    for order in permutations(range(array.ndim)) if array.ndim <= 4 else ():
+        if _broadcasts([array.shape[axis] for axis in order], shape):
+            return f"; write np.transpose({name}, {order})"
+    return ""
+
+
+def _four_axes(array: NDArray[Any], name: str, shape: Shape) -> NDArray[Any]:
+    """Return a view of what broadcasts to [B, H, Tq, Tk], with the missing axes."""
+    if array.ndim > 4 or not _broadcasts(array.shape, shape):
+        hint = _axes_hint(array, name, shape)
+        raise ValueError(f"{name} must broadcast to [B, H, Tq, Tk] = {shape}, got {describe(array)}{hint}")
+    return array if array.ndim == 4 else array[(None,) * (4 - array.ndim) + (...,)]
+
+
+def _bias(bias: ArrayLike | None, shape: Shape) -> NDArray[Any] | None:
+    if bias is None:
+        return None
+    given = bias if isinstance(bias, MaskInfo) else as_array(bias, "bias")  # whose array may be too large
+    if isinstance(given, MaskInfo) or not is_floating(given.dtype):
+        hint = ""
+        if isinstance(given, MaskInfo) or given.dtype.kind in "biu":
+            hint = "; write attention_mask= for a mask of allowed pairs, or bias.astype(np.float32)"
+        raise TypeError(f"bias must be float16, bfloat16, float32 or float64, got {describe(given)}{hint}")
+    return _four_axes(given, "bias", shape)
+
+
+def _for_all_rows(node: Node) -> Node:
+    """Return a term of a one-row mask for any number of rows."""
+    if isinstance(node, str):
+        return node
+    shared = (
+        int(operand[0]) if field is ROWS and isinstance(operand, np.ndarray) else operand
+        for field, operand in operands(node)
+    )
+    return (node[0], *shared)
+
+
+def _shape_hint(given: Shape, shape: Shape) -> str:
+    """Return what to change in a MaskInfo that does not broadcast."""
+    if given[2:] != shape[2:]:
+        sizes = f"{shape[2]} queries and {shape[3]} keys"
+        return f"; make it for {sizes}: MaskInfo.from_segments(q_segment_ids, kv_segment_ids)"
+    axis = 0 if given[0] not in (1, shape[0]) else 1
+    expected = "1" if shape[axis] == 1 else f"{shape[axis]}, or 1 for all"
+    return f"; its {AXES[axis]} must be {expected}, got {given[axis]}"
+
+
+def mask_nodes(attention_mask: Any, shape: Shape) -> Program:
+    if not isinstance(attention_mask, MaskInfo):
+        array = as_array(attention_mask, "attention_mask")
+        check_mask_type(array, "attention_mask")
+        if array.ndim == 0:
+            hint = "; write None for no mask, and dropout_prob= for dropout, which is FlashAttention's fourth argument"
+            raise ValueError(f"attention_mask must have axes, got {describe(attention_mask)}{hint}")
+        array = _four_axes(array, "attention_mask", shape)  # comes first: to read the numbers may take long
+        return (dense(mask_array(array, "attention_mask")),)
+    given, program = attention_mask._state.described("attend by attention_mask")
+    if given[0] not in (1, shape[0]) or given[1] not in (1, shape[1]) or given[2:] != shape[2:]:
+        came = f"a MaskInfo of shape {given}{_shape_hint(given, shape)}"
+        raise ValueError(f"attention_mask must broadcast to [B, H, Tq, Tk] = {shape}, got {came}")
+    if given[0] != shape[0]:
+        program = tuple(map(_for_all_rows, program))
+    return (attention_mask._state.prepared(shape, program),)
+
+
+def _ids_of(value: ArrayLike, name: str, shape: tuple[int, int], packed: bool) -> NDArray[np.int32]:
+    """Return segment ids as int32, in place if they are."""
+    array = integer_array(value, name, "; write np.where(mask, 0, -1) for a padding mask")
+    expected = shape[1:] if packed and array.ndim == 1 else shape
+    if array.shape != expected:
+        raise ValueError(f"{name} must be of shape {expected}, got {describe(array)}")
+    return _core.segment_ids(array.reshape(shape), name, None)
+
+
+def _segments(q_segment_ids: Any, kv_segment_ids: Any, shape: Shape, packed: bool) -> Node:
+    batch, _, queries, keys = shape
+    if (q_segment_ids is None or kv_segment_ids is None) and queries != keys:
+        missing = "kv_segment_ids" if kv_segment_ids is None else "q_segment_ids"
+        raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
+    if q_segment_ids is None:
+        kv_ids = q_ids = _ids_of(kv_segment_ids, "kv_segment_ids", (batch, keys), packed)
+    else:
+        q_ids = _ids_of(q_segment_ids, "q_segment_ids", (batch, queries), packed)
+        kv_ids = (
+            q_ids
+            if kv_segment_ids is None
+            else _ids_of(kv_segment_ids, "kv_segment_ids", (batch, keys), packed)
+        )
+    return equal(q_ids, kv_ids)
+
+
+def starts_of(value: ArrayLike, name: str, tokens: int) -> NDArray[np.int64]:
+    """Return where sequences start, and where the last one ends, which is the number of tokens."""
+    try:
+        starts = _core.checked_starts(as_array(value, name), name)
+        if starts[-1] != tokens:
+            hint = (
+                f"; write np.append({name}, {tokens}) if the rest is padding" if starts[-1] < tokens else ""
+            )
+            raise ValueError(
+                f"{name} must end at {tokens} tokens, got {starts[-1]} at index {len(starts) - 1}{hint}"
+            )
+    except ValueError as error:
+        suit_hint(error, {name: value})
+        raise
+    return starts
+
+
+def both_starts(cum_seqlens_q: Any, cum_seqlens_k: Any, shape: Shape) -> Starts:
+    batch, _, queries, keys = shape
+    if batch != 1:
+        name = "cum_seqlens_k" if cum_seqlens_q is None else "cum_seqlens_q"
+        hint = "; pack the rows into one, as query[mask] does with a padding mask [B, Tq]"
+        raise ValueError(f"query must have batch size 1 with {name}, got {batch}{hint}")
+    if (cum_seqlens_q is None or cum_seqlens_k is None) and queries != keys:
+        missing = "cum_seqlens_k" if cum_seqlens_k is None else "cum_seqlens_q"
+        raise ValueError(f"{missing} must be given for {queries} queries and {keys} keys, got None")
+    if cum_seqlens_q is None:
+        k_starts = starts_of(cum_seqlens_k, "cum_seqlens_k", keys)
+        return k_starts, k_starts
+    q_starts = starts_of(cum_seqlens_q, "cum_seqlens_q", queries)
+    if cum_seqlens_k is None or (cum_seqlens_k is cum_seqlens_q and queries == keys):
+        return q_starts, q_starts
+    k_starts = starts_of(cum_seqlens_k, "cum_seqlens_k", keys)
+    if len(k_starts) != len(q_starts):
+        raise ValueError(
+            f"cum_seqlens_k must have {len(q_starts)} entries as cum_seqlens_q, got {len(k_starts)}"
+        )
+    return q_starts, k_starts
+
+
+_DIAGONAL = '; write causal=True, and causal_offset="bottom-right" if the last query sees the last key'
+
+
+def _is_one_query(starts: Starts | None, shape: Shape) -> bool:
+    """Return whether there is one query for several keys, as with a cache, or one in each packed sequence."""
+    queries, keys = shape[2:]
+    if starts is None:
+        return queries == 1 < keys
+    return queries == len(starts[0]) - 1 < keys and bool((np.diff(starts[0]) == 1).all())
+
+
+def distances(given: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return how far a key may be from the diagonal, to the left and to the right."""
+    causal, sliding_window = flag(given["causal"], "causal", _DIAGONAL), given["sliding_window"]
+    left, right = (None, None) if sliding_window is None else window(sliding_window)
+    return None if left is None else -left, 0 if causal else right
+
+
+def _offset(given: Mapping[str, Any], starts: Starts | None, shape: Shape) -> PerRow:
+    """Return `causal_offset`, one for all batch rows or sequences, or one for each."""
+    causal_offset = given["causal_offset"]
+    if causal_offset is TOP_LEFT:
+        if flag(given["causal"], "causal", _DIAGONAL) and _is_one_query(starts, shape):
+            warn_once("one query")
+        return 0
+    if is_bottom_right(causal_offset, "causal_offset"):
+        return shape[3] - shape[2] if starts is None else np.diff(starts[1]) - np.diff(starts[0])
+    if starts is None:
+        return per_row(causal_offset, "causal_offset", shape[0])
+    return per_row(causal_offset, "causal_offset", len(starts[0]) - 1, row="sequence")
+
+
+def _places(given: Mapping[str, Any], starts: Starts | None, offset: PerRow) -> Node | None:
+    """Return what sequences, the diagonal and the window allow; None for everything."""
+    low, high = distances(given)
+    if starts is None:
+        if low is None and high is None:
+            return None
+        mask = given["attention_mask"]
+        if isinstance(mask, MaskInfo) and have_other_starts(mask._state):
+            warn_once("packed sequences")
+        return band(low, high, offset)
+    limits = (None if end is None else np.full(len(starts[0]) - 1, end + offset) for end in (low, high))
+    return sequences(*starts, *limits)
+
+
+def _program(given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow) -> Program:
+    """Return all conditions as one program. Only the first, which may be a MaskInfo, may need many waiting operands."""
+    nodes: list[Node] = (
+        [] if given["attention_mask"] is None else [*mask_nodes(given["attention_mask"], shape)]
+    )
+    q_ids, kv_ids = given["q_segment_ids"], given["kv_segment_ids"]
+    terms = (
+        None if q_ids is None and kv_ids is None else _segments(q_ids, kv_ids, shape, starts is not None),
+        _places(given, starts, offset),
+    )
+    for term in terms:
+        if term is not None:
+            nodes += (term, "and") if nodes else (term,)
+    return tuple(nodes) or (("all",),)
+
+
+def slopes_of(alibi_slopes: ArrayLike, rows: int, heads: int, row: str) -> NDArray[np.float64]:
+    array = as_array(alibi_slopes, "alibi_slopes")
+    if array.dtype.kind == "b" or not is_number(array.dtype):
+        raise TypeError(f"alibi_slopes must be real numbers, got {describe(array)}")
+    if array.shape not in ((heads,), (1, heads), (rows, heads)):
+        raise ValueError(f"alibi_slopes must be [H] or [{row}, H] with H = {heads}, got {describe(array)}")
+    slopes = np.array(array, np.float64, ndmin=2, order="C")
+    if not np.isfinite(slopes).all():
+        raise ValueError(f"alibi_slopes must be finite, got {slopes[~np.isfinite(slopes)][0]}")
+    return slopes
+
+
+def _table(relative_bias: ArrayLike, heads: int) -> NDArray[np.float64]:
+    array = as_array(relative_bias, "relative_bias")
+    if not is_floating(array.dtype):
+        raise TypeError(f"relative_bias must be float16, bfloat16, float32 or float64, got {describe(array)}")
+    if array.ndim != 2 or array.shape[0] != heads or array.shape[1] == 0:
+        raise ValueError(f"relative_bias must be [H, L] with H = {heads} and L > 0, got {describe(array)}")
+    return np.array(array, np.float64, order="C")
+
+
+def _relative(
+    given: Mapping[str, Any], shape: Shape, starts: Starts | None, offset: PerRow
+) -> Relative | None:
+    alibi_slopes, relative_bias, low = given["alibi_slopes"], given["relative_bias"], given["relative_low"]
+    if alibi_slopes is None and relative_bias is None and type(low) is int and low == 0:
+        return None
+    low = integer(low, "relative_low")
+    if relative_bias is None and low != 0:
+        raise ValueError(f"relative_low must be 0 without relative_bias, got {describe(low)}")
+    if alibi_slopes is None and relative_bias is None:  # zero of another type
+        return None
+    if abs(low) > FARTHEST:
+        raise ValueError(f"relative_low must be from -2**59 to 2**59, got {describe(low)}")
+    rows, row = (shape[0], "B") if starts is None else (len(starts[0]) - 1, "sequences")
+    slopes = None if alibi_slopes is None else slopes_of(alibi_slopes, rows, shape[1], row)
+    table = None if relative_bias is None else _table(relative_bias, shape[1])
+    if starts is None:
+        return Relative(slopes, table, np.array(offset, np.intp, ndmin=1), None, low)
+    offsets = starts[1][:-1] - starts[0][:-1] + offset
+    return Relative(slopes, table, offsets, starts[0], low) if rows else None
+
+
+def _layout_hint(array: NDArray[Any]) -> str:
+    axes, swap = (
+        ("tokens, heads, head_dim", (0, 1)) if array.ndim == 3 else ("batch, tokens, heads, head_dim", (1, 2))
+    )
+    return f"; axes are [{axes}]: write x.swapaxes{swap} for arrays with heads before tokens"
+
+
+def _check_fit(query: Any, key: Any, value: Any) -> None:
+    for name, array in (("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            hint = f"; write {name}.astype(query.dtype)"
+            raise TypeError(f"{name} must be {query.dtype} as query, got {describe(array)}{hint}")
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} must have batch size {query.shape[0]} as query, got {describe(array)}")
+    (heads, channels), (tokens, kv_heads) = query.shape[-2:], key.shape[-3:-1]
+    if key.shape[-1] != channels:
+        raise ValueError(f"key must have D = {channels} as query, got {describe(key)}")
+    if heads % kv_heads if kv_heads else heads:
+        expected = f"a number of heads that divides query's {heads}"
+        raise ValueError(f"key must have {expected}, got {describe(key)}{_layout_hint(key)}")
+    if value.shape[:-1] != key.shape[:-1]:
+        hint = _layout_hint(value) if value.shape[-3:-1] == (kv_heads, tokens) else ""
+        expected = f"{tokens} tokens and {kv_heads} heads as key"
+        raise ValueError(f"value must have {expected}, got {describe(value)}{hint}")
+
+
+def _rank_hint(array: NDArray[Any], name: str) -> str:
+    """Return how to add the axes that a query, key or value lacks."""
+    tokens = "Tq" if name == "query" else "Tk"
+    return {
+        2: f"; write {name}[None, :, None] for [{tokens}, D]",
+        3: f"; write {name}[None] for [{tokens}, H, D], {name}[:, :, None] for [B, {tokens}, D], "
+        "or cum_seqlens_q= for packed sequences",
+    }.get(array.ndim, "")
+
+
+def check_layout(arrays: Sequence[Any], packed: bool, is_floating: Callable[[Any], bool]) -> int:
+    """Check the number of axes of query, key and value, as NumPy arrays or others, which have their own types."""
+    rank = 3 if packed and arrays[0].ndim == 3 else 4
+    for array, (name, axes) in zip(arrays, _AXES, strict=True):
+        if not is_floating(array.dtype):
+            expected = "of float16, bfloat16, float32 or float64"
+            numeric = getattr(array.dtype, "kind", "") in ("b", "i", "u", "f")
+            hint = f"; write {name}.astype(np.float32)" if numeric else ""
+            raise TypeError(f"{name} must be {expected}, got {describe(array)}{hint}")
+        if array.ndim != rank:
+            layout = f"[B, {axes}]" if rank == 4 else f"[{axes}] as query"
+            raise ValueError(f"{name} must be {layout}, got {describe(array)}{_rank_hint(array, name)}")
+    _check_fit(*arrays)
+    return rank
+
+
+def _batched(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, packed: bool
+) -> tuple[list[NDArray[Any]], bool]:
+    """Return the three with a batch axis, and whether they had one. Packed ones may lack it."""
+    arrays = [as_array(query, "query"), as_array(key, "key"), as_array(value, "value")]
+    rank = check_layout(arrays, packed, is_floating)
+    (tokens, heads), others = arrays[0].shape[-3:-1], arrays[1].shape[-3]
+    if 2 <= tokens == others and heads > 64 and heads >= 8 * tokens and not packed:
+        warn_once("heads before tokens")
+    return [array if rank == 4 else array[None] for array in arrays], rank == 4
+
+
+class _NotGiven(int):
+    """A default that can be told from the same number passed in a call."""
+
+    __slots__ = ()
+
+
+TOP_LEFT = _NotGiven(0)
+
+
+def attention_function(function: _Function) -> _Function:
+    """Prepare a function that takes the arguments of attention.
+
+    `read_problem` can tell whether `causal_offset` was given. ``**unknown`` is hidden; a wrapper that refused such
+    keywords would cost every call more.
+    """
+    function.__kwdefaults__["causal_offset"] = TOP_LEFT  # type: ignore[index]
+    left_to_python(function, "call attnmask.torch.flash_attention, which goes into graphs")
+    return hides("unknown")(function)
+
+
+def read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+    """What the core takes, of the arguments of `attnmask.flash_attention` by their names; and whether there is an axis
+    for the batch.
+    """
+    try:
+        return _read_problem(given)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+
+
+def _read_problem(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+    check_hints(given)
+    packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
+    (q, k, v), batched = _batched(given["query"], given["key"], given["value"], packed)
+    (batch, queries, heads, channels), keys = q.shape, k.shape[1]
+    shape = (batch, heads, queries, keys)
+    numbers = numbers_of(q.dtype)
+    starts = both_starts(given["cum_seqlens_q"], given["cum_seqlens_k"], shape) if packed else None
+    offset = _offset(given, starts, shape)
+    nodes = _program(given, shape, starts, offset)
+    dropout, seed = dropout_of(given["dropout_prob"], given["dropout_seed"], ("dropout_prob", "dropout_seed"))
+    problem = Problem(
+        q,
+        k,
+        v,
+        nodes,
+        _bias(given["bias"], shape),
+        scale_of(given["softmax_scale"], channels, numbers),
+        cap_of(given["logits_soft_cap"], numbers),
+        sinks_of(given["softmax_aux"], heads, numbers),
+        flag(given["normalize_output"], "normalize_output"),
+        dropout,
+        seed,
+        _relative(given, shape, starts, offset),
+    )
+    return problem, batched
+
+
+def share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except RuntimeError:  # NumPy gave up, so they may
+        return True
+
+
+def _arrays(value: Any, name: str) -> Iterator[NDArray[Any]]:
+    if isinstance(value, MaskInfo):
+        yield from arrays(value._state.program)
+    elif not isinstance(value, str):
+        if isinstance(value, np.ndarray):  # as_array might copy it
+            yield value if type(value) is np.ndarray else np.asarray(value)
+        else:
+            yield as_array(value, name)
+
+
+def check_apart(out: Any, given: Mapping[str, Any], names: Iterable[str] = ARRAYS) -> None:
+    """Check that the output is none of the arguments `given`, which the core may get a copy of."""
+    if not isinstance(out, np.ndarray):
+        hint = "; it takes only the result; the logsumexp is returned as a new array"
+        raise TypeError(f"out must be a NumPy array or None, got {describe(out)}{hint}")
+    out = np.asarray(out)  # a subclass might override what NumPy asks below
+    for name in names:
+        value = given[name]
+        if value is not None and any(share_memory(out, array) for array in _arrays(value, name)):
+            raise ValueError(f"out must share no memory with {name}")

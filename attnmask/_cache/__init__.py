@@ -1,0 +1,1 @@
+"""Attention over caches of keys and values."""

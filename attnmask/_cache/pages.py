@@ -1,0 +1,737 @@
+"""KV caches for decoding: pages that many sequences share, and 8-bit numbers.
+
+A sequence is a list of pages; the last one may be partly full. Forks share pages, and writing to a shared page copies
+it first::
+
+    page_size 4         a of 6 tokens       b = fork(a)         one more token for b
+
+                        a  [0 1 2 3] p0     a  p0 p1            a  p0 p1
+                           [4 5 . .] p1     b  p0 p1            b  p0 p2  [4 5 6 .]
+"""
+
+from __future__ import annotations
+
+import array
+import math
+from itertools import accumulate, islice
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self
+
+import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask._cache.attend import flash_attention_with_kvcache
+from attnmask._common.arguments import (
+    allocate,
+    as_array,
+    check_form,
+    describe,
+    frozen,
+    integer,
+    integer_array,
+    is_floating,
+    of_ml_dtypes,
+    per_row,
+    place,
+)
+
+__all__ = ["KVCache", "KVCacheStep", "quantize_kv"]
+
+_LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # magnitudes, by the names of the types
+_MOST_TOKENS = 2**31 - 1  # lengths are int32
+_CACHE_LINE = 64  # bytes
+
+
+def _zeros_in_lines(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """As `np.zeros`. The array begins at a line of the processor's cache, so that rows lie in few lines."""
+    numbers = np.dtype(dtype)
+    size = math.prod(shape) * numbers.itemsize
+    memory = np.zeros(size + _CACHE_LINE, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % _CACHE_LINE
+    return memory[begin : begin + size].view(numbers).reshape(shape)
+
+
+def _dtype_of(value: DTypeLike, floating: bool) -> np.dtype[Any]:
+    """A type of eight bits, or any type that a cache can have."""
+    packaged = ("float8_e4m3fn", "bfloat16") if floating else ("float8_e4m3fn",)
+    if isinstance(value, str) and value in packaged:
+        of_ml_dtypes(value, "dtype")  # NumPy does not know these names without the package
+    try:
+        dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
+    except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
+        dtype = None
+    if dtype is None or not (dtype.name in _LARGEST or (floating and is_floating(dtype))):
+        expected = f"{'float16, bfloat16, float32, float64, ' if floating else ''}int8 or float8_e4m3fn"
+        raise TypeError(f"dtype must be {expected}, got {value!r:.200}")
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def quantize_kv(
+    x: ArrayLike, dtype: DTypeLike, axis: int | tuple[int, ...]
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Quantize to 8 bits: return values and scales with ``x ≈ values * scale``.
+
+    ::
+
+        scale = largest |x| along the axis / 127        int8, to the nearest integer, ties to even
+                largest |x| along the axis / 448        float8_e4m3fn
+
+    Parameters
+    ----------
+    x : array_like of floats
+        float16, bfloat16, float32 or float64. It is read as float32 and must be finite there: NaN, infinity and
+        anything beyond float32 raise a ValueError.
+    dtype : dtype
+        int8 or ``ml_dtypes.float8_e4m3fn``.
+    axis : int or tuple of int
+        The axes that share a scale. For ``[B, T, Hkv, D]``, -1 makes one scale per token and head, and ``(0, 1)`` one
+        per head and channel.
+
+    Returns
+    -------
+    values : ndarray
+        Same shape as `x`; int8 from -127 to 127.
+    scale : ndarray of float32
+        Same number of axes; those of `axis` have length 1. Finite and positive, and 1 where all numbers are 0.
+
+    See Also
+    --------
+    KVCache : quantizes on append.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> values, scale = attnmask.quantize_kv(np.array([[1.0, -2.54, 0.03], [0.0, 0.0, 0.0]]), np.int8, axis=-1)
+    >>> values
+    array([[  50, -127,    2],
+           [   0,    0,    0]], dtype=int8)
+    >>> scale
+    array([[0.02],
+           [1.  ]], dtype=float32)
+    """
+    given, target = as_array(x, "x"), _dtype_of(dtype, floating=False)
+    if not is_floating(given.dtype):
+        raise TypeError(f"x must be of float16, bfloat16, float32 or float64, got {describe(given)}")
+    axes = tuple(integer(each, "axis") for each in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+    axes = tuple(max(-given.ndim - 1, min(each, given.ndim)) for each in axes)  # NumPy takes 32 bits
+    axes = normalize_axis_tuple(axes, given.ndim, "axis")
+    limit = np.float32(_LARGEST[target.name])
+    with np.errstate(all="ignore"):
+        wide = given.astype(np.float32, copy=False)
+        largest = np.max(np.abs(wide), axis=axes, keepdims=True, initial=0)
+        if not np.isfinite(largest).all():
+            index = tuple(np.argwhere(~np.isfinite(wide))[0].tolist())
+            raise ValueError(f"x must be finite in float32, got {given[index]} at index {index}")
+        scale = np.array(largest / limit, np.float32, order="C")
+        scale[scale == 0] = 1
+        values = np.divide(wide, scale, out=allocate(wide.shape, np.float32, "x"))
+    # The scale of numbers near the least ones of float32 is rounded so much that a quotient can be beyond the limit.
+    np.clip(values, -limit, limit, out=values)
+    if target.name == "int8":
+        np.rint(values, out=values)
+    return values.astype(target), scale
+
+
+class _Sequence(NamedTuple):
+    """Neither it nor its list changes, so that forks and steps may share the list."""
+
+    pages: array.array[int]
+    length: int
+
+
+def _pages(*numbers: int) -> array.array[int]:
+    return array.array("i", numbers)  # of 256 pages, NumPy reads it ten times as fast as a list
+
+
+def _numbers(ids: ArrayLike) -> list[int]:
+    given = integer_array(ids, "ids")
+    if given.ndim != 1:
+        raise ValueError(f"ids must be [n], got {describe(given)}")
+    numbers: list[int] = given.tolist()
+    return numbers
+
+
+def _table(lists: list[array.array[int]]) -> NDArray[np.int32]:
+    table = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
+    for row, pages in zip(table, lists, strict=True):
+        row[: len(pages)] = pages
+    return table
+
+
+_FORM = 1  # of pickles
+_HELD = ("k_pages", "v_pages", "k_scales", "v_scales")
+
+
+class KVCache:
+    """Keys and values of many sequences in pages.
+
+    Each step appends the next tokens of some sequences, and their queries attend to all tokens up to their own::
+
+        with cache.step(ids, counts) as step:
+            for layer in range(layers):
+                ...
+                out = step.attend(layer, query, key, value)
+
+    A page may belong to several sequences after `fork`. It is free again when the last of them gives it back, by
+    `truncate` or `free`.
+
+    All memory is allocated when the cache is made. Only one thread at a time may use a cache. Outside a step you can
+    pickle it, and ``copy.deepcopy`` makes an independent copy with the same sequences and ids.
+
+    Parameters
+    ----------
+    kv_heads, depth : int
+        Hkv and D of the keys.
+    layers : int
+    pages : int
+        The number of pages, each of which covers all layers; ``pages * page_size`` is at most ``2**31 - 1``.
+    page_size : int
+        Tokens per page. Powers of two from 16 to 256 are fast: a few queries read such pages in place, and copy tokens
+        of others first.
+    dtype : dtype
+        float16, bfloat16, float32, float64, int8 or ``ml_dtypes.float8_e4m3fn``. The last two have one scale per token
+        and head, as in `quantize_kv`.
+    value_depth : int, optional
+        Dv of the values; defaults to `depth`.
+
+    Attributes
+    ----------
+    k_pages, v_pages : ndarray, shape [layers, pages, page_size, kv_heads, depth] (or value_depth)
+    k_scales, v_scales : ndarray of float32, shape [layers, pages, page_size, kv_heads, 1], or None
+        Only for 8-bit caches.
+    page_size : int
+
+    See Also
+    --------
+    quantize_kv : quantize to 8 bits.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> cache = attnmask.KVCache(2, 8, pages=16, page_size=4, dtype="float32")
+    >>> x = np.ones((6, 2, 8), np.float32)
+    >>> prompt = cache.new_sequence()
+    >>> with cache.step([prompt], 6) as step:
+    ...     out = step.attend(0, x, x, x)
+    >>> answers = [cache.fork(prompt) for _ in range(3)]
+    >>> with cache.step(answers, [1, 2, 3]) as step:
+    ...     out = step.attend(0, x, x, x)
+    >>> cache.lengths(answers)
+    array([7, 8, 9], dtype=int32)
+    >>> cache.block_table(answers)
+    array([[ 0,  2, -1],
+           [ 0,  3, -1],
+           [ 0,  4,  5]], dtype=int32)
+    >>> cache.free_pages
+    10
+    """
+
+    def __init__(
+        self,
+        kv_heads: int,
+        depth: int,
+        *,
+        layers: int = 1,
+        pages: int,
+        page_size: int = 64,
+        dtype: DTypeLike,
+        value_depth: int | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+        shape = tuple(integer(size, name, 1) for name, size in sizes.items())
+        k_depth = integer(depth, "depth", 1)
+        v_depth = k_depth if value_depth is None else integer(value_depth, "value_depth", 1)
+        tokens = shape[1] * shape[2]
+        if tokens > _MOST_TOKENS:
+            raise ValueError(f"pages * page_size must be at most {_MOST_TOKENS}, got {describe(tokens)}")
+        numbers = _dtype_of(dtype, floating=True)
+
+        def zeros(channels: int, dtype: DTypeLike) -> NDArray[Any]:
+            return allocate((*shape, channels), dtype, f"{', '.join(sizes)} and depth", _zeros_in_lines)
+
+        self.page_size = shape[2]
+        self.k_pages, self.v_pages = zeros(k_depth, numbers), zeros(v_depth, numbers)
+        self.k_scales: NDArray[np.float32] | None = None
+        self.v_scales: NDArray[np.float32] | None = None
+        if numbers.name in _LARGEST:
+            self.k_scales, self.v_scales = zeros(1, np.float32), zeros(1, np.float32)
+        self._returned: list[int] = []  # a stack: the last one is taken first
+        self._fresh = range(shape[1])  # pages that were never taken
+        self._owners: dict[int, int] = {}  # how many sequences, and open steps, have a page
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_id = 0
+        self._step: KVCacheStep | None = None  # which is open
+
+    def __repr__(self) -> str:
+        layers, pages, page_size, kv_heads, depth = self.k_pages.shape
+        sizes = {"kv_heads": kv_heads, "depth": depth}
+        if self.v_pages.shape[-1] != depth:
+            sizes["value_depth"] = self.v_pages.shape[-1]
+        sizes |= {"layers": layers, "pages": pages, "page_size": page_size, "dtype": self.k_pages.dtype}
+        sizes |= {"sequences": len(self._sequences), "free_pages": self.free_pages}
+        sizes["nbytes"] = sum(held.nbytes for held in map(vars(self).get, _HELD) if held is not None)
+        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: which sequences have each page, and how full it is."""
+        from attnmask._cache.svg import svg
+        from attnmask._masks.svg import plural
+
+        layers, pages, page_size, kv_heads, _ = self.k_pages.shape
+        words = [
+            f"KVCache: {plural(layers, 'layer', 'layers')}, {plural(kv_heads, 'head', 'heads')}",
+            f"{plural(pages, 'page', 'pages')} of {plural(page_size, 'token', 'tokens')}, {self.free_pages} free",
+            plural(len(self._sequences), "sequence", "sequences"),
+        ]
+        taken = [] if self._step is None else self._step._taken
+        return svg(words, pages, page_size, self._sequences, taken)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a KVCache cannot be copied without its pages: copy.deepcopy(cache) makes an independent one, "
+            "cache.fork(id) shares the pages of a sequence"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_no_step()
+        sequences = {number: tuple(sequence) for number, sequence in self._sequences.items()}
+        return vars(self) | {"version": _FORM, "_sequences": sequences}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_form(state, _FORM, "the KVCache")
+        vars(self).update((name, value) for name, value in state.items() if name != "version")
+        self._sequences = {number: _Sequence(*held) for number, held in state["_sequences"].items()}
+        for name in _HELD:
+            held = state[name]
+            if held is not None:
+                lines = _zeros_in_lines(held.shape, held.dtype)
+                lines[...] = held
+                setattr(self, name, lines)
+
+    @property
+    def free_pages(self) -> int:
+        """The number of free pages.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> attnmask.KVCache(2, 8, pages=16, dtype="float32").free_pages
+        16
+        """
+        return len(self._returned) + len(self._fresh)
+
+    def new_sequence(self) -> int:
+        """Make an empty sequence, and return its id.
+
+        Returns
+        -------
+        int
+            The id. Ids are never reused.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.new_sequence(), cache.new_sequence()
+        (0, 1)
+        """
+        return self._add(_Sequence(_pages(), 0))
+
+    def fork(self, id: int) -> int:
+        """Make a sequence with the same tokens that shares its pages until either writes to them.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+
+        Returns
+        -------
+        int
+            The id of the new sequence.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, x = cache.new_sequence(), np.ones((100, 1, 8), np.float32)
+        >>> with cache.step([a], 100) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> b = cache.fork(a)
+        >>> cache.block_table([a, b])
+        array([[0, 1],
+               [0, 1]], dtype=int32)
+        """
+        sequence = self._sequence(self._outside_step(id))
+        for page in sequence.pages:
+            self._owners[page] += 1
+        return self._add(sequence)
+
+    def truncate(self, id: int, length: int) -> None:
+        """Remove the last tokens of a sequence, such as rejected drafts, and free their pages.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+        length : int
+            The number of tokens to keep.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, x = cache.new_sequence(), np.ones((100, 1, 8), np.float32)
+        >>> with cache.step([a], 100) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> cache.truncate(a, 64)
+        >>> cache.lengths([a]), cache.free_pages
+        (array([64], dtype=int32), 15)
+        """
+        number, keep = self._outside_step(id), integer(length, "length", 0)
+        pages, there = self._sequence(number)
+        if keep > there:
+            raise ValueError(f"length must be at most the sequence's {there} tokens, got {describe(keep)}")
+        used = -(-keep // self.page_size)
+        self._sequences[number] = _Sequence(pages[:used], keep)
+        self._give_back(pages[used:])
+
+    def free(self, id: int) -> None:
+        """Remove a sequence and free its pages.
+
+        Parameters
+        ----------
+        id : int
+            KeyError if there is no such sequence, and RuntimeError if it is in an open step.
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.free(cache.new_sequence())
+        """
+        number = self._outside_step(id)
+        self._give_back(self._sequence(number).pages)
+        del self._sequences[number]
+
+    def lengths(self, ids: ArrayLike) -> NDArray[np.int32]:
+        """Return the number of tokens of sequences, without those of an open step.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            KeyError if there is no such sequence.
+
+        Returns
+        -------
+        ndarray of int32, shape [n]
+
+        Examples
+        --------
+        >>> import attnmask
+        >>> cache = attnmask.KVCache(2, 8, pages=16, dtype="float32")
+        >>> cache.lengths([cache.new_sequence()])
+        array([0], dtype=int32)
+        """
+        return np.array([self._sequence(number).length for number in _numbers(ids)], np.int32)
+
+    def block_table(self, ids: ArrayLike) -> NDArray[np.int32]:
+        """Return the pages of sequences in token order, without those of an open step.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            KeyError if there is no such sequence.
+
+        Returns
+        -------
+        ndarray of int32, shape [n, most pages]
+            Padded with -1 after a sequence's pages.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+        >>> a, b, x = cache.new_sequence(), cache.new_sequence(), np.ones((101, 1, 8), np.float32)
+        >>> with cache.step([a, b], [100, 1]) as step:
+        ...     out = step.attend(0, x, x, x)
+        >>> cache.block_table([a, b])
+        array([[ 0,  1],
+               [ 2, -1]], dtype=int32)
+        """
+        return _table([self._sequence(number).pages for number in _numbers(ids)])
+
+    def step(self, ids: ArrayLike, counts: ArrayLike) -> KVCacheStep:
+        """Begin a step: the next tokens of some sequences. Use it in a ``with`` block, once, one step at a time.
+
+        When the block begins, it takes all the pages it needs; if too few are free, a MemoryError says how many, and
+        nothing has changed. Shared pages that will be written to are copied. When the block ends, the sequences are
+        longer. If it raises, or leaves out a layer (a RuntimeError), they are unchanged, and the pages are given back.
+        Inside the block you may make, fork, truncate and free other sequences.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+            Each at most once. KeyError if there is no such sequence.
+        counts : int or array_like of integers, shape [n]
+            The number of tokens per sequence, or one for all; may be 0.
+
+        Returns
+        -------
+        KVCacheStep
+
+        Examples
+        --------
+        Some sequences begin with many tokens while others advance by one:
+
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, layers=2, pages=16, dtype="float32")
+        >>> a, b = cache.new_sequence(), cache.new_sequence()
+        >>> x = np.ones((6, 1, 8), np.float32)
+        >>> with cache.step([a, b], [1, 5]) as step:
+        ...     for layer in range(2):
+        ...         out = step.attend(layer, x, x, x)
+        >>> cache.lengths([a, b])
+        array([1, 5], dtype=int32)
+        """
+        return KVCacheStep(self, ids, counts)
+
+    def _add(self, sequence: _Sequence) -> int:
+        number, self._next_id = self._next_id, self._next_id + 1
+        self._sequences[number] = sequence
+        return number
+
+    def _sequence(self, number: int) -> _Sequence:
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            raise KeyError(f"id must be the id of an existing sequence, got {describe(number)}")
+        return sequence
+
+    def _outside_step(self, id: Any) -> int:
+        number = integer(id, "id")
+        if self._step is not None and number in self._step._ids:
+            raise RuntimeError(
+                f"id must not be in the open step, got {number}; wait until its with block ends"
+            )
+        return number
+
+    def _check_no_step(self) -> None:
+        if self._step is not None:
+            raise RuntimeError("a step of this cache is open; wait until its with block ends")
+
+    def _next_free(self, needed: int) -> list[int]:
+        """Return the pages to take next, in order."""
+        free, pages = self.free_pages, self.k_pages.shape[1]
+        if needed > free:
+            verb = "is" if free == 1 else "are"
+            raise MemoryError(
+                f"the cache is full: this step needs {describe(needed)} pages and {free} of {pages} {verb} free"
+            )
+        again = self._returned[: -needed - 1 : -1]
+        return [*again, *self._fresh[: needed - len(again)]]
+
+    def _take(self, pages: list[int]) -> None:
+        """Take the pages of `_next_free`."""
+        again = min(len(pages), len(self._returned))
+        del self._returned[len(self._returned) - again :]
+        self._fresh = self._fresh[len(pages) - again :]
+        self._owners.update(dict.fromkeys(pages, 1))
+
+    def _give_back(self, pages: array.array[int] | list[int]) -> None:
+        for page in reversed(pages):  # so that they are taken again in their order
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                del self._owners[page]
+                self._returned.append(page)
+
+    def _copy(self, source: int, target: int, tokens: int) -> None:
+        for held in map(vars(self).get, _HELD):
+            if held is not None:
+                held[:, target, :tokens] = held[:, source, :tokens]
+
+    def _who_copies(self, rows: list[_Sequence], counts: list[int]) -> list[int]:
+        """Return which rows need a copy of their last page because they write to it and others share it.
+
+        If all who have it write, one need not copy it. That is the longest one: it does not write over tokens that
+        the others come back to if the block raises.
+        """
+        sharing = [
+            i
+            for i, (row, more) in enumerate(zip(rows, counts, strict=True))
+            if more and row.length % self.page_size and self._owners[row.pages[-1]] > 1
+        ]
+        left = {rows[i].pages[-1]: self._owners[rows[i].pages[-1]] for i in sharing}
+        copying = []
+        for i in sorted(sharing, key=lambda i: rows[i].length):
+            page = rows[i].pages[-1]
+            if left[page] > 1:
+                left[page] -= 1
+                copying.append(i)
+        return copying
+
+
+class KVCacheStep:
+    """The next tokens of some sequences of a `KVCache`, as returned by `KVCache.step`.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float32")
+    >>> ids, x = [cache.new_sequence() for _ in range(3)], np.ones((3, 2, 1, 8), np.float32)
+    >>> with cache.step(ids, 2) as step:
+    ...     step.attend(0, x, x, x).shape
+    (3, 2, 1, 8)
+    """
+
+    __slots__ = (
+        "_attended",
+        "_batched",
+        "_begun",
+        "_cache",
+        "_counts",
+        "_ids",
+        "_layouts",
+        "_packed",
+        "_replaced",
+        "_rows",
+        "_taken",
+    )
+
+    def __init__(self, cache: KVCache, ids: ArrayLike, counts: ArrayLike) -> None:
+        cache._check_no_step()
+        self._cache, self._begun = cache, False
+        self._attended: set[int] = set()  # the layers that have got their tokens
+        self._ids = _numbers(ids)
+        n = len(self._ids)
+        if len(set(self._ids)) != n:
+            twice = next(number for number in self._ids if self._ids.count(number) > 1)
+            raise ValueError(f"ids must be distinct, got {twice} more than once")
+        each = per_row(counts, "counts", n, 0, "id", broadcast=False)
+        self._counts: list[int] = [each] * n if isinstance(each, int) else each.tolist()
+        self._layouts: list[tuple[int, ...]] = [(sum(self._counts),)]  # all axes but heads and channels
+        if isinstance(each, int) or len(set(self._counts)) == 1:
+            self._layouts.append((n, each if isinstance(each, int) else self._counts[0]))
+
+    def __repr__(self) -> str:
+        cache = self._cache
+        state = "open" if cache._step is self else "ended" if self._begun else "not begun"
+        done = f"{len(self._attended)} of {len(cache.k_pages)} layers attended"
+        return f"KVCacheStep(sequences={len(self._ids)}, tokens={sum(self._counts)}, {state}, {done})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a step cannot be copied or pickled; write another cache.step(ids, counts)")
+
+    def __enter__(self) -> Self:
+        cache, counts = self._cache, self._counts
+        cache._check_no_step()
+        if self._begun:
+            raise RuntimeError("a step can be used once; write another cache.step(ids, counts)")
+        rows = [cache._sequence(number) for number in self._ids]
+        ends = [row.length + more for row, more in zip(rows, counts, strict=True)]
+        added = [-(-end // cache.page_size) - len(row.pages) for row, end in zip(rows, ends, strict=True)]
+        copying = cache._who_copies(rows, counts)
+        taken = cache._next_free(sum(added) + len(copying))
+
+        pool, lists = iter(taken), [row.pages for row in rows]
+        for i in copying:
+            page = next(pool)
+            cache._copy(lists[i][-1], page, rows[i].length % cache.page_size)
+            lists[i] = lists[i][:-1] + _pages(page)
+        for i, more in enumerate(added):
+            if more:
+                lists[i] = lists[i] + _pages(*islice(pool, more))
+
+        self._rows = [_Sequence(*row) for row in zip(lists, ends, strict=True)]
+        self._replaced = [rows[i].pages[-1] for i in copying]
+        self._batched: dict[str, Any] = {
+            "cache_seqlens": frozen(np.array([row.length for row in rows], np.int32)),
+            "block_table": frozen(_table(lists)),
+        }
+        starts = np.array([0, *accumulate(counts)], np.int32)
+        self._packed = self._batched | {"cu_seqlens_q": frozen(starts)}
+        self._taken = taken
+        cache._take(taken)
+        cache._step, self._begun = self, True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cache = self._cache
+        cache._step = None
+        layers = range(len(cache.k_pages) if kind is None and any(self._counts) else 0)
+        missing = [layer for layer in layers if layer not in self._attended]
+        if kind is None and not missing:
+            cache._sequences.update(zip(self._ids, self._rows, strict=True))
+            cache._give_back(self._replaced)
+            return
+        cache._give_back(self._taken)
+        if missing:
+            which = f"{'layer' if len(missing) == 1 else 'layers'} {', '.join(map(str, missing))}"
+            raise RuntimeError(
+                f"every layer must be attended in a step, but {len(missing)} of {len(layers)} were not ({which}); "
+                "the cache is unchanged"
+            )
+
+    def attend(self, layer: int, query: ArrayLike, key: ArrayLike, value: ArrayLike, **more: Any) -> Any:
+        """Append keys and values to one layer and attend to all its tokens, with `flash_attention_with_kvcache`.
+
+        Parameters
+        ----------
+        layer : int
+        query : array_like, shape [total, H, D], or [n, c, H, D] where all counts are c
+            The tokens of the step's first sequence, then those of the second, and so on.
+        key : array_like, shape [total, Hkv, D] or [n, c, Hkv, D]
+        value : array_like, shape [total, Hkv, Dv] or [n, c, Hkv, Dv]
+        **more
+            As in `flash_attention_with_kvcache`: `softmax_scale`, `causal`, `sliding_window`, `logits_soft_cap`,
+            `softmax_aux`, `alibi_slopes`, `attention_mask`, `return_lse`, `out`.
+
+        Returns
+        -------
+        out : ndarray, shape [total, H, Dv] or [n, c, H, Dv]
+            Same type as the query.
+        lse : ndarray, shape [H, total] or [n, H, c]
+            Only with `return_lse`.
+
+        Examples
+        --------
+        >>> import numpy as np, attnmask
+        >>> cache = attnmask.KVCache(1, 8, pages=16, dtype="float64", value_depth=1)
+        >>> a, zeros = cache.new_sequence(), np.zeros((3, 1, 8))  # all keys have the same weight
+        >>> with cache.step([a], 3) as step:
+        ...     step.attend(0, zeros, zeros, np.array([0.0, 1.0, 2.0]).reshape(3, 1, 1)).ravel()
+        array([0. , 0.5, 1. ])
+        >>> with cache.step([a], 1) as step:
+        ...     step.attend(0, zeros[:1], zeros[:1], np.array([[[5.0]]])).ravel()
+        array([2.])
+        """
+        cache = self._cache
+        if cache._step is not self:
+            raise RuntimeError("step.attend must be called inside the with block of its step")
+        index = place(layer, "layer", len(cache.k_pages))
+        q, k, v = self._tokens(query, "query"), self._tokens(key, "key"), self._tokens(value, "value")
+        places = self._packed if q.ndim == 3 else self._batched
+        result = flash_attention_with_kvcache(
+            q,
+            cache.k_pages[index],
+            cache.v_pages[index],
+            k,
+            v,
+            k_scale=None if cache.k_scales is None else cache.k_scales[index],
+            v_scale=None if cache.v_scales is None else cache.v_scales[index],
+            **places,
+            **more,
+        )
+        self._attended.add(index)
+        return result
+
+    def _tokens(self, value: ArrayLike, name: str) -> NDArray[Any]:
+        given = as_array(value, name)
+        if given.shape[:-2] not in self._layouts:
+            expected = " or ".join(
+                f"[{', '.join(map(str, layout))}, heads, head_dim]" for layout in self._layouts
+            )
+            raise ValueError(f"{name} must be {expected}, got {describe(given)}")
+        return given

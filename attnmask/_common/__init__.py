@@ -1,0 +1,1 @@
+"""What every part stands on: arguments, keywords, warnings, the log, the runtime."""

@@ -1,0 +1,437 @@
+"""Check what users pass, where it comes in: errors name the argument, what it must be and what came."""
+
+import operator
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask._common.loading import _core
+
+AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
+
+# An offset, or one for each batch row. ArrayLike would take any text beside the one that an offset may be.
+Offsets: TypeAlias = int | np.integer[Any] | Sequence[int] | NDArray[np.integer[Any]]
+Limit: TypeAlias = int | NDArray[np.int64] | None  # of all heads, or of each; None for none
+
+# Offsets are added to positions in 64-bit integers. No axis that fits in memory is as long as this.
+FARTHEST = 2**59
+_BRIEF = 60  # characters
+LONG = 256  # messages show an integer of more bits by their number
+
+
+def describe(value: Any) -> str:
+    """Return a few words to end an error message with."""
+    if isinstance(value, np.ndarray):
+        if value.ndim == 0 and value.dtype.kind in "OU":  # np.asarray has wrapped an object or a text
+            return describe(value.item())
+        return f"{value.dtype} array of shape {value.shape}"
+    if isinstance(value, int) and value.bit_length() > LONG:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return f"{value!r:.200}"
+    if _is_tensor(value):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"an object of type {type(value).__name__}"
+
+
+def check_form(state: Any, known: int, what: str) -> None:
+    """Refuse what a later version has pickled: the formats of pickles are numbered."""
+    form = state.get("version") if isinstance(state, dict) else None
+    if type(form) is not int:
+        raise ValueError(f"the pickle of {what} must have a version, got {describe(form)}")
+    if form > known:
+        raise ValueError(
+            f"{what} was pickled by a later version of attnmask, in form {form}; this one reads forms up to {known}: "
+            "update attnmask"
+        )
+
+
+def briefly(value: Any) -> str:
+    """Describe an array or tensor by type and shape, several likewise, and anything else by its `repr`, cut off."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if type(value) is tuple:
+        return f"({', '.join(map(briefly, value))}{',' if len(value) == 1 else ''})"
+    return repr(value) if len(repr(value)) <= _BRIEF else f"{value!r:.{_BRIEF}}…"
+
+
+def fields_in_a_line(named: Any) -> str:
+    """Return the `repr` of a named tuple of arrays without writing out any array."""
+    fields = (f"{name}={briefly(value)}" for name, value in zip(named._fields, named, strict=True))
+    return f"{type(named).__name__}({', '.join(fields)})"
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+_IN_TORCH = {  # what hints say of arrays, and what that is of tensors
+    r"\.astype\(np\.": ".to(torch.",
+    r"\.astype\(": ".to(",
+    r"np\.(where|reshape)\(": r"torch.\1(",
+    r"np\.transpose\((\w+)\)": r"\1.T",
+    r"np\.transpose\(": "torch.permute(",
+    r"np\.cumsum\(\[0, \*lengths\]\)": "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
+    r"np\.append\((\w+), (\d+)\)": r"torch.nn.functional.pad(\1, (0, 1), value=\2)",
+}
+
+
+def suit_hint(error: Exception, given: Mapping[str, Any]) -> None:
+    """Make the hint at the end of a message speak of tensors if the argument it begins with is one."""
+    text, semicolon, hint = str(error).rpartition("; ")
+    if _is_tensor(given.get(text.partition(" ")[0])):
+        for of_arrays, of_tensors in _IN_TORCH.items():
+            hint = re.sub(of_arrays, of_tensors, hint)
+        error.args = (text + semicolon + hint,)
+
+
+def _is_symbol(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
+
+
+def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """Make `array`, which nobody else holds, read-only for good: a view cannot become writeable against its owner."""
+    owner = array if array.base is None else array.base
+    if isinstance(owner, np.ndarray):
+        owner.setflags(write=False)
+    array.setflags(write=False)
+    return array.view()
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a read-only view of an array."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -> int:
+    """Return any integer except a bool as a Python int. A PyTorch symbol stays one, so that one graph serves all."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = value if type(value) is int or _is_symbol(value) else operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {describe(value)}{hint}") from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {describe(number)}{hint}")
+    return number
+
+
+def real(value: Any, name: str) -> float:
+    """Return any real number except a bool or NaN as a Python float."""
+    if type(value) is float and value == value:
+        return value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must fit float64, got {describe(value)}") from None
+    else:
+        array = as_array(value, name)
+        if array.ndim or array.dtype.kind == "b" or not is_number(array.dtype):
+            raise TypeError(f"{name} must be a real number, got {describe(value)}")
+        number = float(array)
+    if number != number:
+        raise ValueError(f"{name} must be a number, got nan")
+    return number
+
+
+def place(value: Any, name: str, count: int) -> int:
+    """Return the index of one of `count` planes."""
+    number = integer(value, name)
+    if not 0 <= number < count:
+        raise IndexError(
+            f"{name} must be from 0 to {count - 1}, got {number}" if count else f"the mask has no {name}"
+        )
+    return number
+
+
+def flag(value: Any, name: str, hint: str = "") -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {describe(value)}{hint}")
+    return bool(value)
+
+
+def one_of(value: Any, name: str, choices: Sequence[str | None]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {describe(value)}")
+
+
+def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
+    """Return an array of any type, in place if it is one, and readable as it is."""
+    try:
+        if type(value) is np.ndarray:
+            array = value
+        elif isinstance(value, np.ndarray):
+            array = np.asarray(value)  # a subclass may override any method; the view is of the base class
+        else:
+            array = _of_a_library(value, name) if hasattr(value, "__dlpack__") else np.asarray(value)
+    except ValueError as error:  # for example, the lists in a list differ in length
+        raise ValueError(f"{name} must be array_like: {error}") from error
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array if array.flags.aligned else array.copy()
+
+
+def _of_a_library(value: Any, name: str) -> NDArray[Any]:
+    """Return the memory of an array or tensor as a NumPy array."""
+    if _is_tensor(value):
+        return _of_torch(value, name)
+    try:
+        return np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    except TypeError as error:
+        jax = sys.modules.get("jax")
+        if jax is None or not isinstance(value, jax.core.Tracer):
+            raise
+        hint = "; attnmask.jax has functions that JAX can trace, such as attnmask.jax.flash_attention"
+        raise TypeError(
+            f"{name} must be an array that NumPy can read, got a traced value of JAX{hint}"
+        ) from error
+
+
+def check_kind_of_tensor(tensor: Any, name: str) -> None:
+    if not tensor.is_cpu:
+        raise TypeError(f"{name} must be on the CPU, got a tensor on {tensor.device}")
+    if tensor.is_nested:
+        hint = f"; write torch.cat({name}.unbind()) for packed sequences, with cum_seqlens_q"
+        raise TypeError(f"{name} must be a tensor of one shape, got a nested tensor{hint}")
+
+
+def _of_torch(tensor: Any, name: str) -> NDArray[Any]:
+    if not tensor.is_cpu:
+        check_kind_of_tensor(tensor, name)
+    if tensor.requires_grad:
+        raise TypeError(
+            f"{name} must be a tensor that needs no gradient, got one that does: detach() it, or use attnmask.torch"
+        )
+    torch = sys.modules["torch"]
+    try:
+        if tensor.dtype is torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(bfloat16(name))  # type: ignore[no-any-return]
+        if tensor.dtype is torch.float8_e4m3fn:
+            return tensor.view(torch.uint8).numpy().view(of_ml_dtypes("float8_e4m3fn", name))  # type: ignore[no-any-return]
+        array: NDArray[Any] = tensor.numpy()
+        return array
+    except (RuntimeError, TypeError) as error:
+        check_kind_of_tensor(tensor, name)
+        if tensor.is_neg() or tensor._is_zerotensor():  # a bit of the tensor changes what its memory says
+            return frozen(_of_torch(tensor.clone(), name))
+        # It is sparse; or it stands for other tensors, or for one that will be there.
+        hint = ""
+        if tensor.layout is torch.strided:
+            hint = "; attnmask.torch has functions that PyTorch can trace, such as attnmask.torch.flash_attention"
+        raise TypeError(f"{name} must be a tensor whose memory NumPy can read: {error}{hint}") from error
+
+
+def bfloat16(name: str) -> np.dtype[Any]:
+    return of_ml_dtypes("bfloat16", name)
+
+
+def of_ml_dtypes(dtype: str, name: str) -> np.dtype[Any]:
+    """Return a type that NumPy knows only through an optional package."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is of {dtype}, for which NumPy needs ml_dtypes: pip install ml_dtypes"
+        ) from error
+    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+    return known
+
+
+def _check_rank(array: NDArray[Any], name: str, layouts: Sequence[str]) -> None:
+    if array.ndim not in [layout.count(",") + 1 for layout in layouts]:
+        raise ValueError(f"{name} must be {' or '.join(layouts)}, got {describe(array)}")
+
+
+def integer_array(value: ArrayLike, name: str, hint: str = "") -> NDArray[Any]:
+    """Return an array of any integer type, in place if it is one."""
+    array = as_array(value, name)
+    if array.dtype.kind in "iu":
+        return array
+    if array.size or isinstance(value, np.ndarray):
+        raise TypeError(f"{name} must be integers, got {describe(array)}{hint}")
+    return array.astype(np.int32)  # NumPy makes an array of floats from an empty list
+
+
+def integers(value: ArrayLike, name: str, layouts: Sequence[str], hint: str = "") -> NDArray[np.int32]:
+    """Return a read-only int32 copy of an integer array of one of the layouts (such as ``"[B, Q]"``)."""
+    array = integer_array(value, name, hint)
+    _check_rank(array, name, layouts)
+    return frozen(_core.int32_copy(array, name) if array.size else allocate(array.shape, np.int32, name))
+
+
+def shared_integers(value: ArrayLike, name: str, layouts: Sequence[str]) -> NDArray[np.int32]:
+    """Return the same without a copy if nobody writes to the array."""
+    array = as_array(value, name)
+    if array.dtype == np.int32 and array.flags.c_contiguous and not array.flags.writeable:
+        _check_rank(array, name, layouts)
+        return array
+    return integers(array, name, layouts)
+
+
+def per_row(
+    value: ArrayLike,
+    name: str,
+    rows: int,
+    minimum: int = -FARTHEST,
+    row: str = "batch row",
+    broadcast: bool = True,
+) -> int | NDArray[np.int64]:
+    """Return one integer for all rows, or an array of one per row; one entry serves all rows if it may `broadcast`."""
+    if type(value) is int and minimum <= value <= FARTHEST:
+        return value  # the usual case, where making an array would take a microsecond
+    array = as_array(value, name)
+    large = array.dtype.kind == "O" and array.ndim == 0 and hasattr(array.item(), "__index__")
+    if array.ndim == 0 and (array.dtype.kind in "iu" or large):
+        number = integer(value, name, minimum)
+        if number > FARTHEST:
+            raise ValueError(f"{name} must be at most {FARTHEST}, got {describe(number)}")
+        return number
+    if array.dtype.kind not in "iu" and (array.size or isinstance(value, np.ndarray)):
+        came = describe(array if array.ndim else value)
+        raise TypeError(f"{name} must be an integer or one per {row}, got {came}")
+    if array.shape != (rows,) and (array.shape != (1,) or not broadcast):
+        hint = f"; write {name}[0] for one number for all" if array.shape == (1,) else ""
+        raise ValueError(f"{name} must be an integer or of shape ({rows},), got {describe(array)}{hint}")
+    outside = (array < minimum) | (array > FARTHEST)
+    if outside.any():
+        index = int(outside.argmax())
+        limit = f"at least {minimum}" if array[index] < minimum else f"at most {FARTHEST}"
+        raise ValueError(f"{name} must be {limit}, got {array[index]} at index {index}")
+    return int(array[0]) if len(array) == 1 else frozen(array.astype(np.int64))
+
+
+def is_bottom_right(offset: Any, name: str) -> bool:
+    """Return whether an offset is the one text that it can be."""
+    if not isinstance(offset, str):
+        return False
+    if offset != "bottom-right":
+        from difflib import get_close_matches  # takes a millisecond, which most programs do not need
+
+        close = get_close_matches(offset.lower(), ("bottom-right", "lower-right"))
+        hint = "did you mean 'bottom-right'?" if close else "write 0 for top-left"
+        raise ValueError(f"{name} must be an integer or 'bottom-right', got {offset!r:.200}; {hint}")
+    return True
+
+
+_NO_LIMIT = "; write None for no limit"
+
+
+def window(sliding_window: Any) -> tuple[int | None, int | None]:
+    """Return how far a window reaches to the left and to the right; None means no limit."""
+    if isinstance(sliding_window, np.ndarray) and sliding_window.ndim:
+        hint = "; MaskInfo.apply_sliding_window takes a window per head"
+        raise TypeError(f"sliding_window must be an integer or a pair, got {describe(sliding_window)}{hint}")
+    left, right = (_side(side, name) for side, name in _sides(sliding_window))
+    return left, right
+
+
+def windows(sliding_window: Any, heads: int) -> tuple[Limit, Limit]:
+    """Return the same, where each may be an array with one number per head (any number of heads if `heads` is 1)."""
+    left, right = (
+        _side(side, name) if side is None or as_array(side, name).ndim == 0 else _by_head(side, name, heads)
+        for side, name in _sides(sliding_window)
+    )
+    return left, right
+
+
+def _sides(sliding_window: Any) -> list[tuple[Any, str]]:
+    if not isinstance(sliding_window, (tuple, list)):
+        return [(sliding_window, "sliding_window")] * 2
+    if len(sliding_window) != 2:
+        raise ValueError(f"sliding_window must be an integer or a pair, got {len(sliding_window)} entries")
+    return [(side, f"sliding_window[{i}]") for i, side in enumerate(sliding_window)]
+
+
+def _side(side: Any, name: str) -> int | None:
+    if side is None and name != "sliding_window":
+        return None
+    length = integer(side, name, 0, _NO_LIMIT)
+    return None if length > FARTHEST else length
+
+
+def _by_head(side: ArrayLike, name: str, heads: int) -> int | NDArray[np.int64]:
+    lengths = integer_array(side, name)
+    if lengths.ndim != 1 or not len(lengths) or (heads != 1 and len(lengths) not in (1, heads)):
+        expected = "[H]" if heads == 1 else f"of shape ({heads},), one per head"
+        raise ValueError(f"{name} must be an integer or {expected}, got {describe(lengths)}")
+    clipped = allocate(
+        lengths.shape, np.int64, name
+    )  # comes first: NumPy would look at any number of entries
+    if lengths.size and lengths.min() < 0:
+        index = int((lengths < 0).argmax())
+        raise ValueError(f"{name} must be at least 0, got {lengths[index]} at index {index}")
+    clipped[:] = np.minimum(lengths.astype(np.uint64), FARTHEST)
+    return int(clipped[0]) if len(clipped) == 1 else frozen(clipped)
+
+
+def axis_name(value: Any, name: str) -> AxisName:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise TypeError(f"{name} must be a name, a tuple of names or None, got {describe(value)}")
+
+
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Return whether the core knows this bool, integer or floating-point type."""
+    return dtype.kind in "biu" or is_floating(dtype)
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Return whether the core knows this floating-point type."""
+    return dtype.char in "efd" or dtype.type.__name__ == "bfloat16"  # `dtype.name` takes a microsecond
+
+
+def check_mask_type(array: NDArray[Any], name: str) -> None:
+    if array.dtype.kind != "f" and not is_number(array.dtype):
+        raise TypeError(f"{name} must be bool, integers or floats, got {describe(array)}")
+
+
+def mask_array(value: ArrayLike, name: str, layouts: Sequence[str] | None = None) -> NDArray[Any]:
+    """Return an array of bool or numbers as it is; nonzero means yes. What looks like a bias is refused."""
+    array = as_array(value, name)
+    check_mask_type(array, name)
+    if layouts is not None:
+        _check_rank(array, name, layouts)
+    if not is_number(array.dtype):  # the core knows neither long double nor floats of eight bits
+        limits = np.finfo(np.float64)
+        with np.errstate(all="ignore"):
+            wide = array.astype(np.float64)
+        wide = np.where(np.isfinite(array), wide.clip(limits.min, limits.max), wide)
+        _core.check_mask(np.where(array < 0, np.minimum(wide, -limits.smallest_subnormal), wide), name)
+        live: NDArray[np.bool_] = array != 0
+        return live
+    if is_floating(array.dtype):
+        _core.check_mask(array, name)
+    return read_only(array)
+
+
+def number_dtype(value: DTypeLike, name: str = "dtype") -> np.dtype[Any]:
+    """Return a dtype that a mask can have."""
+    try:
+        dtype = None if value is None else np.dtype(value)  # np.dtype(None) is float64
+    except (TypeError, ValueError):  # text that is not UTF-8 raises ValueError
+        dtype = None
+    if dtype is None or not is_number(dtype):
+        raise TypeError(f"{name} must be bool, an integer or a floating-point type, got {value!r:.200}")
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def allocate(
+    shape: tuple[int, ...], dtype: DTypeLike, names: str, make: Callable[..., NDArray[Any]] = np.empty
+) -> NDArray[Any]:
+    """Allocate an array, empty or filled by `make`; its sizes come from the arguments `names`."""
+    try:
+        return make(shape, dtype)
+    except (MemoryError, ValueError, OverflowError):  # the last two say that a size does not fit 64 bits
+        raise MemoryError(f"an array of shape {shape} does not fit in memory: {names}") from None

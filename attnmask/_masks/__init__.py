@@ -1,0 +1,1 @@
+"""Masks as descriptions, and the functions between masks, ids and lengths."""

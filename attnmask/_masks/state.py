@@ -1,0 +1,341 @@
+"""The state of a `MaskInfo`: its program, and the arrays that go with it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._common.arguments import (
+    AxisName,
+    allocate,
+    axis_name,
+    describe,
+    flag,
+    frozen,
+    integers,
+    mask_array,
+)
+from attnmask._common.loading import _core
+from attnmask._masks.program import Program, Shape, Terms, agree, arrays, extents, words
+from attnmask._masks.terms import Extent, Node, PerRow, dense, equal, ids_of_sequences, tokens_extent
+
+_T = TypeVar("_T")
+Ids: TypeAlias = NDArray[np.int32]
+MaybeIds: TypeAlias = Ids | None
+
+BOOL = np.dtype(bool)
+QUERIES = ("[B, Q]", "[B, H, Q]")
+KEYS = ("[B, K]", "[B, H, K]")
+FLAGS = {  # each term that can be baked in, and the argument that says so
+    "causal": "causal_mask_baked_in",
+    "sliding_window": "sliding_window_baked_in",
+    "chunked": "chunked_mask_baked_in",
+    "token_type_ids": "token_type_ids_baked_in",
+}
+AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
+POSITIONS = {"q_positions": QUERIES, "kv_positions": KEYS}
+DETAILS = (*POSITIONS, *FLAGS.values(), *AXES)
+
+
+class Labels:
+    """Segment ids of queries and keys, present or computed on request. Either may be missing."""
+
+    __slots__ = ("_compute", "_ids", "shapes")
+
+    def __init__(self, q_ids: MaybeIds = None, kv_ids: MaybeIds = None) -> None:
+        self._ids: tuple[MaybeIds, MaybeIds] | None = (q_ids, kv_ids)
+        self._compute: Callable[[], tuple[MaybeIds, MaybeIds]] | None = None
+        self.shapes: list[tuple[int, ...] | None] = [None if ids is None else ids.shape for ids in self._ids]
+
+    @classmethod
+    def later(
+        cls, shapes: list[tuple[int, ...] | None], compute: Callable[[], tuple[MaybeIds, MaybeIds]]
+    ) -> "Labels":
+        labels = cls()
+        labels._ids, labels._compute, labels.shapes = None, compute, shapes
+        return labels
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.shapes
+
+    def get(self) -> tuple[MaybeIds, MaybeIds]:
+        compute = self._compute  # read first: another thread may clear it once there are ids
+        if self._ids is None:
+            assert compute is not None
+            self._ids = compute()
+            self._compute = None  # this frees the arrays that it refers to
+        return self._ids
+
+    def map(
+        self,
+        queries: Callable[[Ids], Ids],
+        keys: Callable[[Ids], Ids],
+        q_len: int,
+        kv_len: int,
+        lead: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape[:-1],
+    ) -> "Labels":
+        """Return labels made from these, for so many tokens; `lead` gives the axes before tokens."""
+
+        def compute() -> tuple[MaybeIds, MaybeIds]:
+            q_ids, kv_ids = self.get()
+            new_q_ids = None if q_ids is None else queries(q_ids)
+            if kv_ids is q_ids and keys is queries:
+                return new_q_ids, new_q_ids
+            return new_q_ids, None if kv_ids is None else keys(kv_ids)
+
+        if self._ids is not None:
+            return Labels(*compute())
+        lengths = zip(self.shapes, (q_len, kv_len), strict=True)
+        return Labels.later([old and (*lead(old), length) for old, length in lengths], compute)
+
+    def for_batch(self, batch: int) -> "Labels":
+        """Repeat what one row has for all rows."""
+
+        def repeated(ids: Ids) -> Ids:
+            return frozen(np.broadcast_to(ids, (batch, *ids.shape[1:])).copy())
+
+        if all(shape is None or shape[0] == batch for shape in self.shapes):
+            return self
+        return Labels(*(None if ids is None else repeated(ids) for ids in self.get()))
+
+
+def ids_of_tokens(valid: Any) -> Ids:
+    """Return 0 for tokens and -1 for padding."""
+    ids: Ids = np.subtract(valid, 1, out=allocate(np.shape(valid), np.int32, "padding"), casting="unsafe")
+    return frozen(ids)
+
+
+def padding_of(shape: Shape, program: Program) -> Labels:
+    """Return, on request, 0 for queries and keys with a live pair in any head, and -1 for the others."""
+
+    def compute() -> tuple[Ids, Ids]:
+        q_live, k_live = _core.mask_any(shape, program)
+        return ids_of_tokens(q_live.any(axis=1)), ids_of_tokens(k_live.any(axis=1))
+
+    return Labels.later([(shape[0], shape[2]), (shape[0], shape[3])], compute)
+
+
+def _shape_of(array: NDArray[Any] | None) -> tuple[int, ...] | None:
+    return None if array is None else array.shape
+
+
+_NO_TERMS, _NO_LABELS = Terms(), Labels()
+
+
+@dataclass(slots=True, eq=False)  # frozen=True would double the time to add a term
+class State:
+    """An immutable state; what was derived from it is kept in `cache`."""
+
+    base: Node | None = None
+    terms: Terms = _NO_TERMS
+    extent: Extent = (None, None, None, None)  # has no None if there is a base
+    segment_based: bool = False  # whether the base tells segments: see `base_ids`
+    dtype: np.dtype[Any] = BOOL  # of the mask as an array
+    labels: Labels = _NO_LABELS
+    cu_seqlens_q: NDArray[Any] | None = None
+    cu_seqlens_kv: NDArray[Any] | None = None
+    q_positions: MaybeIds = None
+    kv_positions: MaybeIds = None
+    baked: tuple[bool, ...] = (False, False, False, False)  # in the order of FLAGS
+    axes: tuple[AxisName, ...] = (("dp", "fsdp"), "tp", "tp", "sp")
+    cache: dict[str, Any] = field(default_factory=dict, init=False)
+    kept: tuple[Shape, Any] | None = field(default=None, init=False)
+
+    def prepared(self, shape: Shape, program: Program) -> Any:
+        """`program`, which is the mask's own for so many batch rows and heads, as a term that the core has read and
+        looked at. Of the last shape it is kept.
+        """
+        kept = self.kept
+        if kept is None or kept[0] != shape:
+            kept = self.kept = (shape, _core.mask_prepare(shape, program))
+        return kept[1]
+
+    def once(self, key: str, compute: Callable[[], _T]) -> _T:
+        """Return what `compute` gives, computed once: if two threads compute it, one result is kept."""
+        if key not in self.cache:
+            self.cache.setdefault(key, compute())
+        value: _T = self.cache[key]
+        return value
+
+    def shape(self, to_do: str) -> Shape:
+        """Return the shape of the mask, which must exist."""
+        if self.base is None:
+            raise ValueError(
+                f"cannot {to_do}: the MaskInfo must have an attention_mask, or segment ids of queries and keys, "
+                f"got MaskInfo({self})"
+            )
+        return self.extent  # type: ignore[return-value]
+
+    def described(self, to_do: str) -> tuple[Shape, Program]:
+        """Return the mask as the core takes it."""
+        return self.shape(to_do), self.program
+
+    @property
+    def program(self) -> Program:
+        return () if self.base is None else (self.base, *self.terms.nodes)
+
+    @property
+    def base_array(self) -> NDArray[Any] | None:
+        """Return the dense array that the mask begins with."""
+        return self.base[1] if isinstance(self.base, tuple) and self.base[0] == "dense" else None
+
+    @property
+    def held(self) -> dict[str, tuple[int, ...] | None]:
+        """The shapes of the arrays that came in or were given by an operation, or None; ids need not be there yet."""
+        return {
+            "attention_mask": _shape_of(self.base_array),
+            "q_segment_ids": self.labels.shapes[0],
+            "kv_segment_ids": self.labels.shapes[1],
+            "cu_seqlens_q": _shape_of(self.cu_seqlens_q),
+            "cu_seqlens_kv": _shape_of(self.cu_seqlens_kv),
+            "q_positions": _shape_of(self.q_positions),
+            "kv_positions": _shape_of(self.kv_positions),
+        }
+
+    @property
+    def array(self) -> NDArray[Any] | None:
+        """Return the mask if it is already an array of the right type and shape."""
+        array = self.base_array
+        if array is None or self.terms or array.dtype != self.dtype:
+            return None
+        assert isinstance(self.base, tuple)
+        unmoved = all(isinstance(shift, int) and shift == 0 for shift in self.base[2:])
+        fits = all(length in (1, size) for length, size in zip(array.shape, self.extent, strict=True))
+        if not (unmoved and fits):
+            return None
+        return array if array.shape == self.extent else np.broadcast_to(array, self.extent)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Describe in words what is held and cached; nothing is computed."""
+        parts = [
+            f"{name}={size}"
+            for name, size in zip(("batch_size", "heads", "q_len", "kv_len"), self.extent, strict=True)
+            if size is not None
+        ]
+        if self.base is not None:
+            base, terms = words(self.program, self.segment_based)
+            parts += [f"base={base}", f"terms=[{', '.join(terms)}]"]
+            if self.dtype != BOOL:
+                parts.append(f"dtype={self.dtype}")
+        parts.append(f"holds=[{', '.join(name for name, shape in self.held.items() if shape is not None)}]")
+        parts.append(f"cached=[{', '.join(sorted(self.cache))}]")
+        return ", ".join(parts)
+
+
+def segments(q_ids: Ids, kv_ids: Ids) -> Node:
+    """Return the base of a mask that segment ids describe."""
+    if q_ids.shape[0] != kv_ids.shape[0]:
+        raise ValueError(
+            f"kv_segment_ids must have as many batch rows as q_segment_ids, {q_ids.shape[0]}, got {describe(kv_ids)}"
+        )
+    return equal(q_ids, kv_ids)
+
+
+def array_extents(state: State) -> Iterator[tuple[str, Extent]]:
+    """Return what each array says about the mask's shape."""
+    held = state.held
+    for name, side in (("q_segment_ids", 2), ("kv_segment_ids", 3), ("q_positions", 2), ("kv_positions", 3)):
+        shape = held[name]
+        if shape is not None:
+            batch, _, queries, keys = tokens_extent(shape, side)
+            yield name, (batch, None, queries, keys)
+    yield from extents(state.program)
+
+
+def fitted(state: State, *fixed: tuple[str, Extent]) -> State:
+    """Return `state` with the shape that its arrays and what is `fixed` agree on."""
+    named = [*fixed, *array_extents(state)]
+    batch, heads, queries, keys = agree(named)
+    if batch is None and named:
+        batch = 1
+    if state.base is not None:
+        assert batch is not None
+        heads, queries, keys = (1 if size is None else size for size in (heads, queries, keys))
+        return replace(state, extent=(batch, heads, queries, keys), labels=state.labels.for_batch(batch))
+    for cu_seqlens in (state.cu_seqlens_q, state.cu_seqlens_kv):
+        if batch is None and cu_seqlens is not None:
+            batch = max(len(cu_seqlens) - 1, 0)
+    return replace(state, extent=(batch, None, queries, keys))
+
+
+def four_dimensions(mask: NDArray[Any]) -> NDArray[Any]:
+    return mask if mask.ndim == 4 else mask[:, None]
+
+
+def with_details(state: State, given: Mapping[str, Any]) -> State:
+    """Return `state` with the positions and axis names among the arguments `given`."""
+    return changed(state, {name: value for name, value in given.items() if name in DETAILS})
+
+
+def changed(state: State, given: Mapping[str, Any]) -> State:
+    """Return `state` with the arguments `given` replaced. None counts only for details."""
+    changes: dict[str, Any] = {
+        name: None if given[name] is None else integers(given[name], name, layouts)
+        for name, layouts in POSITIONS.items()
+        if name in given
+    }
+    baked, axes = zip(FLAGS.values(), state.baked, strict=True), zip(AXES, state.axes, strict=True)
+    changes["baked"] = tuple(flag(given[name], name) if name in given else old for name, old in baked)
+    changes["axes"] = tuple(axis_name(given[name], name) if name in given else old for name, old in axes)
+    fixed: list[tuple[str, Extent]] = []
+    new = [
+        None if given.get(name) is None else integers(given[name], name, layouts)
+        for name, layouts in (("q_segment_ids", QUERIES), ("kv_segment_ids", KEYS))
+    ]
+    relabelled = any(ids is not None for ids in new)
+    held = state.labels.get() if relabelled else (None, None)
+    if relabelled:
+        changes["labels"] = Labels(*(_first(*pair) for pair in zip(new, held, strict=True)))
+    attention_mask = given.get("attention_mask")
+    if attention_mask is not None:
+        mask = four_dimensions(mask_array(attention_mask, "attention_mask", ("[B, Q, K]", "[B, H, Q, K]")))
+        fixed.append(("attention_mask", tuple(None if size == 1 else size for size in mask.shape)))  # type: ignore[arg-type]
+        changes |= {"base": dense(mask), "terms": Terms(), "segment_based": False, "dtype": mask.dtype}
+    elif relabelled and (state.segment_based or state.base is None):
+        old = held if state.base is None else base_ids(state)
+        q_ids, kv_ids = (_first(*pair) for pair in zip(new, old, strict=True))
+        if kv_ids is not None and q_ids is not None:
+            changes |= {"base": segments(q_ids, kv_ids), "segment_based": True}
+    rebuilt = relabelled and state.segment_based and not arrays(state.terms.nodes)
+    if state.base is not None and attention_mask is None and not rebuilt:
+        batch, _, queries, keys = state.extent
+        fixed.append(("the mask", (batch, None, queries, keys)))
+    if attention_mask is not None or relabelled:
+        changes |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        if given.get(name) is not None:
+            changes[name] = integers(given[name], name, ("[entries]",))
+    return fitted(replace(state, **changes), *fixed)
+
+
+def base_ids(state: State) -> tuple[Ids, Ids]:
+    """Return the ids that a base of segments is made of; or 0 for tokens and -1 for padding if it needs none."""
+    assert isinstance(state.base, tuple)
+    kind, *parts = state.base
+    if kind == "sequences":
+        return ids_of_sequences(*parts[:2])
+    if kind == "equal":
+        return parts[0], parts[1]
+    size, *shifts = parts if kind == "chunk" else (0, 0, 0)
+    batch, _, queries, keys = state.extent
+    ids = [
+        _first_tokens((batch, length), length if kind == "all" else size - shift)  # type: ignore[arg-type]
+        for length, shift in zip((queries, keys), shifts, strict=True)
+    ]
+    alike = queries == keys and np.array_equal(*shifts)
+    return ids[0], ids[0] if alike else ids[1]
+
+
+def _first_tokens(shape: tuple[int, int], counts: PerRow) -> Ids:
+    """Return 0 for the first tokens of each row, and -1 for the rest."""
+    ids = allocate(shape, np.int32, "segment ids", np.zeros)
+    if not isinstance(counts, int) or counts < shape[1]:
+        ids[np.broadcast_to(np.arange(shape[1]) >= np.reshape(counts, (-1, 1)), shape)] = -1
+    return frozen(ids)
+
+
+def _first(new: MaybeIds, old: Any) -> MaybeIds:
+    return old if new is None else new

@@ -1,0 +1,549 @@
+"""Make masks from masks: with terms that remove pairs or add some, with operators, and as an array.
+
+Each function returns a new state, or the one that it was given if there is nothing to change.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from attnmask._common.arguments import (
+    FARTHEST,
+    Limit,
+    describe,
+    flag,
+    frozen,
+    integer,
+    integers,
+    is_bottom_right,
+    number_dtype,
+    one_of,
+    per_row,
+    windows,
+)
+from attnmask._common.warnings import warn_once
+from attnmask._masks import convert as masks
+from attnmask._masks.derived import labels_of_tokens, mask_of_dtype, segment_ids
+from attnmask._masks.program import Shape, Terms, agree, axis_length, cropped, extents, fill, join, same
+from attnmask._masks.state import BOOL, FLAGS, Ids, Labels, State
+from attnmask._masks.terms import (
+    ALL_PLACES,
+    Crop,
+    Extent,
+    Node,
+    PerRow,
+    band,
+    chunk,
+    dense,
+    diagonal,
+    equal,
+    first_keys,
+)
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def _with_terms(state: State, *nodes: Node, flag: str | None = None, **changes: Any) -> State:
+    """Add one term or more; the result is no longer the mask that came with lengths and a dtype."""
+    baked = tuple(is_set or name == flag for name, is_set in zip(FLAGS, state.baked, strict=True))
+    changes = {"terms": state.terms.plus(*nodes), "baked": baked, **changes}
+    return replace(state, **changes, dtype=BOOL, cu_seqlens_q=None, cu_seqlens_kv=None)
+
+
+def _cropped(state: State, crop: Crop) -> State:
+    """Return the rectangle of each batch row, with everything that goes along."""
+    base, *terms = cropped(state.program, crop)
+    batch, heads = crop.lead((*state.extent[:2], 0))  # type: ignore[arg-type]
+    return replace(
+        state,
+        base=base,
+        terms=Terms(*terms),
+        extent=(batch, heads, crop.q_len, crop.kv_len),
+        labels=state.labels.map(crop.queries, crop.keys, crop.q_len, crop.kv_len, crop.lead),
+        q_positions=None if state.q_positions is None else crop.queries(state.q_positions),
+        kv_positions=None if state.kv_positions is None else crop.keys(state.kv_positions),
+    )
+
+
+def sliced(state: State, index: Any) -> State:
+    """Return ``mask[rows, heads, queries, keys]``."""
+    shape = state.shape("slice it")
+    parts = [
+        None if axis == 1 and size == 1 else part  # heads that share a mask share it still
+        for axis, (part, size) in enumerate(zip(_parts(index, shape), shape, strict=True))
+    ]
+    rows, heads, queries, keys = (
+        None if part is None or part == slice(0, size) else part
+        for part, size in zip(parts, shape, strict=True)
+    )
+    if rows is heads is queries is keys is None:
+        return state
+    queries, keys = (
+        slice(0, size) if part is None else part
+        for part, size in zip((queries, keys), shape[2:], strict=True)
+    )
+    crop = Crop(queries.start, queries.stop - queries.start, keys.start, keys.stop - keys.start, rows, heads)
+    return replace(_cropped(state, crop), cu_seqlens_q=None, cu_seqlens_kv=None)
+
+
+_SLICED = ("rows", "heads", "queries", "keys")
+_INDEX = f"mask[{', '.join(_SLICED)}]"
+
+
+def _parts(index: Any, shape: Shape) -> list[slice]:
+    """Return a slice per axis, with nonnegative start and stop."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    dots = [place for place, entry in enumerate(entries) if entry is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("the index must have at most one ellipsis, got 2 or more")
+    if len(entries) > len(shape) + len(dots):
+        raise IndexError(f"the index must be {_INDEX}, got {len(entries)} entries")
+    if len(entries) < len(shape) and not dots:
+        raise ValueError(
+            f"the index must be {_INDEX}, got {len(entries)} entries; write ... for the missing ones"
+        )
+    if dots:
+        entries[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - len(entries) + 1)
+    return [_slice(*of_axis) for of_axis in zip(entries, _SLICED, shape, strict=True)]
+
+
+def _slice(entry: Any, name: str, size: int) -> slice:
+    if isinstance(entry, slice):
+        if entry.step is not None and integer(entry.step, f"the step of {name}") != 1:
+            raise ValueError(f"the step of {name} must be 1, got {describe(entry.step)}")
+        bounds = (entry.start, "start"), (entry.stop, "stop")
+        known = (None if bound is None else integer(bound, f"the {word} of {name}") for bound, word in bounds)
+        start, stop, _ = slice(*known).indices(size)
+        return slice(start, max(start, stop))
+    try:
+        number = integer(entry, name)
+    except TypeError:
+        raise TypeError(f"the index of {name} must be an integer or a slice, got {describe(entry)}") from None
+    if name == "heads" and size == 1:
+        return slice(0, 1)  # of heads that share a mask each one has it
+    if not -size <= number < size:
+        raise IndexError(f"the index of {name} must be from {-size} to {size - 1}, got {number}")
+    return slice(number % size, number % size + 1)
+
+
+def _clipped(value: PerRow, low: int, high: int) -> PerRow:
+    return min(max(value, low), high) if isinstance(value, int) else np.clip(value, low, high)
+
+
+def _kept_labels(state: State) -> Labels:
+    """What is to be held where the base, which may tell segments without ids, goes."""
+    return labels_of_tokens(state) if state.segment_based else state.labels
+
+
+# As an array
+
+
+def to_dtype(state: State, dtype: DTypeLike) -> State:
+    wanted = number_dtype(dtype)
+    state.shape("convert the mask")
+    return state if wanted == state.dtype else materialized(state, wanted)
+
+
+def materialized(state: State, dtype: DTypeLike) -> State:
+    wanted, array = number_dtype(dtype), state.array
+    if array is not None and array.dtype == wanted:
+        return state
+    mask = mask_of_dtype(state, wanted)
+    labels = _kept_labels(state)
+    return replace(state, base=dense(mask), terms=Terms(), segment_based=False, labels=labels, dtype=wanted)
+
+
+def with_segment_ids(state: State, per_head: bool) -> State:
+    each_head = flag(per_head, "per_head")
+    if state.labels.complete:
+        return state
+    return replace(
+        state, labels=Labels(*segment_ids(state, each_head)), cu_seqlens_q=None, cu_seqlens_kv=None
+    )
+
+
+# Operators
+
+
+def inverted(state: State) -> State:
+    state.shape("invert it")
+    return _with_terms(state, "not", baked=(False,) * len(FLAGS), labels=Labels(), segment_based=False)
+
+
+def joined(left: State, right: State, operator: str, baked: Callable[[bool, bool], bool]) -> State:
+    """Return the pairs that both allow, or that either does; ids and positions come from the left one if it has any."""
+    left.shape("combine masks")
+    right_shape = right.shape("combine masks")
+    named = (
+        (name, (None if b == 1 else b, None if h == 1 else h, q, k))
+        for name, (b, h, q, k) in (("the left mask", left.extent), ("the right mask", right.extent))
+    )
+    batch, heads, queries, keys = agree(named)
+    batch = 1 if batch is None else batch
+    assert left.base is not None
+    assert right.base is not None
+    if left.terms.length == right.terms.length and same(left.program, right.program):
+        base, terms, in_order = left.base, left.terms, True
+    else:
+        base, terms, in_order = join(
+            (left.base, left.terms), (right.base, right.terms), operator, right_shape
+        )
+    labels = _joined_labels(left, right, in_order)
+    return replace(
+        left,
+        base=base,
+        terms=terms,
+        extent=(batch, 1 if heads is None else heads, queries, keys),
+        segment_based=left.segment_based and in_order,
+        labels=labels.for_batch(batch),
+        dtype=BOOL,
+        baked=tuple(map(baked, left.baked, right.baked)),
+        cu_seqlens_q=None,
+        cu_seqlens_kv=None,
+        q_positions=right.q_positions if left.q_positions is None else left.q_positions,
+        kv_positions=right.kv_positions if left.kv_positions is None else left.kv_positions,
+    )
+
+
+def _joined_labels(left: State, right: State, in_order: bool) -> Labels:
+    """Return the first held labels; otherwise what a base says, to be held unless it stays the base."""
+    for state in (left, right):
+        if state.labels.complete:
+            return state.labels
+    if left.segment_based and in_order:
+        return left.labels
+    for state in (left, right):
+        if state.segment_based:
+            return labels_of_tokens(state)
+    return right.labels
+
+
+# Terms
+
+
+def _held_segments(state: State) -> tuple[Ids, Ids]:
+    if not (state.labels.complete or state.segment_based):
+        raise ValueError("within_segments must be False for a mask without segment ids, got True")
+    return segment_ids(state)
+
+
+def _near(
+    state: State, limits: tuple[Limit, Limit], offset: ArrayLike, within_segments: bool
+) -> tuple[Node, ...]:
+    """Return the terms for keys within `limits` of the diagonal, each with its operator."""
+    batch, _, queries, keys = state.extent
+    assert batch is not None
+    bottom_right = is_bottom_right(offset, "offset")
+    shift = 0 if bottom_right else per_row(offset, "offset", batch)
+    if flag(within_segments, "within_segments") and not _is_one_segment(state):
+        q_ids, kv_ids = _held_segments(state)
+        return equal(q_ids, kv_ids), "and", _within(q_ids, kv_ids, limits, shift, bottom_right), "and"
+    if have_other_starts(state):
+        warn_once("packed sequences")
+    if bottom_right:
+        assert queries is not None
+        assert keys is not None
+        shift = keys - queries
+    return band(*limits, shift), "and"
+
+
+def _is_one_segment(state: State) -> bool:
+    """Return whether all tokens of a row are in one segment, so that its diagonal is the row's."""
+    kind = state.base[0] if state.segment_based and state.base is not None else None
+    return kind == "all" and not state.labels.complete
+
+
+def have_other_starts(state: State) -> bool:
+    """Return whether queries and keys are packed and some sequence starts at different positions in both."""
+    starts = state.cu_seqlens_q, state.cu_seqlens_kv
+    if isinstance(state.base, tuple) and state.base[0] == "sequences":
+        starts = state.base[1:3]
+    elif state.extent[0] != 1:  # they are pairs, one for each batch row
+        return False
+    one, other = starts
+    return one is not other and not (one is None or other is None or np.array_equal(one[:-1], other[:-1]))
+
+
+def _within(q_ids: Ids, kv_ids: Ids, limits: tuple[Limit, Limit], shift: PerRow, bottom_right: bool) -> Node:
+    """Return the term for keys within `limits` of the diagonal of their own segment."""
+    if q_ids is kv_ids:  # each segment has its diagonal where the row has it
+        return band(*limits, shift)
+    if q_ids.shape[-1] + kv_ids.shape[-1] > _INT32_MAX:
+        raise ValueError("within_segments must be False for 2**31 tokens and more, got True")
+    rows, sides = _broadcast(q_ids, kv_ids)
+    (q_segments, q_ends, runs, lengths), (kv_segments, kv_ends, *_) = (
+        _ends(ids, bottom_right) for ids in sides
+    )
+    found = np.minimum(np.searchsorted(kv_segments, q_segments), max(len(kv_segments) - 1, 0))
+    known = kv_segments[found] == q_segments if len(kv_segments) else np.zeros(len(q_segments), bool)
+    moved = np.zeros(len(q_segments) + 1, np.int32)  # the last one is for padding
+    moved[:-1][known] = kv_ends[found[known]] - q_ends[known]
+    if not moved.any():
+        return band(*limits, shift)
+    at = np.repeat(moved[runs], lengths).reshape(*rows, -1)
+    at += np.arange(at.shape[-1], dtype=np.int32)
+    return diagonal(*limits, shift, frozen(at))
+
+
+def _ends(
+    ids: Ids, last: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp], NDArray[np.intp]]:
+    """The segments of all rows, where in its row each begins, or has its last token; and of each run its segment's
+    number, which is -1 for padding, and its length.
+    """
+    lengths, valid, segment = _runs(ids)
+    begins = np.cumsum(lengths) - lengths
+    places = (begins + lengths - 1 if last else begins)[valid] % max(ids.shape[1], 1)
+    segments, number = np.unique(segment, return_inverse=True)
+    ends = np.zeros(len(segments), np.int64) if last else np.full(len(segments), ids.shape[1])
+    (np.maximum if last else np.minimum).at(ends, number, places)
+    runs = np.full(len(lengths), -1)
+    runs[valid] = number
+    return segments, ends, runs, lengths
+
+
+def _extent_with(state: State, nodes: tuple[Node, ...]) -> Extent:
+    """Return the mask's extent with more terms, which may have heads where it has one for all."""
+    batch, heads, queries, keys = state.extent
+    named = ("the mask", (batch, None if heads == 1 else heads, queries, keys))
+    heads = agree([named, *extents(nodes)])[1]
+    return batch, 1 if heads is None else heads, queries, keys
+
+
+def causal(state: State, offset: Any, within_segments: bool) -> State:
+    state.shape("apply a causal term")
+    near = _near(state, (None, 0), offset, within_segments)
+    extent = state.extent if len(near) == 2 else _extent_with(state, near)
+    return _with_terms(state, *near, flag="causal", extent=extent)
+
+
+def sliding_window(
+    state: State,
+    sliding_window: Any,
+    offset: Any,
+    mode: str | None,
+    index: ArrayLike | None,
+    within_segments: bool,
+) -> State:
+    one_of(mode, "mode", (None, "default", "decode", "prefill"))
+    batch, heads, queries, keys = state.shape("apply a sliding window")
+    left, right = windows(sliding_window, heads)
+    if index is None and mode == "decode":
+        raise ValueError("index must be given with mode='decode', got None")
+    near = _near(state, (None if left is None else -left, right), offset, within_segments)
+    state = _with_terms(state, *near, flag="sliding_window", extent=_extent_with(state, near))
+    if mode not in ("decode", "prefill"):
+        return state
+    left, right = (None if side is None else int(np.max(side, initial=0)) for side in (left, right))
+    width = keys if left is None or right is None else min(left + right + 1, keys)
+    if mode == "prefill":
+        if not isinstance(sliding_window, (tuple, list)) and left is not None:
+            width = min(left, keys)
+        return _cropped(state, Crop(0, queries, keys - width, width))
+    assert index is not None
+    if queries == 0:
+        raise ValueError("mode must not be 'decode' for a mask without queries")
+    query = _clipped(per_row(index, "index", batch, -FARTHEST), 0, queries - 1)
+    first = 0 if left is None else _clipped(query - left, 0, keys - width)
+    return _cropped(state, Crop(query, 1, first, width))
+
+
+def reject_window(given: tuple[Any, ...]) -> NoReturn:
+    """Refuse several positional arguments, the first two of which may be meant as a pair."""
+    pair = all(side is None or type(side) is int for side in given[:2])
+    sides = ", ".join(map(describe, given[:2]))
+    hint = f"apply_sliding_window(({sides}))" if pair else "offset=, mode= or index="
+    raise TypeError(f"apply_sliding_window() takes 1 positional argument, got {len(given)}; write {hint}")
+
+
+def prefix(state: State, lengths: ArrayLike) -> State:
+    given = per_row(lengths, "lengths", state.shape("apply a prefix")[0], 0)
+    q_ids, kv_ids = labels_of_tokens(state).get()
+    assert q_ids is not None
+    assert kv_ids is not None
+    length = np.reshape(given, (-1, *(1,) * (kv_ids.ndim - 1)))
+    first = equal(q_ids, frozen(np.where(_places(kv_ids) < length, kv_ids, np.int32(-1))))
+    return _with_terms(state, first, "or", extent=_extent_with(state, (first,)))
+
+
+def _places(ids: Ids) -> NDArray[np.int64]:
+    """Return how many tokens of the same segment come before each token; anything for padding."""
+    rows = ids.reshape(-1, ids.shape[-1]) if ids.size else ids.reshape(0, 0)
+    lengths, valid, segment = _runs(rows)
+    order = valid[np.argsort(segment, kind="stable")]
+    through = np.cumsum(lengths[order])
+    before = np.zeros(len(lengths), np.int64)
+    first = np.diff(np.sort(segment), prepend=-1) != 0  # of the runs of each segment
+    before[order] = through - lengths[order]
+    before[order] -= np.maximum.accumulate(np.where(first, before[order], 0))
+    places = masks.positions_from_segment_ids(rows) + np.repeat(before, lengths).reshape(rows.shape)
+    return places.reshape(ids.shape)
+
+
+def chunked(state: State, chunk_size: int, offset: ArrayLike, within_segments: bool) -> State:
+    size = integer(chunk_size, "chunk_size", 1)
+    shape = state.shape("apply chunks")
+    shift = per_row(offset, "offset", shape[0])
+    up_to = None, 0
+    if flag(within_segments, "within_segments"):
+        ids = _held_segments(state)
+        chunks = _chunks_of_segments(*ids, size, shift)
+        nodes: tuple[Node, ...] = equal(*chunks), "and", _within(*ids, up_to, shift, False), "and"
+        labels, extent = Labels(*chunks), _extent_with(state, nodes)
+        return _with_terms(state, *nodes, flag="chunked", labels=labels, extent=extent)
+    if have_other_starts(state):
+        warn_once("packed sequences")
+
+    def numbered(ids: Ids) -> Ids:
+        number = np.arange(ids.shape[-1], dtype=np.int32) // np.int32(min(size, _INT32_MAX)) + np.int32(1)
+        return frozen(np.where(ids < 0, np.int32(-1), number))
+
+    def moved(ids: Ids) -> Ids:
+        number = np.arange(ids.shape[-1]) + _by_row(shift, ids.ndim)
+        number //= min(size, ALL_PLACES)
+        number += 1
+        number[number < 1] = -1
+        return frozen(np.where(ids < 0, np.int32(-1), number.clip(max=_INT32_MAX).astype(np.int32)))
+
+    still = isinstance(shift, int) and shift == 0
+    labels = labels_of_tokens(state).map(numbered if still else moved, numbered, shape[2], shape[3])
+    return _with_terms(
+        state, chunk(size, shift), "and", band(*up_to, shift), "and", flag="chunked", labels=labels
+    )
+
+
+def _by_row(value: PerRow, axes: int) -> Any:
+    """Return an array to add to one of so many axes, the first of which are batch rows."""
+    return value if isinstance(value, int) else value.reshape(-1, *(1,) * (axes - 1))
+
+
+def _runs(ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+    """The runs of equal ids in each of the rows: their lengths, and of those that are no padding which they are and
+    what tells their segments apart, which is the row and then the id.
+    """
+    begins = np.empty(ids.shape, bool)
+    begins[:, :1] = True
+    np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+    begin = np.flatnonzero(begins)
+    segment = ids.reshape(-1)[begin]
+    valid = np.flatnonzero(segment >= 0)
+    row = begin[valid] // max(ids.shape[1], 1)
+    return np.diff(begin, append=ids.size), valid, (row.astype(np.int64) << 31) + segment[valid]
+
+
+def _broadcast(q_ids: Ids, kv_ids: Ids) -> tuple[tuple[int, ...], list[Ids]]:
+    """The axes before that of tokens that both have in common, and both with one axis in their place; once if they are
+    the same.
+    """
+    if q_ids.ndim != kv_ids.ndim:
+        q_ids, kv_ids = (ids if ids.ndim == 3 else ids[:, None] for ids in (q_ids, kv_ids))
+    rows = np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
+    sides = [
+        np.broadcast_to(ids, (*rows, ids.shape[-1])).reshape(math.prod(rows), ids.shape[-1])
+        for ids in ([q_ids] if kv_ids is q_ids else [q_ids, kv_ids])
+    ]
+    return rows, sides
+
+
+def _chunks_of_segments(q_ids: Ids, kv_ids: Ids, size: int, shift: PerRow) -> tuple[Ids, Ids]:
+    """Number the chunks of each row's segments from 1, counted from each segment's start; -1 for padding.
+
+    Queries are `shift` places further, and have -1, too, where that is in no chunk of their segment.
+    """
+    rows, sides = _broadcast(q_ids, kv_ids)
+    moved = not isinstance(shift, int) or shift != 0
+    if moved and len(sides) == 1:
+        sides *= 2
+    lengths, valid, keys = zip(*map(_runs, sides), strict=True)
+    longest = np.concatenate([runs[live] for runs, live in zip(lengths, valid, strict=True)])
+    segments, segment = np.unique(np.concatenate(keys), return_inverse=True)
+    chunks = np.zeros(len(segments), np.int64)
+    np.maximum.at(chunks, segment, -(-longest // min(size, _INT32_MAX)))
+    before = np.cumsum(chunks) - chunks
+    before -= before[np.searchsorted(segments, segments >> 31 << 31)]  # each row counts from 0
+    results: list[Ids] = []
+    for ids, runs, live, own in zip(sides, lengths, valid, np.split(segment, [len(valid[0])]), strict=False):
+        places = masks.positions_from_segment_ids(ids)
+        first, count = np.zeros((2, len(runs)), np.int32)
+        first[live], count[live] = before[own] + 1, chunks[own]
+        firsts = np.repeat(first, runs).reshape(ids.shape)
+        if moved and not results:
+            by_row = np.repeat(np.broadcast_to(np.asarray(shift, np.int64), rows[:1]), math.prod(rows[1:]))
+            chunk_of = (places + by_row[:, None]) // min(size, ALL_PLACES)
+            inside = (chunk_of >= 0) & (chunk_of < np.repeat(count, runs).reshape(ids.shape))
+            numbers = np.where(inside & (ids >= 0), chunk_of + firsts, -1).astype(np.int32)
+        else:  # padding has position -1, so its chunk is -1 as well
+            numbers = places // np.int32(min(size, _INT32_MAX)) + firsts
+        results.append(frozen(numbers.reshape(*rows, ids.shape[-1])))
+    return results[0], results[-1]
+
+
+def token_type_ids(
+    state: State, token_type_ids: Any, combine: str, zero_policy: str, update_segment_ids: bool | None
+) -> State:
+    if isinstance(token_type_ids, tuple):
+        if len(token_type_ids) != 2:
+            raise ValueError(f"token_type_ids must be an array or two, got {len(token_type_ids)}")
+        names = "token_type_ids[0]", "token_type_ids[1]"
+        q_types, kv_types = map(integers, token_type_ids, names, (("[B, Q]",), ("[B, K]",)))
+    else:
+        names = "token_type_ids", "token_type_ids"
+        q_types = kv_types = integers(token_type_ids, names[0], ("[B, Q]",))
+    one_of(combine, "combine", ("union", "intersect", "replace"))
+    one_of(zero_policy, "zero_policy", ("q", "kv", "both", "none"))
+    batch, _, queries, keys = state.shape("apply token types")
+    for types, name, length in zip((q_types, kv_types), names, (queries, keys), strict=True):
+        if types.shape != (batch, length):
+            raise ValueError(f"{name} must be of shape {(batch, length)} for this mask, got {types.shape}")
+    term = equal(q_types, kv_types, zero_policy != "none")
+    changes: dict[str, Any] = {"flag": "token_type_ids"}
+    updates = update_segment_ids
+    if combine != "union" if updates is None else flag(updates, "update_segment_ids"):
+        q_ids = frozen(np.where(q_types == 0, np.int32(-1), q_types))
+        kv_ids = q_ids if kv_types is q_types else frozen(np.where(kv_types == 0, np.int32(-1), kv_types))
+        changes["labels"] = Labels(q_ids, kv_ids)
+    if combine == "replace":
+        extent = (batch, 1, queries, keys)
+        changes = {"labels": _kept_labels(state), **changes}
+        return _with_terms(state, base=term, terms=Terms(), extent=extent, segment_based=False, **changes)
+    return _with_terms(state, term, "or" if combine == "union" else "and", **changes)
+
+
+def kv_lengths(state: State, kv_lengths: ArrayLike, q_len: int | None, sliding_window: int | None) -> State:
+    batch, _, queries, keys = state.shape("apply key lengths")
+    lengths = per_row(kv_lengths, "kv_lengths", batch, 0)
+    kept_queries = queries if q_len is None else integer(q_len, "q_len", 0)
+    if kept_queries > queries:
+        raise ValueError(f"q_len must be at most {queries}, the number of queries, got {kept_queries}")
+    kept_keys = keys if sliding_window is None else min(integer(sliding_window, "sliding_window", 0), keys)
+    state = _with_terms(state, first_keys(lengths), "and")
+    if (kept_queries, kept_keys) == (queries, keys):
+        return state
+    q_start = 0 if kept_queries == queries else _clipped(lengths - kept_queries, 0, queries - kept_queries)
+    k_start = 0 if kept_keys == keys else _clipped(lengths - kept_keys, 0, keys - kept_keys)
+    return _cropped(state, Crop(q_start, kept_queries, k_start, kept_keys))
+
+
+def chunked_array(
+    chunk_size: int, q_len: int, kv_len: int | None, offset: int, dtype: DTypeLike, out: NDArray[Any] | None
+) -> NDArray[Any]:
+    size, queries = integer(chunk_size, "chunk_size", 1), axis_length(q_len, "q_len")
+    keys = queries if kv_len is None else axis_length(kv_len, "kv_len")
+    shift = per_row(offset, "offset", 1)
+    program = (chunk(size, shift), band(None, 0, shift), "and")
+    wanted = number_dtype(dtype)
+    if out is None:
+        return fill((1, 1, queries, keys), program, wanted, 1, 0).reshape(queries, keys)
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be an array, got {describe(out)}")
+    target = np.asarray(out)
+    if target.shape != (queries, keys) or target.dtype != wanted:
+        raise ValueError(
+            f"out must be an array of {wanted} of shape {(queries, keys)}, got {describe(target)}"
+        )
+    fill((1, 1, queries, keys), program, wanted, 1, 0, target[None, None])
+    return out

@@ -1,0 +1,1 @@
+"""Sequences divided among processes."""

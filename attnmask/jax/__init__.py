@@ -1,0 +1,424 @@
+"""`flash_attention` for JAX under ``jit``, ``grad`` and ``vmap``, and `MaskInfo` as a pytree.
+
+Importing this module registers `MaskInfo` as a pytree: `jax.tree.map` reaches its arrays, and functions under
+``jax.jit`` take and return masks. The arrays are the leaves. Everything else (shape, terms, flags, axis names) is
+static, so masks that differ only in the contents of their arrays share one compilation.
+
+Under ``jax.jit`` the arrays are tracers, which the core cannot read. So pass a traced mask on to `flash_attention`, as
+it is or in parts by `tree_flatten`. Anything else that reads it, even its shape or another term, raises a TypeError:
+read it before, close over it, or read it in a ``jax.pure_callback``. Like any array, 64-bit ones are truncated to 32
+bits by ``jax.jit`` unless ``jax_enable_x64`` is set; only per-row numbers (offsets, lengths) and dense masks may have
+64 bits.
+
+Examples
+--------
+>>> import jax, jax.numpy as jnp
+>>> import attnmask.jax
+>>> info = attnmask.MaskInfo.from_segments([[0, 0, 1]]).apply_causal()
+>>> [leaf.shape for leaf in jax.tree.leaves(info)]
+[(1, 3), (1, 3)]
+>>> query, value = jnp.zeros((1, 3, 1, 8)), jnp.arange(3.0).reshape(1, 3, 1, 1)
+>>> attend = jax.jit(lambda value, mask: attnmask.jax.flash_attention(query, query, value, mask))
+>>> attend(value, info).ravel().tolist()
+[0.0, 0.5, 2.0]
+>>> jax.grad(lambda value: attend(value, info).sum())(value).ravel().tolist()
+[1.5, 0.5, 1.0]
+"""
+
+from inspect import signature
+from typing import Any
+
+import numpy as np
+
+try:
+    import jax  # type: ignore[import-not-found, unused-ignore]
+    from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
+except ImportError as _missing:
+    raise ImportError("attnmask.jax needs JAX, which is not installed: pip install jax") from _missing
+if not hasattr(jax, "enable_x64"):
+    raise ImportError(
+        f"attnmask.jax needs JAX 0.8 or later, got {jax.__version__}: pip install --upgrade jax"
+    )
+
+from attnmask._attention import forward as flash
+from attnmask._cache.attend import flash_attention_with_kvcache as kvcache_in_numpy
+from attnmask._common.arguments import as_array, describe, flag
+from attnmask._common.keywords import advice
+from attnmask._masks.info import MaskInfo
+from attnmask._sharded.plan import ShardPlan
+from attnmask.jax import _cache as kvcache
+from attnmask.jax import _call as call
+from attnmask.jax import _callback as in_python
+from attnmask.jax import _ring as ring
+from attnmask.jax._arguments import LEARNED, TRACED, check, is_traced, sinks_of, specify
+from attnmask.jax._cache import KVCacheResult
+
+__all__ = ["KVCacheResult", "flash_attention", "flash_attention_with_kvcache", "register", "ring_attention"]
+
+jax.tree_util.register_pytree_node_class(MaskInfo)
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in signature(flash.flash_attention).parameters.items()
+    if name != "out"
+}
+
+
+def _check_known(value: Any, name: str) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise TypeError(f"{name} must be known at compile time, got a traced value")
+
+
+def _check_kinds(arrays: dict[str, Any], static: dict[str, Any]) -> None:
+    """Check what has another message here than where attention is computed."""
+    for name in LEARNED[:3]:
+        if name in static:
+            raise TypeError(f"{name} must be an array, got {describe(static[name])}")
+        if arrays[name].ndim not in (3, 4):
+            raise ValueError(f"{name} must have three or four axes, got shape {arrays[name].shape}")
+    for name, x in static.items():
+        if name not in _DEFAULTS:
+            hint = advice(name, _DEFAULTS)
+            raise TypeError(
+                f"flash_attention() of JAX arrays got an unexpected keyword argument {name!r}{hint}"
+            )
+        _check_known(x, name)
+
+
+def _four_axes(learned: dict[str, Any]) -> dict[str, Any]:
+    """Arrange learned arrays as the core takes them; JAX carries gradients back by itself."""
+    arranged = {name: x if x.ndim == 4 else x[None] for name, x in learned.items() if name in LEARNED[:3]}
+    if "bias" in learned:
+        bias = learned["bias"]
+        arranged["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    if "softmax_aux" in learned:
+        arranged["softmax_aux"] = sinks_of(learned["softmax_aux"])
+    if "relative_bias" in learned:
+        table = learned["relative_bias"]
+        arranged["relative_bias"] = table if table.dtype.itemsize >= 4 else table.astype(np.float32)
+    return arranged
+
+
+def _to_jax(result: Any) -> Any:
+    """Hand a fresh result to JAX: large ones in place, because they are aligned; small ones are copied."""
+    return jax.device_put(result) if result.nbytes >= 2**20 else jax.numpy.asarray(result)
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    bias: Any = None,
+    *,
+    softmax_aux: Any = None,
+    return_lse: bool = False,
+    callback: bool = False,
+    **more: Any,
+) -> Any:
+    """Apply `attnmask.flash_attention` in JAX: under ``jit``, ``grad`` and ``vmap``.
+
+    `query`, `key`, `value`, `bias`, `softmax_aux` and `relative_bias` have gradients, and so has the logsumexp with
+    `return_lse`. Higher-order gradients are not supported. It runs on the CPU, where compiled functions call C: types
+    and shapes are checked at trace time.
+
+    Parameters
+    ----------
+    query, key, value : array, shape [B, Tq, H, D], [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]
+        Without B if `cum_seqlens_q` or `cum_seqlens_k` is given.
+    attention_mask : array or MaskInfo, optional
+    bias, softmax_aux : array, optional
+    return_lse : bool
+    callback : bool
+        Let compiled functions call back into Python, for runtimes that cannot call C. This is slow, and with more
+        devices than threads it may hang.
+    **more
+        The other arguments of `attnmask.flash_attention` by name, except `out`. Segment ids, `cum_seqlens_q`,
+        `cum_seqlens_k`, `causal_offset`, `alibi_slopes`, `relative_bias` and `dropout_seed` may be traced; the others
+        are fixed at compile time.
+
+    Returns
+    -------
+    array, or tuple of two if `return_lse`
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> query, value = jnp.zeros((1, 3, 1, 8)), jnp.arange(3.0).reshape(1, 3, 1, 1)
+    >>> attend = jax.jit(lambda value: attnmask.jax.flash_attention(query, query, value, causal=True))
+    >>> attend(value).ravel().tolist()
+    [0.0, 0.5, 1.0]
+    >>> [round(x, 3) for x in jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()]
+    [1.833, 0.833, 0.333]
+    """
+    with_lse = flag(return_lse, "return_lse")
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attention_mask": attention_mask,
+        "bias": bias,
+        "softmax_aux": softmax_aux,
+        **more,
+    }
+    arrays = {
+        name: x if isinstance(x, (MaskInfo, jax.Array)) else np.asarray(x)
+        for name, x in given.items()
+        if name in TRACED and not (x is None or isinstance(x, (int, str)))
+    }
+    static = {name: x for name, x in given.items() if name not in arrays}
+    _check_kinds(arrays, static)
+    if not any(map(is_traced, arrays.values())):  # nothing to compile
+        results = flash.flash_attention(**in_python.on_host(arrays), **static, return_lse=with_lse)
+        return jax.tree.map(_to_jax, results)
+
+    learned = {name: jax.numpy.asarray(arrays.pop(name)) for name in LEARNED if name in arrays}
+    known = _DEFAULTS | static | learned | arrays
+    problem, batched = check(known)
+    if flag(callback, "callback") or not call.registered():
+        engine: Any = in_python
+        spec: Any = static
+        others: Any = arrays
+    else:
+        engine = call
+        spec, others = specify(known, problem)
+    leaves, structure = jax.tree.flatten((_four_axes(learned), others))
+    results = _attention(engine, spec, with_lse)(*jax.tree.unflatten(structure, call.alike(leaves)))
+    results = results if batched else tuple(x[0] for x in results)
+    return results if with_lse else results[0]
+
+
+def flash_attention_with_kvcache(
+    query: Any,
+    k_cache: Any,
+    v_cache: Any,
+    key: Any = None,
+    value: Any = None,
+    *,
+    cache_seqlens: Any = None,
+    block_table: Any = None,
+    cu_seqlens_q: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Any = None,
+    alibi_slopes: Any = None,
+    attention_mask: Any = None,
+    return_lse: bool = False,
+) -> KVCacheResult:
+    """Apply `attnmask.flash_attention_with_kvcache` in JAX, and return the caches with the new tokens.
+
+    Compiled functions write to their caches in place if ``donate_argnums`` names them or a loop carries them. Otherwise
+    the caches are copied, as in eager calls. Gradients are not supported.
+
+    Parameters
+    ----------
+    query, k_cache, v_cache, key, value : array
+        As in `attnmask.flash_attention_with_kvcache`.
+    cache_seqlens, block_table, cu_seqlens_q : array, optional
+        May be traced, like all arrays. Errors in their numbers are raised when the function runs.
+    k_scale, v_scale, softmax_aux, alibi_slopes : array, optional
+    softmax_scale, causal, sliding_window, logits_soft_cap, return_lse
+        Must be known at compile time.
+    attention_mask : array or MaskInfo, optional
+        Not supported with `cu_seqlens_q` in a compiled function.
+
+    Returns
+    -------
+    KVCacheResult
+        ``out``, ``lse``, and ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale`` as they are after the call.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> @partial(jax.jit, donate_argnums=0)
+    ... def step(caches, token, length):
+    ...     result = attnmask.jax.flash_attention_with_kvcache(token, *caches, token, token, cache_seqlens=length)
+    ...     return (result.k_cache, result.v_cache), result.out
+    >>> caches = jnp.zeros((1, 64, 1, 8)), jnp.zeros((1, 64, 1, 8))
+    >>> for length in range(3):
+    ...     caches, out = step(caches, jnp.full((1, 1, 1, 8), length, jnp.float32), length)
+    >>> caches[0][0, :4, 0, 0].tolist()
+    [0.0, 1.0, 2.0, 0.0]
+    """
+    given = {
+        "query": query,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "key": key,
+        "value": value,
+        "cache_seqlens": cache_seqlens,
+        "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "softmax_aux": softmax_aux,
+        "alibi_slopes": alibi_slopes,
+        "attention_mask": attention_mask,
+        "return_lse": return_lse,
+    }
+    for name, x in given.items():
+        if name not in kvcache.TRACED:
+            _check_known(x, name)
+    if not any(map(is_traced, given.values())):
+        return _eager(given)
+    register()
+    return kvcache.attend(given)
+
+
+def _eager(given: dict[str, Any]) -> KVCacheResult:
+    """Compute with NumPy, on a copy of caches that are written to."""
+    arrays: dict[str, Any] = {
+        name: as_array(x, name) if isinstance(x, jax.Array) else x for name, x in given.items()
+    }
+    caches = {name: given[name] for name in KVCacheResult._fields[2:]}
+    copies = {}
+    if given["key"] is not None:
+        copies = {name: np.array(arrays[name]) for name, cache in caches.items() if cache is not None}
+    found = kvcache_in_numpy(**arrays | copies)
+    out, *lse = found if given["return_lse"] else (found,)
+    caches |= {name: _to_jax(copy) for name, copy in copies.items()}
+    return KVCacheResult(_to_jax(out), _to_jax(lse[0]) if lse else None, **caches)
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: Any,
+    layout: str | ShardPlan = "zigzag",
+    cu_seqlens: Any = None,
+    attention_mask: MaskInfo | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    alibi_slopes: Any = None,
+    relative_bias: Any = None,
+    relative_low: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """Attend over a sequence that is divided along a mesh axis, inside `jax.shard_map`.
+
+    Each device calls it with its shard, as made by `attnmask.shard_sequence`, all of one length. It gets its shard of
+    the result of `flash_attention` on the whole sequence, merged in float32. Keys and values travel only to devices
+    whose queries see them. `query`, `key`, `value`, `softmax_aux` and `relative_bias` have first-order gradients.
+
+    Parameters
+    ----------
+    query, key, value : array, shape [B, T of the shard, H, D], [B, T of the shard, Hkv, D (Dv)]
+    axis_name : str or tuple of str
+        The mesh axis; shards are in the order of its devices.
+    layout : {"zigzag", "contiguous"} or ShardPlan
+        As in `attnmask.shard_sequence`.
+    cu_seqlens : array_like of integers, shape [sequences + 1], optional
+        Starts of packed sequences in the whole sequence.
+    attention_mask : MaskInfo, optional
+        The mask of the whole sequence.
+    softmax_aux : array, shape [S], [1, S] or [H, S], optional
+        Sinks, which count once.
+    q_segment_ids, kv_segment_ids : array_like of integers, shape [B, T of the whole sequence], optional
+    alibi_slopes : array_like, shape [H] or [B, H], or with `cu_seqlens` [sequences, H], optional
+    dropout_seed : int, optional
+        The same on each device. It may be traced, like `softmax_aux` and `relative_bias`; everything else except query,
+        key and value must be known at compile time.
+    softmax_scale, dropout_prob, causal, sliding_window, logits_soft_cap, relative_bias, relative_low
+        As in `attnmask.flash_attention`. Dropout is that of the whole sequence.
+    return_lse : bool
+
+    Returns
+    -------
+    array, or tuple of two if `return_lse`
+        Shapes [B, T of the shard, H, Dv] and [B, H, T of the shard].
+
+    Examples
+    --------
+    A mesh of one device; pass ``jax.devices()`` for all:
+
+    >>> from functools import partial
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "ring")
+    >>> spec = jax.sharding.PartitionSpec(None, "ring")
+    >>> attend = partial(attnmask.jax.ring_attention, axis_name="ring", causal=True)
+    >>> attend = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
+    >>> query, value = jnp.zeros((1, 4, 1, 8)), jnp.arange(4.0).reshape(1, 4, 1, 1)
+    >>> attend(query, query, value).ravel().tolist()
+    [0.0, 0.5, 1.0, 1.5]
+    """
+    with_lse = flag(return_lse, "return_lse")
+    given = dict(locals())
+    learned = {name: given.pop(name) for name in LEARNED if name in given}
+    learned = {name: jax.numpy.asarray(x) for name, x in learned.items() if x is not None}
+    register()
+    return ring.attend(learned, given, with_lse)
+
+
+def register() -> tuple[str, ...]:
+    """Register the C functions that compiled programs call, and return their names.
+
+    `flash_attention` does this when it is first traced. You need it in two cases: to load a program of `jax.export`
+    where nothing was traced, and to tell `jax.export` that a program may call these functions.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> x = jnp.ones((1, 3, 1, 8))
+    >>> checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in attnmask.jax.register()]
+    >>> attend = jax.jit(attnmask.jax.flash_attention)
+    >>> jax.export.export(attend, disabled_checks=checks)(x, x, x).call(x, x, x).shape
+    (1, 3, 1, 8)
+    """
+    if not call.registered():
+        raise RuntimeError("JAX refuses the C functions of this build of attnmask")
+    return call.TARGETS
+
+
+def _attention(engine: Any, spec: Any, with_lse: bool) -> Any:
+    """Return attention as a function of learned and other arrays, with its gradients."""
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
+    def attend(learned: Any, others: Any) -> Any:
+        return engine.forward(spec, learned, others, 1 + with_lse)
+
+    def forward(learned: Any, others: Any) -> Any:
+        wanted = {
+            name: () for name, x in learned.items() if x.perturbed
+        }  # its keys, which tracing leaves alone
+        learned, others = jax.tree.map(lambda x: x.value, (learned, others))
+        narrow = learned["query"].dtype.itemsize == 2  # rounded, it would be the largest error of gradients
+        results = engine.forward(spec, learned, others, 3 if narrow else 2)
+        return results[: 1 + with_lse], (wanted, learned, others, results[-1 if narrow else 0], results[1])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        wanted, learned, others, out, lse = residuals
+        dout, *dlse = cotangents
+        dout = jax.numpy.zeros(out.shape, learned["query"].dtype) if isinstance(dout, SymbolicZero) else dout
+        dlse = [x for x in dlse if not isinstance(x, SymbolicZero)]
+        found = engine.backward(spec, learned, others, tuple(wanted), (dout, out, lse, *dlse))
+        grads: dict[str, Any] = dict.fromkeys(learned) | dict(zip(wanted, found, strict=True))
+        return grads, None
+
+    attend.defvjp(forward, backward, symbolic_zeros=True)
+    return attend

@@ -1,0 +1,292 @@
+"""Arguments of attention some of which are traced by JAX: checked as they are in eager calls, and divided into what is
+known when a function is compiled and the arrays that are not.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._attention.problem import ARRAYS, LEARNED, Problem, distances, read_problem
+from attnmask._common.arguments import is_floating, is_number
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import Leaf, Program
+from attnmask._masks.terms import KEY_STARTS, PAIRS, QUERY_STARTS, ROWS, Node, operands
+
+__all__ = [
+    "LEARNED",
+    "TRACED",
+    "Arrays",
+    "Spec",
+    "Wide",
+    "check",
+    "is_traced",
+    "like",
+    "mask_like",
+    "mask_terms",
+    "sinks_of",
+    "slopes_of",
+    "specify",
+    "starts_like",
+]
+
+TRACED = (*ARRAYS, "dropout_seed")  # arguments that may be traced
+
+
+class Wide(NamedTuple):
+    """A placeholder for a 64-bit array, each number as a pair of int32: by default JAX has no others."""
+
+    place: int
+
+
+class Spec(NamedTuple):
+    """What is asked for, with a `Leaf` or a `Wide` for each array. Sequences have one operand more than in programs of
+    masks, an offset that is added to both limits.
+    """
+
+    nodes: Program
+    scale: float
+    cap: float
+    normalize: bool
+    dropout: float
+    seed: int | Leaf | Wide
+    relative: tuple[Any, ...] | None  # of the terms by distance: starts, offsets, slopes, the least distance
+    part: tuple[int, int] | None = None  # as of `Problem`
+
+
+def is_traced(value: Any) -> bool:
+    if isinstance(value, MaskInfo):
+        return value._held is None and any(isinstance(leaf, jax.core.Tracer) for leaf in _tree(value)[1])
+    return isinstance(value, jax.core.Tracer)
+
+
+def _tree(info: MaskInfo) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the tree that JAX put `info` together from."""
+    return info._leaves or ((), ())
+
+
+# Checks
+
+
+def check(given: Mapping[str, Any]) -> tuple[Problem, bool]:
+    """What `read_problem` says of arguments of these types and shapes. What depends on the numbers of those that are
+    traced is checked when they are there.
+    """
+    tokens = dict.fromkeys(("query", "key"), 0)
+    for name in LEARNED[:3]:
+        shape = given[name].shape
+        if not all(isinstance(length, int) for length in shape):
+            raise ValueError(f"{name} must have a known shape at trace time, got {shape}")
+        if len(shape) > 2:
+            tokens[name] = shape[-3]
+    known = dict(given)
+    for name, value in given.items():
+        if not is_traced(value):
+            continue
+        if isinstance(value, MaskInfo):
+            known[name] = mask_like(value)
+        elif name in ("cum_seqlens_q", "cum_seqlens_k"):
+            known[name] = starts_like(value, tokens["query" if name == "cum_seqlens_q" else "key"])
+        elif name == "dropout_seed":
+            known[name] = np.zeros(value.shape, value.dtype)[()]
+        else:
+            known[name] = like(value)
+    return read_problem(known)
+
+
+def like(value: Any) -> NDArray[Any]:
+    """Return an array of this type and shape that needs no memory."""
+    return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+
+
+def starts_like(value: Any, tokens: int) -> NDArray[Any]:
+    """Return starts of so many sequences, of which the last has all tokens."""
+    if value.dtype.kind not in "iu":
+        return like(value)
+    starts = np.zeros(value.shape, np.int64)
+    starts[..., -1:] = tokens
+    return starts
+
+
+def mask_like(info: MaskInfo) -> MaskInfo:
+    aux, leaves = _tree(info)
+    *_, queries, keys, _, _, program = aux
+    known = [
+        leaf if leaf is None or not hasattr(leaf, "dtype") else np.zeros(leaf.shape, leaf.dtype)
+        for leaf in leaves
+    ]
+    for node in program:
+        for field, operand in operands(node):
+            if isinstance(operand, Leaf) and field in (QUERY_STARTS, KEY_STARTS):
+                known[operand.place] = starts_like(
+                    leaves[operand.place], queries if field is QUERY_STARTS else keys
+                )
+    return MaskInfo.tree_unflatten(aux, tuple(known))
+
+
+# What is static, and the arrays
+
+
+class Arrays:
+    """The arrays that a call takes besides its first arguments, each once."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []  # kept, so that an id is its own
+        self.taken: list[Any] = []
+
+    def place(self, value: Any) -> Any:
+        """Return what stands for `value` in a `Spec`: itself if it is no array."""
+        if not isinstance(value, (np.ndarray, jax.Array)):
+            return value
+        index = next((i for i, other in enumerate(self.given) if other is value), len(self.given))
+        if index == len(self.given):
+            self.given.append(value)
+            self.taken.append(_pairs(value) if _is_wide(value) else value)
+        return Wide(index) if _is_wide(value) else Leaf(index)
+
+
+def _is_wide(value: Any) -> bool:
+    return value.dtype == np.uint64 or (isinstance(value, np.ndarray) and value.dtype.itemsize == 8)
+
+
+def _pairs(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return jax.lax.bitcast_convert_type(value, np.int32)
+    return np.ascontiguousarray(value).view(np.int32).reshape(*value.shape, 2)
+
+
+def specify(given: Mapping[str, Any], problem: Problem) -> tuple[Spec, list[Any]]:
+    """Return the spec of the arguments `given`, which `check` turned into `problem`."""
+    arrays = Arrays()
+    program = tuple(_nodes(given, problem))
+    nodes = tuple(
+        node if isinstance(node, str) else (node[0], *map(arrays.place, node[1:])) for node in program
+    )
+    seed: Any = 0
+    if problem.dropout:
+        seed = given["dropout_seed"]
+        seed = jax.numpy.reshape(seed, (1,)) if is_traced(seed) else np.array([problem.seed], np.uint64)
+    relative = _relative(given, problem, program)
+    spec = Spec(
+        nodes,
+        problem.scale,
+        problem.cap,
+        problem.normalize,
+        problem.dropout,
+        arrays.place(seed),
+        None if relative is None else tuple(map(arrays.place, relative)),
+    )
+    return spec, arrays.taken
+
+
+def sinks_of(softmax_aux: Any) -> Any:
+    """Return sinks as the core takes them: one row shared by all heads has one axis."""
+    wide = is_floating(softmax_aux.dtype) and softmax_aux.dtype.itemsize >= 4
+    sinks = softmax_aux if wide else softmax_aux.astype(np.float32)
+    return sinks[0] if sinks.ndim == 2 and sinks.shape[0] == 1 else sinks
+
+
+def slopes_of(alibi_slopes: Any, heads: int) -> Any:
+    """Return traced slopes as the core takes them."""
+    wide = alibi_slopes.dtype == np.float64
+    return alibi_slopes.reshape(-1, heads).astype(np.float64 if wide else np.float32)
+
+
+def _relative(given: Mapping[str, Any], problem: Problem, program: Program) -> tuple[Any, ...] | None:
+    if problem.relative is None:
+        return None
+    slopes, _, offsets, starts, low = problem.relative
+    given_slopes, offset = given["alibi_slopes"], given["causal_offset"]
+    if is_traced(given_slopes):
+        slopes = slopes_of(given_slopes, problem.query.shape[2])
+    if starts is None:
+        return None, jax.numpy.reshape(offset, -1) if is_traced(offset) else offsets, slopes, low
+    sequences: Any = [node for node in program if node[0] == "sequences"][-1]
+    _, q_starts, k_starts, _, _, moved = sequences
+    if any(map(is_traced, (q_starts, k_starts, offset))):
+        offsets = jax.numpy.asarray(k_starts)[:-1] - jax.numpy.asarray(q_starts)[:-1] + moved
+    return q_starts, offsets, slopes, low
+
+
+def _nodes(given: Mapping[str, Any], problem: Problem) -> Iterator[Node]:
+    """Return the program of `problem` with traced arrays in place of their stand-ins."""
+    mask = given["attention_mask"]
+    for node in problem.nodes:
+        if isinstance(node, str):
+            yield node
+        elif not isinstance(node, tuple) or node[0] == "dense":
+            yield from mask_terms(mask, node)
+        elif node[0] == "equal":
+            yield _equal(given, node)
+        elif node[0] == "band":
+            offset = given["causal_offset"]
+            yield (*node[:3], jax.numpy.reshape(offset, -1) if is_traced(offset) else node[3])
+        elif node[0] == "sequences":
+            yield _sequences(given, node)
+        else:
+            yield node
+
+
+def mask_terms(mask: Any, node: Node) -> Iterator[Node]:
+    """Return the terms of `attention_mask`, which became `node` in a program."""
+    if isinstance(mask, MaskInfo):
+        yield from _terms_of(mask)
+    else:
+        yield ("dense", _dense(mask if isinstance(mask, jax.Array) else node[1]), 0, 0)
+
+
+def _terms_of(info: MaskInfo) -> Iterator[Node]:
+    aux, leaves = _tree(info) if is_traced(info) else ((info._state.program,), ())
+    for node in aux[-1]:
+        if isinstance(node, str):
+            yield node
+            continue
+        terms: list[Any] = [node[0]]
+        for field, operand in operands(node):
+            value = leaves[operand.place] if isinstance(operand, Leaf) else operand
+            if field is PAIRS:
+                value = _dense(value)
+            elif field is ROWS and hasattr(value, "shape"):
+                value = value.reshape(-1)
+            terms.append(value)
+        yield (*terms, 0) if node[0] == "sequences" else tuple(terms)
+
+
+def _dense(mask: Any) -> Any:
+    """Return a 4-D mask of a type that both XLA and the core have."""
+    if isinstance(mask, np.ndarray):
+        mask = mask != 0 if mask.dtype.itemsize == 8 else mask
+    elif not is_number(mask.dtype):
+        mask = mask.astype(np.float32 if jax.numpy.issubdtype(mask.dtype, np.floating) else np.int32)
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _equal(given: Mapping[str, Any], node: Node) -> Node:
+    def ids(name: str, other: str, known: Any) -> Any:
+        value = given[other] if given[name] is None else given[name]
+        return value.reshape(known.shape) if is_traced(value) else known
+
+    q_ids = ids("q_segment_ids", "kv_segment_ids", node[1])
+    same = given["q_segment_ids"] is None or given["kv_segment_ids"] is None
+    return ("equal", q_ids, q_ids if same else ids("kv_segment_ids", "q_segment_ids", node[2]), node[3])
+
+
+def _sequences(given: Mapping[str, Any], node: Node) -> Node:
+    starts, offset = (given["cum_seqlens_q"], given["cum_seqlens_k"]), given["causal_offset"]
+    if not any(map(is_traced, (*starts, offset))):
+        return (*node, 0)
+    q_starts, k_starts = (
+        value if is_traced(value) else known
+        for value, known in zip(
+            (starts[1] if starts[0] is None else starts[0], starts[0] if starts[1] is None else starts[1]),
+            node[1:3],
+            strict=True,
+        )
+    )
+    if isinstance(offset, str):
+        offset = jax.numpy.diff(k_starts) - jax.numpy.diff(q_starts)
+    elif is_traced(offset) or not isinstance(offset, int):
+        offset = (jax.numpy if is_traced(offset) else np).asarray(offset).reshape(-1)
+    return ("sequences", q_starts, k_starts, *distances(given), offset)

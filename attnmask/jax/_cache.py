@@ -1,0 +1,191 @@
+"""Attention over a cache as an XLA call that writes new tokens into the cache's memory. Its counterpart is
+``csrc/bind/xla/cache.c``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+
+from attnmask._attention.problem import mask_nodes
+from attnmask._cache import attend as kvcache
+from attnmask._common.arguments import as_array, fields_in_a_line
+from attnmask._common.loading import _core
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.terms import Node
+from attnmask.jax import _call as call
+from attnmask.jax._arguments import (
+    Arrays,
+    is_traced,
+    like,
+    mask_like,
+    mask_terms,
+    sinks_of,
+    slopes_of,
+    starts_like,
+)
+
+__all__ = ["TRACED", "KVCacheResult", "attend"]
+
+_LSE, _APPEND, _PACKED, _MASKED, _K_SCALE, _V_SCALE, _SINKS = (1 << i for i in range(7))
+_FIRST = (
+    "query",
+    "k_cache",
+    "v_cache",
+    "key",
+    "value",
+    "k_scale",
+    "v_scale",
+    "softmax_aux",
+)  # in the call's order
+TRACED = (*_FIRST, "cache_seqlens", "block_table", "cu_seqlens_q", "alibi_slopes", "attention_mask")
+
+
+class KVCacheResult(NamedTuple):
+    """What `flash_attention_with_kvcache` returns: the result, and the caches as they are after the call.
+
+    Parameters
+    ----------
+    out : array, shape [B, Tq, H, Dv] or [total, H, Dv]
+    lse : array, shape [B, H, Tq] or [H, total], or None
+        None without `return_lse`.
+    k_cache, v_cache : array
+    k_scale, v_scale : array or None
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> x, cache = jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 4, 1, 8))
+    >>> result = attnmask.jax.flash_attention_with_kvcache(x, cache, cache, x, x, cache_seqlens=2)
+    >>> result.k_cache[0, :, 0, 0].tolist(), result.lse
+    ([0.0, 0.0, 1.0, 0.0], None)
+    """
+
+    out: Any
+    lse: Any
+    k_cache: Any
+    v_cache: Any
+    k_scale: Any
+    v_scale: Any
+
+    def __repr__(self) -> str:
+        return fields_in_a_line(self)
+
+
+def attend(given: Mapping[str, Any]) -> KVCacheResult:
+    """Attend, given the arguments of `attnmask.flash_attention_with_kvcache` by name, some of them traced."""
+    given = dict(given) | {name: jax.numpy.asarray(given[name]) for name in _FIRST if given[name] is not None}
+    known = {name: _known(name, value, given["query"]) for name, value in given.items()}
+    _core.check_kvcache(*(known | {"out": None}).values())
+    packed, appends = given["cu_seqlens_q"] is not None, given["key"] is not None
+    if packed and given["attention_mask"] is not None:
+        raise NotImplementedError("attention_mask must be None with cu_seqlens_q in a traced call")
+    first = {name: given[name] for name in _FIRST if given[name] is not None}
+    if packed:
+        first |= {name: first[name][None] for name in ("query", "key", "value") if name in first}
+    if "softmax_aux" in first:
+        first["softmax_aux"] = sinks_of(first["softmax_aux"])
+    query, k_cache = first["query"], first["k_cache"]
+    arrays = Arrays()
+    words, with_lse = _words(given, known, query.shape, arrays)
+
+    batch, queries, heads, _ = query.shape
+    shapes: list[Any] = [((batch, queries, heads, first["v_cache"].shape[3]), query.dtype)]
+    if with_lse:
+        shapes.append(((batch, heads, queries), np.float64 if query.dtype == np.float64 else np.float32))
+    by_token = (*k_cache.shape[:3], 1)
+    scales = [name for name in ("k_scale", "v_scale") if name in first and first[name].shape == by_token]
+    written = ["k_cache", "v_cache", *scales] if appends else []
+    places = {list(first).index(name): len(shapes) + i for i, name in enumerate(written)}
+    shapes += [(first[name].shape, first[name].dtype) for name in written]
+    no_gradients = "attnmask.jax.flash_attention_with_kvcache has no gradients: flash_attention has them"
+    results = call.call_handler(
+        call.TARGETS[2],
+        words,
+        [*first.values(), *arrays.taken],
+        shapes,
+        no_gradients,
+        "sequential",  # each call of a mapped function writes to a cache of its own
+        places,
+    )
+    out, *lse = (x[0] if packed else x for x in results[: 1 + with_lse])
+    caches = {name: given[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
+    caches |= dict(zip(written, results[1 + with_lse :], strict=True))
+    return KVCacheResult(out, lse[0] if with_lse else None, **caches)
+
+
+def _words(
+    given: Mapping[str, Any], known: Mapping[str, Any], shape: tuple[int, int, int, int], arrays: Arrays
+) -> tuple[Any, bool]:
+    """Return what the handler is told, and whether the logsumexp is wanted. `shape` is that of the queries."""
+    batch, queries, heads, channels = shape
+    starts = given["cu_seqlens_q"]
+    sequences = batch if starts is None else len(known["cu_seqlens_q"]) - 1
+    names = ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "softmax_aux", "alibi_slopes")
+    options = [known[name] for name in ("query", *names, "return_lse")] + [sequences, heads, channels]
+    scale, cap, _, slopes, low, high, with_lse = kvcache.options(*options)
+    flags = _LSE * with_lse | _APPEND * (given["key"] is not None) | _PACKED * (starts is not None)
+    flags |= _K_SCALE * (given["k_scale"] is not None) | _V_SCALE * (given["v_scale"] is not None)
+    flags |= _SINKS * (given["softmax_aux"] is not None) | _MASKED * (given["attention_mask"] is not None)
+    before, table = given["cache_seqlens"], given["block_table"]
+    if is_traced(before):
+        before = before.reshape(-1)
+    elif before is not None:
+        before = kvcache.tokens_before(known["cache_seqlens"], sequences)
+    if is_traced(table) and table.dtype != np.int32:
+        table = jax.numpy.clip(table, -1, min(np.iinfo(table.dtype).max, 2**31 - 1)).astype(np.int32)
+    elif table is not None and not is_traced(table):
+        table = as_array(known["block_table"], "block_table")
+        table = table if table.dtype == np.int32 else kvcache.int32_table(table, given["block_table"])
+    operands = [low, high, before, table]
+    if starts is not None:
+        operands.append(starts if is_traced(starts) else _core.checked_starts(starts, "cu_seqlens_q"))
+    operands.append(slopes_of(given["alibi_slopes"], heads) if is_traced(given["alibi_slopes"]) else slopes)
+
+    words = call.first_words(flags, scale, cap, 0.0)
+    for operand in operands:
+        words += call.operand_words(arrays.place(operand))
+    if given["attention_mask"] is not None:
+        rows = known["k_cache"].shape[1]
+        capacity = rows if table is None else rows * table.shape[1]
+        keys, nodes = _mask(
+            given["attention_mask"], known["attention_mask"], (batch, heads, queries), capacity
+        )
+        placed = [x if isinstance(x, str) else (x[0], *map(arrays.place, x[1:])) for x in nodes]
+        words += [keys, *call.mask_words(tuple(placed))]
+    return np.array(words, np.int64), with_lse
+
+
+def _mask(mask: Any, known: Any, shape: tuple[int, int, int], capacity: int) -> tuple[int, list[Node]]:
+    """Return how many keys the mask has, at most the cache's capacity, and its terms."""
+    if isinstance(known, MaskInfo):
+        keys = capacity if known.kv_len is None else known.kv_len
+    else:
+        known = as_array(known, "attention_mask")
+        keys = known.shape[-1] if known.ndim and known.shape[-1] != 1 else capacity
+    if keys > capacity and isinstance(mask, MaskInfo) and is_traced(mask):
+        raise ValueError(
+            f"attention_mask must have at most the {capacity} keys that the cache has room for if it is traced, got "
+            f"{keys}; write attention_mask[..., :{capacity}] where it is made"
+        )
+    keys = min(keys, capacity)
+    known = kvcache.cut(known, keys)
+    if isinstance(mask, MaskInfo) and not is_traced(mask):
+        mask = known
+    program = mask_nodes(known, (*shape, keys))
+    return keys, [term for node in program for term in mask_terms(mask, node)]
+
+
+def _known(name: str, value: Any, query: Any) -> Any:
+    """Return what stands for an argument when types and shapes are checked: itself unless it is traced."""
+    if value is None or not is_traced(value):
+        return as_array(value, name) if isinstance(value, jax.Array) else value
+    if isinstance(value, MaskInfo):
+        return mask_like(value)
+    if name == "cu_seqlens_q":
+        return starts_like(value, query.shape[0] if query.ndim else 0)
+    if name in ("k_scale", "v_scale"):
+        return np.broadcast_to(np.ones((), value.dtype), value.shape)
+    return like(value)

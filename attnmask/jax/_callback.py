@@ -1,0 +1,69 @@
+"""Attention as a JAX callback into Python, if XLA does not accept the handlers of `_jax_call`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+
+from attnmask._attention.backward import flash_attention_bwd
+from attnmask._attention.forward import attend_for_gradients, flash_attention_fwd
+from attnmask._common.arguments import as_array
+from attnmask._masks.info import MaskInfo
+from attnmask.jax._arguments import LEARNED
+from attnmask.jax._call import alike, struct_like
+
+__all__ = ["backward", "forward", "on_host"]
+
+
+def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return JAX arguments as `attnmask.flash_attention` takes them."""
+    arrays: dict[str, Any] = {
+        name: x if isinstance(x, MaskInfo) else as_array(x, name) for name, x in arguments.items()
+    }
+    if "dropout_seed" in arrays:
+        arrays["dropout_seed"] = int(arrays["dropout_seed"])
+    return arrays
+
+
+def _call(compute: Any, shapes: Iterable[tuple[tuple[int, ...], Any]], *arguments: Any) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(arguments)
+    leaves = alike([jax.numpy.asarray(leaf) for leaf in leaves])
+    results = tuple(struct_like(shape, dtype, leaves[0]) for shape, dtype in shapes)
+    arguments = jax.tree.unflatten(structure, leaves)
+    return tuple(jax.pure_callback(compute, results, *arguments, vmap_method="sequential"))
+
+
+def forward(
+    static: dict[str, Any], learned: dict[str, Any], others: dict[str, Any], results: int
+) -> tuple[Any, ...]:
+    """As in `_jax_call`, with arguments by name."""
+
+    def compute(learned: Any, others: Any) -> Any:
+        given = on_host(learned | others) | static
+        return attend_for_gradients(given) if results == 3 else flash_attention_fwd(**given)[:results]
+
+    query, value = learned["query"], learned["value"]
+    batch, queries, heads, _ = query.shape
+    wide = np.float64 if query.dtype == np.float64 else np.float32
+    row = batch, queries, heads, value.shape[3]
+    shapes = [(row, query.dtype), ((batch, heads, queries), wide), (row, wide)]
+    return _call(compute, shapes[:results], learned, others)
+
+
+def backward(
+    static: dict[str, Any],
+    learned: dict[str, Any],
+    others: dict[str, Any],
+    wanted: Sequence[str],
+    of_result: Sequence[Any],
+) -> tuple[Any, ...]:
+    def compute(learned: Any, others: Any, *of_result: Any) -> Any:
+        dout, out, lse, *dlse = (as_array(x, "out") for x in of_result)
+        extras = {f"grad_{name}": name in wanted for name in LEARNED[3:]}
+        arguments = on_host(learned | others) | static | extras
+        grads = flash_attention_bwd(dout, out=out, lse=lse, dlse=dlse[0] if dlse else None, **arguments)
+        return tuple(getattr(grads, name) for name in wanted)
+
+    shapes = [(learned[name].shape, learned[name].dtype) for name in wanted]
+    return _call(compute, shapes, learned, others, *of_result)

@@ -1,0 +1,177 @@
+"""Convert a `MaskInfo` to a BlockMask of FlexAttention, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch.nn.attention.flex_attention import BlockMask  # type: ignore[import-not-found, unused-ignore]
+
+from attnmask._common.arguments import describe, integer
+from attnmask._masks import derived
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import Program
+from attnmask._masks.terms import TILE, ids_of_sequences
+from attnmask.torch._import import torch
+from attnmask.torch._masks import to_tensor
+
+
+def _pair(block_size: Any) -> tuple[int, int]:
+    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size must be an integer or a pair, got {len(sizes)} entries")
+    return integer(sizes[0], "block_size", 1), integer(sizes[1], "block_size", 1)
+
+
+def to_block_mask(mask: MaskInfo, block_size: Any) -> Any:
+    (batch, heads, queries, keys), program = mask._state.described("make a BlockMask of it")
+    q_size, k_size = _pair(block_size)
+    live = np.stack(
+        [[derived.grid(mask._state, b, h, q_size, k_size) for h in range(heads)] for b in range(batch)]
+    )
+    full = live == q_size * k_size
+    blocks: list[Any] = []
+    for kind in ((live > 0) & ~full, full):
+        counts = torch.from_numpy(kind.sum(-1, dtype=np.int32))
+        blocks += counts, torch.from_numpy(np.argsort(~kind, axis=-1, kind="stable").astype(np.int32))
+    return BlockMask.from_kv_blocks(
+        *blocks, BLOCK_SIZE=(q_size, k_size), mask_mod=_mask_mod(program), seq_lengths=(queries, keys)
+    )
+
+
+def _at(array: Any, *places: Any) -> Any:
+    """Return an entry; axes of length 1 are shared. FlexAttention may ask beyond the end and ignore the answer."""
+    return array[
+        tuple(0 if size == 1 else place % size for size, place in zip(array.shape, places, strict=True))
+    ]
+
+
+def _of(value: Any, place: Any) -> Any:
+    """Select one batch row or head."""
+    return value if isinstance(value, int) else value[place]
+
+
+def _ids_at(ids: Any, b: Any, h: Any, token: Any) -> Any:
+    return _at(ids, b, token) if ids.ndim == 2 else _at(ids, b, h, token)
+
+
+def _all(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= 0
+
+
+def _band(b: Any, h: Any, q: Any, k: Any, low: Any, high: Any, offset: Any) -> Any:
+    place = k - q - _of(offset, b)
+    least, most = -(2**62) if low is None else low, 2**62 if high is None else high
+    return (place >= _of(least, h)) & (place <= _of(most, h))
+
+
+def _diagonal(b: Any, h: Any, q: Any, k: Any, low: Any, high: Any, offset: Any, at: Any) -> Any:
+    return _band(b, h, _ids_at(at, b, h, q), k, low, high, offset)
+
+
+def _chunk(b: Any, h: Any, q: Any, k: Any, size: int, q_shift: Any, k_shift: Any) -> Any:
+    chunks = ((q + _of(q_shift, b)), (k + _of(k_shift, b)))
+    one, other = (torch.div(place, size, rounding_mode="floor") for place in chunks)
+    return one == other
+
+
+def _keys(b: Any, h: Any, q: Any, k: Any, begin: Any, end: Any) -> Any:
+    return (k >= _of(begin, b)) & (k < _of(end, b))
+
+
+def _equal(b: Any, h: Any, q: Any, k: Any, q_ids: Any, k_ids: Any, exclude_zero: bool) -> Any:
+    one = _ids_at(q_ids, b, h, q)
+    return (one == _ids_at(k_ids, b, h, k)) & (one >= 0) & ((one != 0) | (not exclude_zero))
+
+
+def _dense(b: Any, h: Any, q: Any, k: Any, array: Any, q_shift: Any, k_shift: Any) -> Any:
+    return _at(array, b, h, q + _of(q_shift, b), k + _of(k_shift, b)) != 0
+
+
+def _tiles(
+    b: Any,
+    h: Any,
+    q: Any,
+    k: Any,
+    places: Any,
+    q_size: int,
+    k_size: int,
+    bits: Any,
+    q_shift: Any,
+    k_shift: Any,
+) -> Any:
+    q, k = q + _of(q_shift, b), k + _of(k_shift, b)
+    tile = [torch.div(place, size, rounding_mode="floor") for place, size in ((q, q_size), (k, k_size))]
+    place = _at(places, b, h, *tile)
+    if not len(bits):
+        return place == 1
+    byte = bits[torch.clamp(place - 2, min=0), q % TILE, k % TILE // 8]
+    return (place == 1) | ((place > 1) & ((byte >> (k % 8)) & 1 == 1))
+
+
+_TERMS = {
+    "all": _all,
+    "band": _band,
+    "diagonal": _diagonal,
+    "chunk": _chunk,
+    "keys": _keys,
+    "equal": _equal,
+    "dense": _dense,
+    "tiles": _tiles,
+}
+
+
+def _mask_mod(program: Program) -> Callable[..., Any]:
+    """Return the program as a function of batch row, head, query and key."""
+
+    def held(operand: Any) -> Any:
+        return to_tensor(operand.copy()) if isinstance(operand, np.ndarray) else operand
+
+    nodes = [
+        ("equal", *ids_of_sequences(*node[1:3]), False) if node[0] == "sequences" else node
+        for node in program
+    ]
+    terms = [node if isinstance(node, str) else (_TERMS[node[0]], *map(held, node[1:])) for node in nodes]
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        waiting: list[Any] = []
+        for term in terms:
+            if not isinstance(term, str):
+                waiting.append(term[0](b, h, q, k, *term[1:]))
+            elif term == "not":
+                waiting.append(~waiting.pop())
+            else:
+                right, left = waiting.pop(), waiting.pop()
+                waiting.append(left & right if term == "and" else left | right)
+        return waiting[0]
+
+    return mask_mod
+
+
+def from_block_mask(block_mask: Any) -> MaskInfo:
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, got {describe(block_mask)}")
+    (queries, keys), (q_size, k_size) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+
+    def blocks(counts: Any, indices: Any) -> MaskInfo:
+        """Return the listed blocks."""
+        listed = torch.arange(indices.shape[-1]) < counts[..., None]
+        columns = -(-keys // k_size)
+        live = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool)
+        live.scatter_(
+            -1, torch.where(listed, indices, columns).long(), True
+        )  # the last one is for the others
+        return MaskInfo.from_blocks(live[..., :-1].numpy(), (q_size, k_size), queries, keys)
+
+    mask_mod = block_mask.mask_mod
+    for axis in (3, 2, 1, 0):
+        mask_mod = torch.vmap(mask_mod, tuple(0 if i == axis else None for i in range(4)))
+
+    def live(*index: Any) -> Any:
+        return mask_mod(*(torch.from_numpy(part.ravel().copy()) for part in index))
+
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    mask = MaskInfo.from_function(live, queries, keys, batch, heads)
+    mask &= blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is not None:
+        mask |= blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return mask

@@ -1,0 +1,230 @@
+"""`flash_attention_with_kvcache` for PyTorch, and the operator ``attnmask::flash_attention_with_kvcache``.
+
+The operator takes the arguments of `attnmask.flash_attention_with_kvcache`, a `MaskInfo` and a window as
+`flash_attention` does, and ``cache_seqlens`` as a tensor or, if that is None, as an integer. It declares that it writes
+to the caches and their scales, and returns both results.
+"""
+
+from typing import Any
+
+from attnmask._cache import attend as kvcache
+from attnmask._common.arguments import as_array, describe, flag, integer, real, suit_hint, window
+from attnmask._masks.info import MaskInfo
+from attnmask.torch import _operators as operators
+from attnmask.torch._import import torch
+from attnmask.torch._masks import MaskTensors, mask_tensors, restored, to_tensor
+from attnmask.torch._operators import check_no_tangents, check_tensor, detached, needs_operator, operand
+
+_PARAMETERS = (
+    "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? key, Tensor? value, Tensor? cache_seqlens, "
+    "Tensor? block_table, Tensor? cu_seqlens_q, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor? softmax_aux, "
+    "Tensor? alibi_slopes, Tensor? attention_mask, Tensor[] mask_tensors, str mask_specification, "
+    "SymInt? cache_length, SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, "
+    "float? logits_soft_cap"
+)
+_NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
+_MUST_BE = ("query", "k_cache", "v_cache", "key", "value", "k_scale", "v_scale")  # tensors
+_WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
+
+
+def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
+    check_no_tangents(tensors, tensors.values())
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x.requires_grad:
+            raise RuntimeError(
+                f"flash_attention_with_kvcache has no gradient, and {name} requires one: "
+                "call it under torch.no_grad(), or train with flash_attention"
+            )
+
+
+def _tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+
+
+def _attend(given: dict[str, Any], tensors: dict[str, torch.Tensor], with_lse: bool) -> Any:
+    """Attend on the CPU. Autograd must know what is written to, as for any in-place operator."""
+    arrays = {name: as_array(detached(x), name) for name, x in tensors.items()}
+    try:
+        result = kvcache.flash_attention_with_kvcache(**given | arrays, return_lse=with_lse)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, tensors)
+        raise
+    if given["key"] is not None:
+        written = (tensors[name] for name in _WRITTEN if name in tensors)
+        torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+    return tuple(map(to_tensor, result)) if with_lse else to_tensor(result)
+
+
+# The operator
+
+
+def _operands(given: dict[str, Any]) -> list[Any]:
+    mask = given["attention_mask"]
+    mask = mask_tensors(mask) if isinstance(mask, MaskInfo) else mask
+    specification, tensors = mask if isinstance(mask, MaskTensors) else ("", ())
+    length = given["cache_seqlens"]
+    is_number = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool)
+    left, right = (None, None) if given["sliding_window"] is None else window(given["sliding_window"])
+    scale, cap = given["softmax_scale"], given["logits_soft_cap"]
+    others = given | {
+        "attention_mask": None if isinstance(mask, MaskTensors) else operand(mask),
+        "cache_seqlens": None if is_number else operand(length),
+        "mask_tensors": list(tensors),
+        "mask_specification": specification,
+        "cache_length": integer(length, "cache_seqlens", 0) if is_number else None,
+        "window_left": left,
+        "window_right": right,
+        "causal": flag(given["causal"], "causal"),
+        "softmax_scale": None if scale is None else real(scale, "softmax_scale"),
+        "logits_soft_cap": None if cap is None else real(cap, "logits_soft_cap"),
+    }
+    for name in ("block_table", "cu_seqlens_q", "softmax_aux", "alibi_slopes"):
+        others[name] = operand(given[name])
+    return [others[name] for name in _NAMES]
+
+
+def _on_cpu(*arguments: Any) -> Any:
+    given = dict(zip(_NAMES, arguments, strict=True))
+    tensors, specification, length = (
+        given.pop(name) for name in ("mask_tensors", "mask_specification", "cache_length")
+    )
+    sides = given.pop("window_left"), given.pop("window_right")
+    if specification:
+        given["attention_mask"] = restored(specification, tensors)
+    if length is not None:
+        given["cache_seqlens"] = length
+    given["sliding_window"] = None if sides == (None, None) else sides
+    return _attend(given, _tensors(given), True)
+
+
+def _fake(*arguments: Any) -> tuple[Any, ...]:
+    """Return results for tensors without data."""
+    operators.check_devices(_NAMES, arguments)
+    given = dict(zip(_NAMES, arguments, strict=True))
+    query, packed = given["query"], given["cu_seqlens_q"] is not None
+    expected = "[total, H, D] with cu_seqlens_q" if packed else "[B, T, H, D]"
+    if query.ndim != (3 if packed else 4):
+        raise ValueError(f"query must be {expected}, got {describe(query)}")
+    for name in ("k_cache", "v_cache"):
+        if given[name].ndim != 4:
+            expected = "[B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]"
+            raise ValueError(f"{name} must be {expected}, got {describe(given[name])}")
+    return operators.new_results(query, given["v_cache"])
+
+
+def _autograd(keyset: Any, *arguments: Any) -> Any:
+    check_no_gradient(_tensors(dict(zip(_NAMES, arguments, strict=True))))
+    with torch._C._AutoDispatchBelowAutograd():
+        operator = torch.ops.attnmask.flash_attention_with_kvcache.default
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+def _autocast(*arguments: Any) -> Any:
+    given = dict(zip(_NAMES, arguments, strict=True))
+    with operators.without_autocast():
+        return torch.ops.attnmask.flash_attention_with_kvcache(*_cast(given).values())
+
+
+def _cast(given: dict[str, Any]) -> dict[str, Any]:
+    tokens = ((name, given[name]) for name in ("query", "key", "value"))
+    return given | {name: x if x is None else operators.autocast(x) for name, x in tokens}
+
+
+operators.register(
+    "flash_attention_with_kvcache",
+    _PARAMETERS,
+    _on_cpu,
+    _fake,
+    autograd=_autograd,
+    autocast=_autocast,
+)
+
+
+# The function
+
+
+def flash_attention_with_kvcache(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: "torch.Tensor | None" = None,
+    value: "torch.Tensor | None" = None,
+    *,
+    cache_seqlens: Any = None,
+    block_table: Any = None,
+    cu_seqlens_q: Any = None,
+    k_scale: "torch.Tensor | None" = None,
+    v_scale: "torch.Tensor | None" = None,
+    softmax_scale: "float | None" = None,
+    causal: bool = True,
+    sliding_window: Any = None,
+    logits_soft_cap: "float | None" = None,
+    softmax_aux: Any = None,
+    alibi_slopes: Any = None,
+    attention_mask: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Apply `attnmask.flash_attention_with_kvcache` to CPU tensors: append new keys and values, and attend.
+
+    It has no gradient: with grad mode on, tensors that require one are an error. ``torch.autocast`` casts `query`,
+    `key` and `value`, but not the caches. ``torch.compile`` and ``torch.export`` see one operator, which declares that
+    it writes to the caches and their scales.
+
+    Parameters
+    ----------
+    query, key, value : Tensor
+    k_cache, v_cache : Tensor
+        float16, bfloat16, float32, float64, int8 or float8_e4m3fn.
+    k_scale, v_scale : Tensor of float32, optional
+    cache_seqlens : int, Tensor or array_like, optional
+    block_table, cu_seqlens_q, softmax_aux, alibi_slopes : Tensor or array_like, optional
+    attention_mask : Tensor, array_like, MaskInfo or MaskTensors, optional
+    softmax_scale, causal, sliding_window, logits_soft_cap
+        All of these as in `attnmask.flash_attention_with_kvcache`.
+    return_lse : bool
+
+    Returns
+    -------
+    Tensor, or tuple of two Tensors if `return_lse`
+
+    See Also
+    --------
+    attnmask.transformers.PagedCache : pages for transformers models.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> k_cache, v_cache = torch.zeros(1, 16, 1, 8), torch.zeros(1, 16, 1, 1)
+    >>> key, value = torch.zeros(1, 3, 1, 8), torch.arange(3.0).reshape(1, 3, 1, 1)
+    >>> out = attnmask.torch.flash_attention_with_kvcache(
+    ...     key, k_cache, v_cache, key, value, cache_seqlens=0
+    ... )
+    >>> out.flatten().tolist(), v_cache.flatten()[:4].tolist()
+    ([0.0, 0.5, 1.0], [0.0, 1.0, 2.0, 0.0])
+    """
+    given = dict(locals())
+    with_lse = flag(given.pop("return_lse"), "return_lse")
+    tensors = _tensors(given)
+    for name in _MUST_BE:
+        if name not in tensors and (given[name] is not None or name in _MUST_BE[:3]):
+            check_tensor(given[name], name)
+    for name, x in tensors.items():
+        check_tensor(x, name)
+    if torch.compiler.is_dynamo_compiling():
+        operators.check_tensors(given)
+        both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
+        return both if with_lse else both[0]
+    check_no_gradient(tensors)
+    if needs_operator(tensors.values()):
+        operators.check_tensors(given)
+        both = torch.ops.attnmask.flash_attention_with_kvcache(*_operands(given))
+        return both if with_lse else both[0]
+    if isinstance(attention_mask, MaskTensors):
+        given["attention_mask"] = restored(*attention_mask)
+    if torch.is_autocast_enabled("cpu"):
+        given = _cast(given)
+        tensors = _tensors(given)
+    return _attend(given, tensors, with_lse)

@@ -1,0 +1,341 @@
+"""Run PyTorch's own attention on attnmask, on the CPU.
+
+``torch.nn.attention.varlen`` uses ``aten::_flash_attention_forward`` and related operators, which PyTorch implements
+only for other devices. ``scaled_dot_product_attention`` on the CPU uses
+``aten::_scaled_dot_product_flash_attention_for_cpu`` where it applies. `install` registers kernels for both, in
+PyTorch's slot for implementations of flash attention: ``torch.nn.attention.current_flash_attention_impl()`` then
+returns ``"attnmask"``.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.nn import attention  # type: ignore[import-not-found, unused-ignore]
+
+from attnmask._attention import forward as flash
+from attnmask._attention.backward import flash_attention_bwd
+from attnmask._attention.problem import both_starts
+from attnmask._cache import attend as kvcache
+from attnmask._common.arguments import as_array, describe, integers
+from attnmask.torch._import import torch
+from attnmask.torch._masks import to_tensor
+
+_NAME = "attnmask"
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _swapped(x: Any) -> Any:
+    """Swap PyTorch's order [B, H, T, D] with [B, T, H, D]."""
+    return x.transpose(1, 2)
+
+
+# scaled_dot_product_attention
+
+
+def _applies(tensors: tuple[Any, ...], dropout: float) -> bool:
+    """Return whether the core can read these in place; a mask among them is a bias."""
+    return dropout == 0 and all(
+        x is None or (x.dtype in _TYPES and x.layout is torch.strided and not x.is_neg()) for x in tensors
+    )
+
+
+def _or_own(name: str, kernel: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """Return `kernel` with PyTorch's own as a fallback. The first `inputs` arguments are tensors."""
+    own = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def choose(keyset: Any, *arguments: Any, attn_mask: Any = None, scale: "float | None" = None) -> Any:
+        tensors, (dropout, causal) = arguments[:inputs], (*arguments[inputs:], 0.0, False)[:2]
+        if not (_active and _applies((*tensors, attn_mask), dropout)):
+            return own.call_boxed(keyset, *tensors, dropout, causal, attn_mask=attn_mask, scale=scale)
+        shared = {
+            "bias": None if attn_mask is None else attn_mask.detach(),
+            "causal": causal,
+            "softmax_scale": scale,
+        }
+        return kernel(*(x.detach() for x in tensors), **shared)
+
+    return choose
+
+
+def _sdpa(query: Any, key: Any, value: Any, **more: Any) -> tuple[Any, Any]:
+    out = torch.empty_like(query)
+    _, lse = flash.flash_attention_fwd(
+        *map(_swapped, (query, key, value)), **more, out=as_array(_swapped(out), "out")
+    )
+    return out, _swapped(_swapped(to_tensor(lse)).contiguous())  # in memory as PyTorch has it
+
+
+def _sdpa_backward(
+    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, **more: Any
+) -> tuple[Any, ...]:
+    query, key, value, out = map(_swapped, (query, key, value, out))
+    grads = flash_attention_bwd(_swapped(dout), query, key, value, out, lse, **more)
+    return tuple(_swapped(to_tensor(grad)) for grad in grads[:3])
+
+
+# torch.nn.attention.varlen
+
+
+def _window(left: "int | None", right: "int | None") -> "tuple[int | None, int | None] | None":
+    """Convert a window in which -1 means no limit."""
+    ends = tuple(None if end is None or end < 0 else end for end in (left, right))
+    return None if ends == (None, None) else (ends[0], ends[1])
+
+
+def _places(
+    is_causal: bool, left: "int | None", right: "int | None", starts: tuple[Any, Any], scale: "float | None"
+) -> dict[str, Any]:
+    """Convert FlashAttention's arguments, which count from the bottom right."""
+    return {
+        "cum_seqlens_q": starts[0],
+        "cum_seqlens_k": starts[1],
+        "causal": is_causal,
+        "causal_offset": "bottom-right",
+        "sliding_window": _window(left, right),
+        "softmax_scale": scale,
+    }
+
+
+def _used(seqused_k: Any, room: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return how many of each sequence's keys are used."""
+    used = integers(seqused_k, "seqused_k", ("[sequences]",))
+    if used.shape != room.shape:
+        raise ValueError(f"seqused_k must be of shape {room.shape}, got {describe(used)}")
+    wrong = (used < 0) | (used > room)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"seqused_k must be from 0 to {room[index]}, the keys of its sequence, got {used[index]} at index {index}"
+        )
+    return used
+
+
+def _room(block_table: Any, q_starts: Any, key: Any) -> NDArray[np.int64]:
+    """Return how many keys the pages of each sequence can hold."""
+    return np.full(max(q_starts.numel() - 1, 0), block_table.shape[-1] * key.shape[1], np.int64)
+
+
+def _first_keys(seqused_k: Any, starts: tuple[Any, Any], query: Any, key: Any) -> dict[str, Any]:
+    """Use only the first keys of each sequence; the last of them is at the bottom right."""
+    q_starts, k_starts = both_starts(*starts, (1, query.shape[1], len(query), len(key)))
+    room = np.diff(k_starts)
+    used = _used(seqused_k, room)
+    places = np.arange(len(key)) - np.repeat(k_starts[:-1], room)
+    return {
+        "causal_offset": used - np.diff(q_starts),
+        "q_segment_ids": np.zeros((1, len(query)), np.int32),
+        "kv_segment_ids": np.where(places < np.repeat(used, room), 0, -1).astype(np.int32)[None],
+    }
+
+
+def _check(dropout: float) -> None:
+    if dropout:
+        raise NotImplementedError(f"dropout_p must be 0 while attnmask is installed, got {dropout}")
+
+
+def _varlen_into(
+    out: Any, query: Any, key: Any, value: Any, q_starts: Any, k_starts: Any, max_q: int, max_k: int,
+    dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: "float | None" = None,
+    window_size_left: "int | None" = None, window_size_right: "int | None" = None, seqused_k: Any = None,
+    alibi_slopes: Any = None, block_table: Any = None, num_splits: "int | None" = None,
+) -> Any:  # fmt: skip
+    """Write the result to `out` and return the logsumexp. `num_splits` has no effect: results are batch-invariant."""
+    _check(dropout)
+    if (
+        alibi_slopes is not None
+        and torch.is_grad_enabled()
+        and torch._C._any_requires_grad(query, key, value)
+    ):
+        raise NotImplementedError("alibi_slopes have no gradients in PyTorch: call it under torch.no_grad()")
+    query, key, value, into = query.detach(), key.detach(), value.detach(), as_array(out.detach(), "out")
+    if block_table is not None:
+        if seqused_k is None:
+            raise ValueError("seqused_k must be given with block_table, got None")
+        _, lse = kvcache.flash_attention_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=_used(seqused_k, _room(block_table, q_starts, key)),
+            block_table=block_table,
+            cu_seqlens_q=q_starts,
+            softmax_scale=scale,
+            causal=is_causal,
+            sliding_window=_window(window_size_left, window_size_right),
+            alibi_slopes=alibi_slopes,
+            return_lse=True,
+            out=into,
+        )
+    else:
+        places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
+        if seqused_k is not None:
+            places |= _first_keys(seqused_k, (q_starts, k_starts), query, key)
+        _, lse = flash.flash_attention_fwd(query, key, value, alibi_slopes=alibi_slopes, **places, out=into)
+    return to_tensor(lse).masked_fill_(to_tensor(lse) == -inf, inf)  # of rows without a live pair
+
+
+def _varlen(query: Any, *more: Any, **options: Any) -> tuple[Any, ...]:
+    out = torch.empty_like(query)
+    lse = _varlen_into(out, query, *more, **options)
+    state = torch.zeros(2, dtype=torch.uint64)  # of the random numbers, of which there are none
+    return out, lse, state, torch.empty(0), torch.empty(0)
+
+
+def _varlen_backward(
+    dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, q_starts: Any, k_starts: Any,
+    max_q: int, max_k: int, dropout: float, is_causal: bool, rng_state: Any, unused: Any, *,
+    scale: "float | None" = None, window_size_left: "int | None" = None, window_size_right: "int | None" = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _check(dropout)
+    places = _places(is_causal, window_size_left, window_size_right, (q_starts, k_starts), scale)
+    tensors = (x.detach() for x in (dout, query, key, value, out, lse.masked_fill(lse == inf, -inf)))
+    return tuple(map(to_tensor, flash_attention_bwd(*tensors, **places)[:3]))
+
+
+# Registration
+
+_lock = threading.RLock()
+_registered: Any = None  # the library of kernels, once it has been needed
+_active = False
+_contexts: set[object] = set()  # those of `installed` that are open, if the first of them has installed
+
+
+def _or_none(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `kernel` where PyTorch has none for the CPU."""
+
+    def run(*arguments: Any, **more: Any) -> Any:
+        if not _active:
+            raise NotImplementedError(
+                f"aten::{name} is not supported on the CPU unless attnmask.torch.install() was called"
+            )
+        return kernel(*arguments, **more)
+
+    return run
+
+
+class _Handle:
+    """Called by PyTorch when another implementation replaces this one.
+
+    Kernels stay registered: another thread may be on its way to one of them, and PyTorch would free it meanwhile.
+    """
+
+    def remove(self) -> None:
+        global _active
+        _active = False
+        _contexts.clear()
+
+
+def _register() -> _Handle:
+    global _registered, _active
+    if _registered is None:
+        library = torch.library.Library("aten", "IMPL", "CPU")
+        sdpa = "_scaled_dot_product_flash_attention_for_cpu"
+        own = (
+            (sdpa, _or_own(sdpa, _sdpa, 3)),
+            (f"{sdpa}_backward", _or_own(f"{sdpa}_backward", _sdpa_backward, 6)),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for name, kernel in own:
+                library.impl(name, kernel, with_keyset=True)
+        for name, kernel in (
+            ("_flash_attention_forward", _varlen),
+            ("_flash_attention_forward_no_dropout_inplace", _varlen_into),
+            ("_flash_attention_backward", _varlen_backward),
+        ):
+            library.impl(name, _or_none(name, kernel))
+        _registered = library
+    _active = True
+    return _Handle()
+
+
+def _install() -> None:
+    current = attention.current_flash_attention_impl()
+    if current == _NAME:
+        return
+    if current is not None:
+        raise RuntimeError(
+            f"{current} is active: call torch.nn.attention.restore_flash_attention_impl() first"
+        )
+    attention.register_flash_attention_impl(_NAME, register_fn=_register)
+    attention.activate_flash_attention_impl(_NAME)
+
+
+def install() -> None:
+    """Run PyTorch's own attention on attnmask on the CPU, until `uninstall`. Installing again has no effect.
+
+    ``torch.nn.attention.varlen.varlen_attn``, which PyTorch supports only on GPUs, then runs on the CPU. For CPU
+    tensors, ``torch.nn.functional.scaled_dot_product_attention`` runs on attnmask wherever PyTorch would use its own
+    flash attention; with dropout, or a mask that needs a gradient, PyTorch still computes it. Both keep PyTorch's
+    semantics. Other devices are not affected.
+
+    See Also
+    --------
+    installed : the same as a context manager.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> from torch.nn.attention.varlen import varlen_attn
+    >>> query, value = torch.zeros(3, 1, 8), torch.arange(3.0).reshape(3, 1, 1).expand(3, 1, 8)
+    >>> starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    >>> attnmask.torch.install()
+    >>> varlen_attn(query, query, value, starts, starts, 2, 2, window_size=(-1, 0))[:, 0, 0].tolist()
+    [0.0, 0.5, 2.0]
+    >>> attnmask.torch.uninstall()
+    """
+    with _lock:
+        _install()
+        _contexts.clear()  # it stays when they end
+
+
+def uninstall() -> None:
+    """Undo `install`.
+
+    ``scaled_dot_product_attention`` is PyTorch's own again, at a few microseconds more per call than before the first
+    `install`: other threads may be using what PyTorch would free.
+
+    Examples
+    --------
+    >>> import attnmask.torch
+    >>> attnmask.torch.install()
+    >>> attnmask.torch.uninstall()
+    """
+    with _lock:
+        if attention.current_flash_attention_impl() != _NAME:
+            raise RuntimeError("attnmask must be installed: call attnmask.torch.install() first")
+        attention.restore_flash_attention_impl()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Apply `install` within a ``with`` block, for all threads. If already installed, it stays installed.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> with attnmask.torch.installed():
+    ...     torch.nn.attention.current_flash_attention_impl()
+    'attnmask'
+    >>> torch.nn.attention.current_flash_attention_impl() is None
+    True
+    """
+    context = object()
+    with _lock:
+        if _contexts or attention.current_flash_attention_impl() != _NAME:
+            _install()
+            _contexts.add(context)
+    try:
+        yield
+    finally:
+        with _lock:
+            if _contexts == {context}:  # the last one
+                uninstall()
+            _contexts.discard(context)

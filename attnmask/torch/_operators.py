@@ -1,0 +1,561 @@
+"""The operators ``attnmask::flash_attention`` and ``attnmask::flash_attention_backward``, and their rules.
+
+They take what `attnmask.flash_attention` takes, as far as PyTorch has types for it: a `MaskInfo` is a specification and
+a list of tensors, a window two integers, and a causal offset a tensor or, where that is None, an integer. Both results
+are always there::
+
+    out, lse = torch.ops.attnmask.flash_attention(query, key, value, ...)
+    gradients = torch.ops.attnmask.flash_attention_backward(dout, dlse, out, lse, query, key, value, ..., wanted)
+
+`wanted` says of query, key, value, bias and softmax_aux whether their gradients are to be returned. Where gradients of
+types of 16 bits will be, ``attnmask::flash_attention_wide`` is called instead, whose third result is `out` in float32
+as it was before it was rounded; the gradients take that as `out`. Compiled calls that
+ask for little go to ``attnmask::flash_attention_plain``, which is sooner called and knows no gradient::
+
+    out = torch.ops.attnmask.flash_attention_plain(query, key, value, causal, offset, softmax_scale)
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._attention import forward as flash
+from attnmask._attention.backward import FlashAttentionGrads, flash_attention_bwd
+from attnmask._attention.problem import ARRAYS, LEARNED, check_layout
+from attnmask._common.arguments import as_array, check_kind_of_tensor, describe, suit_hint
+from attnmask._common.loading import _core
+from attnmask._masks.info import MaskInfo
+from attnmask.torch._import import Info, make_autograd_impl, torch
+from attnmask.torch._masks import MaskTensors, batch_rows, restored, to_tensor
+
+_PARAMETERS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? softmax_aux, Tensor? relative_bias, "
+    "Tensor? attention_mask, Tensor? q_segment_ids, Tensor? kv_segment_ids, Tensor? cum_seqlens_q, "
+    "Tensor? cum_seqlens_k, Tensor? alibi_slopes, Tensor? causal_offset, Tensor[] mask_tensors, "
+    "str mask_specification, SymInt offset, "
+    "SymInt? window_left, SymInt? window_right, bool causal, float? softmax_scale, float? logits_soft_cap, "
+    "bool normalize_output, float dropout_prob, SymInt? dropout_seed, SymInt relative_low"
+)
+NAMES = tuple(parameter.split()[-1] for parameter in _PARAMETERS.split(", "))
+BACKWARD_NAMES = ("dout", "dlse", "out", "lse", *NAMES, "wanted")
+TENSORS = len(ARRAYS)  # the first of them
+_forward_ad = torch.autograd.forward_ad
+_EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OF_NUMPY = (torch.float32, torch.float16, torch.float64)
+_TYPES = (*_OF_NUMPY, torch.bfloat16)
+_NO_FORWARD = "attnmask.torch.flash_attention has no forward-mode derivative"
+NO_SECOND = "attnmask.torch.flash_attention has no second derivative"
+
+_library = torch.library.Library("attnmask", "DEF")
+
+
+def detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def needs_operator(arguments: Iterable[Any]) -> bool:
+    """Return whether PyTorch must see a call: it traces, transforms a function, or has other kinds of tensors."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(_EARLY)
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, torch.Tensor) and not (type(x) in _PLAIN and x.is_cpu) for x in arguments)
+    )
+
+
+def operand(x: Any) -> "torch.Tensor | None":
+    """Return an operator's argument from any array."""
+    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
+
+
+def check_no_tangents(names: Iterable[str], tensors: Iterable[Any]) -> None:
+    """Refuse tangents, which the core ignores: results would silently have none."""
+    # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
+    if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    for name, x in zip(names, tensors, strict=False):
+        if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call, unused-ignore]
+            raise RuntimeError(f"{_NO_FORWARD}: {name} must have no tangent")
+
+
+def check_tensor(x: Any, name: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {describe(x)}")
+    check_kind_of_tensor(x, name)
+
+
+def check_tensors(given: dict[str, Any]) -> None:
+    """Check tensors: if another device takes part in a call, PyTorch would compute no numbers at all."""
+    for name, x in given.items():
+        tensors = x.tensors if isinstance(x, MaskTensors) else (x,)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                check_kind_of_tensor(tensor, name)
+
+
+# On the CPU
+
+
+def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
+    """Return `as_array`, faster for the common case."""
+    try:
+        if x.dtype in _OF_NUMPY:
+            return x.numpy()  # type: ignore[no-any-return, unused-ignore]
+    except (RuntimeError, TypeError):  # as_array knows what to do, or to say
+        pass
+    return as_array(x if torch.is_grad_enabled() else detached(x), name)
+
+
+def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with query, key and value as NumPy arrays, which the core reads faster in plain calls."""
+    return with_mask(given) | {name: _in_place(given[name], name) for name in LEARNED[:3]}
+
+
+def with_mask(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with a `MaskInfo` in place of its tensors."""
+    mask = given["attention_mask"]
+    return given | {"attention_mask": restored(*mask)} if isinstance(mask, MaskTensors) else given
+
+
+def kept(x: Any, name: str) -> Any:
+    """Keep an argument until the gradient needs it. PyTorch reports a tensor that has changed by then."""
+    fixed = x is None or isinstance(x, (torch.Tensor, MaskInfo, MaskTensors, int, str))
+    return x if fixed else as_array(x, name).copy()
+
+
+def _given(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of `attnmask.flash_attention` for an operator's."""
+    check_no_tangents(NAMES, arguments)
+    given = dict(zip(NAMES, arguments, strict=True))
+    for name in ARRAYS:
+        given[name] = detached(given[name])
+    tensors, specification, offset = (
+        given.pop(name) for name in ("mask_tensors", "mask_specification", "offset")
+    )
+    window = given.pop("window_left"), given.pop("window_right")
+    if specification:
+        given["attention_mask"] = restored(specification, tensors)
+    if given["causal_offset"] is None:
+        given["causal_offset"] = offset
+    return given if window == (None, None) else given | {"sliding_window": window}
+
+
+def call(given: dict[str, Any], return_lse: bool) -> Any:
+    try:
+        result = flash.flash_attention(**in_arrays(given), return_lse=return_lse)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+    return tuple(map(to_tensor, result)) if return_lse else to_tensor(result)
+
+
+def attend(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return call(given, True)  # type: ignore[no-any-return]
+
+
+def attend_for_gradients(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the result, its logsumexp, and what `gradients` takes as the result."""
+    try:
+        out, lse, wide_out = flash.attend_for_gradients(in_arrays(given))
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+    same = out.dtype == wide_out.dtype
+    out = to_tensor(out)
+    return out, to_tensor(lse), out if same else to_tensor(wide_out)
+
+
+def _on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(_given(arguments))
+
+
+def _wide_on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, lse, wide_out = attend_for_gradients(_given(arguments))
+    return out, lse, wide_out.clone() if wide_out is out else wide_out
+
+
+def _plain_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    offset: int,
+    scale: "float | None",
+) -> torch.Tensor:
+    given = {"query": query, "key": key, "value": value, "attention_mask": None}
+    return call(given | {"causal": causal, "causal_offset": offset, "softmax_scale": scale}, False)
+
+
+# The same in C, which leaves to it what is unusual, or wrong.
+plain = _core.tensor_attention(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), _plain_on_cpu)
+
+
+def _into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+        raise RuntimeError("attnmask::flash_attention.out has no gradient: no argument may require one")
+    _fake_into(*arguments, out=out, lse=lse)
+    _, computed = flash.flash_attention_fwd(**_given(arguments), out=as_array(out, "out"))
+    lse.copy_(to_tensor(computed))
+
+
+def gradients(
+    dout: "torch.Tensor | None",
+    dlse: "torch.Tensor | None",
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    given: dict[str, Any],
+    wanted: Sequence[bool],
+) -> FlashAttentionGrads:
+    check_no_tangents(("dout", "dlse"), (dout, dlse))
+    return flash_attention_bwd(
+        torch.zeros_like(out, dtype=given["query"].dtype) if dout is None else detached(dout),
+        out=detached(out),
+        lse=detached(lse),
+        dlse=detached(dlse),
+        grad_bias=wanted[3],
+        grad_softmax_aux=wanted[4],
+        grad_relative_bias=wanted[5],
+        **with_mask(given),
+    )
+
+
+def _backward_on_cpu(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[torch.Tensor]:
+    *arguments, wanted = more
+    grads = gradients(dout, dlse, out, lse, _given(arguments), wanted)
+    return [to_tensor(grad) for grad in itertools.compress(grads, wanted)]  # type: ignore[arg-type]
+
+
+# Of tensors without numbers
+
+
+def _likes(query: torch.Tensor, value: torch.Tensor) -> tuple[tuple[Any, Any], ...]:
+    """Return shape and type of the result, its logsumexp, and the wide result."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    *batch, tokens, heads, _ = query.shape
+    row = (*batch, tokens, heads, value.shape[-1])
+    return (row, query.dtype), ((*batch, heads, tokens), wide), (row, wide)
+
+
+def check_devices(names: Iterable[str], arguments: Iterable[Any]) -> None:
+    """Check that all tensors are on one device: PyTorch calls the fake implementation if any is a meta tensor."""
+    first: Any = None
+    for name, x in zip(names, arguments, strict=True):
+        for tensor in x if isinstance(x, (list, tuple)) else (x,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            first = first or (name, tensor.device)
+            if tensor.device != first[1]:
+                raise TypeError(
+                    f"{name} must be on {first[1]} as {first[0]}, got a tensor on {tensor.device}"
+                )
+
+
+def _check_fakes(query: Any, key: Any, value: Any, packed: bool) -> None:
+    try:
+        check_layout((query, key, value), packed, _TYPES.__contains__)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, {"query": query, "key": key, "value": value})
+        raise
+
+
+def _fake_wide(*arguments: Any) -> tuple[Any, ...]:
+    check_no_tangents(NAMES, arguments)
+    check_devices(NAMES, arguments)
+    given = dict(zip(NAMES, arguments, strict=True))
+    query, key, value = (given[name] for name in LEARNED[:3])
+    packed = given["cum_seqlens_q"] is not None or given["cum_seqlens_k"] is not None
+    _check_fakes(query, key, value, packed)
+    return new_results(query, value, 3)
+
+
+def _fake(*arguments: Any) -> tuple[Any, ...]:
+    return _fake_wide(*arguments)[:2]
+
+
+def new_results(query: torch.Tensor, value: torch.Tensor, count: int = 2) -> tuple[torch.Tensor, ...]:
+    return tuple(query.new_empty(shape, dtype=dtype) for shape, dtype in _likes(query, value)[:count])
+
+
+def _plain_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    check_devices(LEARNED[:3], (query, key, value))
+    _check_fakes(query, key, value, False)
+    return new_results(query, value)[0]
+
+
+def _fake_into(*arguments: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    check_devices(("out", "lse", *NAMES), (out, lse, *arguments))
+    query, value = arguments[0], arguments[2]
+    for name, x, (shape, dtype) in zip(("out", "lse"), (out, lse), _likes(query, value)[:2], strict=True):
+        if x.shape != shape or x.dtype != dtype:
+            expected = describe(x.new_empty(shape, dtype=dtype, device="meta"))
+            raise ValueError(f"{name} must be a {expected}, got {describe(x)}")
+
+
+def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, *more: Any) -> list[Any]:
+    check_devices(BACKWARD_NAMES, (dout, dlse, out, lse, *more))
+    *arguments, wanted = more
+    return [
+        x.new_empty(x.shape) for x, needed in zip(arguments[: len(LEARNED)], wanted, strict=True) if needed
+    ]
+
+
+# Gradients
+
+
+def spread(grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """Return the wanted gradients, and None for the others."""
+    rest = iter(grads)
+    return [next(rest) if needed else None for needed in wanted]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    out, lse, *wide_out = output
+    ctx.mark_non_differentiable(*wide_out)
+    ctx.save_for_backward(*wide_out or (out,), lse, *inputs[:TENSORS], *inputs[TENSORS])
+    ctx.mask_tensors, ctx.more = len(inputs[TENSORS]), inputs[TENSORS + 1 :]
+    ctx.set_materialize_grads(False)
+
+
+def _by(operator: Any, ctx: Any, dout: Any, dlse: Any) -> list[Any]:
+    out, lse, *tensors = ctx.saved_tensors
+    wanted = [bool(needed) for needed in ctx.needs_input_grad[: len(LEARNED)]]
+    grads = operator(dout, dlse, out, lse, *tensors[:TENSORS], tensors[TENSORS:], *ctx.more, wanted)
+    return spread(grads, wanted) + [None] * (len(NAMES) - len(LEARNED))
+
+
+def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
+    grads = _by(torch.ops.attnmask.flash_attention_backward, ctx, dout, dlse)
+    grads[TENSORS] = [None] * ctx.mask_tensors
+    return tuple(grads)
+
+
+def _autograd(operator: Any, on_cpu: Callable[..., Any], rules: Info, wide: Any = None) -> Callable[..., Any]:
+    """As `torch.library.register_autograd` has it, with a short way: it takes 20 microseconds to get to the CPU. With
+    gradients, `wide` is the operator for types of 16 bits.
+    """
+    kernel = make_autograd_impl(operator, rules)
+
+    def autograd(keyset: Any, *arguments: Any) -> Any:
+        learning = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        if learning and wide and arguments[0].dtype.itemsize == 2:
+            return wide(*arguments)[:2]
+        if learning or needs_operator(arguments):
+            return kernel(keyset, *arguments)
+        return on_cpu(*arguments)
+
+    return autograd
+
+
+def _no_second(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(NO_SECOND)
+
+
+# Under torch.vmap
+
+_AXES = {
+    **dict.fromkeys(("query", "key", "value", "bias", "attention_mask", "dout", "out"), 4),
+    **dict.fromkeys(("lse", "dlse"), 3),
+    **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), 2),
+    "causal_offset": 1,
+}
+_SHARED = ("bias", "attention_mask", "causal_offset")  # one row of which may stand for all batch rows
+
+
+def _folded(x: torch.Tensor, dim: "int | None", name: str, count: int, rows: int) -> torch.Tensor:
+    """Return as one call of all rows what `count` calls of so many batch rows have."""
+    x = x[None] if dim is None else x.movedim(dim, 0)
+    missing = _AXES[name] + 1 - x.ndim
+    x = x.reshape(x.shape[0], *[1] * missing, *x.shape[1:])
+    if dim is None and name in _SHARED and x.shape[1] == 1:
+        return x[0]
+    return x.expand(count, rows, *x.shape[2:]).reshape(count * rows, *x.shape[2:])
+
+
+def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
+    """Return whether every batch row is the same as when called alone."""
+    return (
+        given["query"].ndim - (dims["query"] is not None) == 4
+        and given["cum_seqlens_q"] is None
+        and given["cum_seqlens_k"] is None
+        and given["dropout_prob"] == 0  # which counts rows
+        and all(dims[name] is None for name in ("softmax_aux", "relative_bias", "alibi_slopes"))
+        and (given["alibi_slopes"] is None or given["alibi_slopes"].ndim == 1)
+        and all(dim is None for dim in dims["mask_tensors"])
+        and batch_rows(given["mask_specification"]) == 1
+        and not any(given.get("wanted", ())[3:])  # those are summed over the rows
+    )
+
+
+def _chosen(x: Any, dim: Any, index: int) -> Any:
+    if isinstance(dim, (list, tuple)):
+        return [_chosen(*pair, index) for pair in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, index)
+
+
+def _mapped(operator: Any, names: Sequence[str], tuples: bool = True) -> Callable[..., Any]:
+    """Apply `vmap` to an operator: one call of all batch rows where that is equivalent, otherwise one by one."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+        given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
+        count = info.batch_size
+        if _can_be_folded(given, dims):
+            query, dim = given["query"], dims["query"]
+            rows = query.shape[0] if dim is None else query.movedim(dim, 0).shape[1]
+            results = operator(
+                *(
+                    _folded(x, dims[name], name, count, rows) if name in _AXES and x is not None else x
+                    for name, x in given.items()
+                )
+            )
+            results = [x.reshape(count, rows, *x.shape[1:]) for x in results]
+        else:
+            calls = [operator(*map(_chosen, arguments, in_dims, [i] * len(names))) for i in range(count)]
+            results = [torch.stack(parts) for parts in zip(*calls, strict=True)]
+        kind = tuple if tuples else list
+        return kind(results), kind([0] * len(results))
+
+    return rule
+
+
+class Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The operator under `torch.func`, which ignores the gradients of operators."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        operators = torch.ops.attnmask
+        narrow = arguments[0].dtype.itemsize == 2
+        return (operators.flash_attention_wide if narrow else operators.flash_attention)(*arguments)
+
+    setup_context = staticmethod(_keep)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
+        return tuple(_by(_TransformedBackward.apply, ctx, dout, dlse))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(f"{_NO_FORWARD}: no argument may have a tangent")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _mapped(Transformed.apply, NAMES)(info, in_dims, *arguments)
+
+
+class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(torch.ops.attnmask.flash_attention_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(_no_second)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(NO_SECOND)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return _mapped(_TransformedBackward.apply, BACKWARD_NAMES)(info, in_dims, *arguments)
+
+
+def is_differentiated() -> bool:
+    """Return whether `torch.func` transforms a function whose gradient may be needed."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    return bool(functorch.peek_interpreter_stack().key() != functorch.TransformType.Functionalize)
+
+
+# Under torch.autocast
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast as PyTorch's autocast does for its own attention."""
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+def _cast(query: Any, key: Any, value: Any, *more: Any) -> Any:
+    with without_autocast():
+        return torch.ops.attnmask.flash_attention(*map(autocast, (query, key, value)), *more)
+
+
+# Registration
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # tensors are read as they lie
+
+
+def register(
+    name: str,
+    parameters: str,
+    on_cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    autograd: Callable[..., Any],
+    autocast: Callable[..., Any],
+) -> None:
+    """Register an operator that returns out and lse and has no gradient."""
+    _library.define(f"{name}({parameters}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+    _library.impl(name, on_cpu, "CPU")
+    torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    _library.impl(name, autocast, "AutocastCPU")
+
+
+def _register() -> None:
+    tags = _TAGS
+    forward, wide, backward = "flash_attention", "flash_attention_wide", "flash_attention_backward"
+    results = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
+    _library.define(f"{forward}({_PARAMETERS}) -> (Tensor out, Tensor lse)", tags=tags)
+    _library.define(f"{wide}({_PARAMETERS}) -> (Tensor out, Tensor lse, Tensor wide_out)", tags=tags)
+    # Without Tag.out: Inductor would take it, and fail where sizes are symbols (PyTorch 2.13).
+    _library.define(f"{forward}.out({_PARAMETERS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()", tags=tags)
+    _library.define(f"{backward}({results}, {_PARAMETERS}, bool[] wanted) -> Tensor[]", tags=tags)
+    _library.define(
+        f"{forward}_plain(Tensor query, Tensor key, Tensor value, bool causal, SymInt offset, float? softmax_scale)"
+        " -> Tensor",
+        tags=tags,
+    )
+    for name, on_cpu, fake in (
+        (f"{forward}_plain", plain, _plain_fake),
+        (forward, _on_cpu, _fake),
+        (wide, _wide_on_cpu, _fake_wide),
+        (f"{forward}.out", _into, _fake_into),
+        (backward, _backward_on_cpu, _backward_fake),
+    ):
+        _library.impl(name, on_cpu, "CPU")
+        torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
+    packet = torch.ops.attnmask
+    for name, on_cpu, rule, setup, narrow in (
+        (forward, _on_cpu, _backward, _keep, packet.flash_attention_wide.default),
+        (wide, _wide_on_cpu, _backward, _keep, None),
+        (backward, _backward_on_cpu, _no_second, lambda *args, **kwargs: None, None),
+    ):
+        kernel = _autograd(getattr(packet, name).default, on_cpu, Info(rule, setup), narrow)
+        _library.impl(name, kernel, "Autograd", with_keyset=True)
+    _library.impl(forward, _cast, "AutocastCPU")
+    for name, parameters in ((forward, NAMES), (wide, NAMES), (backward, BACKWARD_NAMES)):
+        operator = getattr(packet, name).default
+        torch.library.register_vmap(
+            f"attnmask::{name}", _mapped(operator, parameters, name != backward), lib=_library
+        )
+
+
+_register()
+plain_operator = torch.ops.attnmask.flash_attention_plain.default

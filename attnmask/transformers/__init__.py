@@ -1,0 +1,275 @@
+"""Run Hugging Face transformers models on attnmask.
+
+`register` adds attnmask to the attention implementations that models choose by name: one function computes attention,
+another makes masks. Masks stay descriptions: a model holds a ``SymbolicMask``, which has the shape of the usual mask
+array and a `MaskInfo` as its attribute ``info``. It is written out only if the model computes with it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._common.arguments import describe
+from attnmask.torch import flash_attention
+from attnmask.torch._import import torch
+from attnmask.transformers._cache import PagedCache, PagedTensor, Pages
+from attnmask.transformers._masks import SymbolicMask, masking_utils, symbolic_mask, transformers
+
+__all__ = ["PagedCache", "attention", "attention_mask", "register"]
+
+_logger = transformers.utils.logging.get_logger(__name__)
+
+
+def _is_traced() -> bool:
+    """Return whether a graph is being traced, in which tensors have no numbers."""
+    return bool(
+        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.Tensor | None":
+    """Make a mask when transformers asks for one; `register` registers this function.
+
+    Parameters
+    ----------
+    batch_size, kv_length : int
+    **given
+        The other arguments of ``transformers.masking_utils.sdpa_mask``, by name. `q_offset` and `kv_offset` are the
+        positions of the first query and the first key. `attention_mask` is a padding mask [B, T], or an earlier result
+        of this function, which is returned unchanged.
+
+    Returns
+    -------
+    SymbolicMask
+        While a graph is traced, by ``torch.compile`` or otherwise, the result of ``sdpa_mask``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.transformers
+    >>> padding = torch.tensor([[False, True, True, True]])
+    >>> mask = attnmask.transformers.attention_mask(
+    ...     batch_size=1, q_length=2, kv_length=4, q_offset=2, attention_mask=padding
+    ... )
+    >>> mask.info.attention_mask[0, 0].astype(int)
+    array([[0, 1, 1, 0],
+           [0, 1, 1, 1]])
+    """
+    given = {"batch_size": batch_size, "kv_length": kv_length} | given
+    tokens = given.get("attention_mask")
+    if isinstance(tokens, SymbolicMask):
+        return tokens
+    if _is_traced() or torch.device(given.get("device") or "cpu").type != "cpu":
+        return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return, unused-ignore]
+    return symbolic_mask(batch_size, kv_length, given)
+
+
+def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "NDArray[Any] | None":
+    """Return the packed sequences of each row, if positions restart at 0 at each of them."""
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or query.shape[2] != key.shape[2]:
+        return None
+    positions = position_ids.numpy()
+    first = positions == 0
+    if positions.shape[1] != query.shape[2] or not first[:, 1:].any():
+        return None
+    if (np.diff(positions)[~first[:, 1:]] != 1).any():
+        return None
+    return np.broadcast_to(first.cumsum(axis=1), (len(query), query.shape[2]))
+
+
+def _limits(mask: SymbolicMask) -> "tuple[int | None, int | None]":
+    """Return how far a query sees from its own position, if that is all the mask says."""
+    lows: list[int] = []
+    highs: list[int] = []
+    for node in mask.info._state.program:
+        if isinstance(node, tuple) and node[0] == "band" and node[3] == 0:
+            lows += [] if node[1] is None else [node[1]]
+            highs += [] if node[2] is None else [node[2]]
+        elif node not in ("and", ("all",)):
+            raise NotImplementedError(
+                f"in a step of a PagedCache masks must be causal or windows, got one of {node[0]}"
+            )
+    return (-max(lows) if lows else None), min(highs, default=None)
+
+
+def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor | None":
+    """Return a bias [1, H, Tq, Tk] by the distance k - q, from 1 - Tq on, if it depends on nothing else.
+
+    Layers share one bias, so the answer is kept with it until something writes to it.
+    """
+    if bias.shape[2:] != (queries, keys) or bias.shape[0] != 1 or queries == 1 or _is_traced():
+        return None
+    asked = bias._version, bias.requires_grad and torch.is_grad_enabled()
+    kept: Any = getattr(bias, "_attnmask_by_distance", None)
+    if kept is not None and kept[0] == asked:
+        return kept[1]  # type: ignore[no-any-return, unused-ignore]
+    numbers = None
+    if torch.equal(bias[:, :, 1:, 1:], bias[:, :, :-1, :-1]):
+        numbers = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], dim=-1)
+    bias._attnmask_by_distance = asked, numbers  # type: ignore[attr-defined, unused-ignore]
+    return numbers
+
+
+@torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+def _pages_of(key: torch.Tensor, value: torch.Tensor) -> "Pages | None":
+    """Return the pages that hold both, if a paged cache does."""
+    both = isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.pages is value.pages
+    return key.pages if both else None
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: "torch.Tensor | None",
+    dropout: float = 0.0,
+    scaling: "float | None" = None,
+    *,
+    is_causal: "bool | None" = None,
+    sliding_window: "int | None" = None,
+    softcap: "float | None" = None,
+    s_aux: "torch.Tensor | None" = None,
+    position_bias: "torch.Tensor | None" = None,
+    position_ids: "torch.Tensor | None" = None,
+    cu_seq_lens_q: "torch.Tensor | None" = None,
+    cu_seq_lens_k: "torch.Tensor | None" = None,
+    **more: Any,
+) -> "tuple[torch.Tensor, None]":
+    """Attend as transformers models call it; `register` registers this function.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its attribute ``is_causal`` applies if `is_causal` is not given.
+    query, key, value : Tensor, shape [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv]
+        Read in place, whatever their strides.
+    attention_mask : SymbolicMask or Tensor, optional
+        Everything but packed sequences. Without it, `is_causal` and `sliding_window` apply. A tensor of floats is added
+        to the logits.
+    dropout : float
+        Seeded by PyTorch's generator.
+    scaling : float, optional
+    is_causal : bool, optional
+    sliding_window : int, optional
+        The number of keys that a query sees, including its own; to either side if not causal.
+    softcap : float, optional
+    s_aux : Tensor, shape [H], optional
+        One sink per head.
+    position_bias : Tensor, broadcasts to [B, H, Tq, Tk], optional
+        Added to the logits. T5's bias depends only on distances and is read as one number per distance.
+    position_ids : Tensor, shape [B, T], optional
+        Positions that restart at 0 mark packed sequences, in causal attention of a whole sequence without padding.
+    cu_seq_lens_q, cu_seq_lens_k : Tensor, shape [sequences + 1], optional
+        Starts of packed sequences in the one batch row.
+    **more
+        Ignored.
+
+    Returns
+    -------
+    out : Tensor, shape [B, Tq, H, Dv]
+    weights : None
+        Always None.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.transformers
+    >>> query, value = torch.zeros(1, 1, 3, 8), torch.arange(3.0).reshape(1, 1, 3, 1)
+    >>> out, _ = attnmask.transformers.attention(torch.nn.Identity(), query, query, value, None)
+    >>> out.flatten().tolist()
+    [0.0, 0.5, 1.0]
+    """
+    if more.get("output_attentions"):
+        _logger.warning_once("attnmask computes no attention weights, which output_attentions=True asks for")
+    pages = _pages_of(key, value) if isinstance(key, PagedTensor) else None
+    in_step = pages is not None and pages.packed
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    bias, complete = position_bias, False
+    given: dict[str, Any] = {}
+    if bias is not None and not packed and pages is None:
+        by_distance = _by_distance(bias, query.shape[2], key.shape[2])
+        if by_distance is not None:
+            bias, given["relative_bias"], given["relative_low"] = None, by_distance, 1 - query.shape[2]
+    if isinstance(attention_mask, SymbolicMask) and in_step:
+        given |= {"sliding_window": _limits(attention_mask), "causal": False}
+    elif attention_mask is not None and in_step:
+        raise NotImplementedError("in a step of a PagedCache masks must be the model's own, got a tensor")
+    elif isinstance(attention_mask, SymbolicMask):
+        given["attention_mask"], complete = attention_mask.info, attention_mask.complete
+    elif attention_mask is None:
+        given["causal"] = causal
+        if sliding_window is not None:
+            given["sliding_window"] = (sliding_window - 1, sliding_window - 1)
+        if query.shape[2] == 1 or packed:  # the last of its sequence; several are the first
+            given["causal_offset"] = "bottom-right"
+    elif attention_mask.is_floating_point():
+        bias = attention_mask if bias is None else bias + attention_mask
+    else:
+        given["attention_mask"] = attention_mask
+    if packed:
+        given |= {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
+    elif causal and not complete and not _is_traced() and not in_step:
+        given["q_segment_ids"] = _sequences(position_ids, query, key)
+    if dropout:
+        given |= {"dropout_prob": dropout, "dropout_seed": int(torch.randint(2**62, ()))}
+    given |= {
+        "softmax_scale": scaling,
+        "logits_soft_cap": softcap,
+        "softmax_aux": None if s_aux is None else s_aux[:, None],
+    }
+    if (
+        pages is not None
+        and bias is None
+        and not dropout
+        and not packed
+        and given.get("q_segment_ids") is None
+    ):
+        return pages.attend(query, **given), None
+    if in_step:
+        raise NotImplementedError("in a step of a PagedCache attention must have no bias and no dropout")
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return flash_attention(query, key, value, bias=bias, **given), None
+
+
+def register(name: str = "attnmask") -> None:
+    """Register attnmask as an attention implementation of transformers.
+
+    Then ``from_pretrained(…, attn_implementation=name)``, ``from_config`` and ``model.set_attn_implementation(name)``
+    accept the name. Registering it again has no effect.
+
+    Parameters
+    ----------
+    name : str
+        A name no other implementation has. transformers reserves names with "flash" for its own implementations, and
+        names with "/" or "|" for others.
+
+    Examples
+    --------
+    >>> import attnmask.transformers
+    >>> attnmask.transformers.register()
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    ... )
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask")
+    >>> model.config._attn_implementation
+    'attnmask'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {describe(name)}")
+    if not name or any(part in name for part in ("flash", "/", "|")):
+        raise ValueError(f"name must not be empty or contain 'flash', '/' or '|', got {name!r:.200}")
+    pairs = (
+        (transformers.AttentionInterface, attention),
+        (transformers.AttentionMaskInterface, attention_mask),
+    )
+    for interface, function in pairs:
+        if interface().get(name, function) is not function:
+            raise ValueError(
+                f"name must not be taken by another implementation in transformers, got {name!r:.200}"
+            )
+    for interface, function in pairs:
+        interface.register(name, function)

@@ -1,0 +1,544 @@
+"""A transformers cache whose keys and values are in the pages of a `KVCache`.
+
+A model passes each layer's new keys and values to ``update`` and gets two ``PagedTensor`` back. This package's
+attention appends the new ones and reads the pages in place, in one call. If anything else computes with these tensors,
+they become all keys or values, copied end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from attnmask._cache import attend as kvcache
+from attnmask._cache.pages import KVCache, KVCacheStep
+from attnmask._common.arguments import describe, frozen
+from attnmask._sequences.packed import prepare_position_ids
+from attnmask.torch._cache import check_no_gradient
+from attnmask.torch._described import DescribedTensor
+from attnmask.torch._import import torch
+from attnmask.torch._masks import to_tensor
+from attnmask.torch._operators import detached
+from attnmask.transformers._masks import CACHE, transformers
+
+from transformers.cache_utils import (  # type: ignore[import-not-found, unused-ignore] # isort: skip
+    Cache,
+    CacheLayerMixin,
+)
+
+__all__ = ["PagedCache", "PagedTensor"]
+
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass
+class Pages:
+    """The pages of one layer's keys and values, and new ones that the first call appends."""
+
+    kv: KVCache
+    layer: int
+    before: dict[str, Any]  # cache_seqlens, block_table, and of packed sequences cu_seqlens_q
+    after: dict[str, Any]
+    new: dict[str, Any]  # key and value; empty when they have been appended
+
+    @property
+    def packed(self) -> bool:
+        return "cu_seqlens_q" in self.after
+
+    def _held(self) -> dict[str, Any]:
+        kv = self.kv
+        held = {"k_cache": kv.k_pages, "v_cache": kv.v_pages, "k_scale": kv.k_scales, "v_scale": kv.v_scales}
+        return {name: None if x is None else x[self.layer] for name, x in held.items()}
+
+    def _attend(self, query: Any, **more: Any) -> NDArray[Any]:
+        places = self.before if self.new else self.after
+        out = kvcache.flash_attention_with_kvcache(query, **self.new, **self._held(), **places, **more)
+        self.new = {}
+        return out  # type: ignore[no-any-return]
+
+    def append(self) -> None:
+        """Append with queries of no heads, if nothing has attended."""
+        if self.new:
+            self._attend(self.new["key"][..., :0, :])
+
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    def attend(
+        self, query: torch.Tensor, *, causal: bool = False, softmax_aux: Any = None, **more: Any
+    ) -> torch.Tensor:
+        """Attend with queries [B, H, Tq, D], which are the last tokens; return [B, Tq, H, Dv]."""
+        check_no_gradient({"query": query})
+        more.pop("causal_offset", None)
+        more.pop("q_segment_ids", None)
+        rows = detached(query).transpose(1, 2)
+        out = self._attend(
+            rows[0] if self.packed else rows, causal=causal, softmax_aux=detached(softmax_aux), **more
+        )
+        return to_tensor(out[None] if self.packed else out)
+
+    def gathered(self, side: str) -> NDArray[Any]:
+        """Return keys or values, [B, T, Hkv, D]."""
+        if self.packed:
+            raise RuntimeError('the model must have attn_implementation="attnmask" in a step of a PagedCache')
+        self.append()
+        table = self.after["block_table"]
+        length = int(self.after["cache_seqlens"].max(initial=0))
+
+        def of(pages: NDArray[Any]) -> NDArray[Any]:
+            rows = pages[table]
+            joined: NDArray[Any] = rows.reshape(len(table), -1, *rows.shape[3:])
+            return joined[:, :length]
+
+        held = self._held()
+        numbers, scale = of(held[f"{side}_cache"]), held[f"{side}_scale"]
+        if scale is not None:
+            numbers = numbers.astype(np.float32) * of(scale)
+        return numbers
+
+
+class PagedTensor(DescribedTensor):
+    """Keys or values of a layer of a `PagedCache` where a model expects a tensor [B, Hkv, T, D]."""
+
+    pages: Pages
+    side: str
+
+    def __new__(cls, pages: Pages, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> PagedTensor:
+        tensor: PagedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        tensor.pages, tensor.side = pages, side
+        return tensor
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
+        return f"PagedTensor({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def copied(self) -> PagedTensor:
+        return PagedTensor(self.pages, self.side, tuple(self.shape), self.dtype)
+
+    def written_out(self) -> torch.Tensor:
+        return to_tensor(self.pages.gathered(self.side)).to(self.dtype).transpose(1, 2)
+
+
+@dataclass
+class _Step:
+    """One call of the model."""
+
+    step: KVCacheStep
+    packed: bool
+    before: dict[str, Any]
+    after: dict[str, Any]
+    layers: dict[int, Pages] = field(default_factory=dict)  # those that have got their keys and values
+
+
+class _Store:
+    """What the layers of a cache share."""
+
+    def __init__(self, kv: KVCache, writers: int) -> None:
+        self.kv, self.writers = kv, writers
+        self.rows: list[int] = []  # the sequences of a batch, if it is one
+        self.now: _Step | None = None  # which is open
+        self.last: _Step | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies, which have all tokens and no step."""
+        self.check_complete()
+        return vars(self) | {"last": None}
+
+    def begin(self, ids: ArrayLike, counts: ArrayLike, packed: bool) -> _Step:
+        self.append_all()
+        step = self.kv.step(ids, counts)
+        step.__enter__()
+        before = step._packed if packed else step._batched
+        ends = frozen(before["cache_seqlens"] + np.array(step._counts, np.int32))
+        self.now = self.last = _Step(step, packed, before, before | {"cache_seqlens": ends})
+        return self.now
+
+    def append_all(self) -> None:
+        """Append what nothing has attended to. Pages may be shared, copied and freed afterwards."""
+        if self.last is not None:
+            for pages in self.last.layers.values():
+                pages.append()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End a step: sequences are longer, or unchanged after an error."""
+        if self.now is not None:
+            step, self.now = self.now.step, None
+            if error is not None:
+                self.last = None
+            step.__exit__(None if error is None else type(error), error, None)
+
+    def length(self, layer: int) -> int:
+        """Return the length of all rows. In a packed step, sequences are described as if each began with it."""
+        now = self.now
+        if now is not None and now.packed:
+            return 0
+        there = int(self.kv.lengths(self.rows[:1])[0]) if self.rows else 0
+        return there + (now.step._counts[0] if now is not None and layer in now.layers else 0)
+
+    def check_complete(self) -> None:
+        if self.now is not None and self.now.packed:
+            raise RuntimeError("the sequences of a batch cannot be changed inside a step")
+        if self.now is not None:
+            raise RuntimeError(
+                f"the last call of the model has appended to {len(self.now.layers)} of {self.writers} layers: "
+                "reset() the cache"
+            )
+        self.append_all()
+
+    def free(self) -> None:
+        for row in self.rows:
+            self.kv.free(row)
+        self.rows, self.last = [], None
+
+    def begin_rows(self, count: int, tokens: int) -> _Step:
+        made = not self.rows
+        if made:
+            self.rows = [self.kv.new_sequence() for _ in range(count)]
+        try:
+            if len(self.rows) != count:
+                raise ValueError(f"the cache has {len(self.rows)} rows, not {count}: call reset()")
+            return self.begin(self.rows, tokens, packed=False)
+        except BaseException:
+            if made:
+                self.free()
+            raise
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pages:
+        check_no_gradient({"key": key, "value": value})
+        now = self.now or self.begin_rows(key.shape[0], key.shape[2])
+        if layer in now.layers and not now.packed:
+            self.check_complete()
+        try:
+            if layer in now.layers:
+                raise RuntimeError("the model must be called once in a step")
+            if now.packed and key.shape[0] != 1:
+                raise ValueError(f"tokens must be [1, total] in a step, got {key.shape[0]} rows")
+            rows = (detached(x).transpose(1, 2) for x in (key, value))
+            k, v = (
+                now.step._tokens(x[0] if now.packed else x, name)
+                for x, name in zip(rows, ("key", "value"), strict=True)
+            )
+            for tokens, name, held in ((k, "key", self.kv.k_pages), (v, "value", self.kv.v_pages)):
+                if tokens.shape[-2:] != held.shape[-2:]:
+                    expected = f"{held.shape[-2]} heads of {held.shape[-1]} channels as its cache"
+                    raise ValueError(f"{name} must have {expected}, got {describe(tokens)}")
+        except BaseException as error:
+            if not now.packed:  # the block of a step ends it itself
+                self.end(error)
+                if not self.length(0):
+                    self.free()
+            raise
+        pages = Pages(self.kv, layer, now.before, now.after, {"key": k, "value": v})
+        now.layers[layer] = pages
+        now.step._attended.add(layer)  # which it is by `append_all` at the latest
+        if len(now.layers) == self.writers and not now.packed:
+            self.end()
+        return pages
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+    """One layer, as transformers wants it. All tokens are kept, also those before a window."""
+
+    supports_early_init = False
+    is_croppable = True
+
+    def __init__(self, store: _Store, index: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._store, self._index = store, index
+
+    def lazy_initialization(self, *_: Any) -> None:
+        pass
+
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        pages = self._store.append(self._index, key_states, value_states)
+        tokens = key_states.shape[2] if pages.packed else int(pages.after["cache_seqlens"].max(initial=0))
+        k, v = (
+            PagedTensor(pages, side, (*x.shape[:2], tokens, x.shape[3]), x.dtype)
+            for side, x in (("k", key_states), ("v", value_states))
+        )
+        return k, v
+
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    def get_seq_length(self) -> int:
+        return self._store.length(self._index)
+
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator, unused-ignore]
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        # The first versions of transformers give the places of the queries.
+        queries = query_length if isinstance(query_length, int) else len(query_length)
+        return self.get_seq_length() + queries, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # as the first versions call it
+
+
+class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
+    """A transformers cache on pages.
+
+    ::
+
+        cache = attnmask.transformers.PagedCache(model.config, pages=512)
+        model.generate(..., past_key_values=cache)  # cache=cache in later versions of transformers
+
+    With ``attn_implementation="attnmask"``, attention reads the pages in place. Beams share pages. A `step` computes
+    sequences of any lengths together, without padding.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The model's. All its layers must be attention layers with keys of the same shape.
+    pages, page_size : int
+        As in `attnmask.KVCache`; all memory is allocated when the cache is made.
+    dtype : dtype or str, optional
+        float16, bfloat16, float32, float64, int8 or float8_e4m3fn; defaults to the model's.
+
+    Attributes
+    ----------
+    kv : KVCache
+        Makes the sequences of steps (``kv.new_sequence()``), forks, truncates and frees them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.transformers
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    ... )
+    >>> attnmask.transformers.register()
+    >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+    >>> cache = attnmask.transformers.PagedCache(model.config, pages=16, page_size=16)
+    >>> sequence = cache.kv.new_sequence()
+    >>> with torch.no_grad(), cache.step([sequence], [3]) as inputs:
+    ...     logits = model(torch.tensor([[3, 1, 4]]), **inputs).logits
+    >>> logits.shape, cache.kv.lengths([sequence])
+    (torch.Size([1, 3, 9]), array([3], dtype=int32))
+    """
+
+    def __init__(self, config: Any, *, pages: int, page_size: int = 64, dtype: Any = None) -> None:
+        if not isinstance(config, transformers.PreTrainedConfig):
+            raise TypeError(f"config must be a model's config, got {describe(config)}")
+        decoder = config.get_text_config(decoder=True)
+        layers, heads = decoder.num_hidden_layers, decoder.num_attention_heads
+        if getattr(decoder, "kv_lora_rank", None):
+            raise ValueError("config must have keys per head, got latent attention")
+        for kind in getattr(decoder, "layer_types", None) or ():
+            if kind not in _KINDS:
+                raise ValueError(f"config must have only attention layers, got {kind!r:.200}")
+        if dtype is None:
+            dtype = decoder.dtype or torch.get_default_dtype()
+        if isinstance(dtype, torch.dtype):
+            dtype = str(dtype).removeprefix("torch.")
+        writers = layers - (getattr(decoder, "num_kv_shared_layers", None) or 0)  # the others read their keys
+        kv = KVCache(
+            getattr(decoder, "num_key_value_heads", None) or heads,
+            getattr(decoder, "head_dim", None) or decoder.hidden_size // heads,
+            layers=writers,
+            pages=pages,
+            page_size=page_size,
+            dtype=dtype,
+        )
+        self._store = _Store(kv, writers)
+        super().__init__(layers=[_PagedLayer(self._store, index) for index in range(layers)])
+
+    def __repr__(self) -> str:
+        return f"PagedCache(layers={len(self.layers)}, rows={len(self._store.rows)}, kv={self.kv!r})"
+
+    @property
+    def kv(self) -> KVCache:
+        """The pages.
+
+        Examples
+        --------
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> attnmask.transformers.PagedCache(config, pages=16).kv.free_pages
+        16
+        """
+        return self._store.kv
+
+    @contextmanager
+    def step(self, ids: ArrayLike, counts: ArrayLike) -> Iterator[dict[str, Any]]:
+        """Begin a step: the next tokens of some sequences of `kv`, in one row without padding.
+
+        Call the model once inside the block. When the block ends, the sequences are longer; if it raises, they are
+        unchanged. See `KVCache.step` for more.
+
+        Parameters
+        ----------
+        ids : array_like of integers, shape [n]
+        counts : int or array_like of integers, shape [n]
+            The number of tokens each sequence gets.
+
+        Yields
+        ------
+        dict
+            Arguments for the model: token positions and the cache. The model takes tokens ``[1, total]`` and returns
+            ``[1, total, …]``: those of the first sequence, then those of the second, and so on. Masks are the model's
+            own, causal ones and windows.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+        ... )
+        >>> attnmask.transformers.register()
+        >>> model = LlamaForCausalLM._from_config(config, attn_implementation="attnmask").eval()
+        >>> cache = attnmask.transformers.PagedCache(model.config, pages=16, page_size=16)
+        >>> a, b = cache.kv.new_sequence(), cache.kv.new_sequence()
+        >>> with torch.no_grad(), cache.step([a], [3]) as inputs:
+        ...     logits = model(torch.tensor([[3, 1, 4]]), **inputs).logits
+        >>> with torch.no_grad(), cache.step([a, b], [1, 2]) as inputs:  # b joins
+        ...     logits = model(torch.tensor([[1, 5, 2]]), **inputs).logits
+        >>> inputs["position_ids"]
+        tensor([[3, 0, 1]])
+        >>> cache.kv.lengths([a, b])
+        array([4, 2], dtype=int32)
+        """
+        store = self._store
+        store.check_complete()
+        now = store.begin(ids, counts, packed=True)
+        begins = np.repeat(now.before["cache_seqlens"], now.step._counts)
+        positions = prepare_position_ids(now.before["cu_seqlens_q"]) + begins
+        try:
+            yield {"position_ids": torch.from_numpy(positions.astype(np.int64))[None], CACHE: self}
+            if len(now.layers) != store.writers:
+                raise RuntimeError(
+                    f"the model must be called in a step, with its arguments: {len(now.layers)} of "
+                    f"{store.writers} layers have appended"
+                )
+            store.append_all()
+        except BaseException as error:
+            store.end(error)
+            raise
+        store.end()
+
+    def reset(self) -> None:
+        """Remove all batch rows, also after a failed model call.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.reset()
+        >>> cache.get_seq_length(), cache.kv.free_pages
+        (0, 8)
+        """
+        store = self._store
+        if store.now is not None and store.now.packed:
+            store.check_complete()
+        store.end(RuntimeError())
+        store.free()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of all rows.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Negative: ``-3`` removes three tokens. Positive: the number of tokens to keep, as in the first versions of
+            transformers.
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.crop(-3)
+        >>> cache.get_seq_length()
+        3
+        """
+        store = self._store
+        store.check_complete()
+        there = store.length(0)
+        keep = min(there, tokens_to_remove) if tokens_to_remove > 0 else max(0, there + tokens_to_remove)
+        for row in store.rows:
+            store.kv.truncate(row, keep)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Select rows as `batch_select_indices` does, for beam search.
+
+        Parameters
+        ----------
+        beam_idx : Tensor of integers
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.reorder_cache(torch.tensor([1, 1]))  # which share pages
+        >>> cache.kv.free_pages
+        6
+        """
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row; the copies share pages.
+
+        Parameters
+        ----------
+        repeats : int
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.batch_repeat_interleave(3)
+        >>> cache.kv.free_pages
+        4
+        """
+        rows = range(len(self._store.rows))
+        self.batch_select_indices([row for row in rows for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep only the chosen batch rows; rows chosen more than once share pages.
+
+        Parameters
+        ----------
+        indices : Tensor of integers, or of bools for each row
+
+        Examples
+        --------
+        >>> import torch
+        >>> import attnmask.transformers
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        >>> cache, x = attnmask.transformers.PagedCache(config, pages=8, page_size=4), torch.ones(2, 2, 6, 16)
+        >>> keys, values = cache.update(x, x, 0)
+        >>> cache.batch_select_indices(torch.tensor([0]))
+        >>> cache.kv.free_pages
+        6
+        """
+        store = self._store
+        store.check_complete()
+        rows = np.arange(len(store.rows))[np.asarray(indices)].tolist()
+        if rows == list(range(len(store.rows))):
+            return
+        chosen = [store.kv.fork(store.rows[row]) for row in rows]
+        store.free()
+        store.rows = chosen

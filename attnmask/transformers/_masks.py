@@ -1,0 +1,247 @@
+"""Turn the masks of transformers models into descriptions, if their mask functions are known."""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnmask._common.arguments import frozen, read_only
+from attnmask._masks.info import MaskInfo
+from attnmask._masks.program import Program, Terms
+from attnmask._masks.state import State
+from attnmask._masks.terms import band, dense, equal
+from attnmask.torch._described import DescribedTensor
+from attnmask.torch._import import torch
+
+try:
+    import transformers  # type: ignore[import-not-found, unused-ignore]
+except ImportError as _missing:
+    raise ImportError(
+        "attnmask.transformers needs transformers, which is not installed: pip install transformers"
+    ) from _missing
+
+if transformers.__version__.split(".")[0] != "5":
+    raise ImportError(
+        f"attnmask.transformers needs transformers from 5.0 to below 6, got {transformers.__version__}"
+    )
+
+from transformers import masking_utils  # type: ignore[import-not-found, unused-ignore]
+
+__all__ = ["CACHE", "SymbolicMask", "masking_utils", "symbolic_mask", "transformers"]
+
+# What models call a cache among their arguments.
+CACHE = "cache" if "cache" in signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+
+
+class SymbolicMask(DescribedTensor):
+    """A `MaskInfo` where a model expects a tensor of bool, of shape [B, 1, Q, K].
+
+    Whatever is computed with it is computed with that tensor, which is made then.
+
+    Parameters
+    ----------
+    info : MaskInfo
+    complete : bool
+        Padding or packed sequences are part of it already: positions tell nothing more.
+    """
+
+    info: MaskInfo
+    complete: bool
+
+    def __new__(cls, info: MaskInfo, complete: bool = False) -> "SymbolicMask":
+        batch, queries, keys = info.shape
+        shape = (batch, info.heads, queries, keys)
+        mask: SymbolicMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device="cpu")
+        mask.info, mask.complete = info, complete
+        return mask
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override, unused-ignore]
+        return f"SymbolicMask({self.info!r})"
+
+    def copied(self) -> "SymbolicMask":
+        return SymbolicMask(self.info, self.complete)
+
+    def written_out(self) -> torch.Tensor:
+        return torch.from_numpy(self.info.attention_mask.copy())
+
+
+class _Place(NamedTuple):
+    """The requested part of a mask: so many queries and keys of each batch row, from these positions on."""
+
+    queries: int
+    keys: int
+    q_offset: int
+    k_offset: int
+    evaluate: Callable[[Any], torch.Tensor]  # a mask function, for all pairs
+    sequences: "NDArray[Any] | None" = None  # of packed tokens, [B, T]: pairs of one number only matter
+    positions: "NDArray[Any] | None" = (
+        None  # of packed tokens in their sequences, if a function is asked for those
+    )
+
+
+_ALL: Program = (("all",),)
+
+
+class _Unknown(Exception):
+    """A mask function that has no symbolic form."""
+
+
+def _joined(programs: list[Program], operator: str) -> Program:
+    rest = [program for program in programs if program is not _ALL]
+    if not rest or (operator == "or" and len(rest) < len(programs)):
+        return _ALL
+    return sum(((*program, operator) for program in rest[1:]), rest[0])
+
+
+def _int32(ids: Any) -> NDArray[np.int32]:
+    return frozen(np.array(ids, np.int32, order="C"))
+
+
+def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.detach().numpy()
+    return array
+
+
+def _near(low: "int | None", high: "int | None", place: _Place) -> Program:
+    # Packed queries and keys are the same tokens, as far from each other as their positions.
+    return (band(low, high, place.q_offset - place.k_offset if place.positions is None else 0),)
+
+
+def _chunks(size: int, left_padding: torch.Tensor, place: _Place) -> Program:
+    padding = _numpy(left_padding).astype(np.int64)
+    if place.positions is not None and place.sequences is not None:
+        chunks = (place.positions - padding[:, None]) // size
+        first = np.diff(chunks, prepend=0).astype(bool) | np.diff(place.sequences, prepend=0).astype(bool)
+        ids = _int32(first.cumsum(axis=1))
+        return (equal(ids, ids),)
+    shifts = [frozen(offset + -padding % size) for offset in (place.q_offset, place.k_offset)]  # not negative
+    return (("chunk", size, *shifts),)
+
+
+def _same(ids: torch.Tensor, place: _Place) -> Program:
+    """Tokens attend to tokens with the same number; negative numbers attend to nothing."""
+    array = _numpy(ids)
+    q_ids = array[:, place.q_offset : place.q_offset + place.queries]
+    k_ids = array[:, place.k_offset : place.k_offset + place.keys]
+    return (equal(_int32(q_ids), _int32(k_ids)),)
+
+
+def _padding(tokens: torch.Tensor, place: _Place) -> Program:
+    """Keys that are tokens, usually one range per row, followed by padding."""
+    live = _numpy(tokens)[:, place.k_offset : place.k_offset + place.keys].astype(bool)
+    live = np.pad(live, ((0, 0), (0, place.keys - live.shape[1])))
+    if live.all():
+        return _ALL
+    count = live.sum(axis=1)
+    begin = live.argmax(axis=1)
+    end = np.where(count > 0, place.keys - live[:, ::-1].argmax(axis=1), begin)
+    if (end - begin == count).all():
+        return (("keys", frozen(begin.astype(np.int64)), frozen(end.astype(np.int64))),)
+    return (equal(_int32(np.zeros((1, place.queries))), _int32(np.where(live, 0, -1))),)
+
+
+def _remapped(function: Any, positions: torch.Tensor, place: _Place) -> Program:
+    """A mask function of positions in packed sequences. They grow by one, and so distances are those of places."""
+    array, sequences = _numpy(positions), place.sequences
+    if sequences is None or sequences.shape != array.shape:
+        raise _Unknown
+    if (np.diff(array)[np.diff(sequences) == 0] != 1).any():
+        raise _Unknown
+    return _program(function, place._replace(positions=array))
+
+
+_MADE: "dict[str, tuple[Any, ...]]" = {  # functions of transformers' that make mask functions, and arguments for them
+    "and_masks": (len,),
+    "or_masks": (len,),
+    "sliding_window_overlay": (1,),
+    "sliding_window_bidirectional_overlay": (1,),
+    "chunked_overlay": (1, None),
+    "remap_positions_for_packed_sequence": (len, None),
+    "packed_sequence_mask_function": (None,),
+    "blockwise_overlay": (None,),
+    "padding_mask_function": (None,),
+}
+# All that such a maker returns has the same code. The first versions of transformers lack some makers.
+_NAMES = {
+    getattr(masking_utils, name)(*arguments).__code__: name
+    for name, arguments in _MADE.items()
+    if hasattr(masking_utils, name)
+}
+_EVERYTHING = getattr(masking_utils, "bidirectional_mask_function", None)
+
+
+def _recognized(function: Any) -> "tuple[str | None, dict[str, Any]]":
+    """Return the name of what made a mask function, and its arguments."""
+    code = getattr(function, "__code__", None)
+    if code is None or code not in _NAMES:
+        return None, {}
+    return _NAMES[code], {
+        name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+    }
+
+
+def _known(function: Any, place: _Place) -> Program:
+    if function is masking_utils.causal_mask_function:
+        return _near(None, 0, place)
+    if function is _EVERYTHING:
+        return _ALL
+    name, held = _recognized(function)
+    if name == "and_masks":
+        functions = held["mask_functions"]
+        for maker, packing in map(_recognized, functions):
+            if maker == "packed_sequence_mask_function":
+                place = place._replace(sequences=_numpy(packing["packed_sequence_mask"]))
+        return _joined([_program(part, place) for part in functions], "and")
+    if name == "or_masks":
+        return _joined([_program(part, place) for part in held["mask_functions"]], "or")
+    if name == "sliding_window_overlay":
+        return _near(1 - held["sliding_window"], None, place)
+    if name == "sliding_window_bidirectional_overlay":
+        return _near(-held["sliding_window"], held["sliding_window"], place)
+    if name == "chunked_overlay":
+        return _chunks(held["chunk_size"], held["left_padding"], place)
+    if name is None or place.positions is not None:
+        raise _Unknown
+    if name == "remap_positions_for_packed_sequence":
+        return _remapped(held["mask_function"], held["position_ids"], place)
+    if name == "padding_mask_function":
+        return _padding(held["padding_mask"], place)
+    (ids,) = held.values()
+    return _same(ids, place)
+
+
+def _program(function: Any, place: _Place) -> Program:
+    """Return what a mask function says: symbolic if it is one of transformers' own, otherwise an array."""
+    try:
+        return _known(function, place)
+    except _Unknown:
+        if place.positions is not None:
+            raise  # the function around this one is evaluated as a whole
+        return (dense(read_only(_numpy(place.evaluate(function)))),)
+
+
+def symbolic_mask(batch_size: int, kv_length: int, given: dict[str, Any]) -> SymbolicMask:
+    """Return the mask that ``transformers.masking_utils.sdpa_mask`` would make from the same arguments, `given`."""
+    tokens = given.get("attention_mask")
+    plain = {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+    def evaluate(function: Any) -> torch.Tensor:
+        mask = masking_utils.sdpa_mask(**given | plain | {"mask_function": function})
+        return mask.expand(batch_size, -1, place.queries, place.keys)  # type: ignore[no-any-return, unused-ignore]
+
+    if "cache_position" in given:  # of the first versions
+        places = given["cache_position"]
+        queries, q_offset = len(places), int(places[0])
+    else:
+        queries, q_offset = given["q_length"], int(given.get("q_offset", 0))
+    place = _Place(queries, kv_length, q_offset, int(given.get("kv_offset", 0)), evaluate)
+    function = given.get("mask_function", masking_utils.causal_mask_function)
+    program = _program(function, place)
+    if tokens is not None:
+        program = _joined([program, _padding(tokens, place)], "and")
+    state = State(base=program[0], terms=Terms(*program[1:]), extent=(batch_size, 1, queries, kv_length))
+    parts = map(_recognized, _recognized(function)[1].get("mask_functions", ()))
+    packed = any(maker == "packed_sequence_mask_function" for maker, _ in parts)
+    return SymbolicMask(MaskInfo._of(state), tokens is not None or packed)
