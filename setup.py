@@ -51,7 +51,18 @@ X86_LEVELS = {
     "amx": AMX,
 }
 # What a level has of its own, a file below csrc/kernels each; core/runtime/isa.c takes the rest from the level below.
-ALL = ["arrays", "flash_f32", "flash_f64", "kv_f32", "kv_f16", "kv_bf16", "kv_i8", "kv_f8"]
+ALL = [
+    "arrays",
+    "flash_f32",
+    "flash_f64",
+    "kv_f32",
+    "kv_f16",
+    "kv_bf16",
+    "kv_i8",
+    "kv_f8",
+    "conv_f32",
+    "conv_f64",
+]
 TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
 TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2"], "amx": ["tiles"]}
 EMULATED = ["flash_bf16x2", "kv_bf16x2"]  # at the baseline, in builds for tests

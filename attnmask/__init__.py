@@ -61,6 +61,12 @@ from attnmask._sequences.packed import (
 )
 from attnmask._sequences.padding import pack, unpack
 from attnmask._sharded.shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
+from attnmask._short_convolution import (
+    ShortConvolutionGrads,
+    short_convolution,
+    short_convolution_step,
+    short_convolution_vjp,
+)
 
 __all__ = [
     "AttnmaskWarning",
@@ -71,6 +77,7 @@ __all__ = [
     "MaskInfo",
     "MaskSharding",
     "ShardPlan",
+    "ShortConvolutionGrads",
     "__version__",
     "attention_mask_to_padding_segment_ids",
     "attention_mask_to_qkv_cu_seqlens",
@@ -119,6 +126,9 @@ __all__ = [
     "set_debug_mode",
     "set_num_threads",
     "shard_sequence",
+    "short_convolution",
+    "short_convolution_step",
+    "short_convolution_vjp",
     "show_config",
     "t5_relative_bias",
     "t5_relative_bias_vjp",

@@ -274,6 +274,38 @@ def segment_ids_to_cu_seqlens(
 ) -> NDArray[Any]: ...
 def segment_lens(ids: NDArray[Any], /) -> NDArray[Any]: ...
 def segment_ids_to_token_mask(ids: NDArray[Any], dtype: DTypeLike, /) -> NDArray[Any]: ...
+def short_convolution(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None,
+    silu: bool,
+    cu_seqlens: ArrayLike | None,
+    initial_state: ArrayLike | None,
+    return_state: bool,
+    out: NDArray[Any] | None,
+    /,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]: ...
+def short_convolution_backward(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None,
+    silu: bool,
+    cu_seqlens: ArrayLike | None,
+    initial_state: ArrayLike | None,
+    dout: ArrayLike,
+    dstate: ArrayLike | None,
+    /,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]: ...
+def short_convolution_step(
+    x: ArrayLike,
+    weight: ArrayLike,
+    state: NDArray[Any],
+    bias: ArrayLike | None,
+    silu: bool,
+    state_indices: ArrayLike | None,
+    out: NDArray[Any] | None,
+    /,
+) -> NDArray[Any]: ...
 def set_num_threads(n: int, /) -> None: ...
 def tensor_attention(exchange: object, other: Callable[..., Any], /) -> Callable[..., Any]: ...
 def use_isa(name: str, /) -> str: ...

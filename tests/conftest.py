@@ -16,7 +16,7 @@ from attnmask import _core
 
 # Failures of asserts in these modules are shown in full, as in the tests themselves.
 pytest.register_assert_rewrite(
-    "flash_expected", "flash_backward_expected", "kernel_checks", "reference_kernels"
+    "flash_expected", "flash_backward_expected", "kernel_checks", "kernel_checks_conv", "reference_kernels"
 )
 
 ISA_LEVELS = ("baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")

@@ -5,6 +5,7 @@ import pytest
 from kernel_checks import CHECKS as PLAIN_CHECKS
 from kernel_checks import rng_of
 from kernel_checks_backward import check_backward, check_find_row_max
+from kernel_checks_conv import CHECKS as CONV_CHECKS
 from kernel_checks_rows import CHECKS as ROW_CHECKS
 from kernel_checks_step import check_step, check_step_unpacked
 from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
@@ -13,6 +14,7 @@ from kernel_table import CONSTANTS, SLOTS, Kernel, table_of
 CHECKS = {
     **PLAIN_CHECKS,
     **ROW_CHECKS,
+    **CONV_CHECKS,
     "am_flash_backward_step": check_backward,
     "am_flash_find_row_max": check_find_row_max,
     "am_flash_step": check_step,

@@ -20,6 +20,7 @@ QUERY, KEY, VALUE = (RNG.standard_normal((1, 5, heads, 8)).astype(np.float32) fo
 OUT, LSE = attnmask.flash_attention_fwd(QUERY, KEY, VALUE)
 BIAS, SINKS = np.ones((5, 5), np.float32), np.ones(2, np.float32)
 TABLE = np.arange(16, dtype=np.float32).reshape(8, 2)
+CONV, CONV_STATE = np.ones((2, 4), np.float32), np.ones((2, 2, 3), np.float32)
 PARTS = np.stack([OUT, OUT + 1]), np.stack([LSE, LSE - 1])
 
 
@@ -111,6 +112,15 @@ CALLS = {
     "merge_attention_states_vjp": lambda x: both_ways(
         attnmask.merge_attention_states_vjp([x(part) for part in PARTS[0]], [x(part) for part in PARTS[1]])
     ),
+    "short_convolution": lambda x: attnmask.short_convolution(
+        x(SUMS), x(CONV), x(CONV[:, 0]), cu_seqlens=x(STARTS), initial_state=x(CONV_STATE)
+    ),
+    "short_convolution_vjp": lambda x: both_ways(
+        attnmask.short_convolution_vjp(x(SUMS), x(CONV), x(CONV[:, 0]), activation="silu")
+    ),
+    "short_convolution_step": lambda x: attnmask.short_convolution_step(
+        x(SUMS[0, :2]), x(CONV), CONV_STATE.copy(), x(CONV[:, 0]), state_indices=x(np.array([1, 0]))
+    ),
     "t5_relative_bias": lambda x: attnmask.t5_relative_bias(x(TABLE), 5, 5)[0],
     "t5_relative_bias_vjp": lambda x: t5_both_ways(attnmask.t5_relative_bias_vjp(x(TABLE), 5, 5), x),
 }
@@ -122,6 +132,7 @@ NOT_OF_ARRAYS = {
     "KVCache",
     "MaskSharding",
     "ShardPlan",
+    "ShortConvolutionGrads",
     "__version__",
     "dropout_keep_mask",
     "get_debug_mode",

@@ -344,6 +344,34 @@ typedef struct {
     am_dot_rows *dot_rows;
 } am_flash_kernels;
 
+/* Convolutions of each channel along time, of `width` steps:
+ *     dst[t] = bias + Σ weight[j] src[t + j], j from 0 up
+ * for `steps` results of `lanes` channels side by side. Steps of memory are in elements; no bias: NULL. With
+ * `silu` a result z becomes z / (1 + e^-z). */
+typedef struct {
+    ptrdiff_t steps, lanes, width;
+    ptrdiff_t dst_step, src_step, weight_step;
+    const void *weight, *bias;
+    bool silu;
+    bool stream; /* write around the caches; rows of dst lie on multiples of 64 bytes */
+} am_conv_tile;
+typedef void am_conv(void *dst, const void *src, const am_conv_tile *tile);
+
+/* Multiplies `count` dout by the slope of silu at z, and writes them to z. */
+typedef void am_silu_gradient(void *z, const void *dout, ptrdiff_t count);
+
+/* Adds up the gradients of the weights and of the bias, for gradients dz that lie as dst does:
+ *     sums[j] += Σ dz[t] src[t + j],   sums[width] += Σ dz[t]
+ * in rows of am_conv_sums_step(lanes). */
+typedef void am_conv_sums(double *sums, const void *dz, const void *src, const am_conv_tile *tile);
+static inline ptrdiff_t am_conv_sums_step(ptrdiff_t lanes) { return (lanes + 15) / 16 * 16; }
+
+typedef struct {
+    am_conv *forward;
+    am_silu_gradient *silu_gradient;
+    am_conv_sums *sums;
+} am_conv_kernels;
+
 typedef struct {
     const char *name;
     am_cumsum_rows *cumsum_rows_f16, *cumsum_rows_bf16, *cumsum_rows_f32, *cumsum_rows_f64;
@@ -377,6 +405,7 @@ typedef struct {
      * packs. Keys and values of eight bits are so when they are packed; unpacked their numbers are counted,
      * and queries are packed for them. */
     am_flash_kernels flash_bf16x2;
+    am_conv_kernels conv_f32, conv_f64;
 } am_kernels;
 
 /* A table of one topic at one level, which is empty but for its kernels. */
@@ -392,7 +421,9 @@ typedef struct {
     DO(kv_f16, level)                                                                                        \
     DO(kv_bf16, level)                                                                                       \
     DO(kv_i8, level)                                                                                         \
-    DO(kv_f8, level)
+    DO(kv_f8, level)                                                                                         \
+    DO(conv_f32, level)                                                                                      \
+    DO(conv_f64, level)
 AM_EACH_TOPIC(AM_DECLARE, baseline)
 AM_EACH_TOPIC(AM_DECLARE, avx2)
 AM_EACH_TOPIC(AM_DECLARE, avx512)

@@ -1,0 +1,30 @@
+"""The gradients of short convolutions, whose types a program can read as they stand here."""
+
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+
+class ShortConvolutionGrads(NamedTuple):
+    """The gradients of `short_convolution`, each in the shape and the type of the argument that it is named after.
+
+    Parameters
+    ----------
+    x, weight : ndarray
+    bias, initial_state : ndarray or None
+        None for what was not given.
+
+    Examples
+    --------
+    >>> import numpy as np, attnmask
+    >>> x = np.ones((1, 3, 1), np.float32)
+    >>> out, vjp = attnmask.short_convolution_vjp(x, np.ones((1, 2), np.float32))
+    >>> grads = vjp(np.ones_like(out))
+    >>> grads.weight, grads.bias
+    (array([[2., 3.]], dtype=float32), None)
+    """
+
+    x: NDArray[Any]
+    weight: NDArray[Any]
+    bias: NDArray[Any] | None = None
+    initial_state: NDArray[Any] | None = None

@@ -1,0 +1,232 @@
+/* short_convolution.c – the forward convolution, and a step of it.
+ *
+ * A task is a piece of the tokens of all sequences, and some channels. Kernels read rows where they lie, if
+ * they are of the type of the sums and their channels are contiguous; others are copied to a window first. A
+ * result depends only on the W tokens up to its own, so pieces may begin anywhere. */
+#include "core/linear/short_convolution.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arithmetic.h"
+#include "core/convert.h"
+#include "core/linear/short_convolution_rows.h"
+#include "core/packed.h"
+
+enum {
+    DIRECT_LANES =
+        1024, /* channels of a task where rows are not copied: four rows stay in the first-level cache */
+    DIRECT_TOKENS = 128, /* between two checkpoints */
+    LINE = 64,           /* bytes of a line of the cache */
+};
+
+typedef struct {
+    const am_short_conv *conv;
+    const am_kernels *kernels;
+    ptrdiff_t size, lanes, bands; /* lanes: channels of a task */
+    ptrdiff_t tokens, pieces;     /* tokens: of a piece */
+    ptrdiff_t window;             /* rows of the window */
+    bool src_direct, dst_direct, stream;
+} conv_job;
+
+static am_conv_place place_of(const conv_job *job, ptrdiff_t band)
+{
+    const am_short_conv *c = job->conv;
+    const ptrdiff_t channel = band * job->lanes;
+    return (am_conv_place){.conv = c,
+                           .kernels = job->kernels,
+                           .channel = channel,
+                           .lanes = am_min(job->lanes, c->channels - channel),
+                           .size = job->size};
+}
+
+static am_conv_tile tile_of(const am_conv_place *p)
+{
+    return (am_conv_tile){.lanes = p->lanes,
+                          .width = p->conv->width,
+                          .weight_step = p->lanes,
+                          .src_step = p->lanes,
+                          .dst_step = p->lanes,
+                          .weight = p->weight,
+                          .bias = p->bias,
+                          .silu = p->conv->silu};
+}
+
+/* Memory of a task: weights and bias, a window, and the results. */
+typedef struct {
+    char *weight, *window, *results;
+} buffers;
+
+static bool new_buffers(buffers *b, const conv_job *job)
+{
+    const ptrdiff_t width = job->conv->width, rows = width + 1 + 2 * job->window;
+    b->weight = malloc((size_t)am_product(rows, job->lanes, job->size));
+    b->window = b->weight + (width + 1) * job->lanes * job->size;
+    b->results = b->window + job->window * job->lanes * job->size;
+    return b->weight;
+}
+
+/* Results first … last - 1 of a sequence. */
+static am_status convolve(const conv_job *job, const am_conv_place *p, const buffers *b, ptrdiff_t first,
+                          ptrdiff_t last, am_team *team)
+{
+    const am_short_conv *c = job->conv;
+    const ptrdiff_t history = c->width - 1, copied = am_conv_tokens(c->width);
+    for (ptrdiff_t t = first, count; t < last; t += count) {
+        const bool direct = job->src_direct && t >= history;
+        count = am_min(last - t, direct ? DIRECT_TOKENS : copied);
+        if (job->src_direct && !direct) count = am_min(count, history - t);
+        am_conv_tile tile = tile_of(p);
+        tile.steps = count;
+        const char *src = b->window;
+        if (direct) {
+            src = am_conv_at(p, &c->x, t - history);
+            tile.src_step = c->x.token / p->size;
+        } else {
+            am_conv_load_window(p, b->window, t, count);
+        }
+        char *dst = b->results;
+        if (job->dst_direct) {
+            dst = am_conv_at(p, &c->out, t);
+            tile.dst_step = c->out.token / p->size;
+            tile.stream = job->stream;
+        }
+        am_conv_kernels_of(job->kernels, c->type)->forward(dst, src, &tile);
+        if (!job->dst_direct) am_conv_store(p, c->type, &c->out, t, dst, count);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const conv_job *job = arg;
+    const am_short_conv *c = job->conv;
+    am_conv_place p = place_of(job, index % job->bands);
+    const ptrdiff_t begin = index / job->bands * job->tokens,
+                    end = am_min(begin + job->tokens, c->starts[c->sequences]);
+    buffers b;
+    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
+    am_conv_load_weights(&p, b.weight, false);
+    am_status status = AM_OK;
+    for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
+         status == AM_OK && n < c->sequences && c->starts[n] < end; n++) {
+        ptrdiff_t first, last;
+        am_conv_part(&p, n, begin, end, &first, &last);
+        status = convolve(job, &p, &b, first, last, team);
+    }
+    free(b.weight);
+    return status;
+}
+
+/* The state behind a sequence. */
+static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const conv_job *job = arg;
+    const am_short_conv *c = job->conv;
+    am_conv_place p = place_of(job, index % job->bands);
+    ptrdiff_t first, last;
+    am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
+    void *rows = malloc((size_t)am_product(c->width, p.lanes, p.size));
+    if (!rows) return AM_NO_MEMORY;
+    am_conv_load_window(&p, rows, p.length, 0);
+    am_conv_store(&p, c->type, &c->after, 0, rows, c->width - 1);
+    free(rows);
+    return am_checkpoint(team);
+}
+
+/* Results that are larger than the cache are written around it, since they would be evicted before they are
+ * read. */
+static bool should_stream(const conv_job *job)
+{
+    const am_conv_array *out = &job->conv->out;
+    const ptrdiff_t tokens = job->conv->starts[job->conv->sequences];
+    const uintptr_t places = (uintptr_t)out->data | (uintptr_t)out->sequence | (uintptr_t)out->token |
+                             (uintptr_t)(job->lanes * job->size);
+    return job->dst_direct && places % LINE == 0 &&
+           tokens >= am_cache_bytes() / job->size / job->conv->channels;
+}
+
+static conv_job job_of(const am_run *run, const am_short_conv *conv)
+{
+    const am_dtype type = conv->type;
+    conv_job job = {.conv = conv, .kernels = run->kernels, .size = (ptrdiff_t)am_size_of(type)};
+    job.src_direct = conv->x.type == type && conv->x.channel == job.size;
+    job.dst_direct = conv->out.type == type && conv->out.channel == job.size;
+    job.lanes = am_conv_lanes(conv, job.src_direct && job.dst_direct ? DIRECT_LANES : AM_CONV_LANES);
+    job.bands = am_ceil_div(conv->channels, job.lanes);
+    job.window = am_conv_tokens(conv->width) + conv->width - 1;
+    return job;
+}
+
+am_status am_short_conv_forward(const am_run *run, const am_short_conv *conv)
+{
+    if (conv->channels == 0) return AM_OK;
+    if (conv->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
+    conv_job job = job_of(run, conv);
+    const ptrdiff_t tokens = conv->starts[conv->sequences];
+    job.tokens = am_max(am_max(AM_CONV_TASK / job.lanes, 8 * conv->width), 1);
+    job.pieces = am_ceil_div(tokens, job.tokens);
+    job.stream = tokens > 0 && should_stream(&job);
+    am_status status = am_parallel(run, job.pieces * job.bands, 1, convolve_task, &job);
+    if (status != AM_OK || !conv->after.data || conv->width == 1) return status;
+    const ptrdiff_t grain = AM_CONV_TASK / am_max(conv->width * job.lanes, 1);
+    return am_parallel(run, conv->sequences * job.bands, am_max(grain, 1), state_task, &job);
+}
+
+typedef struct {
+    conv_job job;
+    const ptrdiff_t *slots;
+    ptrdiff_t rows, row_blocks; /* rows: of a task */
+} step_job;
+
+static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const step_job *step = arg;
+    const conv_job *job = &step->job;
+    const am_short_conv *c = job->conv;
+    am_conv_place p = place_of(job, index % job->bands);
+    const ptrdiff_t begin = index / job->bands * step->rows, end = am_min(begin + step->rows, c->sequences),
+                    history = c->width - 1;
+    buffers b;
+    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
+    am_conv_load_weights(&p, b.weight, false);
+    am_conv_tile tile = tile_of(&p);
+    tile.steps = 1;
+    char *const last = b.window + history * p.lanes * p.size;
+    am_status status = AM_OK;
+    for (ptrdiff_t row = begin; row < end && status == AM_OK; row++) {
+        const ptrdiff_t slot = step->slots ? step->slots[row] : row;
+        if (slot >= 0) {
+            p.sequence = slot;
+            am_conv_load(&p, b.window, &c->before, 0, history);
+            p.sequence = row;
+            am_conv_load(&p, last, &c->x, 0, 1);
+            am_conv_kernels_of(job->kernels, c->type)->forward(b.results, b.window, &tile);
+            p.sequence = slot;
+            am_conv_store(&p, c->type, &c->before, 0, b.window + p.lanes * p.size, history);
+        } else {
+            memset(b.results, 0, (size_t)(p.lanes * p.size));
+        }
+        p.sequence = row;
+        am_conv_store(&p, c->type, &c->out, 0, b.results, 1);
+        status = am_checkpoint(team);
+    }
+    free(b.weight);
+    return status;
+}
+
+am_status am_short_conv_step(const am_run *run, const am_short_conv *conv, const ptrdiff_t *slots)
+{
+    if (conv->channels == 0) return AM_OK;
+    if (conv->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
+    step_job step = {.job = job_of(run, conv), .slots = slots};
+    step.job.lanes = am_conv_lanes(conv, AM_CONV_LANES);
+    step.job.bands = am_ceil_div(conv->channels, step.job.lanes);
+    step.job.window = conv->width;
+    step.rows = am_max(AM_CONV_TASK / (step.job.lanes * conv->width), 1);
+    step.row_blocks = am_ceil_div(conv->sequences, step.rows);
+    return am_parallel(run, step.row_blocks * step.job.bands, 1, step_task, &step);
+}

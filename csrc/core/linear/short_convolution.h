@@ -1,0 +1,44 @@
+/* short_convolution.h – causal convolutions of each channel along time, with a few steps of history:
+ *
+ *     z[t] = bias + Σ weight[j] x[t - W + 1 + j],   out[t] = z[t], or z[t] / (1 + e^-z[t])
+ *
+ * What comes before a sequence is its state, W - 1 tokens of which the last is the youngest, or zeros. */
+#ifndef AM_SHORT_CONVOLUTION_H
+#define AM_SHORT_CONVOLUTION_H
+
+#include "core/status.h"
+#include "core/threads.h"
+
+/* Tokens and channels of sequences; strides in bytes. `data` is NULL for what was not given. States are such
+ * arrays of W - 1 tokens, weights one of W tokens, and a bias one of one token. */
+typedef struct {
+    char *data;
+    am_dtype type;
+    ptrdiff_t sequence, token, channel;
+    bool packed; /* sequences lie one after the other along tokens, and `sequence` is 0 */
+} am_conv_array;
+
+typedef struct {
+    am_dtype type; /* of the sums: AM_FLOAT32 or AM_FLOAT64 */
+    ptrdiff_t channels, width, sequences;
+    const ptrdiff_t *starts; /* sequence n has tokens starts[n] … starts[n + 1] - 1, packed or not */
+    bool silu;
+    am_conv_array x, weight, bias, before; /* before: the states */
+    am_conv_array out, after;              /* the result, and the states at the end */
+} am_short_conv;
+
+am_status am_short_conv_forward(const am_run *run, const am_short_conv *conv);
+
+/* Gradients: `out` and `after` of the convolution are those that come in, of which `after` may be missing;
+ * these are the results. d_bias and d_before are missing where they are not wanted. */
+typedef struct {
+    am_short_conv conv;
+    am_conv_array d_x, d_weight, d_bias, d_before;
+} am_short_conv_gradients;
+am_status am_short_conv_backward(const am_run *run, const am_short_conv_gradients *gradients);
+
+/* One token of each row, `sequences` of them, whose state is before[slots[row]], and is updated there. A slot
+ * below 0 leaves out the row: its result is 0. */
+am_status am_short_conv_step(const am_run *run, const am_short_conv *conv, const ptrdiff_t *slots);
+
+#endif

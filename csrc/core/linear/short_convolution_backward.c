@@ -1,0 +1,238 @@
+/* short_convolution_backward.c – gradients of short convolutions.
+ *
+ * With dz[t] = dout[t], times the slope of silu at z[t], which is computed again; and with what came in
+ * behind the state at its place after the sequence:
+ *
+ *     d_x[t] = Σ weight[W - 1 - k] dz[t + k],   d_weight[j] = Σ dz[t] x[t - W + 1 + j],   d_bias = Σ dz[t]
+ *
+ * The first is a convolution with reversed weights. Near the ends of a sequence it has fewer terms; they are
+ * left out, and not multiplied by zeros, as weights may be infinite. Sums over tokens are taken in pieces
+ * that follow from the shapes alone, and then added in order. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arithmetic.h"
+#include "core/convert.h"
+#include "core/linear/short_convolution_rows.h"
+#include "core/packed.h"
+
+enum { MOST_PIECES = 64 }; /* whose sums are kept at once */
+
+typedef struct {
+    const am_short_conv_gradients *gradients;
+    const am_kernels *kernels;
+    ptrdiff_t size, lanes, bands;
+    ptrdiff_t tokens, pieces; /* tokens: of a piece */
+    ptrdiff_t chunk;          /* tokens at once */
+    double *sums;             /* [pieces][bands][W + 1][room of lanes] */
+} gradient_job;
+
+/* Memory of a task; rows of `lanes` numbers. */
+typedef struct {
+    char *weight, *reversed; /* [W + 1], [W] */
+    char *window, *dz, *dout, *dx;
+    char *after; /* a row of the state's gradient */
+} buffers;
+
+static bool new_buffers(buffers *b, const gradient_job *job)
+{
+    const ptrdiff_t width = job->gradients->conv.width, row = job->lanes * job->size;
+    const ptrdiff_t more = job->chunk + width - 1;
+    const ptrdiff_t rows = 2 * width + 2 + (more + width - 1) + 2 * more + job->chunk;
+    b->weight = malloc((size_t)am_product(rows, job->lanes, job->size));
+    if (!b->weight) return false;
+    b->reversed = b->weight + (width + 1) * row;
+    b->after = b->reversed + width * row;
+    b->dz = b->after + row;
+    b->dout = b->dz + more * row;
+    b->dx = b->dout + more * row;
+    b->window = b->dx + job->chunk * row;
+    return true;
+}
+
+static am_conv_place place_of(const gradient_job *job, ptrdiff_t band)
+{
+    const am_short_conv *c = &job->gradients->conv;
+    const ptrdiff_t channel = band * job->lanes;
+    return (am_conv_place){.conv = c,
+                           .kernels = job->kernels,
+                           .channel = channel,
+                           .lanes = am_min(job->lanes, c->channels - channel),
+                           .size = job->size};
+}
+
+static void load_weights(am_conv_place *p, const buffers *b)
+{
+    am_conv_load_weights(p, b->reversed, true);
+    am_conv_load_weights(p, b->weight, false);
+}
+
+/* dz of `count` tokens from `token` on, and the window that they are made of. */
+static void find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, ptrdiff_t count)
+{
+    const am_short_conv *c = p->conv;
+    const am_conv_kernels *k = am_conv_kernels_of(p->kernels, c->type);
+    am_conv_load_window(p, b->window, token, count);
+    am_conv_load(p, c->silu ? b->dout : b->dz, &c->out, token, count);
+    if (!c->silu) return;
+    const am_conv_tile tile = {.steps = count,
+                               .lanes = p->lanes,
+                               .width = c->width,
+                               .dst_step = p->lanes,
+                               .src_step = p->lanes,
+                               .weight_step = p->lanes,
+                               .weight = p->weight,
+                               .bias = p->bias};
+    k->forward(b->dz, b->window, &tile);
+    k->silu_gradient(b->dz, b->dout, count * p->lanes);
+}
+
+/* The gradients of `count` rows from `row` on, where row W - 1 is that of the first token, and those before
+ * it are of the state. They have `terms` terms, of dz from b->dz + first_dz rows on; weights before
+ * `first_weight` are left out. */
+typedef struct {
+    ptrdiff_t count, terms, first_dz, first_weight;
+} sums_of_rows;
+
+static void add_terms(const am_conv_place *p, const buffers *b, void *to, const void *more, sums_of_rows s)
+{
+    const ptrdiff_t row = p->lanes * p->size;
+    const am_conv_tile tile = {.steps = s.count,
+                               .lanes = p->lanes,
+                               .width = s.terms,
+                               .dst_step = p->lanes,
+                               .src_step = p->lanes,
+                               .weight_step = p->lanes,
+                               .weight = b->reversed + s.first_weight * row,
+                               .bias = more};
+    am_conv_kernels_of(p->kernels, p->conv->type)->forward(to, b->dz + s.first_dz * row, &tile);
+}
+
+/* The gradient of one row near an end of the sequence; dz begins at `token`. */
+static void find_edge(const am_conv_place *p, const buffers *b, void *to, ptrdiff_t row, ptrdiff_t token)
+{
+    const am_short_conv *c = p->conv;
+    const ptrdiff_t history = c->width - 1, first = am_max(history - row, 0),
+                    last = am_min(c->width, p->length + history - row);
+    const void *more = NULL;
+    if (c->after.data && row >= p->length) {
+        am_conv_load(p, b->after, &c->after, row - p->length, 1);
+        more = b->after;
+    }
+    const sums_of_rows s = {1, am_max(last - first, 0), am_max(row + first - history - token, 0), first};
+    add_terms(p, b, to, more, s);
+}
+
+/* The gradients of x, of tokens first … last - 1 of a sequence; adds up those of the weights. */
+static am_status find_gradients(const gradient_job *job, const am_conv_place *p, const buffers *b,
+                                ptrdiff_t first, ptrdiff_t last, double *sums, am_team *team)
+{
+    const am_short_conv *c = p->conv;
+    const ptrdiff_t history = c->width - 1, row = p->lanes * p->size;
+    for (ptrdiff_t t = first; t < last; t += job->chunk) {
+        const ptrdiff_t count = am_min(job->chunk, last - t);
+        find_dz(p, b, t, am_min(count + history, p->length - t));
+        const am_conv_tile tile = {
+            .steps = count, .lanes = p->lanes, .width = c->width, .dst_step = p->lanes, .src_step = p->lanes};
+        am_conv_kernels_of(p->kernels, c->type)->sums(sums, b->dz, b->window, &tile);
+        const ptrdiff_t whole = am_max(am_min(count, p->length - history - t), 0);
+        add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0});
+        for (ptrdiff_t i = whole; i < count; i++) find_edge(p, b, b->dx + i * row, t + i + history, t);
+        am_conv_store(p, c->type, &job->gradients->d_x, t, b->dx, count);
+        am_status status = am_checkpoint(team);
+        if (status != AM_OK) return status;
+    }
+    return AM_OK;
+}
+
+static am_status gradient_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const gradient_job *job = arg;
+    const am_short_conv *c = &job->gradients->conv;
+    am_conv_place p = place_of(job, index % job->bands);
+    const ptrdiff_t begin = index / job->bands * job->tokens,
+                    end = am_min(begin + job->tokens, c->starts[c->sequences]);
+    double *sums = job->sums + index * (c->width + 1) * am_conv_sums_step(job->lanes);
+    memset(sums, 0, (size_t)((c->width + 1) * am_conv_sums_step(p.lanes)) * sizeof *sums);
+    buffers b;
+    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
+    load_weights(&p, &b);
+    am_status status = AM_OK;
+    for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
+         status == AM_OK && n < c->sequences && c->starts[n] < end; n++) {
+        ptrdiff_t first, last;
+        am_conv_part(&p, n, begin, end, &first, &last);
+        status = find_gradients(job, &p, &b, first, last, sums, team);
+    }
+    free(b.weight);
+    return status;
+}
+
+/* Adds up the sums of all pieces, in order. */
+static am_status join_task(void *arg, ptrdiff_t band, am_team *team)
+{
+    const gradient_job *job = arg;
+    const am_short_conv *c = &job->gradients->conv;
+    const am_conv_place p = place_of(job, band);
+    const ptrdiff_t step = am_conv_sums_step(p.lanes), one = (c->width + 1) * am_conv_sums_step(job->lanes);
+    double *row = malloc((size_t)p.lanes * sizeof *row);
+    if (!row) return AM_NO_MEMORY;
+    for (ptrdiff_t j = 0; j <= c->width; j++) {
+        memset(row, 0, (size_t)p.lanes * sizeof *row);
+        for (ptrdiff_t piece = 0; piece < job->pieces; piece++) {
+            const double *sums = job->sums + (piece * job->bands + band) * one + j * step;
+            for (ptrdiff_t i = 0; i < p.lanes; i++) row[i] += sums[i];
+        }
+        if (j < c->width)
+            am_conv_store(&p, AM_FLOAT64, &job->gradients->d_weight, j, row, 1);
+        else if (job->gradients->d_bias.data)
+            am_conv_store(&p, AM_FLOAT64, &job->gradients->d_bias, 0, row, 1);
+    }
+    free(row);
+    return am_checkpoint(team);
+}
+
+/* The gradient of the state before a sequence. */
+static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const gradient_job *job = arg;
+    const am_short_conv *c = &job->gradients->conv;
+    am_conv_place p = place_of(job, index % job->bands);
+    ptrdiff_t first, last;
+    am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
+    buffers b;
+    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
+    load_weights(&p, &b);
+    find_dz(&p, &b, 0, am_min(p.length, c->width - 1));
+    for (ptrdiff_t row = 0; row < c->width - 1; row++) {
+        find_edge(&p, &b, b.dx, row, 0);
+        am_conv_store(&p, c->type, &job->gradients->d_before, row, b.dx, 1);
+    }
+    free(b.weight);
+    return am_checkpoint(team);
+}
+
+am_status am_short_conv_backward(const am_run *run, const am_short_conv_gradients *gradients)
+{
+    const am_short_conv *c = &gradients->conv;
+    if (c->channels == 0) return AM_OK;
+    if (c->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
+    gradient_job job = {.gradients = gradients, .kernels = run->kernels};
+    job.size = (ptrdiff_t)am_size_of(c->type);
+    job.lanes = am_conv_lanes(c, AM_CONV_LANES);
+    job.bands = am_ceil_div(c->channels, job.lanes);
+    job.chunk = am_conv_tokens(c->width);
+    const ptrdiff_t tokens = c->starts[c->sequences];
+    job.tokens =
+        am_max(am_max(AM_CONV_TASK / job.lanes, 16 * (c->width + 1)), am_ceil_div(tokens, MOST_PIECES));
+    job.pieces = am_ceil_div(tokens, job.tokens);
+    const ptrdiff_t rows = am_product(job.pieces * job.bands, c->width + 1, (ptrdiff_t)sizeof *job.sums);
+    job.sums = malloc((size_t)am_product(rows, am_conv_sums_step(job.lanes), 1));
+    if (!job.sums && rows) return AM_NO_MEMORY;
+    am_status status = am_parallel(run, job.pieces * job.bands, 1, gradient_task, &job);
+    if (status == AM_OK) status = am_parallel(run, job.bands, 1, join_task, &job);
+    if (status == AM_OK && gradients->d_before.data && c->width > 1)
+        status = am_parallel(run, c->sequences * job.bands, 1, state_task, &job);
+    free(job.sums);
+    return status;
+}

@@ -1,0 +1,59 @@
+/* short_convolution_rows.h – what short convolutions and their gradients share: rows of tokens that are
+ * copied to and from contiguous numbers of the type of the sums. */
+#ifndef AM_SHORT_CONVOLUTION_ROWS_H
+#define AM_SHORT_CONVOLUTION_ROWS_H
+
+#include <stdint.h>
+
+#include "core/linear/short_convolution.h"
+
+enum {
+    AM_CONV_LANES = 256,    /* channels of a task where rows are copied */
+    AM_CONV_TOKENS = 32,    /* at once, or W if that is more */
+    AM_CONV_TASK = 1 << 17, /* elements of a task, about 50 µs */
+};
+
+/* No memory holds the window of a wider one. */
+#define AM_CONV_WIDEST (PTRDIFF_MAX >> 8)
+
+/* Some channels of a sequence. */
+typedef struct {
+    const am_short_conv *conv;
+    const am_kernels *kernels;
+    ptrdiff_t sequence, length; /* length: its tokens */
+    ptrdiff_t channel, lanes;
+    ptrdiff_t size;     /* of a number, in bytes */
+    const void *weight; /* [width][lanes] */
+    const void *bias;   /* [lanes], or NULL */
+} am_conv_place;
+
+const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype type);
+
+/* The place of a token in memory. */
+char *am_conv_at(const am_conv_place *place, const am_conv_array *array, ptrdiff_t token);
+
+/* Copy rows [rows][lanes] from tokens `token` … of an array, or to them; `type` is that of the numbers. */
+void am_conv_load(const am_conv_place *place, void *to, const am_conv_array *from, ptrdiff_t token,
+                  ptrdiff_t rows);
+void am_conv_store(const am_conv_place *place, am_dtype type, const am_conv_array *to, ptrdiff_t token,
+                   const void *from, ptrdiff_t rows);
+
+/* Copies what results token … token + count - 1 are made of: count + W - 1 rows, of which the first may be
+ * those of the state. With a count of 0 that is the state before `token`. */
+void am_conv_load_window(const am_conv_place *place, void *to, ptrdiff_t token, ptrdiff_t count);
+
+/* Loads the weights, and the bias behind them, to `to`, which has room for W + 1 rows; `reversed` weights are
+ * those of gradients. */
+void am_conv_load_weights(am_conv_place *place, void *to, bool reversed);
+
+/* The sequence's part of tokens begin … end - 1 of all: *first … *last - 1 of its own. */
+void am_conv_part(am_conv_place *place, ptrdiff_t sequence, ptrdiff_t begin, ptrdiff_t end, ptrdiff_t *first,
+                  ptrdiff_t *last);
+
+/* Tokens at once where rows are copied. */
+ptrdiff_t am_conv_tokens(ptrdiff_t width);
+
+/* Channels of a task; fewer than AM_CONV_LANES if the history is long. */
+ptrdiff_t am_conv_lanes(const am_short_conv *conv, ptrdiff_t most);
+
+#endif

@@ -1,0 +1,117 @@
+"""Checks of the kernels of short convolutions."""
+
+import numpy as np
+from kernel_checks import COUNTS, pick
+from kernel_table import Kernel, Memory, structure
+
+WIDTHS = (0, 1, 2, 3, 4, 5, 9)
+
+
+def dtype_of(kernel: Kernel) -> np.dtype:
+    return np.dtype(np.float64 if "f64" in kernel.slot else np.float32)
+
+
+def silu(z: np.ndarray) -> np.ndarray:
+    return z / (1 + np.exp(-z))
+
+
+def windows(src: np.ndarray, steps: int, width: int) -> np.ndarray:
+    """[width][steps][lanes]"""
+    rows = [src[j : j + steps] for j in range(width)]
+    return np.array(rows, np.float64).reshape(width, steps, src.shape[1])
+
+
+def check_conv(kernel: Kernel, rng) -> None:
+    dtype = dtype_of(kernel)
+    for _ in range(150):
+        steps, lanes, width = (
+            pick(rng, range(20)),
+            pick(rng, [n for n in COUNTS if n < 200]),
+            pick(rng, WIDTHS),
+        )
+        stream, activated, biased = (bool(rng.random() < 0.5) for _ in range(3))
+        case = (steps, lanes, width, stream, activated, biased)
+        line, memory = 64 // dtype.itemsize, Memory()
+        dst_step = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
+        src = memory.read(
+            rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(dtype),
+            lanes + pick(rng, [0, 5]),
+            1,
+        )
+        weight = memory.read(rng.standard_normal((width, lanes)).astype(dtype), lanes + pick(rng, [0, 2]), 1)
+        bias = memory.read(rng.standard_normal(lanes).astype(dtype), shift=1) if biased else None
+        dst = memory.written(np.zeros((steps, lanes), dtype), dst_step, shift=0 if stream else 1)
+        tile = structure(
+            "am_conv_tile",
+            steps=steps,
+            lanes=lanes,
+            width=width,
+            dst_step=dst_step,
+            src_step=src.strides[0] // dtype.itemsize,
+            weight_step=weight.strides[0] // dtype.itemsize,
+            weight=weight,
+            bias=bias,
+            silu=activated,
+            stream=stream,
+        )
+        kernel(dst, src, tile)
+        memory.check(case)
+        z = (windows(src, steps, width) * weight[:, None].astype(np.float64)).sum(0) + (bias if biased else 0)
+        tolerance = np.finfo(dtype).eps * 8 * (width + 2)
+        np.testing.assert_allclose(dst, silu(z) if activated else z, tolerance, tolerance, err_msg=repr(case))
+
+
+def check_silu_gradient(kernel: Kernel, rng) -> None:
+    dtype = dtype_of(kernel)
+    for count in COUNTS:
+        memory = Memory()
+        before = (rng.standard_normal(count) * 10).astype(dtype)
+        z = memory.written(before, shift=1)
+        dout = memory.read(rng.standard_normal(count).astype(dtype), shift=1)
+        kernel(z, dout, count)
+        memory.check(count)
+        wide = before.astype(np.float64)
+        s = 1 / (1 + np.exp(-wide))
+        tolerance = np.finfo(dtype).eps * 32
+        np.testing.assert_allclose(
+            z, dout * s * (1 + wide * (1 - s)), tolerance, tolerance, err_msg=repr(count)
+        )
+
+
+def check_sums(kernel: Kernel, rng) -> None:
+    dtype = dtype_of(kernel)
+    for _ in range(60):
+        steps, lanes, width = (
+            pick(rng, range(40)),
+            pick(rng, [n for n in COUNTS if n < 200]),
+            pick(rng, WIDTHS),
+        )
+        case, memory, room = (steps, lanes, width), Memory(), -(-lanes // 16) * 16
+        src = memory.read(
+            rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(dtype),
+            lanes + pick(rng, [0, 5]),
+            1,
+        )
+        dz = memory.read(rng.standard_normal((steps, lanes)).astype(dtype), lanes + pick(rng, [0, 5]), 1)
+        before = np.zeros((width + 1, room))
+        before[:, :lanes] = rng.standard_normal((width + 1, lanes))
+        sums = memory.written(before)
+        tile = structure(
+            "am_conv_tile",
+            steps=steps,
+            lanes=lanes,
+            width=width,
+            dst_step=dz.strides[0] // dtype.itemsize,
+            src_step=src.strides[0] // dtype.itemsize,
+        )
+        kernel(sums, dz, src, tile)
+        memory.check(case)
+        wide = dz.astype(np.float64)
+        expected = before.copy()
+        expected[:width, :lanes] += (windows(src, steps, width) * wide).sum(1)
+        expected[width, :lanes] += wide.sum(0)
+        tolerance = np.finfo(dtype).eps * 8 * (steps + 2)
+        np.testing.assert_allclose(sums, expected, tolerance, tolerance, err_msg=repr(case))
+
+
+CHECKS = {"am_conv": check_conv, "am_conv_sums": check_sums, "am_silu_gradient": check_silu_gradient}
