@@ -30,11 +30,11 @@ _Activation: TypeAlias = Literal["silu"] | None
 
 
 class _Vjp(Protocol):
-    def __call__(self, dout: ArrayLike, /) -> ShortConvolutionGrads: ...
+    def __call__(self, dout: ArrayLike) -> ShortConvolutionGrads: ...
 
 
 class _VjpWithState(Protocol):
-    def __call__(self, dout: ArrayLike, dstate: ArrayLike | None, /) -> ShortConvolutionGrads: ...
+    def __call__(self, dout: ArrayLike, dstate: ArrayLike | None) -> ShortConvolutionGrads: ...
 
 
 def _is_silu(activation: Any) -> bool:

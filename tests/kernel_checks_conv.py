@@ -1,14 +1,23 @@
 """Checks of the kernels of short convolutions."""
 
+import ml_dtypes
 import numpy as np
 from kernel_checks import COUNTS, pick
-from kernel_table import Kernel, Memory, structure
+from kernel_table import CONSTANTS, Kernel, Memory, structure
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 9)
 
 
 def dtype_of(kernel: Kernel) -> np.dtype:
     return np.dtype(np.float64 if "f64" in kernel.slot else np.float32)
+
+
+STORED = {
+    CONSTANTS["AM_FLOAT16"]: np.dtype(np.float16),
+    CONSTANTS["AM_BFLOAT16"]: np.dtype(ml_dtypes.bfloat16),
+    CONSTANTS["AM_FLOAT32"]: np.dtype(np.float32),
+    CONSTANTS["AM_FLOAT64"]: np.dtype(np.float64),
+}
 
 
 def silu(z: np.ndarray) -> np.ndarray:
@@ -22,7 +31,7 @@ def windows(src: np.ndarray, steps: int, width: int) -> np.ndarray:
 
 
 def check_conv(kernel: Kernel, rng) -> None:
-    dtype = dtype_of(kernel)
+    dtype, stored = dtype_of(kernel), STORED[kernel.index]
     for _ in range(150):
         steps, lanes, width = (
             pick(rng, range(20)),
@@ -31,23 +40,23 @@ def check_conv(kernel: Kernel, rng) -> None:
         )
         stream, activated, biased = (bool(rng.random() < 0.5) for _ in range(3))
         case = (steps, lanes, width, stream, activated, biased)
-        line, memory = 64 // dtype.itemsize, Memory()
+        line, memory = 64 // stored.itemsize, Memory()
         dst_step = -(-lanes // line) * line if stream else lanes + pick(rng, [0, 3])
         src = memory.read(
-            rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(dtype),
+            rng.standard_normal((max(steps + width - 1, 0), lanes)).astype(stored),
             lanes + pick(rng, [0, 5]),
             1,
         )
         weight = memory.read(rng.standard_normal((width, lanes)).astype(dtype), lanes + pick(rng, [0, 2]), 1)
         bias = memory.read(rng.standard_normal(lanes).astype(dtype), shift=1) if biased else None
-        dst = memory.written(np.zeros((steps, lanes), dtype), dst_step, shift=0 if stream else 1)
+        dst = memory.written(np.zeros((steps, lanes), stored), dst_step, shift=0 if stream else 1)
         tile = structure(
             "am_conv_tile",
             steps=steps,
             lanes=lanes,
             width=width,
             dst_step=dst_step,
-            src_step=src.strides[0] // dtype.itemsize,
+            src_step=src.strides[0] // stored.itemsize,
             weight_step=weight.strides[0] // dtype.itemsize,
             weight=weight,
             bias=bias,
@@ -58,7 +67,10 @@ def check_conv(kernel: Kernel, rng) -> None:
         memory.check(case)
         z = (windows(src, steps, width) * weight[:, None].astype(np.float64)).sum(0) + (bias if biased else 0)
         tolerance = np.finfo(dtype).eps * 8 * (width + 2)
-        np.testing.assert_allclose(dst, silu(z) if activated else z, tolerance, tolerance, err_msg=repr(case))
+        tolerance += float(ml_dtypes.finfo(stored).eps) if stored != dtype else 0
+        np.testing.assert_allclose(
+            dst.astype(np.float64), silu(z) if activated else z, tolerance, tolerance, err_msg=repr(case)
+        )
 
 
 def check_silu_gradient(kernel: Kernel, rng) -> None:
@@ -114,4 +126,30 @@ def check_sums(kernel: Kernel, rng) -> None:
         np.testing.assert_allclose(sums, expected, tolerance, tolerance, err_msg=repr(case))
 
 
-CHECKS = {"am_conv": check_conv, "am_conv_sums": check_sums, "am_silu_gradient": check_silu_gradient}
+def check_split(kernel: Kernel, rng) -> None:
+    dtype = np.dtype(f"uint{kernel.slot.split('_')[-1]}")
+    for rows in range(1, CONSTANTS["AM_MOST_SPLIT"] + 1):
+        for count in COUNTS:
+            memory, step = Memory(), count + pick(rng, [0, 3])
+            values = rng.integers(1 << 16, size=(rows, count)).astype(dtype)
+            if "split" in kernel.slot:
+                src = memory.read(values.T.ravel(), shift=1)
+                dst = memory.written(np.zeros_like(values), step, 1)
+                kernel(dst, step, src, count, rows)
+                expected = values
+            else:
+                src = memory.read(values, step, 1)
+                dst = memory.written(np.zeros(values.size, dtype), shift=1)
+                kernel(dst, src, step, count, rows)
+                expected = values.T.ravel()
+            memory.check((rows, count))
+            np.testing.assert_array_equal(dst, expected)
+
+
+CHECKS = {
+    "am_join": check_split,
+    "am_split": check_split,
+    "am_conv": check_conv,
+    "am_conv_sums": check_sums,
+    "am_silu_gradient": check_silu_gradient,
+}

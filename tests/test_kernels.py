@@ -39,6 +39,8 @@ FORMATS = {
     "flash_f64.numbers": ("AM_FLOAT64",),
     "flash_bf16x2.kv": ("AM_BFLOAT16", "AM_INT8", "AM_FLOAT8"),
     "flash_bf16x2.numbers": UP_TO_FLOAT32,
+    "conv_f32.forward": UP_TO_FLOAT32,
+    "conv_f64.forward": ("AM_FLOAT64",),
 }
 OFFERED = tuple(f"{part}[{CONSTANTS[name]}]" for part, names in FORMATS.items() for name in names)
 NOWHERE = [slot for slot in SLOTS if slot.startswith(tuple(FORMATS)) and not slot.startswith(OFFERED)]

@@ -203,6 +203,18 @@ def test_channels_before_tokens(isa, dtype):
     np.testing.assert_array_equal(out, plain)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_in_another_layout_than_x(isa, dtype):
+    for shape in ((1, 300, 40, 4), (2, 150, 17, 3), (1, 90, 600, 1)):
+        x, weight, bias, _ = problem(shape, dtype)
+        plain = attnmask.short_convolution(x, weight, bias)
+        for layout in ("contiguous", "fortran", "strided", "reversed"):
+            for out_layout in ("contiguous", "fortran", "strided", "reversed"):
+                out = arrange(np.zeros_like(x), out_layout)
+                attnmask.short_convolution(arrange(x, layout), weight, bias, out=out)
+                np.testing.assert_array_equal(out, plain)
+
+
 def test_weights_of_float32(isa):
     for dtype in DTYPES:
         x, weight, bias, _ = problem((2, 20, 18, 4), dtype)

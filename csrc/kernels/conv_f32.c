@@ -20,4 +20,36 @@ static inline void add_to_doubles_f32(double *to, vf sum)
 }
 #include "kernels/conv_tpl.h"
 
-const am_kernels TABLE(conv_f32) = {.conv_f32 = {conv_f32, silu_gradient_f32, conv_sums_f32}};
+#define S float
+#define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
+#define STORE VOP(store)
+#define STORE_PART VOP(store_part)
+#define STREAM VOP(stream)
+#define FROM(name) name##_f32
+#include "kernels/conv_forward_tpl.h"
+#define S uint16_t
+#define LOAD VOP(load_f16)
+#define LOAD_PART VOP(load_part_f16)
+#define STORE VOP(store_f16)
+#define STORE_PART VOP(store_part_f16)
+#define STREAM VOP(stream_f16)
+#define FROM(name) name##_f16
+#include "kernels/conv_forward_tpl.h"
+#define S uint16_t
+#define LOAD VOP(load_bf16)
+#define LOAD_PART VOP(load_part_bf16)
+#define STORE VOP(store_bf16)
+#define STORE_PART VOP(store_part_bf16)
+#define STREAM VOP(stream_bf16)
+#define FROM(name) name##_bf16
+#include "kernels/conv_forward_tpl.h"
+
+const am_kernels TABLE(conv_f32) = {
+    .conv_f32 =
+        {
+            .forward = {[AM_FLOAT16] = conv_f16, [AM_BFLOAT16] = conv_bf16, [AM_FLOAT32] = conv_f32},
+            .silu_gradient = silu_gradient_f32,
+            .sums = conv_sums_f32,
+        },
+};

@@ -16,4 +16,20 @@
 static inline void add_to_doubles_f64(double *to, vd sum) { vd_store(to, vd_add(vd_load(to), sum)); }
 #include "kernels/conv_tpl.h"
 
-const am_kernels TABLE(conv_f64) = {.conv_f64 = {conv_f64, silu_gradient_f64, conv_sums_f64}};
+#define S double
+#define LOAD VOP(load)
+#define LOAD_PART VOP(load_part)
+#define STORE VOP(store)
+#define STORE_PART VOP(store_part)
+#define STREAM VOP(stream)
+#define FROM(name) name##_f64
+#include "kernels/conv_forward_tpl.h"
+
+const am_kernels TABLE(conv_f64) = {
+    .conv_f64 =
+        {
+            .forward = {[AM_FLOAT64] = conv_f64},
+            .silu_gradient = silu_gradient_f64,
+            .sums = conv_sums_f64,
+        },
+};

@@ -357,6 +357,12 @@ typedef struct {
 } am_conv_tile;
 typedef void am_conv(void *dst, const void *src, const am_conv_tile *tile);
 
+/* A few rows of elements to and from elements in turn: row r has elements r, r + rows, … of `count` times
+ * `rows`, which are 1 to AM_MOST_SPLIT. */
+enum { AM_MOST_SPLIT = 4 };
+typedef void am_split(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t count, ptrdiff_t rows);
+typedef void am_join(void *dst, const void *src, ptrdiff_t src_step, ptrdiff_t count, ptrdiff_t rows);
+
 /* Multiplies `count` dout by the slope of silu at z, and writes them to z. */
 typedef void am_silu_gradient(void *z, const void *dout, ptrdiff_t count);
 
@@ -367,7 +373,7 @@ typedef void am_conv_sums(double *sums, const void *dz, const void *src, const a
 static inline ptrdiff_t am_conv_sums_step(ptrdiff_t lanes) { return (lanes + 15) / 16 * 16; }
 
 typedef struct {
-    am_conv *forward;
+    am_conv *forward[AM_OTHER]; /* by the type of dst and src in memory; others are of the type of the sums */
     am_silu_gradient *silu_gradient;
     am_conv_sums *sums;
 } am_conv_kernels;
@@ -406,6 +412,8 @@ typedef struct {
      * and queries are packed for them. */
     am_flash_kernels flash_bf16x2;
     am_conv_kernels conv_f32, conv_f64;
+    am_split *split_16, *split_32, *split_64;
+    am_join *join_16, *join_32, *join_64;
 } am_kernels;
 
 /* A table of one topic at one level, which is empty but for its kernels. */

@@ -175,6 +175,69 @@ for _name, _first, _local in (("chunk_local_cumsum_vjp", "g", True), ("chunk_glo
 
     target(_name, _with_dout, pulled_back(getattr(attnmask, _name)), pullback=True, same_bits=False)
 
+# Short convolutions
+
+
+def convolution_arguments(rng: Rng) -> Arguments:
+    batch, (tokens, channels), width = 1 if coin(rng) else 2, sizes(rng, 2, 20), pick(rng, [1, 2, 3, 4, 4, 6])
+    dtype = pick(rng, FLOATS)
+    arguments: Arguments = {
+        "x": floats(rng, batch, tokens, channels, dtype=dtype),
+        "weight": floats(rng, channels, width, dtype=dtype),
+        "activation": pick(rng, [None, "silu"]),
+    }
+    if batch == 1 and coin(rng):
+        arguments["cu_seqlens"] = starts(rng, tokens)
+    sequences = len(arguments["cu_seqlens"]) - 1 if "cu_seqlens" in arguments else batch
+    return arguments | some(
+        rng,
+        {
+            "bias": lambda: floats(rng, channels, dtype=dtype),
+            "initial_state": lambda: floats(rng, sequences, channels, width - 1, dtype=dtype),
+            "out": lambda: np.zeros((batch, tokens, channels), dtype),
+        },
+    )
+
+
+def step_arguments(rng: Rng) -> Arguments:
+    rows, channels, width, dtype = *sizes(rng, 2, 20), pick(rng, [1, 2, 4, 6]), pick(rng, FLOATS)
+    by_index = coin(rng)
+    slots = rows + 2 if by_index else rows
+    arguments: Arguments = {
+        "x": floats(rng, rows, channels, dtype=dtype),
+        "weight": floats(rng, channels, width, dtype=dtype),
+        "state": floats(rng, slots, channels, width - 1, dtype=dtype),
+        "activation": pick(rng, [None, "silu"]),
+    }
+    if by_index:
+        arguments["state_indices"] = rng.permutation(slots)[:rows].astype(pick(rng, [np.int32, np.int64]))
+    return arguments | some(
+        rng,
+        {
+            "bias": lambda: floats(rng, channels, dtype=dtype),
+            "out": lambda: np.zeros((rows, channels), dtype),
+        },
+    )
+
+
+target(
+    "short_convolution",
+    lambda rng: convolution_arguments(rng) | {"return_state": coin(rng)},
+    attnmask.short_convolution,
+)
+target(
+    "short_convolution_vjp",
+    lambda rng: (a := convolution_arguments(rng)) | {"dout": floats(rng, *a["x"].shape)},
+    pulled_back(attnmask.short_convolution_vjp),
+    pullback=True,
+)
+target(
+    "short_convolution_step",
+    step_arguments,
+    attnmask.short_convolution_step,
+    written=frozenset({"out", "state"}),
+)
+
 # Masks
 
 target(

@@ -18,13 +18,15 @@ enum {
     DIRECT_LANES =
         1024, /* channels of a task where rows are not copied: four rows stay in the first-level cache */
     DIRECT_TOKENS = 128, /* between two checkpoints */
+    STEP_LANES = 512,    /* of a step, whose window stays in the first-level cache */
+    STEP_TASK = 1 << 15, /* elements of a step's task */
     LINE = 64,           /* bytes of a line of the cache */
 };
 
 typedef struct {
     const am_short_conv *conv;
     const am_kernels *kernels;
-    ptrdiff_t size, lanes, bands; /* lanes: channels of a task */
+    ptrdiff_t size, lanes, bands; /* size: of an element of x; lanes: channels of a task */
     ptrdiff_t tokens, pieces;     /* tokens: of a piece */
     ptrdiff_t window;             /* rows of the window */
     bool src_direct, dst_direct, stream;
@@ -33,12 +35,13 @@ typedef struct {
 static am_conv_place place_of(const conv_job *job, ptrdiff_t band)
 {
     const am_short_conv *c = job->conv;
-    const ptrdiff_t channel = band * job->lanes;
+    const ptrdiff_t channel = band * job->lanes, lanes = am_min(job->lanes, c->channels - channel);
     return (am_conv_place){.conv = c,
                            .kernels = job->kernels,
                            .channel = channel,
-                           .lanes = am_min(job->lanes, c->channels - channel),
-                           .size = job->size};
+                           .lanes = lanes,
+                           .type = c->x.type,
+                           .row = lanes * job->size};
 }
 
 static am_conv_tile tile_of(const am_conv_place *p)
@@ -60,11 +63,13 @@ typedef struct {
 
 static bool new_buffers(buffers *b, const conv_job *job)
 {
-    const ptrdiff_t width = job->conv->width, rows = width + 1 + 2 * job->window;
-    b->weight = malloc((size_t)am_product(rows, job->lanes, job->size));
-    b->window = b->weight + (width + 1) * job->lanes * job->size;
-    b->results = b->window + job->window * job->lanes * job->size;
-    return b->weight;
+    const ptrdiff_t row = job->lanes * job->size,
+                    weights = (job->conv->width + 1) * (ptrdiff_t)am_size_of(job->conv->type);
+    b->weight = malloc((size_t)am_product(weights + 2 * job->window * job->size, job->lanes, 1));
+    if (!b->weight) return false;
+    b->window = b->weight + weights * job->lanes;
+    b->results = b->window + job->window * row;
+    return true;
 }
 
 /* Results first … last - 1 of a sequence. */
@@ -75,25 +80,25 @@ static am_status convolve(const conv_job *job, const am_conv_place *p, const buf
     const ptrdiff_t history = c->width - 1, copied = am_conv_tokens(c->width);
     for (ptrdiff_t t = first, count; t < last; t += count) {
         const bool direct = job->src_direct && t >= history;
-        count = am_min(last - t, direct ? DIRECT_TOKENS : copied);
+        count = am_min(last - t, direct && job->dst_direct ? DIRECT_TOKENS : copied);
         if (job->src_direct && !direct) count = am_min(count, history - t);
         am_conv_tile tile = tile_of(p);
         tile.steps = count;
         const char *src = b->window;
         if (direct) {
             src = am_conv_at(p, &c->x, t - history);
-            tile.src_step = c->x.token / p->size;
+            tile.src_step = c->x.token / job->size;
         } else {
             am_conv_load_window(p, b->window, t, count);
         }
         char *dst = b->results;
         if (job->dst_direct) {
             dst = am_conv_at(p, &c->out, t);
-            tile.dst_step = c->out.token / p->size;
+            tile.dst_step = c->out.token / job->size;
             tile.stream = job->stream;
         }
-        am_conv_kernels_of(job->kernels, c->type)->forward(dst, src, &tile);
-        if (!job->dst_direct) am_conv_store(p, c->type, &c->out, t, dst, count);
+        am_conv_kernel(p)(dst, src, &tile);
+        if (!job->dst_direct) am_conv_store(p, p->type, &c->out, t, dst, count);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -129,10 +134,10 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
     am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
-    void *rows = malloc((size_t)am_product(c->width, p.lanes, p.size));
+    void *rows = malloc((size_t)am_product(c->width, p.row, 1));
     if (!rows) return AM_NO_MEMORY;
     am_conv_load_window(&p, rows, p.length, 0);
-    am_conv_store(&p, c->type, &c->after, 0, rows, c->width - 1);
+    am_conv_store(&p, p.type, &c->after, 0, rows, c->width - 1);
     free(rows);
     return am_checkpoint(team);
 }
@@ -151,10 +156,9 @@ static bool should_stream(const conv_job *job)
 
 static conv_job job_of(const am_run *run, const am_short_conv *conv)
 {
-    const am_dtype type = conv->type;
-    conv_job job = {.conv = conv, .kernels = run->kernels, .size = (ptrdiff_t)am_size_of(type)};
-    job.src_direct = conv->x.type == type && conv->x.channel == job.size;
-    job.dst_direct = conv->out.type == type && conv->out.channel == job.size;
+    conv_job job = {.conv = conv, .kernels = run->kernels, .size = (ptrdiff_t)am_size_of(conv->x.type)};
+    job.src_direct = conv->x.channel == job.size;
+    job.dst_direct = conv->out.channel == job.size;
     job.lanes = am_conv_lanes(conv, job.src_direct && job.dst_direct ? DIRECT_LANES : AM_CONV_LANES);
     job.bands = am_ceil_div(conv->channels, job.lanes);
     job.window = am_conv_tokens(conv->width) + conv->width - 1;
@@ -184,6 +188,7 @@ typedef struct {
 
 static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
 {
+    (void)team;
     const step_job *step = arg;
     const conv_job *job = &step->job;
     const am_short_conv *c = job->conv;
@@ -195,27 +200,25 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_load_weights(&p, b.weight, false);
     am_conv_tile tile = tile_of(&p);
     tile.steps = 1;
-    char *const last = b.window + history * p.lanes * p.size;
-    am_status status = AM_OK;
-    for (ptrdiff_t row = begin; row < end && status == AM_OK; row++) {
+    char *const last = b.window + history * p.row;
+    for (ptrdiff_t row = begin; row < end; row++) {
         const ptrdiff_t slot = step->slots ? step->slots[row] : row;
         if (slot >= 0) {
             p.sequence = slot;
-            am_conv_load(&p, b.window, &c->before, 0, history);
+            am_conv_load(&p, p.type, b.window, &c->before, 0, history);
             p.sequence = row;
-            am_conv_load(&p, last, &c->x, 0, 1);
-            am_conv_kernels_of(job->kernels, c->type)->forward(b.results, b.window, &tile);
+            am_conv_load(&p, p.type, last, &c->x, 0, 1);
+            am_conv_kernel (&p)(b.results, b.window, &tile);
             p.sequence = slot;
-            am_conv_store(&p, c->type, &c->before, 0, b.window + p.lanes * p.size, history);
+            am_conv_store(&p, p.type, &c->before, 0, b.window + p.row, history);
         } else {
-            memset(b.results, 0, (size_t)(p.lanes * p.size));
+            memset(b.results, 0, (size_t)p.row);
         }
         p.sequence = row;
-        am_conv_store(&p, c->type, &c->out, 0, b.results, 1);
-        status = am_checkpoint(team);
+        am_conv_store(&p, p.type, &c->out, 0, b.results, 1);
     }
     free(b.weight);
-    return status;
+    return AM_OK;
 }
 
 am_status am_short_conv_step(const am_run *run, const am_short_conv *conv, const ptrdiff_t *slots)
@@ -223,10 +226,10 @@ am_status am_short_conv_step(const am_run *run, const am_short_conv *conv, const
     if (conv->channels == 0) return AM_OK;
     if (conv->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
     step_job step = {.job = job_of(run, conv), .slots = slots};
-    step.job.lanes = am_conv_lanes(conv, AM_CONV_LANES);
+    step.job.lanes = am_conv_lanes(conv, STEP_LANES);
     step.job.bands = am_ceil_div(conv->channels, step.job.lanes);
     step.job.window = conv->width;
-    step.rows = am_max(AM_CONV_TASK / (step.job.lanes * conv->width), 1);
+    step.rows = am_max(STEP_TASK / (step.job.lanes * conv->width), 1);
     step.row_blocks = am_ceil_div(conv->sequences, step.rows);
     return am_parallel(run, step.row_blocks * step.job.bands, 1, step_task, &step);
 }

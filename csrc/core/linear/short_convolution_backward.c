@@ -53,12 +53,13 @@ static bool new_buffers(buffers *b, const gradient_job *job)
 static am_conv_place place_of(const gradient_job *job, ptrdiff_t band)
 {
     const am_short_conv *c = &job->gradients->conv;
-    const ptrdiff_t channel = band * job->lanes;
+    const ptrdiff_t channel = band * job->lanes, lanes = am_min(job->lanes, c->channels - channel);
     return (am_conv_place){.conv = c,
                            .kernels = job->kernels,
                            .channel = channel,
-                           .lanes = am_min(job->lanes, c->channels - channel),
-                           .size = job->size};
+                           .lanes = lanes,
+                           .type = c->type,
+                           .row = lanes * job->size};
 }
 
 static void load_weights(am_conv_place *p, const buffers *b)
@@ -71,9 +72,8 @@ static void load_weights(am_conv_place *p, const buffers *b)
 static void find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, ptrdiff_t count)
 {
     const am_short_conv *c = p->conv;
-    const am_conv_kernels *k = am_conv_kernels_of(p->kernels, c->type);
     am_conv_load_window(p, b->window, token, count);
-    am_conv_load(p, c->silu ? b->dout : b->dz, &c->out, token, count);
+    am_conv_load(p, p->type, c->silu ? b->dout : b->dz, &c->out, token, count);
     if (!c->silu) return;
     const am_conv_tile tile = {.steps = count,
                                .lanes = p->lanes,
@@ -83,8 +83,8 @@ static void find_dz(const am_conv_place *p, const buffers *b, ptrdiff_t token, p
                                .weight_step = p->lanes,
                                .weight = p->weight,
                                .bias = p->bias};
-    k->forward(b->dz, b->window, &tile);
-    k->silu_gradient(b->dz, b->dout, count * p->lanes);
+    am_conv_kernel(p)(b->dz, b->window, &tile);
+    am_conv_kernels_of(p->kernels, c->type)->silu_gradient(b->dz, b->dout, count * p->lanes);
 }
 
 /* The gradients of `count` rows from `row` on, where row W - 1 is that of the first token, and those before
@@ -96,16 +96,15 @@ typedef struct {
 
 static void add_terms(const am_conv_place *p, const buffers *b, void *to, const void *more, sums_of_rows s)
 {
-    const ptrdiff_t row = p->lanes * p->size;
     const am_conv_tile tile = {.steps = s.count,
                                .lanes = p->lanes,
                                .width = s.terms,
                                .dst_step = p->lanes,
                                .src_step = p->lanes,
                                .weight_step = p->lanes,
-                               .weight = b->reversed + s.first_weight * row,
+                               .weight = b->reversed + s.first_weight * p->row,
                                .bias = more};
-    am_conv_kernels_of(p->kernels, p->conv->type)->forward(to, b->dz + s.first_dz * row, &tile);
+    am_conv_kernel(p)(to, b->dz + s.first_dz * p->row, &tile);
 }
 
 /* The gradient of one row near an end of the sequence; dz begins at `token`. */
@@ -116,7 +115,7 @@ static void find_edge(const am_conv_place *p, const buffers *b, void *to, ptrdif
                     last = am_min(c->width, p->length + history - row);
     const void *more = NULL;
     if (c->after.data && row >= p->length) {
-        am_conv_load(p, b->after, &c->after, row - p->length, 1);
+        am_conv_load(p, p->type, b->after, &c->after, row - p->length, 1);
         more = b->after;
     }
     const sums_of_rows s = {1, am_max(last - first, 0), am_max(row + first - history - token, 0), first};
@@ -128,7 +127,7 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
                                 ptrdiff_t first, ptrdiff_t last, double *sums, am_team *team)
 {
     const am_short_conv *c = p->conv;
-    const ptrdiff_t history = c->width - 1, row = p->lanes * p->size;
+    const ptrdiff_t history = c->width - 1;
     for (ptrdiff_t t = first; t < last; t += job->chunk) {
         const ptrdiff_t count = am_min(job->chunk, last - t);
         find_dz(p, b, t, am_min(count + history, p->length - t));
@@ -137,7 +136,7 @@ static am_status find_gradients(const gradient_job *job, const am_conv_place *p,
         am_conv_kernels_of(p->kernels, c->type)->sums(sums, b->dz, b->window, &tile);
         const ptrdiff_t whole = am_max(am_min(count, p->length - history - t), 0);
         add_terms(p, b, b->dx, NULL, (sums_of_rows){whole, c->width, 0, 0});
-        for (ptrdiff_t i = whole; i < count; i++) find_edge(p, b, b->dx + i * row, t + i + history, t);
+        for (ptrdiff_t i = whole; i < count; i++) find_edge(p, b, b->dx + i * p->row, t + i + history, t);
         am_conv_store(p, c->type, &job->gradients->d_x, t, b->dx, count);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;

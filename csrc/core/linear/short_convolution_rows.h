@@ -10,7 +10,7 @@
 enum {
     AM_CONV_LANES = 256,    /* channels of a task where rows are copied */
     AM_CONV_TOKENS = 32,    /* at once, or W if that is more */
-    AM_CONV_TASK = 1 << 17, /* elements of a task, about 50 µs */
+    AM_CONV_TASK = 1 << 16, /* elements of a task, about 20 µs */
 };
 
 /* No memory holds the window of a wider one. */
@@ -22,19 +22,23 @@ typedef struct {
     const am_kernels *kernels;
     ptrdiff_t sequence, length; /* length: its tokens */
     ptrdiff_t channel, lanes;
-    ptrdiff_t size;     /* of a number, in bytes */
-    const void *weight; /* [width][lanes] */
+    am_dtype type;      /* of rows that are copied: that of x, or of the sums */
+    ptrdiff_t row;      /* bytes of one */
+    const void *weight; /* [width][lanes], of the type of the sums */
     const void *bias;   /* [lanes], or NULL */
 } am_conv_place;
 
 const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype type);
 
+/* The kernel for rows of the place's type. */
+am_conv *am_conv_kernel(const am_conv_place *place);
+
 /* The place of a token in memory. */
 char *am_conv_at(const am_conv_place *place, const am_conv_array *array, ptrdiff_t token);
 
-/* Copy rows [rows][lanes] from tokens `token` … of an array, or to them; `type` is that of the numbers. */
-void am_conv_load(const am_conv_place *place, void *to, const am_conv_array *from, ptrdiff_t token,
-                  ptrdiff_t rows);
+/* Copy rows [rows][lanes] of a type from tokens `token` … of an array, or to them. */
+void am_conv_load(const am_conv_place *place, am_dtype type, void *to, const am_conv_array *from,
+                  ptrdiff_t token, ptrdiff_t rows);
 void am_conv_store(const am_conv_place *place, am_dtype type, const am_conv_array *to, ptrdiff_t token,
                    const void *from, ptrdiff_t rows);
 

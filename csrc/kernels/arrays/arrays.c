@@ -60,6 +60,16 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 #define LANES VD_LANES
 #include "kernels/arrays/transpose_tpl.h"
 
+#define T uint16_t
+#define FN(name) name##_16
+#include "kernels/interleave_tpl.h"
+#define T uint32_t
+#define FN(name) name##_32
+#include "kernels/interleave_tpl.h"
+#define T uint64_t
+#define FN(name) name##_64
+#include "kernels/interleave_tpl.h"
+
 #define T int32_t
 #define U uint32_t
 #define FN(name) name##_32
@@ -132,6 +142,12 @@ const am_kernels TABLE(arrays) = {
     .cumsum_scan_f64 = cumsum_scan_f64,
     .transpose_32 = transpose_32,
     .transpose_64 = transpose_64,
+    .split_16 = split_16,
+    .split_32 = split_32,
+    .split_64 = split_64,
+    .join_16 = join_16,
+    .join_32 = join_32,
+    .join_64 = join_64,
     .widen_f16 = widen_f16,
     .widen_bf16 = widen_bf16,
     .narrow_f16 = narrow_f16,

@@ -1,0 +1,41 @@
+/* interleave_tpl.h – splits and joins a few rows of elements as wide as T. Compilers know the shuffles for it
+ * if the number of rows is known. */
+
+static inline __attribute__((always_inline)) void
+FN(split_rows)(T *restrict to, ptrdiff_t step, const T *restrict from, ptrdiff_t count, const int rows)
+{
+    for (ptrdiff_t i = 0; i < count; i++) {
+        for (int r = 0; r < rows; r++) to[r * step + i] = from[i * rows + r];
+    }
+}
+
+static void FN(split)(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff_t count, ptrdiff_t rows)
+{
+    switch (rows) {
+    case 1: FN(split_rows)(dst, dst_step, src, count, 1); break;
+    case 2: FN(split_rows)(dst, dst_step, src, count, 2); break;
+    case 3: FN(split_rows)(dst, dst_step, src, count, 3); break;
+    default: FN(split_rows)(dst, dst_step, src, count, 4); break;
+    }
+}
+
+static inline __attribute__((always_inline)) void
+FN(join_rows)(T *restrict to, const T *restrict from, ptrdiff_t step, ptrdiff_t count, const int rows)
+{
+    for (ptrdiff_t i = 0; i < count; i++) {
+        for (int r = 0; r < rows; r++) to[i * rows + r] = from[r * step + i];
+    }
+}
+
+static void FN(join)(void *dst, const void *src, ptrdiff_t src_step, ptrdiff_t count, ptrdiff_t rows)
+{
+    switch (rows) {
+    case 1: FN(join_rows)(dst, src, src_step, count, 1); break;
+    case 2: FN(join_rows)(dst, src, src_step, count, 2); break;
+    case 3: FN(join_rows)(dst, src, src_step, count, 3); break;
+    default: FN(join_rows)(dst, src, src_step, count, 4); break;
+    }
+}
+
+#undef T
+#undef FN
