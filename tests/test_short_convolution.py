@@ -357,9 +357,20 @@ def test_any_number_of_threads_gives_the_same_bits(dtype, set_threads):
             np.testing.assert_array_equal(one, wanted)
 
 
-def test_results_larger_than_the_cache(isa):
+@pytest.mark.parametrize("shift", [0, 1, 4, 15])
+def test_results_larger_than_the_cache(shift, isa):
     x, weight, bias, _ = problem((1, 5000, 2048, 4), np.float32)
-    out = attnmask.short_convolution(x, weight, bias)
+    memory = np.empty(x.size + 32, np.float32)
+    begin = -memory.ctypes.data % 64 // 4 + shift
+    out = memory[begin : begin + x.size].reshape(x.shape)
+    memory[:] = 7
+    attnmask.short_convolution(x, weight, bias, out=out)
+    assert (memory[:begin] == 7).all()
+    assert (memory[begin + x.size :] == 7).all()
+    plain = attnmask.short_convolution(
+        x[:, 2000:], weight, bias, initial_state=x[:, 1997:2000].swapaxes(1, 2)
+    )
+    np.testing.assert_array_equal(out[:, 2000:], plain)
     rows = [0, 1, 2, 3, 100, 127, 128, 129, 4999]
     for t in rows:
         window = np.zeros((4, 2048))
