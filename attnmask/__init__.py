@@ -20,6 +20,12 @@ from attnmask._cache.pages import KVCache, quantize_kv
 from attnmask._common.debug import get_debug_mode, set_debug_mode
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._common.warnings import AttnmaskWarning
+from attnmask._linear.short_convolution import (
+    ShortConvolutionGrads,
+    short_convolution,
+    short_convolution_step,
+    short_convolution_vjp,
+)
 from attnmask._masks.convert import (
     attention_mask_to_padding_segment_ids,
     attention_mask_to_qkv_cu_seqlens,
@@ -61,12 +67,6 @@ from attnmask._sequences.packed import (
 )
 from attnmask._sequences.padding import pack, unpack
 from attnmask._sharded.shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
-from attnmask._short_convolution import (
-    ShortConvolutionGrads,
-    short_convolution,
-    short_convolution_step,
-    short_convolution_vjp,
-)
 
 __all__ = [
     "AttnmaskWarning",

@@ -115,8 +115,8 @@ def svg(
 
     Examples
     --------
-    >>> from attnmask import _render_pages
-    >>> picture = _render_pages.svg(["KVCache"], 4, 16, {0: ([0, 1], 20), 3: ([0], 16)})
+    >>> from attnmask._cache import svg
+    >>> picture = svg.svg(["KVCache"], 4, 16, {0: ([0, 1], 20), 3: ([0], 16)})
     >>> "<title>page 0: sequences 0, 3; 16 of 16 tokens</title>" in picture
     True
     """

@@ -291,8 +291,9 @@ def svg(info: Drawable, batch: int = 0, head: int = 0) -> str:
 
     Examples
     --------
-    >>> from attnmask import MaskInfo, _render_svg
-    >>> picture = _render_svg.svg(MaskInfo.from_segments([[0, 0, 1, 1]]))
+    >>> from attnmask import MaskInfo
+    >>> from attnmask._masks import svg
+    >>> picture = svg.svg(MaskInfo.from_segments([[0, 0, 1, 1]]))
     >>> "<title>query 2 (segment 1) attends to 2 of 4 keys: 2–3</title>" in picture
     True
     """

@@ -9,10 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/arithmetic.h"
-#include "core/convert.h"
+#include "core/runtime/sizes.h"
+#include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
-#include "core/packed.h"
+#include "core/sequences/packed.h"
 
 enum {
     DIRECT_LANES =
@@ -163,9 +163,9 @@ static void choose_stream(conv_job *job)
     job->bands = am_ceil_div(job->conv->channels + job->shift, job->lanes);
 }
 
-static conv_job job_of(const am_run *run, const am_short_conv *conv)
+static conv_job job_of(const am_context *context, const am_short_conv *conv)
 {
-    conv_job job = {.conv = conv, .kernels = run->kernels, .size = (ptrdiff_t)am_size_of(conv->x.type)};
+    conv_job job = {.conv = conv, .kernels = context->kernels, .size = (ptrdiff_t)am_size_of(conv->x.type)};
     job.src_direct = conv->x.channel == job.size;
     job.dst_direct = conv->out.channel == job.size;
     job.lanes = am_conv_lanes(conv, job.src_direct && job.dst_direct ? DIRECT_LANES : AM_CONV_LANES);
@@ -174,19 +174,19 @@ static conv_job job_of(const am_run *run, const am_short_conv *conv)
     return job;
 }
 
-am_status am_short_conv_forward(const am_run *run, const am_short_conv *conv)
+am_status am_short_conv_forward(const am_context *context, const am_short_conv *conv)
 {
     if (conv->channels == 0) return AM_OK;
     if (conv->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
-    conv_job job = job_of(run, conv);
+    conv_job job = job_of(context, conv);
     const ptrdiff_t tokens = conv->starts[conv->sequences];
     job.tokens = am_max(am_max(AM_CONV_TASK / job.lanes, 8 * conv->width), 1);
     job.pieces = am_ceil_div(tokens, job.tokens);
     choose_stream(&job);
-    am_status status = am_parallel(run, job.pieces * job.bands, 1, convolve_task, &job);
+    am_status status = am_parallel(context, job.pieces * job.bands, 1, convolve_task, &job);
     if (status != AM_OK || !conv->after.data || conv->width == 1) return status;
     const ptrdiff_t grain = AM_CONV_TASK / am_max(conv->width * job.lanes, 1);
-    return am_parallel(run, conv->sequences * job.bands, am_max(grain, 1), state_task, &job);
+    return am_parallel(context, conv->sequences * job.bands, am_max(grain, 1), state_task, &job);
 }
 
 typedef struct {
@@ -230,15 +230,15 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     return AM_OK;
 }
 
-am_status am_short_conv_step(const am_run *run, const am_short_conv *conv, const ptrdiff_t *slots)
+am_status am_short_conv_step(const am_context *context, const am_short_conv *conv, const ptrdiff_t *slots)
 {
     if (conv->channels == 0) return AM_OK;
     if (conv->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
-    step_job step = {.job = job_of(run, conv), .slots = slots};
+    step_job step = {.job = job_of(context, conv), .slots = slots};
     step.job.lanes = am_conv_lanes(conv, STEP_LANES);
     step.job.bands = am_ceil_div(conv->channels, step.job.lanes);
     step.job.window = conv->width;
     step.rows = am_max(STEP_TASK / (step.job.lanes * conv->width), 1);
     step.row_blocks = am_ceil_div(conv->sequences, step.rows);
-    return am_parallel(run, step.row_blocks * step.job.bands, 1, step_task, &step);
+    return am_parallel(context, step.row_blocks * step.job.bands, 1, step_task, &step);
 }

@@ -6,8 +6,8 @@
 #ifndef AM_SHORT_CONVOLUTION_H
 #define AM_SHORT_CONVOLUTION_H
 
-#include "core/status.h"
-#include "core/threads.h"
+#include "core/runtime/status.h"
+#include "core/runtime/threads.h"
 
 /* Tokens and channels of sequences; strides in bytes. `data` is NULL for what was not given. States are such
  * arrays of W - 1 tokens, weights one of W tokens, and a bias one of one token. */
@@ -27,7 +27,7 @@ typedef struct {
     am_conv_array out, after;              /* the result, and the states at the end */
 } am_short_conv;
 
-am_status am_short_conv_forward(const am_run *run, const am_short_conv *conv);
+am_status am_short_conv_forward(const am_context *context, const am_short_conv *conv);
 
 /* Gradients: `out` and `after` of the convolution are those that come in, of which `after` may be missing;
  * these are the results. d_bias and d_before are missing where they are not wanted. */
@@ -35,10 +35,10 @@ typedef struct {
     am_short_conv conv;
     am_conv_array d_x, d_weight, d_bias, d_before;
 } am_short_conv_gradients;
-am_status am_short_conv_backward(const am_run *run, const am_short_conv_gradients *gradients);
+am_status am_short_conv_backward(const am_context *context, const am_short_conv_gradients *gradients);
 
 /* One token of each row, `sequences` of them, whose state is before[slots[row]], and is updated there. A slot
  * below 0 leaves out the row: its result is 0. */
-am_status am_short_conv_step(const am_run *run, const am_short_conv *conv, const ptrdiff_t *slots);
+am_status am_short_conv_step(const am_context *context, const am_short_conv *conv, const ptrdiff_t *slots);
 
 #endif

@@ -11,10 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/arithmetic.h"
-#include "core/convert.h"
+#include "core/runtime/sizes.h"
+#include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
-#include "core/packed.h"
+#include "core/sequences/packed.h"
 
 enum { MOST_PIECES = 64 }; /* whose sums are kept at once */
 
@@ -211,12 +211,12 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     return am_checkpoint(team);
 }
 
-am_status am_short_conv_backward(const am_run *run, const am_short_conv_gradients *gradients)
+am_status am_short_conv_backward(const am_context *context, const am_short_conv_gradients *gradients)
 {
     const am_short_conv *c = &gradients->conv;
     if (c->channels == 0) return AM_OK;
     if (c->width > AM_CONV_WIDEST) return AM_NO_MEMORY;
-    gradient_job job = {.gradients = gradients, .kernels = run->kernels};
+    gradient_job job = {.gradients = gradients, .kernels = context->kernels};
     job.size = (ptrdiff_t)am_size_of(c->type);
     job.lanes = am_conv_lanes(c, AM_CONV_LANES);
     job.bands = am_ceil_div(c->channels, job.lanes);
@@ -228,10 +228,10 @@ am_status am_short_conv_backward(const am_run *run, const am_short_conv_gradient
     const ptrdiff_t rows = am_product(job.pieces * job.bands, c->width + 1, (ptrdiff_t)sizeof *job.sums);
     job.sums = malloc((size_t)am_product(rows, am_conv_sums_step(job.lanes), 1));
     if (!job.sums && rows) return AM_NO_MEMORY;
-    am_status status = am_parallel(run, job.pieces * job.bands, 1, gradient_task, &job);
-    if (status == AM_OK) status = am_parallel(run, job.bands, 1, join_task, &job);
+    am_status status = am_parallel(context, job.pieces * job.bands, 1, gradient_task, &job);
+    if (status == AM_OK) status = am_parallel(context, job.bands, 1, join_task, &job);
     if (status == AM_OK && gradients->d_before.data && c->width > 1)
-        status = am_parallel(run, c->sequences * job.bands, 1, state_task, &job);
+        status = am_parallel(context, c->sequences * job.bands, 1, state_task, &job);
     free(job.sums);
     return status;
 }

@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "core/arithmetic.h"
-#include "core/convert.h"
+#include "core/runtime/sizes.h"
+#include "core/arrays/convert.h"
 
 const am_conv_kernels *am_conv_kernels_of(const am_kernels *kernels, am_dtype type)
 {

@@ -62,13 +62,13 @@ static inline void vd_carry_add(double *carry, vd sum) { vd_store(carry, vd_add(
 
 #define T uint16_t
 #define FN(name) name##_16
-#include "kernels/interleave_tpl.h"
+#include "kernels/arrays/interleave_tpl.h"
 #define T uint32_t
 #define FN(name) name##_32
-#include "kernels/interleave_tpl.h"
+#include "kernels/arrays/interleave_tpl.h"
 #define T uint64_t
 #define FN(name) name##_64
-#include "kernels/interleave_tpl.h"
+#include "kernels/arrays/interleave_tpl.h"
 
 #define T int32_t
 #define U uint32_t

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "bind/args.h"
+#include "bind/python/arguments.h"
 
 typedef struct {
     PyArrayObject *x, *weight, *bias, *initial, *dout, *dstate;
@@ -204,7 +204,7 @@ static PyObject *compute(PyObject *module, arguments *a)
         conv.after = rows_of(state, 0, 2, 1);
         am_call call;
         am_enter(&call, module, PyArray_SIZE(a->x));
-        am_status status = am_short_conv_forward(&call.run, &conv);
+        am_status status = am_short_conv_forward(&call.context, &conv);
         am_leave(&call);
         if (status != AM_OK) {
             am_raise(status, NULL);
@@ -266,7 +266,7 @@ static PyObject *compute_gradients(PyObject *module, arguments *a)
         job.conv.after = rows_of(a->dstate, 0, 2, 1);
         am_call call;
         am_enter(&call, module, PyArray_SIZE(a->x));
-        am_status status = am_short_conv_backward(&call.run, &job);
+        am_status status = am_short_conv_backward(&call.context, &job);
         am_leave(&call);
         if (status != AM_OK) {
             am_raise(status, NULL);
@@ -377,7 +377,7 @@ static PyObject *compute_step(PyObject *module, arguments *a)
         };
         am_call call;
         am_enter(&call, module, PyArray_SIZE(a->x));
-        status = am_short_conv_step(&call.run, &conv, a->indices ? a->numbers : NULL);
+        status = am_short_conv_step(&call.context, &conv, a->indices ? a->numbers : NULL);
         am_leave(&call);
     }
     if (status == AM_OK) return am_returned(&a->out, out);

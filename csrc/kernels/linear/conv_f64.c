@@ -1,5 +1,5 @@
 /* conv_f64.c – short convolutions in float64. */
-#include "kernels/flash.h"
+#include "kernels/attention/common.h"
 
 #define T double
 #define V vd
@@ -11,10 +11,10 @@
 #define EPSILON DBL_EPSILON
 #define MIN_POWER 1022
 #define ROUNDER (0x1.8p52 + MIN_POWER)
-#include "kernels/flash_product_tpl.h"
+#include "kernels/attention/product_tpl.h"
 
 static inline void add_to_doubles_f64(double *to, vd sum) { vd_store(to, vd_add(vd_load(to), sum)); }
-#include "kernels/conv_tpl.h"
+#include "kernels/linear/conv_tpl.h"
 
 #define S double
 #define LOAD VOP(load)
@@ -23,7 +23,7 @@ static inline void add_to_doubles_f64(double *to, vd sum) { vd_store(to, vd_add(
 #define STORE_PART VOP(store_part)
 #define STREAM VOP(stream)
 #define FROM(name) name##_f64
-#include "kernels/conv_forward_tpl.h"
+#include "kernels/linear/conv_forward_tpl.h"
 
 const am_kernels TABLE(conv_f64) = {
     .conv_f64 =

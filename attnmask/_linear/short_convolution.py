@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnmask import _core
-from attnmask._arguments import as_array, flag, one_of
-from attnmask._short_convolution_grads import ShortConvolutionGrads
+from attnmask._common.arguments import as_array, flag, one_of
+from attnmask._common.loading import _core
+from attnmask._linear.short_convolution_grads import ShortConvolutionGrads
 
 __all__ = [
     "ShortConvolutionGrads",

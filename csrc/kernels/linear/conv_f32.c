@@ -1,5 +1,5 @@
 /* conv_f32.c – short convolutions in float32. */
-#include "kernels/flash.h"
+#include "kernels/attention/common.h"
 
 #define T float
 #define V vf
@@ -11,14 +11,14 @@
 #define EPSILON FLT_EPSILON
 #define MIN_POWER 126
 #define ROUNDER (0x1.8p23 + MIN_POWER)
-#include "kernels/flash_product_tpl.h"
+#include "kernels/attention/product_tpl.h"
 
 static inline void add_to_doubles_f32(double *to, vf sum)
 {
     vd_store(to, vd_add(vd_load(to), vf_widen_low(sum)));
     vd_store(to + VD_LANES, vd_add(vd_load(to + VD_LANES), vf_widen_high(sum)));
 }
-#include "kernels/conv_tpl.h"
+#include "kernels/linear/conv_tpl.h"
 
 #define S float
 #define LOAD VOP(load)
@@ -27,7 +27,7 @@ static inline void add_to_doubles_f32(double *to, vf sum)
 #define STORE_PART VOP(store_part)
 #define STREAM VOP(stream)
 #define FROM(name) name##_f32
-#include "kernels/conv_forward_tpl.h"
+#include "kernels/linear/conv_forward_tpl.h"
 #define S uint16_t
 #define LOAD VOP(load_f16)
 #define LOAD_PART VOP(load_part_f16)
@@ -35,7 +35,7 @@ static inline void add_to_doubles_f32(double *to, vf sum)
 #define STORE_PART VOP(store_part_f16)
 #define STREAM VOP(stream_f16)
 #define FROM(name) name##_f16
-#include "kernels/conv_forward_tpl.h"
+#include "kernels/linear/conv_forward_tpl.h"
 #define S uint16_t
 #define LOAD VOP(load_bf16)
 #define LOAD_PART VOP(load_part_bf16)
@@ -43,7 +43,7 @@ static inline void add_to_doubles_f32(double *to, vf sum)
 #define STORE_PART VOP(store_part_bf16)
 #define STREAM VOP(stream_bf16)
 #define FROM(name) name##_bf16
-#include "kernels/conv_forward_tpl.h"
+#include "kernels/linear/conv_forward_tpl.h"
 
 const am_kernels TABLE(conv_f32) = {
     .conv_f32 =

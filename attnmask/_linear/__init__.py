@@ -1,0 +1,1 @@
+"""Linear attention, and the short convolution before it."""
