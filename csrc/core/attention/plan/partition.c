@@ -65,8 +65,10 @@ static void join(am_section *section, const am_section *other)
 typedef struct {
     am_sections *sections;
     ptrdiff_t first; /* the first of them */
+    ptrdiff_t end;   /* one more than the last key of all of them */
     int32_t
         *owners; /* 1 + a query of the section that has a key, or 0; NULL if sections see no keys of others */
+    bool claimed; /* owners are set: not as long as keys come in the order of queries */
 } row_sections;
 
 /* The section that a query belongs to. */
@@ -100,6 +102,18 @@ static ptrdiff_t claim(const row_sections *row, am_range keys, ptrdiff_t before)
     return before;
 }
 
+/* Gives each section but the last its keys. */
+static void claim_all(row_sections *row)
+{
+    row->claimed = true;
+    memset(row->owners, 0, (size_t)row->sections->tiles.tokens * sizeof *row->owners);
+    for (ptrdiff_t i = row->first; i < row->sections->count - 1; i++) {
+        const am_section *section = &row->sections->list[i];
+        for (ptrdiff_t k = section->keys.begin; k < section->keys.end; k++)
+            row->owners[k] = 1 + (int32_t)section->queries.begin;
+    }
+}
+
 /* Joins the last section with those whose keys lie between its first and its last key, and with all sections
  * between these and it. A section has all keys between its ends, so each key is claimed once, and a section
  * that is met is joined: the time is that of reading the keys, whatever their order. */
@@ -121,7 +135,7 @@ static void join_keys(const row_sections *row)
 
 /* Lists a section, and joins it with others. Sections that see no keys are joined, too, so that at most one
  * lies between two others. */
-static am_status add_group(const row_sections *row, ptrdiff_t b, am_range queries, am_range keys)
+static am_status add_section(row_sections *row, ptrdiff_t b, am_range queries, am_range keys)
 {
     am_sections *sections = row->sections;
     void *list = sections->list;
@@ -129,9 +143,12 @@ static am_status add_group(const row_sections *row, ptrdiff_t b, am_range querie
     sections->list = list;
     am_section *section = &sections->list[sections->count++];
     *section = (am_section){.b = b, .queries = queries, .keys = keys};
-    if (row->owners && sees_keys(section))
-        join_keys(row);
-    else if (!sees_keys(section) && sections->count - 1 > row->first && !sees_keys(section - 1))
+    if (row->owners && sees_keys(section)) {
+        const bool behind = keys.begin >= row->end;
+        if (!behind && !row->claimed) claim_all(row);
+        row->end = am_max(row->end, keys.end);
+        if (row->claimed) join_keys(row);
+    } else if (!sees_keys(section) && sections->count - 1 > row->first && !sees_keys(section - 1))
         join(section - 1, section), sections->count--;
     return AM_OK;
 }
@@ -169,20 +186,19 @@ typedef struct {
 /* Lists the sections of a batch row, without their blocks and tiles. */
 static am_status list_sections(am_sections *sections, const am_mask *mask, ptrdiff_t b, division *d)
 {
-    const row_sections row = {sections, sections->count, d->owners};
+    row_sections row = {.sections = sections, .first = sections->count, .owners = d->owners};
     const row_side side = {mask, AM_QUERIES, b, mask->queries};
     const am_range heads = {0, am_mask_is_by_head(mask) ? mask->heads : am_min(1, mask->heads)};
     am_status status = AM_OK;
-    if (d->owners) memset(d->owners, 0, (size_t)mask->keys * sizeof *d->owners);
     for (ptrdiff_t begin = 0, end; status == AM_OK && begin < mask->queries; begin = end) {
         end = d->by_boundaries ? next_boundary(&side, begin, mask->queries) : mask->queries;
         const am_range all = {begin, end};
         const am_seen seen = am_mask_seen(mask, b, heads, all, d->by_boundaries ? 1 : MOST);
         const bool known = seen.by_last || seen.keys.begin == seen.keys.end || end - begin == 1;
         const ptrdiff_t last = known || !d->leaves_rest ? end : am_mask_queries_end(mask, b, heads, all);
-        if (last > begin) status = add_group(&row, b, (am_range){begin, last}, seen.keys);
+        if (last > begin) status = add_section(&row, b, (am_range){begin, last}, seen.keys);
         if (last == end || status != AM_OK) continue;
-        status = add_group(&row, b, (am_range){last, end}, (am_range){0, 0});
+        status = add_section(&row, b, (am_range){last, end}, (am_range){0, 0});
         d->has_rest = true;
     }
     order_by_keys(&row);
