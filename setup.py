@@ -11,6 +11,7 @@ ATTNMASK_SYMBOLS=1                     keep the symbols of functions and the num
 The first two emulate what multiplies bfloat16 on other processors, so that its kernels are tried on any.
 """
 
+import errno
 import os
 import platform
 import re
@@ -92,6 +93,10 @@ def switch(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
+def say(line: str) -> None:
+    print(f"attnmask: {line}", file=sys.stderr, flush=True)
+
+
 class Unit(NamedTuple):
     """A file to compile."""
 
@@ -114,17 +119,25 @@ class Unit(NamedTuple):
             return self.record.read_text() == " ".join(self.command) and all(
                 os.stat(name).st_mtime_ns <= made for name in read
             )
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def compile(self) -> None:
-        self.object.parent.mkdir(parents=True, exist_ok=True)
-        self.record.unlink(missing_ok=True)
-        result = subprocess.run(self.command, stderr=subprocess.PIPE, text=True)
-        sys.stderr.write(result.stderr)
-        if result.returncode:
-            raise CompileError(f"attnmask: {self.command[0]} does not compile {self.source}")
-        self.record.write_text(" ".join(self.command))
+        try:
+            self.object.parent.mkdir(parents=True, exist_ok=True)
+            self.record.unlink(missing_ok=True)
+            result = subprocess.run(self.command, stderr=subprocess.PIPE, text=True)
+            if "No space left on device" in result.stderr:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            sys.stderr.write(result.stderr)
+            if result.returncode:
+                raise CompileError(f"attnmask: {self.command[0]} does not compile {self.source}")
+            self.record.write_text(" ".join(self.command))
+        except OSError as error:
+            raise CompileError(
+                f"attnmask: cannot write to {self.object.parent}: {error.strerror}. "
+                "A build needs a folder that you may write to, and 50 MB"
+            ) from None
 
 
 def compile_units(units: Sequence[Unit]) -> None:
@@ -210,6 +223,11 @@ class BuildExt(build_ext):
             files += ["csrc/faults.c"]
         # Kernels know nothing of threads, and get no more flags than their instruction set's.
         openmp = ["-fopenmp"] if self.understands(["-fopenmp"], before="#include <omp.h>") else []
+        if not openmp:
+            say(
+                "the compiler has no OpenMP, so attention will use one thread: apt install libomp-dev, "
+                "or see docs/install.rst"
+            )
         ext.extra_link_args += ["-pthread", *openmp]
         levels = self.levels(sanitizers)
         macros += [f"-DAM_HAVE_{level.upper()}" for level in levels]
@@ -244,11 +262,17 @@ class BuildExt(build_ext):
         if machine in ("aarch64", "arm64") and self.understands(ARM_BASELINE):
             levels["baseline"] = ARM_BASELINE
         if machine in ("x86_64", "amd64"):
-            levels |= {
+            known = {
                 level: flags
                 for level, flags in X86_LEVELS.items()
                 if self.understands(flags, INSTRUCTIONS.get(level, ""))
             }
+            levels |= known
+            if missing := [level for level in X86_LEVELS if level not in known]:
+                say(
+                    f"the compiler does not know {', '.join(missing)}, so it builds no kernels for that: "
+                    "use GCC 11 or newer"
+                )
         if sanitizers == "thread":  # kernels know nothing of threads
             levels = {level: levels[level] for level in ("baseline", "avx2") if level in levels}
         aligned = ALIGNED if self.understands(ALIGNED) else []

@@ -1,6 +1,7 @@
 """What `make` says where a machine lacks something, and what the files at the root say of the package."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -103,6 +104,64 @@ def test_make_without_a_sanitizer(target, said, venv, no_compiler):
     assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
     script(Path(no_compiler) / "gcc", "echo libasan.so")  # which it is called where it is not installed
     assert last_words(target, f"VENV={venv}", PATH=no_compiler) == said
+
+
+def build(folder: Path, **environment: str) -> str:
+    """What a build in a folder says."""
+    pytest.importorskip("setuptools")
+    command = [
+        sys.executable,
+        "setup.py",
+        "--quiet",
+        "build_ext",
+        "--build-temp",
+        str(folder),
+        "--build-lib",
+        str(folder),
+    ]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    return result.stderr
+
+
+compiles = pytest.mark.skipif(
+    SANITIZED or not shutil.which("cc") or not (ROOT / "setup.py").exists(), reason="needs a compiler"
+)
+WITHOUT_SOURCES = 'case "$*" in *csrc/*) {} ;; *{}*) exit 1 ;; esac; exec cc "$@"'
+
+
+@compiles
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    cc = script(tmp_path / "bin" / "cc", WITHOUT_SOURCES.format("exit 0", "nothing"))
+    said = build(tmp_path / "file" / "temp", CC=str(cc)).splitlines()[-1]
+    assert re.fullmatch(
+        r"error: attnmask: cannot write to \S+: Not a directory\. A build needs a folder .* 50 MB", said
+    )
+
+
+@compiles
+def test_a_disk_that_is_full(tmp_path):
+    full = "echo 'fatal error: error writing to x.o: No space left on device' >&2; exit 1"
+    cc = script(tmp_path / "bin" / "cc", WITHOUT_SOURCES.format(full, "nothing"))
+    said = build(tmp_path / "temp", CC=str(cc)).splitlines()[-1]
+    assert re.fullmatch(r"error: attnmask: cannot write to \S+: No space left on device\. .* 50 MB", said)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("-fopenmp", "the compiler has no OpenMP, so attention will use one thread: apt install libomp-dev"),
+        ("-mavx512bf16", "the compiler does not know avx512bf16, amx, so it builds no kernels for that"),
+    ],
+)
+def test_a_compiler_that_lacks_a_flag(flag, said, tmp_path):
+    """It builds what it can."""
+    if flag.startswith("-m") and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the flags of x86-64")
+    cc = script(tmp_path / "bin" / "cc", WITHOUT_SOURCES.format("exit 1", flag))
+    assert f"attnmask: {said}" in build(tmp_path / "temp", CC=str(cc))
 
 
 @with_make
