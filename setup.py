@@ -63,6 +63,7 @@ ALL = [
     "kv_f8",
     "conv_f32",
     "conv_f64",
+    "linear",
 ]
 TOPICS = {"baseline": ALL, "avx2": ALL, "avx512": ALL, "avx512vnni": ["kv_i16x2"]}
 TOPICS |= {"avx512bf16": ["flash_bf16x2", "kv_bf16x2", "kv_f8x2"], "amx": ["tiles"]}
@@ -248,7 +249,7 @@ class BuildExt(build_ext):
         files_of_topics = {Path(path).stem: path for path in sources("csrc/kernels/**/*.c")}
 
         def kernel(topic: str, level: str) -> Unit:
-            written_out = level == "baseline" and topic != "arrays"
+            written_out = level == "baseline" and topic not in ("arrays", "linear")
             its_flags = [*of_kernels, *(less if written_out else []), *levels[level], f"-DLEVEL={level}"]
             return unit(files_of_topics[topic], *its_flags, level=level)
 

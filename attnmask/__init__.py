@@ -20,6 +20,8 @@ from attnmask._cache.pages import KVCache, quantize_kv
 from attnmask._common.debug import get_debug_mode, set_debug_mode
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._common.warnings import AttnmaskWarning
+from attnmask._linear.attention import linear_attention, linear_attention_step, linear_attention_vjp
+from attnmask._linear.attention_grads import LinearAttentionGrads
 from attnmask._linear.short_convolution import (
     ShortConvolutionGrads,
     short_convolution,
@@ -74,6 +76,7 @@ __all__ = [
     "FlashAttentionGrads",
     "FwdParams",
     "KVCache",
+    "LinearAttentionGrads",
     "MaskInfo",
     "MaskSharding",
     "ShardPlan",
@@ -101,6 +104,9 @@ __all__ = [
     "get_debug_mode",
     "get_num_threads",
     "identity_dtype_convert",
+    "linear_attention",
+    "linear_attention_step",
+    "linear_attention_vjp",
     "mask_to_segment_ids",
     "merge_attention_states",
     "merge_attention_states_vjp",

@@ -204,6 +204,64 @@ def kernel_table(name: str, /) -> tuple[int, int]: ...
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool, strict: bool, /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    decay: ArrayLike | None,
+    beta: ArrayLike | None,
+    scale: float | None,
+    initial_state: ArrayLike | None,
+    cu_seqlens: ArrayLike | None,
+    normalize_qk: bool,
+    chunk_size: SupportsIndex,
+    return_state: bool,
+    out: NDArray[Any] | None,
+    /,
+) -> Any: ...
+def linear_attention_step(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    state: NDArray[Any],
+    decay: ArrayLike | None,
+    beta: ArrayLike | None,
+    scale: float | None,
+    normalize_qk: bool,
+    state_indices: ArrayLike | None,
+    out: NDArray[Any] | None,
+    /,
+) -> NDArray[Any]: ...
+def linear_backward(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    decay: ArrayLike | None,
+    beta: ArrayLike | None,
+    scale: float | None,
+    initial_state: ArrayLike | None,
+    cu_seqlens: ArrayLike | None,
+    normalize_qk: bool,
+    chunk_size: SupportsIndex,
+    kept: NDArray[Any],
+    dout: ArrayLike,
+    dstate: ArrayLike | None,
+    /,
+) -> tuple[Any, ...]: ...
+def linear_forward_vjp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    decay: ArrayLike | None,
+    beta: ArrayLike | None,
+    scale: float | None,
+    initial_state: ArrayLike | None,
+    cu_seqlens: ArrayLike | None,
+    normalize_qk: bool,
+    chunk_size: SupportsIndex,
+    out: NDArray[Any] | None,
+    /,
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 def merge_attention_states(
     outs: tuple[Any, ...] | NDArray[Any], lses: tuple[Any, ...] | NDArray[Any], /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...

@@ -145,7 +145,8 @@ static int module_exec(PyObject *module)
                                    am_xla_methods,
                                    am_tensors_methods,
                                    am_strategy_methods,
-                                   am_short_convolution_methods};
+                                   am_short_convolution_methods,
+                                   am_linear_attention_methods};
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
         if (PyModule_AddFunctions(module, topics[i]) < 0) return -1;
     }

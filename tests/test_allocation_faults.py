@@ -148,6 +148,14 @@ def packed_cache(rng: Rng) -> Arguments:
     return cache(rng, (150,), 50, np.int8) | more | {"return_lse": True}
 
 
+def linear(rng: Rng, heads: int, key_heads: int) -> Arguments:
+    """With NaN, for which gradients are found token by token."""
+    value = floats(rng, 1, 150, heads, 32)
+    value[0, 70] = np.nan
+    keys = {name: floats(rng, 1, 150, key_heads, 16) for name in ("query", "key")}
+    return keys | {"value": value, "decay": -np.ones(heads, np.float32), "dout": floats(rng, *value.shape)}
+
+
 def resized(length: int) -> np.ndarray:
     result = attnmask.prepare_position_ids([0, 300_000])
     result.resize(length, refcheck=False)
@@ -156,6 +164,7 @@ def resized(length: int) -> np.ndarray:
 
 flash, kvcache = attnmask.flash_attention, attnmask.flash_attention_with_kvcache
 flash_vjp = pulled_back(attnmask.flash_attention_vjp)
+linear_vjp = pulled_back(attnmask.linear_attention_vjp)
 ids = {"mask": np.arange(600)[:, None] // 50 == np.arange(600) // 50, "per_head": False, "strict": True}
 LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     "packed tiles": (flash, lambda rng: tokens(rng, 130, 140, (2, 2))),
@@ -171,6 +180,8 @@ LONG: dict[str, tuple[Callable[..., Any], Callable[[Rng], Arguments]]] = {
     "schedule": (lambda **a: str(_schedule(2, **a)), lambda rng: tokens(rng, 130, 140, (2, 2))),
     "strict ids": (attnmask.mask_to_segment_ids, lambda rng: ids),
     "cumulative sums": (attnmask.chunk_global_cumsum, lambda rng: {"s": floats(rng, 1, 50_000, 6)}),
+    "one head": (linear_vjp, lambda rng: linear(rng, 1, 1)),
+    "heads that share keys": (linear_vjp, lambda rng: linear(rng, 4, 2)),
     "resized": (resized, lambda rng: {"length": 900_000}),
 }
 written = frozenset({"k_cache", "v_cache", "k_scale", "v_scale"})
@@ -208,6 +219,11 @@ def test_an_allocation_of_the_core_fails(name, threads, set_threads):
             assert faults.blocks == blocks, where
 
 
+def step(query: Any, key: Any, value: Any, state: np.ndarray, *more: Any) -> Any:
+    """A step from the same state each time."""
+    return _core.linear_attention_step(query, key, value, state.copy(), *more)
+
+
 def core_calls(monkeypatch: pytest.MonkeyPatch) -> list[functools.partial[Any]]:
     """Some calls of each function of the core, which calls of public functions make."""
     counts: Counter[str] = Counter()
@@ -216,7 +232,8 @@ def core_calls(monkeypatch: pytest.MonkeyPatch) -> list[functools.partial[Any]]:
     def record(function: Callable[..., Any], *arguments: Any) -> Any:
         counts[function.__name__] += 1
         if counts[function.__name__] <= CALLS or function.__name__.startswith("flash_"):
-            found.append(functools.partial(function, *arguments))
+            repeatable = step if function.__name__ == "linear_attention_step" else function
+            found.append(functools.partial(repeatable, *arguments))
         return function(*arguments)
 
     with monkeypatch.context() as patch:

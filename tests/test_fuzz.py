@@ -39,6 +39,7 @@ def test_everything_public_is_called():
     called = {name.partition(",")[0] for name in TARGETS}
     containers = {
         "FlashAttentionGrads",
+        "LinearAttentionGrads",
         "MaskSharding",
         "ShortConvolutionGrads",
     }  # tuples of what they are given

@@ -377,6 +377,7 @@ typedef struct {
     am_silu_gradient *silu_gradient;
     am_conv_sums *sums;
 } am_conv_kernels;
+typedef struct am_linear_kernels am_linear_kernels;
 
 typedef struct {
     const char *name;
@@ -414,6 +415,7 @@ typedef struct {
     am_conv_kernels conv_f32, conv_f64;
     am_split *split_16, *split_32, *split_64;
     am_join *join_16, *join_32, *join_64;
+    const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
 } am_kernels;
 
 /* A table of one topic at one level, which is empty but for its kernels. */
@@ -431,7 +433,8 @@ typedef struct {
     DO(kv_i8, level)                                                                                         \
     DO(kv_f8, level)                                                                                         \
     DO(conv_f32, level)                                                                                      \
-    DO(conv_f64, level)
+    DO(conv_f64, level)                                                                                      \
+    DO(linear, level)
 AM_EACH_TOPIC(AM_DECLARE, baseline)
 AM_EACH_TOPIC(AM_DECLARE, avx2)
 AM_EACH_TOPIC(AM_DECLARE, avx512)

@@ -175,6 +175,91 @@ for _name, _first, _local in (("chunk_local_cumsum_vjp", "g", True), ("chunk_glo
 
     target(_name, _with_dout, pulled_back(getattr(attnmask, _name)), pullback=True, same_bits=False)
 
+# Linear attention
+
+
+def linear_arguments(rng: Rng) -> Arguments:
+    batch, tokens, key_heads, shared = 1 if coin(rng) else 2, *sizes(rng, 1, 70), *sizes(rng, 2, 3)
+    heads, (rows, channels) = key_heads * shared, sizes(rng, 2, 40)
+    dtype = pick(rng, FLOATS)
+    wide = np.float64 if dtype is np.float64 else np.float32
+    arguments: Arguments = {
+        "query": floats(rng, batch, tokens, key_heads, rows, dtype=dtype),
+        "key": floats(rng, batch, tokens, key_heads, rows, dtype=dtype) / 8,
+        "value": floats(rng, batch, tokens, heads, channels, dtype=dtype),
+    }
+    arguments["key"] = arguments["key"].astype(dtype)
+    if coin(rng, 0.2):
+        arguments["value"][:, tokens // 2] = np.nan
+    if batch == 1 and coin(rng):
+        arguments["cu_seqlens"] = starts(rng, tokens)
+    sequences = len(arguments["cu_seqlens"]) - 1 if "cu_seqlens" in arguments else batch
+    shape = pick(rng, [(heads,), (batch, tokens, heads), (batch, tokens, heads, rows)])
+    return arguments | some(
+        rng,
+        {
+            "decay": lambda: -np.abs(floats(rng, *shape, dtype=wide)),
+            "beta": lambda: rng.random((batch, tokens, heads)).astype(wide),
+            "scale": lambda: 0.5,
+            "initial_state": lambda: floats(rng, sequences, heads, rows, channels, dtype=wide),
+            "normalize_qk": lambda: True,
+            "chunk_size": lambda: pick(rng, [16, 32, 256]),
+            "out": lambda: np.zeros((batch, tokens, heads, channels), dtype),
+        },
+        0.5,
+    )
+
+
+def linear_vjp_arguments(rng: Rng) -> Arguments:
+    arguments = linear_arguments(rng)
+    return arguments | {"dout": floats(rng, *arguments["value"].shape)}
+
+
+def linear_step_arguments(rng: Rng) -> Arguments:
+    batch, key_heads, shared = sizes(rng, 3, 4)
+    heads, (rows, channels) = key_heads * shared, sizes(rng, 2, 40)
+    dtype = pick(rng, FLOATS)
+    wide = np.float64 if dtype is np.float64 else np.float32
+    shape = pick(rng, [(heads,), (batch, heads), (batch, heads, rows)])
+    slots = batch + 2 * coin(rng)
+    arguments: Arguments = {
+        "query": floats(rng, batch, key_heads, rows, dtype=dtype),
+        "key": floats(rng, batch, key_heads, rows, dtype=dtype),
+        "value": floats(rng, batch, heads, channels, dtype=dtype),
+        "state": floats(rng, slots, heads, rows, channels, dtype=wide),
+    }
+    if slots != batch or coin(rng):
+        arguments["state_indices"] = rng.permutation(slots)[:batch]
+    return arguments | some(
+        rng,
+        {
+            "decay": lambda: -np.abs(floats(rng, *shape, dtype=wide)),
+            "beta": lambda: rng.random((batch, heads)).astype(wide),
+            "scale": lambda: 0.5,
+            "normalize_qk": lambda: True,
+            "out": lambda: np.zeros((batch, heads, channels), dtype),
+        },
+    )
+
+
+target(
+    "linear_attention",
+    lambda rng: linear_arguments(rng) | {"return_state": coin(rng)},
+    attnmask.linear_attention,
+)
+target(
+    "linear_attention_vjp",
+    linear_vjp_arguments,
+    pulled_back(attnmask.linear_attention_vjp),
+    pullback=True,
+)
+target(
+    "linear_attention_step",
+    linear_step_arguments,
+    attnmask.linear_attention_step,
+    written=frozenset({"out", "state"}),
+)
+
 # Short convolutions
 
 

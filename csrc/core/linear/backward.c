@@ -1,0 +1,317 @@
+/* backward.c – gradients of linear attention: from the last chunk of each sequence and head to the first,
+ * from the states that the forward pass kept. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/runtime/sizes.h"
+#include "core/attention/base.h"
+#include "core/arrays/convert.h"
+#include "core/runtime/float_mode.h"
+#include "core/linear/chains.h"
+#include "core/sequences/packed.h"
+
+typedef struct {
+    am_linear_base base;
+    const am_linear_back *back;
+    am_linear_array query, key, decay; /* of each value head and token, before they are summed */
+    char *d_states;                    /* of the states that are kept, in the same order */
+    am_workspaces workspaces;          /* for single chunks */
+    am_linear_array d_u;               /* of what is added for each key, where states come first */
+} backward_job;
+
+static ptrdiff_t tokens_of(const am_linear *linear)
+{
+    return linear->starts ? linear->starts[linear->sequences] : linear->tokens;
+}
+
+/* An array of the type of sums [batch, tokens, heads, columns]; its memory has `bytes`. */
+static ptrdiff_t bytes_of(const backward_job *job, ptrdiff_t columns)
+{
+    const am_linear *linear = job->base.linear;
+    const ptrdiff_t batch = linear->starts ? 1 : linear->sequences;
+    return am_product(am_product(batch, tokens_of(linear), linear->heads), columns, job->base.size);
+}
+
+static bool make_array(const backward_job *job, am_linear_array *array, ptrdiff_t columns)
+{
+    const ptrdiff_t size = job->base.size, head = columns * size, token = job->base.linear->heads * head;
+    void *memory = am_alloc_aligned(bytes_of(job, columns));
+    *array =
+        (am_linear_array){memory, job->base.type, {tokens_of(job->base.linear) * token, token, head, size}};
+    return memory;
+}
+
+static void free_array(const backward_job *job, const am_linear_array *array, ptrdiff_t columns)
+{
+    if (array->data) am_free_aligned((void *)array->data, bytes_of(job, columns));
+}
+
+static am_linear_gradients gradients_of(const am_linear_buffers *b)
+{
+    return (am_linear_gradients){
+        .d_out = b->d_out,
+        .d_q = b->d_q,
+        .d_k = b->d_k,
+        .d_v = b->d_v,
+        .d_decay = b->d_decay,
+        .d_beta = b->d_beta,
+        .d_u = b->d_u,
+    };
+}
+
+/* The gradients of a chunk, by a kernel, or if some are not finite, token by token. */
+static am_status take_chunk(const backward_job *job, const am_linear_link *l, am_linear_chunk *chunk,
+                            const am_linear_gradients *g, am_linear_backward *kernel)
+{
+    const am_linear_base *base = l->base;
+    am_linear_buffers *b = l->b;
+    am_linear_read(base->all_kernels, base->type, b->d_out, base->shape.channel_step,
+                   am_linear_values_at(&job->back->d_out, l->at, am_linear_token(base, l->at, l->index)),
+                   chunk->tokens, l->at->channels);
+    if (kernel(chunk, g, l->from->pairs, b->scratch)) return AM_OK;
+    if (!b->token_scratch)
+        b->token_scratch = malloc((size_t)base->kernels->scratch(&base->shape).backward_tokens);
+    if (!b->token_scratch) return AM_NO_MEMORY;
+    am_linear_put_aside(base, b, 0, NULL, g->d_state);
+    if (!chunk->state) { /* a slice of one, which is seldom asked for */
+        am_linear_recall(base, am_linear_kept_state(base, job->back->kept, l->at, l->index), l->at, b->state);
+        chunk->state = b->state;
+    }
+    am_linear_find_resets(base, l->from, b, chunk);
+    base->kernels->backward_tokens(chunk, g, b->token_scratch);
+    am_linear_put_back(base, b, 0, NULL, g->d_state);
+    return AM_OK;
+}
+
+static void write_tokens(const backward_job *job, const am_linear_array *to, const am_linear_place *at,
+                         ptrdiff_t token, const void *from, ptrdiff_t count)
+{
+    const am_linear_base *base = &job->base;
+    if (!to->data) return;
+    am_strided_rows rows = am_linear_rows_at(to, at->batch, token, at->head);
+    rows.element = to->stride[1];
+    am_linear_write(base->all_kernels, base->type, rows, from, 0, 1, count);
+}
+
+static void store(const backward_job *job, const am_linear_buffers *b, const am_linear_place *at,
+                  ptrdiff_t token, ptrdiff_t count)
+{
+    const am_linear_base *base = &job->base;
+    const am_linear_shape *s = &base->shape;
+    const struct {
+        const am_linear_array *array;
+        const char *rows;
+        ptrdiff_t step, columns;
+    } parts[] = {
+        {&job->query, b->d_q, s->row_step, s->rows},
+        {&job->key, b->d_k, s->row_step, s->rows},
+        {&job->back->value, b->d_v, s->channel_step, s->channels},
+        {&job->decay, b->d_decay, s->row_step, s->rows},
+    };
+    base->kernels->scale_rows_back(b->d_q, b->q, b->q_inverse, base->linear->scale, count, s->row_step);
+    if (base->linear->normalize)
+        base->kernels->scale_rows_back(b->d_k, b->k, b->k_inverse, 1, count, s->row_step);
+    for (int i = 0; i < (base->linear->by_channel ? 4 : 3); i++) {
+        if (parts[i].array->data)
+            am_linear_write(base->all_kernels, base->type,
+                            am_linear_rows_at(parts[i].array, at->batch, token, at->head), parts[i].rows,
+                            parts[i].step, count, parts[i].columns);
+    }
+    if (!base->linear->by_channel) write_tokens(job, &job->decay, at, token, b->d_decay, count);
+    write_tokens(job, &job->back->beta, at, token, b->d_beta, count);
+}
+
+/* --- Chunk after chunk --- */
+
+static void begin(void *arg, const am_linear_link *l)
+{
+    const backward_job *job = arg;
+    const ptrdiff_t chunks = am_linear_chunks(l->base, l->at);
+    am_linear_read_state(l->base, &job->back->d_state, l->at, l->b->states[chunks % 2]);
+}
+
+static am_status take(void *arg, const am_linear_link *l, am_linear_chunk *chunk)
+{
+    const backward_job *job = arg;
+    am_linear_gradients g = gradients_of(l->b);
+    chunk->state = am_linear_kept_state(l->base, job->back->kept, l->at, l->index);
+    chunk->next = am_linear_kept_state(l->base, job->back->kept, l->at, l->index + 1);
+    g.d_next = l->b->states[(l->index + 1) % 2], g.d_state = l->b->states[l->index % 2];
+    am_status status = take_chunk(job, l, chunk, &g, l->base->kernels->backward);
+    if (status == AM_OK) store(job, l->b, l->at, am_linear_token(l->base, l->at, l->index), chunk->tokens);
+    return status;
+}
+
+static void end(void *arg, const am_linear_link *l)
+{
+    const backward_job *job = arg;
+    if (job->back->state.data) am_linear_write_state(l->base, &job->back->state, l->at, l->b->states[0]);
+}
+
+/* --- States first --- */
+
+static am_status take_state(void *arg, const am_linear_link *l, am_linear_chunk *chunk)
+{
+    const backward_job *job = arg;
+    const am_linear_base *base = l->base;
+    am_linear_gradients g = gradients_of(l->b);
+    g.d_next = l->b->states[(l->index + 1) % 2], g.d_state = l->b->states[l->index % 2];
+    am_linear_keep(base, am_linear_kept_state(base, job->d_states, l->at, l->index + 1), l->at, g.d_next);
+    am_status status = take_chunk(job, l, chunk, &g, base->kernels->backward_state);
+    am_linear_write(base->all_kernels, base->type,
+                    am_linear_values_at(&job->d_u, l->at, am_linear_token(base, l->at, l->index)), l->b->d_u,
+                    base->shape.channel_step, chunk->tokens, l->at->channels);
+    return status;
+}
+
+/* All other gradients of a chunk. */
+static am_status take_one(const backward_job *job, am_linear_buffers *b, ptrdiff_t index)
+{
+    const am_linear_base *base = &job->base;
+    const ptrdiff_t heads = base->linear->heads, slot = index / heads;
+    const ptrdiff_t sequence = am_sequence_of(base->offsets, base->linear->sequences, slot);
+    const am_linear_place at = am_linear_place_of(base, sequence * heads + index % heads);
+    const ptrdiff_t i = slot - base->offsets[sequence], token = am_linear_token(base, &at, i);
+    if (i == am_linear_chunks(base, &at)) return AM_OK; /* the state behind the last chunk */
+    const am_linear_link link = {.base = base, .at = &at, .b = b, .from = b, .index = i};
+    am_linear_chunk chunk = am_linear_load(base, b, &at, token);
+    base->kernels->find_pairs(&chunk, b->pairs);
+    am_linear_load_values(base, b, &at, token, &chunk);
+    am_linear_gradients g = gradients_of(b);
+    chunk.state = am_linear_kept_state(base, job->back->kept, &at, i);
+    chunk.next = am_linear_kept_state(base, job->back->kept, &at, i + 1);
+    g.d_next = am_linear_kept_state(base, job->d_states, &at, i + 1);
+    g.d_state = b->states[0];
+    g.known = true;
+    am_linear_read(base->all_kernels, base->type, b->d_u, base->shape.channel_step,
+                   am_linear_values_at(&job->d_u, &at, token), chunk.tokens, at.channels);
+    am_status status = take_chunk(job, &link, &chunk, &g, base->kernels->backward);
+    if (status == AM_OK) store(job, b, &at, token, chunk.tokens);
+    return status;
+}
+
+enum { USES = AM_LINEAR_READ | AM_LINEAR_TAKE | AM_LINEAR_BACK };
+
+static am_status chunk_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const backward_job *job = arg;
+    am_linear_buffers buffers;
+    (void)team;
+    char *memory = am_workspace_acquire(&job->workspaces);
+    am_linear_lay_out(&job->base, &buffers, USES, memory);
+    const am_float_mode mode = am_float_mode_get();
+    am_float_mode_set(am_float_mode_flushing(mode));
+    am_status status = take_one(job, &buffers, index);
+    am_float_mode_set(mode);
+    am_linear_release(&buffers);
+    am_workspace_release(&job->workspaces, memory);
+    return status;
+}
+
+static am_status take_chunks(const am_context *context, backward_job *job, ptrdiff_t count)
+{
+    am_status status = am_linear_workspaces(&job->workspaces, &job->base, context, USES);
+    if (status == AM_OK) status = am_parallel(context, count, 1, chunk_task, job);
+    am_workspaces_free(&job->workspaces);
+    return status;
+}
+
+static am_status find_gradients(const am_context *context, backward_job *job)
+{
+    const am_linear *linear = job->base.linear;
+    am_linear_chains chains = {.backward = true, .job = job, .begin = begin, .take = take, .end = end};
+    if (!am_linear_in_rounds(context, &job->base)) return am_linear_run_chains(context, &job->base, &chains);
+    ptrdiff_t states, numbers;
+    if (!am_linear_kept(linear, &states, &numbers)) return AM_NO_MEMORY;
+    const ptrdiff_t bytes = am_product(states, numbers, job->base.size);
+    job->d_states = am_alloc_aligned(bytes);
+    const bool made = make_array(job, &job->d_u, linear->channels) && job->d_states;
+    chains.take = take_state;
+    am_status status = made ? am_linear_run_chains(context, &job->base, &chains) : AM_NO_MEMORY;
+    if (status == AM_OK) status = take_chunks(context, job, states);
+    if (job->d_states) am_free_aligned(job->d_states, bytes);
+    free_array(job, &job->d_u, linear->channels);
+    return status;
+}
+
+/* --- Sums over value heads that share a key head, and over tokens --- */
+
+typedef struct {
+    const am_linear_base *base;
+    const am_linear_array *from, *to;
+    ptrdiff_t tokens; /* of a batch row */
+} sum_job;
+
+/* A token: sums of heads in order, in float64. */
+static am_status sum_heads(void *arg, ptrdiff_t index, am_team *team)
+{
+    const sum_job *job = arg;
+    const am_linear *linear = job->base->linear;
+    const am_kernels *kernels = job->base->all_kernels;
+    const ptrdiff_t batch = index / job->tokens, token = index % job->tokens, rows = linear->rows;
+    const ptrdiff_t shared = linear->heads / linear->key_heads;
+    double *sums = malloc((size_t)rows * 2 * sizeof *sums + 1), *row = sums + rows;
+    (void)team;
+    if (!sums) return AM_NO_MEMORY;
+    for (ptrdiff_t h = 0; h < linear->key_heads; h++) {
+        for (ptrdiff_t i = 0; i < shared; i++) {
+            am_linear_read(kernels, AM_FLOAT64, i ? row : sums, rows,
+                           am_linear_rows_at(job->from, batch, token, h * shared + i), 1, rows);
+            for (ptrdiff_t r = 0; i && r < rows; r++) sums[r] += row[r];
+        }
+        am_linear_write(kernels, AM_FLOAT64, am_linear_rows_at(job->to, batch, token, h), sums, rows, 1,
+                        rows);
+    }
+    free(sums);
+    return AM_OK;
+}
+
+/* A head: sums over all tokens. */
+static am_status sum_tokens(void *arg, ptrdiff_t head, am_team *team)
+{
+    const sum_job *job = arg;
+    const am_linear_base *base = job->base;
+    const ptrdiff_t batch_rows = base->linear->starts ? 1 : base->linear->sequences;
+    double sum = 0;
+    for (ptrdiff_t b = 0; b < batch_rows; b++) {
+        for (ptrdiff_t t = 0; t < job->tokens; t++) {
+            double number;
+            if (t % 4096 == 0 && am_checkpoint(team) != AM_OK) return am_checkpoint(team);
+            am_linear_read(base->all_kernels, AM_FLOAT64, &number, 1,
+                           am_linear_rows_at(job->from, b, t, head), 1, 1);
+            sum += number;
+        }
+    }
+    am_linear_write(base->all_kernels, AM_FLOAT64, am_linear_rows_at(job->to, 0, 0, head), &sum, 1, 1, 1);
+    return AM_OK;
+}
+
+am_status am_linear_backward_all(const am_context *context, const am_linear *linear,
+                                 const am_linear_back *back)
+{
+    backward_job job = {.back = back, .query = back->query, .key = back->key, .decay = back->decay};
+    am_status status = am_linear_begin(&job.base, context, linear);
+    const bool shared = linear->heads != linear->key_heads;
+    const bool by_head = back->decay.data && back->decay.stride[1] == 0 && !linear->by_channel;
+    const ptrdiff_t batch = linear->starts ? 1 : linear->sequences, tokens = tokens_of(linear);
+    am_linear_array d_query = {0}, d_key = {0}, d_decay = {0};
+    if (status == AM_OK && shared &&
+        (!make_array(&job, &d_query, linear->rows) || !make_array(&job, &d_key, linear->rows)))
+        status = AM_NO_MEMORY;
+    if (status == AM_OK && by_head && !make_array(&job, &d_decay, 1)) status = AM_NO_MEMORY;
+    if (shared) job.query = d_query, job.key = d_key;
+    if (by_head) job.decay = d_decay;
+    if (status == AM_OK) status = find_gradients(context, &job);
+    const sum_job sums[] = {{&job.base, &d_query, &back->query, tokens},
+                            {&job.base, &d_key, &back->key, tokens},
+                            {&job.base, &d_decay, &back->decay, tokens}};
+    for (int i = 0; i < 2 && shared && status == AM_OK; i++)
+        status = am_parallel(context, batch * tokens, 16, sum_heads, (void *)&sums[i]);
+    if (by_head && status == AM_OK)
+        status = am_parallel(context, linear->heads, 1, sum_tokens, (void *)&sums[2]);
+    free_array(&job, &d_query, linear->rows);
+    free_array(&job, &d_key, linear->rows);
+    free_array(&job, &d_decay, 1);
+    am_linear_end(&job.base);
+    return status;
+}

@@ -1,0 +1,43 @@
+/* chains.h – chunks of which each needs the state of the one before, or backwards of the one behind: how they
+ * are divided among threads. A chain is a sequence, a value head and a slice of channels.
+ *
+ * If there are as many sequences and heads as threads, each is a task. Else they go on in rounds: first the
+ * pairs of some chunks of each are found, all at once, and then chains of slices take these chunks side by
+ * side. The result is the same bits. */
+#ifndef AM_LINEAR_CHAINS_H
+#define AM_LINEAR_CHAINS_H
+
+#include "core/attention/base.h"
+#include "core/linear/chunks.h"
+
+/* A chunk of a chain: `b` is the chain's memory, `from` holds what was read and the pairs. */
+typedef struct {
+    const am_linear_base *base;
+    const am_linear_place *at;
+    am_linear_buffers *b;
+    const am_linear_buffers *from;
+    ptrdiff_t index;
+} am_linear_link;
+
+typedef struct {
+    bool backward;
+    void *job;
+    void (*begin)(void *job, const am_linear_link *link); /* before the first chunk, if any */
+    am_status (*take)(void *job, const am_linear_link *link, am_linear_chunk *chunk);
+    void (*end)(void *job, const am_linear_link *link); /* behind the last one */
+} am_linear_chains;
+
+/* Tokens that are sooner taken one by one than as a chunk; forward only. */
+enum { AM_LINEAR_FEW = 4 };
+
+am_status am_linear_run_chains(const am_context *context, const am_linear_base *base,
+                               const am_linear_chains *chains);
+
+/* Memory for buffers of each thread, before anything is written; free it also after a failure. */
+am_status am_linear_workspaces(am_workspaces *workspaces, const am_linear_base *base,
+                               const am_context *context, int uses);
+
+/* Whether it goes in rounds. */
+bool am_linear_in_rounds(const am_context *context, const am_linear_base *base);
+
+#endif

@@ -1,0 +1,326 @@
+/* chunks.c – reads the chunks of a sequence. */
+#include "core/linear/chunks.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/runtime/sizes.h"
+#include "core/attention/base.h"
+#include "core/arrays/convert.h"
+
+/* More channels are refused as AM_NO_MEMORY. Up to here no length overflows. */
+static const ptrdiff_t MOST_CHANNELS = 1 << 20;
+
+static ptrdiff_t padded(ptrdiff_t count) { return am_ceil_div(count, AM_LINEAR_PAD) * AM_LINEAR_PAD; }
+
+am_dtype am_linear_type(const am_linear *linear)
+{
+    return linear->query.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+}
+
+static ptrdiff_t length_of(const am_linear *linear, ptrdiff_t sequence)
+{
+    return linear->starts ? linear->starts[sequence + 1] - linear->starts[sequence] : linear->tokens;
+}
+
+bool am_linear_kept(const am_linear *linear, ptrdiff_t *states, ptrdiff_t *numbers)
+{
+    ptrdiff_t count = 0;
+    bool fits = linear->rows <= MOST_CHANNELS && linear->channels <= MOST_CHANNELS;
+    for (ptrdiff_t s = 0; s < linear->sequences && fits; s++)
+        fits = !__builtin_add_overflow(count, am_ceil_div(length_of(linear, s), linear->chunk) + 1, &count);
+    *states = am_product(count, linear->heads, 1);
+    *numbers = fits ? linear->rows * padded(linear->channels) : 0;
+    return fits;
+}
+
+static ptrdiff_t longest_of(const am_linear *linear)
+{
+    ptrdiff_t longest = 1;
+    for (ptrdiff_t s = 0; s < (linear->starts ? linear->sequences : 1); s++)
+        longest = am_max(longest, length_of(linear, s));
+    return longest;
+}
+
+am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear)
+{
+    const am_dtype type = am_linear_type(linear);
+    *base = (am_linear_base){
+        .linear = linear,
+        .all_kernels = context->kernels,
+        .kernels = type == AM_FLOAT64 ? context->kernels->linear_f64 : context->kernels->linear_f32,
+        .type = type,
+        .size = (ptrdiff_t)am_size_of(type),
+    };
+    if (am_max(linear->rows, linear->channels) > MOST_CHANNELS) return AM_NO_MEMORY;
+    const ptrdiff_t tokens = am_min(linear->chunk, longest_of(linear));
+    base->shape = (am_linear_shape){
+        .tokens = tokens,
+        .rows = linear->rows,
+        .channels = linear->channels,
+        .token_step = padded(tokens),
+        .row_step = padded(linear->rows),
+        .channel_step = padded(linear->channels),
+        .decay = linear->by_channel ? AM_DECAY_BY_CHANNEL : AM_DECAY_BY_TOKEN,
+        .delta = linear->beta.data,
+    };
+    base->slices = 1;
+    base->kept_step = base->shape.channel_step;
+    base->offsets = calloc((size_t)linear->sequences + 1, sizeof *base->offsets);
+    if (!base->offsets) return AM_NO_MEMORY;
+    for (ptrdiff_t s = 0; s < linear->sequences; s++)
+        base->offsets[s + 1] = base->offsets[s] + am_ceil_div(length_of(linear, s), linear->chunk) + 1;
+    return AM_OK;
+}
+
+void am_linear_cut_channels(am_linear_base *base, const am_context *context)
+{
+    enum { NARROWEST = 32 };
+    const ptrdiff_t tasks = am_product(base->linear->sequences, base->linear->heads, 1);
+    if (tasks == 0 || tasks >= context->threads) return;
+    const ptrdiff_t most = am_max(base->linear->channels / NARROWEST, 1);
+    const ptrdiff_t slices = am_min(am_ceil_div(context->threads, tasks), most);
+    base->shape.channels = base->shape.channel_step = padded(am_ceil_div(base->linear->channels, slices));
+    base->slices = am_ceil_div(base->linear->channels, am_max(base->shape.channels, 1));
+}
+
+void am_linear_end(am_linear_base *base) { free(base->offsets); }
+
+am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task)
+{
+    const am_linear *linear = base->linear;
+    const ptrdiff_t slice = task % base->slices, head = task / base->slices % linear->heads;
+    am_linear_place at = {.end = linear->tokens, .head = head};
+    at.sequence = task / base->slices / linear->heads;
+    at.channel = slice * base->shape.channels;
+    at.channels = am_min(linear->channels - at.channel, base->shape.channels);
+    at.batch = linear->starts ? 0 : at.sequence;
+    if (linear->starts) at.begin = linear->starts[at.sequence], at.end = linear->starts[at.sequence + 1];
+    return at;
+}
+
+am_strided_rows am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token)
+{
+    am_strided_rows rows = am_linear_rows_at(array, at->batch, token, at->head);
+    rows.data += at->channel * array->stride[3];
+    return rows;
+}
+
+/* A state, of an array of states. */
+static am_strided_rows state_at(const am_linear_array *states, const am_linear_place *at)
+{
+    am_strided_rows rows = am_linear_rows_at(states, at->sequence, at->head, 0);
+    rows.data += at->channel * states->stride[3];
+    rows.stride = states->stride[2];
+    return rows;
+}
+
+ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, int uses, char *memory)
+{
+    const am_linear_shape *s = &base->shape;
+    const am_linear_scratch scratch = base->kernels->scratch(s);
+    const ptrdiff_t keys = s->token_step * s->row_step * base->size;
+    const ptrdiff_t values = s->token_step * s->channel_step * base->size,
+                    tokens = s->token_step * base->size;
+    const ptrdiff_t decays = base->linear->by_channel ? keys : tokens;
+    const ptrdiff_t state = s->row_step * s->channel_step * base->size;
+    const bool normalize = base->linear->normalize;
+    *b = (am_linear_buffers){0};
+    const struct {
+        char **place;
+        ptrdiff_t bytes;
+        int use;
+    } parts[] = {
+        {&b->q, keys, AM_LINEAR_READ},
+        {&b->k, keys, AM_LINEAR_READ},
+        {&b->decay, decays, AM_LINEAR_READ},
+        {&b->factor, decays, AM_LINEAR_READ},
+        {&b->beta, tokens, AM_LINEAR_READ},
+        {&b->q_inverse, normalize ? tokens : 0, AM_LINEAR_READ},
+        {&b->k_inverse, normalize ? tokens : 0, AM_LINEAR_READ},
+        {&b->pairs, scratch.pairs, AM_LINEAR_READ},
+        {&b->v, values, AM_LINEAR_TAKE},
+        {&b->out, values, AM_LINEAR_TAKE},
+        {&b->reset, decays, AM_LINEAR_TAKE},
+        {&b->states[0], state, AM_LINEAR_TAKE},
+        {&b->states[1], state, AM_LINEAR_TAKE},
+        {&b->spare, values + state, AM_LINEAR_TAKE},
+        {&b->scratch, uses & AM_LINEAR_BACK ? scratch.backward : scratch.forward, AM_LINEAR_TAKE},
+        {&b->state, state, AM_LINEAR_BACK},
+        {&b->d_out, values, AM_LINEAR_BACK},
+        {&b->d_q, keys, AM_LINEAR_BACK},
+        {&b->d_k, keys, AM_LINEAR_BACK},
+        {&b->d_v, values, AM_LINEAR_BACK},
+        {&b->d_decay, decays, AM_LINEAR_BACK},
+        {&b->d_beta, tokens, AM_LINEAR_BACK},
+        {&b->d_u, values, AM_LINEAR_BACK},
+    };
+    ptrdiff_t bytes = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        if (!(uses & parts[i].use) || !parts[i].bytes) continue;
+        *parts[i].place = memory ? memory + bytes : NULL;
+        bytes += parts[i].bytes;
+    }
+    return bytes;
+}
+
+void am_linear_release(am_linear_buffers *b) { free(b->token_scratch); }
+
+/* A number for each token: of an axis of tokens, as if it were one of channels. */
+static void read_tokens(const am_linear_base *base, const am_linear_array *array, const am_linear_place *at,
+                        ptrdiff_t token, ptrdiff_t count, void *to)
+{
+    am_strided_rows rows = am_linear_rows_at(array, at->batch, token, at->head);
+    rows.element = array->stride[1];
+    am_linear_read(base->all_kernels, base->type, to, base->shape.token_step, rows, 1, count);
+}
+
+static void read_decay(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
+                       ptrdiff_t token, ptrdiff_t count)
+{
+    const am_linear *linear = base->linear;
+    const am_linear_shape *s = &base->shape;
+    if (!linear->decay.data) {
+        memset(b->decay, 0, (size_t)(s->token_step * base->size));
+        base->kernels->exp(b->factor, b->decay, s->token_step);
+    } else if (linear->by_channel) {
+        am_linear_read(base->all_kernels, base->type, b->decay, s->row_step,
+                       am_linear_rows_at(&linear->decay, at->batch, token, at->head), count, s->rows);
+        base->kernels->exp(b->factor, b->decay, count * s->row_step);
+    } else {
+        read_tokens(base, &linear->decay, at, token, count, b->decay);
+        base->kernels->exp(b->factor, b->decay, s->token_step);
+    }
+}
+
+am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffers *b,
+                               const am_linear_place *at, ptrdiff_t token)
+{
+    const am_linear *linear = base->linear;
+    const am_linear_shape *s = &base->shape;
+    const am_kernels *kernels = base->all_kernels;
+    const ptrdiff_t count = am_min(s->tokens, at->end - token);
+    const ptrdiff_t key_head = at->head / (linear->heads / linear->key_heads);
+    am_linear_read(kernels, base->type, b->q, s->row_step,
+                   am_linear_rows_at(&linear->query, at->batch, token, key_head), count, s->rows);
+    am_linear_read(kernels, base->type, b->k, s->row_step,
+                   am_linear_rows_at(&linear->key, at->batch, token, key_head), count, s->rows);
+    base->kernels->scale_rows(b->q, b->q_inverse, linear->scale, count, s->row_step);
+    if (linear->normalize) base->kernels->scale_rows(b->k, b->k_inverse, 1, count, s->row_step);
+    read_decay(base, b, at, token, count);
+    if (s->delta) read_tokens(base, &linear->beta, at, token, count, b->beta);
+    return (am_linear_chunk){
+        .shape = s,
+        .tokens = count,
+        .q = b->q,
+        .k = b->k,
+        .factor = b->factor,
+        .beta = s->delta ? b->beta : NULL,
+    };
+}
+
+void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *b, const am_linear_place *at,
+                           ptrdiff_t token, am_linear_chunk *chunk)
+{
+    const am_linear_shape *s = chunk->shape = &base->shape;
+    chunk->v = b->v;
+    chunk->out = b->out;
+    am_linear_read(base->all_kernels, base->type, b->v, s->channel_step,
+                   am_linear_values_at(&base->linear->value, at, token), chunk->tokens, at->channels);
+}
+
+ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at)
+{
+    return am_ceil_div(at->end - at->begin, base->linear->chunk);
+}
+
+ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index)
+{
+    return at->begin + index * base->linear->chunk;
+}
+
+void am_linear_find_resets(const am_linear_base *base, const am_linear_buffers *from,
+                           const am_linear_buffers *to, am_linear_chunk *chunk)
+{
+    const am_linear_shape *s = chunk->shape;
+    const ptrdiff_t count = chunk->tokens * (s->decay == AM_DECAY_BY_CHANNEL ? s->row_step : 1);
+    bool *reset = (bool *)to->reset, any = false;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const double decay =
+            base->type == AM_FLOAT64 ? ((double *)from->decay)[i] : (double)((float *)from->decay)[i];
+        reset[i] = decay == -INFINITY;
+        any |= reset[i];
+    }
+    chunk->reset = any ? reset : NULL;
+}
+
+static ptrdiff_t spare_values(const am_linear_base *base)
+{
+    return base->shape.token_step * base->shape.channel_step * base->size;
+}
+
+void am_linear_put_aside(const am_linear_base *base, const am_linear_buffers *b, ptrdiff_t tokens,
+                         const void *out, const void *state)
+{
+    const size_t row = (size_t)(base->shape.channel_step * base->size), rows = (size_t)base->shape.rows;
+    if (tokens > 0) memcpy(b->spare, out, (size_t)tokens * row);
+    memcpy(b->spare + spare_values(base), state, rows * row);
+}
+
+void am_linear_put_back(const am_linear_base *base, const am_linear_buffers *b, ptrdiff_t tokens, void *out,
+                        void *state)
+{
+    base->kernels->keep_finite(&base->shape, tokens, (void *const[]){out, state},
+                               (const void *const[]){b->spare, b->spare + spare_values(base)});
+}
+
+void am_linear_read_state(const am_linear_base *base, const am_linear_array *states,
+                          const am_linear_place *at, void *to)
+{
+    const am_linear_shape *s = &base->shape;
+    if (!states->data) {
+        memset(to, 0, (size_t)(s->rows * s->channel_step * base->size));
+        return;
+    }
+    am_linear_read(base->all_kernels, base->type, to, s->channel_step, state_at(states, at), s->rows,
+                   at->channels);
+}
+
+void am_linear_write_state(const am_linear_base *base, const am_linear_array *states,
+                           const am_linear_place *at, const void *from)
+{
+    const am_linear_shape *s = &base->shape;
+    am_linear_write(base->all_kernels, base->type, state_at(states, at), from, s->channel_step, s->rows,
+                    at->channels);
+}
+
+char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,
+                           ptrdiff_t index)
+{
+    const ptrdiff_t number = (base->offsets[at->sequence] + index) * base->linear->heads + at->head;
+    return (char *)kept + (number * base->shape.rows * base->kept_step + at->channel) * base->size;
+}
+
+/* The last slice may be padded to more than what is kept. */
+static ptrdiff_t kept_channels(const am_linear_base *base, const am_linear_place *at)
+{
+    return am_min(base->shape.channel_step, base->kept_step - at->channel);
+}
+
+void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_place *at, const char *state)
+{
+    const am_linear_shape *s = &base->shape;
+    const size_t bytes = (size_t)(kept_channels(base, at) * base->size);
+    for (ptrdiff_t r = 0; r < s->rows; r++)
+        memcpy(kept + r * base->kept_step * base->size, state + r * s->channel_step * base->size, bytes);
+}
+
+void am_linear_recall(const am_linear_base *base, const char *kept, const am_linear_place *at, char *state)
+{
+    const am_linear_shape *s = &base->shape;
+    const size_t bytes = (size_t)(kept_channels(base, at) * base->size);
+    memset(state, 0, (size_t)(s->rows * s->channel_step * base->size));
+    for (ptrdiff_t r = 0; r < s->rows; r++)
+        memcpy(state + r * s->channel_step * base->size, kept + r * base->kept_step * base->size, bytes);
+}

@@ -1,0 +1,88 @@
+/* chunks.h – the chunks of a sequence, as kernels of linear attention take them. */
+#ifndef AM_LINEAR_CHUNKS_H
+#define AM_LINEAR_CHUNKS_H
+
+#include "core/linear/rows.h"
+
+/* What all tasks of a call have in common. */
+typedef struct {
+    const am_linear *linear;
+    const am_kernels *all_kernels;
+    const am_linear_kernels *kernels;
+    am_linear_shape shape;
+    am_dtype type;       /* of sums */
+    ptrdiff_t size;      /* of their elements */
+    ptrdiff_t *offsets;  /* [sequences + 1]: states that are kept before each sequence */
+    ptrdiff_t slices;    /* of the channels of values, which do not meet: a task takes one */
+    ptrdiff_t kept_step; /* from row to row of a state that is kept */
+} am_linear_base;
+
+/* A sequence, value head, and slice of its channels. */
+typedef struct {
+    ptrdiff_t batch, begin, end, sequence, head, channel, channels;
+} am_linear_place;
+
+/* Numbers of one chunk, and memory for the kernels. */
+typedef struct {
+    char *q, *k, *v, *out, *decay, *factor, *reset, *beta;
+    char *q_inverse, *k_inverse; /* of the norms; NULL: none */
+    char *states[2], *state;     /* state: backward */
+    char *pairs, *scratch;
+    char *d_out, *d_q, *d_k, *d_v, *d_decay, *d_beta, *d_u, *token_scratch; /* backward */
+    char *spare; /* of results that are not finite */
+} am_linear_buffers;
+
+/* Fills in the base; release it also after a failure. */
+am_status am_linear_begin(am_linear_base *base, const am_context *context, const am_linear *linear);
+/* Cuts channels into slices, as many as keep all threads busy. A result is the same bits however they are
+ * cut, but what the pairs of tokens take is taken for each slice. */
+void am_linear_cut_channels(am_linear_base *base, const am_context *context);
+void am_linear_end(am_linear_base *base);
+
+am_linear_place am_linear_place_of(const am_linear_base *base, ptrdiff_t task);
+
+/* What buffers are for. */
+enum { AM_LINEAR_READ = 1, AM_LINEAR_TAKE = 2, AM_LINEAR_BACK = 4 };
+/* Lays them out in memory; returns the bytes that they take. NULL only counts. Release them at the end. */
+ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *buffers, int uses, char *memory);
+void am_linear_release(am_linear_buffers *buffers);
+
+/* Reads the chunk that begins at a token, but for values; and values. */
+am_linear_chunk am_linear_load(const am_linear_base *base, const am_linear_buffers *buffers,
+                               const am_linear_place *at, ptrdiff_t token);
+void am_linear_load_values(const am_linear_base *base, const am_linear_buffers *buffers,
+                           const am_linear_place *at, ptrdiff_t token, am_linear_chunk *chunk);
+
+/* Chunks of a place, and the first token of one. */
+ptrdiff_t am_linear_chunks(const am_linear_base *base, const am_linear_place *at);
+ptrdiff_t am_linear_token(const am_linear_base *base, const am_linear_place *at, ptrdiff_t index);
+
+/* Finds decays of -inf in buffers where the chunk was read, before it is taken token by token. */
+void am_linear_find_resets(const am_linear_base *base, const am_linear_buffers *from,
+                           const am_linear_buffers *to, am_linear_chunk *chunk);
+
+/* Before a chunk is taken token by token, what its products gave is put aside; and behind that, what of it is
+ * finite comes back. `tokens` rows of `out`, which may be none, and a state. */
+void am_linear_put_aside(const am_linear_base *base, const am_linear_buffers *buffers, ptrdiff_t tokens,
+                         const void *out, const void *state);
+void am_linear_put_back(const am_linear_base *base, const am_linear_buffers *buffers, ptrdiff_t tokens,
+                        void *out, void *state);
+
+/* A state of an array, or zeros. */
+void am_linear_read_state(const am_linear_base *base, const am_linear_array *states,
+                          const am_linear_place *at, void *to);
+void am_linear_write_state(const am_linear_base *base, const am_linear_array *states,
+                           const am_linear_place *at, const void *from);
+
+/* Rows of an array of values, or of one state. */
+am_strided_rows am_linear_values_at(const am_linear_array *array, const am_linear_place *at, ptrdiff_t token);
+
+/* State `index` of a sequence among those that are kept. */
+char *am_linear_kept_state(const am_linear_base *base, const void *kept, const am_linear_place *at,
+                           ptrdiff_t index);
+
+/* Copy a slice of it, to it or from it. */
+void am_linear_keep(const am_linear_base *base, char *kept, const am_linear_place *at, const char *state);
+void am_linear_recall(const am_linear_base *base, const char *kept, const am_linear_place *at, char *state);
+
+#endif

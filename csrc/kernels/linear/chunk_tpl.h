@@ -1,0 +1,375 @@
+/* chunk_tpl.h – a chunk of linear attention by products of matrices. With S the state before the chunk, e_i
+ * the product of the factors up to token i, t_i of those behind it, and P and M as in pairs_tpl.h:
+ *
+ *     W = V - (e K) S - M U          U = beta W, or V without beta
+ *     out = (e Q) S + P U            next = e_last S + (t K)ᵀ U
+ *
+ * Gradients go the same way back, from those of out and of the next state to those of everything. */
+
+typedef struct {
+    T **place;
+    ptrdiff_t numbers;
+} FN(part);
+
+/* Lays out parts in memory; returns the bytes that they take. NULL only counts. */
+static ptrdiff_t FN(lay_out)(const FN(part) * parts, size_t count, char *memory)
+{
+    ptrdiff_t bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        *parts[i].place = memory ? (T *)(memory + bytes) : NULL;
+        bytes += parts[i].numbers * (ptrdiff_t)sizeof(T);
+    }
+    return bytes;
+}
+
+static ptrdiff_t FN(lay_out_pairs)(FN(work) * w, const am_linear_shape *s, char *memory)
+{
+    const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    const FN(part) parts[] = {
+        {&w->decays, by_channel ? 0 : pairs},
+        {&w->heads, 2 * keys},
+        {&w->since, by_channel ? keys : 0},
+        {&w->tail, keys},
+        {&w->whole, s->row_step},
+        {&w->p, pairs},
+        {&w->m, pairs},
+        {&w->turned, keys},
+        {&w->group_q, by_channel ? keys : 0},
+        {&w->group_k, by_channel ? keys : 0},
+        {&w->group_since, by_channel ? keys : 0},
+    };
+    return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
+}
+
+static ptrdiff_t FN(lay_out_values)(FN(work) * w, const am_linear_shape *s, char *memory)
+{
+    const ptrdiff_t values = s->token_step * s->channel_step;
+    const FN(part)
+        parts[] = {{&w->x, 2 * values}, {&w->u, values}, {&w->coupled, s->token_step * s->token_step}};
+    return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
+}
+
+static ptrdiff_t FN(lay_out_gradients)(FN(work) * w, const am_linear_shape *s, char *memory)
+{
+    const ptrdiff_t pairs = s->token_step * s->token_step, keys = s->token_step * s->row_step;
+    const ptrdiff_t values = s->token_step * s->channel_step, state = s->row_step * s->channel_step;
+    const ptrdiff_t rows = keys > values ? keys : values;
+    const FN(part) parts[] = {
+        {&w->turned, state > rows ? state : rows},
+        {&w->d_rows, 2 * values},
+        {&w->d_pairs, 2 * pairs},
+        {&w->d_heads, 2 * keys},
+        {&w->d_tail, keys},
+        {&w->carry, s->row_step},
+    };
+    return FN(lay_out)(parts, sizeof parts / sizeof *parts, memory);
+}
+
+static am_linear_scratch FN(scratch)(const am_linear_shape *s)
+{
+    FN(work) w;
+    const ptrdiff_t of_token = s->row_step * (ptrdiff_t)sizeof(T), forward = FN(lay_out_values)(&w, s, NULL);
+    return (am_linear_scratch){FN(lay_out_pairs)(&w, s, NULL), forward > of_token ? forward : of_token,
+                               forward + FN(lay_out_gradients)(&w, s, NULL),
+                               FN(token_work_numbers)(s) * (ptrdiff_t)sizeof(T)};
+}
+
+/* The work of a chunk whose pairs are known. */
+static FN(work) FN(work_of)(const am_linear_shape *s, void *pairs, void *scratch, bool backward)
+{
+    FN(work) w;
+    FN(lay_out_pairs)(&w, s, pairs);
+    const ptrdiff_t values = FN(lay_out_values)(&w, s, scratch);
+    if (backward) FN(lay_out_gradients)(&w, s, (char *)scratch + values);
+    return w;
+}
+
+/* c = a b for rows of keys and a state. */
+static void FN(apply_state)(const am_linear_shape *s, T *to, const T *rows, const T *state, ptrdiff_t count)
+{
+    const FN(product) product = {.c = to,
+                                 .a = rows,
+                                 .b = state,
+                                 .c_step = s->channel_step,
+                                 .a_step = s->row_step,
+                                 .a_depth = 1,
+                                 .b_step = s->channel_step,
+                                 .m = count,
+                                 .n = s->channel_step,
+                                 .depth = s->rows};
+    FN(multiply)(&product);
+}
+
+/* to = whole from + aᵀ b of `count` rows of keys and of values. */
+static void FN(move_state)(const am_linear_shape *s, const FN(work) * w, T *to, const T *from, const T *a,
+                           const T *b, ptrdiff_t count)
+{
+    const FN(product) product = {.c = to,
+                                 .start = from,
+                                 .factor = w->whole,
+                                 .a = a,
+                                 .b = b,
+                                 .c_step = s->channel_step,
+                                 .a_step = 1,
+                                 .a_depth = s->row_step,
+                                 .b_step = s->channel_step,
+                                 .m = s->rows,
+                                 .n = s->channel_step,
+                                 .depth = count};
+    FN(multiply)(&product);
+}
+
+/* coupled_ij = -M_ij beta_i or -M_ij beta_j */
+static void FN(couple)(const am_linear_chunk *c, const FN(work) * w, bool by_row)
+{
+    const ptrdiff_t step = c->shape->token_step;
+    const T *restrict beta = c->beta;
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        T *restrict to = w->coupled + i * step;
+        const T *restrict m = w->m + i * step;
+        if (by_row) {
+            for (ptrdiff_t j = 0; j < step; j++) to[j] = -m[j] * beta[i];
+        } else {
+            for (ptrdiff_t j = 0; j < step; j++) to[j] = -m[j] * beta[j];
+        }
+    }
+}
+
+static void FN(find_pairs)(const am_linear_chunk *c, void *pairs)
+{
+    FN(work) w;
+    FN(lay_out_pairs)(&w, c->shape, pairs);
+    if (c->shape->decay == AM_DECAY_BY_CHANNEL)
+        FN(pairs_by_channel)(c, &w);
+    else
+        FN(pairs_by_token)(c, &w);
+}
+
+/* W in the place of (e K) S, and U. */
+static void FN(solve_delta)(const am_linear_chunk *c, const FN(work) * w, T *x)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t count = c->tokens * s->channel_step;
+    const T *restrict v = c->v;
+    for (ptrdiff_t i = 0; i < count; i++) x[i] = v[i] - x[i];
+    FN(couple)(c, w, false);
+    FN(solve)(x, s->channel_step, w->coupled, s->token_step, 1, c->tokens, s->channel_step);
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        const ptrdiff_t row = i * s->channel_step;
+        FN(scale_row)(w->u + row, x + row, ((const T *)c->beta)[i], s->channel_step);
+    }
+}
+
+static bool FN(forward)(const am_linear_chunk *c, void *pairs, void *scratch)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens;
+    const FN(work) w = FN(work_of)(s, pairs, scratch, false);
+    FN(apply_state)(s, w.x, w.heads, c->state, s->delta ? 2 * n : n);
+    if (s->delta) FN(solve_delta)(c, &w, w.x + n * s->channel_step);
+    const T *u = s->delta ? w.u : c->v;
+    const FN(product) product = {.c = c->out,
+                                 .start = w.x,
+                                 .a = w.p,
+                                 .b = u,
+                                 .c_step = s->channel_step,
+                                 .a_step = s->token_step,
+                                 .a_depth = 1,
+                                 .b_step = s->channel_step,
+                                 .m = n,
+                                 .n = s->channel_step,
+                                 .depth = n,
+                                 .triangle = LOWER_LEFT};
+    FN(multiply)(&product);
+    FN(move_state)(s, &w, c->next, c->state, w.tail, u, n);
+    return FN(all_finite)(c->out, n * s->channel_step) && FN(all_finite)(c->next, s->rows * s->channel_step);
+}
+
+/* --- Gradients --- */
+
+/* Of U, from the output and the next state. */
+static void FN(back_to_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    FN(apply_state)(s, g->d_u, w->tail, g->d_next, c->tokens);
+    const FN(product) product = {.c = g->d_u,
+                                 .start = g->d_u,
+                                 .a = w->p,
+                                 .b = g->d_out,
+                                 .c_step = s->channel_step,
+                                 .a_step = 1,
+                                 .a_depth = s->token_step,
+                                 .b_step = s->channel_step,
+                                 .m = c->tokens,
+                                 .n = s->channel_step,
+                                 .depth = c->tokens,
+                                 .triangle = UPPER_LEFT};
+    FN(multiply)(&product);
+}
+
+/* With the delta rule, of U in all that it leads to. */
+static void FN(back_to_all_u)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->channel_step, last = n - 1;
+    FN(couple)(c, w, true);
+    FN(solve)((T *)g->d_u + last * step, -step, w->coupled + last * (s->token_step + 1), -1, -s->token_step,
+              n, step);
+}
+
+/* Of the output, and of W, negated, behind it. */
+static void FN(back_to_rows)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const ptrdiff_t n = c->tokens, step = c->shape->channel_step;
+    memcpy(w->d_rows, g->d_out, (size_t)(n * step) * sizeof(T));
+    for (ptrdiff_t i = 0; c->beta && i < n; i++)
+        FN(scale_row)(w->d_rows + (n + i) * step, (const T *)g->d_u + i * step, -((const T *)c->beta)[i],
+                      step);
+}
+
+/* Of the state before the chunk. */
+static void FN(back_to_state)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    if (!g->known) {
+        FN(back_to_u)(c, g, w);
+        if (s->delta) FN(back_to_all_u)(c, g, w);
+    }
+    FN(back_to_rows)(c, g, w);
+    if (!g->known)
+        FN(move_state)(s, w, g->d_state, g->d_next, w->heads, w->d_rows,
+                       s->delta ? 2 * c->tokens : c->tokens);
+}
+
+/* Of v and beta. */
+static void FN(back_to_v)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const ptrdiff_t n = c->tokens, step = c->shape->channel_step;
+    const T *beta = c->beta;
+    T *d_v = g->d_v, *d_beta = g->d_beta;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const T *d_u = (const T *)g->d_u + i * step;
+        FN(scale_row)(d_v + i * step, d_u, beta ? beta[i] : 1, step);
+        if (beta) d_beta[i] = FN(dot)(d_u, w->x + (n + i) * step, step);
+    }
+}
+
+/* The gradients of P and M, of heads and tail. */
+static void FN(back_to_pairs)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w,
+                              const T *u)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, sides = s->delta ? 2 : 1, step = s->channel_step;
+    FN(turn)(w->turned, s->token_step, u, step, n, s->channels);
+    FN(product)
+    product = {.b = w->turned,
+               .c_step = s->token_step,
+               .a_step = step,
+               .a_depth = 1,
+               .b_step = s->token_step,
+               .m = n,
+               .n = s->token_step,
+               .depth = s->channels,
+               .triangle = LOWER_RESULT};
+    for (ptrdiff_t side = 0; side < sides; side++) {
+        product.c = w->d_pairs + side * n * s->token_step, product.a = w->d_rows + side * n * step;
+        FN(multiply)(&product);
+    }
+    FN(turn)(w->turned, s->row_step, c->state, step, s->rows, s->channels);
+    product.c = w->d_heads, product.a = w->d_rows;
+    product.c_step = product.b_step = product.n = s->row_step;
+    product.m = sides * n, product.triangle = ALL;
+    FN(multiply)(&product);
+    FN(turn)(w->turned, s->row_step, g->d_next, step, s->rows, s->channels);
+    product.c = w->d_tail, product.a = u, product.m = n;
+    FN(multiply)(&product);
+}
+
+/* The gradient of a decay is that of all exponents in which it stands: of what later tokens read, less what
+ * earlier ones wrote. Before a factor of 0 the sum begins anew. */
+static void FN(back_to_decay)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *next = c->next, *d_next = g->d_next;
+    T *d_decay = g->d_decay, sum = 0;
+    for (ptrdiff_t r = 0; r < step; r++) {
+        const ptrdiff_t row = r * s->channel_step;
+        w->carry[r] = r < s->rows ? FN(dot)(next + row, d_next + row, s->channel_step) : 0;
+        sum += w->carry[r];
+    }
+    for (ptrdiff_t i = n - 1; i >= 0; i--) {
+        const T *later_q = w->d_heads + i * step, *later_k = later_q + n * step,
+                *earlier = w->d_tail + i * step;
+        const ptrdiff_t row = i * step;
+        if (!by_channel) {
+            sum += FN(dot)(q + row, later_q, step) - FN(dot)(k + row, earlier, step);
+            if (s->delta) sum += FN(dot)(k + row, later_k, step);
+            d_decay[i] = sum = factor[i] == 0 ? 0 : sum;
+            continue;
+        }
+        for (ptrdiff_t r = 0; r < step; r++) {
+            T change = q[row + r] * later_q[r] - k[row + r] * earlier[r];
+            if (s->delta) change += k[row + r] * later_k[r];
+            w->carry[r] = factor[row + r] == 0 ? 0 : w->carry[r] + change;
+            d_decay[row + r] = w->carry[r];
+        }
+    }
+}
+
+static bool FN(backward)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs, void *scratch)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, keys = n * s->row_step, values = n * s->channel_step;
+    const FN(work) w = FN(work_of)(s, pairs, scratch, true);
+    if (s->delta) {
+        FN(apply_state)(s, w.x + values, w.heads + keys, c->state, n);
+        FN(solve_delta)(c, &w, w.x + values);
+    }
+    const T *u = s->delta ? w.u : c->v;
+    FN(back_to_state)(c, g, &w);
+    FN(back_to_v)(c, g, &w);
+    FN(back_to_pairs)(c, g, &w, u);
+    if (s->decay == AM_DECAY_BY_CHANNEL)
+        FN(pairs_by_channel_back)(c, &w);
+    else
+        FN(pairs_by_token_back)(c, &w);
+    FN(back_to_decay)(c, g, &w);
+    T *restrict d_k = g->d_k;
+    const T *restrict earlier = w.d_tail, *restrict later = w.d_heads + keys;
+    for (ptrdiff_t i = 0; i < keys; i++) d_k[i] = s->delta ? earlier[i] + later[i] : earlier[i];
+    memcpy(g->d_q, w.d_heads, (size_t)keys * sizeof(T));
+    return FN(all_finite)(g->d_q, keys) && FN(all_finite)(g->d_k, keys) && FN(all_finite)(g->d_v, values) &&
+           (g->known || FN(all_finite)(g->d_state, s->rows * s->channel_step));
+}
+
+static bool FN(backward_state)(const am_linear_chunk *c, const am_linear_gradients *g, void *pairs,
+                               void *scratch)
+{
+    const am_linear_shape *s = c->shape;
+    const FN(work) w = FN(work_of)(s, pairs, scratch, true);
+    FN(back_to_state)(c, g, &w);
+    return FN(all_finite)(g->d_state, s->rows * s->channel_step);
+}
+
+static const am_linear_kernels FN(kernels) = {
+    .scratch = FN(scratch),
+    .find_pairs = FN(find_pairs),
+    .forward = FN(forward),
+    .forward_tokens = FN(forward_tokens),
+    .backward = FN(backward),
+    .backward_state = FN(backward_state),
+    .backward_tokens = FN(backward_tokens),
+    .keep_finite = FN(keep_finite),
+    .exp = FN(exp),
+    .scale_rows = FN(scale_rows),
+    .scale_rows_back = FN(scale_rows_back),
+};
+
+#undef T
+#undef V
+#undef VOP
+#undef FN
+#undef LANES

@@ -1,0 +1,38 @@
+/* linear.c – linear attention, in float32 and float64. */
+#include "kernels/level.h"
+#include "kernels/linear/table.h"
+
+#include <float.h>
+#include <math.h>
+
+/* Rows and vectors of a tile of a product, whose sums stay in registers. */
+#define ROWS 6
+#if defined __AVX512F__ || defined __aarch64__
+#    define VECTORS 4
+#else
+#    define VECTORS 2
+#endif
+
+#define T float
+#define V vf
+#define VOP(op) vf_##op
+#define FN(name) name##_f32
+#define LANES VF_LANES
+#include "kernels/linear/exp_f32.h"
+#include "kernels/linear/product_tpl.h"
+#include "kernels/linear/tokens_tpl.h"
+#include "kernels/linear/pairs_tpl.h"
+#include "kernels/linear/chunk_tpl.h"
+
+#define T double
+#define V vd
+#define VOP(op) vd_##op
+#define FN(name) name##_f64
+#define LANES VD_LANES
+#include "kernels/linear/exp_f64.h"
+#include "kernels/linear/product_tpl.h"
+#include "kernels/linear/tokens_tpl.h"
+#include "kernels/linear/pairs_tpl.h"
+#include "kernels/linear/chunk_tpl.h"
+
+const am_kernels TABLE(linear) = {.linear_f32 = &kernels_f32, .linear_f64 = &kernels_f64};

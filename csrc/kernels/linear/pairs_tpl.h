@@ -1,0 +1,364 @@
+/* pairs_tpl.h – the pairs of tokens in a chunk, of which the later reads what the earlier has left:
+ *
+ *     P_ij = Σ_c q_ic D_ij k_jc  for j ≤ i          M_ij = Σ_c k_ic D_ij k_jc  for j < i
+ *
+ * where D_ij is the product of the factors of the tokens j + 1 … i, for each channel c if factors differ by
+ * channel. No factor is divided by another, and no sum of decays subtracted from another: D is multiplied up
+ * token by token as the state is, and so has its range and its precision.
+ *
+ * By channel, a chunk is cut into groups of GROUP tokens. Pairs of a group are taken one by one. For a query
+ * and an earlier group D is a product of two: of the factors up to the start of the query's group, which is
+ * multiplied into the keys, and of those from there on, multiplied into the query. */
+
+#ifndef AM_LINEAR_GROUP
+#    define AM_LINEAR_GROUP
+enum { GROUP = 16 };
+#endif
+
+/* What a chunk is made of. Matrices have the steps of the shape, and room for whole groups of rows. */
+typedef struct {
+    T *decays;  /* D [tokens][token_step], or not by channel */
+    T *heads;   /* queries and, with beta, keys behind them, times the factors since the chunk's start */
+    T *since;   /* by channel: these factors, [tokens][row_step] */
+    T *tail;    /* keys times the factors that follow up to the chunk's end */
+    T *whole;   /* the product of all factors, [row_step] */
+    T *p, *m;   /* [tokens][token_step] */
+    T *turned;  /* a transposed matrix */
+    T *x, *u;   /* [2 tokens][channel_step]; [tokens][channel_step] */
+    T *coupled; /* -M times beta, a triangular system */
+    T *group_q, *group_k, *group_since; /* by channel: times the factors since the group's start, and those */
+    /* Backwards: */
+    T *d_rows;  /* gradients of out and, negated, of v */
+    T *d_pairs; /* of P, and of M behind it */
+    T *d_heads; /* of heads, then of q and of k as the later of a pair */
+    T *d_tail;  /* of tail, then of k as the earlier */
+    T *carry;   /* [row_step] */
+} FN(work);
+
+/* --- A factor a token --- */
+
+static void FN(decays_by_token)(const am_linear_chunk *c, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const T *factor = c->factor;
+    const ptrdiff_t step = s->token_step;
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        T *row = w->decays + i * step;
+        const V by = VOP(set1)(factor[i]);
+        memset(row, 0, (size_t)step * sizeof *row);
+        for (ptrdiff_t j = 0; j < i; j += LANES) VOP(store)(row + j, VOP(mul)(by, VOP(load)(row - step + j)));
+        row[i] = 1;
+    }
+}
+
+/* Multiplies the lower triangle of a matrix by D, and makes the rest 0; of the diagonal, too, if `strict`. */
+static void FN(decay_pairs)(const am_linear_chunk *c, const FN(work) * w, T *pairs, bool strict)
+{
+    const ptrdiff_t step = c->shape->token_step;
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        T *row = pairs + i * step;
+        for (ptrdiff_t j = 0; j <= i; j += LANES)
+            VOP(store)(row + j, VOP(mul)(VOP(load)(row + j), VOP(load)(w->decays + i * step + j)));
+        const ptrdiff_t end = i + !strict;
+        memset(row + end, 0, (size_t)(step - end) * sizeof *row);
+    }
+}
+
+/* to = factor x, of rows of keys */
+static void FN(scale_row)(T *to, const T *x, T factor, ptrdiff_t count)
+{
+    const V by = VOP(set1)(factor);
+    for (ptrdiff_t r = 0; r < count; r += LANES) VOP(store)(to + r, VOP(mul)(by, VOP(load)(x + r)));
+}
+
+static void FN(multiply_row)(T *to, const T *x, const T *factor, ptrdiff_t count)
+{
+    for (ptrdiff_t r = 0; r < count; r += LANES)
+        VOP(store)(to + r, VOP(mul)(VOP(load)(factor + r), VOP(load)(x + r)));
+}
+
+static void FN(pairs_by_token)(const am_linear_chunk *c, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *q = c->q, *k = c->k, *factor = c->factor;
+    FN(turn)(w->turned, s->token_step, k, step, n, s->rows);
+    FN(product)
+    product = {.c = w->p,
+               .a = q,
+               .b = w->turned,
+               .c_step = s->token_step,
+               .a_step = step,
+               .a_depth = 1,
+               .b_step = s->token_step,
+               .m = n,
+               .n = s->token_step,
+               .depth = s->rows,
+               .triangle = LOWER_RESULT};
+    FN(multiply)(&product);
+    FN(decays_by_token)(c, w);
+    FN(decay_pairs)(c, w, w->p, false);
+    if (s->delta) {
+        product.c = w->m, product.a = k;
+        FN(multiply)(&product);
+        FN(decay_pairs)(c, w, w->m, true);
+    }
+    T since = 1;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        since *= factor[i];
+        FN(scale_row)(w->heads + i * step, q + i * step, since, step);
+        if (s->delta) FN(scale_row)(w->heads + (n + i) * step, k + i * step, since, step);
+        FN(scale_row)(w->tail + i * step, k + i * step, w->decays[(n - 1) * s->token_step + i], step);
+    }
+    for (ptrdiff_t r = 0; r < step; r++) w->whole[r] = since;
+}
+
+/* Adds to the gradients of q, and of k on both sides of a pair, what comes from P and M. */
+static void FN(pairs_by_token_back)(const am_linear_chunk *c, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *factor = c->factor;
+    T *d_pairs[] = {w->d_pairs, w->d_pairs + n * s->token_step};
+    T since = 1;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        since *= factor[i];
+        for (int side = 0; side < 1 + s->delta; side++) {
+            T *head = w->d_heads + (side * n + i) * step;
+            FN(scale_row)(head, head, since, step);
+        }
+        T *tail = w->d_tail + i * step;
+        FN(scale_row)(tail, tail, w->decays[(n - 1) * s->token_step + i], step);
+    }
+    for (int side = 0; side < 1 + s->delta; side++) {
+        T *heads = w->d_heads + side * n * step;
+        FN(decay_pairs)(c, w, d_pairs[side], side == 1);
+        FN(product)
+        product = {.c = heads,
+                   .start = heads,
+                   .a = d_pairs[side],
+                   .b = c->k,
+                   .c_step = step,
+                   .a_step = s->token_step,
+                   .a_depth = 1,
+                   .b_step = step,
+                   .m = n,
+                   .n = step,
+                   .depth = n,
+                   .triangle = LOWER_LEFT};
+        FN(multiply)(&product);
+        product.c = w->d_tail, product.start = w->d_tail;
+        product.a_step = 1, product.a_depth = s->token_step;
+        product.b = side ? c->k : c->q;
+        product.triangle = UPPER_LEFT;
+        FN(multiply)(&product);
+    }
+}
+
+/* --- Factors by channel --- */
+
+/* Keys of a group's earlier tokens, `from` … i - 1, take the factors of token i. Sums of their products with
+ * q and k go to rows of P and M. */
+static void FN(pair_row)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from, ptrdiff_t i)
+{
+    enum { ABREAST = 4 };
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t step = s->row_step;
+    const T *q = (const T *)c->q + i * step, *k = (const T *)c->k + i * step;
+    const T *factor = (const T *)c->factor + i * step;
+    V p[GROUP], m[GROUP];
+    for (int j = 0; j < GROUP; j++) p[j] = m[j] = VOP(set1)(0);
+    for (ptrdiff_t j = 0; from + j < i; j += ABREAST) {
+        V p_sums[ABREAST], m_sums[ABREAST];
+        T *keys = w->tail + (from + j) * step;
+        UNROLL(16)
+        for (int a = 0; a < ABREAST; a++) p_sums[a] = m_sums[a] = VOP(set1)(0);
+        for (ptrdiff_t r = 0; r < step; r += LANES) {
+            const V by = VOP(load)(factor + r), left = VOP(load)(q + r), other = VOP(load)(k + r);
+            UNROLL(16)
+            for (int a = 0; a < ABREAST; a++) {
+                const V decayed = VOP(mul)(by, VOP(load)(keys + a * step + r));
+                VOP(store)(keys + a * step + r, decayed);
+                p_sums[a] = VOP(fma)(left, decayed, p_sums[a]);
+                m_sums[a] = VOP(fma)(other, decayed, m_sums[a]);
+            }
+        }
+        for (int a = 0; a < ABREAST; a++) p[j + a] = p_sums[a], m[j + a] = m_sums[a];
+    }
+    memcpy(w->tail + i * step, k, (size_t)step * sizeof *k);
+    T *p_row = w->p + i * s->token_step, *m_row = w->m + i * s->token_step;
+    for (int j = 0; j < GROUP; j += LANES) {
+        VOP(store)(p_row + from + j, VOP(totals)(p + j));
+        VOP(store)(m_row + from + j, VOP(totals)(m + j));
+    }
+    memset(p_row + i, 0, (size_t)(s->token_step - i) * sizeof *p_row);
+    memset(m_row + i, 0, (size_t)(s->token_step - i) * sizeof *m_row);
+    p_row[i] = FN(dot)(q, k, step);
+}
+
+/* Products of the queries (and keys) of a group with the keys of earlier ones. */
+static void FN(pairs_of_groups)(const am_linear_chunk *c, const FN(work) * w, ptrdiff_t from, ptrdiff_t count)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t step = s->row_step;
+    FN(turn)(w->turned, s->token_step, w->tail, step, from, s->rows);
+    FN(product)
+    product = {.c = w->p + from * s->token_step,
+               .a = w->group_q + from * step,
+               .b = w->turned,
+               .c_step = s->token_step,
+               .a_step = step,
+               .a_depth = 1,
+               .b_step = s->token_step,
+               .m = count,
+               .n = from,
+               .depth = s->rows};
+    FN(multiply)(&product);
+    product.c = w->m + from * s->token_step, product.a = w->group_k + from * step;
+    if (s->delta) FN(multiply)(&product);
+}
+
+static ptrdiff_t FN(group_end)(const am_linear_chunk *c, ptrdiff_t from)
+{
+    return c->tokens - from < GROUP ? c->tokens : from + GROUP;
+}
+
+static void FN(pairs_by_channel)(const am_linear_chunk *c, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *q = c->q, *k = c->k, *factor = c->factor;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const ptrdiff_t row = i * step;
+        T *since = w->since + row, *group_since = w->group_since + row;
+        const T *by = factor + row;
+        if (i == 0)
+            memcpy(since, by, (size_t)step * sizeof *by);
+        else
+            FN(multiply_row)(since, since - step, by, step);
+        if (i % GROUP == 0)
+            memcpy(group_since, by, (size_t)step * sizeof *by);
+        else
+            FN(multiply_row)(group_since, group_since - step, by, step);
+        FN(multiply_row)(w->heads + row, q + row, since, step);
+        FN(multiply_row)(w->group_q + row, q + row, group_since, step);
+        FN(multiply_row)(w->group_k + row, k + row, group_since, step);
+        if (s->delta) FN(multiply_row)(w->heads + n * step + row, k + row, since, step);
+    }
+    memcpy(w->whole, w->since + (n - 1) * step, (size_t)step * sizeof *k);
+    for (ptrdiff_t from = 0; from < n; from += GROUP) {
+        const ptrdiff_t end = FN(group_end)(c, from);
+        if (from > 0) FN(pairs_of_groups)(c, w, from, end - from);
+        for (ptrdiff_t i = from; i < end; i++) FN(pair_row)(c, w, from, i);
+        for (ptrdiff_t j = 0; j < from; j++) {
+            T *row = w->tail + j * step;
+            FN(multiply_row)(row, row, w->group_since + (end - 1) * step, step);
+        }
+    }
+}
+
+/* The later tokens of pairs, group by group as above. The gradients of a group's queries are first those of
+ * the queries times group_since. */
+static void FN(later_by_channel_back)(const am_linear_chunk *c, const FN(work) * w, int side)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *k = c->k, *factor = c->factor, *d_pairs = w->d_pairs + side * n * s->token_step;
+    T *keys = w->tail;
+    for (ptrdiff_t from = 0; from < n; from += GROUP) {
+        const ptrdiff_t end = FN(group_end)(c, from);
+        T *d_group = w->turned;
+        const FN(product) product = {.c = d_group,
+                                     .a = d_pairs + from * s->token_step,
+                                     .b = keys,
+                                     .c_step = step,
+                                     .a_step = s->token_step,
+                                     .a_depth = 1,
+                                     .b_step = step,
+                                     .m = end - from,
+                                     .n = step,
+                                     .depth = from};
+        FN(multiply)(&product);
+        for (ptrdiff_t i = from; i < end; i++) {
+            T *to = w->d_heads + (side * n + i) * step;
+            const T *since = w->since + i * step, *group_since = w->group_since + i * step;
+            const T *by = factor + i * step, *of_group = d_group + (i - from) * step;
+            memcpy(keys + i * step, k + i * step, (size_t)step * sizeof *k);
+            for (ptrdiff_t r = 0; r < step; r += LANES) {
+                V sum = VOP(mul)(VOP(load)(since + r), VOP(load)(to + r));
+                sum = VOP(fma)(VOP(load)(group_since + r), VOP(load)(of_group + r), sum);
+                for (ptrdiff_t j = from; j <= i; j++) {
+                    T *key = keys + j * step + r;
+                    const V decayed = j < i ? VOP(mul)(VOP(load)(by + r), VOP(load)(key)) : VOP(load)(key);
+                    VOP(store)(key, decayed);
+                    sum = VOP(fma)(VOP(set1)(d_pairs[i * s->token_step + j]), decayed, sum);
+                }
+                VOP(store)(to + r, sum);
+            }
+        }
+        for (ptrdiff_t j = 0; j < from; j++)
+            FN(multiply_row)(keys + j * step, keys + j * step, w->group_since + (end - 1) * step, step);
+    }
+}
+
+/* The earlier tokens of pairs, from the last group to the first: d_tail holds gradients of keys that have
+ * taken the factors up to the end of the group. */
+static void FN(earlier_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t n = c->tokens, step = s->row_step;
+    const T *q = c->q, *k = c->k, *factor = c->factor, *d_p = w->d_pairs, *d_m = d_p + n * s->token_step;
+    for (ptrdiff_t from = (n - 1) / GROUP * GROUP; from >= 0; from -= GROUP) {
+        const ptrdiff_t end = FN(group_end)(c, from);
+        for (ptrdiff_t i = end - 1; i >= from; i--) {
+            const T *by = factor + i * step;
+            for (ptrdiff_t j = from; j <= i; j++) {
+                T *to = w->d_tail + j * step;
+                const ptrdiff_t pair = i * s->token_step + j;
+                const V p = VOP(set1)(d_p[pair]), m = VOP(set1)(s->delta ? d_m[pair] : 0);
+                for (ptrdiff_t r = 0; r < step; r += LANES) {
+                    V sum = VOP(fma)(p, VOP(load)(q + i * step + r), VOP(load)(to + r));
+                    if (s->delta) sum = VOP(fma)(m, VOP(load)(k + i * step + r), sum);
+                    VOP(store)(to + r, j < i ? VOP(mul)(VOP(load)(by + r), sum) : sum);
+                }
+            }
+        }
+        for (ptrdiff_t j = 0; j < from; j++) {
+            T *to = w->d_tail + j * step;
+            FN(multiply_row)(to, to, w->group_since + (end - 1) * step, step);
+        }
+        for (int side = 0; side < 1 + s->delta && from > 0; side++) {
+            const FN(product) product = {.c = w->d_tail,
+                                         .start = w->d_tail,
+                                         .a = (side ? d_m : d_p) + from * s->token_step,
+                                         .b = (side ? w->group_k : w->group_q) + from * step,
+                                         .c_step = step,
+                                         .a_step = 1,
+                                         .a_depth = s->token_step,
+                                         .b_step = step,
+                                         .m = from,
+                                         .n = step,
+                                         .depth = end - from};
+            FN(multiply)(&product);
+        }
+    }
+}
+
+/* Gradients of pairs above the diagonal become 0, which the products leave undefined. */
+static void FN(keep_lower)(const am_linear_chunk *c, T *pairs, bool strict)
+{
+    const ptrdiff_t step = c->shape->token_step;
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        const ptrdiff_t end = i + !strict;
+        memset(pairs + i * step + end, 0, (size_t)(step - end) * sizeof *pairs);
+    }
+}
+
+static void FN(pairs_by_channel_back)(const am_linear_chunk *c, const FN(work) * w)
+{
+    for (int side = 0; side < 1 + c->shape->delta; side++) {
+        FN(keep_lower)(c, w->d_pairs + side * c->tokens * c->shape->token_step, side == 1);
+        FN(later_by_channel_back)(c, w, side);
+    }
+    FN(earlier_by_channel_back)(c, w);
+}

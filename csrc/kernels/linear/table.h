@@ -1,0 +1,94 @@
+/* table.h – the kernels of linear attention, for one type of numbers.
+ *
+ * They see one chunk of one sequence and value head. Matrices are rows of numbers of that type; each row is
+ * padded with zeros to a multiple of AM_LINEAR_PAD numbers, so that no loop has a tail. The state is
+ * [rows][channels]: a row for each channel of a key.
+ */
+#ifndef AM_LINEAR_TABLE_H
+#define AM_LINEAR_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#define AM_LINEAR_PAD 16
+
+typedef enum {
+    AM_DECAY_BY_TOKEN,   /* a number a token */
+    AM_DECAY_BY_CHANNEL, /* a number for each row of the state */
+} am_linear_decay;
+
+typedef struct {
+    ptrdiff_t tokens, rows, channels;             /* of a chunk, at most; K; V */
+    ptrdiff_t token_step, row_step, channel_step; /* the same, padded */
+    am_linear_decay decay;
+    bool delta; /* with beta */
+} am_linear_shape;
+
+/* The arguments of a chunk, and what comes of it. Queries are scaled and, if asked for, normalized. */
+typedef struct {
+    const am_linear_shape *shape;
+    ptrdiff_t tokens;   /* of this chunk */
+    const void *q, *k;  /* [tokens][row_step] */
+    const void *v;      /* [tokens][channel_step] */
+    const void *factor; /* exp(decay): [tokens], or [tokens][row_step] by channel */
+    const void *reset;  /* bool: which factors are 0 for a decay of -inf, as factor; NULL: none */
+    const void *beta;   /* [tokens]; NULL without the delta rule */
+    const void *state;  /* before the chunk: [rows][channel_step] */
+    void *next;         /* the state after it */
+    void *out;          /* [tokens][channel_step] */
+} am_linear_chunk;
+
+/* Gradients of a chunk. `next` of the chunk is the state that the forward pass left. */
+typedef struct {
+    const void *d_out;  /* [tokens][channel_step] */
+    const void *d_next; /* of the state after the chunk */
+    void *d_state;      /* of the state before it */
+    void *d_q, *d_k;    /* [tokens][row_step] */
+    void *d_v;          /* [tokens][channel_step] */
+    void *d_decay;      /* as factor */
+    void *d_beta;       /* [tokens] */
+    void *d_u;          /* of what is added for each key: [tokens][channel_step] */
+    bool known;         /* backward_state has been here: d_u holds what it left, and d_state is not written */
+} am_linear_gradients;
+
+/* The pairs of tokens in a chunk, which depend on queries, keys, decays and beta alone: several threads may
+ * then share them, each with a slice of the channels of values. */
+typedef void am_linear_pairs(const am_linear_chunk *chunk, void *pairs);
+
+/* The chunk by products of matrices, or token by token. The first returns false if a result is not finite:
+ * then NaN or Inf may have reached what it should not, and the second, which is slower, does better. */
+typedef bool am_linear_forward(const am_linear_chunk *chunk, void *pairs, void *scratch);
+typedef void am_linear_forward_tokens(const am_linear_chunk *chunk, void *scratch);
+/* The same for gradients. */
+typedef bool am_linear_backward(const am_linear_chunk *chunk, const am_linear_gradients *gradients,
+                                void *pairs, void *scratch);
+typedef void am_linear_backward_tokens(const am_linear_chunk *chunk, const am_linear_gradients *gradients,
+                                       void *scratch);
+
+/* What each kernel needs of memory, in bytes. */
+typedef struct {
+    ptrdiff_t pairs, forward, backward, backward_tokens;
+} am_linear_scratch;
+
+struct am_linear_kernels {
+    am_linear_scratch (*scratch)(const am_linear_shape *shape);
+    am_linear_pairs *find_pairs;
+    am_linear_forward *forward;
+    am_linear_forward_tokens *forward_tokens;
+    am_linear_backward *backward;
+    am_linear_backward *backward_state; /* only of the state, the same bits; pairs are left as they are */
+    am_linear_backward_tokens *backward_tokens;
+    /* Copies those blocks of AM_LINEAR_PAD channels of results, and of a state, that are finite in both.
+     * Channels do not meet, so what becomes of one does not depend on which others a thread takes. */
+    void (*keep_finite)(const am_linear_shape *shape, ptrdiff_t tokens, void *const to[2],
+                        const void *const from[2]);
+    /* dst[i] = e^src[i] */
+    void (*exp)(void *dst, const void *src, ptrdiff_t count);
+    /* Multiplies rows of `step` numbers by `scale`, and unless `inverse` is NULL by 1 / √(Σ x² + 1e-6), which
+     * it writes there for each row. The second does so with gradients of the results `x`. */
+    void (*scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows, ptrdiff_t step);
+    void (*scale_rows_back)(void *d, const void *x, const void *inverse, double scale, ptrdiff_t rows,
+                            ptrdiff_t step);
+};
+
+#endif

@@ -1,0 +1,258 @@
+/* tokens_tpl.h – linear attention token by token, as it is defined:
+ *
+ *     S ← factor S          u ← v, or beta (v - Sᵀ k)          S ← S + k uᵀ          out = Sᵀ q
+ *
+ * A state goes through the first-level cache in panels of columns, and so comes from further away once. */
+
+/* One token. `factor`: of each row of the state. */
+typedef struct {
+    const T *q, *k, *v, *factor, *beta; /* beta: NULL without the delta rule */
+    T *state, *out;
+    ptrdiff_t rows, channel_step;
+} FN(token);
+
+static inline __attribute__((always_inline)) void FN(token_panel)(const FN(token) * t, ptrdiff_t column,
+                                                                  const int vectors)
+{
+    const ptrdiff_t step = t->channel_step;
+    V u[4], out[4];
+    UNROLL(16)
+    for (int j = 0; j < vectors; j++) u[j] = out[j] = VOP(set1)(0);
+    if (t->beta) {
+        const T *state = t->state + column;
+        for (ptrdiff_t r = 0; r < t->rows; r++, state += step) {
+            const V k = VOP(set1)(t->k[r]), factor = VOP(set1)(t->factor[r]);
+            UNROLL(16)
+            for (int j = 0; j < vectors; j++)
+                u[j] = VOP(fma)(k, VOP(mul)(factor, VOP(load)(state + j * LANES)), u[j]);
+        }
+    }
+    const V beta = VOP(set1)(t->beta ? *t->beta : 1);
+    UNROLL(16)
+    for (int j = 0; j < vectors; j++)
+        u[j] = VOP(mul)(beta, VOP(sub)(VOP(load)(t->v + column + j * LANES), u[j]));
+    T *state = t->state + column;
+    for (ptrdiff_t r = 0; r < t->rows; r++, state += step) {
+        const V k = VOP(set1)(t->k[r]), q = VOP(set1)(t->q[r]), factor = VOP(set1)(t->factor[r]);
+        UNROLL(16)
+        for (int j = 0; j < vectors; j++) {
+            const V s = VOP(fma)(k, u[j], VOP(mul)(factor, VOP(load)(state + j * LANES)));
+            VOP(store)(state + j * LANES, s);
+            out[j] = VOP(fma)(q, s, out[j]);
+        }
+    }
+    UNROLL(16)
+    for (int j = 0; j < vectors; j++) VOP(store)(t->out + column + j * LANES, out[j]);
+}
+
+static void FN(take_token)(const FN(token) * t)
+{
+    ptrdiff_t column = 0;
+    for (; column + 4 * LANES <= t->channel_step; column += 4 * LANES) FN(token_panel)(t, column, 4);
+    for (; column < t->channel_step; column += LANES) FN(token_panel)(t, column, 1);
+}
+
+/* Forgets the rows of a state whose decay is -inf, also if they hold NaN, which 0 times it would not. */
+static void FN(forget)(const am_linear_chunk *c, ptrdiff_t token, T *state)
+{
+    const am_linear_shape *s = c->shape;
+    if (!c->reset) return;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    const bool *reset = (const bool *)c->reset + (by_channel ? token * s->row_step : token);
+    for (ptrdiff_t r = 0; r < s->rows; r++) {
+        if (reset[by_channel ? r : 0])
+            memset(state + r * s->channel_step, 0, (size_t)s->channel_step * sizeof *state);
+    }
+}
+
+/* The factors of the rows, which are filled in if there is one for all. */
+static const T *FN(factors_of)(const am_linear_chunk *c, ptrdiff_t token, T *filled)
+{
+    const am_linear_shape *s = c->shape;
+    const T *factor = c->factor;
+    if (s->decay == AM_DECAY_BY_CHANNEL) return factor + token * s->row_step;
+    for (ptrdiff_t r = 0; r < s->rows; r++) filled[r] = factor[token];
+    return filled;
+}
+
+static FN(token) FN(token_of)(const am_linear_chunk *c, ptrdiff_t i, T *state, T *filled)
+{
+    const am_linear_shape *s = c->shape;
+    return (FN(token)){
+        .q = (const T *)c->q + i * s->row_step,
+        .k = (const T *)c->k + i * s->row_step,
+        .v = (const T *)c->v + i * s->channel_step,
+        .factor = FN(factors_of)(c, i, filled),
+        .beta = c->beta ? (const T *)c->beta + i : NULL,
+        .state = state,
+        .out = (T *)c->out + i * s->channel_step,
+        .rows = s->rows,
+        .channel_step = s->channel_step,
+    };
+}
+
+static size_t FN(state_bytes)(const am_linear_shape *s)
+{
+    return (size_t)(s->rows * s->channel_step) * sizeof(T);
+}
+
+static void FN(forward_tokens)(const am_linear_chunk *c, void *scratch)
+{
+    T *state = c->next;
+    if (c->state != c->next) memcpy(state, c->state, FN(state_bytes)(c->shape));
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        const FN(token) token = FN(token_of)(c, i, state, scratch);
+        FN(forget)(c, i, state);
+        FN(take_token)(&token);
+    }
+}
+
+static void FN(keep_finite)(const am_linear_shape *s, ptrdiff_t tokens, void *const to[2],
+                            const void *const from[2])
+{
+    const ptrdiff_t rows[2] = {tokens, s->rows}, step = s->channel_step;
+    for (ptrdiff_t block = 0; block < step; block += AM_LINEAR_PAD) {
+        bool finite = true;
+        for (int m = 0; m < 2; m++)
+            for (ptrdiff_t r = 0; r < rows[m] && finite; r++)
+                finite = FN(all_finite)((const T *)from[m] + r * step + block, AM_LINEAR_PAD);
+        for (int m = 0; m < 2 && finite; m++)
+            for (ptrdiff_t r = 0; r < rows[m]; r++)
+                memcpy((T *)to[m] + r * step + block, (const T *)from[m] + r * step + block,
+                       AM_LINEAR_PAD * sizeof(T));
+    }
+}
+
+static void FN(scale_rows)(void *x, void *inverse, double scale, ptrdiff_t rows, ptrdiff_t step)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        T *row = (T *)x + r * step, factor = (T)scale;
+        if (inverse) {
+            const T one = 1 / FN(root)(FN(dot)(row, row, step) + (T)1e-6);
+            ((T *)inverse)[r] = one;
+            factor *= one;
+        }
+        const V by = VOP(set1)(factor);
+        for (ptrdiff_t i = 0; i < step; i += LANES) VOP(store)(row + i, VOP(mul)(by, VOP(load)(row + i)));
+    }
+}
+
+/* --- Gradients --- */
+
+static void FN(scale_rows_back)(void *d, const void *x, const void *inverse, double scale, ptrdiff_t rows,
+                                ptrdiff_t step)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        T *row = (T *)d + r * step, factor = (T)scale, along = 0;
+        const T *result = (const T *)x + r * step;
+        if (inverse) {
+            const T one = ((const T *)inverse)[r];
+            factor *= one;
+            along = scale == 0 ? 0 : one / (T)scale * FN(dot)(row, result, step);
+        }
+        const V by = VOP(set1)(factor), less = VOP(set1)(-along);
+        for (ptrdiff_t i = 0; i < step; i += LANES) {
+            const V scaled = VOP(mul)(by, VOP(load)(row + i));
+            VOP(store)(row + i, inverse ? VOP(fma)(less, VOP(load)(result + i), scaled) : scaled);
+        }
+    }
+}
+
+/* to = a b of a matrix [rows][step] and a vector. */
+static void FN(times_vector)(T *to, const T *a, const T *b, ptrdiff_t rows, ptrdiff_t step)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) to[r] = FN(dot)(a + r * step, b, step);
+}
+
+/* a += factor x yᵀ */
+static void FN(add_outer)(T *a, T factor, const T *x, const T *y, ptrdiff_t rows, ptrdiff_t step)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        T *restrict row = a + r * step;
+        const T left = factor * x[r];
+        for (ptrdiff_t j = 0; j < step; j++) row[j] += left * y[j];
+    }
+}
+
+typedef struct {
+    T *states;  /* before each token, and after the last one */
+    T *filled;  /* factors */
+    T *u, *w;   /* of a token: what is added for its key, and the same without beta */
+    T *decayed; /* the state that a token finds */
+} FN(token_work);
+
+/* a token backwards; `d` is the gradient of the state. */
+static void FN(token_back)(const am_linear_chunk *c, const am_linear_gradients *g, const FN(token_work) * w,
+                           ptrdiff_t i, T *d)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t rows = s->rows, step = s->channel_step, size = rows * step;
+    T *before = w->decayed;
+    const T *after = w->states + (i + 1) * size, *d_out = (const T *)g->d_out + i * step;
+    const FN(token) t = FN(token_of)(c, i, before, w->filled);
+    T *d_q = (T *)g->d_q + i * s->row_step, *d_k = (T *)g->d_k + i * s->row_step;
+    T *d_v = (T *)g->d_v + i * step, *d_decay = (T *)g->d_decay;
+    memset(d_q, 0, (size_t)s->row_step * sizeof *d_q);
+    memset(d_k, 0, (size_t)s->row_step * sizeof *d_k);
+    FN(times_vector)(d_q, after, d_out, rows, step);
+    FN(add_outer)(d, 1, t.q, d_out, rows, step);
+    memcpy(before, after - size, FN(state_bytes)(s));
+    FN(forget)(c, i, before);
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t j = 0; j < step; j++) before[r * step + j] *= t.factor[r];
+    for (ptrdiff_t j = 0; j < step; j++) w->w[j] = t.v[j], d_v[j] = 0;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        for (ptrdiff_t j = 0; j < step; j++) {
+            if (t.beta) w->w[j] -= t.k[r] * before[r * step + j];
+            d_v[j] += t.k[r] * d[r * step + j];
+        }
+    }
+    for (ptrdiff_t j = 0; j < step; j++) w->u[j] = t.beta ? *t.beta * w->w[j] : w->w[j];
+    FN(times_vector)(d_k, d, w->u, rows, step);
+    if (t.beta) {
+        ((T *)g->d_beta)[i] = FN(dot)(d_v, w->w, step);
+        for (ptrdiff_t j = 0; j < step; j++) d_v[j] *= *t.beta;
+        for (ptrdiff_t r = 0; r < rows; r++) d_k[r] -= FN(dot)(before + r * step, d_v, step);
+        FN(add_outer)(d, -1, t.k, d_v, rows, step);
+    }
+    T sum = 0;
+    const bool by_channel = s->decay == AM_DECAY_BY_CHANNEL;
+    const bool *reset = c->reset ? (const bool *)c->reset + (by_channel ? i * s->row_step : i) : NULL;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const T dot = reset && reset[by_channel ? r : 0] ? 0 : FN(dot)(d + r * step, before + r * step, step);
+        if (by_channel) d_decay[i * s->row_step + r] = dot;
+        sum += dot;
+    }
+    if (!by_channel) d_decay[i] = sum;
+    FN(forget)(c, i, d);
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t j = 0; j < step; j++) d[r * step + j] *= t.factor[r];
+}
+
+static ptrdiff_t FN(token_work_numbers)(const am_linear_shape *s)
+{
+    return (s->tokens + 2) * s->rows * s->channel_step + s->row_step + 3 * s->channel_step;
+}
+
+static void FN(backward_tokens)(const am_linear_chunk *c, const am_linear_gradients *g, void *scratch)
+{
+    const am_linear_shape *s = c->shape;
+    const ptrdiff_t size = s->rows * s->channel_step;
+    FN(token_work) w = {.states = scratch};
+    w.decayed = w.states + (s->tokens + 1) * size;
+    w.filled = w.decayed + size;
+    w.u = w.filled + s->row_step;
+    w.w = w.u + s->channel_step;
+    T *out = w.w + s->channel_step;
+    memcpy(w.states, c->state, FN(state_bytes)(s));
+    for (ptrdiff_t i = 0; i < c->tokens; i++) {
+        T *state = w.states + (i + 1) * size;
+        memcpy(state, state - size, FN(state_bytes)(s));
+        FN(token) token = FN(token_of)(c, i, state, w.filled);
+        token.out = out;
+        FN(forget)(c, i, state);
+        FN(take_token)(&token);
+    }
+    if (g->d_state != g->d_next) memcpy(g->d_state, g->d_next, FN(state_bytes)(s));
+    for (ptrdiff_t i = c->tokens - 1; i >= 0; i--) FN(token_back)(c, g, &w, i, g->d_state);
+}
