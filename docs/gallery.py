@@ -84,7 +84,8 @@ def sliding_window():
 def gemma():
     """Gemma: local and global layers
 
-    Five layers out of six have a window, the sixth is causal. Soft caps are ``logits_soft_cap`` of `flash_attention`.
+    Every second layer (Gemma 2) or five out of six (Gemma 3) have a window, the others are causal. The soft caps of Gemma 2
+    are ``logits_soft_cap`` of `flash_attention`.
     """
     global_layers = MaskInfo.causal(16)
     mask = global_layers.apply_sliding_window((5, 0))
@@ -120,7 +121,7 @@ def llama4():
 
 
 def prefix_lm():
-    """Prefix LM: T5, UL2, GLM
+    """Prefix LM: PaliGemma, UL2, GLM
 
     The first six tokens see each other in both directions; the rest is causal.
     """
@@ -128,8 +129,8 @@ def prefix_lm():
     return mask
 
 
-def paligemma():
-    """PaliGemma, Gemma 3: images in text
+def images_in_text():
+    """Gemma 3: images in text
 
     Tokens of one image see each other in both directions. Token types number the images; 0 is text.
     """
@@ -194,9 +195,10 @@ def strided():
 def natten():
     """Neighborhood attention: NATTEN
 
-    Pixels of a 4 × 4 image see the pixels around them.
+    Pixels of a 4 × 4 image see 3 × 3 pixels around them; at the borders the window shifts inwards.
     """
-    f = lambda b, h, q, k: (abs(q // 4 - k // 4) <= 1) & (abs(q % 4 - k % 4) <= 1)
+    near = lambda q, k: abs(np.clip(q, 1, 2) - k) <= 1
+    f = lambda b, h, q, k: near(q // 4, k // 4) & near(q % 4, k % 4)
     mask = MaskInfo.from_function(f, 16, 16)
     return mask
 

@@ -239,6 +239,6 @@ def test_a_jax_that_is_too_old(monkeypatch):
     jax = pytest.importorskip("jax")
     monkeypatch.delitem(sys.modules, "attnmask.jax", raising=False)
     monkeypatch.delattr(jax, "enable_x64")
-    with pytest.raises(ImportError, match=r"attnmask\.jax needs JAX 0\.8 or a later one, got \d"):
+    with pytest.raises(ImportError, match=r"attnmask\.jax needs JAX 0\.8 or later, got \d"):
         import attnmask.jax  # noqa: F401
     assert "attnmask.jax" not in sys.modules
