@@ -84,8 +84,8 @@ def sliding_window():
 def gemma():
     """Gemma: local and global layers
 
-    Every second layer (Gemma 2) or five out of six (Gemma 3) have a window, the others are causal. The soft caps of Gemma 2
-    are ``logits_soft_cap`` of `flash_attention`.
+    Every second layer (Gemma 2) or five out of six (Gemma 3) have a window, the others are causal. The soft caps of
+    Gemma 2 are ``logits_soft_cap`` of `flash_attention`.
     """
     global_layers = MaskInfo.causal(16)
     mask = global_layers.apply_sliding_window((5, 0))
