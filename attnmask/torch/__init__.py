@@ -72,7 +72,7 @@ class _FlashAttention(torch.autograd.Function):  # type: ignore[misc, unused-ign
             )
             return *operators.spread(grads, wanted), None
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{operators.NO_SECOND}: create_graph must be False")
+            raise RuntimeError(f"{operators.NO_SECOND.format('flash_attention')}: create_graph must be False")
         given = {name: detached(x) for name, x in given.items()}
         grads = operators.gradients(dout, dlse, out, lse, given, wanted)
         pairs: Any = zip(grads, wanted, strict=True)

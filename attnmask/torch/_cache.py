@@ -13,7 +13,7 @@ from attnmask._masks.info import MaskInfo
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._masks import MaskTensors, mask_tensors, restored, to_tensor
-from attnmask.torch._operators import check_no_tangents, check_tensor, detached, needs_operator, operand
+from attnmask.torch._operators import check_tensor, detached, needs_operator, operand
 
 _PARAMETERS = (
     "Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? key, Tensor? value, Tensor? cache_seqlens, "
@@ -28,15 +28,7 @@ _WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
 def check_no_gradient(tensors: dict[str, torch.Tensor]) -> None:
-    check_no_tangents(tensors, tensors.values())
-    if not torch.is_grad_enabled():
-        return
-    for name, x in tensors.items():
-        if x.requires_grad:
-            raise RuntimeError(
-                f"flash_attention_with_kvcache has no gradient, and {name} requires one: "
-                "call it under torch.no_grad(), or train with flash_attention"
-            )
+    operators.check_no_gradient(tensors, "flash_attention_with_kvcache", "flash_attention")
 
 
 def _tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:

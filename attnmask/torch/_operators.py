@@ -17,7 +17,7 @@ ask for little go to ``attnmask::flash_attention_plain``, which is sooner called
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,9 @@ _EARLY = torch._C.DispatchKey.PreDispatch  # where torch.export traces
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OF_NUMPY = (torch.float32, torch.float16, torch.float64)
 _TYPES = (*_OF_NUMPY, torch.bfloat16)
-_NO_FORWARD = "attnmask.torch.flash_attention has no forward-mode derivative"
-NO_SECOND = "attnmask.torch.flash_attention has no second derivative"
+NO_FORWARD = "attnmask.torch.{} has no forward-mode derivative: {} must have no tangent"
+NO_SECOND = "attnmask.torch.{} has no second derivative"
+_ATTENTION = "flash_attention"
 
 _library = torch.library.Library("attnmask", "DEF")
 
@@ -73,14 +74,26 @@ def operand(x: Any) -> "torch.Tensor | None":
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.array(x))
 
 
-def check_no_tangents(names: Iterable[str], tensors: Iterable[Any]) -> None:
+def check_no_tangents(names: Iterable[str], tensors: Iterable[Any], function: str = _ATTENTION) -> None:
     """Refuse tangents, which the core ignores: results would silently have none."""
     # In the forward pass of a function that brings a derivative of its own, tangents are not asked for.
     if _forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return
     for name, x in zip(names, tensors, strict=False):
         if isinstance(x, torch.Tensor) and _forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call, unused-ignore]
-            raise RuntimeError(f"{_NO_FORWARD}: {name} must have no tangent")
+            raise RuntimeError(NO_FORWARD.format(function, name))
+
+
+def check_no_gradient(tensors: dict[str, torch.Tensor], function: str, trained: str) -> None:
+    check_no_tangents(tensors, tensors.values(), function)
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x.requires_grad:
+            raise RuntimeError(
+                f"{function} has no gradient, and {name} requires one: "
+                f"call it under torch.no_grad(), or train with {trained}"
+            )
 
 
 def check_tensor(x: Any, name: str) -> None:
@@ -321,7 +334,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _by(operator: Any, ctx: Any, dout: Any, dlse: Any) -> list[Any]:
+def _by(operator: Any, ctx: Any, dout: Any, dlse: Any, *_: Any) -> list[Any]:
     out, lse, *tensors = ctx.saved_tensors
     wanted = [bool(needed) for needed in ctx.needs_input_grad[: len(LEARNED)]]
     grads = operator(dout, dlse, out, lse, *tensors[:TENSORS], tensors[TENSORS:], *ctx.more, wanted)
@@ -334,7 +347,9 @@ def _backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
     return tuple(grads)
 
 
-def _autograd(operator: Any, on_cpu: Callable[..., Any], rules: Info, wide: Any = None) -> Callable[..., Any]:
+def autograd_kernel(
+    operator: Any, on_cpu: Callable[..., Any], rules: Info, wide: Any = None
+) -> Callable[..., Any]:
     """As `torch.library.register_autograd` has it, with a short way: it takes 20 microseconds to get to the CPU. With
     gradients, `wide` is the operator for types of 16 bits.
     """
@@ -351,8 +366,11 @@ def _autograd(operator: Any, on_cpu: Callable[..., Any], rules: Info, wide: Any 
     return autograd
 
 
-def _no_second(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(NO_SECOND)
+def no_second(function: str) -> Callable[..., Any]:
+    def refuse(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(NO_SECOND.format(function))
+
+    return refuse
 
 
 # Under torch.vmap
@@ -391,30 +409,43 @@ def _can_be_folded(given: dict[str, Any], dims: dict[str, Any]) -> bool:
     )
 
 
-def _chosen(x: Any, dim: Any, index: int) -> Any:
+def _in_one_call(given: dict[str, Any], dims: dict[str, Any], count: int) -> "tuple[list[Any], int] | None":
+    if not _can_be_folded(given, dims):
+        return None
+    query, dim = given["query"], dims["query"]
+    rows = query.shape[0] if dim is None else query.movedim(dim, 0).shape[1]
+    return [
+        _folded(x, dims[name], name, count, rows) if name in _AXES and x is not None else x
+        for name, x in given.items()
+    ], rows
+
+
+def chosen(x: Any, dim: Any, index: int) -> Any:
     if isinstance(dim, (list, tuple)):
-        return [_chosen(*pair, index) for pair in zip(x, dim, strict=True)]
+        return [chosen(*pair, index) for pair in zip(x, dim, strict=True)]
     return x if dim is None else x.select(dim, index)
 
 
-def _mapped(operator: Any, names: Sequence[str], tuples: bool = True) -> Callable[..., Any]:
-    """Apply `vmap` to an operator: one call of all batch rows where that is equivalent, otherwise one by one."""
+def mapped(
+    operator: Any,
+    names: Sequence[str],
+    tuples: bool = True,
+    in_one_call: "Callable[..., tuple[list[Any], int] | None]" = _in_one_call,
+) -> Callable[..., Any]:
+    """Apply `vmap` to an operator: one call of all batch rows where that is equivalent, otherwise one by one.
+
+    `in_one_call` returns the arguments of that call and the rows of each; or None.
+    """
 
     def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
         given, dims = (dict(zip(names, values, strict=True)) for values in (arguments, in_dims))
         count = info.batch_size
-        if _can_be_folded(given, dims):
-            query, dim = given["query"], dims["query"]
-            rows = query.shape[0] if dim is None else query.movedim(dim, 0).shape[1]
-            results = operator(
-                *(
-                    _folded(x, dims[name], name, count, rows) if name in _AXES and x is not None else x
-                    for name, x in given.items()
-                )
-            )
-            results = [x.reshape(count, rows, *x.shape[1:]) for x in results]
+        together = in_one_call(given, dims, count)
+        if together:
+            operands, rows = together
+            results = [x.reshape(count, rows, *x.shape[1:]) for x in operator(*operands)]
         else:
-            calls = [operator(*map(_chosen, arguments, in_dims, [i] * len(names))) for i in range(count)]
+            calls = [operator(*map(chosen, arguments, in_dims, [i] * len(names))) for i in range(count)]
             results = [torch.stack(parts) for parts in zip(*calls, strict=True)]
         kind = tuple if tuples else list
         return kind(results), kind([0] * len(results))
@@ -422,48 +453,60 @@ def _mapped(operator: Any, names: Sequence[str], tuples: bool = True) -> Callabl
     return rule
 
 
-class Transformed(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """The operator under `torch.func`, which ignores the gradients of operators."""
+class Rules(NamedTuple):
+    """What `torch.func` needs to know of an operator and its gradient."""
 
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        operators = torch.ops.attnmask
-        narrow = arguments[0].dtype.itemsize == 2
-        return (operators.flash_attention_wide if narrow else operators.flash_attention)(*arguments)
-
-    setup_context = staticmethod(_keep)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
-        return tuple(_by(_TransformedBackward.apply, ctx, dout, dlse))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(f"{_NO_FORWARD}: no argument may have a tangent")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        return _mapped(Transformed.apply, NAMES)(info, in_dims, *arguments)
+    function: str
+    names: Sequence[str]
+    backward_names: Sequence[str]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    keep: Callable[..., None]
+    spread: Callable[..., Any]  # calls the second operator, given as its first argument
+    in_one_call: "Callable[..., tuple[list[Any], int] | None]"
 
 
-class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(torch.ops.attnmask.flash_attention_backward(*arguments))
+def transformed(rules: Rules) -> Any:
+    """Return the operator under `torch.func`, which ignores the gradients of operators."""
+    function = rules.function
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+    def no_tangents(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(NO_FORWARD.format(function, "an argument"))
 
-    backward = staticmethod(_no_second)
+    class Backward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return tuple(rules.backward(*arguments))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(NO_SECOND)
+        setup_context = staticmethod(_keep_none)
+        backward = staticmethod(no_second(function))
+        jvp = staticmethod(no_tangents)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        return _mapped(_TransformedBackward.apply, BACKWARD_NAMES)(info, in_dims, *arguments)
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+            rule = mapped(Backward.apply, rules.backward_names, True, rules.in_one_call)
+            return rule(info, in_dims, *arguments)
+
+    class Forward(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+        forward = staticmethod(rules.forward)
+        setup_context = staticmethod(rules.keep)
+        jvp = staticmethod(no_tangents)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return tuple(rules.spread(Backward.apply, ctx, *grads))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+            return mapped(Forward.apply, rules.names, True, rules.in_one_call)(info, in_dims, *arguments)
+
+    return Forward
+
+
+def _forward(*arguments: Any) -> Any:
+    operators = torch.ops.attnmask
+    narrow = arguments[0].dtype.itemsize == 2
+    return (operators.flash_attention_wide if narrow else operators.flash_attention)(*arguments)
 
 
 def is_differentiated() -> bool:
@@ -507,15 +550,41 @@ def register(
     on_cpu: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    autograd: Callable[..., Any],
-    autocast: Callable[..., Any],
+    autograd: "Callable[..., Any] | None" = None,
+    results: str = "(Tensor out, Tensor lse)",
+    autocast: "Callable[..., Any] | None" = None,
+    vmap: "Callable[..., Any] | None" = None,
 ) -> None:
-    """Register an operator that returns out and lse and has no gradient."""
-    _library.define(f"{name}({parameters}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+    """Register an operator, with the rules for it."""
+    _library.define(f"{name}({parameters}) -> {results}", tags=_TAGS)
     _library.impl(name, on_cpu, "CPU")
     torch.library.register_fake(f"attnmask::{name}", fake, lib=_library)
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
-    _library.impl(name, autocast, "AutocastCPU")
+    if autograd:
+        _library.impl(name, autograd, "Autograd", with_keyset=True)
+    if autocast:
+        _library.impl(name, autocast, "AutocastCPU")
+    if vmap:
+        torch.library.register_vmap(f"attnmask::{name}", vmap, lib=_library)
+
+
+def register_rules(rules: Rules, on_cpu: Callable[..., Any], backward_on_cpu: Callable[..., Any]) -> None:
+    """Register the gradient of an operator, and how `vmap` calls both."""
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return tuple(rules.spread(rules.backward, ctx, *grads))
+
+    for operator, names, compute, info in (
+        (rules.forward, rules.names, on_cpu, Info(backward, rules.keep)),
+        (rules.backward, rules.backward_names, backward_on_cpu, Info(no_second(rules.function), _keep_none)),
+    ):
+        name = operator._opname  # type: ignore[attr-defined, unused-ignore]
+        _library.impl(name, autograd_kernel(operator, compute, info), "Autograd", with_keyset=True)
+        rule = mapped(operator, names, operator is rules.forward, rules.in_one_call)
+        torch.library.register_vmap(f"attnmask::{name}", rule, lib=_library)
+
+
+def _keep_none(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep nothing for a second derivative, which there is not."""
 
 
 def _register() -> None:
@@ -545,17 +614,29 @@ def _register() -> None:
     for name, on_cpu, rule, setup, narrow in (
         (forward, _on_cpu, _backward, _keep, packet.flash_attention_wide.default),
         (wide, _wide_on_cpu, _backward, _keep, None),
-        (backward, _backward_on_cpu, _no_second, lambda *args, **kwargs: None, None),
+        (backward, _backward_on_cpu, no_second(_ATTENTION), _keep_none, None),
     ):
-        kernel = _autograd(getattr(packet, name).default, on_cpu, Info(rule, setup), narrow)
+        kernel = autograd_kernel(getattr(packet, name).default, on_cpu, Info(rule, setup), narrow)
         _library.impl(name, kernel, "Autograd", with_keyset=True)
     _library.impl(forward, _cast, "AutocastCPU")
     for name, parameters in ((forward, NAMES), (wide, NAMES), (backward, BACKWARD_NAMES)):
         operator = getattr(packet, name).default
         torch.library.register_vmap(
-            f"attnmask::{name}", _mapped(operator, parameters, name != backward), lib=_library
+            f"attnmask::{name}", mapped(operator, parameters, name != backward), lib=_library
         )
 
 
 _register()
+Transformed = transformed(
+    Rules(
+        _ATTENTION,
+        NAMES,
+        BACKWARD_NAMES,
+        _forward,
+        lambda *arguments: torch.ops.attnmask.flash_attention_backward(*arguments),
+        _keep,
+        _by,
+        _in_one_call,
+    )
+)
 plain_operator = torch.ops.attnmask.flash_attention_plain.default
