@@ -12,6 +12,7 @@ from attnmask.torch import _operators as operators
 from attnmask.torch._cache import flash_attention_with_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._install import install, installed, uninstall
+from attnmask.torch._linear import short_convolution, short_convolution_step
 from attnmask.torch._masks import MaskTensors, mask_tensors, to_tensor
 from attnmask.torch._operators import (
     check_no_tangents,
@@ -31,6 +32,8 @@ __all__ = [
     "installed",
     "mask_tensors",
     "ring_attention",
+    "short_convolution",
+    "short_convolution_step",
     "uninstall",
 ]
 

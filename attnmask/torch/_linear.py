@@ -1,0 +1,419 @@
+"""Short convolutions for PyTorch, with gradients, and their steps, which write to states.
+
+Each function is two operators, and its step a third::
+
+    out, state = torch.ops.attnmask.short_convolution(x, weight, ...)
+    gradients = torch.ops.attnmask.short_convolution_backward(dout, dstate, x, weight, ..., wanted)
+    out = torch.ops.attnmask.short_convolution_step(x, weight, state, ...)
+
+Both results are always there. Gradients take nothing but the arguments, so nothing else is kept for them. `wanted` says
+of the arguments that have gradients whether they are to be returned.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from attnmask._common.arguments import as_array, describe, flag, one_of, suit_hint
+from attnmask._common.loading import _core
+from attnmask._linear import short_convolution as convolution
+from attnmask.torch import _operators as operators
+from attnmask.torch._import import torch
+from attnmask.torch._masks import to_tensor
+from attnmask.torch._operators import check_no_tangents, check_tensor, detached, needs_operator, operand
+
+_Given: TypeAlias = dict[str, Any]
+_INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays
+
+
+def _names(parameters: str) -> tuple[str, ...]:
+    return tuple(parameter.split()[-1] for parameter in parameters.split(", "))
+
+
+def _tensors(given: _Given) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+
+
+def _arrays(given: _Given) -> _Given:
+    return given | {name: as_array(detached(x), name) for name, x in _tensors(given).items()}
+
+
+def _call(function: Callable[..., Any], given: _Given, **more: Any) -> Any:
+    """Call a function of arrays with tensors, in place."""
+    try:
+        return function(**_arrays(given), **more)
+    except (TypeError, ValueError) as error:
+        suit_hint(error, given)
+        raise
+
+
+def _check_axes(given: _Given, **layouts: str) -> None:
+    for name, layout in layouts.items():
+        if given[name].ndim != layout.count(",") + 1:
+            raise ValueError(f"{name} must be {layout}, got {describe(given[name])}")
+
+
+def _operands(given: _Given) -> list[Any]:
+    return [operand(x) if name in _INTEGERS else x for name, x in given.items()]
+
+
+def _prepared(given: _Given, parameters: str, cast: Sequence[str]) -> _Given:
+    """Check that arguments are tensors, and cast them under autocast: `cast`, and what is of another type of 16 bits.
+    What is float32 may stay so.
+    """
+    for (name, x), parameter in zip(given.items(), parameters.split(", "), strict=True):
+        if name not in _INTEGERS and parameter.startswith("Tensor") and not (x is None and "?" in parameter):
+            check_tensor(x, name)
+    if not torch.is_autocast_enabled("cpu"):
+        return given
+    tensors = _tensors(given).items()
+    return given | {
+        name: operators.autocast(x) for name, x in tensors if name in cast or x.dtype.itemsize == 2
+    }
+
+
+class _Function:
+    """A function of sequences, which returns a result and the states after it, and has gradients.
+
+    Its parameters are those with gradients, then cu_seqlens, then what is no tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: str,
+        *,
+        function: Callable[..., Any],
+        gradients: Callable[..., Any],
+        likes: Callable[[_Given], tuple[tuple[Any, Any], ...]],
+        cast: Sequence[str],
+    ) -> None:
+        self.name, self.parameters, self.names = name, parameters, _names(parameters)
+        self.learned = self.names.index("cu_seqlens")
+        self.function, self.gradients, self.likes, self.cast = function, gradients, likes, cast
+        backward = f"{name}_backward"
+        operators.register(
+            name,
+            parameters,
+            self.on_cpu,
+            self.fake,
+            results="(Tensor out, Tensor state)",
+        )
+        operators.register(
+            backward,
+            f"Tensor? dout, Tensor? dstate, {parameters}, bool[] wanted",
+            self.backward_on_cpu,
+            self.backward_fake,
+            results="Tensor[]",
+        )
+        self.operator = getattr(torch.ops.attnmask, name).default
+        self.backward = getattr(torch.ops.attnmask, backward).default
+        rules = operators.Rules(
+            name,
+            self.names,
+            ("dout", "dstate", *self.names, "wanted"),
+            self.operator,
+            self.backward,
+            self.keep,
+            self.spread,
+            _in_one_call,
+        )
+        self.transformed = operators.transformed(rules)
+        operators.register_rules(rules, self.on_cpu, self.backward_on_cpu)
+
+    def compute(self, given: _Given, with_state: bool) -> Any:
+        result = _call(self.function, given, return_state=with_state)
+        return tuple(map(to_tensor, result)) if with_state else to_tensor(result)
+
+    def on_cpu(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        check_no_tangents(self.names, arguments, self.name)
+        return self.compute(dict(zip(self.names, arguments, strict=True)), True)  # type: ignore[no-any-return]
+
+    def backward_on_cpu(self, dout: Any, dstate: Any, *more: Any) -> list[torch.Tensor]:
+        *arguments, wanted = more
+        check_no_tangents(("dout", "dstate", *self.names), (dout, dstate, *arguments), self.name)
+        given = dict(zip(self.names, arguments, strict=True))
+        if dout is None:
+            shape, dtype = self.likes(given)[0]
+            dout = torch.zeros(shape, dtype=dtype)
+        grads = _call(self.gradients, {"dout": dout, "dstate": dstate, **given})
+        return list(map(to_tensor, itertools.compress(grads, wanted)))
+
+    def fake(self, *arguments: Any) -> tuple[Any, ...]:
+        check_no_tangents(self.names, arguments, self.name)
+        operators.check_devices(self.names, arguments)
+        likes = self.likes(dict(zip(self.names, arguments, strict=True)))
+        return tuple(arguments[0].new_empty(shape, dtype=dtype) for shape, dtype in likes)
+
+    def backward_fake(self, dout: Any, dstate: Any, *more: Any) -> list[Any]:
+        *arguments, wanted = more
+        operators.check_devices(("dout", "dstate", *self.names), (dout, dstate, *arguments))
+        return [x.new_empty(x.shape) for x in itertools.compress(arguments, wanted)]
+
+    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        tensors = self.learned + 1
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.more = inputs[tensors:]
+        ctx.set_materialize_grads(False)
+
+    def spread(self, operator: Any, ctx: Any, dout: Any, dstate: Any) -> tuple[Any, ...]:
+        wanted = [bool(needed) for needed in ctx.needs_input_grad[: self.learned]]
+        grads = operator(dout, dstate, *ctx.saved_tensors, *ctx.more, wanted)
+        return *operators.spread(grads, wanted), *[None] * (len(self.names) - self.learned)
+
+    def __call__(self, given: _Given, return_state: Any) -> Any:
+        compiling = torch.compiler.is_dynamo_compiling()
+        if compiling and torch._C._are_functorch_transforms_active():
+            # Operators have no gradients for torch.func.
+            return torch.compiler.disable(self.__call__)(given, return_state)  # type: ignore[no-untyped-call, unused-ignore]
+        with_state = flag(return_state, "return_state")
+        given = _prepared(given, self.parameters, self.cast)
+        if not compiling:
+            check_no_tangents(given, given.values(), self.name)
+        traced = compiling or needs_operator(given.values())
+        if traced:
+            operators.check_tensors(given)
+        elif not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given).values())):
+            return self.compute(given, with_state)
+        operator = self.transformed.apply if traced and operators.is_differentiated() else self.operator
+        results = operator(*_operands(given))
+        return results if with_state else results[0]
+
+
+def _in_one_call(given: _Given, dims: _Given, count: int) -> "tuple[list[Any], int] | None":
+    """Fold mapped rows into the batch: what has an entry for each batch row has three axes and more."""
+    tensors = _tensors(given)
+    by_row = {name for name, x in tensors.items() if x.ndim - (dims[name] is not None) > 2}
+    summed = (name not in by_row for name in itertools.compress(tuple(given)[2:], given.get("wanted", ())))
+    if given["cu_seqlens"] is not None or any(dims[name] is not None for name in tensors.keys() - by_row):
+        return None
+    if any(summed):  # a gradient over the rows of each call
+        return None
+    folded, rows = dict(given), 0
+    for name in by_row:
+        x, dim = tensors[name], dims[name]
+        x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+        rows = x.shape[1]
+        folded[name] = x.flatten(0, 1)
+    return list(folded.values()), rows
+
+
+class _Step:
+    """One token of each sequence: a function that writes to `state`, and has no gradient."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: str,
+        *,
+        function: Callable[..., Any],
+        like: Callable[[_Given], tuple[Any, Any]],
+        cast: Sequence[str],
+    ) -> None:
+        self.name, self.parameters, self.names = name, parameters, _names(parameters)
+        self.function, self.like, self.cast = function, like, cast
+        operators.register(
+            name,
+            parameters,
+            self.on_cpu,
+            self.fake,
+            results="Tensor",
+            autograd=self.autograd,
+            vmap=self.mapped,
+        )
+        self.operator = getattr(torch.ops.attnmask, name).default
+
+    def check_no_gradient(self, given: _Given) -> None:
+        operators.check_no_gradient(_tensors(given), self.name, self.name.removesuffix("_step"))
+
+    def compute(self, given: _Given) -> torch.Tensor:
+        out = _call(self.function, given)
+        if not given["state"].is_inference():
+            torch.autograd.graph.increment_version(given["state"])
+        return to_tensor(out)
+
+    def on_cpu(self, *arguments: Any) -> torch.Tensor:
+        return self.compute(dict(zip(self.names, arguments, strict=True)))
+
+    def fake(self, *arguments: Any) -> Any:
+        operators.check_devices(self.names, arguments)
+        shape, dtype = self.like(dict(zip(self.names, arguments, strict=True)))
+        return arguments[0].new_empty(shape, dtype=dtype)
+
+    def autograd(self, keyset: Any, *arguments: Any) -> Any:
+        self.check_no_gradient(dict(zip(self.names, arguments, strict=True)))
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    def mapped(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, int]:
+        if in_dims[self.names.index("state")] is None:
+            raise RuntimeError(
+                f"state must be mapped in {self.name} under vmap: all calls would write to the same one"
+            )
+        count, size = len(self.names), info.batch_size
+        calls = [self.operator(*map(operators.chosen, arguments, in_dims, [i] * count)) for i in range(size)]
+        return torch.stack(calls), 0
+
+    def __call__(self, given: _Given) -> Any:
+        given = _prepared(given, self.parameters, self.cast)
+        if torch.compiler.is_dynamo_compiling():
+            operators.check_tensors(given)
+            return self.operator(*_operands(given))
+        self.check_no_gradient(given)
+        if needs_operator(given.values()):
+            operators.check_tensors(given)
+            return self.operator(*_operands(given))
+        return self.compute(given)
+
+
+# Short convolutions
+
+
+def _convolution_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
+    _check_axes(given, x="[B, T, C]", weight="[C, W]")
+    x, weight, starts = given["x"], given["weight"], given["cu_seqlens"]
+    count = x.shape[0] if starts is None else starts.numel() - 1
+    return (x.shape, x.dtype), ((count, weight.shape[0], weight.shape[1] - 1), x.dtype)
+
+
+def _convolution_gradients(
+    *,
+    dout: Any,
+    dstate: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    activation: Any,
+) -> Any:
+    silu = activation is not None
+    return _core.short_convolution_backward(x, weight, bias, silu, cu_seqlens, initial_state, dout, dstate)
+
+
+def _step_like(given: _Given) -> tuple[Any, Any]:
+    _check_axes(given, x="[B, C]", weight="[C, W]", state="[slots, C, W - 1]")
+    return given["x"].shape, given["x"].dtype
+
+
+_short_convolution = _Function(
+    "short_convolution",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, str? activation",
+    function=convolution.short_convolution,
+    gradients=_convolution_gradients,
+    likes=_convolution_likes,
+    cast=("x", "initial_state"),
+)
+_short_convolution_step = _Step(
+    "short_convolution_step",
+    "Tensor x, Tensor weight, Tensor(a!) state, Tensor? bias, Tensor? state_indices, str? activation",
+    function=convolution.short_convolution_step,
+    like=_step_like,
+    cast=("x",),
+)
+
+
+def short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: "torch.Tensor | None" = None,
+    *,
+    activation: "str | None" = None,
+    cu_seqlens: Any = None,
+    initial_state: "torch.Tensor | None" = None,
+    return_state: bool = False,
+) -> Any:
+    """Apply `attnmask.short_convolution` to CPU tensors, with gradients of all of them and of the state.
+
+    ``torch.autocast`` casts `x` and `initial_state`.
+
+    Parameters
+    ----------
+    x : Tensor, shape [B, T, C]
+    weight : Tensor, shape [C, W]
+    bias : Tensor, shape [C], optional
+    cu_seqlens : Tensor or array_like of integers, shape [N + 1], optional
+    initial_state : Tensor, shape [N, C, W - 1], optional
+    activation, return_state
+        As in `attnmask.short_convolution`.
+
+    Returns
+    -------
+    Tensor, or tuple of two Tensors if `return_state`
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> x = torch.arange(1.0, 6).reshape(1, 5, 1)
+    >>> weight = torch.tensor([[100.0, 10, 1]], requires_grad=True)
+    >>> out = attnmask.torch.short_convolution(x, weight, cu_seqlens=[0, 2, 5])
+    >>> out.flatten().tolist()
+    [1.0, 12.0, 3.0, 34.0, 345.0]
+    >>> out.sum().backward()
+    >>> weight.grad.tolist()
+    [[3.0, 8.0, 15.0]]
+    """
+    one_of(activation, "activation", (None, "silu"))
+    given = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+        "activation": activation,
+    }
+    return _short_convolution(given, return_state)
+
+
+def short_convolution_step(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    bias: "torch.Tensor | None" = None,
+    *,
+    activation: "str | None" = None,
+    state_indices: Any = None,
+) -> Any:
+    """Apply `attnmask.short_convolution_step` to CPU tensors: one token of each sequence, `state` updated in place.
+
+    It has no gradient: with grad mode on, tensors that require one are an error. In graphs it is one operator, which
+    declares that it writes to `state`. ``torch.autocast`` casts `x`, but not `state`.
+
+    Parameters
+    ----------
+    x : Tensor, shape [B, C]
+    weight : Tensor, shape [C, W]
+    state : Tensor, shape [slots, C, W - 1]
+    bias : Tensor, shape [C], optional
+    state_indices : Tensor or array_like of integers, shape [B], optional
+    activation
+        All of these as in `attnmask.short_convolution_step`.
+
+    Returns
+    -------
+    Tensor, shape [B, C]
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> weight, state = torch.tensor([[100.0, 10, 1]]), torch.zeros(1, 1, 2)
+    >>> [
+    ...     attnmask.torch.short_convolution_step(torch.tensor([[token]]), weight, state).item()
+    ...     for token in (1.0, 2.0, 3.0)
+    ... ]
+    [1.0, 12.0, 123.0]
+    >>> state
+    tensor([[[2., 3.]]])
+    """
+    one_of(activation, "activation", (None, "silu"))
+    given = {
+        "x": x,
+        "weight": weight,
+        "state": state,
+        "bias": bias,
+        "state_indices": state_indices,
+        "activation": activation,
+    }
+    return _short_convolution_step(given)
