@@ -112,6 +112,8 @@ def test_the_reference_has_everything_public():
             "flash_attention",
             "flash_attention_with_kvcache",
             "ring_attention",
+            "linear_attention",
+            "linear_attention_step",
             "short_convolution",
             "short_convolution_step",
             "mask_tensors",

@@ -28,14 +28,36 @@ def convolution(dtype, packed=False, full=True):
     return given, more | ({"cu_seqlens": STARTS} if packed else {})
 
 
-DEFAULTS = {}  # of operands that are no tensors
-FUNCTIONS = {"short_convolution": convolution}
-KINDS = [
-    (name, packed, full) for name in FUNCTIONS for packed in (False, True) for full in (True, False)
-]  # fmt: skip
+def attention(dtype, packed=False, full=True):
+    """Arguments of linear_attention, of all kinds, of those with gradients summed over tokens, or the fewest."""
+    rng = np.random.default_rng(0)
+    wide = np.dtype(np.float64 if dtype == F64 else np.float32)
+
+    def draw(*shape, dtype=dtype):
+        return rng.standard_normal(shape).astype(dtype)
+
+    batch, sequences = (1, len(STARTS) - 1) if packed else (3, 3)
+    given = {"query": draw(batch, 13, 2, 3), "key": draw(batch, 13, 2, 3), "value": draw(batch, 13, 4, 5)}
+    more = {"cu_seqlens": STARTS} if packed else {}
+    if full == "[H]":
+        given["decay"] = -np.abs(draw(4, dtype=wide))
+    elif full:
+        given |= {"decay": -np.abs(draw(batch, 13, 4, 3, dtype=wide)), "beta": draw(batch, 13, 4)}
+        given["initial_state"] = draw(sequences, 4, 3, 5, dtype=wide)
+        more |= {"scale": 0.7, "normalize_qk": True, "chunk_size": 16}
+    return given, more
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}{' packed' * kind[1]}{' full' * kind[2]}")
+FUNCTIONS = {"short_convolution": convolution, "linear_attention": attention}
+KINDS = [(name, packed, full) for name in FUNCTIONS for packed in (False, True) for full in (True, False)]
+KINDS += [("linear_attention", False, "[H]"), ("linear_attention", True, "[H]")]
+DEFAULTS = {  # of operands that are no tensors
+    "linear_attention": {"normalize_qk": False, "chunk_size": 64},
+    "linear_attention_step": {"normalize_qk": False},
+}
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]} {kind[2]}{' packed' * kind[1]}")
 def kind(request):
     return request.param
 
@@ -295,7 +317,22 @@ def convolution_step(dtype, full=True):
     return given, {}
 
 
-STEPS = {"short_convolution_step": convolution_step}
+def attention_step(dtype, full=True):
+    rng = np.random.default_rng(0)
+    wide = np.dtype(np.float64 if dtype == F64 else np.float32)
+
+    def draw(*shape, dtype=dtype):
+        return rng.standard_normal(shape).astype(dtype)
+
+    given = {"query": draw(3, 2, 3), "key": draw(3, 2, 3), "value": draw(3, 4, 5)}
+    given["state"] = draw(6 if full else 3, 4, 3, 5, dtype=wide)
+    if not full:
+        return given, {}
+    given |= {"decay": -np.abs(draw(3, 4, 3, dtype=wide)), "beta": draw(3, 4)}
+    return given, {"scale": 0.7, "normalize_qk": True, "state_indices": np.array([4, -1, 0])}
+
+
+STEPS = {"short_convolution_step": convolution_step, "linear_attention_step": attention_step}
 
 
 @pytest.fixture(params=[(name, full) for name in STEPS for full in (True, False)], ids=str)

@@ -12,7 +12,12 @@ from attnmask.torch import _operators as operators
 from attnmask.torch._cache import flash_attention_with_kvcache
 from attnmask.torch._import import torch
 from attnmask.torch._install import install, installed, uninstall
-from attnmask.torch._linear import short_convolution, short_convolution_step
+from attnmask.torch._linear import (
+    linear_attention,
+    linear_attention_step,
+    short_convolution,
+    short_convolution_step,
+)
 from attnmask.torch._masks import MaskTensors, mask_tensors, to_tensor
 from attnmask.torch._operators import (
     check_no_tangents,
@@ -30,6 +35,8 @@ __all__ = [
     "flash_attention_with_kvcache",
     "install",
     "installed",
+    "linear_attention",
+    "linear_attention_step",
     "mask_tensors",
     "ring_attention",
     "short_convolution",

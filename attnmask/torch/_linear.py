@@ -1,10 +1,10 @@
-"""Short convolutions for PyTorch, with gradients, and their steps, which write to states.
+"""Linear attention and short convolutions for PyTorch, with gradients, and their steps, which write to states.
 
 Each function is two operators, and its step a third::
 
-    out, state = torch.ops.attnmask.short_convolution(x, weight, ...)
-    gradients = torch.ops.attnmask.short_convolution_backward(dout, dstate, x, weight, ..., wanted)
-    out = torch.ops.attnmask.short_convolution_step(x, weight, state, ...)
+    out, state = torch.ops.attnmask.linear_attention(query, key, value, ...)
+    gradients = torch.ops.attnmask.linear_attention_backward(dout, dstate, query, key, value, ..., wanted)
+    out = torch.ops.attnmask.linear_attention_step(query, key, value, state, ...)
 
 Both results are always there. Gradients take nothing but the arguments, so nothing else is kept for them. `wanted` says
 of the arguments that have gradients whether they are to be returned.
@@ -14,8 +14,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from attnmask._common.arguments import as_array, describe, flag, one_of, suit_hint
+from attnmask._common.arguments import as_array, describe, flag, integer, one_of, real, suit_hint
 from attnmask._common.loading import _core
+from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
@@ -417,3 +418,163 @@ def short_convolution_step(
         "activation": activation,
     }
     return _short_convolution_step(given)
+
+
+# Linear attention
+
+
+def _attention_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
+    _check_axes(given, query="[B, T, Hk, K]", key="[B, T, Hk, K]", value="[B, T, H, V]")
+    query, value, starts = given["query"], given["value"], given["cu_seqlens"]
+    count = value.shape[0] if starts is None else starts.numel() - 1
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return (value.shape, query.dtype), ((count, value.shape[2], query.shape[3], value.shape[3]), wide)
+
+
+def _attention_gradients(*, dout: Any, dstate: Any, **given: Any) -> Any:
+    _, vjp = attention.linear_attention_vjp(**given, return_state=True)
+    return vjp(dout, dstate)
+
+
+def _attention_step_like(given: _Given) -> tuple[Any, Any]:
+    _check_axes(given, query="[B, Hk, K]", key="[B, Hk, K]", value="[B, H, V]", state="[slots, H, K, V]")
+    return given["value"].shape, given["query"].dtype
+
+
+_linear_attention = _Function(
+    "linear_attention",
+    "Tensor query, Tensor key, Tensor value, Tensor? decay, Tensor? beta, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float? scale, bool normalize_qk, SymInt chunk_size",
+    function=attention.linear_attention,
+    gradients=_attention_gradients,
+    likes=_attention_likes,
+    cast=("query", "key", "value"),
+)
+_linear_attention_step = _Step(
+    "linear_attention_step",
+    "Tensor query, Tensor key, Tensor value, Tensor(a!) state, Tensor? decay, Tensor? beta, "
+    "Tensor? state_indices, float? scale, bool normalize_qk",
+    function=attention.linear_attention_step,
+    like=_attention_step_like,
+    cast=("query", "key", "value"),
+)
+
+
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    decay: "torch.Tensor | None" = None,
+    beta: "torch.Tensor | None" = None,
+    scale: "float | None" = None,
+    initial_state: "torch.Tensor | None" = None,
+    cu_seqlens: Any = None,
+    normalize_qk: bool = False,
+    chunk_size: int = 64,
+    return_state: bool = False,
+) -> Any:
+    """Apply `attnmask.linear_attention` to CPU tensors, with gradients of all of them and of the state.
+
+    ``torch.autocast`` casts `query`, `key` and `value`.
+
+    Parameters
+    ----------
+    query, key : Tensor, shape [B, T, Hk, K]
+    value : Tensor, shape [B, T, H, V]
+    decay : Tensor, shape [H], [B, T, H] or [B, T, H, K], optional
+    beta : Tensor, shape [B, T, H], optional
+    initial_state : Tensor, shape [N, H, K, V], optional
+    cu_seqlens : Tensor or array_like of integers, shape [N + 1], optional
+    scale, normalize_qk, chunk_size, return_state
+        All of these as in `attnmask.linear_attention`.
+
+    Returns
+    -------
+    Tensor, or tuple of two Tensors if `return_state`
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> query = torch.ones(1, 3, 1, 1)
+    >>> value = torch.tensor([10.0, 20.0, 30.0]).reshape(1, 3, 1, 1).requires_grad_()
+    >>> decay = torch.tensor([0.5]).log()
+    >>> out = attnmask.torch.linear_attention(query, query, value, decay=decay)
+    >>> [round(x, 3) for x in out.flatten().tolist()]
+    [10.0, 25.0, 42.5]
+    >>> out.sum().backward()
+    >>> [round(x, 3) for x in value.grad.flatten().tolist()]
+    [1.75, 1.5, 1.0]
+    """
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "decay": decay,
+        "beta": beta,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+        "scale": None if scale is None else real(scale, "scale"),
+        "normalize_qk": flag(normalize_qk, "normalize_qk"),
+        "chunk_size": integer(chunk_size, "chunk_size"),
+    }
+    return _linear_attention(given, return_state)
+
+
+def linear_attention_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    decay: "torch.Tensor | None" = None,
+    beta: "torch.Tensor | None" = None,
+    scale: "float | None" = None,
+    normalize_qk: bool = False,
+    state_indices: Any = None,
+) -> Any:
+    """Apply `attnmask.linear_attention_step` to CPU tensors: one token of each sequence, `state` updated in place.
+
+    It has no gradient: with grad mode on, tensors that require one are an error. In graphs it is one operator, which
+    declares that it writes to `state`. ``torch.autocast`` casts `query`, `key` and `value`, but not `state`.
+
+    Parameters
+    ----------
+    query, key : Tensor, shape [B, Hk, K]
+    value : Tensor, shape [B, H, V]
+    state : Tensor, shape [slots, H, K, V]
+    decay : Tensor, shape [H], [B, H] or [B, H, K], optional
+    beta : Tensor, shape [B, H], optional
+    state_indices : Tensor or array_like of integers, shape [B], optional
+    scale, normalize_qk
+        All of these as in `attnmask.linear_attention_step`.
+
+    Returns
+    -------
+    Tensor, shape [B, H, V]
+
+    Examples
+    --------
+    >>> import torch
+    >>> import attnmask.torch
+    >>> state = torch.zeros(1, 1, 2, 1)
+    >>> key = torch.tensor([[[1.0, 0.0]]])
+    >>> for number in (10.0, 20.0):
+    ...     value = torch.full((1, 1, 1), number)
+    ...     out = attnmask.torch.linear_attention_step(key, key, value, state, scale=1.0)
+    >>> out.item(), state.flatten().tolist()
+    (30.0, [30.0, 0.0])
+    """
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "state": state,
+        "decay": decay,
+        "beta": beta,
+        "state_indices": state_indices,
+        "scale": None if scale is None else real(scale, "scale"),
+        "normalize_qk": flag(normalize_qk, "normalize_qk"),
+    }
+    return _linear_attention_step(given)
