@@ -74,6 +74,7 @@ def calls() -> dict:
     return {
         "chunk_local_cumsum": (SHAPE, F32, lambda x, out: attnmask.chunk_local_cumsum(x, 2, out=out)),
         "chunk_global_cumsum": (SHAPE, F32, lambda x, out: attnmask.chunk_global_cumsum(x, out=out)),
+        "linear_attention": (SHAPE, F32, lambda x, out: attnmask.linear_attention(x, x, x, out=out)),
         "flash_attention": (SHAPE, F32, lambda x, out: attnmask.flash_attention(x, x, x, out=out)),
         "packed flash_attention": (
             SHAPE[1:],

@@ -125,7 +125,6 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
                     tokens = s->token_step * base->size;
     const ptrdiff_t decays = base->linear->by_channel ? keys : tokens;
     const ptrdiff_t state = s->row_step * s->channel_step * base->size;
-    const bool normalize = base->linear->normalize;
     *b = (am_linear_buffers){0};
     const struct {
         char **place;
@@ -137,8 +136,8 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
         {&b->decay, decays, AM_LINEAR_READ},
         {&b->factor, decays, AM_LINEAR_READ},
         {&b->beta, tokens, AM_LINEAR_READ},
-        {&b->q_inverse, normalize ? tokens : 0, AM_LINEAR_READ},
-        {&b->k_inverse, normalize ? tokens : 0, AM_LINEAR_READ},
+        {&b->q_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
+        {&b->k_inverse, tokens, base->linear->normalize ? AM_LINEAR_READ : 0},
         {&b->pairs, scratch.pairs, AM_LINEAR_READ},
         {&b->v, values, AM_LINEAR_TAKE},
         {&b->out, values, AM_LINEAR_TAKE},
@@ -158,7 +157,7 @@ ptrdiff_t am_linear_lay_out(const am_linear_base *base, am_linear_buffers *b, in
     };
     ptrdiff_t bytes = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        if (!(uses & parts[i].use) || !parts[i].bytes) continue;
+        if (!(uses & parts[i].use)) continue;
         *parts[i].place = memory ? memory + bytes : NULL;
         bytes += parts[i].bytes;
     }
