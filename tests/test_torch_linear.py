@@ -142,6 +142,24 @@ def test_gradients(torch, kind):
             assert torch.autograd.grad(state.sum(), x)[0].abs().sum() > 0
 
 
+def test_checkpointed(torch, kind):
+    """All that a gradient needs goes through the hooks for saved tensors."""
+    results, grads = expected(kind)
+    inputs, more, function = made(torch, kind, learn=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x) or len(kept) - 1, kept.__getitem__
+    ):
+        got = function(**inputs, **more, return_state=True)
+    assert len(kept) >= len(inputs)
+    assert_same(gradients(torch, got, inputs.values()), grads)
+    got = torch.utils.checkpoint.checkpoint(
+        function, **inputs, **more, return_state=True, use_reentrant=False
+    )
+    assert_same(got, results)
+    assert_same(gradients(torch, got, inputs.values()), grads)
+
+
 def test_in_place(torch, kind):
     """Tensors are read in place, whatever their strides, and what has changed before the gradient is an error."""
     inputs, more, function = made(torch, kind)

@@ -6,43 +6,48 @@ Each function is two operators, and its step a third::
     gradients = torch.ops.attnmask.linear_attention_backward(dout, dstate, query, key, value, ..., wanted)
     out = torch.ops.attnmask.linear_attention_step(query, key, value, state, ...)
 
-Both results are always there. Gradients take nothing but the arguments, so nothing else is kept for them. `wanted` says
-of the arguments that have gradients whether they are to be returned.
+Both results are always there. Gradients take nothing but the arguments, from which they compute again what they need:
+its size depends on the lengths of sequences, which a graph does not know. `wanted` says of the arguments that have
+gradients whether they are to be returned. Plain calls go to C without an operator, and keep what gradients need.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from attnmask._common.arguments import as_array, describe, flag, integer, one_of, real, suit_hint
+from attnmask._common.arguments import describe, flag, integer, one_of, real, suit_hint
 from attnmask._common.loading import _core
 from attnmask._linear import attention
 from attnmask._linear import short_convolution as convolution
 from attnmask.torch import _operators as operators
 from attnmask.torch._import import torch
 from attnmask.torch._masks import to_tensor
-from attnmask.torch._operators import check_no_tangents, check_tensor, detached, needs_operator, operand
+from attnmask.torch._operators import check_no_tangents, check_tensor, needs_operator, operand
 
 _Given: TypeAlias = dict[str, Any]
 _INTEGERS = ("cu_seqlens", "state_indices")  # which may be lists and arrays
 
 
-def _names(parameters: str) -> tuple[str, ...]:
-    return tuple(parameter.split()[-1] for parameter in parameters.split(", "))
+def _names(parameters: str) -> tuple[tuple[str, ...], dict[str, bool]]:
+    """Return the names, and which are of tensors: whether those are optional."""
+    pairs = [parameter.split() for parameter in parameters.split(", ")]
+    tensors = {
+        name: kind == "Tensor?" for kind, name in pairs if kind.startswith("Tensor") and name not in _INTEGERS
+    }
+    return tuple(name for _, name in pairs), tensors
 
 
 def _tensors(given: _Given) -> dict[str, torch.Tensor]:
     return {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
-def _arrays(given: _Given) -> _Given:
-    return given | {name: as_array(detached(x), name) for name, x in _tensors(given).items()}
-
-
 def _call(function: Callable[..., Any], given: _Given, **more: Any) -> Any:
     """Call a function of arrays with tensors, in place."""
     try:
-        return function(**_arrays(given), **more)
+        for name, x in given.items():
+            more[name] = operators.in_place(x, name) if isinstance(x, torch.Tensor) else x
+        return function(**more)
     except (TypeError, ValueError) as error:
         suit_hint(error, given)
         raise
@@ -58,18 +63,20 @@ def _operands(given: _Given) -> list[Any]:
     return [operand(x) if name in _INTEGERS else x for name, x in given.items()]
 
 
-def _prepared(given: _Given, parameters: str, cast: Sequence[str]) -> _Given:
+def _prepared(given: _Given, tensors: dict[str, bool], cast: Sequence[str]) -> _Given:
     """Check that arguments are tensors, and cast them under autocast: `cast`, and what is of another type of 16 bits.
     What is float32 may stay so.
     """
-    for (name, x), parameter in zip(given.items(), parameters.split(", "), strict=True):
-        if name not in _INTEGERS and parameter.startswith("Tensor") and not (x is None and "?" in parameter):
+    for name, is_optional in tensors.items():
+        x = given[name]
+        if x is not None or not is_optional:
             check_tensor(x, name)
     if not torch.is_autocast_enabled("cpu"):
         return given
-    tensors = _tensors(given).items()
     return given | {
-        name: operators.autocast(x) for name, x in tensors if name in cast or x.dtype.itemsize == 2
+        name: operators.autocast(x)
+        for name, x in _tensors(given).items()
+        if name in cast or x.dtype.itemsize == 2
     }
 
 
@@ -85,13 +92,15 @@ class _Function:
         parameters: str,
         *,
         function: Callable[..., Any],
+        remember: Callable[..., Any],
         gradients: Callable[..., Any],
         likes: Callable[[_Given], tuple[tuple[Any, Any], ...]],
         cast: Sequence[str],
     ) -> None:
-        self.name, self.parameters, self.names = name, parameters, _names(parameters)
+        self.name, self.names, self.tensors = name, *_names(parameters)
         self.learned = self.names.index("cu_seqlens")
-        self.function, self.gradients, self.likes, self.cast = function, gradients, likes, cast
+        self.function, self.remember, self.gradients = function, remember, gradients
+        self.likes, self.cast = likes, cast
         backward = f"{name}_backward"
         operators.register(
             name,
@@ -130,14 +139,17 @@ class _Function:
         check_no_tangents(self.names, arguments, self.name)
         return self.compute(dict(zip(self.names, arguments, strict=True)), True)  # type: ignore[no-any-return]
 
-    def backward_on_cpu(self, dout: Any, dstate: Any, *more: Any) -> list[torch.Tensor]:
-        *arguments, wanted = more
+    def differentiate(self, dout: Any, dstate: Any, arguments: Any, kept: Any = None) -> Any:
         check_no_tangents(("dout", "dstate", *self.names), (dout, dstate, *arguments), self.name)
         given = dict(zip(self.names, arguments, strict=True))
         if dout is None:
             shape, dtype = self.likes(given)[0]
             dout = torch.zeros(shape, dtype=dtype)
-        grads = _call(self.gradients, {"dout": dout, "dstate": dstate, **given})
+        return _call(self.gradients, {"dout": dout, "dstate": dstate, "kept": kept, **given})
+
+    def backward_on_cpu(self, dout: Any, dstate: Any, *more: Any) -> list[torch.Tensor]:
+        *arguments, wanted = more
+        grads = self.differentiate(dout, dstate, arguments)
         return list(map(to_tensor, itertools.compress(grads, wanted)))
 
     def fake(self, *arguments: Any) -> tuple[Any, ...]:
@@ -168,17 +180,48 @@ class _Function:
             # Operators have no gradients for torch.func.
             return torch.compiler.disable(self.__call__)(given, return_state)  # type: ignore[no-untyped-call, unused-ignore]
         with_state = flag(return_state, "return_state")
-        given = _prepared(given, self.parameters, self.cast)
+        given = _prepared(given, self.tensors, self.cast)
         if not compiling:
             check_no_tangents(given, given.values(), self.name)
         traced = compiling or needs_operator(given.values())
         if traced:
             operators.check_tensors(given)
-        elif not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given).values())):
+            operator = self.transformed.apply if operators.is_differentiated() else self.operator
+            results = operator(*_operands(given))
+        elif torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(given).values()):
+            results = _Learning.apply(self, *_operands(given))  # type: ignore[no-untyped-call, unused-ignore]
+        else:
             return self.compute(given, with_state)
-        operator = self.transformed.apply if traced and operators.is_differentiated() else self.operator
-        results = operator(*_operands(given))
         return results if with_state else results[0]
+
+
+class _Learning(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """A function called without an operator, which keeps what the gradient needs."""
+
+    @staticmethod
+    def forward(ctx: Any, function: _Function, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = dict(zip(function.names, arguments, strict=True))
+        out, state, *kept = map(to_tensor, _call(function.remember, given))
+        count = function.learned + 1
+        ctx.function, ctx.more = function, arguments[count:]
+        ctx.save_for_backward(*arguments[:count], *kept)
+        ctx.set_materialize_grads(False)
+        return out, state
+
+    @staticmethod
+    def backward(ctx: Any, dout: "torch.Tensor | None", dstate: "torch.Tensor | None") -> tuple[Any, ...]:
+        if torch.compiler.is_dynamo_compiling():  # where gradients are compiled, too
+            return torch.compiler.disable(_Learning.backward)(ctx, dout, dstate)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+        function, tensors = ctx.function, ctx.saved_tensors
+        count = function.learned + 1
+        arguments = *tensors[:count], *ctx.more
+        wanted = [bool(needed) for needed in ctx.needs_input_grad[1:count]]
+        if torch.is_grad_enabled() or needs_operator((dout, dstate, *tensors)):
+            grads = operators.spread(function.backward(dout, dstate, *arguments, wanted), wanted)
+        else:
+            found = function.differentiate(dout, dstate, arguments, *tensors[count:])
+            grads = [to_tensor(grad) if needed else None for grad, needed in zip(found, wanted, strict=True)]
+        return None, *grads, *[None] * (len(function.names) - function.learned)
 
 
 def _in_one_call(given: _Given, dims: _Given, count: int) -> "tuple[list[Any], int] | None":
@@ -211,7 +254,7 @@ class _Step:
         like: Callable[[_Given], tuple[Any, Any]],
         cast: Sequence[str],
     ) -> None:
-        self.name, self.parameters, self.names = name, parameters, _names(parameters)
+        self.name, self.names, self.tensors = name, *_names(parameters)
         self.function, self.like, self.cast = function, like, cast
         operators.register(
             name,
@@ -256,12 +299,11 @@ class _Step:
         return torch.stack(calls), 0
 
     def __call__(self, given: _Given) -> Any:
-        given = _prepared(given, self.parameters, self.cast)
-        if torch.compiler.is_dynamo_compiling():
-            operators.check_tensors(given)
-            return self.operator(*_operands(given))
-        self.check_no_gradient(given)
-        if needs_operator(given.values()):
+        given = _prepared(given, self.tensors, self.cast)
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling:
+            self.check_no_gradient(given)
+        if compiling or needs_operator(given.values()):
             operators.check_tensors(given)
             return self.operator(*_operands(given))
         return self.compute(given)
@@ -281,6 +323,7 @@ def _convolution_gradients(
     *,
     dout: Any,
     dstate: Any,
+    kept: None,
     x: Any,
     weight: Any,
     bias: Any,
@@ -301,6 +344,7 @@ _short_convolution = _Function(
     "short_convolution",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, str? activation",
     function=convolution.short_convolution,
+    remember=functools.partial(convolution.short_convolution, return_state=True),
     gradients=_convolution_gradients,
     likes=_convolution_likes,
     cast=("x", "initial_state"),
@@ -422,6 +466,10 @@ def short_convolution_step(
 
 # Linear attention
 
+_PROBLEM = (  # the core's order
+    "query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens", "normalize_qk", "chunk_size"
+)  # fmt: skip
+
 
 def _attention_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
     _check_axes(given, query="[B, T, Hk, K]", key="[B, T, Hk, K]", value="[B, T, H, V]")
@@ -431,9 +479,16 @@ def _attention_likes(given: _Given) -> tuple[tuple[Any, Any], ...]:
     return (value.shape, query.dtype), ((count, value.shape[2], query.shape[3], value.shape[3]), wide)
 
 
-def _attention_gradients(*, dout: Any, dstate: Any, **given: Any) -> Any:
-    _, vjp = attention.linear_attention_vjp(**given, return_state=True)
-    return vjp(dout, dstate)
+def _attention_remember(**given: Any) -> Any:
+    core: Any = _core.linear_forward_vjp
+    return core(*(given[name] for name in _PROBLEM), None)
+
+
+def _attention_gradients(*, dout: Any, dstate: Any, kept: Any, **given: Any) -> Any:
+    if kept is None:
+        _, _, kept = _attention_remember(**given)
+    core: Any = _core.linear_backward
+    return core(*(given[name] for name in _PROBLEM), kept, dout, dstate)
 
 
 def _attention_step_like(given: _Given) -> tuple[Any, Any]:
@@ -446,6 +501,7 @@ _linear_attention = _Function(
     "Tensor query, Tensor key, Tensor value, Tensor? decay, Tensor? beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, float? scale, bool normalize_qk, SymInt chunk_size",
     function=attention.linear_attention,
+    remember=_attention_remember,
     gradients=_attention_gradients,
     likes=_attention_likes,
     cast=("query", "key", "value"),

@@ -114,7 +114,7 @@ def check_tensors(given: dict[str, Any]) -> None:
 # On the CPU
 
 
-def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
+def in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
     """Return `as_array`, faster for the common case."""
     try:
         if x.dtype in _OF_NUMPY:
@@ -126,7 +126,7 @@ def _in_place(x: torch.Tensor, name: str) -> NDArray[Any]:
 
 def in_arrays(given: dict[str, Any]) -> dict[str, Any]:
     """Return the same with query, key and value as NumPy arrays, which the core reads faster in plain calls."""
-    return with_mask(given) | {name: _in_place(given[name], name) for name in LEARNED[:3]}
+    return with_mask(given) | {name: in_place(given[name], name) for name in LEARNED[:3]}
 
 
 def with_mask(given: dict[str, Any]) -> dict[str, Any]:
