@@ -201,7 +201,7 @@ def check_kind_of_tensor(tensor: Any, name: str) -> None:
     if not tensor.is_cpu:
         raise TypeError(f"{name} must be on the CPU, got a tensor on {tensor.device}")
     if tensor.is_nested:
-        hint = f"; write torch.cat({name}.unbind()) for packed sequences, with cum_seqlens_q"
+        hint = f"; write torch.cat({name}.unbind()) for packed sequences, with cumulative lengths"
         raise TypeError(f"{name} must be a tensor of one shape, got a nested tensor{hint}")
 
 
