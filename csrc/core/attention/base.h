@@ -7,10 +7,9 @@
 #include <stdatomic.h>
 
 #include "core/runtime/sizes.h"
+#include "core/runtime/workspaces.h"
 #include "core/attention/attention.h"
 #include "core/attention/plan/partition.h"
-
-enum { AM_LINE = 64 }; /* bytes */
 
 static const double AM_LOG2_E = 1.4426950408889634, AM_LN_2 = 0.6931471805599453;
 
@@ -163,31 +162,5 @@ static inline am_flash_pack_queries *am_query_packer(const am_attn_base *base)
 /* Multiplies rows of `count` numbers, `step` apart, by the factors of the channels of a key head. */
 void am_scale_channels(const am_kv_scales *scales, ptrdiff_t kv_head, float *rows, ptrdiff_t row_count,
                        ptrdiff_t count, ptrdiff_t step);
-
-/* Memory that is aligned to a cache line; long memory is in large pages, and the next call uses it again. */
-void *am_alloc_aligned(ptrdiff_t bytes);
-#ifdef AM_FAULTS
-#    define am_alloc_aligned(bytes) (am_fault(AM_FAULT_SITE) ? NULL : am_alloc_aligned(bytes))
-#endif
-void am_free_aligned(void *memory, ptrdiff_t bytes);
-
-/* The next `bytes` of `from`, in whole cache lines; NULL if `from` is, when lengths are only added up. */
-static inline char *am_take(char *from, ptrdiff_t *used, ptrdiff_t bytes)
-{
-    char *at = from ? from + *used : NULL;
-    *used += am_ceil_div(bytes, AM_LINE) * AM_LINE;
-    return at;
-}
-
-/* A workspace for each thread; a task acquires any that is free. */
-typedef struct {
-    char *memory;
-    ptrdiff_t bytes, count; /* the length of each, and their number */
-    atomic_flag *taken;
-} am_workspaces;
-am_status am_workspaces_make(am_workspaces *workspaces, int threads, ptrdiff_t bytes);
-void am_workspaces_free(am_workspaces *workspaces);
-char *am_workspace_acquire(const am_workspaces *workspaces);
-void am_workspace_release(const am_workspaces *workspaces, const char *memory);
 
 #endif

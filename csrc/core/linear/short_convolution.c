@@ -6,10 +6,10 @@
 #include "core/linear/short_convolution.h"
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/runtime/sizes.h"
+#include "core/runtime/workspaces.h"
 #include "core/arrays/convert.h"
 #include "core/linear/short_convolution_rows.h"
 #include "core/sequences/packed.h"
@@ -34,6 +34,7 @@ typedef struct {
     ptrdiff_t tokens, pieces; /* tokens: of a piece */
     ptrdiff_t window;         /* rows of the window */
     bool src_direct, dst_direct, stream;
+    am_workspaces workspaces;
 } conv_job;
 
 static am_conv_place place_of(const conv_job *job, ptrdiff_t band)
@@ -66,15 +67,22 @@ typedef struct {
     char *weight, *window, *results;
 } buffers;
 
-static bool new_buffers(buffers *b, const conv_job *job)
+static ptrdiff_t weight_bytes(const conv_job *job)
 {
-    const ptrdiff_t row = job->lanes * job->size,
-                    weights = (job->conv->width + 1) * (ptrdiff_t)am_size_of(job->conv->type);
-    b->weight = malloc((size_t)am_product(weights + 2 * job->window * job->size, job->lanes, 1));
-    if (!b->weight) return false;
-    b->window = b->weight + weights * job->lanes;
-    b->results = b->window + job->window * row;
-    return true;
+    return (job->conv->width + 1) * (ptrdiff_t)am_size_of(job->conv->type) * job->lanes;
+}
+
+static am_status make_workspaces(conv_job *job, int threads)
+{
+    const ptrdiff_t rows = am_max(2 * job->window, job->conv->width);
+    return am_workspaces_make(&job->workspaces, threads,
+                              weight_bytes(job) + am_product(rows, job->lanes, job->size));
+}
+
+static buffers acquire(const conv_job *job)
+{
+    char *memory = am_workspace_acquire(&job->workspaces), *window = memory + weight_bytes(job);
+    return (buffers){memory, window, window + job->window * job->lanes * job->size};
 }
 
 /* Results first … last - 1 of a sequence. */
@@ -117,8 +125,7 @@ static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * job->tokens,
                     end = am_min(begin + job->tokens, c->starts[c->sequences]);
-    buffers b;
-    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
+    const buffers b = acquire(job);
     am_conv_load_weights(&p, b.weight, false);
     am_status status = AM_OK;
     for (ptrdiff_t n = am_sequence_of(c->starts, c->sequences, begin);
@@ -127,7 +134,7 @@ static am_status convolve_task(void *arg, ptrdiff_t index, am_team *team)
         am_conv_part(&p, n, begin, end, &first, &last);
         status = convolve(job, &p, &b, first, last, team);
     }
-    free(b.weight);
+    am_workspace_release(&job->workspaces, b.weight);
     return status;
 }
 
@@ -139,11 +146,10 @@ static am_status state_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     ptrdiff_t first, last;
     am_conv_part(&p, index / job->bands, 0, c->starts[c->sequences], &first, &last);
-    void *rows = malloc((size_t)am_product(c->width, p.row, 1));
-    if (!rows) return AM_NO_MEMORY;
-    am_conv_load_window(&p, rows, p.length, 0);
-    am_conv_store(&p, p.type, &c->after, 0, rows, c->width - 1);
-    free(rows);
+    const buffers b = acquire(job);
+    am_conv_load_window(&p, b.window, p.length, 0);
+    am_conv_store(&p, p.type, &c->after, 0, b.window, c->width - 1);
+    am_workspace_release(&job->workspaces, b.weight);
     return am_checkpoint(team);
 }
 
@@ -183,10 +189,13 @@ am_status am_short_conv_forward(const am_context *context, const am_short_conv *
     job.tokens = am_max(am_max(AM_CONV_TASK / job.lanes, 8 * conv->width), 1);
     job.pieces = am_ceil_div(tokens, job.tokens);
     choose_stream(&job);
-    am_status status = am_parallel(context, job.pieces * job.bands, 1, convolve_task, &job);
-    if (status != AM_OK || !conv->after.data || conv->width == 1) return status;
+    am_status status = make_workspaces(&job, context->threads);
+    if (status == AM_OK) status = am_parallel(context, job.pieces * job.bands, 1, convolve_task, &job);
     const ptrdiff_t grain = AM_CONV_TASK / am_max(conv->width * job.lanes, 1);
-    return am_parallel(context, conv->sequences * job.bands, am_max(grain, 1), state_task, &job);
+    if (status == AM_OK && conv->after.data && conv->width > 1)
+        status = am_parallel(context, conv->sequences * job.bands, am_max(grain, 1), state_task, &job);
+    am_workspaces_free(&job.workspaces);
+    return status;
 }
 
 typedef struct {
@@ -204,8 +213,7 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
     am_conv_place p = place_of(job, index % job->bands);
     const ptrdiff_t begin = index / job->bands * step->rows, end = am_min(begin + step->rows, c->sequences),
                     history = c->width - 1;
-    buffers b;
-    if (!new_buffers(&b, job)) return AM_NO_MEMORY;
+    const buffers b = acquire(job);
     am_conv_load_weights(&p, b.weight, false);
     am_conv_tile tile = tile_of(&p);
     tile.steps = 1;
@@ -226,7 +234,7 @@ static am_status step_task(void *arg, ptrdiff_t index, am_team *team)
         p.sequence = row;
         am_conv_store(&p, p.type, &c->out, 0, b.results, 1);
     }
-    free(b.weight);
+    am_workspace_release(&job->workspaces, b.weight);
     return AM_OK;
 }
 
@@ -240,5 +248,9 @@ am_status am_short_conv_step(const am_context *context, const am_short_conv *con
     step.job.window = conv->width;
     step.rows = am_max(STEP_TASK / (step.job.lanes * conv->width), 1);
     step.row_blocks = am_ceil_div(conv->sequences, step.rows);
-    return am_parallel(context, step.row_blocks * step.job.bands, 1, step_task, &step);
+    const ptrdiff_t tasks = step.row_blocks * step.job.bands;
+    am_status status = make_workspaces(&step.job, (int)am_min(context->threads, am_max(tasks, 1)));
+    if (status == AM_OK) status = am_parallel(context, tasks, 1, step_task, &step);
+    am_workspaces_free(&step.job.workspaces);
+    return status;
 }

@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "core/runtime/sizes.h"
+#include "core/runtime/workspaces.h"
 #include "core/arrays/convert.h"
 #include "core/sequences/packed.h"
 
@@ -49,6 +50,7 @@ typedef struct {
     ptrdiff_t outer[2], src_outer[2], dst_outer[2];
     span *spans;
     ptrdiff_t span_count;
+    am_workspaces workspaces; /* tile_buffers, unless source and result are direct */
 } plan;
 
 /* A region of memory, strides in bytes: steps × lanes, or in a scan a single row of steps. */
@@ -281,11 +283,10 @@ static am_status sum_task(void *job, ptrdiff_t index, am_team *team)
     const char *src = c->src + i * p->src_outer[0] + j * p->src_outer[1] + first_lane * p->src_lane;
     band l = {.dst = dst, .src = src, .lanes = am_min(p->band, p->lanes - first_lane), .team = team};
     if (p->src_direct && p->dst_direct) return sum_span(p, s, &l);
-    void *memory = NULL;
-    if (posix_memalign(&memory, _Alignof(tile_buffers), sizeof *l.buffers) != 0) return AM_NO_MEMORY;
-    l.buffers = memory;
+    char *memory = am_workspace_acquire(&p->workspaces);
+    l.buffers = (tile_buffers *)memory;
     const am_status status = sum_span(p, s, &l);
-    free(memory);
+    am_workspace_release(&p->workspaces, memory);
     return status;
 }
 
@@ -412,7 +413,12 @@ am_status am_cumsum_compute(const am_context *context, const am_cumsum *cumsum)
         p.bands = am_ceil_div(p.lanes, p.band);
     }
     ptrdiff_t grain = TASK / am_max(p.band * (c.steps / p.span_count), 1);
-    status = am_parallel(context, outer * p.bands * p.span_count, grain, sum_task, &p);
+    tasks = outer * p.bands * p.span_count;
+    if (!(p.src_direct && p.dst_direct))
+        status = am_workspaces_make(&p.workspaces, (int)am_min(context->threads, am_max(tasks, 1)),
+                                    sizeof(tile_buffers));
+    if (status == AM_OK) status = am_parallel(context, tasks, grain, sum_task, &p);
+    am_workspaces_free(&p.workspaces);
     free(p.spans);
     return status;
 }
