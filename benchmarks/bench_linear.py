@@ -151,10 +151,10 @@ def main() -> None:
         "the last head (in the first of sequences of 65,536 tokens; in all for gradients of shared keys). "
         "`of limit`: the share of the processor's peak of products and sums, of the type's, that the work of chunks of "
         "64 tokens takes; for one token, of the speed at which one thread of plain C reads the state, which the "
-        "function also writes. Peers: milliseconds, how many "
-        "times as long as attnmask, and their error. Every library runs in a process of its own. With gradients: "
-        "forward and backward together. ONNX Runtime and transformers take packed sequences, which are equal, as a "
-        "batch. transformers and vLLM multiply Mamba-2's values by its step themselves, ONNX Runtime's keys are "
+        "function also writes. Peers: milliseconds, how many times as long as attnmask, and their error. Every library "
+        "runs in a process of its own. With gradients: forward and backward together (KDA's with one thread only: "
+        "transformers takes most of a minute). ONNX Runtime and transformers take packed sequences, which are equal, "
+        "as a batch. transformers and vLLM multiply Mamba-2's values by its step themselves, ONNX Runtime's keys are "
         "repeated beforehand. transformers' functions are those of its models without GPU libraries."
     )
     mistakes: list[str] = []
@@ -168,9 +168,7 @@ def main() -> None:
             report.text(f"Not run here: {', '.join(absent)}.")
         report.table("case", "attnmask", "error", "of limit", *PEERS)
         for case in map(adapt, CASES):
-            endless = (
-                threads > 1 and case.rule == "KDA" and case.grads
-            )  # most of a minute a call in transformers
+            endless = threads > 1 and case.rule == "KDA" and case.grads
             if options.only in str(case) and not endless:
                 report.row(*workers.row(case))
         report.end_table()
