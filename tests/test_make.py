@@ -170,7 +170,17 @@ def test_make_uses_all_processors():
 
     def command(*variables: str) -> str:
         made = ["VENV=none", "-o", "none/installed", "-o", "none/test.txt", "--no-print-directory", "-n"]
-        result = subprocess.run([str(MAKE), *made, *variables], cwd=ROOT, capture_output=True, text=True)
+        given = (
+            "MAKEFLAGS",
+            "MAKELEVEL",
+            "MAKEOVERRIDES",
+            "PYTEST_ARGS",
+            "SLOWEST",
+        )  # of one that runs the tests
+        kept = {name: value for name, value in os.environ.items() if name not in given}
+        result = subprocess.run(
+            [str(MAKE), *made, *variables], cwd=ROOT, env=kept, capture_output=True, text=True
+        )
         return next(line for line in result.stdout.splitlines() if "pytest" in line)
 
     assert command("test", "JOBS=3") == "none/bin/pytest --durations=10 -n 3 --dist worksteal"

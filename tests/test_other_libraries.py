@@ -21,6 +21,7 @@ OUT, LSE = attnmask.flash_attention_fwd(QUERY, KEY, VALUE)
 BIAS, SINKS = np.ones((5, 5), np.float32), np.ones(2, np.float32)
 TABLE = np.arange(16, dtype=np.float32).reshape(8, 2)
 CONV, CONV_STATE = np.ones((2, 4), np.float32), np.ones((2, 2, 3), np.float32)
+LINEAR_STATE = np.ones((2, 4, 8, 8), np.float32)
 PARTS = np.stack([OUT, OUT + 1]), np.stack([LSE, LSE - 1])
 
 
@@ -121,6 +122,22 @@ CALLS = {
     "short_convolution_step": lambda x: attnmask.short_convolution_step(
         x(SUMS[0, :2]), x(CONV), CONV_STATE.copy(), x(CONV[:, 0]), state_indices=x(np.array([1, 0]))
     ),
+    "linear_attention": lambda x: attnmask.linear_attention(
+        x(KEY),
+        x(VALUE),
+        x(QUERY),
+        decay=x(-BIAS[None, :, :4]),
+        beta=x(BIAS[None, :, :4]),
+        cu_seqlens=x(STARTS),
+    ),
+    "linear_attention_vjp": lambda x: both_ways(
+        attnmask.linear_attention_vjp(x(KEY), x(VALUE), x(QUERY), decay=x(-BIAS[0, :4]), return_state=True)
+    ),
+    "linear_attention_step": lambda x: attnmask.linear_attention_step(
+        *(x(part[0, :2]) for part in (KEY, VALUE, QUERY)),
+        LINEAR_STATE.copy(),
+        state_indices=x(np.array([1, 0])),
+    ),
     "t5_relative_bias": lambda x: attnmask.t5_relative_bias(x(TABLE), 5, 5)[0],
     "t5_relative_bias_vjp": lambda x: t5_both_ways(attnmask.t5_relative_bias_vjp(x(TABLE), 5, 5), x),
 }
@@ -130,6 +147,7 @@ NOT_OF_ARRAYS = {
     "FlashAttentionGrads",
     "FwdParams",
     "KVCache",
+    "LinearAttentionGrads",
     "MaskSharding",
     "ShardPlan",
     "ShortConvolutionGrads",
