@@ -378,6 +378,7 @@ static PyObject *compute_gradients(PyObject *module, gradients *g)
         *places[i] = array_of(g->results[i]);
         size |= PyArray_SIZE(g->results[i]);
     }
+    back.decay_of_heads = g->results[DECAY] && PyArray_NDIM(g->results[DECAY]) == 1;
     am_status status = AM_OK;
     if (size) {
         am_call call;

@@ -292,7 +292,7 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
     backward_job job = {.back = back, .query = back->query, .key = back->key, .decay = back->decay};
     am_status status = am_linear_begin(&job.base, context, linear);
     const bool shared = linear->heads != linear->key_heads;
-    const bool by_head = back->decay.data && back->decay.stride[1] == 0 && !linear->by_channel;
+    const bool by_head = back->decay.data && back->decay_of_heads;
     const ptrdiff_t batch = linear->starts ? 1 : linear->sequences, tokens = tokens_of(linear);
     am_linear_array d_query = {0}, d_key = {0}, d_decay = {0};
     if (status == AM_OK && shared &&

@@ -48,6 +48,7 @@ typedef struct {
     am_linear_array d_out, d_state; /* of the results; d_state may lack data */
     const void *kept;
     am_linear_array query, key, value, decay, beta, state;
+    bool decay_of_heads; /* one number per head, whose gradient sums over all tokens */
 } am_linear_back;
 
 am_status am_linear_backward_all(const am_context *context, const am_linear *linear,
