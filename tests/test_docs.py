@@ -95,6 +95,21 @@ def test_links_between_files():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize("name", ["architecture.rst", "architecture_linear.rst"])
+def test_files_that_the_architecture_names(name):
+    root = DOCS.parent
+    if not (root / "csrc").exists():
+        pytest.skip("the tests run without the sources")
+    for named in sorted(
+        set(re.findall(r"``([\w/.*]*\w\.(?:c|h|py))``|([\w/]+/[\w*]+\.(?:c|h|py))\b", TEXTS[name]))
+    ):
+        path = "".join(named)
+        found = any(
+            any(root.glob(f"{folder}{path}")) for folder in ("", "csrc/", "attnmask/", "tests/", "**/")
+        )
+        assert found or path == "Python.h", path
+
+
 def test_readme_is_one_screen():
     lines = (DOCS.parent / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 150
