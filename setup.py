@@ -137,7 +137,7 @@ class Unit(NamedTuple):
         except OSError as error:
             raise CompileError(
                 f"attnmask: cannot write to {self.object.parent}: {error.strerror}. "
-                "A build needs a folder that you may write to, and 50 MB"
+                "A build needs a folder that you may write to, and 20 MB"
             ) from None
 
 

@@ -416,6 +416,13 @@ def test_step_slots():
         assert alone.tobytes() == states[slot : slot + 1].tobytes()
     with pytest.raises(ValueError, match="state_indices must name each slot once, got 3 again at index 2"):
         attnmask.linear_attention_step(query, key, value, states, **now, state_indices=[3, 1, 3])
+    for wrong, error, match in (
+        ([3, 1], ValueError, r"state_indices must be of shape \(3,\), got 2 entries"),
+        ([[3, 1, 2]], ValueError, "state_indices must be a 1-D array of integers"),
+        ([3.0, 1.0, 2.0], TypeError, "state_indices must be a 1-D array of integers"),
+    ):
+        with pytest.raises(error, match=match):
+            attnmask.linear_attention_step(query, key, value, states, **now, state_indices=wrong)
     with pytest.raises(IndexError, match="state_indices must be from -1 to 4, got 5 at index 1"):
         attnmask.linear_attention_step(query, key, value, states, **now, state_indices=[3, 5, 2])
     with pytest.raises(ValueError, match="state must have 3 slots"):

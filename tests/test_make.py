@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     cc = script(tmp_path / "bin" / "cc", WITHOUT_SOURCES.format("exit 0", "nothing"))
     said = build(tmp_path / "file" / "temp", CC=str(cc)).splitlines()[-1]
     assert re.fullmatch(
-        r"error: attnmask: cannot write to \S+: Not a directory\. A build needs a folder .* 50 MB", said
+        r"error: attnmask: cannot write to \S+: Not a directory\. A build needs a folder .* 20 MB", said
     )
 
 
@@ -145,7 +145,7 @@ def test_a_disk_that_is_full(tmp_path):
     full = "echo 'fatal error: error writing to x.o: No space left on device' >&2; exit 1"
     cc = script(tmp_path / "bin" / "cc", WITHOUT_SOURCES.format(full, "nothing"))
     said = build(tmp_path / "temp", CC=str(cc)).splitlines()[-1]
-    assert re.fullmatch(r"error: attnmask: cannot write to \S+: No space left on device\. .* 50 MB", said)
+    assert re.fullmatch(r"error: attnmask: cannot write to \S+: No space left on device\. .* 20 MB", said)
 
 
 @compiles

@@ -458,7 +458,7 @@ BAD_STEPS: list = [
     ({"state": STATE.astype(np.float16)}, TypeError, "state must be float32 as x"),
     ({"state": STATE.astype(">f4")}, ValueError, "state must be aligned and in native byte order"),
     ({"state": np.broadcast_to(STATE[:1], (2, 3, 3))}, ValueError, "state must be writeable"),
-    ({"state_indices": [0, 0]}, ValueError, "state_indices must name a state once, got 0 again at index 1"),
+    ({"state_indices": [0, 0]}, ValueError, "state_indices must name each slot once, got 0 again at index 1"),
     ({"state_indices": [0, 2]}, IndexError, "state_indices must be from -1 to 1, got 2 at index 1"),
     ({"state_indices": [-2, 1]}, IndexError, "state_indices must be from -1 to 1, got -2 at index 0"),
     ({"state_indices": [0]}, ValueError, r"state_indices must be of shape \(2,\)"),

@@ -174,7 +174,8 @@ def flash_attention_bwd(
     query, key, value, attention_mask, ...
         As passed to `flash_attention_fwd`.
     out : array_like, shape [B, Tq, H, Dv] or [Tq, H, Dv]
-        Of the query's type; beside queries of 16 bits float32 as well, for a result that was not rounded.
+        The result of the forward pass, in the query's dtype. With 16-bit queries, float32 is also accepted: a result
+        that was not rounded gives more precise gradients.
     lse : array_like, shape [B, H, Tq] or [H, Tq]
     grad_bias, grad_softmax_aux, grad_relative_bias : bool
         Also return the gradients of these.

@@ -230,7 +230,7 @@ def flash_attention(
         Of the query's type.
     lse : ndarray, shape [B, H, Tq] or [H, Tq]
         Only with `return_lse`: the natural logarithm of the sum of ``exp(logit)`` over allowed pairs and sinks, or -inf
-        if there are none; float32, or float64 for float64 inputs.
+        if there are none. Its dtype is float64 for float64 inputs, and else float32.
 
     Examples
     --------

@@ -185,7 +185,7 @@ class KVCache:
         Hkv and D of the keys.
     layers : int
     pages : int
-        The number of pages, each of which covers all layers; ``pages * page_size`` is at most ``2**31 - 1``.
+        The number of pages. A page covers all layers. ``pages * page_size`` is at most ``2**31 - 1``.
     page_size : int
         Tokens per page. Powers of two from 16 to 256 are fast: a few queries read such pages in place, and copy tokens
         of others first.

@@ -100,7 +100,7 @@ def svg(
     Parameters
     ----------
     words : list of str
-        Lines beside the picture, the first of which is its title.
+        Lines beside the picture. The first one is its title.
     pages, page_size : int
         How many pages there are, and how many tokens each has room for.
     sequences : mapping of int to (sequence of int, int)

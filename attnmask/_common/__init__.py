@@ -1,1 +1,1 @@
-"""What every part stands on: arguments, keywords, warnings, the log, the runtime."""
+"""Shared helpers: arguments, keywords, warnings, logging, the runtime."""

@@ -27,7 +27,7 @@ _PARAMETERS = """
     query, key : array_like, shape [B, T, Hk, K]
         Read in place, whatever their strides. float16, bfloat16, float32 or float64.
     value : array_like, shape [B, T, H, V]
-        Of the same dtype. `H` is a multiple of `Hk`: value head `h` reads key head ``h // (H // Hk)``.
+        Same dtype as `query`. `H` is a multiple of `Hk`: value head `h` uses key head ``h // (H // Hk)``.
     decay : array_like, shape [H], [B, T, H] or [B, T, H, K], optional
         The logarithm of what the state is multiplied by before each token: per head, per token, or per token and row
         of the state. ``-inf`` forgets all that came before. float32, or the dtype of `query`.
@@ -38,7 +38,7 @@ _PARAMETERS = """
     initial_state : array_like, shape [N, H, K, V], optional
         The state before each of `N` sequences (the batch rows, without `cu_seqlens`). float32; float64 for float64.
     cu_seqlens : array_like of integers, shape [N + 1], optional
-        The batch is one row of packed sequences, each of which starts with its own state.
+        The batch is one row of packed sequences. Each starts from its own state.
     normalize_qk : bool
         Divide each query and key by ``sqrt(sum(x**2) + 1e-6)`` first.
     chunk_size : int
@@ -206,7 +206,7 @@ def linear_attention_vjp(
     Returns
     -------
     out : ndarray, or tuple of two if `return_state`
-        What `linear_attention` returns.
+        The results of `linear_attention`.
     vjp : callable
         ``vjp(dout)``, or with `return_state` also ``vjp(dout, dstate)``, takes the gradients of the results and returns
         `LinearAttentionGrads`. It may be called any number of times. A decay of shape [H] gets the sum over tokens.
@@ -269,15 +269,15 @@ def linear_attention_step(
     Parameters
     ----------
     query, key : array_like, shape [B, Hk, K]
-        Of float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64.
     value : array_like, shape [B, H, V]
-        Of the same dtype; value head `h` reads key head ``h // (H // Hk)``.
+        Same dtype as `query`. Value head `h` uses key head ``h // (H // Hk)``.
     state : ndarray, shape [slots, H, K, V]
         Updated in place. float32; float64 for float64.
     decay : array_like, shape [H], [B, H] or [B, H, K], optional
-        As of `linear_attention`.
+        See `linear_attention`.
     beta : array_like, shape [B, H], optional
-        As of `linear_attention`.
+        See `linear_attention`.
     scale : float, optional
         ``1 / sqrt(K)`` if not given.
     normalize_qk : bool

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "bind/python/arguments.h"
+#include "bind/python/slots.h"
 #include "bind/python/masks.h"
 #include "core/runtime/sizes.h"
 #include "core/linear/linear.h"
@@ -418,7 +419,7 @@ typedef struct {
     arguments a;
     am_out state;
     PyArrayObject *indices;
-    ptrdiff_t *slots; /* owned */
+    ptrdiff_t *slots; /* owned; NULL: each row has its own */
 } token_step;
 
 static int to_state(PyObject *object, const char *name, void *dst)
@@ -427,61 +428,21 @@ static int to_state(PyObject *object, const char *name, void *dst)
     return am_to_out(object, name, dst);
 }
 
-/* Checks the slots of batch rows, of which there are `count`. */
-static int check_slots(token_step *s, npy_intp count)
-{
-    const npy_intp batch = s->a.batch;
-    char *taken = am_new(char, count);
-    int status = -1;
-    if (!taken) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (npy_intp i = 0; i < batch; i++) {
-        const ptrdiff_t slot = s->slots[i];
-        if (slot < -1 || slot >= count) {
-            PyErr_Format(PyExc_IndexError, "state_indices must be from -1 to %zd, got %zd at index %zd",
-                         count - 1, slot, i);
-            goto end;
-        }
-        if (slot >= 0 && taken[slot]) {
-            PyErr_Format(PyExc_ValueError,
-                         "state_indices must name each slot once, got %zd again at index %zd", slot, i);
-            goto end;
-        }
-        if (slot >= 0) taken[slot] = 1;
-    }
-    status = 0;
-end:
-    free(taken);
-    return status;
-}
-
 static int read_slots(token_step *s)
 {
     const npy_intp batch = s->a.batch, count = PyArray_DIM(s->state.array, 0);
-    s->slots = am_new(ptrdiff_t, batch);
-    if (!s->slots) {
-        PyErr_NoMemory();
-        return -1;
+    if (s->indices) {
+        s->slots = am_read_slots(s->indices, batch, count);
+        return s->slots ? 0 : -1;
     }
-    if (!s->indices) {
-        for (npy_intp i = 0; i < batch; i++) s->slots[i] = i;
-        if (count == batch) return 0;
+    if (count != batch) {
         PyErr_Format(PyExc_ValueError,
                      "state must have %zd slots as query has batch rows, or state_indices "
                      "must be given, got %zd slots",
                      batch, count);
         return -1;
     }
-    am_entries entries;
-    if (PyArray_NDIM(s->indices) == 1 && PyArray_DIM(s->indices, 0) != batch)
-        return reject_shape(s->indices, "state_indices", "[B]", 1, &batch);
-    if (!am_entries_of(s->indices, &entries))
-        return am_reject(PyArray_NDIM(s->indices) == 1 ? PyExc_TypeError : PyExc_ValueError, "state_indices",
-                         "a 1-D array of integers", (PyObject *)s->indices);
-    am_widen_entries(&entries, s->slots);
-    return check_slots(s, count);
+    return 0;
 }
 
 static int check_step(token_step *s)

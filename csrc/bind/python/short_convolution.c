@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "bind/python/arguments.h"
+#include "bind/python/slots.h"
 
 typedef struct {
     PyArrayObject *x, *weight, *bias, *initial, *dout, *dstate;
@@ -303,40 +304,6 @@ static PyObject *short_convolution_backward(PyObject *module, PyObject *const *a
     return result;
 }
 
-/* Reads the places of states, and checks that no two rows have the same. */
-static int read_indices(arguments *a, npy_intp rows, npy_intp slots)
-{
-    am_entries entries;
-    if (!am_entries_of(a->indices, &entries) && PyArray_SIZE(a->indices) > 0)
-        return am_reject(PyArray_NDIM(a->indices) == 1 ? PyExc_TypeError : PyExc_ValueError, "state_indices",
-                         "a 1-D array of integers", (PyObject *)a->indices);
-    if (check_shape(a->indices, "state_indices", 1, &rows) < 0) return -1;
-    a->numbers = am_new(ptrdiff_t, rows);
-    unsigned char *taken = a->numbers ? am_new(unsigned char, slots / 8 + 1) : NULL;
-    if (!taken) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (rows > 0) am_widen_entries(&entries, a->numbers);
-    int status = 0;
-    for (npy_intp i = 0; i < rows && status == 0; i++) {
-        const ptrdiff_t slot = a->numbers[i];
-        if (slot < -1 || slot >= slots) {
-            PyErr_Format(PyExc_IndexError, "state_indices must be from -1 to %zd, got %zd at index %zd",
-                         slots - 1, slot, i);
-            status = -1;
-        } else if (slot >= 0 && taken[slot / 8] >> slot % 8 & 1) {
-            PyErr_Format(PyExc_ValueError, "state_indices must name a state once, got %zd again at index %zd",
-                         slot, i);
-            status = -1;
-        } else if (slot >= 0) {
-            taken[slot / 8] |= (unsigned char)(1 << slot % 8);
-        }
-    }
-    free(taken);
-    return status;
-}
-
 static int check_step(arguments *a)
 {
     if (check_common(a, 2, "[B, C]") < 0) return -1;
@@ -354,7 +321,8 @@ static int check_step(arguments *a)
         am_check_out(a->out.array, "out", 2, PyArray_DIMS(a->x), PyArray_DESCR(a->x), inputs, names, 4) < 0)
         return -1;
     a->sequences = rows;
-    return a->indices ? read_indices(a, rows, slots) : 0;
+    if (a->indices) a->numbers = am_read_slots(a->indices, rows, slots);
+    return a->indices && !a->numbers ? -1 : 0;
 }
 
 static PyObject *compute_step(PyObject *module, arguments *a)

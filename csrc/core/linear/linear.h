@@ -57,7 +57,7 @@ am_status am_linear_backward_all(const am_context *context, const am_linear *lin
 /* One token of each batch row, in place. `linear` has one token; its `state` lacks data. */
 typedef struct {
     am_linear_array out, state; /* [slots, heads, rows, channels] of the type of sums */
-    const ptrdiff_t *slots;     /* of each batch row; -1: the row is left out */
+    const ptrdiff_t *slots;     /* of each batch row; -1: the row is left out. NULL: slot i for row i */
 } am_linear_step;
 
 am_status am_linear_step_all(const am_context *context, const am_linear *linear, const am_linear_step *step);

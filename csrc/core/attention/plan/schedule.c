@@ -145,7 +145,7 @@ static void deal(am_schedule *s, const am_attn_base *base, const am_sections *se
                  ptrdiff_t items, int threads)
 {
     am_shape *h = &g->shape;
-    g->item_section = h->strategy == AM_LOCKSTEP ? h->head_blocks : g->items;
+    g->lot_items = h->strategy == AM_LOCKSTEP ? h->head_blocks : g->items;
     ptrdiff_t most;
     if (h->strategy != AM_SHARED_PACKING) {
         most = lockstep_items(s, base, g, items, threads);
@@ -153,9 +153,9 @@ static void deal(am_schedule *s, const am_attn_base *base, const am_sections *se
         most = local_items(s, base, sections, g, items, threads);
         if (most > 1) h->strategy = AM_LOCAL_PACKING;
     }
-    g->section_tasks = am_ceil_div(g->item_section, most);
-    g->task_items = am_ceil_div(g->item_section, am_max(g->section_tasks, 1));
-    g->section_tasks = am_ceil_div(g->item_section, am_max(g->task_items, 1));
+    g->lot_tasks = am_ceil_div(g->lot_items, most);
+    g->task_items = am_ceil_div(g->lot_items, am_max(g->lot_tasks, 1));
+    g->lot_tasks = am_ceil_div(g->lot_items, am_max(g->task_items, 1));
 }
 
 /* Sections that share tiles come first, and then those whose items take longest. */
@@ -190,8 +190,7 @@ static void number(am_schedule *s, const am_attn_base *base)
         const ptrdiff_t bytes = am_accumulator_bytes(s, base, h->rows);
         const bool apart = am_is_apart(s, g);
         g->first_task = s->tasks, g->first_shared = s->shared_tiles, g->first_partial = s->partial_bytes;
-        s->tasks +=
-            am_ceil_div(g->items, am_max(g->item_section, 1)) * g->section_tasks * (apart ? h->splits : 1);
+        s->tasks += am_ceil_div(g->items, am_max(g->lot_items, 1)) * g->lot_tasks * (apart ? h->splits : 1);
         if (h->strategy == AM_SHARED_PACKING)
             s->shared_tiles += base->attn->kv_heads * am_length(g->section.tiles);
         if (apart) s->partial_bytes += am_product(g->items, h->splits, bytes);
@@ -306,10 +305,10 @@ const am_scheduled *am_scheduled_of(const am_schedule *s, ptrdiff_t task)
 am_task_items am_items_of(const am_scheduled *g, ptrdiff_t task)
 {
     task -= g->first_task;
-    const ptrdiff_t split_tasks = g->items / g->item_section * g->section_tasks, split = task / split_tasks,
-                    begin = task % split_tasks / g->section_tasks * g->item_section,
-                    first = begin + task % g->section_tasks * g->task_items;
-    return (am_task_items){first, am_min(g->task_items, begin + g->item_section - first), split};
+    const ptrdiff_t split_tasks = g->items / g->lot_items * g->lot_tasks, split = task / split_tasks,
+                    begin = task % split_tasks / g->lot_tasks * g->lot_items,
+                    first = begin + task % g->lot_tasks * g->task_items;
+    return (am_task_items){first, am_min(g->task_items, begin + g->lot_items - first), split};
 }
 
 am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
@@ -319,9 +318,9 @@ am_attn_place am_item_place(const am_attn_base *base, const am_sections *section
     const ptrdiff_t row = item / h->q_blocks, index = item % h->q_blocks;
     const ptrdiff_t block = g->section.blocks.end - 1 - index; /* longest first under a causal mask */
     /* Heads lie side by side: the pages of the next are still in the TLB. */
-    const ptrdiff_t kv_head = row / h->head_blocks, in_section = row % h->head_blocks * h->block_heads;
-    return am_place_of(base, sections, &g->section, block, kv_head * base->heads_per_kv + in_section,
-                       am_min(h->block_heads, base->heads_per_kv - in_section));
+    const ptrdiff_t kv_head = row / h->head_blocks, in_kv_head = row % h->head_blocks * h->block_heads;
+    return am_place_of(base, sections, &g->section, block, kv_head * base->heads_per_kv + in_kv_head,
+                       am_min(h->block_heads, base->heads_per_kv - in_kv_head));
 }
 
 /* The tiles that a block sees; where it takes them all, also some that it does not. */

@@ -19,12 +19,12 @@ enum {
 typedef struct {
     am_section section;
     am_shape shape;
-    ptrdiff_t items;                       /* of each split */
-    ptrdiff_t task_items;                  /* of a task */
-    ptrdiff_t item_section, section_tasks; /* the items among which those of a task are, and their tasks */
-    ptrdiff_t first_task;                  /* the tasks before the section */
-    ptrdiff_t first_shared;                /* the shared tiles before the section */
-    ptrdiff_t first_partial;               /* the bytes of partial sums before the section */
+    ptrdiff_t items;                /* of each split */
+    ptrdiff_t task_items;           /* of a task */
+    ptrdiff_t lot_items, lot_tasks; /* items are dealt in lots: the items of one, and its tasks */
+    ptrdiff_t first_task;           /* the tasks before the section */
+    ptrdiff_t first_shared;         /* the shared tiles before the section */
+    ptrdiff_t first_partial;        /* the bytes of partial sums before the section */
 } am_scheduled;
 
 typedef struct {

@@ -7,7 +7,6 @@
 #include "kernels/table.h"
 
 enum {
-    TILE = AM_STRATEGY_TILE,
     SHARED_QUERIES = 32, /* a block of up to so many queries takes several heads */
     ENOUGH_ITEMS = 64,   /* of a section; with fewer its keys are split */
     MANY_ITEMS = 512,    /* of a section; with as many they may differ in length */
@@ -31,7 +30,6 @@ enum {
     WHOLE_PART = 32, /* channels that kernels of any type take at once */
     FEW_TILES = 2,   /* of a block for which copying its queries takes a large part of the time */
 };
-_Static_assert((int)TILE == (int)AM_FLASH_TILE && (int)TILE == (int)AM_FLASH_ROWS, "a block and a tile");
 
 const char *am_strategy_name(am_strategy strategy)
 {

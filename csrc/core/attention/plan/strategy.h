@@ -9,10 +9,6 @@
 
 #include "kernels/dtype.h"
 
-enum {
-    AM_STRATEGY_TILE = 64, /* keys of a tile, and the most rows of a block */
-};
-
 /* How a section reads its keys. */
 typedef enum {
     AM_UNPACKED,   /* a few rows in all: keys and values are read where they lie; decode */
