@@ -7,6 +7,8 @@ last thread of the region is waiting for. How long is read from the environment,
 
 import os
 
+from attnmask._common.processors import threads_in_container
+
 # To look 2,000 times for work takes about as long as to wake a thread: filling a mask of 16 MB, which is a few parallel
 # regions one after the other, takes 0.171 ms, as with more looks, and 0.19 ms with 1,000. A setting of the user stays.
 _SPIN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
@@ -18,5 +20,10 @@ try:
 finally:
     for name in _ours:
         del os.environ[name]
+
+# OpenMP starts a thread for each processor, also in a container that may use the time of two of 64.
+if not any(os.environ.get(name) for name in ("ATTNMASK_NUM_THREADS", "OMP_NUM_THREADS")):
+    if threads := threads_in_container():
+        _core.set_num_threads(threads)
 
 __all__ = ["_core"]

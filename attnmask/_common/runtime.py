@@ -4,6 +4,7 @@ from typing import Any
 
 from attnmask._common.arguments import one_of
 from attnmask._common.loading import _core
+from attnmask._common.processors import describe
 
 __version__: str = _core.config()["version"]
 
@@ -15,7 +16,8 @@ def get_num_threads() -> int:
     -------
     int
         The number set by `set_num_threads` or the environment variable ``ATTNMASK_NUM_THREADS``, otherwise OpenMP's
-        (``OMP_NUM_THREADS``, or the processors that this process may run on). It is at most what ``OMP_THREAD_LIMIT``
+        (``OMP_NUM_THREADS``, or the processors that this process may run on, at most as many as the time that its
+        container allows is worth). It is at most what ``OMP_THREAD_LIMIT``
         and ``threadpoolctl.threadpool_limits`` allow, and 1 inside another library's parallel region.
 
     See Also
@@ -69,7 +71,8 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     dict or None
         With ``mode="dict"``: ``version``; ``compiler``; ``openmp``, the OpenMP runtime in use and its version;
         ``openmp_library``, its file; ``openmp_spin``, how long its idle threads spin before they sleep (these three are
-        None if the compiler had no OpenMP); ``threads``; ``isa``, the instruction set of the kernels in use;
+        None if the compiler had no OpenMP); ``threads``; ``processors``, those that this process may use, their cores
+        and memory nodes, and the limit of a container; ``isa``, the instruction set of the kernels in use;
         ``isa_available``, those that this build has and this processor runs, best last. The environment variable
         ``ATTNMASK_ISA`` selects one.
 
@@ -80,7 +83,11 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     'baseline'
     """
     one_of(mode, "mode", ("stdout", "dict"))
-    config = _core.config()
+    config: dict[str, Any] = {}
+    for key, value in _core.config().items():
+        config[key] = value
+        if key == "threads":
+            config["processors"] = describe()
     if mode == "dict":
         return config
     for key, value in config.items():
