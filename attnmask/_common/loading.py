@@ -22,8 +22,8 @@ finally:
         del os.environ[name]
 
 # OpenMP starts a thread for each processor, also in a container that may use the time of two of 64.
-if not any(os.environ.get(name) for name in ("ATTNMASK_NUM_THREADS", "OMP_NUM_THREADS")):
-    if threads := threads_in_container():
-        _core.set_num_threads(threads)
+_given = any(os.environ.get(name) for name in ("ATTNMASK_NUM_THREADS", "OMP_NUM_THREADS"))
+if not _given and (_threads := threads_in_container()):
+    _core.set_num_threads(_threads)
 
 __all__ = ["_core"]

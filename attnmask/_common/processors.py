@@ -32,7 +32,7 @@ def container_limit(root: Path = Path("/")) -> float | None:
     """
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / controllers  # version 2 has no controllers in its line
