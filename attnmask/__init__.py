@@ -2,7 +2,10 @@
 
 from attnmask._common.loading import _core as _core  # isort: skip  # before all that needs the core
 
+from threading import main_thread
 from typing import TYPE_CHECKING
+
+from numpy import shares_memory
 
 from attnmask._attention.backward import FlashAttentionGrads, flash_attention_bwd, flash_attention_vjp
 from attnmask._attention.forward import (
@@ -15,8 +18,10 @@ from attnmask._attention.forward import (
     merge_attention_states_vjp,
 )
 from attnmask._attention.t5 import t5_relative_bias, t5_relative_bias_vjp
+from attnmask._cache import attend
 from attnmask._cache.attend import flash_attention_with_kvcache
 from attnmask._cache.pages import KVCache, quantize_kv
+from attnmask._common import arguments
 from attnmask._common.debug import get_debug_mode, set_debug_mode
 from attnmask._common.runtime import __version__, get_num_threads, set_num_threads, show_config
 from attnmask._common.warnings import AttnmaskWarning
@@ -69,6 +74,20 @@ from attnmask._sequences.packed import (
 )
 from attnmask._sequences.padding import pack, unpack
 from attnmask._sharded.shards import ShardPlan, plan_shards, shard_sequence, unshard_sequence
+
+_core.use(  # so that C imports nothing
+    main_thread().ident,
+    describe=arguments.describe,
+    as_array=arguments.as_array,
+    mask_array=arguments.mask_array,
+    shares_memory=shares_memory,
+    int32_table=attend.int32_table,
+    tokens_before=attend.tokens_before,
+    options=attend.options,
+    mask_program=attend.mask_program,
+    mask_programs=attend.mask_programs,
+)
+del arguments, attend, main_thread, shares_memory
 
 __all__ = [
     "AttnmaskWarning",

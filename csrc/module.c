@@ -96,6 +96,8 @@ static PyMethodDef runtime_methods[] = {
     {"get_num_threads", get_num_threads, METH_NOARGS, "get_num_threads($module, /)\n--\n\n"},
     {"kernel_table", kernel_table, METH_O, "kernel_table($module, name, /)\n--\n\n"},
     {"set_num_threads", set_num_threads, METH_O, "set_num_threads($module, n, /)\n--\n\n"},
+    {"use", (PyCFunction)(void *)am_use, METH_VARARGS | METH_KEYWORDS,
+     "use($module, main_thread, /, **helpers)\n--\n\n"},
     {"use_isa", use_isa, METH_O, "use_isa($module, name, /)\n--\n\n"},
     {.ml_name = NULL},
 };
@@ -130,7 +132,7 @@ static int module_exec(PyObject *module)
     am_state *state = am_state_of(module);
     const am_kernels *kernels = initial_kernels();
     int threads;
-    if (!kernels || initial_threads(&threads) < 0 || am_find_main_thread() < 0) return -1;
+    if (!kernels || initial_threads(&threads) < 0) return -1;
     atomic_init(&state->kernels, kernels);
     atomic_init(&state->threads, threads);
     PyMethodDef *const topics[] = {runtime_methods,

@@ -1071,3 +1071,15 @@ def test_no_memory_is_lost(set_threads):
     gc.collect()
     grown = (resident() - before) / 2**20
     assert grown < 10, f"{grown:.0f} MiB more after 60 rounds"
+
+
+def test_use_needs_all_helpers():
+    with pytest.raises(TypeError, match=r"use\(\) needs describe="):
+        _core.use(threading.main_thread().ident)
+    with pytest.raises(TypeError):
+        _core.use("main")
+
+
+def test_c_imports_nothing():
+    sources = (Path(__file__).parents[1] / "csrc").rglob("*.[ch]")
+    assert not [path for path in sources if "PyImport_" in path.read_text()]

@@ -163,7 +163,7 @@ left_to_python(
 )
 
 
-# The core asks these functions for what is seldom given, or has to be said in many words.
+# The core is handed these functions, and asks them for what is seldom given, or has to be said in many words.
 
 
 def int32_table(block_table: NDArray[Any], given: Any) -> NDArray[np.int32]:

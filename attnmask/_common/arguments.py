@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from attnmask import _core  # which asks for this module while it is loaded, to raise an error
+from attnmask._common.loading import _core
 
 AxisName: TypeAlias = str | tuple[str, ...] | None  # one axis of a mesh, several, or none
 

@@ -5,17 +5,7 @@
 
 #include "core/arrays/convert.h"
 
-/* Calls a function of attnmask/_common/arguments.py, with a name or without. */
-static PyObject *call_arguments(const char *function, PyObject *object, const char *name)
-{
-    PyObject *arguments = PyImport_ImportModule("attnmask._common.arguments");
-    if (!arguments) return NULL;
-    PyObject *answer = PyObject_CallMethod(arguments, function, name ? "(Os)" : "(O)", object, name);
-    Py_DECREF(arguments);
-    return answer;
-}
-
-PyObject *am_describe(PyObject *object) { return call_arguments("describe", object, NULL); }
+PyObject *am_describe(PyObject *object) { return am_ask(AM_DESCRIBE, "(O)", object); }
 
 /* An array that is written to must not share memory with any other argument. The caller's own arrays are
  * checked, since converters may have copied them. */
@@ -139,7 +129,7 @@ static PyArrayObject *convert_array_like(PyObject *object, const char *name)
         if (array || !PyErr_ExceptionMatches(PyExc_ValueError)) return array;
         PyErr_Clear();
     }
-    return (PyArrayObject *)call_arguments("as_array", object, name);
+    return (PyArrayObject *)am_ask(AM_AS_ARRAY, "(Os)", object, name);
 }
 
 /* As am_to_readable, but with `allow_same` the result may be the caller's own object. */
@@ -193,7 +183,7 @@ int am_to_mask(PyObject *object, const char *name, void *dst)
     if (!array) return -1;
     PyArray_Descr *dtype = PyArray_DESCR((PyArrayObject *)array);
     if (dtype->kind == 'f' && am_dtype_of(dtype) == AM_OTHER) {
-        Py_SETREF(array, call_arguments("mask_array", array, name));
+        Py_SETREF(array, am_ask(AM_MASK_ARRAY, "(Os)", array, name));
         if (!array) return -1;
     }
     int status = am_to_array(array, name, dst);
@@ -452,11 +442,9 @@ static int shares_memory(PyArrayObject *a, PyArrayObject *b)
 {
     const extent a_extent = extent_of(a), b_extent = extent_of(b);
     if (!meet(&a_extent, &b_extent)) return 0;
-    PyObject *numpy = PyImport_ImportModule("numpy"), *answer = NULL;
-    PyArrayObject *plain_a = numpy ? plain_view(a) : NULL, *plain_b = plain_a ? plain_view(b) : NULL;
+    PyArrayObject *plain_a = plain_view(a), *plain_b = plain_a ? plain_view(b) : NULL;
     /* The work is bounded: NumPy raises if it cannot decide, which counts as shared. */
-    if (plain_b) answer = PyObject_CallMethod(numpy, "shares_memory", "OOi", plain_a, plain_b, 10000);
-    Py_XDECREF(numpy);
+    PyObject *answer = plain_b ? am_ask(AM_SHARES_MEMORY, "OOi", plain_a, plain_b, 10000) : NULL;
     Py_XDECREF(plain_a);
     Py_XDECREF(plain_b);
     if (!answer) {

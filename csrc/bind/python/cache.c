@@ -62,22 +62,6 @@ static int complain(PyObject *error, void *got, const char *format, ...)
     return -1;
 }
 
-/* Calls a function of attnmask/_cache/attend.py, for arguments that are seldom given, or need many words. */
-static PyObject *ask(const char *function, const char *format, ...)
-{
-    va_list values;
-    PyObject *module = PyImport_ImportModule("attnmask._cache.attend"), *answer = NULL;
-    PyObject *callable = module ? PyObject_GetAttrString(module, function) : NULL;
-    va_start(values, format);
-    PyObject *given = callable ? Py_VaBuildValue(format, values) : NULL;
-    va_end(values);
-    if (given) answer = PyObject_CallObject(callable, given);
-    Py_XDECREF(module);
-    Py_XDECREF(callable);
-    Py_XDECREF(given);
-    return answer;
-}
-
 static am_dtype type_of(const arguments *a, int i) { return am_kv_dtype_of(PyArray_DESCR(a->arrays[i])); }
 static npy_intp const *shape_of(const arguments *a, int i) { return PyArray_DIMS(a->arrays[i]); }
 static bool is_packed(const arguments *a) { return a->starts.array; }
@@ -246,7 +230,7 @@ static int read_table(arguments *a)
     if (PyArray_TYPE(given) == NPY_INT32) {
         a->table = (PyArrayObject *)Py_NewRef(given);
     } else {
-        a->table = (PyArrayObject *)ask("int32_table", "(OO)", given, a->given[BLOCK_TABLE]);
+        a->table = (PyArrayObject *)am_ask(AM_INT32_TABLE, "(OO)", given, a->given[BLOCK_TABLE]);
         if (!a->table) return -1;
     }
     if (PyArray_NDIM(given) == 2 && PyArray_DIM(given, 0) == batch) return 0;
@@ -285,7 +269,7 @@ static int read_lengths(arguments *a)
         return -1;
     }
     if (read_usual_lengths(a, a->cache.before)) return 0;
-    PyObject *array = ask("tokens_before", "(On)", a->given[CACHE_SEQLENS], a->cache.sequences);
+    PyObject *array = am_ask(AM_TOKENS_BEFORE, "(On)", a->given[CACHE_SEQLENS], a->cache.sequences);
     am_entries entries;
     if (!array) return -1;
     if (am_entries_of((PyArrayObject *)array, &entries)) am_widen_entries(&entries, a->cache.before);
@@ -375,9 +359,9 @@ static int read_options(arguments *a)
         return 0;
     }
     PyObject *low, *high, *sinks, *slopes,
-        *options = ask("options", "(OOOOOOOOnnn)", a->arrays[QUERY], scale, given[CAUSAL],
-                       given[SLIDING_WINDOW], given[LOGITS_SOFT_CAP], given[SOFTMAX_AUX], given[ALIBI_SLOPES],
-                       given[RETURN_LSE], a->cache.sequences, q[1], q[2]);
+        *options = am_ask(AM_OPTIONS, "(OOOOOOOOnnn)", a->arrays[QUERY], scale, given[CAUSAL],
+                          given[SLIDING_WINDOW], given[LOGITS_SOFT_CAP], given[SOFTMAX_AUX],
+                          given[ALIBI_SLOPES], given[RETURN_LSE], a->cache.sequences, q[1], q[2]);
     int lse, bad = -1;
     if (options &&
         PyArg_ParseTuple(options, "ddOOOOp", &a->scale, &a->cap, &sinks, &slopes, &low, &high, &lse)) {
@@ -417,8 +401,8 @@ static int read_masks(arguments *a)
 {
     const npy_intp *q = token_shape(a, QUERY);
     PyObject *nodes, *sequences = list_sequences(&a->cache);
-    PyObject *masks = sequences ? ask("mask_programs", "(OOnnn)", a->given[ATTENTION_MASK], sequences, q[1],
-                                      q[0], a->cache.longest)
+    PyObject *masks = sequences ? am_ask(AM_MASK_PROGRAMS, "(OOnnn)", a->given[ATTENTION_MASK], sequences,
+                                         q[1], q[0], a->cache.longest)
                                 : NULL;
     int bad = -1;
     a->mask.mask = (am_mask){.batch = 1, .heads = q[1], .queries = q[0], .keys = a->cache.longest};
@@ -439,7 +423,7 @@ static int read_whole_mask(arguments *a)
     am_node terms[2];
     a->mask.mask = (am_mask){.batch = batch, .heads = q[1], .queries = q[0], .keys = a->cache.keys};
     if (given != Py_None) {
-        nodes = ask("mask_program", "(Onnnn)", given, batch, q[1], q[0], a->cache.keys);
+        nodes = am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, batch, q[1], q[0], a->cache.keys);
         if (!nodes) return -1;
     }
     const int count = am_kv_cache_terms(&a->cache, &a->limits, terms),

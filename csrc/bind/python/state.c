@@ -18,20 +18,47 @@ static atomic_ulong main_thread;
 static void stay_main_thread(void) { atomic_store(&main_thread, PyThread_get_thread_ident()); }
 static void watch_forks(void) { pthread_atfork(NULL, NULL, stay_main_thread); }
 
-int am_find_main_thread(void)
+static const char *const helper_names[AM_HELPERS] = {
+    [AM_DESCRIBE] = "describe",
+    [AM_AS_ARRAY] = "as_array",
+    [AM_MASK_ARRAY] = "mask_array",
+    [AM_SHARES_MEMORY] = "shares_memory",
+    [AM_INT32_TABLE] = "int32_table",
+    [AM_TOKENS_BEFORE] = "tokens_before",
+    [AM_OPTIONS] = "options",
+    [AM_MASK_PROGRAM] = "mask_program",
+    [AM_MASK_PROGRAMS] = "mask_programs",
+};
+static PyObject *helpers[AM_HELPERS]; /* kept for good, as the handlers of forks are */
+
+PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    PyObject *threading = PyImport_ImportModule("threading");
-    PyObject *thread = threading ? PyObject_CallMethod(threading, "main_thread", NULL) : NULL;
-    PyObject *ident = thread ? PyObject_GetAttrString(thread, "ident") : NULL;
-    unsigned long number = ident ? PyLong_AsUnsignedLong(ident) : 0;
-    Py_XDECREF(ident);
-    Py_XDECREF(thread);
-    Py_XDECREF(threading);
-    if (PyErr_Occurred()) return -1;
-    atomic_store(&main_thread, number);
+    PyObject *found[AM_HELPERS];
+    unsigned long ident;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "k:use", &ident)) return NULL;
+    for (int i = 0; i < AM_HELPERS; i++) {
+        found[i] = keywords ? PyDict_GetItemString(keywords, helper_names[i]) : NULL;
+        if (!found[i]) return PyErr_Format(PyExc_TypeError, "use() needs %s=", helper_names[i]);
+    }
+    for (int i = 0; i < AM_HELPERS; i++) Py_XSETREF(helpers[i], Py_NewRef(found[i]));
+    atomic_store(&main_thread, ident);
     pthread_once(&once, watch_forks);
-    return 0;
+    Py_RETURN_NONE;
+}
+
+PyObject *am_ask(am_helper helper, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    PyObject *given = Py_VaBuildValue(format, values), *answer = NULL;
+    va_end(values);
+    if (given && helpers[helper]) answer = PyObject_CallObject(helpers[helper], given);
+    /* While the package is being imported, an argument is at most a variable of the environment. */
+    if (given && !helpers[helper]) answer = PyObject_Repr(PyTuple_GET_ITEM(given, 0));
+    Py_XDECREF(given);
+    return answer;
 }
 
 /* Whether a signal handler, such as that of Ctrl-C, ends the call. Only the thread that owns the call's

@@ -18,8 +18,25 @@ static inline am_state *am_state_of(PyObject *module) { return (am_state *)PyMod
 /* The number of threads that a large call from this thread may use. */
 int am_threads(am_state *state);
 
-/* Finds the thread that handles signals. Call it once, at import; 0 or -1. */
-int am_find_main_thread(void);
+/* Functions of the package's Python modules that C calls, for what is seldom given or needs many words. */
+typedef enum {
+    AM_DESCRIBE,
+    AM_AS_ARRAY,
+    AM_MASK_ARRAY,
+    AM_SHARES_MEMORY,
+    AM_INT32_TABLE,
+    AM_TOKENS_BEFORE,
+    AM_OPTIONS,
+    AM_MASK_PROGRAM,
+    AM_MASK_PROGRAMS,
+    AM_HELPERS,
+} am_helper;
+
+/* The method `use`, which attnmask/__init__.py calls once: takes the thread that handles signals, and all
+ * helpers by their names. */
+PyObject *am_use(PyObject *module, PyObject *args, PyObject *keywords);
+/* Calls a helper with a tuple of arguments. */
+PyObject *am_ask(am_helper helper, const char *format, ...);
 
 /* Between am_enter and am_leave the GIL is released, unless `work`, a number of elements, is too little to be
  * worth it. Floating-point exceptions do not trap, and am_leave restores their flags. */
