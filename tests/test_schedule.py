@@ -1,6 +1,7 @@
 """How attention forward is divided: the strategy of each shape, and what the division may depend on."""
 
 import heapq
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -216,23 +217,48 @@ def test_many_threads_are_kept_busy(shape, options):
     assert max(work) <= max(1.25 * sum(work) / 64, 64 * 64)
 
 
-@pytest.mark.parametrize("threads", [2, 8, 64])
-@pytest.mark.parametrize("logarithmic", [False, True])
-def test_caches_of_unequal_lengths_keep_threads_busy(threads, logarithmic):
-    """64 sequences of 1 to 32,768 keys, one query each; tasks are dealt as they are numbered."""
+def lengths_of_caches(kind):
+    """64 lengths of 1 to 32,768."""
     rng = np.random.default_rng(0)
-    lengths = rng.uniform(0, np.log(32768), 64) if logarithmic else rng.integers(1, 32769, 64)
-    lengths = np.exp(lengths).astype(int) if logarithmic else lengths
+    if kind == "one is long":
+        return np.array([*[512] * 63, 32768])
+    return (
+        rng.integers(1, 32769, 64)
+        if kind == "even"
+        else np.exp(rng.uniform(0, np.log(32768), 64)).astype(int)
+    )
+
+
+def makespan(work, row, threads):
+    """When the last task ends. Each thread begins with a part of whole rows, and then takes tasks of other threads."""
+    rows = len(work) // row
+    parts = min(threads, rows, 64)
+    bounds = [row * (i * (rows // parts) + min(i, rows % parts)) for i in range(parts + 1)]
+    left = [list(work[begin:end]) for begin, end in pairwise(bounds)]
+    free = [(0, thread) for thread in range(threads)]
+    end = 0
+    while any(left):
+        now, thread = heapq.heappop(free)
+        own = next(part for part in left[thread % parts :] + left[: thread % parts] if part)
+        now += own.pop(0)
+        end = max(end, now)
+        heapq.heappush(free, (now, thread))
+    return end
+
+
+@pytest.mark.parametrize("threads", [2, 8, 16, 32, 64])
+@pytest.mark.parametrize("kind", ["even", "logarithmic", "one is long"])
+def test_caches_of_unequal_lengths_keep_threads_busy(threads, kind):
+    """One query for each cache."""
+    lengths = lengths_of_caches(kind)
     mask = MaskInfo.from_segments(np.zeros((64, 1), int), np.zeros((64, 32768), int)).apply_kv_lengths(
         lengths
     )
     q, k = (np.broadcast_to(np.float32(0), (64, *shape)) for shape in ((1, 32, 128), (32768, 8, 128)))
-    tasks = _schedule(threads, query=q, key=k, value=k, attention_mask=mask)["tasks"]
-    work = [sum(max(tiles, 0) for _, tiles in items) for _, items in tasks]
-    ends = [0] * threads
-    for tiles in work:
-        heapq.heapreplace(ends, ends[0] + tiles)
-    assert sum(work) / threads >= 0.9 * max(ends)
+    found = _schedule(threads, query=q, key=k, value=k, attention_mask=mask)
+    work = [sum(max(tiles, 0) for _, tiles in items) for _, items in found["tasks"]]
+    ((_, row),) = found["waves"]
+    assert sum(work) / threads >= 0.9 * makespan(work, row, threads)
 
 
 @pytest.mark.parametrize("threads", ["2", 2.0, None, True])

@@ -7,7 +7,9 @@
 
 enum {
     TILE = AM_FLASH_TILE,
-    APART_ITEMS = 16, /* with fewer for each thread, each split is an item of its own */
+    APART_ITEMS = 16,       /* with fewer for each thread, each split is an item of its own */
+    LONG_SHARE = 32,        /* the same if one item takes more than this part of what a thread has to do */
+    MOST_ORDERED = 1 << 12, /* tasks that are sorted, which takes 0.1 µs each: their work is some 10 µs */
     FEW_TASKS = 4,    /* each thread keeps at least so many: tasks do not get more items than that allows */
     FEW_UNPACKED = 2, /* the same for unpacked keys, which are read up to 1.15 times as fast if the items
                        * of a task are all heads that lie side by side */
@@ -213,10 +215,29 @@ static int compare_work(const void *a, const void *b)
     return x->task < y->task ? -1 : 1;
 }
 
-/* A few tasks of unequal lengths are dealt from one queue, the longest first. */
-static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_sections *sections)
+/* Rows times tiles of an item that takes all of its splits; under a causal mask some have half of that. */
+static ptrdiff_t item_work(const am_scheduled *g) { return am_length(g->section.tiles) * g->shape.rows; }
+
+/* Whether one item is long beside what each thread has to do: others would wait for the thread that has it.
+ */
+static bool has_long_item(const am_schedule *s, int threads, bool with_splits)
 {
-    bool unequal = false;
+    double longest = 0, all = 0;
+    for (ptrdiff_t i = 0; i < s->count; i++) {
+        const am_scheduled *g = &s->sections[i];
+        const double work = (double)item_work(g);
+        all += work * (double)g->items;
+        if (g->shape.splits > 1 || !with_splits) longest = work > longest ? work : longest;
+    }
+    return longest * threads * LONG_SHARE > all;
+}
+
+/* A few tasks of unequal lengths are dealt from one queue, the longest first. */
+static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_sections *sections,
+                             int threads)
+{
+    bool unequal =
+        s->count > 1 && threads > 1 && s->tasks <= MOST_ORDERED && has_long_item(s, threads, false);
     for (ptrdiff_t i = 0; i < s->count; i++)
         unequal |= s->sections[i].shape.q_blocks > 1 && s->sections[i].shape.splits > 1;
     if (!s->splits_apart || !unequal) return AM_OK;
@@ -273,12 +294,12 @@ am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_se
         g->items = f->kv_heads * g->shape.head_blocks * g->shape.q_blocks;
         items += g->items, all_splits += g->items * g->shape.splits;
     }
-    s->splits_apart = items < APART_ITEMS * threads;
+    s->splits_apart = items < APART_ITEMS * threads || (threads > 1 && has_long_item(s, threads, true));
     for (ptrdiff_t i = 0; i < sections->count; i++)
         deal(s, base, sections, &s->sections[i], s->splits_apart ? all_splits : items, threads);
     sort(s);
     number(s, base);
-    return order_tasks(s, base, sections);
+    return order_tasks(s, base, sections, threads);
 }
 
 void am_schedule_free(am_schedule *s)
