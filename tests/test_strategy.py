@@ -59,10 +59,10 @@ STRATEGIES = [
     ({"queries": 17, "k_type": "int8", "packs_rounded": True, "bf16x2": True}, "private"),
     ({"queries": 13, "k_type": "int8", "packs_rounded": True, "head_dim": 32}, "private"),
     # float8: short rows are widened at once; as bf16x2 they take longer.
-    ({"k_type": "float8", "head_dim": 1024}, "unpacked"),
-    ({"k_type": "float8", "head_dim": 1025}, "private"),
-    ({"queries": 8, "k_type": "float8", "bf16x2": True}, "unpacked"),
-    ({"queries": 9, "k_type": "float8", "bf16x2": True}, "private"),
+    ({"k_type": "float8_e4m3fn", "head_dim": 1024}, "unpacked"),
+    ({"k_type": "float8_e4m3fn", "head_dim": 1025}, "private"),
+    ({"queries": 8, "k_type": "float8_e4m3fn", "bf16x2": True}, "unpacked"),
+    ({"queries": 9, "k_type": "float8_e4m3fn", "bf16x2": True}, "private"),
     # Tiles of the processor pack sooner.
     ({"queries": 16, **BF16}, "unpacked"),
     ({"queries": 13, **BF16, "amx": True}, "private"),
@@ -173,7 +173,7 @@ FLAGS = [
     ({"queries": 5, **BF16}, "float_weights", False),
     ({"queries": 12, **BF16, "amx": True}, "float_weights", True),
     ({"queries": 12, **BF16, "k_type": "int8"}, "float_weights", True),
-    ({"queries": 4, **BF16, "k_type": "float8"}, "float_weights", False),
+    ({"queries": 4, **BF16, "k_type": "float8_e4m3fn"}, "float_weights", False),
     ({"queries": 4}, "float_weights", False),
 ]
 

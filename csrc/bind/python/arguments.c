@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 
 PyObject *am_describe(PyObject *object) { return am_ask(AM_DESCRIBE, "(O)", object); }
 
@@ -100,7 +101,12 @@ am_dtype am_dtype_of(PyArray_Descr *dtype)
 
 am_dtype am_kv_dtype_of(PyArray_Descr *dtype)
 {
-    return is_of_ml_dtypes(dtype, "float8_e4m3fn", 1) ? AM_FLOAT8 : am_dtype_of(dtype);
+    const am_dtype type = am_dtype_of(dtype);
+    const am_kv_format *format;
+    for (int i = 0; type == AM_OTHER && (format = am_kv_format_at(i)); i++) {
+        if (is_of_ml_dtypes(dtype, format->name, (npy_intp)am_size_of(format->type))) return format->type;
+    }
+    return type;
 }
 
 /* Whether addresses of elements are multiples of their size, as typed pointers and the kernels require. */

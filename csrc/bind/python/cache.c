@@ -6,6 +6,7 @@
 #include "bind/python/tokens.h"
 #include "core/runtime/sizes.h"
 #include "core/cache/append.h"
+#include "core/cache/formats.h"
 #include "core/cache/layout.h"
 
 /* The arguments, which are those of the public function. */
@@ -103,10 +104,11 @@ static int check_caches(const arguments *a)
     PyArrayObject *const *arrays = a->arrays;
     for (int i = K_CACHE; i <= V_CACHE; i++) {
         const am_dtype type = type_of(a, i);
-        if (!am_is_floating(type) && type != AM_INT8 && type != AM_FLOAT8)
-            return complain(PyExc_TypeError, arrays[i],
-                            "%s must be of float16, bfloat16, float32, float64, int8 or float8_e4m3fn",
-                            a->names[i]);
+        if (!am_kv_format_of(type)) {
+            char names[AM_KV_NAMES];
+            am_kv_format_names(names);
+            return complain(PyExc_TypeError, arrays[i], "%s must be of %s", a->names[i], names);
+        }
         if (PyArray_NDIM(arrays[i]) != 4)
             return complain(PyExc_ValueError, arrays[i],
                             "%s must be [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]", a->names[i]);
@@ -172,8 +174,8 @@ static int read_scales(arguments *a, int side)
     const char *name = a->names[K_SCALE + side];
     npy_intp const *cache = shape_of(a, K_CACHE + side);
     PyArray_Descr *dtype = PyArray_DESCR(a->arrays[K_CACHE + side]);
-    const bool floating = am_is_floating(type_of(a, K_CACHE + side));
-    if (!array && floating) return 0;
+    const bool scaled = am_kv_is_scaled(type_of(a, K_CACHE + side));
+    if (!array && !scaled) return 0;
     if (!array) {
         PyErr_Format(PyExc_ValueError,
                      "%s must be given for a cache of %S, got None; write %s=np.ones((1, 1, %zd, %zd), "
@@ -181,7 +183,7 @@ static int read_scales(arguments *a, int side)
                      name, dtype, name, cache[2], cache[3]);
         return -1;
     }
-    if (floating) return complain(PyExc_ValueError, array, "%s must be None for a cache of %S", name, dtype);
+    if (!scaled) return complain(PyExc_ValueError, array, "%s must be None for a cache of %S", name, dtype);
     if (PyArray_TYPE(array) != NPY_FLOAT32)
         return complain(PyExc_TypeError, array, "%s must be float32", name);
     bool fits = PyArray_NDIM(array) == 4;

@@ -1,6 +1,7 @@
 /* strategy.c – the choice of a strategy as plain data, for tests: numbers in, numbers out. */
 #include "bind/python/state.h"
 #include "core/attention/plan/strategy.h"
+#include "core/cache/formats.h"
 
 typedef enum { COUNT, NUMBER, FLAG, TYPE } kind;
 
@@ -29,16 +30,12 @@ static const struct {
     {"values_readable", FLAG, offsetof(am_work, values_readable)},
 };
 
-static const char *const type_names[AM_OTHER] = {
-    [AM_INT8] = "int8",         [AM_FLOAT8] = "float8",   [AM_FLOAT16] = "float16",
-    [AM_BFLOAT16] = "bfloat16", [AM_FLOAT32] = "float32", [AM_FLOAT64] = "float64",
-};
-
 static int read_type(PyObject *value, am_dtype *type)
 {
     const char *name = PyUnicode_AsUTF8(value);
-    for (int i = 0; name && i < AM_OTHER; i++) {
-        if (type_names[i] && strcmp(name, type_names[i]) == 0) return *type = (am_dtype)i, 0;
+    const am_kv_format *format;
+    for (int i = 0; name && (format = am_kv_format_at(i)); i++) {
+        if (strcmp(name, format->name) == 0) return *type = format->type, 0;
     }
     if (name) PyErr_Format(PyExc_ValueError, "%R is no type of keys", value);
     return -1;

@@ -13,6 +13,7 @@
 #include "bind/xla/xla.h"
 #include "core/runtime/sizes.h"
 #include "core/cache/append.h"
+#include "core/cache/formats.h"
 #include "core/cache/layout.h"
 
 enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32, SINKS = 64 }; /* flags */
@@ -54,8 +55,7 @@ static bool read_tokens(problem *p)
     const am_xla_view *q = &p->query, *k = p->caches, *v = p->caches + 1;
     if (!look_at_next(p, &p->query) || !look_at_next(p, p->caches) || !look_at_next(p, p->caches + 1))
         return false;
-    const bool cached = am_is_floating(k->type) || k->type == AM_INT8 || k->type == AM_FLOAT8;
-    if (!am_is_floating(q->type) || !cached || v->type != k->type ||
+    if (!am_is_floating(q->type) || !am_kv_format_of(k->type) || v->type != k->type ||
         (q->type == AM_FLOAT64) != (k->type == AM_FLOAT64))
         return am_xla_fail(c, "query and caches have types that do not fit");
     if (q->axes != 4 || k->axes != 4 || k->shape[3] != q->shape[3] ||
@@ -82,7 +82,7 @@ static bool read_scales(problem *p, int side)
     const am_xla_view *cache = p->caches + side;
     am_xla_view *v = p->factors + side;
     const bool given = has(p, side ? V_SCALE : K_SCALE);
-    if (given == am_is_floating(cache->type))
+    if (given != am_kv_is_scaled(cache->type))
         return am_xla_fail(p->c, "%s must be given for a cache of eight bits, and for no other", names[side]);
     if (!given) return true;
     if (!look_at_next(p, v)) return false;

@@ -11,6 +11,7 @@
 #include "core/attention/tiles/tiles.h"
 #include "core/attention/terms/relative.h"
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 
 enum { TILE = AM_FLASH_TILE };
 
@@ -484,8 +485,8 @@ ptrdiff_t am_attn_scratch(const am_attn_base *base, const am_schedule *schedule,
 am_status am_attn_forward(const am_context *context, const am_attn *attn)
 {
     /* Tiles have room for the scales of both sides, or of none. */
-    assert(am_is_floating(attn->k.type) == !attn->k_scales.data);
-    assert(am_is_floating(attn->v.type) == !attn->v_scales.data);
+    assert(am_kv_is_scaled(attn->k.type) == (attn->k_scales.data != NULL));
+    assert(am_kv_is_scaled(attn->v.type) == (attn->v_scales.data != NULL));
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
     if (attn->value_dim == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;

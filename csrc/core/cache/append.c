@@ -6,8 +6,8 @@
 
 #include "core/runtime/sizes.h"
 #include "core/arrays/convert.h"
+#include "core/cache/formats.h"
 #include "core/sequences/packed.h"
-#include "kernels/vec/half.h"
 
 enum {
     PIECE = 256, /* numbers that are converted at a time */
@@ -105,19 +105,15 @@ static float greatest_magnitude(const append_job *job, const char *from)
     return most;
 }
 
-/* To the nearest, ties to even; what is beyond becomes the greatest, and NaN 0, whose scale is NaN. */
-static int8_t to_int8(float x) { return x != x ? 0 : (int8_t)lrintf(fminf(fmaxf(x, -127), 127)); }
-
-static void quantize_row(const append_job *job, const row_move *move, ptrdiff_t head, char *to,
-                         const char *from)
+static void quantize_row(const append_job *job, const am_kv_format *format, const row_move *move,
+                         ptrdiff_t head, char *to, const char *from)
 {
     const am_kv_append *a = job->append;
     const am_kv_scales *s = &a->scales;
-    const bool is_int8 = a->cache.type == AM_INT8;
     float scale = 1;
     if (!s->by_channel) {
         const float most = greatest_magnitude(job, from);
-        scale = most == 0 ? 1 : most / (is_int8 ? 127 : 448);
+        scale = most == 0 ? 1 : most / format->largest;
         *(float *)(s->data + move->page * s->batch + move->token * s->token + head * s->head) = scale;
     }
     for (ptrdiff_t i = 0, count; i < a->head_dim;
@@ -127,12 +123,11 @@ static void quantize_row(const append_job *job, const row_move *move, ptrdiff_t 
         count = am_min(PIECE, a->head_dim - i);
         read_floats(job, numbers, from, count);
         for (ptrdiff_t j = 0; j < count; j++) {
-            const float own = s->by_channel
-                                  ? *(const float *)(s->data + head * s->head + (i + j) * s->element)
-                                  : scale,
-                        x = numbers[j] / own;
-            bytes[j] = is_int8 ? (uint8_t)to_int8(x) : am_narrow_one_f8(x);
+            const float own =
+                s->by_channel ? *(const float *)(s->data + head * s->head + (i + j) * s->element) : scale;
+            numbers[j] /= own;
         }
+        format->narrow(bytes, numbers, count);
         write_piece(a, to, bytes, count);
     }
 }
@@ -142,14 +137,14 @@ static am_status append_task(void *arg, ptrdiff_t index, am_team *team)
     const append_job *job = arg;
     const am_kv_append *a = job->append;
     const row_move move = move_of(a, index);
-    const bool quantized = a->cache.type == AM_INT8 || a->cache.type == AM_FLOAT8;
+    const am_kv_format *format = am_kv_format_of(a->cache.type);
     (void)team; /* what is begun is finished */
     for (ptrdiff_t h = 0; h < a->kv_heads; h++) {
         const char *from = move.from + h * a->rows.head;
         char *to =
             a->cache.data + move.page * a->cache.batch + move.token * a->cache.token + h * a->cache.head;
-        if (quantized)
-            quantize_row(job, &move, h, to, from);
+        if (format->scales == AM_SCALES_OF_ROWS)
+            quantize_row(job, format, &move, h, to, from);
         else
             convert_row(job, to, from);
     }
