@@ -91,6 +91,30 @@ def formats(batch: int, keys: int, seconds: float) -> list[object]:
     return [f"{batch} × {keys:,}", times["bfloat16"], *ratios]
 
 
+def selected(batch: int, keys: int, count: int, name: str, seconds: float) -> list[object]:
+    """A row: attention over some tokens of each sequence, as pages of one token and as arrays gathered first."""
+    rng, dtype = np.random.default_rng(0), TYPES[name]
+    query = rng.standard_normal((batch, 1, HEADS, DEPTH), np.float32).astype(dtype)
+    pages = [
+        in_lines(rng.standard_normal((batch * keys, 1, KV_HEADS, DEPTH), np.float32).astype(dtype))
+        for _ in range(2)
+    ]
+    tokens = [np.sort(rng.choice(keys, count, replace=False)) + row * keys for row in range(batch)]
+    table, out = np.array(tokens, np.int32), np.empty_like(query)
+    calls: dict[str, Call] = {
+        "pages of one": lambda: attnmask.flash_attention_with_kvcache(
+            query, *pages, cache_seqlens=count, block_table=table, out=out
+        ),
+        "gathered": lambda: attnmask.flash_attention_with_kvcache(
+            query, *(x[table, 0] for x in pages), out=out
+        ),
+    }
+    assert calls["pages of one"]().tobytes() == calls["gathered"]().tobytes()
+    times = race(calls, seconds)
+    one, gathered = times["pages of one"], times["gathered"]
+    return [f"{count:,} of {batch} × {keys:,}, {name}", one, gathered, f"{gathered.ratio_to(one):.2f}"]
+
+
 class Peers:
     """Steps of decoding by libraries in processes of their own."""
 
@@ -188,6 +212,17 @@ def main() -> None:
         for rows, queries in ((1, 1), (batch, 1), (batch, 8)):
             if options.only in f"pages {name}":
                 report.row(*pages(rows, keys, queries, name, options.seconds))
+    report.end_table()
+    report.heading("Selected tokens")
+    report.text(
+        "One query over some tokens of each sequence: a view of the cache as pages of one token, beside gathering the "
+        "tokens by NumPy first. `ratio`: how many times faster the view is."
+    )
+    report.table("case", "pages of one", "gathered", "ratio")
+    for name in ("bfloat16", "float32"):
+        for rows, length, count in ((1, 4 * keys, keys // 4), (batch, 4 * keys, keys // 4)):
+            if options.only in f"selected {name}":
+                report.row(*selected(rows, length, count, name, options.seconds))
     report.end_table()
     report.heading("Fewer bits")
     report.text("One query. Tokens a second relative to bfloat16, by the scales of tokens or of channels.")

@@ -790,3 +790,18 @@ def test_caches_that_are_the_same():
     arguments = good("paged")
     arguments |= {"v_cache": arguments["k_cache"], "value": arguments["key"], "out": None}
     refused(arguments, ValueError, "k_cache must share no memory with v_cache")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("chosen", [1, 7, 64, 200])
+def test_selected_tokens_are_pages_of_one(dtype, chosen, isa):
+    """Attention over some tokens of each sequence has the bits of attention over these tokens alone."""
+    rng = np.random.default_rng(chosen)
+    keys, values = (rng.standard_normal((3, 300, 2, 48)).astype(dtype) for _ in range(2))
+    query = rng.standard_normal((3, 1, 4, 48)).astype(dtype)
+    tokens = np.stack([np.sort(rng.choice(300, chosen, replace=False)) for _ in range(3)])
+    table = tokens + 300 * np.arange(3)[:, None]
+    pages = [x.reshape(900, 1, 2, 48) for x in (keys, values)]
+    out = attnmask.flash_attention_with_kvcache(query, *pages, cache_seqlens=chosen, block_table=table)
+    gathered = [np.take_along_axis(x, tokens[:, :, None, None], 1) for x in (keys, values)]
+    assert out.tobytes() == attnmask.flash_attention_with_kvcache(query, *gathered).tobytes()
