@@ -116,6 +116,7 @@ def test_the_reference_has_everything_public():
             "linear_attention_step",
             "short_convolution",
             "short_convolution_step",
+            "merge_attention_states",
             "mask_tensors",
             "MaskTensors",
             "install",

@@ -19,6 +19,7 @@ from attnmask.torch._linear import (
     short_convolution_step,
 )
 from attnmask.torch._masks import MaskTensors, mask_tensors, to_tensor
+from attnmask.torch._merge import merge_attention_states
 from attnmask.torch._operators import (
     check_no_tangents,
     check_tensor,
@@ -38,6 +39,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "mask_tensors",
+    "merge_attention_states",
     "ring_attention",
     "short_convolution",
     "short_convolution_step",
