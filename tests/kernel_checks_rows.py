@@ -238,15 +238,15 @@ def in_runs(
     return runs[0], np.array(addresses, np.uintp)
 
 
-def unpacked(memory: Memory, values: np.ndarray, rng, width: int, lanes: int):
-    """Rows as `am_unpacked_rows`, whose steps count some `lanes`: one behind the other, or in runs."""
-    run = pick(rng, [0, 0, 16, 32, 64])
-    if run == 0:
-        data, step = strided(memory, values, rng, width)
-        return structure("am_unpacked_rows", data=data, step=step // lanes), [data]
-    step = values.shape[1] + 2 * width
-    data, runs = in_runs(memory, values, rng, width, run, step)
-    return structure("am_unpacked_rows", data=data, step=step // lanes, run=run, runs=runs), [data, runs]
+def rows_in(memory: Memory, values: np.ndarray, rng, width: int, run: int, plain: bool = False):
+    """Rows as `am_rows`, and the addresses of their runs: in runs of so many, or one behind the other if that is 0."""
+    runs = None
+    if run:
+        step = values.shape[1] + 2 * width
+        data, runs = in_runs(memory, values, rng, width, run, step)
+    else:
+        data, step = strided(memory, values, rng, width, plain)
+    return structure("am_rows", data=data, step=step * values.itemsize, run=run, runs=runs), runs
 
 
 def check_pack_keys(kernel: Kernel, rng) -> None:
@@ -258,7 +258,7 @@ def check_pack_keys(kernel: Kernel, rng) -> None:
             for factor in (1.0, -0.3)[: 3 - width]:
                 case, memory = (depth, rows, factor), Memory()
                 values = some_special(rng, (rows, depth * width), source)
-                src, _kept = unpacked(memory, values, rng, width, width)
+                src, _runs = rows_in(memory, values, rng, width, pick(rng, [0, 0, 16, 32, 64]))
                 dst = memory.written(unwritten(TILE * depth, arithmetic.dtype))
                 scales = some_scales(rng, arithmetic, memory)
                 kernel(dst, src, rows, depth, factor, scales)
@@ -277,7 +277,7 @@ def check_pack_values(kernel: Kernel, rng) -> None:
                 case, memory, values = (depth, rows, special), Memory(), numbers(rng, (rows, depth), source)
                 if depth and source != np.int8:
                     values[rng.integers(rows), rng.integers(depth)] = special
-                src, _kept = unpacked(memory, values, rng, width, 1)
+                src, _runs = rows_in(memory, values, rng, width, pick(rng, [0, 0, 16, 32, 64]))
                 scales = some_scales(rng, arithmetic, memory)
                 scaled = values.astype(factors) * (1 if scales is None else scales[:rows, None])
                 expected = packed_values(scaled.astype(factors), panel, width)

@@ -12,10 +12,9 @@ from kernel_checks_rows import (
     Arithmetic,
     arithmetic_of,
     format_of,
-    in_runs,
     most_in_i16,
     packed_query_lanes,
-    strided,
+    rows_in,
 )
 from kernel_table import CONSTANTS, TYPES, Kernel, Memory, structure
 from reference_kernels import (
@@ -285,6 +284,12 @@ def draw_columns(rng, arithmetic: Arithmetic) -> int:
 # Numbers of rows around those of strips.
 ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 24, 31, 32, 33, 48, 63, 64]
 STEPS = 60  # random tiles per kernel
+LAYOUTS = {
+    "packed": "AM_PACKED",
+    "unpacked": "AM_PACKED_KEYS",
+    "transposed": "AM_TRANSPOSED_PACKED_VALUES",
+    "transposed unpacked": "AM_TRANSPOSED_ROWS",
+}
 
 
 def run_step(
@@ -293,42 +298,31 @@ def run_step(
     """Runs one step. `kind` is packed, unpacked (only values are), or transposed with packed or unpacked values."""
     memory, width, panel = Memory(), arithmetic.width, arithmetic.panel
     transposed, unpacked = kind.startswith("transposed"), kind.endswith("unpacked")
-    k, v_step = packed_keys(p.k, panel, width), 0
-    q_packed = k_runs = v_runs = None
     run = pick(rng, [0, 8, 16, 32, 64]) if unpacked else 0
-    k_step, run_step = (x.shape[1] + 2 * width for x in (p.k, p.v))
-    if transposed and run:
-        k, k_runs = in_runs(memory, p.k, rng, width, run, k_step)
-    elif transposed:
-        k, k_step = strided(memory, p.k, rng, width, plain=True)
+    k, v = structure("am_rows"), structure("am_rows")
+    q_packed = memory.read(packed_keys(p.q, panel, width)) if transposed else None
     if transposed:
-        q_packed = memory.read(packed_keys(p.q, panel, width))
-    if run:
-        v_step = run_step
-        v, v_runs = in_runs(memory, p.v, rng, width, run, v_step)
-    elif unpacked:
-        v, v_step = strided(memory, p.v, rng, width, plain=True)
+        k, _k_runs = rows_in(memory, p.k, rng, width, run, plain=True)
     else:
-        v = memory.read(packed_values(p.v, panel, width))
+        k.data = memory.read(packed_keys(p.k, panel, width)).ctypes.data
+    if unpacked:
+        v, _v_runs = rows_in(memory, p.v, rng, width, run, plain=True)
+    else:
+        v.data = memory.read(packed_values(p.v, panel, width)).ctypes.data
     depth = -(-p.q.shape[1] // width)
     scratch = CONSTANTS["AM_FLASH_ROWS"] if transposed else len(p.q)
     block, mine = block_of(memory, arithmetic, p, old, depth + pick(rng, [0, 3]), q_packed, scratch)
     prefetch = prefetch_of(rng, memory)
     tile = structure(
         "am_flash_tile",
-        k=k if transposed else memory.read(k),
+        layout=CONSTANTS[LAYOUTS[kind]],
+        k=k,
         v=v,
         k_scales=scales[0],
         v_scales=scales[1],
         **bias_in(memory, rng, p.terms),
         finite=is_finite(p.v) and not unpacked,
-        transposed=transposed,
         prefetch=ctypes.addressof(prefetch),
-        k_step=k_step // width if transposed else 0,
-        v_step=v_step // width,
-        run=run,
-        k_runs=k_runs,
-        v_runs=v_runs,
         **words_in(memory, p.terms),
     )
     kernel(block, tile)
@@ -420,31 +414,22 @@ def run_unpacked(
             packer(q_packed, memory.read(p.q), depth, rows, depth)
         q_step = -(-depth // width)
         block, accumulators = block_of(memory, arithmetic, p, state, q_step, q_packed, rows, float_weights)
-        k, k_step = strided(memory, p.k, rng, width)
-        v, v_step = strided(memory, p.v, rng, width)
-        k_runs = v_runs = None
-        if run:
-            k_step, v_step = (x.shape[1] + 2 * width for x in (p.k, p.v))
-            k, k_runs = in_runs(memory, p.k, rng, width, run, k_step)
-            v, v_runs = in_runs(memory, p.v, rng, width, run, v_step)
+        k, k_runs = rows_in(memory, p.k, rng, width, run)
+        v, v_runs = rows_in(memory, p.v, rng, width, run)
         if run and tiles:  # only the addresses of the first tile are its own
             for addresses in (k_runs, v_runs):
                 addresses[addresses != 0] += np.uintp(4096)
         kept += [k_runs, v_runs, *scales]
         tile = structure(
             "am_flash_tile",
+            layout=CONSTANTS["AM_ROWS"],
             k=k,
             v=v,
-            run=run,
-            k_runs=k_runs,
-            v_runs=v_runs,
             k_scales=scales[0],
             v_scales=scales[1],
             **bias_in(memory, rng, p.terms),
             next_keys=prefetch_of(rng, memory)[CONSTANTS["AM_PREFETCH_K"]],
-            k_step=k_step // width,
-            v_step=v_step // width,
-            value_dim=p.v.shape[1] // width,
+            value_bytes=p.v.shape[1] * p.v.itemsize,
             **words_in(memory, p.terms),
         )
         blocks, tiles, mine = [*blocks, block], [*tiles, tile], [*mine, accumulators]

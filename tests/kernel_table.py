@@ -14,6 +14,7 @@ import numpy as np
 from attnmask import _core
 
 SCALARS = {
+    "am_tile_layout": ctypes.c_int,
     "bool": ctypes.c_bool,
     "double": ctypes.c_double,
     "int32_t": ctypes.c_int32,

@@ -188,31 +188,46 @@ enum {
 };
 _Static_assert(AM_PREFETCH_V == AM_PREFETCH_RUNS && AM_PREFETCH_PACKED == 2 * AM_PREFETCH_RUNS, "overlap");
 
+/* Rows of keys or values in memory, `step` bytes apart: one behind the other, or in runs of `run` rows each,
+ * a power of two. Runs begin at these addresses, which all heads share: they are as far from each other as
+ * those of the rows, of which the first is at `data`. */
 typedef struct {
-    const void *k, *v;    /* packed or unpacked */
+    const void *data;
+    ptrdiff_t step, run; /* run: 0 if not in runs */
+    const void *const *runs;
+} am_rows;
+
+/* How keys and values of a tile lie. Rows of values alone are those of all AM_FLASH_TILE keys, all pairs are
+ * live, and rows have `out_dim` numbers, in whole panels where a lane holds two. */
+typedef enum {
+    AM_PACKED,      /* keys and values by pack_keys and pack_values; k.data and v.data alone count */
+    AM_PACKED_KEYS, /* keys are packed, values are rows */
+    AM_ROWS,        /* for step_unpacked */
+    /* Keys are AM_FLASH_TILE rows on multiples of a lane, in runs of at least AM_TRANSPOSED_KEYS, and queries
+     * are packed instead. All pairs are live, and products are logits but for a factor of more than 0. */
+    AM_TRANSPOSED_PACKED_VALUES,
+    AM_TRANSPOSED_ROWS, /* the same, and values are rows */
+} am_tile_layout;
+static inline bool am_is_transposed(am_tile_layout layout) { return layout >= AM_TRANSPOSED_PACKED_VALUES; }
+static inline bool am_has_value_rows(am_tile_layout layout)
+{
+    return layout != AM_PACKED && layout != AM_TRANSPOSED_PACKED_VALUES;
+}
+
+typedef struct {
+    am_tile_layout layout;
+    am_rows k, v; /* in layout AM_ROWS runs have behind the last address that of what follows the tile,
+                   * or NULL */
+    ptrdiff_t value_bytes; /* of a row of values */
+    bool finite;           /* no packed value is NaN or Inf */
+    /* Of rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the arithmetic
+     * type by which they are multiplied, or NULL. */
+    const void *k_scales, *v_scales;
     const uint64_t *live; /* a word a row, not all 0; NULL: all pairs are live */
     const uint64_t *kept; /* the same for dropout; NULL: no dropout */
     const void *bias;     /* rows of AM_FLASH_TILE numbers, bias_step apart; NULL: none */
     ptrdiff_t bias_step;
-    bool finite;     /* no packed value is NaN or Inf */
-    bool transposed; /* AM_FLASH_TILE keys are unpacked, and queries are packed instead; all pairs
-                      * are live, products are logits but for a factor of more than 0, and keys lie on
-                      * multiples of a lane */
     const am_prefetch_rows *prefetch; /* AM_PREFETCH_KINDS of them; step_unpacked reads none */
-    /* If unpacked: lanes from row to row, lanes of a value. Values may be unpacked where keys are
-     * packed, if all pairs are live, v_step is positive, and their head_dim is `out_dim`, and whole panels
-     * where a lane holds two numbers; else v_step is 0. */
-    ptrdiff_t k_step, v_step, value_dim;
-    /* If unpacked, keys and values may lie in runs of `run` rows each, and not one behind the other; 0: they
-     * do not. `run` is a power of two, at least 2, and AM_TRANSPOSED_KEYS if the tile is transposed. Values
-     * that are unpacked alone may lie so, too. The first run begins at k or v, and the others are as far from
-     * it as these addresses, which all heads share; those of the first tile are its own. Behind the last
-     * address is that of what follows the tile, or NULL. */
-    ptrdiff_t run;
-    const void *const *k_runs, *const *v_runs;
-    /* Of unpacked rows, and of packed ones where a lane holds two numbers: AM_FLASH_TILE numbers of the
-     * arithmetic type by which they are multiplied, or NULL. */
-    const void *k_scales, *v_scales;
     /* What step_unpacked prefetches: the keys after it. If they lie in runs, `next_keys` is the first, and
      * all begin at these addresses; NULL: they do not. */
     am_prefetch_rows next_keys;
@@ -230,23 +245,17 @@ typedef void am_flash_step_unpacked(const am_flash_rows *const *blocks, const am
 /* Adds the accumulators of the same rows over other keys to those of `whole`. */
 typedef void am_flash_merge(const am_flash_rows *whole, const am_flash_rows *split);
 
-/* Rows of keys or values in memory, `step` elements apart: one behind the other, or in runs of `run` rows
- * each, a multiple of AM_PACKED_RUN, which begin at these addresses. */
 enum { AM_PACKED_RUN = 16 };
-typedef struct {
-    const void *data;
-    ptrdiff_t step, run;     /* run: 0 if not in runs */
-    const void *const *runs; /* the first is `data` */
-} am_unpacked_rows;
 
 /* Packs up to AM_FLASH_TILE keys or values into panels: keys [panel of rows][head_dim][row], times a factor,
  * which is 1 where a lane holds two numbers, values [panel of columns][AM_FLASH_TILE][column]. Each row is
  * multiplied by its scale; `scales` are AM_FLASH_TILE numbers of the arithmetic type, or NULL for 1, as where
- * a lane holds two numbers. Missing columns are zero, and so are missing rows up to whole panels; those
- * behind are not written. Returns whether all values are finite. */
-typedef void am_flash_pack_keys(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
+ * a lane holds two numbers. Rows may be in runs of a multiple of AM_PACKED_RUN. Missing columns are zero, and
+ * so are missing rows up to whole panels; those behind are not written. Returns whether all values are
+ * finite. */
+typedef void am_flash_pack_keys(void *dst, const am_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
                                 double factor, const void *scales);
-typedef bool am_flash_pack_values(void *dst, const am_unpacked_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
+typedef bool am_flash_pack_values(void *dst, const am_rows *src, ptrdiff_t rows, ptrdiff_t head_dim,
                                   const void *scales);
 
 /* Reads up to AM_FLASH_TILE numbers of the bias as AM_FLASH_TILE of the arithmetic type; returned bits tell

@@ -49,12 +49,15 @@ static void pack_tile(const am_backward_plan *p, const am_attn_place *at, am_ran
 {
     if (s->tiles[i].packed) return;
     const am_attn *f = p->base.attn;
-    const am_kv_rows k = am_kv_rows_of(&f->k, at, keys, f->head_dim),
-                     v = am_kv_rows_of(&f->v, at, keys, f->value_dim);
-    am_pack_keys(&p->base, k, s->row, s->k_columns + i * p->k_columns_bytes, 1);
-    const bool finite = am_pack_values(&p->base, k, s->row, s->k + i * p->k_panels_bytes);
-    am_pack_keys(&p->base, v, s->row, s->v_columns + i * p->v_columns_bytes, 1);
-    clear_tile(p, i, am_length(keys), s);
+    const am_kv_kernels *kv = p->base.kv;
+    const ptrdiff_t count = am_length(keys);
+    const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
+    kv->pack_keys(s->k_columns + i * p->k_columns_bytes, &k, count, am_lanes(&p->base, f->head_dim), 1, NULL);
+    const bool finite = kv->pack_values(s->k + i * p->k_panels_bytes, &k, count, f->head_dim, NULL);
+    const am_rows v = am_read_keys(&p->base, &f->v, at, keys, f->value_dim, s->row);
+    kv->pack_keys(s->v_columns + i * p->v_columns_bytes, &v, count, am_lanes(&p->base, f->value_dim), 1,
+                  NULL);
+    clear_tile(p, i, count, s);
     s->tiles[i] = (am_local_tile){.packed = true, .finite = finite};
 }
 

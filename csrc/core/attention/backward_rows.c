@@ -13,28 +13,26 @@ enum {
     FAR = 1024, /* |lse| from which its rounding costs P more than ten binary digits */
 };
 
-static const char *read_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                               ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, ptrdiff_t head_dim,
-                               char *scratch, ptrdiff_t *step)
+/* The rows of a block. */
+static am_rows read_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
+                          ptrdiff_t count, char *scratch)
 {
-    return am_read_rows(&p->base, scratch, am_token(t, at->b, head, token), t->token, t->element, t->type,
-                        rows, head_dim, step);
+    return am_read_rows(&p->base, t, am_token(t, at->b, at->head, at->q), at->rows, count, scratch);
 }
 
-/* Loads rows of a block, and returns whether they are finite. `bf16x2_to`: for the same rows, packed as
- * bf16x2. */
-static bool load_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                        ptrdiff_t head_dim, char *scratch, char *to, ptrdiff_t to_step, char *bf16x2_to)
+/* Loads the rows of a block to rows `to_step` apart; or where a lane holds two numbers side by side, and
+ * packed like values. Returns whether they are finite. */
+static bool load_block(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
+                       ptrdiff_t to_step, char *scratch, char *to, char *packed)
 {
-    ptrdiff_t step;
+    const ptrdiff_t count = t == &p->base.attn->q ? p->base.attn->head_dim : p->base.attn->value_dim;
     if (p->base.bf16x2) {
-        am_copy_pairs(to, am_token(t, at->b, at->head, at->q), (ptrdiff_t)am_size_of(t->type), t->token,
-                      t->element, at->rows, head_dim);
-        const am_unpacked_rows rows = {.data = to, .step = 2 * am_lanes(&p->base, head_dim)};
-        return am_kv_own(&p->base)->pack_values(bf16x2_to, &rows, at->rows, head_dim, NULL);
+        const am_rows rows =
+            am_copy_lanes(to, t, am_token(t, at->b, at->head, at->q), at->rows, count, am_width(&p->base));
+        return am_kv_own(&p->base)->pack_values(packed, &rows, at->rows, count, NULL);
     }
-    const char *rows = read_tokens(p, t, at, at->head, at->q, at->rows, head_dim, scratch, &step);
-    return p->base.kernels->load_rows(to, to_step, rows, step, at->rows, head_dim);
+    const am_rows rows = read_block(p, t, at, count, scratch);
+    return p->base.kernels->load_rows(to, to_step, rows.data, rows.step / p->base.size, at->rows, count);
 }
 
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
@@ -64,9 +62,9 @@ am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn
         .unit = p->base.unit,
         .kept_factor = 1 / (1 - f->dropout),
     };
-    block.q_finite = load_tokens(p, &f->q, at, f->head_dim, s->row, s->q, p->step, s->q_rows);
+    block.q_finite = load_block(p, &f->q, at, p->step, s->row, s->q, s->q_rows);
     block.d_out_finite =
-        load_tokens(p, &p->problem->d_out, at, f->value_dim, s->row, s->d_out, p->value_step, s->d_out_rows);
+        load_block(p, &p->problem->d_out, at, p->value_step, s->row, s->d_out, s->d_out_rows);
     return block;
 }
 
@@ -110,7 +108,8 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         const am_range keys = am_range_at(&p->sections.tiles, i);
         am_backward_tile tile = {.k_columns = s->k_columns};
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
-        am_pack_keys(&p->base, am_kv_rows_of(&f->k, at, keys, f->head_dim), s->row, s->k_columns, 1);
+        const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
+        p->base.kv->pack_keys(s->k_columns, &k, am_length(keys), am_lanes(&p->base, f->head_dim), 1, NULL);
         p->base.kernels->find_row_max(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
@@ -130,14 +129,13 @@ static bool uses_row_max(const am_backward_plan *p, const am_attn_place *at, ptr
 static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, const am_backward_workspace *s)
 {
     const am_attn *f = p->base.attn;
-    ptrdiff_t step, d_step;
     char *other = s->row + am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)),
          *base = am_row_stats_of(p, at, AM_ROW_BASE), *rest = am_row_stats_of(p, at, AM_ROW_REST),
          *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
-    const char *out = read_tokens(p, &f->out, at, at->head, at->q, at->rows, f->value_dim, s->row, &step);
-    const char *d_out =
-        read_tokens(p, &p->problem->d_out, at, at->head, at->q, at->rows, f->value_dim, other, &d_step);
-    p->base.kernels->dot_rows(add, d_out, d_step, out, step, at->rows, f->value_dim);
+    const am_rows out = read_block(p, &f->out, at, f->value_dim, s->row),
+                  d_out = read_block(p, &p->problem->d_out, at, f->value_dim, other);
+    p->base.kernels->dot_rows(add, d_out.data, d_out.step / p->base.size, out.data, out.step / p->base.size,
+                              at->rows, f->value_dim);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;

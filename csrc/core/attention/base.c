@@ -7,10 +7,7 @@
 
 #include "core/arrays/convert.h"
 
-enum {
-    LANE_BYTES = 4,
-    WIDEST = 8, /* bytes of a number; a bias may be wider than the arithmetic */
-};
+enum { WIDEST = 8 }; /* bytes of a number; a bias may be wider than the arithmetic */
 
 uint32_t am_threshold_of(double probability)
 {
@@ -63,68 +60,49 @@ ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count)
     return 2 * am_ceil_div(rows * am_max(count, 1) * WIDEST, AM_LINE) * AM_LINE;
 }
 
-const char *am_read_rows(const am_attn_base *base, char *scratch, const char *src, ptrdiff_t row_step,
-                         ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
-                         ptrdiff_t *step)
+am_rows am_read_rows(const am_attn_base *base, const am_tokens *t, const char *src, ptrdiff_t rows,
+                     ptrdiff_t count, char *scratch)
 {
-    ptrdiff_t size = (ptrdiff_t)am_size_of(type);
-    if (type == base->type && element_step == size && row_step % size == 0) {
-        *step = row_step / size;
-        return src;
-    }
-    char *raw =
-        type == base->type ? scratch : scratch + am_ceil_div(rows * count * base->size, AM_LINE) * AM_LINE;
-    *step = count;
-    if (element_step == size && type != base->type) {
-        am_convert_row *convert = am_converter(type, base->type);
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = count * base->size;
+    const bool own = t->type == base->type, plain = t->element == size;
+    if (own && plain && t->token % size == 0) return (am_rows){.data = src, .step = t->token};
+    if (!plain || own) {
+        char *raw = own ? scratch : scratch + am_ceil_div(rows * row, AM_LINE) * AM_LINE;
+        am_copy_2d(raw, count * size, size, src, t->token, t->element, rows, count, (size_t)size);
+        if (!own) am_converter(t->type, base->type)(base->all_kernels, scratch, raw, rows * count);
+    } else {
         for (ptrdiff_t r = 0; r < rows; r++)
-            convert(base->all_kernels, scratch + r * count * base->size, src + r * row_step, count);
-        return scratch;
+            am_converter(t->type, base->type)(base->all_kernels, scratch + r * row, src + r * t->token,
+                                              count);
     }
-    am_copy_2d(raw, count * size, size, src, row_step, element_step, rows, count, (size_t)size);
-    if (type != base->type) am_converter(type, base->type)(base->all_kernels, scratch, raw, rows * count);
-    return scratch;
+    return (am_rows){.data = scratch, .step = row};
 }
 
-bool am_is_plain(const am_tokens *t)
+bool am_is_plain(const am_tokens *t, ptrdiff_t count, ptrdiff_t width)
 {
-    ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
-    return t->element == size && t->token % size == 0;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type);
+    return t->element == size && t->token % (width * size) == 0 && count % width == 0;
 }
 
-bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count)
-{
-    return am_is_plain(t) && t->token % LANE_BYTES == 0 && count % 2 == 0;
-}
-
-bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count)
+bool am_is_aligned(const am_tokens *t, ptrdiff_t count, ptrdiff_t width)
 {
     const uintptr_t rows = (uintptr_t)t->data | (uintptr_t)t->batch | (uintptr_t)t->head;
-    return am_is_plain_bf16x2(t, count) && rows % LANE_BYTES == 0;
+    return am_is_plain(t, count, width) && rows % ((uintptr_t)width * am_size_of(t->type)) == 0;
 }
 
-void am_copy_pairs(char *to, const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
-                   ptrdiff_t rows, ptrdiff_t count)
+am_rows am_copy_lanes(char *to, const am_tokens *t, const char *src, ptrdiff_t rows, ptrdiff_t count,
+                      ptrdiff_t width)
 {
-    const ptrdiff_t row = (count + count % 2) * size;
-    if (count % 2) memset(to, 0, (size_t)(rows * row));
-    am_copy_2d(to, row, size, src, row_step, element_step, rows, count, (size_t)size);
-}
-
-const char *am_read_pairs(const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
-                          ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step)
-{
-    *step = row_step / (2 * size);
-    if (element_step == size && row_step % (2 * size) == 0 && count % 2 == 0) return src;
-    *step = am_ceil_div(count, 2);
-    am_copy_pairs(scratch, src, size, row_step, element_step, rows, count);
-    return scratch;
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = am_ceil_div(count, width) * width * size;
+    if (count % width) memset(to, 0, (size_t)(rows * row));
+    am_copy_2d(to, row, size, src, t->token, t->element, rows, count, (size_t)size);
+    return (am_rows){.data = to, .step = row};
 }
 
 am_prefetch_rows am_prefetch_tokens(const am_tokens *t, ptrdiff_t b, ptrdiff_t head, ptrdiff_t heads,
                                     ptrdiff_t token, ptrdiff_t rows, ptrdiff_t count)
 {
-    if (rows <= 0 || !am_is_plain(t)) return (am_prefetch_rows){0};
+    if (rows <= 0 || !am_is_plain(t, count, 1)) return (am_prefetch_rows){0};
     ptrdiff_t one = count * (ptrdiff_t)am_size_of(t->type), all = (heads - 1) * t->head + one;
     bool side_by_side = one < all && all <= t->token;
     return (am_prefetch_rows){.at = am_token(t, b, head, token),

@@ -74,17 +74,18 @@ static inline ptrdiff_t am_query_of(const am_attn_place *at, ptrdiff_t row)
     return at->q + row % at->queries;
 }
 
-/* The lanes that hold so many numbers of a query or key. */
-static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t head_dim)
+/* The numbers of a lane, and the lanes that hold so many numbers of a query or key. */
+static inline ptrdiff_t am_width(const am_attn_base *base) { return base->bf16x2 ? 2 : 1; }
+static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
 {
-    return base->bf16x2 ? am_ceil_div(head_dim, 2) : head_dim;
+    return am_ceil_div(numbers, am_width(base));
 }
 
-/* Whether keys and values are bf16x2 where they lie, too: those of eight bits become so as they are packed.
- */
-static inline bool am_kv_is_bf16x2(const am_attn_base *base)
+/* The numbers of a lane of keys and values where they lie: those of eight bits become lanes of two as they
+ * are packed. */
+static inline ptrdiff_t am_kv_width(const am_attn_base *base)
 {
-    return base->bf16x2 && base->attn->k.type == AM_BFLOAT16;
+    return base->bf16x2 && base->attn->k.type == AM_BFLOAT16 ? 2 : 1;
 }
 
 /* Read and write numbers of the arithmetic type. */
@@ -100,11 +101,10 @@ static inline void am_set_number(const am_attn_base *base, void *array, ptrdiff_
         ((float *)array)[i] = (float)x;
 }
 
-/* Returns rows of `count` numbers of the arithmetic type, `step` elements apart: where they lie, or copied to
- * `scratch` of am_row_scratch bytes. */
-const char *am_read_rows(const am_attn_base *base, char *scratch, const char *src, ptrdiff_t row_step,
-                         ptrdiff_t element_step, am_dtype type, ptrdiff_t rows, ptrdiff_t count,
-                         ptrdiff_t *step);
+/* Returns rows of `count` numbers of an array from `src` on as the arithmetic type: where they lie, or copied
+ * to `scratch` of am_row_scratch bytes. */
+am_rows am_read_rows(const am_attn_base *base, const am_tokens *t, const char *src, ptrdiff_t rows,
+                     ptrdiff_t count, char *scratch);
 ptrdiff_t am_row_scratch(ptrdiff_t rows, ptrdiff_t count);
 
 /* The address of a token of one head. */
@@ -113,18 +113,14 @@ static inline const char *am_token(const am_tokens *t, ptrdiff_t b, ptrdiff_t he
     return t->data + b * t->batch + head * t->head + token * t->token;
 }
 
-/* Whether the kernels can read rows where they lie: as numbers, or `count` bfloat16 as bf16x2, by whole
- * vectors or also lane by lane. */
-bool am_is_plain(const am_tokens *t);
-bool am_is_plain_bf16x2(const am_tokens *t, ptrdiff_t count);
-bool am_is_aligned_bf16x2(const am_tokens *t, ptrdiff_t count);
+/* Whether kernels can read rows of `count` numbers where they lie, as lanes of `width` numbers: by whole
+ * vectors, or also lane by lane. */
+bool am_is_plain(const am_tokens *t, ptrdiff_t count, ptrdiff_t width);
+bool am_is_aligned(const am_tokens *t, ptrdiff_t count, ptrdiff_t width);
 
-/* Rows of `count` numbers of `size` bytes in whole pairs, as lanes of bf16x2 hold them: copied; or `step`
- * pairs apart, where they lie or copied to `scratch`. */
-void am_copy_pairs(char *to, const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
-                   ptrdiff_t rows, ptrdiff_t count);
-const char *am_read_pairs(const char *src, ptrdiff_t size, ptrdiff_t row_step, ptrdiff_t element_step,
-                          ptrdiff_t rows, ptrdiff_t count, char *scratch, ptrdiff_t *step);
+/* Copies rows of `count` numbers as whole lanes of `width` numbers, side by side. */
+am_rows am_copy_lanes(char *to, const am_tokens *t, const char *src, ptrdiff_t rows, ptrdiff_t count,
+                      ptrdiff_t width);
 
 /* Rows of `count` numbers to prefetch, none if rows <= 0: of all heads if they lie side by side, else of the
  * first. */

@@ -162,16 +162,15 @@ static void load_pairs(const am_attn_base *base, const item *it, const char *src
     const ptrdiff_t head_dim = base->attn->head_dim, count = it->at.queries,
                     row_bytes = am_lanes(base, head_dim) * base->size;
     if (!scales->by_channel) {
-        am_copy_pairs(to, src, (ptrdiff_t)am_size_of(q->type), q->token, q->element, count, head_dim);
+        am_copy_lanes(to, q, src, count, head_dim, am_width(base));
         return;
     }
-    ptrdiff_t step;
-    float *rows =
-        (float *)am_read_rows(base, scratch, src, q->token, q->element, q->type, count, head_dim, &step);
-    am_scale_channels(scales, it->at.kv_head, rows, count, head_dim, step);
+    am_read_rows(base, q, src, count, head_dim, scratch); /* of another type, and so copied */
+    float *rows = (float *)scratch;
+    am_scale_channels(scales, it->at.kv_head, rows, count, head_dim, head_dim);
     if (head_dim % 2) memset(to, 0, (size_t)(count * row_bytes));
-    for (ptrdiff_t r = 0; r < count; r++)
-        base->kernels->numbers[q->type].write(to + r * row_bytes, rows + r * step, 1, head_dim);
+    for (ptrdiff_t r = 0; r < count; r++, rows += head_dim)
+        base->kernels->numbers[q->type].write(to + r * row_bytes, rows, 1, head_dim);
 }
 
 /* Copies the queries of a block, scaled and packed as its strategy wants them. */
@@ -191,11 +190,10 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
             to += it->at.queries * row_bytes;
             continue;
         }
-        ptrdiff_t step;
-        src =
-            am_read_rows(base, scratch, src, q->token, q->element, q->type, it->at.queries, head_dim, &step);
-        for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes, src += step * base->size)
-            base->kernels->numbers[base->type].write(to, src, factor, head_dim);
+        const am_rows rows = am_read_rows(base, q, src, it->at.queries, head_dim, scratch);
+        for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes)
+            base->kernels->numbers[base->type].write(to, (const char *)rows.data + r * rows.step, factor,
+                                                     head_dim);
     }
     if (base->attn->k_scales.by_channel && !pairs)
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, head_dim,
@@ -203,7 +201,7 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     if (packs) {
         am_query_packer(base)(it->q_packed, it->rows.q, it->rows.q_step, it->at.rows, head_dim);
     } else if (it->q_packed) {
-        const am_unpacked_rows rows = {.data = it->rows.q, .step = it->rows.q_step};
+        const am_rows rows = {.data = it->rows.q, .step = it->rows.q_step * base->size};
         am_kv_own(base)->pack_keys(it->q_packed, &rows, it->at.rows, f->schedule.lanes, 1, NULL);
     }
 }
@@ -274,8 +272,7 @@ static void choose_prefetch(const forward *f, const position *here, const positi
     memset(prefetch, 0, AM_PREFETCH_KINDS * sizeof *prefetch);
     if (after.index >= 0) {
         keys = am_range_at(&f->sections.tiles, after.index);
-        am_kv_prefetch(&f->kv, after.of->section, &after.of->at, after.index, kv_heads, part, parts, kv,
-                       prefetch);
+        am_kv_prefetch(kv, after.of->section, &after.of->at, after.index, kv_heads, part, parts, prefetch);
     }
     prefetch[AM_PREFETCH_BIAS] = am_prefetch_bias(base, last ? then : &one->at, keys);
     if (!last || am_is_apart(&f->schedule, here->section) ||
@@ -323,8 +320,9 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (it == first || !have_like_terms(base, &it->at, &it[-1].at))
                     is_live = am_find_logit_terms(base, &it->at, keys, &it->terms, &terms);
                 if (!is_live) continue;
-                am_kv_tile(&f->kv, here->section, &it->at, index, !terms.live, live, kv, some);
                 am_flash_tile *tile = &some[live];
+                if (live == 0) am_kv_begin_tile(kv, &it->at, index);
+                am_kv_tile(kv, &it->at, !terms.live, tile);
                 tile->live = terms.live, tile->kept = terms.kept;
                 tile->bias = terms.bias, tile->bias_step = terms.bias_step;
                 tile->prefetch = prefetch;
@@ -333,8 +331,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
                 if (!unpacked)
                     choose_prefetch(f, here, next, it, after, count, part, parts, kv, prefetch);
                 else if (after.index >= 0)
-                    am_kv_prefetch_keys(&f->kv, &after.of->at, after.index, kv_heads_of(here, count), kv,
-                                        tile);
+                    am_kv_prefetch_keys(kv, &after.of->at, after.index, kv_heads_of(here, count), tile);
             }
             if (live == 0) continue;
             if (unpacked)
@@ -412,6 +409,7 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
     workspace w;
     lay_out(f, memory, &w);
     am_kv_workspace kv = w.kv;
+    kv.kv = &f->kv, kv.section = g;
     am_status status = AM_OK;
     for (; status == AM_OK && some.first < end; some.first += lockstep) {
         some.count = am_min(lockstep, end - some.first);

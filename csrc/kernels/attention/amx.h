@@ -173,14 +173,15 @@ static void add_products(const strip_f32 *strips, ptrdiff_t count, const uint64_
 
 static void flash_step_amx(const am_flash_rows *block, const am_flash_tile *tile)
 {
+    assert(tile->layout == AM_PACKED);
     strip_f32 strips[AM_FLASH_ROWS / AMX_ROWS];
     ptrdiff_t count = cut_strips_f32(strips, block->rows, AMX_ROWS, tile->live, AM_FLASH_TILE);
     const ptrdiff_t chunks = (2 * block->head_dim + block->out_dim) / AMX_TILE_LANES + 1;
     prefetch_queue queue = prefetch_queue_of(tile->prefetch, count * chunks);
     if (block->head_dim == 0) memset(block->logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof(float));
-    find_logits(strips, count, block->head_dim, block->q, block->q_step, tile->k, block->logits, &queue);
+    find_logits(strips, count, block->head_dim, block->q, block->q_step, tile->k.data, block->logits, &queue);
     SHARED_BF16X2(find_p_bf16x2)(block, tile);
-    add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v,
+    add_products(strips, count, tile->finite ? NULL : tile->live, block->logits, AM_FLASH_TILE, tile->v.data,
                  block->out, block->out_dim, block->out_dim, &queue);
     amx_end();
 }

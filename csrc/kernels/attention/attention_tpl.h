@@ -70,10 +70,10 @@ static void FN(add_packed)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_dim
 static void FN(add_unpacked)(ptrdiff_t rows, ptrdiff_t columns, const T *p, const am_flash_tile *tile,
                              ptrdiff_t column, T *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    const row_runs runs = runs_of_values(tile, 1, column * (ptrdiff_t)sizeof(T));
-    const T *v = (const T *)tile->v + column;
-    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v, tile->v_step, c, c_step, prefetch,
-                    tile->run ? &runs : NULL);
+    const row_runs runs = runs_behind(&tile->v, 0, 1, column * (ptrdiff_t)sizeof(T));
+    const T *v = (const T *)tile->v.data + column;
+    FN(add_product)(rows, columns, AM_FLASH_TILE, p, v, tile->v.step / (ptrdiff_t)sizeof(T), c, c_step,
+                    prefetch, tile->v.run ? &runs : NULL);
 }
 
 #define STEP(name) FN(name)

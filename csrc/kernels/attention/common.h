@@ -2,6 +2,7 @@
 #ifndef AM_KERNELS_ATTENTION_COMMON_H
 #define AM_KERNELS_ATTENTION_COMMON_H
 
+#include <assert.h>
 #include <float.h>
 #include <math.h>
 
@@ -36,36 +37,27 @@ typedef struct {
     ptrdiff_t offset;
 } row_runs;
 
-/* Those of a tile's values behind the first run, of which so many rows are joined to one. */
-static inline row_runs runs_of_values(const am_flash_tile *tile, ptrdiff_t joined, ptrdiff_t offset)
+/* The run of row i. */
+static inline ptrdiff_t run_of_row(const am_rows *rows, ptrdiff_t i)
 {
-    if (tile->run == 0) return (row_runs){0};
-    const uintptr_t head = (uintptr_t)tile->v - (uintptr_t)*tile->v_runs;
-    return (row_runs){tile->run / joined, tile->v_runs + 1, (ptrdiff_t)head + offset};
+    return i >> __builtin_ctzll((unsigned long long)rows->run);
 }
 
-/* The run of row i of a tile. */
-static inline ptrdiff_t run_of_row(const am_flash_tile *tile, ptrdiff_t i)
+/* The runs behind that of row i, of which so many rows are joined to one. */
+static inline row_runs runs_behind(const am_rows *rows, ptrdiff_t i, ptrdiff_t joined, ptrdiff_t offset)
 {
-    return i >> __builtin_ctzll((unsigned long long)tile->run);
+    if (rows->run == 0) return (row_runs){0};
+    const uintptr_t head = (uintptr_t)rows->data - (uintptr_t)*rows->runs;
+    return (row_runs){rows->run / joined, rows->runs + run_of_row(rows, i) + 1, (ptrdiff_t)head + offset};
 }
 
-/* Those of a tile's keys behind the run of key i. */
-static inline row_runs runs_of_keys(const am_flash_tile *tile, ptrdiff_t i)
+/* Row i. */
+static inline const void *row_at(const am_rows *rows, ptrdiff_t i)
 {
-    if (tile->run == 0) return (row_runs){0};
-    const uintptr_t head = (uintptr_t)tile->k - (uintptr_t)*tile->k_runs;
-    return (row_runs){tile->run, tile->k_runs + run_of_row(tile, i) + 1, (ptrdiff_t)head};
-}
-
-/* Row i of a tile of unpacked rows, `step` bytes apart, of which the first is at `first`. */
-static inline const void *row_in_runs(const am_flash_tile *tile, const void *first, const void *const *runs,
-                                      ptrdiff_t step, ptrdiff_t i)
-{
-    if (tile->run == 0) return (const char *)first + i * step;
-    const ptrdiff_t row = (i & (tile->run - 1)) * step;
-    return (const void *)((uintptr_t)first + (uintptr_t)runs[run_of_row(tile, i)] - (uintptr_t)runs[0] +
-                          (uintptr_t)row);
+    if (rows->run == 0) return (const char *)rows->data + i * rows->step;
+    const ptrdiff_t row = (i & (rows->run - 1)) * rows->step;
+    return (const void *)((uintptr_t)rows->data + (uintptr_t)rows->runs[run_of_row(rows, i)] -
+                          (uintptr_t)rows->runs[0] + (uintptr_t)row);
 }
 
 /* The number of columns of the panel of results that begins at `column`: a whole panel, or half of one. */

@@ -18,6 +18,7 @@
 
 /* Where numbers lie apart that are neighbours in the sum: two rows, half of b_row apart, are interleaved as
  * they are loaded. */
+#define TWO_ROWS(bytes) (2 * (bytes) / (ptrdiff_t)sizeof(uint16_t))
 #define S uint16_t
 #define LOADS(b, b_row, vectors, left, right)                                                                \
     if ((vectors) > 1)                                                                                       \
@@ -106,11 +107,10 @@ static void add_live_bf16x2(const am_flash_rows *block, const am_flash_tile *til
 static void add_unpacked_bf16x2(ptrdiff_t rows, ptrdiff_t columns, const float *p, const am_flash_tile *tile,
                                 ptrdiff_t column, float *c, ptrdiff_t c_step, prefetch_lines *prefetch)
 {
-    const uint16_t *v = (const uint16_t *)tile->v + column;
-    const ptrdiff_t step = 4 * tile->v_step;
-    const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v);
-    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, step, c, c_step, prefetch,
-                            tile->run ? &runs : NULL);
+    const uint16_t *v = (const uint16_t *)tile->v.data + column;
+    const row_runs runs = runs_behind(&tile->v, 0, 2, column * (ptrdiff_t)sizeof *v);
+    add_product_interleaved(rows, columns, AM_FLASH_TILE / 2, p, v, TWO_ROWS(tile->v.step), c, c_step,
+                            prefetch, tile->v.run ? &runs : NULL);
 }
 #endif
 

@@ -353,11 +353,12 @@ static void STEP(scale_products)(const am_flash_rows *block, const T *scales)
 static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *tile)
 {
 #    if VF_LANES >= 16
-    if (tile->transposed) {
+    if (am_is_transposed(tile->layout)) {
         STEP(step_transposed)(block, tile);
         return;
     }
 #    endif
+    assert(tile->layout == AM_PACKED || tile->layout == AM_PACKED_KEYS);
     FN(strip) strips[AM_FLASH_ROWS];
     ptrdiff_t count = FN(cut_strips)(strips, block->rows, STRIP, tile->live, AM_FLASH_TILE);
 
@@ -365,7 +366,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
         prefetch_queue_of(tile->prefetch, count * (AM_FLASH_TILE + block->out_dim) / FN(PANEL));
 
     T *logits = block->logits, *out = block->out;
-    const T *q = block->q, *k = tile->k, *v = tile->v;
+    const T *q = block->q, *k = tile->k.data, *v = tile->v.data;
     if (block->head_dim == 0) memset(logits, 0, (size_t)(block->rows * AM_FLASH_TILE) * sizeof *logits);
     for (ptrdiff_t column = 0; block->head_dim > 0 && column < AM_FLASH_TILE;
          column += FN(PANEL), k += FN(PANEL) * block->head_dim) {
@@ -393,7 +394,7 @@ static void STEP(flash_step)(const am_flash_rows *block, const am_flash_tile *ti
             prefetch_lines *lines = columns > LANES ? prefetch_pick(&queue, end - begin) : NULL;
             const T *p = logits + s->row * AM_FLASH_TILE + begin;
             T *c = out + s->row * block->out_dim + column;
-            if (tile->v_step > 0)
+            if (tile->layout == AM_PACKED_KEYS)
                 STEP(add_unpacked)(s->rows, columns, p, tile, column, c, block->out_dim, lines);
             else
                 STEP(add_product)(s->rows, columns, end - begin, p, v + panel + begin * FN(PANEL), FN(PANEL),

@@ -67,22 +67,22 @@ static void STEP(add_values_transposed)(const am_flash_rows *block, const am_fla
                                         const FN(strip) * s, ptrdiff_t column, T *interleaved)
 {
     const ptrdiff_t columns = columns_at(block, column, FN(PANEL)), count = AM_FLASH_TILE / WIDTH;
-    const T *p = (const T *)block->logits + s->row, *v = tile->v;
+    const T *p = (const T *)block->logits + s->row, *v = tile->v.data;
     T *c = (T *)block->out + s->row * block->out_dim + column;
-    const bool packed = tile->v_step == 0;
+    const bool packed = !am_has_value_rows(tile->layout);
     if (packed || (WIDTH > 1 && s->row > 0 && columns > LANES)) {
         STEP(add_product_transposed)(s->rows, columns, count, p, packed ? v + column * count : interleaved,
                                      FN(PANEL), c, block->out_dim, NULL, NULL);
         return;
     }
-    const row_runs runs = runs_of_values(tile, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
+    const row_runs runs = runs_behind(&tile->v, 0, WIDTH, column * (ptrdiff_t)sizeof(T) / WIDTH);
 #if WIDTH > 1
     add_product_transposed_interleaved(s->rows, columns, count, p, (const uint16_t *)v + column,
-                                       4 * tile->v_step, c, block->out_dim, tile->run ? &runs : NULL,
+                                       TWO_ROWS(tile->v.step), c, block->out_dim, tile->v.run ? &runs : NULL,
                                        s->rows < block->rows ? interleaved : NULL);
 #else
-    FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v_step, c, block->out_dim,
-                               tile->run ? &runs : NULL, NULL);
+    FN(add_product_transposed)(s->rows, columns, count, p, v + column, tile->v.step / (ptrdiff_t)sizeof(T), c,
+                               block->out_dim, tile->v.run ? &runs : NULL, NULL);
 #endif
 }
 
@@ -97,10 +97,9 @@ static void STEP(step_transposed)(const am_flash_rows *block, const am_flash_til
     for (ptrdiff_t row = 0; row < block->rows; row += FN(PANEL), q += FN(PANEL) * block->head_dim) {
         for (ptrdiff_t key = 0; key < AM_FLASH_TILE; key += AM_TRANSPOSED_KEYS) {
             prefetch_lines *lines = prefetch_pick(&queue, block->head_dim);
-            STEP(product_within)(
-                AM_TRANSPOSED_KEYS, 0, block->rows - row, block->head_dim,
-                row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(T), key),
-                tile->k_step, q, logits + key * AM_FLASH_TILE + row, lines);
+            STEP(product_within)(AM_TRANSPOSED_KEYS, 0, block->rows - row, block->head_dim,
+                                 row_at(&tile->k, key), tile->k.step / (ptrdiff_t)sizeof(T), q,
+                                 logits + key * AM_FLASH_TILE + row, lines);
             prefetch_rest(&queue, lines, block->head_dim);
         }
     }

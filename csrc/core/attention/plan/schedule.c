@@ -47,19 +47,18 @@ static bool can_read_queries(const am_attn_base *base)
 {
     const am_tokens *q = &base->attn->q;
     if (q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
-    if (base->bf16x2) return am_is_aligned_bf16x2(q, base->attn->head_dim);
-    return q->type == base->type && am_is_plain(q);
+    if (base->bf16x2) return am_is_aligned(q, base->attn->head_dim, 2);
+    return q->type == base->type && am_is_plain(q, base->attn->head_dim, 1);
 }
 
 /* Whether values can be read where they lie, in whole vectors. */
 static bool can_read_values(const am_attn_base *base)
 {
     const am_tokens *v = &base->attn->v;
-    const ptrdiff_t panel = base->kernels->panel, head_dim = base->attn->value_dim;
-    if (v->token <= 0) return false;
-    if (base->bf16x2)
-        return am_kv_is_bf16x2(base) && head_dim % panel == 0 && am_is_plain_bf16x2(v, head_dim);
-    return head_dim % (panel / 2) == 0 && am_is_plain(v) && v->type == base->type;
+    const ptrdiff_t width = am_width(base), panel = base->kernels->panel, count = base->attn->value_dim;
+    if (v->token <= 0 || !am_is_plain(v, count, width)) return false;
+    if (width > 1) return am_kv_width(base) == width && count % panel == 0;
+    return count % (panel / 2) == 0 && v->type == base->type;
 }
 
 static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_sections *sections,
@@ -106,9 +105,8 @@ static ptrdiff_t side_by_side(const am_attn_base *base)
 {
     const am_attn *f = base->attn;
     const am_tokens *k = &f->k, *v = &f->v;
-    if (!am_is_plain(k) || !am_is_plain(v)) return 1;
-    if (am_kv_is_bf16x2(base) && !(am_is_plain_bf16x2(k, f->head_dim) && am_is_plain_bf16x2(v, f->value_dim)))
-        return 1;
+    const ptrdiff_t width = am_kv_width(base);
+    if (!am_is_plain(k, f->head_dim, width) || !am_is_plain(v, f->value_dim, width)) return 1;
     if (k->head <= 0 || v->head <= 0 || k->head >= k->token || v->head >= v->token) return 1;
     return SIDE_BY_SIDE / am_max(k->head, v->head);
 }

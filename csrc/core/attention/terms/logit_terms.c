@@ -165,12 +165,11 @@ static am_tile read_bias(const am_attn_base *base, const am_attn_place *at, ptrd
         if (direct) {
             infinite = direct(to, src, columns);
         } else if (f->bias_column) {
-            ptrdiff_t step;
-            src = am_read_rows(base, scratch, src, 0, f->bias_column, f->bias_type, 1, columns, &step);
-            infinite = own(to, src, columns);
+            const am_tokens row = {.type = f->bias_type, .element = f->bias_column};
+            infinite = own(to, am_read_rows(base, &row, src, 1, columns, scratch).data, columns);
         } else { /* one number for all keys */
-            ptrdiff_t step, size = (ptrdiff_t)am_size_of(f->bias_type);
-            src = am_read_rows(base, scratch, src, 0, size, f->bias_type, 1, 1, &step);
+            const am_tokens one = {.type = f->bias_type, .element = (ptrdiff_t)am_size_of(f->bias_type)};
+            src = am_read_rows(base, &one, src, 1, 1, scratch).data;
             uint64_t pattern = 0;
             memcpy(&pattern, src, (size_t)base->size);
             if (base->size == 4) pattern |= pattern << 32;

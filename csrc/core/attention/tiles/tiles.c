@@ -15,14 +15,12 @@ typedef enum { NOT_PACKED, IN_WORK, PACKED, PACKED_FINITE } tile_state;
 
 /* --- Rows --- */
 
-am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t head_dim)
+am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn_place *at, am_range keys,
+                     ptrdiff_t count, char *scratch)
 {
-    return (am_kv_rows){.data = am_token(t, at->b, at->kv_head, keys.begin),
-                        .step = t->token,
-                        .element = t->element,
-                        .type = t->type,
-                        .count = am_length(keys),
-                        .head_dim = head_dim};
+    const char *data = am_token(t, at->b, at->kv_head, keys.begin);
+    if (am_is_plain(t, count, am_width(base))) return (am_rows){.data = data, .step = t->token};
+    return am_copy_lanes(scratch, t, data, am_length(keys), count, am_width(base));
 }
 
 /* Where a key lies in a paged cache. */
@@ -39,7 +37,7 @@ static page_place page_place_of(const am_pages *p, const am_attn_place *at, ptrd
     return (page_place){s, token, p->table + s * p->table_step + token / p->size, token % p->size};
 }
 
-/* Tokens of one sequence that lie one after the other, from some key on. */
+/* Tokens of one sequence that lie one after the other, from some key on: all, if they lie in no pages. */
 typedef struct {
     const char *data; /* NULL: they are not to be read */
     ptrdiff_t count;
@@ -48,6 +46,7 @@ typedef struct {
 static key_run run_of(const am_attn *f, const am_tokens *t, const am_attn_place *at, am_range keys)
 {
     const am_pages *p = &f->pages;
+    if (!p->table) return (key_run){am_token(t, at->b, at->kv_head, keys.begin), am_length(keys)};
     const page_place first = page_place_of(p, at, keys.begin);
     const ptrdiff_t s = first.sequence,
                     all = (p->starts ? am_min(keys.end, p->starts[s + 1]) : keys.end) - keys.begin,
@@ -89,45 +88,6 @@ static bool find_runs(const am_attn *f, const am_tokens *t, const am_attn_place 
     return true;
 }
 
-/* Rows of a paged cache where they lie, if they do so one after the other, or in runs if that is not NULL;
- * else gathered in `scratch`. */
-static am_kv_rows rows_in_pages(const am_attn_base *base, const am_tokens *t, const am_attn_place *at,
-                                am_range keys, ptrdiff_t head_dim, char *scratch, const void **runs)
-{
-    const am_attn *f = base->attn;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(t->type), row = head_dim * size;
-    am_kv_rows rows = {.data = scratch,
-                       .step = row,
-                       .element = size,
-                       .type = t->type,
-                       .count = am_length(keys),
-                       .head_dim = head_dim};
-    key_run run = run_of(f, t, at, keys);
-    if (run.data && run.count == rows.count) {
-        rows.data = run.data, rows.step = t->token, rows.element = t->element;
-        return rows;
-    }
-    const bool plain =
-        base->bf16x2 ? am_is_plain(t) && t->token % (2 * size) == 0 && head_dim % 2 == 0 : am_is_plain(t);
-    if (runs && plain && find_runs(f, t, at, keys, runs, &rows.run) && rows.run % AM_PACKED_RUN == 0) {
-        rows.data = runs[0], rows.step = t->token, rows.runs = runs;
-        return rows;
-    }
-    rows.run = 0;
-    for (; keys.begin < keys.end; keys.begin += run.count, scratch += run.count * row) {
-        run = run_of(f, t, at, keys);
-        if (!run.data) {
-            memset(scratch, 0, (size_t)(run.count * row));
-        } else if (t->element == size) {
-            for (ptrdiff_t r = 0; r < run.count; r++)
-                memcpy(scratch + r * row, run.data + r * t->token, (size_t)row);
-        } else {
-            am_copy_2d(scratch, row, size, run.data, t->token, t->element, run.count, head_dim, (size_t)size);
-        }
-    }
-    return rows;
-}
-
 /* Copies numbers that lie `step` bytes apart; four are stored at once. */
 static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
 {
@@ -139,16 +99,17 @@ static void gather(float *to, const char *from, ptrdiff_t step, ptrdiff_t count)
     for (; count > 0; count--, from += step) *to++ = *(const float *)from;
 }
 
-/* What there is of keys and of values: scales of a tile, addresses of its pages, also of the next keys. */
-enum { OF_K, OF_V, OF_NEXT_K };
+/* What there is of keys and of values: packed tiles, copies, scales, addresses of pages; of these also for
+ * the next keys. */
+typedef enum { OF_K, OF_V, OF_NEXT_K } side;
 
 /* The scales of a tile's tokens for some heads: AM_FLASH_TILE of keys and of values for each. */
 typedef float (*tile_scales)[2][AM_FLASH_TILE];
 
 /* Copies the scales of a run of tokens for some heads. Heads that lie side by side are transposed at the
  * baseline at any level: its vectors have four lanes, and longer ones would often be too long. */
-static void copy_scales(tile_scales to, ptrdiff_t which, ptrdiff_t token, const am_tokens *t,
-                        const char *from, ptrdiff_t tokens, ptrdiff_t heads)
+static void copy_scales(tile_scales to, side which, ptrdiff_t token, const am_tokens *t, const char *from,
+                        ptrdiff_t tokens, ptrdiff_t heads)
 {
     const ptrdiff_t size = sizeof(float), fours = t->head == size && t->token % size == 0 ? heads / 4 * 4 : 0;
     if (fours > 0)
@@ -161,7 +122,7 @@ static void copy_scales(tile_scales to, ptrdiff_t which, ptrdiff_t token, const 
 /* Copies the scales of a tile's tokens for `heads` heads from that of a place on, and prefetches those of the
  * next tile. What is not to be read has 0. */
 static void read_scales(const am_attn *f, const am_kv_scales *scales, const am_attn_place *at, am_range keys,
-                        ptrdiff_t heads, tile_scales to, ptrdiff_t which)
+                        ptrdiff_t heads, tile_scales to, side which)
 {
     const am_tokens t = {(char *)scales->data, AM_FLOAT32, scales->batch, scales->token, scales->head, 0};
     am_range next = {keys.end, am_min(keys.end + AM_FLASH_TILE, f->keys)};
@@ -183,65 +144,6 @@ static void read_scales(const am_attn *f, const am_kv_scales *scales, const am_a
         for (ptrdiff_t r = 0; run.data && r < run.count; r += some)
             __builtin_prefetch(run.data + r * t.token);
     }
-}
-
-/* Returns rows where they lie if kernels can read them, else copies them to `scratch`; and the steps from row
- * to row, in elements, or in `pairs` of these. */
-static const char *read_rows(const am_kv_rows *rows, bool pairs, char *scratch, ptrdiff_t *step)
-{
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
-    if (pairs)
-        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->head_dim,
-                             scratch, step);
-    const bool plain = rows->element == size && rows->step % size == 0;
-    *step = plain ? rows->step / size : rows->head_dim;
-    if (plain) return rows->data;
-    am_copy_2d(scratch, rows->head_dim * size, size, rows->data, rows->step, rows->element, rows->count,
-               rows->head_dim, (size_t)size);
-    return scratch;
-}
-
-/* The rows as kernels pack them: their steps in elements, or in `pairs` of these. */
-static am_unpacked_rows unpacked_rows(const am_kv_rows *rows, bool pairs, char *scratch)
-{
-    am_unpacked_rows unpacked = {.data = rows->data, .run = rows->run, .runs = rows->runs};
-    if (rows->run > 0)
-        unpacked.step = rows->step / ((ptrdiff_t)am_size_of(rows->type) * (pairs ? 2 : 1));
-    else
-        unpacked.data = read_rows(rows, pairs, scratch, &unpacked.step);
-    return unpacked;
-}
-
-void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor)
-{
-    const am_unpacked_rows unpacked = unpacked_rows(&rows, base->bf16x2, scratch);
-    base->kv->pack_keys(to, &unpacked, rows.count, am_lanes(base, rows.head_dim), factor,
-                        base->bf16x2 ? NULL : rows.scales);
-}
-
-bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to)
-{
-    const bool pairs = am_kv_is_bf16x2(base);
-    am_unpacked_rows unpacked = unpacked_rows(&rows, pairs, scratch);
-    if (pairs) unpacked.step *= 2;
-    return base->kv->pack_values(to, &unpacked, rows.count, rows.head_dim, base->bf16x2 ? NULL : rows.scales);
-}
-
-/* Returns keys of a whole tile where they lie, if the kernels can load each of their lanes by itself, else
- * copies them to `scratch`. */
-static const char *read_lanes(const am_attn_base *base, const am_kv_rows *rows, bool aligned, char *scratch,
-                              ptrdiff_t *step)
-{
-    if (!base->bf16x2)
-        return am_read_rows(base, scratch, rows->data, rows->step, rows->element, rows->type, rows->count,
-                            rows->head_dim, step);
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(rows->type);
-    if (aligned)
-        return am_read_pairs(rows->data, size, rows->step, rows->element, rows->count, rows->head_dim,
-                             scratch, step);
-    am_copy_pairs(scratch, rows->data, size, rows->step, rows->element, rows->count, rows->head_dim);
-    *step = am_lanes(base, rows->head_dim);
-    return scratch;
 }
 
 /* --- Shared tiles --- */
@@ -279,118 +181,199 @@ static char *shared_tile(const am_kv *kv, const am_scheduled *g, const am_attn_p
     return kv->shared.packed + index * (kv->schedule->k_bytes + kv->schedule->v_bytes);
 }
 
-/* A tile as one of the items in a step sees it. */
-typedef struct {
-    const am_kv *kv;
-    const am_attn_place *at;
-    am_range keys;
-    char *gathered; /* memory for its keys and then its values */
-    ptrdiff_t k_bytes;
-    const void *(*runs)[AM_MOST_RUNS];
-    tile_scales scales; /* of its key head, and behind them of others */
-    ptrdiff_t heads;    /* for how many of these they are still to be read; 0: for none */
-} tile_source;
+/* --- The keys and values of a tile --- */
 
-/* The scales of its tokens; NULL if they have none. */
-static const float *token_scales(const tile_source *s, const am_kv_scales *scales, ptrdiff_t which)
+void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *memory, ptrdiff_t *used,
+                          am_kv_workspace *w)
 {
-    if (!scales->data || scales->by_channel) return NULL;
-    if (s->heads > 0) read_scales(s->kv->base->attn, scales, s->at, s->keys, s->heads, s->scales, which);
-    return s->scales[0][which];
+    const am_attn *f = base->attn;
+    const ptrdiff_t counts[] = {f->head_dim, f->value_dim}, packed[] = {s->k_bytes, s->v_bytes},
+                    size = (ptrdiff_t)am_size_of(f->k.type),
+                    heads = f->pages.table ? am_max(1, s->step_items) : 1,
+                    scaled = f->k_scales.data ? am_max(1, s->step_items) : 0;
+    w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
+    for (int i = OF_K; i <= OF_V; i++) {
+        w->packed[i] = am_take(memory, used, s->local_tiles * packed[i]);
+        w->copy_bytes[i] = am_ceil_div(TILE * (counts[i] + counts[i] % 2) * size, AM_LINE) * AM_LINE;
+    }
+    w->copies = am_take(memory, used, heads * (w->copy_bytes[OF_K] + w->copy_bytes[OF_V]));
+    w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, f->pages.table ? 3 * sizeof *w->runs : 0);
+    w->scales = (tile_scales)am_take(memory, used, scaled * (ptrdiff_t)sizeof *w->scales);
+    for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
 }
 
-/* Its keys or values; `in_runs`: they may lie in pages. */
-static am_kv_rows key_rows(const tile_source *s, bool in_runs)
+/* The array of keys or of values, and the numbers of its rows. */
+static const am_tokens *array_of(const am_kv_workspace *w, side which, ptrdiff_t *count)
 {
-    const am_attn *f = s->kv->base->attn;
-    if (!f->pages.table) return am_kv_rows_of(&f->k, s->at, s->keys, f->head_dim);
-    am_kv_rows rows = rows_in_pages(s->kv->base, &f->k, s->at, s->keys, f->head_dim, s->gathered,
-                                    in_runs ? s->runs[OF_K] : NULL);
-    rows.scales = token_scales(s, &f->k_scales, OF_K);
+    const am_attn *f = w->kv->base->attn;
+    *count = which == OF_V ? f->value_dim : f->head_dim;
+    return which == OF_V ? &f->v : &f->k;
+}
+
+/* Whether kernels can read rows of keys or values where they lie, in lanes of `width` numbers. */
+static bool is_plain(const am_kv_workspace *w, side which, ptrdiff_t width)
+{
+    ptrdiff_t count;
+    const am_tokens *t = array_of(w, which, &count);
+    return am_is_plain(t, count, width);
+}
+
+/* Keys or values of the tile in whole lanes of `width` numbers. They are `direct`, where they lie, if they do
+ * so one after the other, or in pages if `in_pages`; else copied. */
+static am_rows read_rows(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t width,
+                         bool direct, bool in_pages, char *copy)
+{
+    const am_attn *f = w->kv->base->attn;
+    ptrdiff_t count;
+    const am_tokens *t = array_of(w, which, &count);
+    am_range keys = w->keys;
+    key_run run = run_of(f, t, at, keys);
+    if (direct && run.data && run.count == am_length(keys))
+        return (am_rows){.data = run.data, .step = t->token};
+    am_rows rows = {.step = t->token};
+    if (direct && in_pages && find_runs(f, t, at, keys, w->runs[which], &rows.run) &&
+        rows.run % AM_PACKED_RUN == 0) {
+        rows.data = *w->runs[which], rows.runs = w->runs[which];
+        return rows;
+    }
+    rows =
+        (am_rows){.data = copy, .step = am_ceil_div(count, width) * width * (ptrdiff_t)am_size_of(t->type)};
+    for (; keys.begin < keys.end; keys.begin += run.count, copy += run.count * rows.step) {
+        run = run_of(f, t, at, keys);
+        if (run.data)
+            am_copy_lanes(copy, t, run.data, run.count, count, width);
+        else
+            memset(copy, 0, (size_t)(run.count * rows.step));
+    }
     return rows;
 }
 
-static am_kv_rows value_rows(const tile_source *s, bool in_runs)
+/* The memory for a copy. */
+static char *copy_of(const am_kv_workspace *w, const am_attn_place *at, side which)
 {
-    const am_attn *f = s->kv->base->attn;
-    if (!f->pages.table) return am_kv_rows_of(&f->v, s->at, s->keys, f->value_dim);
-    am_kv_rows rows = rows_in_pages(s->kv->base, &f->v, s->at, s->keys, f->value_dim,
-                                    s->gathered + s->k_bytes, in_runs ? s->runs[OF_V] : NULL);
-    rows.scales = token_scales(s, &f->v_scales, OF_V);
-    return rows;
+    const ptrdiff_t head = w->kv->base->attn->pages.table ? at->kv_head - w->head : 0;
+    return w->copies + head * (w->copy_bytes[OF_K] + w->copy_bytes[OF_V]) +
+           (which == OF_V ? w->copy_bytes[OF_K] : 0);
 }
 
-/* Packs keys or values of a tile, and copies their scales behind them if steps multiply by these. */
-static void keep_scales(const tile_source *s, const am_kv_rows *rows, char *end)
+/* Finds the pages of the tile, if kernels can read rows there; returns whether they can. */
+static bool find_pages(am_kv_workspace *w, const am_attn_place *at)
 {
-    const ptrdiff_t bytes = s->kv->schedule->scale_bytes;
-    if (bytes && rows->scales) memcpy(end - bytes, rows->scales, (size_t)bytes);
-}
-static void pack_keys(const tile_source *s, char *scratch, char *to, double factor)
-{
-    const am_kv_rows rows = key_rows(s, true);
-    am_pack_keys(s->kv->base, rows, scratch, to, factor);
-    keep_scales(s, &rows, to + s->kv->schedule->k_bytes);
-}
-static bool pack_values(const tile_source *s, char *scratch, char *to)
-{
-    const am_kv_rows rows = value_rows(s, true);
-    keep_scales(s, &rows, to + s->kv->schedule->v_bytes);
-    return am_pack_values(s->kv->base, rows, scratch, to);
+    const am_attn *f = w->kv->base->attn;
+    const ptrdiff_t width = am_kv_width(w->kv->base);
+    const bool found = f->pages.table && is_plain(w, OF_K, width) && is_plain(w, OF_V, width) &&
+                       find_runs(f, &f->k, at, w->keys, w->runs[OF_K], &w->run) &&
+                       find_runs(f, &f->v, at, w->keys, w->runs[OF_V], &w->run);
+    if (!found) w->run = 0;
+    return found;
 }
 
-/* The scales behind packed keys and values. */
-static void find_scales(const am_kv *kv, am_flash_tile *tile)
+/* Keys or values in these pages. */
+static am_rows rows_in_pages(const am_kv_workspace *w, const am_attn_place *at, side which)
 {
-    const am_schedule *s = kv->schedule;
-    const am_attn *f = kv->base->attn;
+    ptrdiff_t count;
+    const am_tokens *t = array_of(w, which, &count);
+    return (am_rows){.data = (const char *)*w->runs[which] + (at->kv_head - w->head) * t->head,
+                     .step = t->token,
+                     .run = w->run,
+                     .runs = w->runs[which]};
+}
+
+/* The scales of keys or values if each token has one, else NULL. */
+static const am_kv_scales *token_scales(const am_kv_workspace *w, side which)
+{
+    const am_attn *f = w->kv->base->attn;
+    const am_kv_scales *scales = which == OF_V ? &f->v_scales : &f->k_scales;
+    return scales->data && !scales->by_channel ? scales : NULL;
+}
+
+static void read_token_scales(const am_kv_workspace *w, const am_attn_place *at, side which, ptrdiff_t heads)
+{
+    const am_kv_scales *scales = token_scales(w, which);
+    if (scales) read_scales(w->kv->base->attn, scales, at, w->keys, heads, w->scales, which);
+}
+
+/* Packs keys times a factor, or values, and copies their scales behind them if steps multiply by these.
+ * Returns whether values are finite. */
+static bool pack(const am_kv_workspace *w, const am_attn_place *at, side which, double factor, char *to)
+{
+    const am_attn_base *base = w->kv->base;
+    const am_schedule *s = w->kv->schedule;
+    const ptrdiff_t width = which == OF_V ? 1 : am_width(base), rows = am_length(w->keys);
+    const am_rows from = read_rows(w, at, which, width, is_plain(w, which, width), true, w->row);
+    read_token_scales(w, at, which, 1);
+    const void *scales = token_scales(w, which) ? w->scales[0][which] : NULL;
+    if (s->scale_bytes && scales) {
+        char *end = to + (which == OF_V ? s->v_bytes : s->k_bytes);
+        memcpy(end - s->scale_bytes, scales, (size_t)s->scale_bytes);
+        scales = NULL;
+    }
+    if (which == OF_V) return base->kv->pack_values(to, &from, rows, base->attn->value_dim, scales);
+    base->kv->pack_keys(to, &from, rows, am_lanes(base, base->attn->head_dim), factor, scales);
+    return true;
+}
+
+/* Points a packed tile at its keys and values, and at the scales behind them. */
+static void point_at(const am_kv_workspace *w, const char *k, const char *v, am_flash_tile *tile)
+{
+    const am_schedule *s = w->kv->schedule;
+    tile->k.data = k, tile->v.data = v;
     if (!s->scale_bytes) return;
-    if (!f->k_scales.by_channel) tile->k_scales = (const char *)tile->k + s->k_bytes - s->scale_bytes;
-    if (!f->v_scales.by_channel) tile->v_scales = (const char *)tile->v + s->v_bytes - s->scale_bytes;
+    if (token_scales(w, OF_K)) tile->k_scales = k + s->k_bytes - s->scale_bytes;
+    if (token_scales(w, OF_V)) tile->v_scales = v + s->v_bytes - s->scale_bytes;
 }
+
+/* --- Tiles, by how they are read --- */
 
 /* Finds a shared tile, and packs it if no other task has begun to. False if tiles are not shared, or another
  * task is packing it. */
-static bool find_shared(const tile_source *source, const am_scheduled *g, ptrdiff_t index, char *scratch,
-                        am_flash_tile *tile)
+static bool find_shared(const am_kv_workspace *w, const am_attn_place *at, am_flash_tile *tile)
 {
-    const am_kv *kv = source->kv;
     atomic_uchar *state;
-    char *shared = shared_tile(kv, g, source->at, index, &state);
+    char *shared = shared_tile(w->kv, w->section, at, w->index, &state), *v;
     if (!shared) return false;
-    tile->k = shared, tile->v = shared + kv->schedule->k_bytes;
-    find_scales(kv, tile);
+    v = shared + w->kv->schedule->k_bytes;
+    point_at(w, shared, v, tile);
     unsigned char found = atomic_load_explicit(state, memory_order_acquire);
     if (found == NOT_PACKED && atomic_compare_exchange_strong(state, &found, IN_WORK)) {
-        pack_keys(source, scratch, shared, 1);
-        found = pack_values(source, scratch, shared + kv->schedule->k_bytes) ? PACKED_FINITE : PACKED;
+        pack(w, at, OF_K, 1, shared);
+        found = pack(w, at, OF_V, 1, v) ? PACKED_FINITE : PACKED;
         atomic_store_explicit(state, found, memory_order_release);
     }
     tile->finite = found == PACKED_FINITE;
     return found >= PACKED;
 }
 
-/* --- Tiles --- */
-
-void am_kv_workspace_take(const am_schedule *s, const am_attn_base *base, char *memory, ptrdiff_t *used,
-                          am_kv_workspace *w)
+static void tile_of_rows(const am_kv_workspace *w, const am_attn_place *at, am_flash_tile *tile)
 {
+    const ptrdiff_t width = am_kv_width(w->kv->base);
+    const void *scales[2];
+    am_rows rows[2];
+    for (side i = OF_K; i <= OF_V; i++) {
+        rows[i] = w->run > 0 ? rows_in_pages(w, at, i)
+                             : read_rows(w, at, i, width, is_plain(w, i, width), false, copy_of(w, at, i));
+        scales[i] = token_scales(w, i) ? w->scales[at->kv_head - w->head][i] : NULL;
+    }
+    ptrdiff_t count;
+    const am_tokens *v = array_of(w, OF_V, &count);
+    *tile = (am_flash_tile){.layout = AM_ROWS,
+                            .k = rows[OF_K],
+                            .v = rows[OF_V],
+                            .value_bytes = am_ceil_div(count, width) * width * (ptrdiff_t)am_size_of(v->type),
+                            .k_scales = scales[OF_K],
+                            .v_scales = scales[OF_V]};
+}
+
+/* Keys of a transposed tile, of the arithmetic type; `direct`: kernels can read them where they lie. */
+static am_rows keys_to_transpose(const am_kv_workspace *w, const am_attn_place *at, bool direct,
+                                 char *converted)
+{
+    const am_attn_base *base = w->kv->base;
     const am_attn *f = base->attn;
-    w->row = am_take(memory, used, am_row_scratch(TILE, am_max(f->head_dim, f->value_dim)));
-    /* Tiles that are packed, or rows that kernels cannot read where they lie. */
-    w->k = am_take(memory, used, am_max(s->local_tiles * s->k_bytes, am_row_scratch(TILE, f->head_dim)));
-    w->v = am_take(memory, used, am_max(s->local_tiles * s->v_bytes, am_row_scratch(TILE, f->value_dim)));
-    const ptrdiff_t size = f->pages.table ? (ptrdiff_t)am_size_of(f->k.type) : 0;
-    w->k_bytes = am_ceil_div(TILE * f->head_dim * size, AM_LINE) * AM_LINE;
-    w->v_bytes = am_ceil_div(TILE * f->value_dim * size, AM_LINE) * AM_LINE;
-    w->gathered = am_take(memory, used, am_max(1, s->step_items) * (w->k_bytes + w->v_bytes));
-    w->runs = (const void *(*)[AM_MOST_RUNS])am_take(memory, used, size ? 3 * sizeof *w->runs : 0);
-    w->run = 0;
-    const bool scaled = f->k_scales.data;
-    w->scales = (tile_scales)am_take(memory, used,
-                                     scaled ? am_max(1, s->step_items) * (ptrdiff_t)sizeof *w->scales : 0);
-    w->head = 0;
-    for (int i = 0; i < AM_MOST_LOCAL_TILES; i++) w->local[i].tile = -1, w->local[i].finite = false;
+    const am_rows k = read_rows(w, at, OF_K, am_width(base), direct, false, copy_of(w, at, OF_K));
+    if (am_width(base) > 1 || f->k.type == base->type) return k;
+    const am_tokens t = {.type = f->k.type, .token = k.step, .element = (ptrdiff_t)am_size_of(f->k.type)};
+    return am_read_rows(base, &t, k.data, TILE, f->head_dim, converted);
 }
 
 /* The place of a tile among the local ones. */
@@ -405,147 +388,87 @@ static ptrdiff_t index_among_all(const am_kv *kv, const am_attn_place *at, ptrdi
     return at->kv_head * kv->sections->tiles.count + index;
 }
 
-/* Whether kernels can read rows of keys and values where they lie. */
-static bool can_read_runs(const am_attn_base *base)
+/* A tile that the task packs for itself, unless it still has it. */
+static void own_tile(am_kv_workspace *w, const am_attn_place *at, am_flash_tile *tile)
 {
-    const am_attn *f = base->attn;
-    return am_kv_is_bf16x2(base)
-               ? am_is_plain_bf16x2(&f->k, f->head_dim) && am_is_plain_bf16x2(&f->v, f->value_dim)
-               : am_is_plain(&f->k) && am_is_plain(&f->v);
-}
-
-/* Whether they can read keys there lane by lane, as if these are transposed. */
-static bool can_read_lanes(const am_attn_base *base)
-{
-    const am_attn *f = base->attn;
-    return base->bf16x2 ? am_is_aligned_bf16x2(&f->k, f->head_dim) : f->k.type == base->type;
-}
-
-/* Finds the pages of a tile, for all items of a step, if kernels can read rows there; returns whether they
- * can.
- */
-static bool find_pages(const tile_source *source, am_kv_workspace *w)
-{
-    const am_attn *f = source->kv->base->attn;
-    const bool found = f->pages.table && can_read_runs(source->kv->base) &&
-                       find_runs(f, &f->k, source->at, source->keys, w->runs[OF_K], &w->run) &&
-                       find_runs(f, &f->v, source->at, source->keys, w->runs[OF_V], &w->run);
-    if (!found) w->run = 0;
-    return found;
-}
-
-/* Lets a tile read rows in these pages. */
-static void read_pages(const tile_source *source, const am_kv_workspace *w, am_flash_tile *tile)
-{
-    const am_attn_base *base = source->kv->base;
-    const am_attn *f = base->attn;
-    const ptrdiff_t size = (ptrdiff_t)am_size_of(f->k.type) * (am_kv_is_bf16x2(base) ? 2 : 1),
-                    heads = source->at->kv_head - w->head;
-    tile->run = w->run;
-    tile->k_runs = w->runs[OF_K], tile->k_step = f->k.token / size;
-    tile->v_runs = w->runs[OF_V], tile->v_step = f->v.token / size;
-    tile->k = (const char *)*tile->k_runs + heads * f->k.head;
-    tile->v = (const char *)*tile->v_runs + heads * f->v.head;
-}
-
-static void unpacked_tile(const tile_source *source, const am_kv_workspace *w, am_flash_tile *tile)
-{
-    const am_attn_base *base = source->kv->base;
-    const am_attn *f = base->attn;
-    const bool pairs = am_kv_is_bf16x2(base);
-    if (w->run > 0) {
-        read_pages(source, w, tile);
-        tile->value_dim = pairs ? am_ceil_div(f->value_dim, 2) : f->value_dim;
-        tile->k_scales = token_scales(source, &f->k_scales, OF_K);
-        tile->v_scales = token_scales(source, &f->v_scales, OF_V);
-        return;
+    const am_schedule *s = w->kv->schedule;
+    const ptrdiff_t among_all = index_among_all(w->kv, at, w->index),
+                    place = local_place(w->kv, w->section, w->index);
+    char *k = w->packed[OF_K] + place * s->k_bytes, *v = w->packed[OF_V] + place * s->v_bytes;
+    if (w->local[place].tile != among_all) {
+        pack(w, at, OF_K, w->section->shape.scales_keys ? s->factor : 1, k);
+        w->local[place].finite = pack(w, at, OF_V, 1, v);
+        w->local[place].tile = among_all;
     }
-    const am_kv_rows k = key_rows(source, false), v = value_rows(source, false);
-    tile->k = read_rows(&k, pairs, w->k, &tile->k_step);
-    tile->v = read_rows(&v, pairs, w->v, &tile->v_step);
-    tile->k_scales = k.scales, tile->v_scales = v.scales;
-    tile->value_dim = pairs ? am_ceil_div(v.head_dim, 2) : v.head_dim;
-}
-
-/* Makes the tile of another head in the same pages, which differs from that of the first one by its place. */
-static void place_beside(const am_flash_tile *first, const am_attn *f, ptrdiff_t heads,
-                         const am_kv_workspace *w, am_flash_tile *tile)
-{
-    *tile = *first;
-    tile->k = (const char *)first->k + heads * f->k.head;
-    tile->v = (const char *)first->v + heads * f->v.head;
-    if (first->k_scales) tile->k_scales = w->scales[heads][OF_K];
-    if (first->v_scales) tile->v_scales = w->scales[heads][OF_V];
-}
-
-void am_kv_tile(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index, bool full,
-                ptrdiff_t item, am_kv_workspace *w, am_flash_tile *tiles)
-{
-    const am_attn_base *base = kv->base;
-    const am_attn *f = base->attn;
-    const bool unpacked = g->shape.strategy == AM_UNPACKED;
-    am_flash_tile *tile = &tiles[item];
-    if (unpacked && item > 0 && w->run > 0) {
-        place_beside(tiles, f, at->kv_head - w->head, w, tile);
-        return;
-    }
-    *tile = (am_flash_tile){0};
-    if (item == 0) w->head = at->kv_head;
-    const tile_source source = {.kv = kv,
-                                .at = at,
-                                .keys = am_range_at(&kv->sections->tiles, index),
-                                .gathered = w->gathered + item * (w->k_bytes + w->v_bytes),
-                                .k_bytes = w->k_bytes,
-                                .runs = w->runs,
-                                .scales = w->scales + (at->kv_head - w->head),
-                                .heads = item > 0   ? 0
-                                         : unpacked ? am_min(am_lockstep(g), f->kv_heads - at->kv_head)
-                                                    : 1};
-    if (unpacked) {
-        if (item == 0) find_pages(&source, w);
-        unpacked_tile(&source, w, tile);
-        return;
-    }
-    if (find_shared(&source, g, index, w->row, tile)) return;
-    const ptrdiff_t among_all = index_among_all(kv, at, index), place = local_place(kv, g, index);
-    char *k = w->k + place * kv->schedule->k_bytes, *v = w->v + place * kv->schedule->v_bytes;
-    const bool in_place = g->shape.values_unpacked && full, known = w->local[place].tile == among_all;
-    tile->transposed = g->shape.strategy == AM_TRANSPOSED && full && am_length(source.keys) == TILE;
-    if (tile->transposed && in_place && can_read_lanes(base) && find_pages(&source, w) &&
-        w->run % AM_TRANSPOSED_KEYS == 0) {
-        read_pages(&source, w, tile);
-        if (tile->run == TILE) tile->run = 0;
-        w->local[place].tile = -1;
-        return;
-    }
-    if (tile->transposed) {
-        const am_kv_rows rows = key_rows(&source, false);
-        tile->k = read_lanes(base, &rows, am_is_aligned_bf16x2(&f->k, f->head_dim), k, &tile->k_step);
-    } else {
-        if (!known) pack_keys(&source, w->row, k, g->shape.scales_keys ? kv->schedule->factor : 1);
-        tile->k = k;
-    }
-    tile->v = v, tile->v_step = 0;
-    if (in_place) {
-        const am_kv_rows rows = value_rows(&source, !tile->transposed);
-        tile->v = rows.data, tile->v_step = rows.step / base->size;
-        tile->run = rows.run, tile->v_runs = rows.runs;
-    } else if (!known) {
-        w->local[place].finite = pack_values(&source, w->row, v);
-    }
-    find_scales(kv, tile);
-    w->local[place].tile = in_place || tile->transposed ? -1 : among_all;
+    point_at(w, k, v, tile);
     tile->finite = w->local[place].finite;
 }
+
+/* A full tile of one block that is transposed, or whose values are rows. */
+static void full_tile(am_kv_workspace *w, const am_attn_place *at, am_flash_tile *tile)
+{
+    const am_attn_base *base = w->kv->base;
+    const am_attn *f = base->attn;
+    const ptrdiff_t width = am_width(base);
+    const bool transposed = am_is_transposed(tile->layout), value_rows = am_has_value_rows(tile->layout),
+               direct = transposed && (width > 1 ? am_is_aligned(&f->k, f->head_dim, width)
+                                                 : am_is_plain(&f->k, f->head_dim, width));
+    w->local[0].tile = -1;
+    if (direct && value_rows && (width > 1 || f->k.type == base->type) && find_pages(w, at) &&
+        w->run % AM_TRANSPOSED_KEYS == 0) {
+        tile->k = rows_in_pages(w, at, OF_K), tile->v = rows_in_pages(w, at, OF_V);
+        if (w->run == TILE) tile->k.run = tile->v.run = 0;
+        return;
+    }
+    if (transposed) {
+        tile->k = keys_to_transpose(w, at, direct, w->packed[OF_K]);
+    } else {
+        pack(w, at, OF_K, w->section->shape.scales_keys ? w->kv->schedule->factor : 1, w->packed[OF_K]);
+        tile->k.data = w->packed[OF_K];
+    }
+    if (value_rows) {
+        tile->v = read_rows(w, at, OF_V, 1, is_plain(w, OF_V, 1), true, copy_of(w, at, OF_V));
+    } else {
+        tile->finite = pack(w, at, OF_V, 1, w->packed[OF_V]);
+        tile->v.data = w->packed[OF_V];
+    }
+}
+
+void am_kv_begin_tile(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index)
+{
+    w->index = index, w->keys = am_range_at(&w->kv->sections->tiles, index);
+    w->head = at->kv_head, w->run = 0;
+    if (w->section->shape.strategy != AM_UNPACKED) return;
+    const ptrdiff_t heads = am_min(am_lockstep(w->section), w->kv->base->attn->kv_heads - at->kv_head);
+    find_pages(w, at);
+    for (side i = OF_K; i <= OF_V; i++) read_token_scales(w, at, i, heads);
+}
+
+void am_kv_tile(am_kv_workspace *w, const am_attn_place *at, bool full, am_flash_tile *tile)
+{
+    const am_shape *shape = &w->section->shape;
+    if (shape->strategy == AM_UNPACKED) {
+        tile_of_rows(w, at, tile);
+        return;
+    }
+    const bool transposed = shape->strategy == AM_TRANSPOSED && full && am_length(w->keys) == TILE,
+               value_rows = shape->values_unpacked && full;
+    *tile =
+        (am_flash_tile){.layout = transposed ? (value_rows ? AM_TRANSPOSED_ROWS : AM_TRANSPOSED_PACKED_VALUES)
+                                  : value_rows ? AM_PACKED_KEYS
+                                               : AM_PACKED};
+    if (tile->layout != AM_PACKED)
+        full_tile(w, at, tile);
+    else if (!find_shared(w, at, tile))
+        own_tile(w, at, tile);
+}
+
+/* --- Prefetching --- */
 
 /* Some tokens to prefetch; of tokens in pages as many that lie one after the other. */
 static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_place *at, ptrdiff_t heads,
                             am_range keys, ptrdiff_t head_dim, am_prefetch_rows to[AM_PREFETCH_RUNS])
 {
-    if (!f->pages.table) {
-        *to = am_prefetch_tokens(t, at->b, at->kv_head, heads, keys.begin, am_length(keys), head_dim);
-        return;
-    }
     for (ptrdiff_t i = 0; i < AM_PREFETCH_RUNS && keys.begin < keys.end; i++) {
         const key_run run = run_of(f, t, at, keys);
         am_tokens from = *t;
@@ -555,10 +478,11 @@ static void prefetch_tokens(const am_attn *f, const am_tokens *t, const am_attn_
     }
 }
 
-void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *w,
+void am_kv_prefetch(const am_kv_workspace *w, const am_scheduled *g, const am_attn_place *at, ptrdiff_t index,
+                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts,
                     am_prefetch_rows prefetch[AM_PREFETCH_KINDS])
 {
+    const am_kv *kv = w->kv;
     const am_attn *f = kv->base->attn;
     atomic_uchar *state;
     char *to = shared_tile(kv, g, at, index, &state);
@@ -575,19 +499,19 @@ void am_kv_prefetch(const am_kv *kv, const am_scheduled *g, const am_attn_place 
             (am_prefetch_rows){.at = to, .step = bytes, .length = bytes, .rows = 1};
 }
 
-void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
-                         am_kv_workspace *w, am_flash_tile *tile)
+void am_kv_prefetch_keys(am_kv_workspace *w, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
+                         am_flash_tile *tile)
 {
-    const am_attn *f = kv->base->attn;
-    const am_range keys = am_range_at(&kv->sections->tiles, index);
-    const void **runs = w->runs[OF_NEXT_K];
+    const am_attn *f = w->kv->base->attn;
+    const am_range keys = am_range_at(&w->kv->sections->tiles, index);
     ptrdiff_t run;
-    if (!f->pages.table || !find_runs(f, &f->k, at, keys, runs, &run)) {
+    if (!f->pages.table || !find_runs(f, &f->k, at, keys, w->runs[OF_NEXT_K], &run)) {
         am_prefetch_rows rows[AM_PREFETCH_RUNS] = {{0}};
         prefetch_tokens(f, &f->k, at, heads, keys, f->head_dim, rows);
         tile->next_keys = rows[0];
         return;
     }
+    const void **runs = w->runs[OF_NEXT_K];
     am_tokens first = f->k;
     first.data = (char *)runs[0];
     tile->next_keys = am_prefetch_tokens(&first, 0, 0, heads, 0, run, f->head_dim);

@@ -4,24 +4,10 @@
 
 #include "core/attention/plan/schedule.h"
 
-/* Keys or values of some tokens of one key head; steps in bytes. All that reads them asks here where they
- * lie; only prefetching looks at the array itself. */
-typedef struct {
-    const char *data;
-    ptrdiff_t step, element; /* from token to token, and from number to number */
-    am_dtype type;
-    ptrdiff_t count, head_dim;
-    const float *scales; /* AM_FLASH_TILE factors of the tokens, or NULL */
-    ptrdiff_t run;       /* 0, or they lie in runs of so many, which begin at these addresses: as pairs of
-                          * neighbours if kernels take them so */
-    const void *const *runs;
-} am_kv_rows;
-am_kv_rows am_kv_rows_of(const am_tokens *t, const am_attn_place *at, am_range keys, ptrdiff_t head_dim);
-
-/* Packs a tile of keys times a factor, or of values, for the kernels; `scratch` of am_row_scratch bytes.
- * Returns whether values are finite. */
-void am_pack_keys(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to, double factor);
-bool am_pack_values(const am_attn_base *base, am_kv_rows rows, char *scratch, char *to);
+/* Keys or values of one key head that lie in no pages, in whole lanes: where they lie, or copied to `scratch`
+ * of am_row_scratch bytes. */
+am_rows am_read_keys(const am_attn_base *base, const am_tokens *t, const am_attn_place *at, am_range keys,
+                     ptrdiff_t count, char *scratch);
 
 /* The tiles of a wave that all tasks share. */
 typedef struct {
@@ -39,17 +25,30 @@ enum {
     AM_MOST_RUNS = AM_FLASH_TILE / 2 + 1
 }; /* of an unpacked tile, and the next one: their length is even */
 
-/* The memory of a task for tiles: those that it has packed, and which they are. */
 typedef struct {
-    char *k, *v, *row;          /* row: scratch of am_row_scratch bytes */
-    char *gathered;             /* keys and values of a tile that lie in several pages, for each item */
-    ptrdiff_t k_bytes, v_bytes; /* of these */
-    /* What the items of a step share: where keys and values of a tile begin in each page, and the keys of the
-     * next one, for the key head of the first item; the rows of each page, 0 if they are not read there; and
-     * the scales of keys and values of each key head from that one on. */
-    const void *(*runs)[AM_MOST_RUNS];
-    ptrdiff_t head, run;
-    float (*scales)[2][AM_FLASH_TILE];
+    const am_attn_base *base;
+    const am_sections *sections;
+    const am_schedule *schedule;
+    am_shared_tiles shared;
+} am_kv;
+
+/* How a task reads tiles, by the strategy of its section. */
+typedef struct {
+    const am_kv *kv;
+    const am_scheduled *section;
+    char *packed[2];         /* keys and values of the tiles that the task has packed */
+    char *row;               /* scratch of am_row_scratch bytes */
+    char *copies;            /* of rows that kernels cannot read where they lie: keys and values of a tile, in
+                              * pages for each key head of a step */
+    ptrdiff_t copy_bytes[2]; /* of keys and values in it */
+    /* Of the tile that am_kv_begin_tile has begun: */
+    ptrdiff_t index;
+    am_range keys;
+    ptrdiff_t head;                    /* the first key head of the step */
+    ptrdiff_t run;                     /* the rows of each page, 0 if they are not read there */
+    const void *(*runs)[AM_MOST_RUNS]; /* where keys and values begin in each page for that head, and the keys
+                                        * of the tile after it */
+    float (*scales)[2][AM_FLASH_TILE]; /* of keys and values, for that head and those after it */
     struct {
         ptrdiff_t tile; /* the index among all heads; -1: none */
         bool finite;
@@ -58,27 +57,20 @@ typedef struct {
 void am_kv_workspace_take(const am_schedule *schedule, const am_attn_base *base, char *memory,
                           ptrdiff_t *used, am_kv_workspace *workspace);
 
-typedef struct {
-    const am_attn_base *base;
-    const am_sections *sections;
-    const am_schedule *schedule;
-    am_shared_tiles shared;
-} am_kv;
+/* Begins a step over a tile, whose first item is at a place: finds what its key heads share. */
+void am_kv_begin_tile(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index);
 
-/* Makes tiles[item], a tile with its keys and values, for the `item`-th of the items that take it in a step,
- * by the strategy of the section. The first comes first, since others share what it finds. `full`: all its
- * pairs are live. */
-void am_kv_tile(const am_kv *kv, const am_scheduled *section, const am_attn_place *at, ptrdiff_t index,
-                bool full, ptrdiff_t item, am_kv_workspace *workspace, am_flash_tile *tiles);
+/* Makes that tile, with its keys and values, for the key head of an item. `full`: all its pairs are live. */
+void am_kv_tile(am_kv_workspace *workspace, const am_attn_place *at, bool full, am_flash_tile *tile);
 
 /* The keys and values of a tile to prefetch, unless it is packed already: of `heads` key heads, the `part`-th
  * of `parts`. */
-void am_kv_prefetch(const am_kv *kv, const am_scheduled *section, const am_attn_place *at, ptrdiff_t index,
-                    ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts, const am_kv_workspace *workspace,
+void am_kv_prefetch(const am_kv_workspace *workspace, const am_scheduled *section, const am_attn_place *at,
+                    ptrdiff_t index, ptrdiff_t heads, ptrdiff_t part, ptrdiff_t parts,
                     am_prefetch_rows prefetch[AM_PREFETCH_KINDS]);
 
 /* Lets step_unpacked prefetch the keys of another tile, of `heads` key heads. */
-void am_kv_prefetch_keys(const am_kv *kv, const am_attn_place *at, ptrdiff_t index, ptrdiff_t heads,
-                         am_kv_workspace *workspace, am_flash_tile *tile);
+void am_kv_prefetch_keys(am_kv_workspace *workspace, const am_attn_place *at, ptrdiff_t index,
+                         ptrdiff_t heads, am_flash_tile *tile);
 
 #endif

@@ -61,7 +61,7 @@ static void add_row_apart(const am_flash_rows *block, const am_flash_tile *tile,
     one.out = (float *)block->out + row * block->out_dim;
     am_flash_tile its = *tile;
     if (tile->live) its.live += row;
-    prefetch_lines none = prefetch_nothing(tile->v);
+    prefetch_lines none = prefetch_nothing(tile->v.data);
     if (!its.live || *its.live) SHARED(add_tile_i8)(&one, &its, &none);
 }
 

@@ -42,20 +42,19 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
                               ptrdiff_t end, const float *values, prefetch_lines *prefetch)
 {
     if (block->float_weights) {
-        am_flash_tile numbers = *tile;
-        numbers.v_step *= 2, numbers.value_dim *= 2;
-        SHARED(add_values_bf16)(block, &numbers, begin, end, (const uint16_t *)values, prefetch);
+        SHARED(add_values_bf16)(block, tile, begin, end, (const uint16_t *)values, prefetch);
         return;
     }
     begin -= begin % 2;
-    const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2, step = 2 * tile->v_step;
+    const ptrdiff_t rows = block->rows, keys = end - begin, lanes = (keys + 1) / 2,
+                    step = tile->v.step / (ptrdiff_t)sizeof(uint16_t);
     const uint16_t *v = (const uint16_t *)values + begin * step;
     const float *p = (const float *)block->logits + begin / 2;
     float panel[AM_FLASH_TILE / 2 * PANEL_f32], *out = block->out;
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
-        const ptrdiff_t columns = 2 * tile->value_dim - column;
-        const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof *v),
-                       *in_runs = tile->run && keys > tile->run ? &runs : NULL;
+        const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof *v - column;
+        const row_runs runs = runs_behind(&tile->v, 0, 2, column * (ptrdiff_t)sizeof *v),
+                       *in_runs = tile->v.run && keys > tile->v.run ? &runs : NULL;
         const bool whole = !tile->live && columns >= PANEL_f32, /* so the number of keys is even */
             wide = whole && rows <= V_STRIP / 2 && columns >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
@@ -83,8 +82,8 @@ static void add_values_bf16x2(const am_flash_rows *block, const am_flash_tile *t
             continue;
         }
         vf nothing[] = {vf_set1(0), vf_set1(0)};
-        for (ptrdiff_t i = 0, some = in_runs ? tile->run : keys; i < keys; i += some) {
-            const uint16_t *row = row_in_runs(tile, tile->v, tile->v_runs, 2 * step, begin + i);
+        for (ptrdiff_t i = 0, some = in_runs ? tile->v.run : keys; i < keys; i += some) {
+            const uint16_t *row = row_at(&tile->v, begin + i);
             pack_panel_bf16x2(panel + i / 2 * PANEL_f32, (some + 1) / 2, row + column, step, some, columns,
                               tile->live ? nothing : NULL, prefetch);
         }
@@ -124,7 +123,8 @@ static void find_weights_bf16x2(const am_flash_rows *block, const am_flash_tile 
 #define LOAD_WIDE vf_load
 #define LOAD_PART_WIDE vf_load_part
 #define FMA vf_fma_bf16x2
-#define AT_ONCE(block, tile) (!(block)->float_weights || (block)->out_dim == 2 * (tile)->value_dim)
+#define AT_ONCE(block, tile)                                                                                 \
+    (!(block)->float_weights || (block)->out_dim * (ptrdiff_t)sizeof(uint16_t) == (tile)->value_bytes)
 #define FIND_P find_weights_bf16x2
 #define STEP(name) name##_bf16x2
 #define FROM(name) name##_bf16x2

@@ -31,14 +31,13 @@ static V FROM(scale_packed)(T *dst, ptrdiff_t rows, ptrdiff_t head_dim, const T 
 }
 
 /* Packs row by row, since rows may lie far apart. */
-static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
+static bool FROM(pack_values)(void *to, const am_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
                               const void *scales)
 {
     T *dst = to;
-    const S *src = from->data;
     V nothing = VOP(set1)(0);
-    for (ptrdiff_t r = 0; r < rows; r++, src += from->step, dst += FN(PANEL)) {
-        if (from->run && r % from->run == 0) src = from->runs[r / from->run];
+    for (ptrdiff_t r = 0; r < rows; r++, dst += FN(PANEL)) {
+        const S *src = row_at(from, r);
         for (ptrdiff_t i = 0; i < head_dim; i += FN(PANEL))
             nothing = FROM(pack_panel)(dst + i * AM_FLASH_TILE, src + i, 0, 1, head_dim - i, nothing);
     }
@@ -59,17 +58,18 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         LINES = BYTES > CACHE_LINE ? BYTES / CACHE_LINE : 1,
         WIDE_LINES = 2 * BYTES > CACHE_LINE ? 2 * BYTES / CACHE_LINE : 1,
     };
-    prefetch_lines none = prefetch_nothing(tile->k);
+    prefetch_lines none = prefetch_nothing(tile->k.data);
     T *logits = (T *)block->logits + begin, panel[AM_FLASH_TILE * FN(PANEL)];
 #ifdef WIDEN
     W widened[AM_FLASH_TILE * 2 * FN(PANEL)];
 #endif
-    const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin;
+    const ptrdiff_t strips = (block->rows + STRIP - 1) / STRIP, keys = end - begin,
+                    row_step = tile->v.step / (ptrdiff_t)sizeof(S);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
-        const S *rows_of_v = values + begin * tile->v_step + column;
-        const ptrdiff_t columns = tile->value_dim - column;
-        const row_runs runs = runs_of_values(tile, 1, column * (ptrdiff_t)sizeof(S)),
-                       *in_runs = tile->run && keys > tile->run ? &runs : NULL;
+        const S *rows_of_v = values + begin * row_step + column;
+        const ptrdiff_t columns = tile->value_bytes / (ptrdiff_t)sizeof(S) - column;
+        const row_runs runs = runs_behind(&tile->v, 0, 1, column * (ptrdiff_t)sizeof(S)),
+                       *in_runs = tile->v.run && keys > tile->v.run ? &runs : NULL;
         T *out = (T *)block->out + column;
         const bool wide = block->rows <= STRIP / 2 && !tile->live && columns >= 2 * FN(PANEL);
         width = wide ? 2 * FN(PANEL) : columns_at(block, column, FN(PANEL));
@@ -77,10 +77,10 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
         const ptrdiff_t v_step = 2 * FN(PANEL);
         const W *v = widened + column % v_step;
         if (column % v_step == 0)
-            WIDEN(widened, v_step, rows_of_v, tile->v_step, keys, columns < v_step ? columns : v_step);
+            WIDEN(widened, v_step, rows_of_v, row_step, keys, columns < v_step ? columns : v_step);
 #else
         const W *v = rows_of_v;
-        const ptrdiff_t v_step = tile->v_step;
+        const ptrdiff_t v_step = row_step;
 #endif
         if (wide) {
             WIDE(accumulate_wide)(block->rows, keys, logits, v, v_step, out, block->out_dim, WIDE_LINES,
@@ -120,7 +120,7 @@ static void FROM(add_values)(const am_flash_rows *block, const am_flash_tile *ti
 #ifdef WIDEN
 #    define AT_ONCE(block, tile) false /* rows of a run are widened for themselves */
 #else
-#    define AT_ONCE(block, tile) ((block)->out_dim == (tile)->value_dim)
+#    define AT_ONCE(block, tile) ((block)->out_dim * (ptrdiff_t)sizeof(S) == (tile)->value_bytes)
 #endif
 #define FIND_P OWN(find_p)
 #define STEP(name) FN(name)

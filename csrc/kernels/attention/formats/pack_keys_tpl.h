@@ -15,15 +15,14 @@ FROM(load_transposed)(V square[LANES], const S *src, ptrdiff_t step, ptrdiff_t r
 
 /* Packs one row of squares after the other: fewer rows at a time conflict less in the cache. With a factor of
  * 1 lanes may also be bf16x2. */
-static void FROM(pack_keys)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
-                            double factor, const void *scales)
+static void FROM(pack_keys)(void *to, const am_rows *from, ptrdiff_t rows, ptrdiff_t head_dim, double factor,
+                            const void *scales)
 {
-    const ptrdiff_t step = from->step, run = from->run;
+    const ptrdiff_t step = from->step / (ptrdiff_t)sizeof(S);
     const bool scaled = factor != 1 || scales;
     V scale = VOP(set1)((T)factor);
     for (ptrdiff_t row = 0; row < FN(whole_panels)(rows); row += LANES) {
-        const S *src =
-            run ? (const S *)from->runs[row / run] + row % run * step : (const S *)from->data + row * step;
+        const S *src = row_at(from, row);
         T *dst = (T *)to + row / FN(PANEL) * FN(PANEL) * head_dim + row % FN(PANEL);
         if (scales) scale = VOP(mul)(VOP(set1)((T)factor), VOP(load)((const T *)scales + row));
         for (ptrdiff_t i = 0; i < head_dim; i += LANES, src += LANES, dst += LANES * FN(PANEL)) {

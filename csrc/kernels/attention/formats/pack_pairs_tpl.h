@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void FROM(pack_panel)(float *dst, p
     *prefetch = current;
 }
 
-static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
+static bool FROM(pack_values)(void *to, const am_rows *from, ptrdiff_t rows, ptrdiff_t head_dim,
                               const void *scales)
 {
     (void)scales;
@@ -36,9 +36,9 @@ static bool FROM(pack_values)(void *to, const am_unpacked_rows *from, ptrdiff_t 
     for (ptrdiff_t i = 0; i < head_dim; i += PANEL_f32, dst += AM_FLASH_TILE / 2 * PANEL_f32) {
         for (ptrdiff_t r = 0; r < whole; r += run) {
             const bool missing = r >= rows;
-            const S *src = r > 0 && !missing ? from->runs[r / run] : from->data;
-            FROM(pack_panel)(dst + r / 2 * PANEL_f32, run / 2, src + i, from->step, missing ? 0 : rows - r,
-                             head_dim - i, nothing, &none);
+            const S *src = missing ? from->data : row_at(from, r);
+            FROM(pack_panel)(dst + r / 2 * PANEL_f32, run / 2, src + i, from->step / (ptrdiff_t)sizeof(S),
+                             missing ? 0 : rows - r, head_dim - i, nothing, &none);
         }
     }
     return vf_total(vf_add(nothing[0], nothing[1])) == 0;

@@ -9,7 +9,7 @@
  * that turn logits into P. The includer defines add_tile, which turns P times the scales of values into
  * pairs, if it is not so yet, and calls add_pairs. */
 
-static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end);
+static inline ptrdiff_t FROM(end_of_run)(const am_rows *rows, ptrdiff_t i, ptrdiff_t end);
 static void FROM(add_tile)(const am_flash_rows *block, const am_flash_tile *tile, prefetch_lines *prefetch);
 
 /* O + P V of some rows and of one panel of columns or two. The sums of a tile stay in registers from run to
@@ -20,24 +20,24 @@ FROM(add_panels)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_
 {
     const int vectors = 2 * panels, lines = panels; /* of two rows of 32 bytes a panel */
     const float *p = (const float *)block->logits + row * AM_FLASH_TILE;
-    const ptrdiff_t columns = tile->value_dim - column, bytes = tile->v_step * (ptrdiff_t)sizeof(S);
+    const ptrdiff_t columns = tile->value_bytes - column; /* of a byte each */
     const bool copied = panels == 1 && columns < PANEL_f32, at_once = !copied && begin == 0;
-    const row_runs runs = runs_of_values(tile, 2, column * (ptrdiff_t)sizeof(S));
+    const row_runs runs = runs_behind(&tile->v, 0, 2, column);
     S panel[AM_FLASH_TILE * PANEL_f32];
     vf sums[V_STRIP][2];
     UNROLL(32)
     for (int i = 0; i < rows * panels; i++) sums[i][0] = sums[i][1] = vf_set1(0);
     for (ptrdiff_t next; begin < end; begin = next) {
-        next = at_once ? end : FROM(end_of_run)(tile, begin, end);
-        const S *v = (const S *)row_in_runs(tile, tile->v, tile->v_runs, bytes, begin) + column,
-                *last = (const S *)row_in_runs(tile, tile->v, tile->v_runs, bytes, next - 1) + column;
-        ptrdiff_t step = tile->v_step;
+        next = at_once ? end : FROM(end_of_run)(&tile->v, begin, end);
+        const S *v = (const S *)row_at(&tile->v, begin) + column,
+                *last = (const S *)row_at(&tile->v, next - 1) + column;
+        ptrdiff_t step = tile->v.step;
         if (copied) {
             for (ptrdiff_t i = 0; i < next - begin; i++)
                 v_copy_some_8(panel + i * PANEL_f32, v + i * step, columns, USUAL);
             v = panel, last = panel + (next - begin - 1) * PANEL_f32, step = PANEL_f32;
         }
-        const row_runs *in_runs = tile->run && next - begin > tile->run ? &runs : NULL;
+        const row_runs *in_runs = tile->v.run && next - begin > tile->v.run ? &runs : NULL;
         if (next - begin > 1)
             FROM(add_to_sums)(rows, vectors, (next - begin) / 2, p + begin / 2, AM_FLASH_TILE, 1, v, 2 * step,
                               sums, lines, prefetch, true, in_runs, NULL);
@@ -89,9 +89,9 @@ static void FROM(add_pairs)(const am_flash_rows *block, const am_flash_tile *til
                             ptrdiff_t end, prefetch_lines *prefetch)
 {
     const ptrdiff_t rows = block->rows;
-    prefetch_lines none = prefetch_nothing(tile->v);
+    prefetch_lines none = prefetch_nothing(tile->v.data);
     for (ptrdiff_t column = 0, width; column < block->out_dim; column += width) {
-        const bool wide = rows <= V_STRIP / 2 && tile->value_dim - column >= 2 * PANEL_f32;
+        const bool wide = rows <= V_STRIP / 2 && tile->value_bytes - column >= 2 * PANEL_f32;
         width = wide ? 2 * PANEL_f32 : PANEL_f32;
         if (wide) {
             FROM(add_two_panels)(block, tile, 0, rows, begin, end, column, prefetch);

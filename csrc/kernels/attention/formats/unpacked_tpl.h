@@ -241,15 +241,13 @@ static __attribute__((nonnull)) void FROM(dots_of_four)(ptrdiff_t keys, ptrdiff_
 /* Where value 0 of a tile would be if all were in the run of value i. */
 static inline const S *FROM(origin)(const am_flash_tile *tile, ptrdiff_t i)
 {
-    const ptrdiff_t bytes = tile->v_step * (ptrdiff_t)sizeof(S);
-    return (const S *)((uintptr_t)row_in_runs(tile, tile->v, tile->v_runs, bytes, i) -
-                       (uintptr_t)(i * bytes));
+    return (const S *)((uintptr_t)row_at(&tile->v, i) - (uintptr_t)(i * tile->v.step));
 }
 
 /* The end of the run of row i, or `end`. */
-static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i, ptrdiff_t end)
+static inline ptrdiff_t FROM(end_of_run)(const am_rows *rows, ptrdiff_t i, ptrdiff_t end)
 {
-    const ptrdiff_t next = tile->run ? (i | (tile->run - 1)) + 1 : end;
+    const ptrdiff_t next = rows->run ? (i | (rows->run - 1)) + 1 : end;
     return next < end ? next : end;
 }
 
@@ -257,28 +255,28 @@ static inline ptrdiff_t FROM(end_of_run)(const am_flash_tile *tile, ptrdiff_t i,
 static void FROM(find_logits)(const am_flash_rows *block, const am_flash_tile *tile, ptrdiff_t begin,
                               ptrdiff_t end, prefetch_lines *prefetch)
 {
-    prefetch_lines none = prefetch_nothing(tile->k);
+    prefetch_lines none = prefetch_nothing(tile->k.data);
     const T *q = QUERIES(block);
-    const row_runs runs = runs_of_keys(tile, begin);
+    const row_runs runs = runs_behind(&tile->k, begin, 1, 0);
     /* Turns would take 1.02 of the time for keys of one byte, of which memory delivers enough. */
     const ptrdiff_t turns = sizeof(S) > 1 ? block->rows / 4 : 1;
 #ifdef WIDEN
     W widened[SOME_KEYS * AM_MOST_WIDENED];
     const ptrdiff_t k_step = whole_f8(block->head_dim);
 #else
-    const ptrdiff_t k_step = tile->k_step;
+    const ptrdiff_t k_step = tile->k.step / (ptrdiff_t)sizeof(S);
     /* More than four rows read keys again. Whole tiles that fill a first-level cache of 32 KB would take 1.06
      * of the time. */
     const bool by_runs =
         block->rows > 4 && AM_FLASH_TILE * block->head_dim * (ptrdiff_t)sizeof(S) >= 32 << 10;
 #endif
     for (ptrdiff_t next; begin < end; begin = next) {
-        const S *k = row_in_runs(tile, tile->k, tile->k_runs, tile->k_step * (ptrdiff_t)sizeof(S), begin);
-        ptrdiff_t first = FROM(end_of_run)(tile, begin, end) - begin;
+        const S *k = row_at(&tile->k, begin);
+        ptrdiff_t first = FROM(end_of_run)(&tile->k, begin, end) - begin;
 #ifdef WIDEN
         if (first > SOME_KEYS) first = SOME_KEYS;
         const W *from = widened;
-        WIDEN(widened, k_step, k, tile->k_step, first, block->head_dim);
+        WIDEN(widened, k_step, k, tile->k.step / (ptrdiff_t)sizeof(S), first, block->head_dim);
         next = begin + first;
 #else
         const W *from = k;
@@ -318,19 +316,19 @@ static inline __attribute__((always_inline)) void FROM(scale_columns)(const am_f
 static inline prefetch_lines FROM(lines_of_values)(const am_flash_tile *tiles, ptrdiff_t heads,
                                                    prefetch_runs *runs)
 {
-    const ptrdiff_t size = sizeof(S), step = tiles->v_step * size,
-                    head = (const char *)tiles[heads - 1].v - (const char *)tiles->v,
-                    length = head + tiles->value_dim * size;
-    if (tiles->run == 0) return prefetch_lines_of((uintptr_t)tiles->v, step, length, 0, EARLY_KEYS);
-    const ptrdiff_t count = AM_FLASH_TILE / tiles->run;
-    return prefetch_runs_of(runs, tiles->v_runs, count + (tiles->v_runs[count] != NULL), tiles->run, step,
-                            length, EARLY_KEYS);
+    const am_rows *v = &tiles->v;
+    const ptrdiff_t length =
+        (const char *)tiles[heads - 1].v.data - (const char *)v->data + tiles->value_bytes;
+    if (v->run == 0) return prefetch_lines_of((uintptr_t)v->data, v->step, length, 0, EARLY_KEYS);
+    const ptrdiff_t count = AM_FLASH_TILE / v->run;
+    return prefetch_runs_of(runs, v->runs, count + (v->runs[count] != NULL), v->run, v->step, length,
+                            EARLY_KEYS);
 }
 
 static inline prefetch_lines FROM(lines_of_next_keys)(const am_flash_tile *tile, prefetch_runs *runs)
 {
     const am_prefetch_rows *next = &tile->next_keys;
-    if (next->rows <= 0) return prefetch_nothing(tile->k);
+    if (next->rows <= 0) return prefetch_nothing(tile->k.data);
     if (!tile->next_runs)
         return prefetch_lines_of((uintptr_t)next->at, next->step, next->length, 0, EARLY_KEYS);
     return prefetch_runs_of(runs, tile->next_runs, tile->next_run_count, next->rows, next->step, next->length,
@@ -346,7 +344,7 @@ static inline void FROM(add_tile)(const am_flash_rows *block, const am_flash_til
     find_live(block, tile, &begin, &end);
     const bool at_once = !tile->live && AT_ONCE(block, tile);
     for (ptrdiff_t next; begin < end; begin = next) {
-        next = at_once ? end : FROM(end_of_run)(tile, begin, end);
+        next = at_once ? end : FROM(end_of_run)(&tile->v, begin, end);
         FROM(add_values)(block, tile, begin, next, FROM(origin)(tile, begin), prefetch);
     }
 }
@@ -367,6 +365,7 @@ static void FROM(step_unpacked)(const am_flash_rows *const *blocks, const am_fla
         next = first + slice;
         for (ptrdiff_t h = 0; h < heads; h++) {
             const am_flash_tile *tile = &tiles[h];
+            assert(tile->layout == AM_ROWS);
             ptrdiff_t begin, end;
             find_live(blocks[h], tile, &begin, &end);
             FROM(find_logits)(blocks[h], tile, begin > first ? begin : first, end < next ? end : next,
