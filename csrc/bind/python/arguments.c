@@ -315,26 +315,39 @@ int am_to_text(PyObject *object, const char *name, void *dst)
     return PyErr_Occurred() ? -1 : am_reject(PyExc_TypeError, name, "a string", object);
 }
 
-bool am_entries_of(PyArrayObject *array, am_entries *entries)
+am_view am_view_of(PyArrayObject *array)
 {
-    if (PyArray_NDIM(array) != 1) return false;
-    *entries = (am_entries){PyArray_BYTES(array), PyArray_DIM(array, 0), PyArray_STRIDE(array, 0),
-                            am_dtype_of(PyArray_DESCR(array))};
-    return am_is_integer(entries->type);
+    am_view v = {.data = PyArray_BYTES(array),
+                 .type = am_kv_dtype_of(PyArray_DESCR(array)),
+                 .axes = PyArray_NDIM(array),
+                 .shape = {1, 1, 1, 1},
+                 .object = array};
+    for (int i = 0; i < v.axes && i < AM_MOST_AXES; i++)
+        v.shape[i] = PyArray_DIM(array, i), v.stride[i] = PyArray_STRIDE(array, i);
+    return v;
 }
 
-npy_intp am_widen_entries(const am_entries *entries, ptrdiff_t *to)
+bool am_entries_of(PyArrayObject *array, am_view *entries)
 {
-    const npy_intp count = entries->count, step = entries->step;
-    am_convert_row *widen = am_converter(entries->type, AM_INT64);
-    if (step == (npy_intp)am_size_of(entries->type) && widen(NULL, to, entries->data, count)) return -1;
-    npy_intp beyond = -1;
-    for (npy_intp i = count - 1; i >= 0; i--) {
-        if (widen(NULL, &to[i], entries->data + i * step, 1)) continue;
-        to[i] = PTRDIFF_MAX;
-        beyond = i;
+    *entries = am_view_of(array);
+    return entries->axes == 1 && am_is_integer(entries->type);
+}
+
+int am_raise_refused(const am_request *r, bool done)
+{
+    PyObject *const errors[] = {PyExc_ValueError, PyExc_TypeError, PyExc_IndexError};
+    if (done) return 0;
+    if (r->status != AM_OK) {
+        am_raise(r->status, NULL);
+        return -1;
     }
-    return beyond;
+    PyObject *what = r->got.data ? am_describe(r->got.object) : NULL;
+    if (what)
+        PyErr_Format(errors[r->wrong], "%s, got %U", r->words, what);
+    else if (!r->got.data)
+        PyErr_SetString(errors[r->wrong], r->words);
+    Py_XDECREF(what);
+    return -1;
 }
 
 int am_read_starts(am_starts *s, PyObject *object, const char *name)
@@ -342,7 +355,7 @@ int am_read_starts(am_starts *s, PyObject *object, const char *name)
     /* A view, which takes 40 ns, is not needed: the array is looked at once. */
     if (to_array(object, name, true, &s->array) < 0) return -1;
     s->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(s->array));
-    if (am_entries_of(s->array, &s->entries) && s->entries.count > 0) return 0;
+    if (am_entries_of(s->array, &s->entries) && s->entries.shape[0] > 0) return 0;
     /* An empty list becomes float64, but its length is what is wrong with it. */
     const bool wrong_shape = PyArray_NDIM(s->array) != 1 || PyArray_SIZE(s->array) == 0;
     return am_reject(wrong_shape ? PyExc_ValueError : PyExc_TypeError, name,
@@ -358,7 +371,7 @@ static PyObject *start_of(const am_starts *s, npy_intp index)
     if (s->starts[index] < PTRDIFF_MAX || s->entries.type != AM_UINT64)
         return PyLong_FromSsize_t(s->starts[index]);
     uint64_t start;
-    memcpy(&start, s->entries.data + index * s->entries.step, sizeof start);
+    memcpy(&start, s->entries.data + index * s->entries.stride[0], sizeof start);
     return PyLong_FromUnsignedLongLong(start);
 }
 
@@ -386,14 +399,14 @@ static int reject_decrease(const am_starts *s, const char *name, npy_intp index)
 
 int am_check_starts(am_starts *s, const char *name)
 {
-    const npy_intp count = s->entries.count;
+    const npy_intp count = s->entries.shape[0];
     s->sequences = count - 1;
     s->starts = am_new(ptrdiff_t, count);
     if (!s->starts) {
         PyErr_NoMemory();
         return -1;
     }
-    npy_intp beyond = am_widen_entries(&s->entries, s->starts);
+    npy_intp beyond = am_widen(&s->entries, s->starts);
     if (s->starts[0] != 0) return reject_start(s, name, "start at 0", 0, other_forms);
     bool decreases = false; /* the compiler vectorizes a loop that has no exit */
     for (npy_intp i = 1; i < count; i++) decreases |= s->starts[i] < s->starts[i - 1];

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 
 #include "bind/python/state.h"
+#include "bind/request.h"
 
 /* Zeros for as many objects as an array may say, to be freed by `free`; NULL if there is not enough memory.
  * In free-threaded builds Python's own allocator would not say so: it gives more memory than there is. */
@@ -73,25 +74,19 @@ am_to am_to_dtype, am_to_integer_dtype;
 am_to am_to_object;
 /* const char **: the text of a string, borrowed. */
 am_to am_to_text;
-/* A 1-D array of integers as it was when am_entries_of read it. The caller's own array may have another shape
- * a moment later. */
-typedef struct {
-    const char *data;
-    npy_intp count, step;
-    am_dtype type;
-} am_entries;
-/* False for other arrays. */
-bool am_entries_of(PyArrayObject *array, am_entries *entries);
+/* The view keeps no reference. */
+am_view am_view_of(PyArrayObject *array);
+/* Looks at a 1-D array of integers; false for other arrays. */
+bool am_entries_of(PyArrayObject *array, am_view *entries);
 
-/* Converts the entries. One that exceeds ptrdiff_t becomes its largest value. Returns the index of the first
- * such entry, or -1. */
-npy_intp am_widen_entries(const am_entries *entries, ptrdiff_t *to);
+/* 0 if `done`; else raises what the request says, and returns -1. */
+int am_raise_refused(const am_request *r, bool done);
 
 /* am_starts *: the starts of sequences: 1-D integers that begin with 0 and never decrease;
  * am_to_starts_or_none leaves `array` NULL for None. */
 typedef struct {
     PyArrayObject *array; /* the caller's own, which keeps the entries alive */
-    am_entries entries;
+    am_view entries;
     PyArray_Descr *dtype; /* owned */
     ptrdiff_t *starts;    /* owned; NULL until am_check_starts */
     ptrdiff_t sequences;

@@ -100,7 +100,7 @@ static int check_inputs(arguments *a)
 /* Sets the shape of the mask. */
 static void set_shape(arguments *a)
 {
-    am_mask *mask = &a->mask.mask;
+    am_mask *mask = &a->mask.request.mask;
     mask->batch = a->q.shape[0], mask->heads = a->q.shape[2];
     mask->queries = a->q.shape[1], mask->keys = a->k.shape[1];
 }
@@ -110,8 +110,8 @@ static int check_bias(const arguments *a)
     if (!a->bias) return 0;
     if (!am_is_floating(am_dtype_of(PyArray_DESCR(a->bias))))
         return reject_array(PyExc_TypeError, "bias", "of a floating-point dtype", a->bias);
-    const ptrdiff_t wanted[4] = {a->mask.mask.batch, a->mask.mask.heads, a->mask.mask.queries,
-                                 a->mask.mask.keys};
+    const ptrdiff_t wanted[4] = {a->mask.request.mask.batch, a->mask.request.mask.heads,
+                                 a->mask.request.mask.queries, a->mask.request.mask.keys};
     bool fits = PyArray_NDIM(a->bias) == 4;
     for (int i = 0; fits && i < 4; i++)
         fits = PyArray_DIM(a->bias, i) == 1 || PyArray_DIM(a->bias, i) == wanted[i];
@@ -139,7 +139,7 @@ static int read_relative(arguments *a)
                              given);
         a->relative_arrays[i] = (PyArrayObject *)Py_NewRef(given);
     }
-    const am_mask *mask = &a->mask.mask;
+    const am_mask *mask = &a->mask.request.mask;
     PyArrayObject *slopes = a->relative_arrays[SLOPES], *table = a->relative_arrays[TABLE],
                   *offsets = a->relative_arrays[OFFSETS], *starts = a->relative_arrays[STARTS];
     const npy_intp rows = starts ? PyArray_DIM(starts, 0) - 1 : mask->batch;
@@ -178,7 +178,7 @@ static int check_sinks(const arguments *a)
 {
     if (!a->sinks) return 0;
     if (PyArray_NDIM(a->sinks) != 2 || PyArray_TYPE(a->sinks) != NPY_FLOAT64 ||
-        !PyArray_IS_C_CONTIGUOUS(a->sinks) || PyArray_DIM(a->sinks, 0) != a->mask.mask.heads)
+        !PyArray_IS_C_CONTIGUOUS(a->sinks) || PyArray_DIM(a->sinks, 0) != a->mask.request.mask.heads)
         return reject_array(PyExc_ValueError, "softmax_aux", "a float64 array [H, S]", a->sinks);
     return 0;
 }
@@ -236,7 +236,7 @@ static ptrdiff_t bias_step(PyArrayObject *bias, int axis)
 /* Describes the problem to the core, without its results. */
 static am_attn flash_of(arguments *a)
 {
-    const am_mask *mask = &a->mask.mask;
+    const am_mask *mask = &a->mask.request.mask;
     am_attn flash = {
         .batch = mask->batch,
         .heads = mask->heads,
@@ -248,7 +248,7 @@ static am_attn flash_of(arguments *a)
         .q = a->q.tokens,
         .k = a->k.tokens,
         .v = a->v.tokens,
-        .mask = &a->mask.mask,
+        .mask = &a->mask.request.mask,
         .scale = a->scale.value,
         .cap = a->cap.value,
         .sinks = a->sinks ? PyArray_DATA(a->sinks) : NULL,
@@ -279,7 +279,7 @@ static PyArrayObject *wide_result(PyArrayObject *out)
 
 static PyObject *compute(PyObject *module, arguments *a)
 {
-    const am_mask *mask = &a->mask.mask;
+    const am_mask *mask = &a->mask.request.mask;
     PyArrayObject *lse = NULL, *wide = NULL;
     PyObject *result = NULL;
     npy_intp const dims[4] = {mask->batch, mask->queries, mask->heads, a->v.shape[3]};
@@ -299,7 +299,7 @@ static PyObject *compute(PyObject *module, arguments *a)
     flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&call.context, &a->mask.mask);
+    am_status status = am_mask_prepare(&call.context, &a->mask.request.mask);
     if (status == AM_OK) status = am_attn_forward(&call.context, &flash);
     am_leave(&call);
     if (status == AM_OK)
@@ -462,10 +462,10 @@ static PyObject *attend_usual(PyObject *module, PyObject *const *args, Py_ssize_
                    .return_wide = return_wide};
     PyObject *result = NULL;
     if (read_usual(args, &a, &high)) {
-        const am_node band = {.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
+        am_node node = {.kind = AM_TERM_ALL};
+        if (args[CAUSAL] == Py_True) node = (am_node){.kind = AM_TERM_BAND, .band = {&low, &high, 0, 0}};
         set_shape(&a);
-        if (am_read_nodes_and(&a.mask, NULL, &band, args[CAUSAL] == Py_True) == 0)
-            result = compute(module, &a);
+        if (am_read_nodes_and(&a.mask, NULL, &node, 1) == 0) result = compute(module, &a);
     } else if (!PyErr_Occurred()) {
         result = Py_NewRef(Py_NotImplemented);
     }
@@ -583,7 +583,7 @@ static PyObject *attention_schedule(PyObject *module, PyObject *const *args, Py_
     am_call call;
     am_enter(&call, module, 0);
     const am_attn_base base = am_attn_base_of(&call.context, &attn);
-    am_status status = am_mask_prepare(&call.context, &a.mask.mask);
+    am_status status = am_mask_prepare(&call.context, &a.mask.request.mask);
     if (status == AM_OK) status = am_sections_make(&sections, attn.mask, true);
     if (status == AM_OK) status = am_schedule_make(&schedule, &base, &sections, threads);
     am_leave(&call);
@@ -619,7 +619,7 @@ static int check_shape(PyArrayObject *array, const char *name, int ndim, const n
 
 static int check_backward(const backward_arguments *g)
 {
-    const am_mask *mask = &g->a.mask.mask;
+    const am_mask *mask = &g->a.mask.request.mask;
     am_dtype type = g->a.q.tokens.type;
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
     npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, g->a.v.shape[3]};
@@ -700,7 +700,7 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
     }
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = am_mask_prepare(&call.context, &a->mask.mask);
+    am_status status = am_mask_prepare(&call.context, &a->mask.request.mask);
     if (status == AM_OK) status = am_attn_backward(&call.context, &problem);
     am_leave(&call);
     if (status == AM_OK)

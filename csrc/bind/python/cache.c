@@ -247,11 +247,11 @@ static bool read_usual_lengths(const arguments *a, ptrdiff_t *before)
     PyArrayObject *array = PyArray_Check(given) ? (PyArrayObject *)given : NULL;
     bool fits = true;
     if (array) {
-        am_entries entries;
-        if (!PyArray_ISBEHAVED_RO(array) || !am_entries_of(array, &entries) || entries.count != batch ||
+        am_view entries;
+        if (!PyArray_ISBEHAVED_RO(array) || !am_entries_of(array, &entries) || entries.shape[0] != batch ||
             (entries.type != AM_INT32 && entries.type != AM_INT64))
             return false;
-        am_widen_entries(&entries, before);
+        am_widen(&entries, before);
     } else {
         if (given != Py_None && !PyLong_CheckExact(given)) return false;
         const Py_ssize_t one = given == Py_None ? shape_of(a, K_CACHE)[1] : PyLong_AsSsize_t(given);
@@ -272,9 +272,9 @@ static int read_lengths(arguments *a)
     }
     if (read_usual_lengths(a, a->cache.before)) return 0;
     PyObject *array = am_ask(AM_TOKENS_BEFORE, "(On)", a->given[CACHE_SEQLENS], a->cache.sequences);
-    am_entries entries;
+    am_view entries;
     if (!array) return -1;
-    if (am_entries_of((PyArrayObject *)array, &entries)) am_widen_entries(&entries, a->cache.before);
+    if (am_entries_of((PyArrayObject *)array, &entries)) am_widen(&entries, a->cache.before);
     Py_DECREF(array);
     return 0;
 }
@@ -407,7 +407,7 @@ static int read_masks(arguments *a)
                                          q[1], q[0], a->cache.longest)
                                 : NULL;
     int bad = -1;
-    a->mask.mask = (am_mask){.batch = 1, .heads = q[1], .queries = q[0], .keys = a->cache.longest};
+    a->mask.request.mask = (am_mask){.batch = 1, .heads = q[1], .queries = q[0], .keys = a->cache.longest};
     if (masks && PyArg_ParseTuple(masks, "OO", &nodes, &a->masks)) {
         Py_INCREF(a->masks);
         bad = am_read_nodes(&a->mask, nodes);
@@ -422,14 +422,14 @@ static int read_whole_mask(arguments *a)
     if (is_one_by_one(a)) return read_masks(a);
     const npy_intp *q = token_shape(a, QUERY), batch = is_packed(a) ? 1 : a->cache.sequences;
     PyObject *given = a->given[ATTENTION_MASK], *nodes = NULL;
-    am_node terms[2];
-    a->mask.mask = (am_mask){.batch = batch, .heads = q[1], .queries = q[0], .keys = a->cache.keys};
+    am_node terms[2] = {{.kind = AM_TERM_ALL}};
+    a->mask.request.mask = (am_mask){.batch = batch, .heads = q[1], .queries = q[0], .keys = a->cache.keys};
     if (given != Py_None) {
         nodes = am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, batch, q[1], q[0], a->cache.keys);
         if (!nodes) return -1;
     }
     const int count = am_kv_cache_terms(&a->cache, &a->limits, terms),
-              bad = am_read_nodes_and(&a->mask, nodes, terms, count);
+              bad = am_read_nodes_and(&a->mask, nodes, terms, nodes ? count : (count ? count : 1));
     Py_XDECREF(nodes);
     return bad;
 }
@@ -531,18 +531,18 @@ static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
     const npy_intp *q = token_shape(a, QUERY);
     PyArrayObject *slopes = a->arrays[ALIBI_SLOPES], *sinks = a->arrays[SOFTMAX_AUX];
     am_attn attn = {
-        .batch = a->mask.mask.batch,
+        .batch = a->mask.request.mask.batch,
         .heads = q[1],
         .kv_heads = shape_of(a, K_CACHE)[2],
         .queries = q[0],
-        .keys = a->mask.mask.keys,
+        .keys = a->mask.request.mask.keys,
         .head_dim = q[2],
         .value_dim = shape_of(a, V_CACHE)[3],
         .q = am_tokens_of(a->arrays[QUERY]),
         .k = am_tokens_of(a->arrays[K_CACHE]),
         .v = am_tokens_of(a->arrays[V_CACHE]),
         .out = am_tokens_of(out),
-        .mask = &a->mask.mask,
+        .mask = &a->mask.request.mask,
         .scale = a->scale,
         .cap = a->cap,
         .sinks = sinks ? PyArray_DATA(sinks) : NULL,
@@ -606,7 +606,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
                              .low = cache->low + s,
                              .high = cache->high + s};
     am_mask_arg mask = {
-        .mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
+        .request.mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
     am_node terms[2];
     const int term_count = am_kv_cache_terms(&own, &a->limits, terms);
     char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
@@ -617,7 +617,8 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     }
     if (am_read_nodes_and(&mask, PyList_GET_ITEM(a->masks, s), terms, term_count) < 0) goto fail;
     am_attn one = *all;
-    one.batch = 1, one.queries = count, one.keys = cache->lengths[s], one.mask = &mask.mask, one.lse = lse;
+    one.batch = 1, one.queries = count, one.keys = cache->lengths[s], one.mask = &mask.request.mask,
+    one.lse = lse;
     one.q.data += queries.begin * one.q.token, one.out.data += queries.begin * one.out.token;
     one.pages.table += s * one.pages.table_step, one.pages.used += s, one.pages.lengths += s;
     one.pages.starts = NULL, one.pages.sequences = 1;

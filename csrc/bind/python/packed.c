@@ -34,10 +34,10 @@ static bool count(PyObject *module, am_dtype type, void *dst, const void *starts
  * starts, and for those that are not valid. */
 static PyObject *quick_counts(PyObject *module, const am_starts *s, npy_intp chunk)
 {
-    const am_entries *starts = &s->entries;
-    npy_intp const sequences = starts->count - 1, entries = sequences + (chunk ? 1 : 0);
+    const am_view *starts = &s->entries;
+    npy_intp const sequences = starts->shape[0] - 1, entries = sequences + (chunk ? 1 : 0);
     if (starts->type != AM_INT32 && starts->type != AM_INT64) return NULL;
-    if (starts->count > 1 && starts->step != (npy_intp)am_size_of(starts->type)) return NULL;
+    if (starts->shape[0] > 1 && starts->stride[0] != (npy_intp)am_size_of(starts->type)) return NULL;
     PyArrayObject *counts = am_new_array(1, &entries, s->dtype);
     if (counts && !count(module, starts->type, PyArray_DATA(counts), starts->data, sequences, chunk))
         Py_CLEAR(counts);

@@ -27,7 +27,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
 {
     static const char expected[] = "a 1-D array of integers, [start0, end0, start1, end1, ...]";
     pairs *p = dst;
-    am_entries entries;
+    am_view entries;
     if (am_to_array(object, name, &p->array) < 0) return -1;
     bool integers = am_entries_of(p->array, &entries);
     npy_intp size = PyArray_SIZE(p->array);
@@ -46,7 +46,7 @@ static int to_pairs(PyObject *object, const char *name, void *dst)
         PyErr_NoMemory();
         return -1;
     }
-    p->beyond = am_widen_entries(&entries, *p->ranges) >= 0;
+    p->beyond = am_widen(&entries, *p->ranges) >= 0;
     return 0;
 }
 

@@ -24,7 +24,7 @@ static int take_slot(unsigned char *taken, ptrdiff_t slot, npy_intp slots, npy_i
 
 ptrdiff_t *am_read_slots(PyArrayObject *indices, npy_intp rows, npy_intp slots)
 {
-    am_entries entries;
+    am_view entries;
     const bool is_row = PyArray_NDIM(indices) == 1;
     if (is_row && PyArray_DIM(indices, 0) != rows) {
         PyErr_Format(PyExc_ValueError, "state_indices must be of shape (%zd,), got %zd entries", rows,
@@ -40,7 +40,7 @@ ptrdiff_t *am_read_slots(PyArrayObject *indices, npy_intp rows, npy_intp slots)
     unsigned char *taken = read ? am_new(unsigned char, slots / 8 + 1) : NULL;
     int status = taken ? 0 : -1;
     if (!taken) PyErr_NoMemory();
-    if (status == 0 && rows > 0) am_widen_entries(&entries, read);
+    if (status == 0 && rows > 0) am_widen(&entries, read);
     for (npy_intp i = 0; status == 0 && i < rows; i++) status = take_slot(taken, read[i], slots, i);
     free(taken);
     if (status == 0) return read;

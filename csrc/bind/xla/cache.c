@@ -20,7 +20,7 @@ enum { LSE = 1, APPEND = 2, PACKED = 4, MASKED = 8, K_SCALE = 16, V_SCALE = 32, 
 
 typedef struct {
     am_xla_call *c;
-    am_xla_view query, caches[2], rows[2], factors[2]; /* rows: new keys and values; factors: their scales */
+    am_view query, caches[2], rows[2], factors[2]; /* rows: new keys and values; factors: their scales */
     int64_t next_argument, next_result;
     ptrdiff_t capacity; /* of a sequence */
     am_kv_table table;  /* data: NULL if the cache is contiguous */
@@ -35,14 +35,14 @@ static bool has(const problem *p, int64_t flag) { return (p->c->flags & flag) !=
 /* --- Buffers --- */
 
 /* The next argument. */
-static bool look_at_next(problem *p, am_xla_view *v)
+static bool look_at_next(problem *p, am_view *v)
 {
     am_xla_call *c = p->c;
     if (p->next_argument >= c->frame->arguments.count) return am_xla_fail(c, "there are too few arguments");
     return am_xla_look(c, am_xla_argument(c, p->next_argument++), false, v);
 }
 
-static bool has_shape(const am_xla_view *v, ptrdiff_t batch, ptrdiff_t tokens, ptrdiff_t heads,
+static bool has_shape(const am_view *v, ptrdiff_t batch, ptrdiff_t tokens, ptrdiff_t heads,
                       ptrdiff_t head_dim)
 {
     return v->axes == 4 && v->shape[0] == batch && v->shape[1] == tokens && v->shape[2] == heads &&
@@ -52,7 +52,7 @@ static bool has_shape(const am_xla_view *v, ptrdiff_t batch, ptrdiff_t tokens, p
 static bool read_tokens(problem *p)
 {
     am_xla_call *c = p->c;
-    const am_xla_view *q = &p->query, *k = p->caches, *v = p->caches + 1;
+    const am_view *q = &p->query, *k = p->caches, *v = p->caches + 1;
     if (!look_at_next(p, &p->query) || !look_at_next(p, p->caches) || !look_at_next(p, p->caches + 1))
         return false;
     if (!am_is_floating(q->type) || !am_kv_format_of(k->type) || v->type != k->type ||
@@ -64,8 +64,8 @@ static bool read_tokens(problem *p)
         (has(p, PACKED) && q->shape[0] != 1))
         return am_xla_fail(c, "query and caches have shapes that do not fit");
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
-        am_xla_view *rows = p->rows + side;
-        const am_xla_view *cache = p->caches + side;
+        am_view *rows = p->rows + side;
+        const am_view *cache = p->caches + side;
         if (!look_at_next(p, rows)) return false;
         const ptrdiff_t tokens = has(p, PACKED) ? q->shape[1] : p->rows[0].shape[1];
         if (!am_is_floating(rows->type) ||
@@ -79,8 +79,8 @@ static bool read_tokens(problem *p)
 static bool read_scales(problem *p, int side)
 {
     static const char *const names[] = {"k_scale", "v_scale"};
-    const am_xla_view *cache = p->caches + side;
-    am_xla_view *v = p->factors + side;
+    const am_view *cache = p->caches + side;
+    am_view *v = p->factors + side;
     const bool given = has(p, side ? V_SCALE : K_SCALE);
     if (given != am_kv_is_scaled(cache->type))
         return am_xla_fail(p->c, "%s must be given for a cache of eight bits, and for no other", names[side]);
@@ -95,10 +95,10 @@ static bool read_scales(problem *p, int side)
     if (!fits) return am_xla_fail(p->c, "%s has a type or a shape that does not fit", names[side]);
     p->scales[side] = (am_kv_scales){.data = v->data,
                                      .by_channel = by_channel,
-                                     .batch = am_xla_shared_step_of(v, 0),
-                                     .token = am_xla_shared_step_of(v, 1),
-                                     .head = am_xla_shared_step_of(v, 2),
-                                     .element = am_xla_shared_step_of(v, 3)};
+                                     .batch = am_shared_stride(v, 0),
+                                     .token = am_shared_stride(v, 1),
+                                     .head = am_shared_stride(v, 2),
+                                     .element = am_shared_stride(v, 3)};
     const float *wrong =
         by_channel ? am_kv_wrong_scale(&p->scales[side], cache->shape[2], cache->shape[3]) : NULL;
     return !wrong || am_xla_fail(p->c, "%s must be finite and positive for each channel, got %g", names[side],
@@ -107,10 +107,11 @@ static bool read_scales(problem *p, int side)
 
 /* --- Lengths and pages --- */
 
-static bool read_lengths(problem *p, const am_xla_operand *lengths)
+static bool read_lengths(problem *p, const am_operand *lengths)
 {
     am_kv_cache *cache = &p->cache;
-    const ptrdiff_t *numbers = am_xla_integers(p->c, lengths, false, cache->sequences, p->caches[0].shape[1]);
+    const ptrdiff_t *numbers =
+        am_read_integers(&p->c->request, lengths, cache->sequences, p->caches[0].shape[1]);
     for (ptrdiff_t s = 0; numbers && s < cache->sequences; s++) {
         if (numbers[s] < 0)
             return am_xla_fail(p->c, "cache_seqlens must be at least 0, got %td at index %td", numbers[s], s);
@@ -124,28 +125,28 @@ static bool place_tokens(problem *p)
 {
     am_xla_call *c = p->c;
     am_kv_cache *cache = &p->cache;
-    am_xla_operand low, high, lengths, table;
-    am_xla_view v = {.shape = {0, 1}};
+    am_operand low, high, lengths, table, given;
     const ptrdiff_t *starts = NULL, size = p->caches[0].shape[1];
     ptrdiff_t sequences = has(p, PACKED) ? -1 : p->query.shape[0];
-    if (!am_xla_next_operand(c, &low) || !am_xla_next_operand(c, &high) ||
-        !am_xla_next_operand(c, &lengths) || !am_xla_next_operand(c, &table) ||
-        (table.buffer && !am_xla_look(c, table.buffer, false, &v)))
+    if (!am_xla_next_operand(c, false, AM_INT64, &low) || !am_xla_next_operand(c, false, AM_INT64, &high) ||
+        !am_xla_next_operand(c, false, AM_INT64, &lengths) ||
+        !am_xla_next_operand(c, false, AM_INT64, &table))
         return false;
+    const am_view v = table.view;
     if (has(p, PACKED)) {
-        starts = am_xla_read_starts(c, "cu_seqlens_q", p->query.shape[1], &sequences);
+        if (!am_xla_next_operand(c, false, AM_INT64, &given)) return false;
+        starts = am_read_starts_of(&c->request, "cu_seqlens_q", &given, p->query.shape[1], &sequences);
         if (!starts) return false;
     }
-    if (table.buffer ? v.type != AM_INT32 || v.axes != 2 || v.shape[0] != sequences
-                     : p->caches[0].shape[0] != sequences)
+    if (v.data ? v.type != AM_INT32 || v.axes != 2 || v.shape[0] != sequences
+               : p->caches[0].shape[0] != sequences)
         return am_xla_fail(c, "the cache must have a row for each of %td sequences, or block_table",
                            sequences);
-    if (!am_xla_fail_status(c, am_kv_cache_make(cache, sequences)) || !read_lengths(p, &lengths))
+    if (!am_refuse_status(&c->request, am_kv_cache_make(cache, sequences)) || !read_lengths(p, &lengths))
         return false;
     cache->q_starts = starts, cache->queries = p->query.shape[1];
-    p->limits =
-        (am_kv_limits){low.kind != AM_XLA_NOTHING, high.kind != AM_XLA_NOTHING, low.number, high.number};
-    p->capacity = am_min(am_product(v.shape[1], size, 1), AM_FAR);
+    p->limits = (am_kv_limits){low.kind != AM_NOTHING, high.kind != AM_NOTHING, low.number, high.number};
+    p->capacity = am_min(am_product(v.data ? v.shape[1] : 1, size, 1), AM_FAR);
     const ptrdiff_t more = has(p, APPEND) ? p->rows[0].shape[1] : 0,
                     wrong = am_kv_cache_place(cache, more, p->capacity, &p->limits);
     if (wrong >= 0) {
@@ -157,7 +158,7 @@ static bool place_tokens(problem *p)
                            "%td%s at index %td",
                            p->capacity, cache->before[wrong], new_ones, wrong);
     }
-    if (table.buffer)
+    if (v.data)
         p->table =
             (am_kv_table){v.data, v.shape[1] * (ptrdiff_t)sizeof(int32_t), sizeof(int32_t), am_max(1, size)};
     return true;
@@ -168,7 +169,8 @@ static bool read_table(problem *p)
 {
     const ptrdiff_t pages = p->caches[0].shape[0];
     am_kv_entry wrong;
-    if (!am_xla_fail_status(p->c, am_kv_cache_read_table(&p->cache, &p->table, pages, &wrong))) return false;
+    if (!am_refuse_status(&p->c->request, am_kv_cache_read_table(&p->cache, &p->table, pages, &wrong)))
+        return false;
     if (wrong.sequence < 0) return true;
     return pages == 0
                ? am_xla_fail(
@@ -185,7 +187,8 @@ static bool read_pages(problem *p)
     p->pages = am_kv_cache_pages(&p->cache, p->caches[0].shape[1]);
     if (!has(p, APPEND)) return true;
     am_kv_writers found;
-    if (!am_xla_fail_status(p->c, am_kv_find_writers(&p->pages, p->cache.before, &found))) return false;
+    if (!am_refuse_status(&p->c->request, am_kv_find_writers(&p->pages, p->cache.before, &found)))
+        return false;
     if (found.page < 0) return true;
     return found.sequence == found.other
                ? am_xla_fail(p->c,
@@ -204,7 +207,7 @@ static bool read_pages(problem *p)
 static bool read_mask(problem *p)
 {
     am_xla_call *c = p->c;
-    am_mask *mask = &c->mask;
+    am_mask *mask = &c->request.mask;
     int64_t keys;
     if (has(p, MASKED)) {
         if (!am_xla_next_word(c, &keys)) return false;
@@ -228,51 +231,53 @@ static bool read_attention(problem *p)
 {
     am_xla_call *c = p->c;
     am_attn *attn = &c->attn;
-    am_xla_operand slopes;
+    am_operand slopes;
     attn->q = am_xla_tokens(&p->query);
     attn->k = am_xla_tokens(p->caches), attn->v = am_xla_tokens(p->caches + 1);
-    c->mask.batch = attn->batch = p->query.shape[0], c->mask.queries = attn->queries = p->query.shape[1];
-    c->mask.heads = attn->heads = p->query.shape[2], attn->kv_heads = p->caches[0].shape[2];
+    c->request.mask.batch = attn->batch = p->query.shape[0],
+    c->request.mask.queries = attn->queries = p->query.shape[1];
+    c->request.mask.heads = attn->heads = p->query.shape[2], attn->kv_heads = p->caches[0].shape[2];
     attn->head_dim = p->query.shape[3], attn->value_dim = p->caches[1].shape[3];
     attn->pages = p->pages, attn->k_scales = p->scales[0], attn->v_scales = p->scales[1];
     attn->normalize = true;
     if (has(p, SINKS) && !am_xla_read_sinks(c, am_xla_argument(c, p->next_argument))) return false;
-    if (!am_xla_next_operand(c, &slopes) || !am_xla_read_slopes(c, &slopes, false, p->cache.sequences))
+    if (!am_xla_next_operand(c, false, AM_FLOAT64, &slopes) ||
+        !am_xla_read_slopes(c, &slopes, p->cache.sequences))
         return false;
     attn->relative.offsets = p->cache.moved, attn->relative.offset_step = 1;
     attn->relative.q_starts = p->cache.q_starts;
     attn->relative.sequences = has(p, PACKED) ? p->cache.sequences : 0;
     if (!read_mask(p)) return false;
-    attn->keys = c->mask.keys;
+    attn->keys = c->request.mask.keys;
     return true;
 }
 
 /* The next result is to have the type and shape of `v`. */
-static bool look_at_result(problem *p, am_xla_view *v)
+static bool look_at_result(problem *p, am_view *v)
 {
     am_xla_call *c = p->c;
-    am_xla_view found;
+    am_view found;
     if (p->next_result >= c->frame->results.count) return am_xla_fail(c, "there are too few results");
     if (!am_xla_look(c, am_xla_result(c, p->next_result++), false, &found)) return false;
     bool fits = found.type == v->type && found.axes == v->axes;
-    for (int i = 0; i < AM_XLA_MOST_AXES; i++) fits = fits && found.shape[i] == v->shape[i];
-    v->data = found.data;
+    for (int i = 0; i < AM_MOST_AXES; i++) fits = fits && found.shape[i] == v->shape[i];
+    *v = found;
     return fits ? true : am_xla_fail(c, "a result has a type or a shape that does not fit");
 }
 
 /* The next result, which is an argument that is written to. */
-static bool look_at_written(problem *p, const am_xla_view *v)
+static bool look_at_written(problem *p, const am_view *v)
 {
-    am_xla_view written = *v;
+    am_view written = *v;
     if (!look_at_result(p, &written)) return false;
-    const bool empty = am_product(am_xla_step_of(v, 0), v->shape[0], 1) == 0;
+    const bool empty = am_product(v->stride[0], v->shape[0], 1) == 0;
     return empty || written.data == v->data ? true : am_xla_fail(p->c, "a cache must be written to in place");
 }
 
 static bool read_results(problem *p)
 {
     am_attn *attn = &p->c->attn;
-    am_xla_view out = p->query, lse = {.axes = 3, .shape = {attn->batch, attn->heads, attn->queries, 1}};
+    am_view out = p->query, lse = {.axes = 3, .shape = {attn->batch, attn->heads, attn->queries, 1}};
     out.shape[3] = attn->value_dim;
     if (!look_at_result(p, &out)) return false;
     attn->out = am_xla_tokens(&out);
@@ -311,10 +316,10 @@ static bool compute(problem *p)
 {
     am_xla_call *c = p->c;
     for (int side = 0; has(p, APPEND) && side < 2; side++) {
-        if (!am_xla_fail_status(c, append(p, side))) return false;
+        if (!am_refuse_status(&c->request, append(p, side))) return false;
     }
-    return am_xla_fail_status(c, am_mask_prepare(&c->context, &c->mask)) &&
-           am_xla_fail_status(c, am_attn_forward(&c->context, &c->attn));
+    return am_refuse_status(&c->request, am_mask_prepare(&c->context, &c->request.mask)) &&
+           am_refuse_status(&c->request, am_attn_forward(&c->context, &c->attn));
 }
 
 bool am_xla_kvcache(am_xla_call *c)

@@ -41,14 +41,14 @@ enum { TABLE = 64, GRAD_TABLE = 128, RELATIVE = 256, PACKED = 512, PART = 1024 }
 static am_state *state; /* of the module that has given the handlers away; it stays */
 
 /* One batch row may stand for those of all calls. */
-static bool fits_batch(const am_xla_call *c, const am_xla_view *v)
+static bool fits_batch(const am_xla_call *c, const am_view *v)
 {
-    return v->shape[0] == c->mask.batch || (v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1);
+    return v->shape[0] == c->request.mask.batch ||
+           (v->shape[0] == 1 && c->call == AM_XLA_ALL_CALLS && c->calls > 1);
 }
 
 /* The first length is the batch's. */
-static bool has_shape(am_xla_call *c, const am_xla_view *v, const char *name, int axes,
-                      const ptrdiff_t *shape)
+static bool has_shape(am_xla_call *c, const am_view *v, const char *name, int axes, const ptrdiff_t *shape)
 {
     bool fits = v->axes == axes && fits_batch(c, v);
     for (int i = 1; fits && i < axes; i++) fits = v->shape[i] == shape[i];
@@ -56,22 +56,18 @@ static bool has_shape(am_xla_call *c, const am_xla_view *v, const char *name, in
 }
 
 /* Whether each axis is as long as that of the mask, or shared. */
-static bool broadcasts(const am_xla_call *c, const am_xla_view *v)
+static bool broadcasts(const am_xla_call *c, const am_view *v)
 {
-    const ptrdiff_t wanted[4] = {c->mask.batch, c->mask.heads, c->mask.queries, c->mask.keys};
+    const ptrdiff_t wanted[4] = {c->request.mask.batch, c->request.mask.heads, c->request.mask.queries,
+                                 c->request.mask.keys};
     bool fits = v->axes == 4;
     for (int i = 0; fits && i < 4; i++) fits = v->shape[i] == 1 || v->shape[i] == wanted[i];
     return fits;
 }
 
-am_tokens am_xla_tokens(const am_xla_view *v)
+am_tokens am_xla_tokens(const am_view *v)
 {
-    return (am_tokens){v->data,
-                       v->type,
-                       am_xla_shared_step_of(v, 0),
-                       am_xla_step_of(v, 1),
-                       am_xla_step_of(v, 2),
-                       am_xla_step_of(v, 3)};
+    return (am_tokens){v->data, v->type, am_shared_stride(v, 0), v->stride[1], v->stride[2], v->stride[3]};
 }
 
 /* --- Attention --- */
@@ -80,7 +76,7 @@ am_tokens am_xla_tokens(const am_xla_view *v)
 static bool read_tokens(am_xla_call *c)
 {
     am_attn *attn = &c->attn;
-    am_xla_view q, k, v;
+    am_view q, k, v;
     if (!am_xla_look(c, am_xla_argument(c, 0), true, &q) ||
         !am_xla_look(c, am_xla_argument(c, 1), true, &k) || !am_xla_look(c, am_xla_argument(c, 2), true, &v))
         return false;
@@ -92,8 +88,9 @@ static bool read_tokens(am_xla_call *c)
                       (k.shape[2] == 0 ? q.shape[2] == 0 : q.shape[2] % k.shape[2] == 0) &&
                       v.shape[1] == k.shape[1] && v.shape[2] == k.shape[2];
     if (!fits) return am_xla_fail(c, "query, key and value have shapes that do not fit");
-    c->mask.heads = attn->heads = q.shape[2], attn->kv_heads = k.shape[2], attn->batch = c->mask.batch;
-    c->mask.queries = attn->queries = q.shape[1], c->mask.keys = attn->keys = k.shape[1];
+    c->request.mask.heads = attn->heads = q.shape[2], attn->kv_heads = k.shape[2],
+    attn->batch = c->request.mask.batch;
+    c->request.mask.queries = attn->queries = q.shape[1], c->request.mask.keys = attn->keys = k.shape[1];
     attn->head_dim = q.shape[3], attn->value_dim = v.shape[3];
     attn->q = am_xla_tokens(&q), attn->k = am_xla_tokens(&k), attn->v = am_xla_tokens(&v);
     return true;
@@ -102,30 +99,28 @@ static bool read_tokens(am_xla_call *c)
 static bool read_bias(am_xla_call *c, const am_xla_buffer *buffer)
 {
     am_attn *attn = &c->attn;
-    am_xla_view v;
+    am_view v;
     if (!am_xla_look(c, buffer, true, &v)) return false;
     if (!am_is_floating(v.type) || !broadcasts(c, &v))
         return am_xla_fail(c, "bias has a type or a shape that does not fit");
     attn->bias = v.data, attn->bias_type = v.type;
-    attn->bias_batch = am_xla_shared_step_of(&v, 0), attn->bias_head = am_xla_shared_step_of(&v, 1);
-    attn->bias_row = am_xla_shared_step_of(&v, 2), attn->bias_column = am_xla_shared_step_of(&v, 3);
+    attn->bias_batch = am_shared_stride(&v, 0), attn->bias_head = am_shared_stride(&v, 1);
+    attn->bias_row = am_shared_stride(&v, 2), attn->bias_column = am_shared_stride(&v, 3);
     return true;
 }
 
-/* All numbers as doubles; of a wide array without its last axis. NULL after a failure. */
-static double *doubles(am_xla_call *c, am_xla_view *v, bool wide, const char *name)
+/* All numbers as doubles. NULL after a failure. */
+static double *doubles(am_xla_call *c, const am_view *v, const char *name)
 {
-    const bool pairs = wide && v->type == AM_INT32 && v->axes > 1 && v->shape[v->axes - 1] == 2;
-    if (pairs) v->axes--, v->shape[v->axes] = 1;
-    if (wide ? !pairs : v->type != AM_FLOAT32 && v->type != AM_FLOAT64) {
+    ptrdiff_t count = 1;
+    if (v->type != AM_FLOAT32 && v->type != AM_FLOAT64) {
         am_xla_fail(c, "%s has a type that does not fit", name);
         return NULL;
     }
-    ptrdiff_t count = 1;
     for (int i = 0; i < v->axes; i++) count *= v->shape[i];
-    double *numbers = am_xla_keep(c, count, sizeof *numbers);
+    double *numbers = am_keep(&c->request, count, sizeof *numbers);
     if (!numbers || count == 0) return numbers;
-    if (wide || v->type == AM_FLOAT64)
+    if (v->type == AM_FLOAT64)
         memcpy(numbers, v->data, (size_t)count * sizeof *numbers);
     else
         for (ptrdiff_t i = 0; i < count; i++) numbers[i] = (double)((const float *)v->data)[i];
@@ -134,15 +129,15 @@ static double *doubles(am_xla_call *c, am_xla_view *v, bool wide, const char *na
 
 bool am_xla_read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
 {
-    am_xla_view v;
+    am_view v;
     if (!am_xla_look(c, buffer, false, &v)) return false;
     const bool by_head = v.axes == 2;
-    const ptrdiff_t heads = c->mask.heads, count = v.axes ? v.shape[v.axes - 1] : 0;
+    const ptrdiff_t heads = c->request.mask.heads, count = v.axes ? v.shape[v.axes - 1] : 0;
     if (v.axes < 1 || v.axes > 2 || (by_head && v.shape[0] != heads))
         return am_xla_fail(c, "softmax_aux has a shape that does not fit");
     const double greatest = c->attn.q.type == AM_FLOAT64 ? DBL_MAX : (double)FLT_MAX;
-    const double *given = doubles(c, &v, false, "softmax_aux");
-    double *sinks = given ? am_xla_keep(c, am_product(heads, count, 1), sizeof *sinks) : NULL;
+    const double *given = doubles(c, &v, "softmax_aux");
+    double *sinks = given ? am_keep(&c->request, am_product(heads, count, 1), sizeof *sinks) : NULL;
     for (ptrdiff_t i = 0; sinks && i < heads * count; i++) {
         const double sink = given[by_head ? i : i % count];
         sinks[i] = isfinite(sink) ? fmax(-greatest, fmin(sink, greatest)) : sink;
@@ -152,15 +147,14 @@ bool am_xla_read_sinks(am_xla_call *c, const am_xla_buffer *buffer)
     return sinks;
 }
 
-bool am_xla_read_slopes(am_xla_call *c, const am_xla_operand *slopes, bool by_row, ptrdiff_t rows)
+bool am_xla_read_slopes(am_xla_call *c, const am_operand *slopes, ptrdiff_t rows)
 {
     am_relative *relative = &c->attn.relative;
-    am_xla_view v;
-    if (!slopes->buffer) return true;
-    if (!am_xla_look(c, slopes->buffer, by_row, &v)) return false;
-    const double *numbers = doubles(c, &v, slopes->kind == AM_XLA_WIDE, "alibi_slopes");
+    const am_view v = slopes->view;
+    if (!v.data) return true;
+    const double *numbers = doubles(c, &v, "alibi_slopes");
     if (!numbers) return false;
-    if (v.axes != 2 || (v.shape[0] != 1 && v.shape[0] != rows) || v.shape[1] != c->mask.heads)
+    if (v.axes != 2 || (v.shape[0] != 1 && v.shape[0] != rows) || v.shape[1] != c->request.mask.heads)
         return am_xla_fail(c, "alibi_slopes has a shape that does not fit");
     for (ptrdiff_t i = 0; i < v.shape[0] * v.shape[1]; i++) {
         if (!isfinite(numbers[i])) return am_xla_fail(c, "alibi_slopes must be finite, got %g", numbers[i]);
@@ -174,30 +168,34 @@ static bool read_relative(am_xla_call *c, const am_xla_buffer *table)
 {
     am_relative *relative = &c->attn.relative;
     const bool packed = (c->flags & PACKED) != 0;
-    ptrdiff_t rows = packed ? -1 : c->mask.batch;
-    am_xla_operand offsets, slopes, low;
-    am_xla_view v;
+    ptrdiff_t rows = packed ? -1 : c->request.mask.batch;
+    am_operand starts, offsets, slopes, low;
+    am_view v;
     if (packed) {
         c->apart = c->call == AM_XLA_ALL_CALLS && c->calls > 1; /* sequences are those of one row */
         if (c->apart) return false;
-        relative->q_starts = am_xla_read_starts(c, "cum_seqlens_q", c->mask.queries, &rows);
+        if (!am_xla_next_operand(c, false, AM_INT64, &starts)) return false;
+        relative->q_starts =
+            am_read_starts_of(&c->request, "cum_seqlens_q", &starts, c->request.mask.queries, &rows);
         if (!relative->q_starts) return false;
-        if (rows < 1 || c->mask.batch != 1) return am_xla_fail(c, "sequences must be those of one batch row");
+        if (rows < 1 || c->request.mask.batch != 1)
+            return am_xla_fail(c, "sequences must be those of one batch row");
         relative->sequences = rows;
     }
-    if (!am_xla_next_operand(c, &offsets) || !am_xla_next_operand(c, &slopes) ||
-        !am_xla_next_operand(c, &low))
+    if (!am_xla_next_operand(c, !packed, AM_INT64, &offsets) ||
+        !am_xla_next_operand(c, !packed, AM_FLOAT64, &slopes) ||
+        !am_xla_next_operand(c, false, AM_INT64, &low))
         return false;
     relative->low = low.number;
-    relative->offsets = am_xla_integers(c, &offsets, !packed, rows, 0);
+    relative->offsets = am_read_integers(&c->request, &offsets, rows, 0);
     relative->offset_step = 1;
     if (!relative->offsets) return false;
-    if (!am_xla_read_slopes(c, &slopes, !packed, rows)) return false;
+    if (!am_xla_read_slopes(c, &slopes, rows)) return false;
     if (!table) return true;
     if (!am_xla_look(c, table, false, &v)) return false;
-    if (v.axes != 2 || v.shape[0] != c->mask.heads || v.shape[1] < 1)
+    if (v.axes != 2 || v.shape[0] != c->request.mask.heads || v.shape[1] < 1)
         return am_xla_fail(c, "relative_bias has a shape that does not fit");
-    relative->table = doubles(c, &v, false, "relative_bias"), relative->length = v.shape[1];
+    relative->table = doubles(c, &v, "relative_bias"), relative->length = v.shape[1];
     return relative->table;
 }
 
@@ -213,7 +211,7 @@ bool am_xla_read_numbers(am_xla_call *c)
 {
     am_attn *attn = &c->attn;
     int64_t version;
-    *attn = (am_attn){.mask = &c->mask};
+    *attn = (am_attn){.mask = &c->request.mask};
     if (!am_xla_next_word(c, &version) || !am_xla_next_word(c, &c->flags)) return false;
     if (version != VERSION) return am_xla_fail(c, "words: another version of attnmask has made them");
     if (!next_double(c, &attn->scale) || !next_double(c, &attn->cap) || !next_double(c, &attn->dropout))
@@ -239,7 +237,7 @@ static bool read_part(am_xla_call *c)
 static bool read_attention(am_xla_call *c, int own)
 {
     am_attn *attn = &c->attn;
-    am_xla_operand seed;
+    am_operand seed;
     if (!am_xla_read_numbers(c)) return false;
     attn->normalize = (c->flags & NORMALIZE) != 0;
     if (own) own += (c->flags & GRAD_LSE) != 0;
@@ -256,27 +254,27 @@ static bool read_attention(am_xla_call *c, int own)
     if (!read_tokens(c)) return false;
     if (bias && !read_bias(c, am_xla_argument(c, 3))) return false;
     if (sinks && !am_xla_read_sinks(c, am_xla_argument(c, 3 + bias))) return false;
-    if (!am_xla_next_operand(c, &seed)) return false;
+    if (!am_xla_next_operand(c, false, AM_INT64, &seed)) return false;
     attn->seed = (uint64_t)seed.number;
-    if (seed.buffer) {
-        ptrdiff_t one = 1;
-        am_xla_view v;
-        if (!am_xla_look(c, seed.buffer, false, &v)) return false;
-        const int64_t *number = am_xla_whole_numbers(c, &v, seed.kind == AM_XLA_WIDE, &one);
-        if (!number) return false;
-        attn->seed = (uint64_t)*number;
+    if (seed.view.data) {
+        ptrdiff_t number;
+        if (seed.view.axes > 1 || seed.view.shape[0] != 1 || !am_is_integer(seed.view.type) ||
+            am_widen(&seed.view, &number) >= 0)
+            return am_xla_fail(c, "dropout_seed must be an integer below 2**63");
+        attn->seed = (uint64_t)number;
     }
     if ((c->flags & PART) && !read_part(c)) return false;
     const am_xla_buffer *relative_bias = table ? am_xla_argument(c, 3 + bias + sinks) : NULL;
     if ((c->flags & RELATIVE) && !read_relative(c, relative_bias)) return false;
     if (am_has_dropout_of_too_many_keys(attn)) return am_xla_fail(c, "dropout takes up to 2**32 keys");
-    return am_xla_read_mask(c, NULL, 0) && am_xla_fail_status(c, am_mask_prepare(&c->context, &c->mask));
+    return am_xla_read_mask(c, NULL, 0) &&
+           am_refuse_status(&c->request, am_mask_prepare(&c->context, &c->request.mask));
 }
 
 static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const char *name,
                            const ptrdiff_t shape[4], am_tokens *to)
 {
-    am_xla_view v;
+    am_view v;
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
     *to = am_xla_tokens(&v);
     return v.type == c->attn.q.type ? true : am_xla_fail(c, "%s must have the type of query", name);
@@ -292,7 +290,7 @@ static am_dtype wide_type(const am_xla_call *c)
 static bool look_at_wide(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_dtype type,
                          const ptrdiff_t shape[4], am_tokens *to)
 {
-    am_xla_view v;
+    am_view v;
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
     *to = am_xla_tokens(&v);
     return v.type == type ? true : am_xla_fail(c, "%s has a type that does not fit", name);
@@ -312,9 +310,9 @@ static bool look_at_kept(am_xla_call *c, const am_xla_buffer *buffer, const ptrd
     return look_at_wide(c, buffer, "out", wide ? wide_type(c) : c->attn.q.type, shape, to);
 }
 
-static bool look_at_rows(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_xla_view *v)
+static bool look_at_rows(am_xla_call *c, const am_xla_buffer *buffer, const char *name, am_view *v)
 {
-    const ptrdiff_t shape[3] = {c->mask.batch, c->mask.heads, c->mask.queries};
+    const ptrdiff_t shape[3] = {c->request.mask.batch, c->request.mask.heads, c->request.mask.queries};
     if (!am_xla_look(c, buffer, true, v) || !has_shape(c, v, name, 3, shape)) return false;
     return v->type == wide_type(c)
                ? true
@@ -324,7 +322,7 @@ static bool look_at_rows(am_xla_call *c, const am_xla_buffer *buffer, const char
 static bool forward(am_xla_call *c)
 {
     am_attn *attn = &c->attn;
-    am_xla_view lse;
+    am_view lse;
     if (!read_attention(c, 0)) return false;
     const ptrdiff_t shape[4] = {attn->batch, attn->queries, attn->heads, attn->value_dim};
     if (!look_at_result(c, am_xla_result(c, 0), "out", shape, &attn->out)) return false;
@@ -335,16 +333,16 @@ static bool forward(am_xla_call *c)
     if (c->frame->results.count > 2 &&
         !look_at_wide(c, am_xla_result(c, 2), "wide out", wide_type(c), shape, &attn->wide_out))
         return false;
-    return am_xla_fail_status(c, am_attn_forward(&c->context, attn));
+    return am_refuse_status(&c->request, am_attn_forward(&c->context, attn));
 }
 
-static am_row_stats row_stats(const am_xla_view *v)
+static am_row_stats row_stats(const am_view *v)
 {
-    return (am_row_stats){v->data, am_xla_step_of(v, 0), am_xla_step_of(v, 1), am_xla_step_of(v, 2)};
+    return (am_row_stats){v->data, v->stride[0], v->stride[1], v->stride[2]};
 }
 
 /* From one of each head and number to what was given: a row for each head, or one for all. */
-static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t count, const am_xla_view *to)
+static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t count, const am_view *to)
 {
     const ptrdiff_t heads = c->attn.heads;
     for (ptrdiff_t i = 0; i < (to->axes == 2 ? heads * count : count); i++) {
@@ -359,7 +357,7 @@ static void write_numbers(const am_xla_call *c, const double *numbers, ptrdiff_t
 
 /* Where the gradients of such numbers go, and zeros to add them up in. */
 static double *look_at_numbers(am_xla_call *c, const am_xla_buffer *buffer, const char *name, ptrdiff_t count,
-                               am_xla_view *to)
+                               am_view *to)
 {
     if (!am_xla_look(c, buffer, false, to)) return NULL;
     const bool by_head = to->axes == 2 && to->shape[0] == c->attn.heads;
@@ -368,13 +366,13 @@ static double *look_at_numbers(am_xla_call *c, const am_xla_buffer *buffer, cons
         am_xla_fail(c, "%s has a type or a shape that does not fit", name);
         return NULL;
     }
-    return am_xla_keep(c, am_product(c->attn.heads, count, 1), sizeof(double));
+    return am_keep(&c->request, am_product(c->attn.heads, count, 1), sizeof(double));
 }
 
 static bool backward(am_xla_call *c)
 {
     const am_attn *attn = &c->attn;
-    am_xla_view lse, d_lse, d_bias, d_sinks, d_table;
+    am_view lse, d_lse, d_bias, d_sinks, d_table;
     int64_t next_result = 3;
     if (!read_attention(c, 3)) return false;
     const bool want_bias = (c->flags & GRAD_BIAS) && attn->bias,
@@ -423,7 +421,7 @@ static bool backward(am_xla_call *c)
         if (!table) return false;
         problem.d_table = attn->relative.table ? table : NULL;
     }
-    if (!am_xla_fail_status(c, am_attn_backward(&c->context, &problem))) return false;
+    if (!am_refuse_status(&c->request, am_attn_backward(&c->context, &problem))) return false;
     if (sinks) write_numbers(c, sinks, attn->sink_count, &d_sinks);
     if (table) write_numbers(c, table, d_table.shape[d_table.axes - 1], &d_table);
     return true;
@@ -476,9 +474,10 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
     const int64_t *words = c->words;
     c->call = call;
     c->apart = false;
-    c->mask.batch = am_xla_result(c, 0)->shape[c->vmap_axes] * (call == AM_XLA_ALL_CALLS ? c->calls : 1);
+    c->request.mask.batch =
+        am_xla_result(c, 0)->shape[c->vmap_axes] * (call == AM_XLA_ALL_CALLS ? c->calls : 1);
     const bool done = compute(c);
-    am_xla_release(c);
+    am_request_free(&c->request);
     c->words = words;
     return done;
 }
@@ -486,7 +485,7 @@ static bool do_one(am_xla_call *c, do_call *compute, ptrdiff_t call)
 static bool do_all(am_xla_call *c, do_call *compute)
 {
     if (!find_words(c) || !find_calls(c)) return false;
-    if (do_one(c, compute, AM_XLA_ALL_CALLS) || !c->apart) return c->code == 0;
+    if (do_one(c, compute, AM_XLA_ALL_CALLS) || !c->apart) return !am_is_refused(&c->request);
     for (ptrdiff_t call = 0; call < c->calls; call++) {
         if (!do_one(c, compute, call)) return false;
     }
@@ -515,7 +514,12 @@ static am_xla_error *handle(const am_xla_call_frame *frame, do_call *compute)
     const bool done = do_all(&c, compute);
     am_float_mode_set(mode);
     if (done) return NULL;
-    am_xla_error_args args = {.struct_size = sizeof args, .message = c.message, .code = c.code};
+    const am_status status = c.request.status;
+    am_xla_error_args args = {.struct_size = sizeof args,
+                              .message = am_request_words(&c.request),
+                              .code = status == AM_OK       ? AM_XLA_INVALID_ARGUMENT
+                                      : status == AM_FORKED ? AM_XLA_ABORTED
+                                                            : AM_XLA_RESOURCE_EXHAUSTED};
     return frame->api->create_error(&args);
 }
 

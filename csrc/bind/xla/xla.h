@@ -4,7 +4,7 @@
 
 #include "bind/xla/buffers.h"
 
-am_tokens am_xla_tokens(const am_xla_view *v);
+am_tokens am_xla_tokens(const am_view *v);
 
 /* The first words: version, flags, scale, cap and dropout, to an am_attn that has nothing else. */
 bool am_xla_read_numbers(am_xla_call *c);
@@ -13,7 +13,7 @@ bool am_xla_read_numbers(am_xla_call *c);
 bool am_xla_read_sinks(am_xla_call *c, const am_xla_buffer *buffer);
 
 /* Slopes of all rows or of each, if there are any. */
-bool am_xla_read_slopes(am_xla_call *c, const am_xla_operand *slopes, bool by_row, ptrdiff_t rows);
+bool am_xla_read_slopes(am_xla_call *c, const am_operand *slopes, ptrdiff_t rows);
 
 /* Attention over a cache, to which new tokens are appended. */
 bool am_xla_kvcache(am_xla_call *c);

@@ -1,0 +1,100 @@
+/* request.c – what is refused, what is kept, and integers. */
+#include "bind/request.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arrays/convert.h"
+#include "core/runtime/sizes.h"
+
+struct am_kept {
+    am_kept *next;
+    max_align_t bytes[];
+};
+
+bool am_refuse(am_request *r, am_wrong wrong, const am_view *got, const char *format, ...)
+{
+    va_list rest;
+    va_start(rest, format);
+    vsnprintf(r->words, sizeof r->words, format, rest);
+    va_end(rest);
+    r->wrong = wrong;
+    r->got = got ? *got : (am_view){0};
+    return false;
+}
+
+bool am_refuse_status(am_request *r, am_status status)
+{
+    r->status = status;
+    return status == AM_OK;
+}
+
+const char *am_request_words(am_request *r)
+{
+    static const char *const types[] = {
+        [AM_BOOL] = "bool",         [AM_INT8] = "int8",
+        [AM_UINT8] = "uint8",       [AM_INT16] = "int16",
+        [AM_UINT16] = "uint16",     [AM_INT32] = "int32",
+        [AM_UINT32] = "uint32",     [AM_INT64] = "int64",
+        [AM_UINT64] = "uint64",     [AM_FLOAT16] = "float16",
+        [AM_BFLOAT16] = "bfloat16", [AM_FLOAT32] = "float32",
+        [AM_FLOAT64] = "float64",   [AM_FLOAT8] = "float8_e4m3fn",
+        [AM_OTHER] = "other",
+    };
+    const am_view *got = &r->got;
+    if (r->status == AM_FORKED)
+        am_refuse(r, AM_WRONG_VALUE, NULL,
+                  "this process was forked in the middle of a call, which the child cannot end");
+    else if (r->status != AM_OK)
+        am_refuse(r, AM_WRONG_VALUE, NULL, "attention needs more memory than there is");
+    else if (got->data) {
+        size_t end = strlen(r->words);
+        end += (size_t)snprintf(r->words + end, sizeof r->words - end, ", got %s array of shape (",
+                                types[got->type]);
+        for (int i = 0; i < got->axes && end < sizeof r->words; i++)
+            end +=
+                (size_t)snprintf(r->words + end, sizeof r->words - end, i ? ", %td" : "%td", got->shape[i]);
+        if (end < sizeof r->words) snprintf(r->words + end, sizeof r->words - end, ")");
+    }
+    return r->words;
+}
+
+void *am_keep(am_request *r, ptrdiff_t count, size_t size)
+{
+    const ptrdiff_t bytes = am_product(count, (ptrdiff_t)size, 1);
+    am_kept *kept = bytes > PTRDIFF_MAX / 2 ? NULL : calloc(1, sizeof *kept + (size_t)bytes);
+    if (!kept) {
+        am_refuse_status(r, AM_NO_MEMORY);
+        return NULL;
+    }
+    kept->next = r->kept;
+    r->kept = kept;
+    return kept->bytes;
+}
+
+void am_request_free(am_request *r)
+{
+    am_mask_release(&r->mask);
+    r->mask = (am_mask){0};
+    while (r->kept) {
+        am_kept *next = r->kept->next;
+        free(r->kept);
+        r->kept = next;
+    }
+}
+
+ptrdiff_t am_widen(const am_view *v, ptrdiff_t *to)
+{
+    const ptrdiff_t count = v->axes ? v->shape[0] : 1, step = v->stride[0];
+    am_convert_row *widen = am_converter(v->type, AM_INT64);
+    if (step == (ptrdiff_t)am_size_of(v->type) && widen(NULL, to, v->data, count)) return -1;
+    ptrdiff_t beyond = -1;
+    for (ptrdiff_t i = count - 1; i >= 0; i--) {
+        if (widen(NULL, &to[i], v->data + i * step, 1)) continue;
+        to[i] = PTRDIFF_MAX;
+        beyond = i;
+    }
+    return beyond;
+}

@@ -1,0 +1,107 @@
+/* request.h – what a call asks for: read and checked here for all doors, which are those of Python, XLA and
+ * DLPack.
+ *
+ * A door looks at each array once and hands over a view of it. From then on only the view counts, and copies
+ * of what is checked number by number: code of the caller that runs later, or in another thread, may give his
+ * array another shape or other numbers, but cannot free memory that the door has a reference to. What does
+ * not fit is refused in words that each door turns into its own kind of error. */
+#ifndef AM_BIND_REQUEST_H
+#define AM_BIND_REQUEST_H
+
+#include "core/attention/attention.h"
+
+/* The largest length of an axis: times the size of an element, or added to AM_FAR, it does not overflow. */
+static const ptrdiff_t AM_LONGEST = (ptrdiff_t)1 << 56;
+
+/* An array as it was when it was looked at. */
+enum { AM_MOST_AXES = 4 };
+typedef struct {
+    char *data; /* NULL: not given */
+    am_dtype type;
+    int axes; /* with more than AM_MOST_AXES, the first ones are below */
+    ptrdiff_t shape[AM_MOST_AXES], stride[AM_MOST_AXES]; /* in bytes; 1 and 0 beyond the last axis */
+    void *object;                                        /* what the door looked at */
+} am_view;
+
+/* 0 along axes of length 1, which are shared, and along empty ones. */
+static inline ptrdiff_t am_shared_stride(const am_view *v, int axis)
+{
+    return v->shape[axis] <= 1 ? 0 : v->stride[axis];
+}
+
+/* Memory that is freed with the request. */
+typedef struct am_kept am_kept;
+
+typedef enum { AM_WRONG_VALUE, AM_WRONG_TYPE, AM_WRONG_INDEX } am_wrong;
+
+typedef struct {
+    /* Why it is refused: a status, or else words, which end with a description of `got` if that is given. */
+    am_status status;
+    am_wrong wrong;
+    am_view got; /* without data: not given */
+    char words[512];
+
+    am_kept *kept;
+    am_mask mask;
+    int waiting; /* terms of the mask that wait for an operator */
+} am_request;
+
+/* Frees all but what belongs to the door. */
+void am_request_free(am_request *r);
+
+/* What fails returns false or NULL, and has said why. The words are "… must be …, got …", or "… must be …" if
+ * `got` describes itself. */
+__attribute__((format(printf, 4, 5))) bool am_refuse(am_request *r, am_wrong wrong, const am_view *got,
+                                                     const char *format, ...);
+bool am_refuse_status(am_request *r, am_status status); /* true for AM_OK */
+static inline bool am_is_refused(const am_request *r) { return r->status != AM_OK || r->words[0]; }
+
+/* All that the request says, for doors that have no words of their own. */
+const char *am_request_words(am_request *r);
+
+/* Zeros, which are freed with the request. */
+void *am_keep(am_request *r, ptrdiff_t count, size_t size);
+
+/* Converts the integers of an array of one axis, or its only one. What exceeds ptrdiff_t becomes its largest
+ * value. Returns the index of the first such number, or -1. */
+ptrdiff_t am_widen(const am_view *v, ptrdiff_t *to);
+
+/* --- Masks (request_masks.c) --- */
+
+/* An operand of a term, as the door brings it. */
+typedef struct {
+    enum { AM_NOTHING, AM_INTEGER, AM_ARRAY } kind;
+    int64_t number;
+    am_view view;
+} am_operand;
+
+/* A kind of term. */
+enum { AM_MOST_OPERANDS = 6 };
+typedef struct {
+    const char *name;
+    am_node_kind kind;
+    const char *operands; /* a letter each: b if an array has an axis for the batch, s if all rows share it */
+    bool (*read)(am_request *r, am_node *node, const am_operand *operands);
+} am_term_form;
+
+/* NULL if there is none of this kind, or of this name. */
+const am_term_form *am_term_of(am_node_kind kind);
+const am_term_form *am_term_named(const char *name);
+
+/* A mask is read in postfix order, once its shape is set: begin, add terms and operators, and end. */
+bool am_mask_begin(am_request *r, ptrdiff_t most_nodes);
+bool am_mask_add(am_request *r, const am_term_form *form, const am_operand *operands);
+bool am_mask_join(am_request *r, am_node_kind operator);
+/* Adds a mask of the same shape that is prepared and that the door keeps. */
+bool am_mask_include(am_request *r, const am_mask *mask);
+/* `more` terms are joined by "and" to what was read, which may be nothing. */
+bool am_mask_end(am_request *r, const am_node *more, int more_count);
+
+/* `count` integers within ±AM_FAR, of an operand that may be one for all; `none` where there is nothing. */
+ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none);
+
+/* Starts of sequences of so many tokens; `count` of sequences is -1 until it is known. */
+const ptrdiff_t *am_read_starts_of(am_request *r, const char *name, const am_operand *o, ptrdiff_t tokens,
+                                   ptrdiff_t *count);
+
+#endif

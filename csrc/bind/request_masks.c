@@ -1,0 +1,379 @@
+/* request_masks.c – the terms and operators of a mask. */
+#include <string.h>
+
+#include "bind/request.h"
+#include "core/arrays/convert.h"
+#include "core/runtime/sizes.h"
+
+static bool reject(am_request *r, const char *what)
+{
+    return am_refuse(r, AM_WRONG_VALUE, NULL, "mask: %s", what);
+}
+
+static ptrdiff_t saturated(int64_t a, int64_t b)
+{
+    int64_t sum;
+    if (__builtin_add_overflow(a, b, &sum)) sum = a < 0 ? -AM_FAR : AM_FAR;
+    return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
+}
+
+ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none)
+{
+    const am_view *v = &o->view;
+    const ptrdiff_t given = o->kind == AM_ARRAY && v->axes ? v->shape[0] : 1;
+    if (o->kind == AM_ARRAY && (v->axes > 1 || (given != 1 && given != count))) {
+        reject(r, "numbers must be one integer, or an array of one for each row, head or sequence");
+        return NULL;
+    }
+    if (o->kind == AM_ARRAY && !am_is_integer(v->type)) {
+        am_refuse(r, AM_WRONG_TYPE, v, "mask: numbers must be integers");
+        return NULL;
+    }
+    ptrdiff_t *numbers = am_keep(r, am_max(count, 1), sizeof *numbers);
+    if (!numbers) return NULL;
+    if (o->kind == AM_ARRAY) am_widen(v, numbers);
+    const ptrdiff_t one = o->kind == AM_ARRAY ? numbers[0] : o->kind == AM_INTEGER ? o->number : none;
+    for (ptrdiff_t i = 0; i < count; i++) numbers[i] = saturated(given > 1 ? numbers[i] : one, 0);
+    return numbers;
+}
+
+/* A bound of a band, which may be an array of one for each head, plus the offset of each batch row. */
+static const ptrdiff_t *read_bound(am_request *r, const am_operand *bound, ptrdiff_t none, ptrdiff_t heads,
+                                   const ptrdiff_t *offset)
+{
+    const ptrdiff_t *by_head = am_read_integers(r, bound, heads, none);
+    const ptrdiff_t count = am_product(r->mask.batch, heads, 1);
+    ptrdiff_t *values = by_head ? am_keep(r, count, sizeof *values) : NULL;
+    for (ptrdiff_t i = 0; values && i < count; i++)
+        values[i] = saturated(by_head[i % heads], bound->kind == AM_NOTHING ? 0 : offset[i / heads]);
+    return values;
+}
+
+/* low, high, and an offset of each batch row that is added to both */
+static bool read_band(am_request *r, am_node *node, const am_operand *o)
+{
+    const bool by_head = o[0].kind == AM_ARRAY || o[1].kind == AM_ARRAY;
+    const ptrdiff_t heads = by_head ? r->mask.heads : 1,
+                    *offset = am_read_integers(r, &o[2], r->mask.batch, 0);
+    node->band.batch = heads, node->band.head = by_head;
+    node->band.low = offset ? read_bound(r, &o[0], -AM_FAR, heads, offset) : NULL;
+    node->band.high = node->band.low ? read_bound(r, &o[1], AM_FAR, heads, offset) : NULL;
+    return node->band.high;
+}
+
+/* A shift of each batch row, of at most `slack`, unless that is negative. */
+static const ptrdiff_t *read_shift(am_request *r, const am_operand *o, ptrdiff_t slack)
+{
+    const ptrdiff_t *shift = am_read_integers(r, o, r->mask.batch, 0);
+    for (ptrdiff_t b = 0; shift && slack >= 0 && b < r->mask.batch; b++) {
+        if (shift[b] >= 0 && shift[b] <= slack) continue;
+        reject(r, "a shift leads out of the array");
+        return NULL;
+    }
+    return shift;
+}
+
+static bool read_size(am_request *r, const am_operand *o, ptrdiff_t *size)
+{
+    *size = o->number;
+    return (o->kind == AM_INTEGER && *size >= 1) || reject(r, "a size must be a positive integer");
+}
+
+/* size, shifts of the queries and of the keys */
+static bool read_chunk(am_request *r, am_node *node, const am_operand *o)
+{
+    if (!read_size(r, &o[0], &node->chunk.size)) return false;
+    node->chunk.q_shift = read_shift(r, &o[1], AM_FAR);
+    node->chunk.k_shift = node->chunk.q_shift ? read_shift(r, &o[2], AM_FAR) : NULL;
+    return node->chunk.k_shift;
+}
+
+/* begin, end */
+static bool read_keys(am_request *r, am_node *node, const am_operand *o)
+{
+    node->keys.begin = am_read_integers(r, &o[0], r->mask.batch, 0);
+    node->keys.end = node->keys.begin ? am_read_integers(r, &o[1], r->mask.batch, 0) : NULL;
+    return node->keys.end;
+}
+
+/* Copies the numbers of one row of tokens; negative ones of other types than int32 become -1. */
+static bool copy_row(am_request *r, int32_t *to, const char *from, const am_view *v, ptrdiff_t tokens)
+{
+    const ptrdiff_t stride = v->stride[v->axes - 1];
+    am_convert_row *widen = am_converter(v->type, AM_INT64);
+    if (v->type == AM_INT32 && stride == sizeof *to) {
+        if (tokens) memcpy(to, from, (size_t)tokens * sizeof *to);
+        return true;
+    }
+    for (ptrdiff_t i = 0; i < tokens; i++) {
+        int64_t number;
+        if (!widen(NULL, &number, from + i * stride, 1)) number = INT64_MAX;
+        if (number > INT32_MAX)
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "segment ids must be below 2**31, got %lld",
+                             (long long)number);
+        to[i] = v->type == AM_INT32 || number >= 0 ? (int32_t)number : -1;
+    }
+    return true;
+}
+
+/* Ids, or other numbers of tokens, are [batch, tokens] or [batch, heads, tokens], where batch and heads may
+ * be 1. They are copied, since other threads may write to the caller's: sections and tiles are found from
+ * them and later looked for again. */
+static const int32_t *read_ids(am_request *r, const am_operand *o, ptrdiff_t tokens, ptrdiff_t *batch,
+                               ptrdiff_t *head)
+{
+    const am_view *v = &o->view;
+    const ptrdiff_t rows = v->shape[0], heads = v->axes == 3 ? v->shape[1] : 1;
+    if (o->kind != AM_ARRAY || (v->axes != 2 && v->axes != 3) || v->shape[v->axes - 1] != tokens ||
+        (rows != 1 && rows != r->mask.batch) || (heads != 1 && heads != r->mask.heads)) {
+        reject(r, "segment ids must be [batch, tokens] or [batch, heads, tokens]");
+        return NULL;
+    }
+    if (!am_is_integer(v->type)) {
+        am_refuse(r, AM_WRONG_TYPE, v, "segment ids must be integers");
+        return NULL;
+    }
+    int32_t *ids = am_keep(r, am_product(rows, heads, tokens), sizeof *ids);
+    for (ptrdiff_t i = 0; ids && i < rows * heads; i++) {
+        const char *from = v->data + i / heads * v->stride[0] + (v->axes == 3 ? i % heads * v->stride[1] : 0);
+        if (!copy_row(r, ids + i * tokens, from, v, tokens)) return NULL;
+    }
+    *batch = rows == 1 ? 0 : heads * tokens;
+    *head = heads == 1 ? 0 : tokens;
+    return ids;
+}
+
+/* q_ids, k_ids, exclude_zero */
+static bool read_equal(am_request *r, am_node *node, const am_operand *o)
+{
+    node->equal.q_ids = read_ids(r, &o[0], r->mask.queries, &node->equal.q_batch, &node->equal.q_head);
+    if (!node->equal.q_ids) return false;
+    node->equal.k_ids = read_ids(r, &o[1], r->mask.keys, &node->equal.k_batch, &node->equal.k_head);
+    node->equal.exclude_zero = o[2].number != 0;
+    return node->equal.k_ids;
+}
+
+/* A band, and where its diagonal is for each query */
+static bool read_diagonal(am_request *r, am_node *node, const am_operand *o)
+{
+    if (!read_band(r, node, o)) return false;
+    if (o[3].kind == AM_ARRAY && o[3].view.type != AM_INT32)
+        return am_refuse(r, AM_WRONG_TYPE, &o[3].view, "the diagonals of queries must be int32");
+    node->diagonal.at =
+        read_ids(r, &o[3], r->mask.queries, &node->diagonal.at_batch, &node->diagonal.at_head);
+    return node->diagonal.at;
+}
+
+const ptrdiff_t *am_read_starts_of(am_request *r, const char *name, const am_operand *o, ptrdiff_t tokens,
+                                   ptrdiff_t *count)
+{
+    const am_view *v = &o->view;
+    if (o->kind == AM_ARRAY && v->axes == 1 && *count < 0) *count = v->shape[0] - 1;
+    const ptrdiff_t entries = *count + 1;
+    if (o->kind != AM_ARRAY || v->axes != 1 || v->shape[0] != entries || entries < 1) {
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be an array, of one entry more than sequences", name);
+        return NULL;
+    }
+    const ptrdiff_t *starts = am_read_integers(r, o, entries, 0);
+    if (!starts) return NULL;
+    for (ptrdiff_t i = 0; i < *count; i++) {
+        if (starts[i] <= starts[i + 1]) continue;
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must never decrease, got %td after %td at index %td", name,
+                  starts[i + 1], starts[i], i + 1);
+        return NULL;
+    }
+    if (starts[0] != 0)
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must start at 0, got %td at index 0", name, starts[0]);
+    else if (starts[*count] != tokens)
+        am_refuse(r, AM_WRONG_VALUE, NULL, "%s must end at %td tokens, got %td at index %td", name, tokens,
+                  starts[*count], *count);
+    return starts[0] == 0 && starts[*count] == tokens ? starts : NULL;
+}
+
+/* A limit of each sequence, plus its offset. */
+static const ptrdiff_t *read_limit(am_request *r, const am_operand *limit, ptrdiff_t none, ptrdiff_t count,
+                                   const ptrdiff_t *offset)
+{
+    ptrdiff_t *values = am_read_integers(r, limit, count, none);
+    for (ptrdiff_t i = 0; values && limit->kind != AM_NOTHING && i < count; i++)
+        values[i] = saturated(values[i], offset[i]);
+    return values;
+}
+
+/* q_starts, k_starts, low, high, and an offset of each sequence that is added to both */
+static bool read_sequences(am_request *r, am_node *node, const am_operand *o)
+{
+    ptrdiff_t count = -1;
+    node->sequences.q_starts = am_read_starts_of(r, "cum_seqlens_q", &o[0], r->mask.queries, &count);
+    if (!node->sequences.q_starts) return false;
+    node->sequences.k_starts = am_read_starts_of(r, "cum_seqlens_k", &o[1], r->mask.keys, &count);
+    if (!node->sequences.k_starts) return false;
+    node->sequences.count = count;
+    const ptrdiff_t *offset = am_read_integers(r, &o[4], count, 0);
+    node->sequences.low = offset ? read_limit(r, &o[2], -AM_FAR, count, offset) : NULL;
+    node->sequences.high = node->sequences.low ? read_limit(r, &o[3], AM_FAR, count, offset) : NULL;
+    return node->sequences.high;
+}
+
+/* array, shifts of the queries and of the keys */
+static bool read_dense(am_request *r, am_node *node, const am_operand *o)
+{
+    const am_view *v = &o[0].view;
+    const ptrdiff_t wanted[4] = {r->mask.batch, r->mask.heads, r->mask.queries, r->mask.keys};
+    ptrdiff_t slack[2] = {-1, -1}; /* an axis that is shared is never followed */
+    if (o[0].kind != AM_ARRAY) return reject(r, "attention_mask must be an array");
+    if (v->type >= AM_FLOAT8) return am_refuse(r, AM_WRONG_TYPE, v, "attention_mask must be bool or numbers");
+    bool fits = v->axes == 4;
+    for (int i = 0; i < 4; i++) {
+        fits = fits && (v->shape[i] == 1 || (i < 2 ? v->shape[i] == wanted[i] : v->shape[i] >= wanted[i]));
+        if (i >= 2 && v->shape[i] > 1) slack[i - 2] = v->shape[i] - wanted[i];
+    }
+    if (!fits) return am_refuse(r, AM_WRONG_VALUE, v, "attention_mask must broadcast to [B, H, Tq, Tk]");
+    node->dense.data = v->data, node->dense.type = v->type;
+    node->dense.batch = am_shared_stride(v, 0), node->dense.head = am_shared_stride(v, 1);
+    node->dense.row = am_shared_stride(v, 2), node->dense.column = am_shared_stride(v, 3);
+    node->dense.q_shift = read_shift(r, &o[1], slack[0]);
+    node->dense.k_shift = node->dense.q_shift ? read_shift(r, &o[2], slack[1]) : NULL;
+    return node->dense.k_shift;
+}
+
+/* The elements one behind the other: where they are, or in a copy. */
+static const void *contiguous(am_request *r, const am_view *v)
+{
+    const ptrdiff_t size = (ptrdiff_t)am_size_of(v->type);
+    ptrdiff_t count = 1;
+    bool is = true;
+    for (int i = AM_MOST_AXES - 1; i >= 0; count *= v->shape[i--])
+        is = is && (v->shape[i] <= 1 || v->stride[i] == count * size);
+    if (is || count == 0) return v->data;
+    char *copy = am_keep(r, count, (size_t)size);
+    for (ptrdiff_t i = 0; copy && i < count; i++) {
+        const char *from = v->data;
+        ptrdiff_t rest = i;
+        for (int axis = AM_MOST_AXES - 1; axis >= 0; rest /= v->shape[axis--])
+            from += rest % v->shape[axis] * v->stride[axis];
+        memcpy(copy + i * size, from, (size_t)size);
+    }
+    return copy;
+}
+
+/* places, q_size, k_size, bits, shifts of the queries and of the keys */
+static bool read_tiles(am_request *r, am_node *node, const am_operand *o)
+{
+    const am_view *places = &o[0].view, *bits = &o[3].view;
+    if (o[0].kind != AM_ARRAY || places->type != AM_INT32 || places->axes != 4 || o[3].kind != AM_ARRAY ||
+        bits->type != AM_UINT8 || bits->axes != 3 || bits->shape[1] != AM_TILE_ROWS ||
+        bits->shape[2] != AM_TILE_COLUMNS / 8)
+        return reject(r, "tiles must be int32 places of four axes, and bits of 64 × 8 bytes");
+    if (!read_size(r, &o[1], &node->tiles.q_size) || !read_size(r, &o[2], &node->tiles.k_size)) return false;
+    node->tiles.places = contiguous(r, places);
+    node->tiles.bits = bits->shape[0] ? contiguous(r, bits) : NULL;
+    if (!node->tiles.places || (bits->shape[0] && !node->tiles.bits)) return false;
+    node->tiles.q_shift = read_shift(r, &o[4], -1);
+    node->tiles.k_shift = node->tiles.q_shift ? read_shift(r, &o[5], -1) : NULL;
+    if (!node->tiles.k_shift) return false;
+    return am_mask_set_tiles(&r->mask, node, places->shape, bits->shape[0]) ||
+           reject(r, "tiles must cover the mask, and have bits where they are mixed");
+}
+
+static bool read_all(am_request *r, am_node *node, const am_operand *o)
+{
+    (void)r, (void)node, (void)o;
+    return true;
+}
+
+static const am_term_form forms[] = {
+    {"all", AM_TERM_ALL, "", read_all},
+    {"band", AM_TERM_BAND, "ssb", read_band},
+    {"chunk", AM_TERM_CHUNK, "sbb", read_chunk},
+    {"keys", AM_TERM_KEYS, "bb", read_keys},
+    {"equal", AM_TERM_EQUAL, "bbs", read_equal},
+    {"sequences", AM_TERM_SEQUENCES, "sssss", read_sequences},
+    {"dense", AM_TERM_DENSE, "bbb", read_dense},
+    {"tiles", AM_TERM_TILES, "bsssbb", read_tiles},
+    {"diagonal", AM_TERM_DIAGONAL, "ssbb", read_diagonal},
+};
+enum { FORMS = sizeof forms / sizeof *forms };
+
+const am_term_form *am_term_of(am_node_kind kind)
+{
+    for (int i = 0; i < FORMS; i++) {
+        if (forms[i].kind == kind) return &forms[i];
+    }
+    return NULL;
+}
+
+const am_term_form *am_term_named(const char *name)
+{
+    for (int i = 0; i < FORMS; i++) {
+        if (strcmp(forms[i].name, name) == 0) return &forms[i];
+    }
+    return NULL;
+}
+
+/* --- Expressions --- */
+
+bool am_mask_begin(am_request *r, ptrdiff_t most_nodes)
+{
+    const ptrdiff_t lengths[4] = {r->mask.batch, r->mask.heads, r->mask.queries, r->mask.keys};
+    for (int i = 0; i < 4; i++) {
+        if (lengths[i] > AM_LONGEST)
+            return am_refuse(r, AM_WRONG_VALUE, NULL,
+                             "shape must be from 0 to 2**56 along each axis, got %td", lengths[i]);
+    }
+    r->waiting = 0, r->mask.node_count = 0;
+    r->mask.nodes = am_keep(r, most_nodes, sizeof *r->mask.nodes);
+    return r->mask.nodes;
+}
+
+static bool waits(am_request *r, int more)
+{
+    r->waiting += more;
+    return r->waiting <= AM_MASK_DEPTH || reject(r, "too many operands wait at once");
+}
+
+bool am_mask_add(am_request *r, const am_term_form *form, const am_operand *operands)
+{
+    am_node *node = &r->mask.nodes[r->mask.node_count];
+    node->kind = form->kind;
+    if (!waits(r, 1) || !form->read(r, node, operands)) return false;
+    r->mask.node_count++;
+    return true;
+}
+
+bool am_mask_join(am_request *r, am_node_kind operator)
+{
+    const int taken = operator == AM_NOT ? 1 : 2;
+    if (r->waiting < taken) return reject(r, "an operator lacks operands");
+    r->waiting += 1 - taken;
+    r->mask.nodes[r->mask.node_count++].kind = operator;
+    return true;
+}
+
+bool am_mask_include(am_request *r, const am_mask *other)
+{
+    const am_mask *own = &r->mask;
+    if (own->batch != other->batch || own->heads != other->heads || own->queries != other->queries ||
+        own->keys != other->keys)
+        return reject(r, "a prepared mask must have the mask's shape");
+    for (ptrdiff_t i = 0; i < other->node_count; i++) {
+        am_node *node = &r->mask.nodes[r->mask.node_count++];
+        *node = other->nodes[i];
+        node->borrowed = true;
+        if (!waits(r, node->kind < AM_TERM_KINDS ? 1 : node->kind == AM_NOT ? 0 : -1)) return false;
+    }
+    return true;
+}
+
+bool am_mask_end(am_request *r, const am_node *more, int more_count)
+{
+    const bool given = r->mask.node_count > 0;
+    am_node *next = &r->mask.nodes[r->mask.node_count];
+    if (r->waiting != (given || more_count == 0)) return reject(r, "an expression must come to one mask");
+    for (int i = 0; i < more_count; i++) {
+        *next++ = more[i];
+        if (given || i > 0) *next++ = (am_node){.kind = AM_AND};
+    }
+    r->mask.node_count = next - r->mask.nodes;
+    return true;
+}
