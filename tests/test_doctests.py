@@ -123,7 +123,7 @@ def test_the_reference_has_everything_public():
             "uninstall",
             "installed",
         ],
-        "transformers": ["PagedCache", "attention", "attention_mask", "register"],
+        "transformers": ["PagedCache", "attention", "attention_mask", "register", "unregister"],
     }
     frameworks = {f"attnmask.{module}.{name}" for module, names in offered.items() for name in names}
     expected = frameworks | {

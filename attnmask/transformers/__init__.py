@@ -3,6 +3,8 @@
 `register` adds attnmask to the attention implementations that models choose by name: one function computes attention,
 another makes masks. Masks stay descriptions: a model holds a ``SymbolicMask``, which has the shape of the usual mask
 array and a `MaskInfo` as its attribute ``info``. It is written out only if the model computes with it.
+
+It also replaces the functions of linear attention that models take from other packages by name.
 """
 
 from typing import Any
@@ -14,18 +16,19 @@ from attnmask._common.arguments import describe
 from attnmask.torch import flash_attention
 from attnmask.torch._import import torch
 from attnmask.transformers._cache import PagedCache, PagedTensor, Pages
-from attnmask.transformers._masks import SymbolicMask, masking_utils, symbolic_mask, transformers
+from attnmask.transformers._linear import first_tokens, put_back, replace, restarts
+from attnmask.transformers._masks import (
+    SymbolicMask,
+    is_traced,
+    masking_utils,
+    symbolic_mask,
+    transformers,
+)
 
-__all__ = ["PagedCache", "attention", "attention_mask", "register"]
+__all__ = ["PagedCache", "attention", "attention_mask", "register", "unregister"]
 
+_names: set[str] = set()
 _logger = transformers.utils.logging.get_logger(__name__)
-
-
-def _is_traced() -> bool:
-    """Return whether a graph is being traced, in which tensors have no numbers."""
-    return bool(
-        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.Tensor | None":
@@ -60,20 +63,20 @@ def attention_mask(*, batch_size: int, kv_length: int, **given: Any) -> "torch.T
     tokens = given.get("attention_mask")
     if isinstance(tokens, SymbolicMask):
         return tokens
-    if _is_traced() or torch.device(given.get("device") or "cpu").type != "cpu":
+    if is_traced() or torch.device(given.get("device") or "cpu").type != "cpu":
         return masking_utils.sdpa_mask(**given)  # type: ignore[no-any-return, unused-ignore]
     return symbolic_mask(batch_size, kv_length, given)
 
 
 def _sequences(position_ids: Any, query: torch.Tensor, key: torch.Tensor) -> "NDArray[Any] | None":
-    """Return the packed sequences of each row, if positions restart at 0 at each of them."""
-    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2 or query.shape[2] != key.shape[2]:
+    """Return the packed sequences of each row, if positions restart at 0 at each of them.
+
+    Layers that are told no positions have those that the model was called with.
+    """
+    if query.shape[2] != key.shape[2]:
         return None
-    positions = position_ids.numpy()
-    first = positions == 0
-    if positions.shape[1] != query.shape[2] or not first[:, 1:].any():
-        return None
-    if (np.diff(positions)[~first[:, 1:]] != 1).any():
+    first = restarts(position_ids) if isinstance(position_ids, torch.Tensor) else first_tokens()
+    if first is None or first.shape[1] != query.shape[2] or len(first) not in (1, len(query)):
         return None
     return np.broadcast_to(first.cumsum(axis=1), (len(query), query.shape[2]))
 
@@ -98,7 +101,7 @@ def _by_distance(bias: torch.Tensor, queries: int, keys: int) -> "torch.Tensor |
 
     Layers share one bias, so the answer is kept with it until something writes to it.
     """
-    if bias.shape[2:] != (queries, keys) or bias.shape[0] != 1 or queries == 1 or _is_traced():
+    if bias.shape[2:] != (queries, keys) or bias.shape[0] != 1 or queries == 1 or is_traced():
         return None
     asked = bias._version, bias.requires_grad and torch.is_grad_enabled()
     kept: Any = getattr(bias, "_attnmask_by_distance", None)
@@ -211,7 +214,7 @@ def attention(
         given["attention_mask"] = attention_mask
     if packed:
         given |= {"cum_seqlens_q": cu_seq_lens_q, "cum_seqlens_k": cu_seq_lens_k}
-    elif causal and not complete and not _is_traced() and not in_step:
+    elif causal and not complete and not is_traced() and not in_step:
         given["q_segment_ids"] = _sequences(position_ids, query, key)
     if dropout:
         given |= {"dropout_prob": dropout, "dropout_seed": int(torch.randint(2**62, ()))}
@@ -238,7 +241,8 @@ def register(name: str = "attnmask") -> None:
     """Register attnmask as an attention implementation of transformers.
 
     Then ``from_pretrained(…, attn_implementation=name)``, ``from_config`` and ``model.set_attn_implementation(name)``
-    accept the name. Registering it again has no effect.
+    accept the name. Registering it again has no effect. Linear attention needs no name: all models use attnmask for
+    what they would take from flash-linear-attention, causal-conv1d and mamba-ssm.
 
     Parameters
     ----------
@@ -273,3 +277,29 @@ def register(name: str = "attnmask") -> None:
             )
     for interface, function in pairs:
         interface.register(name, function)
+    _names.add(name)
+    replace()
+
+
+def unregister(name: str = "attnmask") -> None:
+    """Undo `register`. Models whose attention is still `name` fail when they are called.
+
+    The functions of linear attention are put back when no name is registered any longer.
+
+    Parameters
+    ----------
+    name : str
+        What was given to `register`; otherwise there is no effect.
+
+    Examples
+    --------
+    >>> import attnmask.transformers
+    >>> attnmask.transformers.register("linear")
+    >>> attnmask.transformers.unregister("linear")
+    """
+    if name in _names:
+        _names.remove(name)
+        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+            interface._global_mapping.pop(name, None)
+    if not _names:
+        put_back()

@@ -29,10 +29,17 @@ if transformers.__version__.split(".")[0] != "5":
 
 from transformers import masking_utils  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["CACHE", "SymbolicMask", "masking_utils", "symbolic_mask", "transformers"]
+__all__ = ["CACHE", "SymbolicMask", "is_traced", "masking_utils", "symbolic_mask", "transformers"]
 
 # What models call a cache among their arguments.
 CACHE = "cache" if "cache" in signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+
+
+def is_traced() -> bool:
+    """Return whether a graph is being traced, in which tensors have no numbers."""
+    return bool(
+        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 class SymbolicMask(DescribedTensor):
