@@ -81,7 +81,7 @@ _core.use(  # so that C imports nothing
     as_array=arguments.as_array,
     mask_array=arguments.mask_array,
     shares_memory=shares_memory,
-    int32_table=attend.int32_table,
+    table_of=attend.table_of,
     tokens_before=attend.tokens_before,
     options=attend.options,
     mask_program=attend.mask_program,

@@ -166,11 +166,14 @@ left_to_python(
 # The core is handed these functions, and asks them for what is seldom given, or has to be said in many words.
 
 
-def int32_table(block_table: NDArray[Any], given: Any) -> NDArray[np.int32]:
-    """Convert a table of any integer type. Entries after the pages of a sequence may be anything."""
+def table_of(block_table: NDArray[Any], given: Any) -> NDArray[Any]:
+    """Return a table of int32 or int64. Entries after the pages of a sequence may be anything."""
     if block_table.size or isinstance(given, np.ndarray):
         block_table = integer_array(block_table, "block_table")
-    return np.ascontiguousarray(block_table.clip(-1, np.iinfo(np.int32).max), np.int32)
+    if block_table.dtype in (np.int32, np.int64):
+        return block_table
+    most = min(np.iinfo(block_table.dtype).max, np.iinfo(np.int64).max)
+    return block_table.clip(None, most).astype(np.int64)
 
 
 def tokens_before(cache_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:

@@ -137,8 +137,7 @@ def _words(
     if is_traced(table) and table.dtype != np.int32:
         table = jax.numpy.clip(table, -1, min(np.iinfo(table.dtype).max, 2**31 - 1)).astype(np.int32)
     elif table is not None and not is_traced(table):
-        table = as_array(known["block_table"], "block_table")
-        table = table if table.dtype == np.int32 else kvcache.int32_table(table, given["block_table"])
+        table = kvcache.table_of(as_array(known["block_table"], "block_table"), given["block_table"])
     operands = [low, high, before, table]
     if starts is not None:
         operands.append(starts if is_traced(starts) else _core.checked_starts(starts, "cu_seqlens_q"))

@@ -16,12 +16,14 @@ struct am_kept {
 
 bool am_refuse(am_request *r, am_wrong wrong, const am_view *got, const char *format, ...)
 {
+    static _Thread_local am_refusal refusal; /* requests of short calls are not to clear so many bytes */
     va_list rest;
+    refusal = (am_refusal){.wrong = wrong};
+    if (got) refusal.got = *got;
     va_start(rest, format);
-    vsnprintf(r->words, sizeof r->words, format, rest);
+    vsnprintf(refusal.words, sizeof refusal.words, format, rest);
     va_end(rest);
-    r->wrong = wrong;
-    r->got = got ? *got : (am_view){0};
+    r->refusal = &refusal;
     return false;
 }
 
@@ -31,9 +33,9 @@ bool am_refuse_status(am_request *r, am_status status)
     return status == AM_OK;
 }
 
-const char *am_request_words(am_request *r)
+const char *am_dtype_name(am_dtype type)
 {
-    static const char *const types[] = {
+    static const char *const names[] = {
         [AM_BOOL] = "bool",         [AM_INT8] = "int8",
         [AM_UINT8] = "uint8",       [AM_INT16] = "int16",
         [AM_UINT16] = "uint16",     [AM_INT32] = "int32",
@@ -43,22 +45,30 @@ const char *am_request_words(am_request *r)
         [AM_FLOAT64] = "float64",   [AM_FLOAT8] = "float8_e4m3fn",
         [AM_OTHER] = "other",
     };
-    const am_view *got = &r->got;
+    return names[type];
+}
+
+static void append(am_refusal *to, const char *format, ...)
+{
+    va_list rest;
+    const size_t end = strlen(to->words);
+    va_start(rest, format);
+    vsnprintf(to->words + end, sizeof to->words - end, format, rest);
+    va_end(rest);
+}
+
+const char *am_request_words(am_request *r)
+{
+    am_refusal *said = r->refusal;
     if (r->status == AM_FORKED)
-        am_refuse(r, AM_WRONG_VALUE, NULL,
-                  "this process was forked in the middle of a call, which the child cannot end");
-    else if (r->status != AM_OK)
-        am_refuse(r, AM_WRONG_VALUE, NULL, "attention needs more memory than there is");
-    else if (got->data) {
-        size_t end = strlen(r->words);
-        end += (size_t)snprintf(r->words + end, sizeof r->words - end, ", got %s array of shape (",
-                                types[got->type]);
-        for (int i = 0; i < got->axes && end < sizeof r->words; i++)
-            end +=
-                (size_t)snprintf(r->words + end, sizeof r->words - end, i ? ", %td" : "%td", got->shape[i]);
-        if (end < sizeof r->words) snprintf(r->words + end, sizeof r->words - end, ")");
-    }
-    return r->words;
+        return "this process was forked in the middle of a call, which the child cannot end";
+    if (r->status != AM_OK) return "attention needs more memory than there is";
+    const am_view *got = &said->got;
+    if (!got->data) return said->words;
+    append(said, ", got %s array of shape (", am_dtype_name(got->type));
+    for (int i = 0; i < got->axes && i < AM_MOST_AXES; i++) append(said, i ? ", %td" : "%td", got->shape[i]);
+    append(said, ")%s", said->hint ? said->hint : "");
+    return said->words;
 }
 
 void *am_keep(am_request *r, ptrdiff_t count, size_t size)

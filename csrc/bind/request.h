@@ -29,18 +29,36 @@ static inline ptrdiff_t am_shared_stride(const am_view *v, int axis)
     return v->shape[axis] <= 1 ? 0 : v->stride[axis];
 }
 
+/* Of a view [batch, tokens, heads, channels], or of one without the first axis. */
+static inline am_tokens am_tokens_of(const am_view *v)
+{
+    const int first = v->axes == 4;
+    return (am_tokens){v->data,
+                       v->type,
+                       first ? am_shared_stride(v, 0) : 0,
+                       v->stride[first],
+                       v->stride[first + 1],
+                       v->stride[first + 2]};
+}
+
+const char *am_dtype_name(am_dtype type);
+
 /* Memory that is freed with the request. */
 typedef struct am_kept am_kept;
 
 typedef enum { AM_WRONG_VALUE, AM_WRONG_TYPE, AM_WRONG_INDEX } am_wrong;
 
+/* Words "… must be …, got …", or "… must be …" before a description of `got`; then maybe a hint. */
 typedef struct {
-    /* Why it is refused: a status, or else words, which end with a description of `got` if that is given. */
-    am_status status;
     am_wrong wrong;
     am_view got; /* without data: not given */
+    const char *hint;
     char words[512];
+} am_refusal;
 
+typedef struct {
+    am_status status;    /* AM_OK, unless memory was lacking, or the core has ended a call */
+    am_refusal *refusal; /* NULL: none; of this thread, until the next one */
     am_kept *kept;
     am_mask mask;
     int waiting; /* terms of the mask that wait for an operator */
@@ -49,12 +67,11 @@ typedef struct {
 /* Frees all but what belongs to the door. */
 void am_request_free(am_request *r);
 
-/* What fails returns false or NULL, and has said why. The words are "… must be …, got …", or "… must be …" if
- * `got` describes itself. */
+/* What fails returns false or NULL, and has said why. */
 __attribute__((format(printf, 4, 5))) bool am_refuse(am_request *r, am_wrong wrong, const am_view *got,
                                                      const char *format, ...);
 bool am_refuse_status(am_request *r, am_status status); /* true for AM_OK */
-static inline bool am_is_refused(const am_request *r) { return r->status != AM_OK || r->words[0]; }
+static inline bool am_is_refused(const am_request *r) { return r->status != AM_OK || r->refusal; }
 
 /* All that the request says, for doors that have no words of their own. */
 const char *am_request_words(am_request *r);
@@ -97,7 +114,9 @@ bool am_mask_include(am_request *r, const am_mask *mask);
 /* `more` terms are joined by "and" to what was read, which may be nothing. */
 bool am_mask_end(am_request *r, const am_node *more, int more_count);
 
-/* `count` integers within ±AM_FAR, of an operand that may be one for all; `none` where there is nothing. */
+/* `count` integers within ±AM_FAR, of an operand that may be one for all; `none` where there is nothing. The
+ * second function returns new memory. */
+bool am_convert_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none, ptrdiff_t *to);
 ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none);
 
 /* Starts of sequences of so many tokens; `count` of sequences is -1 until it is known. */

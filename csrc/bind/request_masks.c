@@ -17,24 +17,25 @@ static ptrdiff_t saturated(int64_t a, int64_t b)
     return sum > AM_FAR ? AM_FAR : sum < -AM_FAR ? -AM_FAR : (ptrdiff_t)sum;
 }
 
-ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none)
+bool am_convert_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none, ptrdiff_t *to)
 {
     const am_view *v = &o->view;
     const ptrdiff_t given = o->kind == AM_ARRAY && v->axes ? v->shape[0] : 1;
-    if (o->kind == AM_ARRAY && (v->axes > 1 || (given != 1 && given != count))) {
-        reject(r, "numbers must be one integer, or an array of one for each row, head or sequence");
-        return NULL;
-    }
-    if (o->kind == AM_ARRAY && !am_is_integer(v->type)) {
-        am_refuse(r, AM_WRONG_TYPE, v, "mask: numbers must be integers");
-        return NULL;
-    }
-    ptrdiff_t *numbers = am_keep(r, am_max(count, 1), sizeof *numbers);
-    if (!numbers) return NULL;
-    if (o->kind == AM_ARRAY) am_widen(v, numbers);
-    const ptrdiff_t one = o->kind == AM_ARRAY ? numbers[0] : o->kind == AM_INTEGER ? o->number : none;
-    for (ptrdiff_t i = 0; i < count; i++) numbers[i] = saturated(given > 1 ? numbers[i] : one, 0);
-    return numbers;
+    ptrdiff_t one = o->kind == AM_INTEGER ? o->number : none;
+    if (o->kind == AM_ARRAY && (v->axes > 1 || (given != 1 && given != count)))
+        return reject(r, "numbers must be one integer, or an array of one for each row, head or sequence");
+    if (o->kind == AM_ARRAY && !am_is_integer(v->type))
+        return am_refuse(r, AM_WRONG_TYPE, v, "mask: numbers must be integers");
+    if (o->kind == AM_ARRAY) am_widen(v, given == count ? to : &one);
+    for (ptrdiff_t i = 0; i < count; i++)
+        to[i] = saturated(o->kind == AM_ARRAY && given == count ? to[i] : one, 0);
+    return true;
+}
+
+ptrdiff_t *am_read_integers(am_request *r, const am_operand *o, ptrdiff_t count, ptrdiff_t none)
+{
+    ptrdiff_t *numbers = am_keep(r, count, sizeof *numbers);
+    return numbers && am_convert_integers(r, o, count, none, numbers) ? numbers : NULL;
 }
 
 /* A bound of a band, which may be an array of one for each head, plus the offset of each batch row. */

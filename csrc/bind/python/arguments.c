@@ -317,6 +317,7 @@ int am_to_text(PyObject *object, const char *name, void *dst)
 
 am_view am_view_of(PyArrayObject *array)
 {
+    if (!array) return (am_view){0};
     am_view v = {.data = PyArray_BYTES(array),
                  .type = am_kv_dtype_of(PyArray_DESCR(array)),
                  .axes = PyArray_NDIM(array),
@@ -325,6 +326,12 @@ am_view am_view_of(PyArrayObject *array)
     for (int i = 0; i < v.axes && i < AM_MOST_AXES; i++)
         v.shape[i] = PyArray_DIM(array, i), v.stride[i] = PyArray_STRIDE(array, i);
     return v;
+}
+
+am_tokens am_tokens_of_array(PyArrayObject *array)
+{
+    const am_view v = am_view_of(array);
+    return am_tokens_of(&v);
 }
 
 bool am_entries_of(PyArrayObject *array, am_view *entries)
@@ -341,11 +348,12 @@ int am_raise_refused(const am_request *r, bool done)
         am_raise(r->status, NULL);
         return -1;
     }
-    PyObject *what = r->got.data ? am_describe(r->got.object) : NULL;
+    const am_refusal *said = r->refusal;
+    PyObject *what = said->got.data ? am_describe(said->got.object) : NULL;
     if (what)
-        PyErr_Format(errors[r->wrong], "%s, got %U", r->words, what);
-    else if (!r->got.data)
-        PyErr_SetString(errors[r->wrong], r->words);
+        PyErr_Format(errors[said->wrong], "%s, got %U%s", said->words, what, said->hint ? said->hint : "");
+    else if (!said->got.data)
+        PyErr_SetString(errors[said->wrong], said->words);
     Py_XDECREF(what);
     return -1;
 }

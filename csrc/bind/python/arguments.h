@@ -74,8 +74,9 @@ am_to am_to_dtype, am_to_integer_dtype;
 am_to am_to_object;
 /* const char **: the text of a string, borrowed. */
 am_to am_to_text;
-/* The view keeps no reference. */
+/* The view keeps no reference; NULL becomes one without data. */
 am_view am_view_of(PyArrayObject *array);
+am_tokens am_tokens_of_array(PyArrayObject *array);
 /* Looks at a 1-D array of integers; false for other arrays. */
 bool am_entries_of(PyArrayObject *array, am_view *entries);
 

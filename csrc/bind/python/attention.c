@@ -6,7 +6,6 @@
 #include "bind/python/arguments.h"
 #include "bind/python/attention.h"
 #include "bind/python/masks.h"
-#include "bind/python/tokens.h"
 #include "core/runtime/sizes.h"
 #include "core/runtime/openmp.h"
 
@@ -14,8 +13,8 @@ enum { SLOPES, TABLE, OFFSETS, STARTS, RELATIVE_ARRAYS }; /* of the terms by dis
 
 typedef struct {
     PyArrayObject *query, *key, *value, *bias, *sinks;
-    am_tokens_read q, k, v; /* of the first three */
-    PyArray_Descr *dtype;   /* of the query; owned */
+    am_view q, k, v;      /* of the first three */
+    PyArray_Descr *dtype; /* of the query; owned */
     am_out out;
     PyObject *nodes, *relative, *part;
     PyArrayObject *relative_arrays[RELATIVE_ARRAYS]; /* NULL: not given */
@@ -72,10 +71,10 @@ bool am_heads_seem_first(const npy_intp *query, const npy_intp *key)
  * belong together. */
 static bool read_inputs(arguments *a)
 {
-    a->q = am_read_tokens(a->query), a->k = am_read_tokens(a->key), a->v = am_read_tokens(a->value);
+    a->q = am_view_of(a->query), a->k = am_view_of(a->key), a->v = am_view_of(a->value);
     a->dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(a->query));
-    const am_dtype type = a->q.tokens.type;
-    return am_is_floating(type) && a->k.tokens.type == type && a->v.tokens.type == type &&
+    const am_dtype type = a->q.type;
+    return am_is_floating(type) && a->k.type == type && a->v.type == type &&
            am_shapes_fit(a->q.shape, a->k.shape, a->v.shape);
 }
 
@@ -245,9 +244,9 @@ static am_attn flash_of(arguments *a)
         .keys = mask->keys,
         .head_dim = a->q.shape[3],
         .value_dim = a->v.shape[3],
-        .q = a->q.tokens,
-        .k = a->k.tokens,
-        .v = a->v.tokens,
+        .q = am_tokens_of(&a->q),
+        .k = am_tokens_of(&a->k),
+        .v = am_tokens_of(&a->v),
         .mask = &a->mask.request.mask,
         .scale = a->scale.value,
         .cap = a->cap.value,
@@ -289,13 +288,13 @@ static PyObject *compute(PyObject *module, arguments *a)
     if (a->out.given && am_check_out(out, "out", 4, dims, dtype, NULL, NULL, 0) < 0) goto fail;
     if (a->return_lse) {
         npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
-        lse = am_new_array_of(3, rows, a->q.tokens.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
+        lse = am_new_array_of(3, rows, a->q.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
     if (a->return_wide && !(wide = wide_result(out))) goto fail;
     am_attn flash = flash_of(a);
-    flash.out = am_tokens_of(out);
-    if (wide && wide != out) flash.wide_out = am_tokens_of(wide);
+    flash.out = am_tokens_of_array(out);
+    if (wide && wide != out) flash.wide_out = am_tokens_of_array(wide);
     flash.lse = lse ? PyArray_DATA(lse) : NULL;
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
@@ -620,7 +619,7 @@ static int check_shape(PyArrayObject *array, const char *name, int ndim, const n
 static int check_backward(const backward_arguments *g)
 {
     const am_mask *mask = &g->a.mask.request.mask;
-    am_dtype type = g->a.q.tokens.type;
+    am_dtype type = g->a.q.type;
     npy_intp const rows[3] = {mask->batch, mask->heads, mask->queries};
     npy_intp const tokens_[4] = {mask->batch, mask->queries, mask->heads, g->a.v.shape[3]};
     PyArrayObject *const results[] = {g->d_out, g->out}, *const row_stats[] = {g->lse, g->d_lse};
@@ -686,14 +685,14 @@ static PyObject *compute_backward(PyObject *module, backward_arguments *g)
         .forward = flash_of(a),
         .lse = row_stats(g->lse),
         .d_lse = row_stats(g->d_lse),
-        .d_out = am_tokens_of(g->d_out),
-        .d_q = am_tokens_of(made[0]),
-        .d_k = am_tokens_of(made[1]),
-        .d_v = am_tokens_of(made[2]),
+        .d_out = am_tokens_of_array(g->d_out),
+        .d_q = am_tokens_of_array(made[0]),
+        .d_k = am_tokens_of_array(made[1]),
+        .d_v = am_tokens_of_array(made[2]),
         .d_sinks = made[4] ? PyArray_DATA(made[4]) : NULL,
         .d_table = made[5] ? PyArray_DATA(made[5]) : NULL,
     };
-    problem.forward.out = am_tokens_of(g->out);
+    problem.forward.out = am_tokens_of_array(g->out);
     if (made[3]) {
         problem.d_bias = PyArray_BYTES(made[3]);
         for (int i = 0; i < 4; i++) problem.bias_shape[i] = PyArray_DIM(made[3], i);

@@ -1,13 +1,10 @@
 /* cache.c – binding of attention over a cache of keys and values. */
 #include <math.h>
+#include <string.h>
 
 #include "bind/python/arguments.h"
 #include "bind/python/masks.h"
-#include "bind/python/tokens.h"
-#include "core/runtime/sizes.h"
-#include "core/cache/append.h"
-#include "core/cache/formats.h"
-#include "core/cache/layout.h"
+#include "bind/request_cache.h"
 
 /* The arguments, which are those of the public function. */
 enum {
@@ -37,306 +34,66 @@ typedef struct {
     PyObject *given[ARGUMENTS]; /* borrowed */
     const char *names[ARGUMENTS];
     PyArrayObject *arrays[ARGUMENTS]; /* NULL: not given, or no array */
-    PyArrayObject *table;             /* of int32; NULL: the cache is contiguous */
     am_starts starts;                 /* of packed queries */
     am_out out;
-    am_kv_cache cache;
-    am_kv_limits limits;
-    am_pages pages;
-    am_kv_scales scales[2];
+    am_cached cached;
     am_mask_arg mask;
+    PyObject *table; /* owned; what was converted */
     PyObject *masks; /* of packed sequences: a list of nodes for each; NULL: none is given */
     double scale, cap;
     bool with_lse;
 } arguments;
 
-/* Raises an error that ends with a description of what came. Returns -1. */
-static int complain(PyObject *error, void *got, const char *format, ...)
-{
-    va_list values;
-    va_start(values, format);
-    PyObject *expected = PyUnicode_FromFormatV(format, values), *what = am_describe(got);
-    va_end(values);
-    if (expected && what) PyErr_Format(error, "%U, got %U", expected, what);
-    Py_XDECREF(expected);
-    Py_XDECREF(what);
-    return -1;
-}
-
-static am_dtype type_of(const arguments *a, int i) { return am_kv_dtype_of(PyArray_DESCR(a->arrays[i])); }
-static npy_intp const *shape_of(const arguments *a, int i) { return PyArray_DIMS(a->arrays[i]); }
-static bool is_packed(const arguments *a) { return a->starts.array; }
-
-/* [tokens, heads, channels] of queries or new tokens. */
-static npy_intp const *token_shape(const arguments *a, int i) { return shape_of(a, i) + !is_packed(a); }
-
-/* --- Queries, keys and values --- */
-
-static int check_axes(const arguments *a, int i)
-{
-    for (int axis = 0; axis < PyArray_NDIM(a->arrays[i]); axis++) {
-        if (shape_of(a, i)[axis] > AM_LONGEST)
-            return complain(PyExc_ValueError, a->arrays[i], "%s must be of at most 2**56 along each axis",
-                            a->names[i]);
-    }
-    return 0;
-}
-
-static int check_tokens(const arguments *a, int i, const char *axes)
-{
-    PyArrayObject *array = a->arrays[i];
-    const char *name = a->names[i];
-    if (!am_is_floating(type_of(a, i)))
-        return complain(PyExc_TypeError, array, "%s must be of float16, bfloat16, float32 or float64", name);
-    if (PyArray_NDIM(array) != (is_packed(a) ? 3 : 4))
-        return complain(PyExc_ValueError, array,
-                        is_packed(a) ? "%s must be [total, %s] with cu_seqlens_q" : "%s must be [B, T, %s]",
-                        name, axes);
-    if (check_axes(a, i) < 0) return -1;
-    const npy_intp end = is_packed(a) ? a->starts.starts[a->starts.sequences] : 0, tokens = shape_of(a, i)[0];
-    if (!is_packed(a) || end == tokens) return 0;
-    PyErr_Format(PyExc_ValueError, "cu_seqlens_q must end at %zd tokens of %s, got %zd", tokens, name, end);
-    return -1;
-}
-
-static int check_caches(const arguments *a)
-{
-    PyArrayObject *const *arrays = a->arrays;
-    for (int i = K_CACHE; i <= V_CACHE; i++) {
-        const am_dtype type = type_of(a, i);
-        if (!am_kv_format_of(type)) {
-            char names[AM_KV_NAMES];
-            am_kv_format_names(names);
-            return complain(PyExc_TypeError, arrays[i], "%s must be of %s", a->names[i], names);
-        }
-        if (PyArray_NDIM(arrays[i]) != 4)
-            return complain(PyExc_ValueError, arrays[i],
-                            "%s must be [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]", a->names[i]);
-        if (check_axes(a, i) < 0) return -1;
-    }
-    const npy_intp *q = token_shape(a, QUERY), *k = shape_of(a, K_CACHE), *v = shape_of(a, V_CACHE);
-    PyArray_Descr *dtype = PyArray_DESCR(arrays[K_CACHE]);
-    if (type_of(a, V_CACHE) != type_of(a, K_CACHE))
-        return complain(PyExc_TypeError, arrays[V_CACHE], "v_cache must be %S as k_cache", dtype);
-    if ((type_of(a, K_CACHE) == AM_FLOAT64) != (type_of(a, QUERY) == AM_FLOAT64))
-        return complain(PyExc_TypeError, arrays[QUERY], "query must be %S as k_cache if either is float64",
-                        dtype);
-    if (!PyArray_CompareLists(k, v, 3))
-        return complain(PyExc_ValueError, arrays[V_CACHE],
-                        "v_cache must be of shape (%zd, %zd, %zd) and Dv as k_cache", k[0], k[1], k[2]);
-    if (k[3] != q[2])
-        return complain(PyExc_ValueError, arrays[K_CACHE], "k_cache must have D = %zd as query", q[2]);
-    if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
-        return complain(PyExc_ValueError, arrays[K_CACHE], "k_cache must have heads that divide query's %zd",
-                        q[1]);
-    return 0;
-}
-
-static int check_new_tokens(const arguments *a)
-{
-    static const char *const axes[] = {"Hkv, D", "Hkv, Dv"};
-    if (!a->arrays[KEY] && !a->arrays[VALUE]) return 0;
-    for (int side = 0; side < 2; side++) {
-        if (a->arrays[KEY + side]) continue;
-        PyErr_Format(PyExc_ValueError, "%s must be given with %s, got None", a->names[KEY + side],
-                     a->names[VALUE - side]);
-        return -1;
-    }
-    for (int side = 0; side < 2; side++) {
-        const int i = KEY + side;
-        if (check_tokens(a, i, axes[side]) < 0) return -1;
-        const npy_intp batch = a->cache.sequences, *cache = shape_of(a, K_CACHE + side);
-        if (!is_packed(a) && shape_of(a, i)[0] != batch)
-            return complain(PyExc_ValueError, a->arrays[i], "%s must have batch size %zd as query",
-                            a->names[i], batch);
-        if (!PyArray_CompareLists(token_shape(a, i) + 1, cache + 2, 2))
-            return complain(PyExc_ValueError, a->arrays[i],
-                            "%s must have %zd heads of %zd channels as its cache", a->names[i], cache[2],
-                            cache[3]);
-    }
-    const npy_intp tokens = token_shape(a, KEY)[0];
-    return token_shape(a, VALUE)[0] == tokens
-               ? 0
-               : complain(PyExc_ValueError, a->arrays[VALUE], "value must have %zd tokens as key", tokens);
-}
-
-/* --- Scales --- */
-
-static bool is_by_channel(npy_intp const *scale, npy_intp const *cache)
-{
-    return scale[0] == 1 && scale[1] == 1 && (cache[0] != 1 || cache[1] != 1 || scale[3] != 1);
-}
-
-/* The scales of a quantized cache; a step of 0 repeats them. */
-static int read_scales(arguments *a, int side)
-{
-    PyArrayObject *array = a->arrays[K_SCALE + side];
-    const char *name = a->names[K_SCALE + side];
-    npy_intp const *cache = shape_of(a, K_CACHE + side);
-    PyArray_Descr *dtype = PyArray_DESCR(a->arrays[K_CACHE + side]);
-    const bool scaled = am_kv_is_scaled(type_of(a, K_CACHE + side));
-    if (!array && !scaled) return 0;
-    if (!array) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s must be given for a cache of %S, got None; write %s=np.ones((1, 1, %zd, %zd), "
-                     "np.float32) for scales of 1",
-                     name, dtype, name, cache[2], cache[3]);
-        return -1;
-    }
-    if (!scaled) return complain(PyExc_ValueError, array, "%s must be None for a cache of %S", name, dtype);
-    if (PyArray_TYPE(array) != NPY_FLOAT32)
-        return complain(PyExc_TypeError, array, "%s must be float32", name);
-    bool fits = PyArray_NDIM(array) == 4;
-    ptrdiff_t steps[4];
-    for (int i = 0; fits && i < 4; i++) {
-        const npy_intp length = PyArray_DIM(array, i);
-        fits = length == 1 || length == cache[i];
-        steps[i] = length == 1 ? 0 : PyArray_STRIDE(array, i);
-    }
-    const bool by_channel = fits && is_by_channel(PyArray_DIMS(array), cache);
-    if (!fits || (PyArray_DIM(array, 3) != 1 && !by_channel))
-        return complain(PyExc_ValueError, array, "%s must be of shape (%zd, %zd, %zd, 1) or (1, 1, %zd, %zd)",
-                        name, cache[0], cache[1], cache[2], cache[2], cache[3]);
-    if (a->arrays[KEY] && !by_channel && !PyArray_CompareLists(PyArray_DIMS(array), cache, 3))
-        return complain(PyExc_ValueError, array, "%s must be of shape (%zd, %zd, %zd, 1) to take new tokens",
-                        name, cache[0], cache[1], cache[2]);
-    a->scales[side] =
-        (am_kv_scales){PyArray_BYTES(array), by_channel, steps[0], steps[1], steps[2], steps[3]};
-    const float *wrong = by_channel ? am_kv_wrong_scale(&a->scales[side], cache[2], cache[3]) : NULL;
-    if (!wrong) return 0;
-    PyObject *number = PyFloat_FromDouble((double)*wrong);
-    if (number)
-        PyErr_Format(PyExc_ValueError, "%s must be finite and positive for each channel, got %R", name,
-                     number);
-    Py_XDECREF(number);
-    return -1;
-}
+/* [tokens, heads, channels] of the queries. */
+static const ptrdiff_t *q_shape(const arguments *a) { return am_cached_tokens(&a->cached, &a->cached.query); }
+static bool is_packed(const arguments *a) { return a->cached.packed; }
 
 /* --- Tables and lengths --- */
 
-/* Sets the table; what is not int32 is for Python to convert. */
+/* Lets Python convert a table of any type but int32 and int64. */
 static int read_table(arguments *a)
 {
-    const npy_intp batch = a->cache.sequences, rows = shape_of(a, K_CACHE)[0];
-    PyArrayObject *given = a->arrays[BLOCK_TABLE];
-    if (!given && rows != batch) {
-        const char *hint = rows < batch ? "" : "; write block_table= if they are pages";
-        PyObject *what = am_describe((PyObject *)a->arrays[K_CACHE]);
-        if (what)
-            PyErr_Format(PyExc_ValueError, "k_cache must have %zd rows, one a sequence, got %U%s", batch,
-                         what, hint);
-        Py_XDECREF(what);
-        return -1;
-    }
-    if (!given) return 0;
-    if (PyArray_TYPE(given) == NPY_INT32) {
-        a->table = (PyArrayObject *)Py_NewRef(given);
-    } else {
-        a->table = (PyArrayObject *)am_ask(AM_INT32_TABLE, "(OO)", given, a->given[BLOCK_TABLE]);
-        if (!a->table) return -1;
-    }
-    if (PyArray_NDIM(given) == 2 && PyArray_DIM(given, 0) == batch) return 0;
-    return complain(PyExc_ValueError, given, "block_table must be of shape (%zd, max_pages)", batch);
+    PyArrayObject *table = a->arrays[BLOCK_TABLE];
+    am_view *v = &a->cached.table;
+    *v = am_view_of(table);
+    if (!table || v->type == AM_INT32 || v->type == AM_INT64) return 0;
+    a->table = am_ask(AM_TABLE, "(OO)", table, a->given[BLOCK_TABLE]);
+    if (!a->table) return -1;
+    *v = am_view_of((PyArrayObject *)a->table);
+    v->object = table;
+    return 0;
 }
 
-/* The usual numbers of tokens: one, or an array of one for each. False if they are for Python to convert. */
-static bool read_usual_lengths(const arguments *a, ptrdiff_t *before)
+/* Whether these are usual numbers of tokens: none, one, or an array of one for each sequence. */
+static bool is_usual_length(PyObject *given, ptrdiff_t sequences, am_operand *o)
 {
-    const npy_intp batch = a->cache.sequences;
-    PyObject *given = a->given[CACHE_SEQLENS];
-    PyArrayObject *array = PyArray_Check(given) ? (PyArrayObject *)given : NULL;
-    bool fits = true;
-    if (array) {
-        am_view entries;
-        if (!PyArray_ISBEHAVED_RO(array) || !am_entries_of(array, &entries) || entries.shape[0] != batch ||
-            (entries.type != AM_INT32 && entries.type != AM_INT64))
-            return false;
-        am_widen(&entries, before);
-    } else {
-        if (given != Py_None && !PyLong_CheckExact(given)) return false;
-        const Py_ssize_t one = given == Py_None ? shape_of(a, K_CACHE)[1] : PyLong_AsSsize_t(given);
-        if (one == -1) PyErr_Clear();
-        for (npy_intp s = 0; s < batch; s++) before[s] = one;
-        fits = one >= 0 && one <= AM_LONGEST;
+    if (given == Py_None) return true;
+    if (PyArray_Check(given)) {
+        PyArrayObject *array = (PyArrayObject *)given;
+        *o = (am_operand){.kind = AM_ARRAY};
+        return PyArray_ISBEHAVED_RO(array) && am_entries_of(array, &o->view) &&
+               o->view.shape[0] == sequences && (o->view.type == AM_INT32 || o->view.type == AM_INT64);
     }
-    for (npy_intp s = 0; s < batch; s++) fits &= before[s] >= 0 && before[s] <= AM_LONGEST;
-    return fits;
+    if (!PyLong_CheckExact(given)) return false;
+    *o = (am_operand){.kind = AM_INTEGER, .number = PyNumber_AsSsize_t(given, NULL)};
+    return o->number >= 0 && o->number <= AM_LONGEST;
 }
 
-/* The tokens that each sequence has. */
+/* Reads the tokens that each sequence has. Python converts unusual numbers. */
 static int read_lengths(arguments *a)
 {
-    if (a->given[CACHE_SEQLENS] == Py_None && a->table) {
-        PyErr_SetString(PyExc_ValueError, "cache_seqlens must be given with block_table, got None");
-        return -1;
+    PyObject *given = a->given[CACHE_SEQLENS], *array = NULL;
+    const ptrdiff_t sequences = a->cached.sequences;
+    am_operand lengths = {0};
+    if (!is_usual_length(given, sequences, &lengths)) {
+        array = am_ask(AM_TOKENS_BEFORE, "(On)", given, sequences);
+        if (!array) return -1;
+        lengths = (am_operand){.kind = AM_ARRAY, .view = am_view_of((PyArrayObject *)array)};
     }
-    if (read_usual_lengths(a, a->cache.before)) return 0;
-    PyObject *array = am_ask(AM_TOKENS_BEFORE, "(On)", a->given[CACHE_SEQLENS], a->cache.sequences);
-    am_view entries;
-    if (!array) return -1;
-    if (am_entries_of((PyArrayObject *)array, &entries)) am_widen(&entries, a->cache.before);
-    Py_DECREF(array);
-    return 0;
-}
-
-static int place_tokens(arguments *a)
-{
-    am_kv_cache *cache = &a->cache;
-    const npy_intp size = shape_of(a, K_CACHE)[1], columns = a->table ? PyArray_DIM(a->table, 1) : 1,
-                   more = a->arrays[KEY] ? token_shape(a, KEY)[0] : 0,
-                   capacity = am_min(am_product(columns, size, 1), AM_LONGEST);
-    cache->q_starts = a->starts.starts, cache->queries = token_shape(a, QUERY)[0];
-    const ptrdiff_t wrong = am_kv_cache_place(cache, more, capacity, &a->limits);
-    if (wrong >= 0) {
-        const npy_intp added =
-            !more || !is_packed(a) ? more : cache->q_starts[wrong + 1] - cache->q_starts[wrong];
-        PyObject *new_ones = added ? PyUnicode_FromFormat(" and %zd new ones", added) : PyUnicode_New(0, 0);
-        if (new_ones)
-            PyErr_Format(PyExc_ValueError,
-                         "cache_seqlens must be tokens that the cache has room for, %zd a sequence, got "
-                         "%zd%U at index %zd",
-                         capacity, cache->before[wrong], new_ones, wrong);
-        Py_XDECREF(new_ones);
-        return -1;
-    }
-    return 0;
-}
-
-static int reject_entry(const arguments *a, const am_kv_entry *wrong)
-{
-    PyArrayObject *given = a->arrays[BLOCK_TABLE];
-    const npy_intp pages = shape_of(a, K_CACHE)[0], s = wrong->sequence, i = wrong->index;
-    PyObject *entry =
-        PyArray_TYPE(given) == NPY_INT32
-            ? PyLong_FromLong(wrong->page)
-            : PyArray_GETITEM(given, PyArray_GETPTR2(given, s, i)); /* it may have been clipped */
-    if (entry && pages == 0)
-        PyErr_Format(PyExc_IndexError,
-                     "block_table must name pages of k_cache, which has none, got %S at index (%zd, %zd)",
-                     entry, s, i);
-    else if (entry)
-        PyErr_Format(PyExc_IndexError, "block_table must be from 0 to %zd, got %S at index (%zd, %zd)",
-                     pages - 1, entry, s, i);
-    Py_XDECREF(entry);
-    return -1;
-}
-
-static int read_pages(arguments *a)
-{
-    const npy_intp size = am_max(1, shape_of(a, K_CACHE)[1]);
-    if (a->table) {
-        const am_kv_table table = {PyArray_BYTES(a->table), PyArray_STRIDE(a->table, 0),
-                                   PyArray_STRIDE(a->table, 1), size};
-        am_kv_entry wrong;
-        const am_status status = am_kv_cache_read_table(&a->cache, &table, shape_of(a, K_CACHE)[0], &wrong);
-        if (status != AM_OK) {
-            am_raise(status, NULL);
-            return -1;
-        }
-        if (wrong.sequence >= 0) return reject_entry(a, &wrong);
-    }
-    a->pages = am_kv_cache_pages(&a->cache, size);
-    return 0;
+    am_request *r = &a->mask.request;
+    const int bad = am_raise_refused(r, am_cached_read_lengths(r, &a->cached, &lengths));
+    Py_XDECREF(array);
+    return bad;
 }
 
 /* --- Numbers and masks --- */
@@ -348,7 +105,7 @@ static bool is_flag(PyObject *object) { return object == Py_True || object == Py
 static int read_options(arguments *a)
 {
     PyObject *const *given = a->given;
-    const npy_intp *q = token_shape(a, QUERY);
+    const npy_intp *q = q_shape(a);
     PyObject *scale = given[SOFTMAX_SCALE];
     const double number = PyFloat_CheckExact(scale) ? PyFloat_AS_DOUBLE(scale) : 0;
     a->scale = scale != Py_None ? number : q[2] > 0 ? 1 / sqrt((double)q[2]) : 1;
@@ -356,18 +113,18 @@ static int read_options(arguments *a)
         (scale == Py_None || (PyFloat_CheckExact(scale) && fabs(number) < 1e30)) &&
         given[SLIDING_WINDOW] == Py_None && given[LOGITS_SOFT_CAP] == Py_None &&
         given[SOFTMAX_AUX] == Py_None && given[ALIBI_SLOPES] == Py_None) {
-        a->limits.has_high = given[CAUSAL] == Py_True;
+        a->cached.limits.has_high = given[CAUSAL] == Py_True;
         a->with_lse = given[RETURN_LSE] == Py_True;
         return 0;
     }
     PyObject *low, *high, *sinks, *slopes,
         *options = am_ask(AM_OPTIONS, "(OOOOOOOOnnn)", a->arrays[QUERY], scale, given[CAUSAL],
                           given[SLIDING_WINDOW], given[LOGITS_SOFT_CAP], given[SOFTMAX_AUX],
-                          given[ALIBI_SLOPES], given[RETURN_LSE], a->cache.sequences, q[1], q[2]);
+                          given[ALIBI_SLOPES], given[RETURN_LSE], a->cached.sequences, q[1], q[2]);
     int lse, bad = -1;
     if (options &&
         PyArg_ParseTuple(options, "ddOOOOp", &a->scale, &a->cap, &sinks, &slopes, &low, &high, &lse)) {
-        a->limits =
+        a->cached.limits =
             (am_kv_limits){low != Py_None, high != Py_None, low == Py_None ? 0 : PyLong_AsSsize_t(low),
                            high == Py_None ? 0 : PyLong_AsSsize_t(high)};
         a->with_lse = lse;
@@ -401,13 +158,13 @@ static PyObject *list_sequences(const am_kv_cache *cache)
 /* Reads the masks of all packed sequences at once, and the mask of all queries and the longest one's keys. */
 static int read_masks(arguments *a)
 {
-    const npy_intp *q = token_shape(a, QUERY);
-    PyObject *nodes, *sequences = list_sequences(&a->cache);
+    am_mask *mask = &a->mask.request.mask;
+    PyObject *nodes, *sequences = list_sequences(&a->cached.layout);
+    mask->keys = a->cached.layout.longest;
     PyObject *masks = sequences ? am_ask(AM_MASK_PROGRAMS, "(OOnnn)", a->given[ATTENTION_MASK], sequences,
-                                         q[1], q[0], a->cache.longest)
+                                         mask->heads, mask->queries, mask->keys)
                                 : NULL;
     int bad = -1;
-    a->mask.request.mask = (am_mask){.batch = 1, .heads = q[1], .queries = q[0], .keys = a->cache.longest};
     if (masks && PyArg_ParseTuple(masks, "OO", &nodes, &a->masks)) {
         Py_INCREF(a->masks);
         bad = am_read_nodes(&a->mask, nodes);
@@ -420,16 +177,16 @@ static int read_masks(arguments *a)
 static int read_whole_mask(arguments *a)
 {
     if (is_one_by_one(a)) return read_masks(a);
-    const npy_intp *q = token_shape(a, QUERY), batch = is_packed(a) ? 1 : a->cache.sequences;
+    const am_mask *mask = &a->mask.request.mask;
     PyObject *given = a->given[ATTENTION_MASK], *nodes = NULL;
-    am_node terms[2] = {{.kind = AM_TERM_ALL}};
-    a->mask.request.mask = (am_mask){.batch = batch, .heads = q[1], .queries = q[0], .keys = a->cache.keys};
+    am_node terms[2];
     if (given != Py_None) {
-        nodes = am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, batch, q[1], q[0], a->cache.keys);
+        nodes =
+            am_ask(AM_MASK_PROGRAM, "(Onnnn)", given, mask->batch, mask->heads, mask->queries, mask->keys);
         if (!nodes) return -1;
     }
-    const int count = am_kv_cache_terms(&a->cache, &a->limits, terms),
-              bad = am_read_nodes_and(&a->mask, nodes, terms, nodes ? count : (count ? count : 1));
+    const int count = am_cached_terms(&a->cached, nodes, terms),
+              bad = am_read_nodes_and(&a->mask, nodes, terms, count);
     Py_XDECREF(nodes);
     return bad;
 }
@@ -448,12 +205,17 @@ static int check_in_place(const arguments *a, int i)
     const bool in_place = PyArray_Check(given) ? PyArray_DATA((PyArrayObject *)given) == PyArray_DATA(array)
                                                : PyObject_HasAttrString(given, "__dlpack__");
     if (in_place || PyArray_SIZE(array) == 0) return am_check_no_overlap(array, a->names[i]);
-    return complain(PyExc_ValueError, given,
-                    "%s must be an aligned array in native byte order to take new tokens", a->names[i]);
+    PyObject *what = am_describe(given);
+    if (what)
+        PyErr_Format(PyExc_ValueError,
+                     "%s must be an aligned array in native byte order to take new tokens, got %U",
+                     a->names[i], what);
+    Py_XDECREF(what);
+    return -1;
 }
 
 /* Checks all that is written to when new tokens are appended. */
-static int check_written(const arguments *a)
+static int check_written(arguments *a)
 {
     /* Scales of channels are only read, and yet may not lie where tokens or other scales are. */
     static const int which[] = {K_CACHE, V_CACHE, K_SCALE, V_SCALE, QUERY, KEY, VALUE, BLOCK_TABLE};
@@ -462,27 +224,11 @@ static int check_written(const arguments *a)
     for (int i = 0; i < AM_MOST_WRITTEN; i++) arrays[i] = a->arrays[which[i]], names[i] = a->names[which[i]];
     if (am_check_written(arrays, names, 4, AM_MOST_WRITTEN) < 0) return -1;
     for (int side = 0; side < 2; side++) {
-        const bool by_token = a->arrays[K_SCALE + side] && !a->scales[side].by_channel;
+        const bool by_token = a->arrays[K_SCALE + side] && !a->cached.scales[side].by_channel;
         if (check_in_place(a, K_CACHE + side) < 0 || (by_token && check_in_place(a, K_SCALE + side) < 0))
             return -1;
     }
-    am_kv_writers found;
-    const am_status status = am_kv_find_writers(&a->pages, a->cache.before, &found);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        return -1;
-    }
-    if (found.page < 0) return 0;
-    if (found.sequence == found.other)
-        PyErr_Format(PyExc_ValueError,
-                     "block_table must name a page once to write to it, got page %d twice for sequence %d",
-                     (int)found.page, (int)found.sequence);
-    else
-        PyErr_Format(PyExc_ValueError,
-                     "block_table must give each sequence pages of its own to write to, got page %d for "
-                     "sequences %d and %d",
-                     (int)found.page, (int)found.sequence, (int)found.other);
-    return -1;
+    return am_raise_refused(&a->mask.request, am_cached_check_pages(&a->mask.request, &a->cached));
 }
 
 /* Checks `out`, which comes in the shape of the queries. */
@@ -513,80 +259,42 @@ static int to_given(PyObject *object, const char *name, void *dst)
 /* Checks all but what depends on lengths and pages. */
 static int check_all(arguments *a)
 {
-    if (check_tokens(a, QUERY, "H, D") < 0 || check_caches(a) < 0 || read_scales(a, 0) < 0 ||
-        read_scales(a, 1) < 0)
-        return -1;
-    const npy_intp batch = is_packed(a) ? a->starts.sequences : shape_of(a, QUERY)[0];
-    const am_status status = am_kv_cache_make(&a->cache, batch);
-    if (status != AM_OK) {
-        am_raise(status, NULL);
-        return -1;
+    am_cached *c = &a->cached;
+    am_request *r = &a->mask.request;
+    c->packed = a->starts.array, c->q_starts = a->starts.starts, c->sequences = a->starts.sequences;
+    c->query = am_view_of(a->arrays[QUERY]);
+    for (int side = 0; side < 2; side++) {
+        c->caches[side] = am_view_of(a->arrays[K_CACHE + side]),
+        c->rows[side] = am_view_of(a->arrays[KEY + side]);
+        c->factors[side] = am_view_of(a->arrays[K_SCALE + side]);
     }
-    return check_new_tokens(a) < 0 || read_table(a) < 0 || read_lengths(a) < 0 || read_options(a) < 0 ? -1
-                                                                                                      : 0;
+    if (read_table(a) < 0 || am_raise_refused(r, am_cached_check(r, c)) < 0) return -1;
+    return read_lengths(a) < 0 ? -1 : read_options(a);
 }
 
 static am_attn problem_of(arguments *a, PyArrayObject *out, PyArrayObject *lse)
 {
-    const npy_intp *q = token_shape(a, QUERY);
     PyArrayObject *slopes = a->arrays[ALIBI_SLOPES], *sinks = a->arrays[SOFTMAX_AUX];
     am_attn attn = {
-        .batch = a->mask.request.mask.batch,
-        .heads = q[1],
-        .kv_heads = shape_of(a, K_CACHE)[2],
-        .queries = q[0],
-        .keys = a->mask.request.mask.keys,
-        .head_dim = q[2],
-        .value_dim = shape_of(a, V_CACHE)[3],
-        .q = am_tokens_of(a->arrays[QUERY]),
-        .k = am_tokens_of(a->arrays[K_CACHE]),
-        .v = am_tokens_of(a->arrays[V_CACHE]),
-        .out = am_tokens_of(out),
-        .mask = &a->mask.request.mask,
+        .out = am_tokens_of_array(out),
         .scale = a->scale,
         .cap = a->cap,
         .sinks = sinks ? PyArray_DATA(sinks) : NULL,
         .sink_count = sinks ? PyArray_DIM(sinks, 1) : 0,
-        .pages = a->pages,
-        .k_scales = a->scales[0],
-        .v_scales = a->scales[1],
-        .normalize = true,
         .lse = lse ? PyArray_DATA(lse) : NULL,
     };
-    if (slopes && a->cache.sequences > 0)
-        attn.relative = (am_relative){.slopes = PyArray_DATA(slopes),
-                                      .slope_step = PyArray_DIM(slopes, 0) == 1 ? 0 : q[1],
-                                      .offsets = a->cache.moved,
-                                      .offset_step = 1,
-                                      .q_starts = a->cache.q_starts,
-                                      .sequences = is_packed(a) ? a->cache.sequences : 0};
+    am_cached_describe(&a->mask.request, &a->cached, &attn);
+    if (slopes && a->cached.sequences > 0)
+        attn.relative.slopes = PyArray_DATA(slopes),
+        attn.relative.slope_step = PyArray_DIM(slopes, 0) == 1 ? 0 : attn.heads;
     return attn;
-}
-
-static am_status append(arguments *a, const am_context *context)
-{
-    am_status status = AM_OK;
-    for (int side = 0; status == AM_OK && a->arrays[KEY] && side < 2; side++) {
-        const am_kv_append rows = {
-            .cache = am_tokens_of(a->arrays[K_CACHE + side]),
-            .rows = am_tokens_of(a->arrays[KEY + side]),
-            .kv_heads = shape_of(a, K_CACHE + side)[2],
-            .head_dim = shape_of(a, K_CACHE + side)[3],
-            .pages = a->pages,
-            .begins = a->cache.before,
-            .starts = a->cache.q_starts,
-            .scales = a->scales[side],
-        };
-        status = am_kv_append_rows(context, &rows);
-    }
-    return status;
 }
 
 static am_status attend(PyObject *module, arguments *a, const am_attn *attn, bool first)
 {
     am_call call;
     am_enter(&call, module, NPY_MAX_INTP);
-    am_status status = first ? append(a, &call.context) : AM_OK;
+    am_status status = first ? am_cached_append(&call.context, &a->cached) : AM_OK;
     if (status == AM_OK && attn) status = am_mask_prepare(&call.context, attn->mask);
     if (status == AM_OK && attn) status = am_attn_forward(&call.context, attn);
     am_leave(&call);
@@ -596,7 +304,7 @@ static am_status attend(PyObject *module, arguments *a, const am_attn *attn, boo
 /* Attends with the queries of one packed sequence. The logsumexp of `attn` is that of all. */
 static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdiff_t s)
 {
-    const am_kv_cache *cache = &a->cache;
+    const am_kv_cache *cache = &a->cached.layout;
     const am_range queries = {cache->q_starts[s], cache->q_starts[s + 1]};
     const ptrdiff_t count = queries.end - queries.begin,
                     size = all->q.type == AM_FLOAT64 ? sizeof(double) : sizeof(float);
@@ -608,7 +316,7 @@ static int attend_one(PyObject *module, arguments *a, const am_attn *all, ptrdif
     am_mask_arg mask = {
         .request.mask = {.batch = 1, .heads = all->heads, .queries = count, .keys = cache->lengths[s]}};
     am_node terms[2];
-    const int term_count = am_kv_cache_terms(&own, &a->limits, terms);
+    const int term_count = am_kv_cache_terms(&own, &a->cached.limits, terms);
     char *lse = all->lse ? malloc((size_t)(all->heads * count * size) + 1) : NULL;
     int bad = -1;
     if (all->lse && !lse) {
@@ -644,15 +352,15 @@ fail:
 static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
 {
     const bool packed = is_packed(a);
-    const npy_intp *q = token_shape(a, QUERY),
-                   rows[3] = {packed ? q[1] : a->cache.sequences, packed ? q[0] : q[1], q[0]};
+    const npy_intp *q = q_shape(a),
+                   rows[3] = {packed ? q[1] : a->cached.sequences, packed ? q[0] : q[1], q[0]};
     PyArrayObject *lse = NULL,
                   *out = am_target(&a->out, packed ? 3 : 4, shape, PyArray_DESCR(a->arrays[QUERY]));
     PyObject *result = NULL;
     if (!out) return NULL;
     if (a->with_lse) {
         lse = am_new_array_of(packed ? 2 : 3, rows,
-                              type_of(a, QUERY) == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
+                              a->cached.query.type == AM_FLOAT64 ? NPY_FLOAT64 : NPY_FLOAT32);
         if (!lse) goto fail;
     }
     const am_attn attn = problem_of(a, out, lse);
@@ -661,7 +369,7 @@ static PyObject *compute(PyObject *module, arguments *a, npy_intp const *shape)
         am_raise(status, NULL);
         goto fail;
     }
-    for (ptrdiff_t s = 0; is_one_by_one(a) && s < a->cache.sequences; s++) {
+    for (ptrdiff_t s = 0; is_one_by_one(a) && s < a->cached.sequences; s++) {
         if (attend_one(module, a, &attn, s) < 0) goto fail;
     }
     result = a->out.given ? a->out.given : (PyObject *)out;
@@ -705,18 +413,18 @@ static PyObject *call(PyObject *module, const char *function, PyObject *const *a
         result = Py_NewRef(Py_None);
         goto fail;
     }
-    const npy_intp *q = token_shape(&a, QUERY), *whole = shape_of(&a, QUERY),
-                   head_dim = shape_of(&a, V_CACHE)[3];
-    npy_intp const shape[4] = {whole[0], is_packed(&a) ? q[1] : q[0], is_packed(&a) ? head_dim : q[1],
-                               head_dim};
-    if (place_tokens(&a) < 0 || read_whole_mask(&a) < 0 || read_pages(&a) < 0 ||
+    am_request *r = &a.mask.request;
+    npy_intp shape[4];
+    memcpy(shape, a.cached.query.shape, sizeof shape);
+    shape[is_packed(&a) ? 2 : 3] = a.cached.caches[1].shape[3];
+    if (am_raise_refused(r, am_cached_place(r, &a.cached)) < 0 || read_whole_mask(&a) < 0 ||
         check_result(&a, shape) < 0 || (a.arrays[KEY] && check_written(&a) < 0))
         goto fail;
     result = compute(module, &a, shape);
 fail:
     am_free_mask(&a.mask);
     am_free_starts(&a.starts);
-    am_kv_cache_free(&a.cache);
+    am_cached_free(&a.cached);
     Py_XDECREF(a.masks);
     Py_XDECREF(a.table);
     Py_XDECREF(a.out.array);

@@ -24,7 +24,7 @@ typedef enum {
     AM_AS_ARRAY,
     AM_MASK_ARRAY,
     AM_SHARES_MEMORY,
-    AM_INT32_TABLE,
+    AM_TABLE,
     AM_TOKENS_BEFORE,
     AM_OPTIONS,
     AM_MASK_PROGRAM,

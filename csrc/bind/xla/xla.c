@@ -65,11 +65,6 @@ static bool broadcasts(const am_xla_call *c, const am_view *v)
     return fits;
 }
 
-am_tokens am_xla_tokens(const am_view *v)
-{
-    return (am_tokens){v->data, v->type, am_shared_stride(v, 0), v->stride[1], v->stride[2], v->stride[3]};
-}
-
 /* --- Attention --- */
 
 /* Query, key and value. */
@@ -92,7 +87,7 @@ static bool read_tokens(am_xla_call *c)
     attn->batch = c->request.mask.batch;
     c->request.mask.queries = attn->queries = q.shape[1], c->request.mask.keys = attn->keys = k.shape[1];
     attn->head_dim = q.shape[3], attn->value_dim = v.shape[3];
-    attn->q = am_xla_tokens(&q), attn->k = am_xla_tokens(&k), attn->v = am_xla_tokens(&v);
+    attn->q = am_tokens_of(&q), attn->k = am_tokens_of(&k), attn->v = am_tokens_of(&v);
     return true;
 }
 
@@ -276,7 +271,7 @@ static bool look_at_tokens(am_xla_call *c, const am_xla_buffer *buffer, const ch
 {
     am_view v;
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
-    *to = am_xla_tokens(&v);
+    *to = am_tokens_of(&v);
     return v.type == c->attn.q.type ? true : am_xla_fail(c, "%s must have the type of query", name);
 }
 
@@ -292,7 +287,7 @@ static bool look_at_wide(am_xla_call *c, const am_xla_buffer *buffer, const char
 {
     am_view v;
     if (!am_xla_look(c, buffer, true, &v) || !has_shape(c, &v, name, 4, shape)) return false;
-    *to = am_xla_tokens(&v);
+    *to = am_tokens_of(&v);
     return v.type == type ? true : am_xla_fail(c, "%s has a type that does not fit", name);
 }
 

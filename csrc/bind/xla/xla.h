@@ -4,8 +4,6 @@
 
 #include "bind/xla/buffers.h"
 
-am_tokens am_xla_tokens(const am_view *v);
-
 /* The first words: version, flags, scale, cap and dropout, to an am_attn that has nothing else. */
 bool am_xla_read_numbers(am_xla_call *c);
 

@@ -81,9 +81,10 @@ am_status am_kv_cache_read_table(am_kv_cache *c, const am_kv_table *from, ptrdif
         ptrdiff_t i = c->before[s] < c->lengths[s] ? am_min(c->used[s], c->before[s]) : c->used[s];
         for (i /= from->size; i < end; i++) {
             const char *entry = from->data + s * from->sequence + i * from->page;
-            const int32_t page = am_read_once((const int32_t *)entry);
-            c->table[s * columns + i] = page;
-            if (page >= 0 && page < pages) continue;
+            const int64_t page =
+                from->wide ? *(const volatile int64_t *)entry : am_read_once((const int32_t *)entry);
+            c->table[s * columns + i] = (int32_t)page;
+            if (page >= 0 && page < am_min(pages, INT32_MAX)) continue;
             *wrong = (am_kv_entry){page, s, i};
             return AM_OK;
         }

@@ -46,16 +46,17 @@ ptrdiff_t am_kv_cache_place(am_kv_cache *cache, ptrdiff_t more, ptrdiff_t capaci
  * "and". Returns their number. */
 int am_kv_cache_terms(const am_kv_cache *cache, const am_kv_limits *limits, am_node terms[2]);
 
-/* A table of pages of `size` tokens where the caller has it: int32, steps in bytes. */
+/* A table of pages of `size` tokens where the caller has it; steps in bytes. */
 typedef struct {
     const char *data;
+    bool wide; /* int64, not int32 */
     ptrdiff_t sequence, page;
     ptrdiff_t size; /* at least 1 */
 } am_kv_table;
 
 /* An entry of a table. */
 typedef struct {
-    int32_t page;
+    int64_t page;
     ptrdiff_t sequence, index; /* sequence -1: there is none */
 } am_kv_entry;
 

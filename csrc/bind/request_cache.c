@@ -1,0 +1,280 @@
+/* request_cache.c – checks and arranges a call over a cache. */
+#include "bind/request_cache.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "core/cache/append.h"
+#include "core/cache/formats.h"
+#include "core/runtime/sizes.h"
+
+static const char *const cache_names[] = {"k_cache", "v_cache"}, *const row_names[] = {"key", "value"},
+                         *const scale_names[] = {"k_scale", "v_scale"};
+
+void am_cached_free(am_cached *c) { am_kv_cache_free(&c->layout); }
+
+static bool same_shape(const ptrdiff_t *a, const ptrdiff_t *b, size_t axes)
+{
+    return memcmp(a, b, axes * sizeof *a) == 0;
+}
+
+static bool check_axes(am_request *r, const am_view *v, const char *name)
+{
+    for (int i = 0; i < v->axes; i++) {
+        if (v->shape[i] > AM_LONGEST)
+            return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of at most 2**56 along each axis", name);
+    }
+    return true;
+}
+
+static bool check_tokens(am_request *r, const am_cached *c, const am_view *v, const char *name,
+                         const char *axes)
+{
+    if (!am_is_floating(v->type))
+        return am_refuse(r, AM_WRONG_TYPE, v, "%s must be of float16, bfloat16, float32 or float64", name);
+    if (v->axes != (c->packed ? 3 : 4))
+        return am_refuse(r, AM_WRONG_VALUE, v,
+                         c->packed ? "%s must be [total, %s] with cu_seqlens_q" : "%s must be [B, T, %s]",
+                         name, axes);
+    if (!check_axes(r, v, name)) return false;
+    const ptrdiff_t end = c->packed ? c->q_starts[c->sequences] : 0;
+    return !c->packed || end == v->shape[0] ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "cu_seqlens_q must end at %td tokens of %s, got %td",
+                     v->shape[0], name, end);
+}
+
+static bool check_caches(am_request *r, const am_cached *c)
+{
+    const am_view *k_cache = &c->caches[0], *v_cache = &c->caches[1], *query = &c->query;
+    const ptrdiff_t *q = am_cached_tokens(c, query), *k = k_cache->shape;
+    for (int i = 0; i < 2; i++) {
+        const am_view *v = &c->caches[i];
+        if (!am_kv_format_of(v->type)) {
+            char names[AM_KV_NAMES];
+            am_kv_format_names(names);
+            return am_refuse(r, AM_WRONG_TYPE, v, "%s must be of %s", cache_names[i], names);
+        }
+        if (v->axes != 4)
+            return am_refuse(r, AM_WRONG_VALUE, v,
+                             "%s must be [B, Tmax, Hkv, D] or [pages, page_size, Hkv, D]", cache_names[i]);
+        if (!check_axes(r, v, cache_names[i])) return false;
+    }
+    const char *type = am_dtype_name(k_cache->type);
+    if (v_cache->type != k_cache->type)
+        return am_refuse(r, AM_WRONG_TYPE, v_cache, "v_cache must be %s as k_cache", type);
+    if ((k_cache->type == AM_FLOAT64) != (query->type == AM_FLOAT64))
+        return am_refuse(r, AM_WRONG_TYPE, query, "query must be %s as k_cache if either is float64", type);
+    if (!same_shape(k, v_cache->shape, 3))
+        return am_refuse(r, AM_WRONG_VALUE, v_cache,
+                         "v_cache must be of shape (%td, %td, %td) and Dv as k_cache", k[0], k[1], k[2]);
+    if (k[3] != q[2])
+        return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have D = %td as query", q[2]);
+    if (k[2] == 0 ? q[1] != 0 : q[1] % k[2] != 0)
+        return am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have heads that divide query's %td", q[1]);
+    return true;
+}
+
+static bool check_rows(am_request *r, const am_cached *c)
+{
+    static const char *const axes[] = {"Hkv, D", "Hkv, Dv"};
+    if (!c->rows[0].data && !c->rows[1].data) return true;
+    for (int side = 0; side < 2; side++) {
+        if (!c->rows[side].data)
+            return am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be given with %s, got None", row_names[side],
+                             row_names[1 - side]);
+    }
+    for (int side = 0; side < 2; side++) {
+        const am_view *v = &c->rows[side];
+        const ptrdiff_t *cache = c->caches[side].shape;
+        if (!check_tokens(r, c, v, row_names[side], axes[side])) return false;
+        if (!c->packed && v->shape[0] != c->sequences)
+            return am_refuse(r, AM_WRONG_VALUE, v, "%s must have batch size %td as query", row_names[side],
+                             c->sequences);
+        if (!same_shape(am_cached_tokens(c, v) + 1, cache + 2, 2))
+            return am_refuse(r, AM_WRONG_VALUE, v, "%s must have %td heads of %td channels as its cache",
+                             row_names[side], cache[2], cache[3]);
+    }
+    const ptrdiff_t tokens = *am_cached_tokens(c, &c->rows[0]);
+    return *am_cached_tokens(c, &c->rows[1]) == tokens ||
+           am_refuse(r, AM_WRONG_VALUE, &c->rows[1], "value must have %td tokens as key", tokens);
+}
+
+/* The scales of a quantized cache; a step of 0 repeats them. */
+static bool read_scales(am_request *r, am_cached *c, int side)
+{
+    const am_view *v = &c->factors[side], *cache = &c->caches[side];
+    const char *name = scale_names[side], *type = am_dtype_name(cache->type);
+    const ptrdiff_t *n = cache->shape;
+    if (!am_kv_is_scaled(cache->type))
+        return !v->data || am_refuse(r, AM_WRONG_VALUE, v, "%s must be None for a cache of %s", name, type);
+    if (!v->data)
+        return am_refuse(r, AM_WRONG_VALUE, NULL,
+                         "%s must be given for a cache of %s, got None; write %s=np.ones((1, 1, %td, %td), "
+                         "np.float32) for scales of 1",
+                         name, type, name, n[2], n[3]);
+    if (v->type != AM_FLOAT32) return am_refuse(r, AM_WRONG_TYPE, v, "%s must be float32", name);
+    const bool by_channel =
+        v->shape[0] == 1 && v->shape[1] == 1 && (n[0] != 1 || n[1] != 1 || v->shape[3] != 1);
+    bool fits = v->axes == 4 && (v->shape[3] == 1 || by_channel);
+    for (int i = 0; i < 4; i++) fits = fits && (v->shape[i] == 1 || v->shape[i] == n[i]);
+    if (!fits)
+        return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of shape (%td, %td, %td, 1) or (1, 1, %td, %td)",
+                         name, n[0], n[1], n[2], n[2], n[3]);
+    if (c->rows[0].data && !by_channel && !same_shape(v->shape, n, 3))
+        return am_refuse(r, AM_WRONG_VALUE, v, "%s must be of shape (%td, %td, %td, 1) to take new tokens",
+                         name, n[0], n[1], n[2]);
+    c->scales[side] = (am_kv_scales){v->data,
+                                     by_channel,
+                                     am_shared_stride(v, 0),
+                                     am_shared_stride(v, 1),
+                                     am_shared_stride(v, 2),
+                                     am_shared_stride(v, 3)};
+    const float *wrong = by_channel ? am_kv_wrong_scale(&c->scales[side], n[2], n[3]) : NULL;
+    return !wrong ||
+           am_refuse(r, AM_WRONG_VALUE, NULL, "%s must be finite and positive for each channel, got %g", name,
+                     (double)*wrong);
+}
+
+static bool check_table(am_request *r, const am_cached *c)
+{
+    const am_view *table = &c->table, *k_cache = &c->caches[0];
+    const ptrdiff_t rows = k_cache->shape[0];
+    if (table->data && table->type != AM_INT32 && table->type != AM_INT64)
+        return am_refuse(r, AM_WRONG_TYPE, table, "block_table must be int32 or int64");
+    if (table->data)
+        return (table->axes == 2 && table->shape[0] == c->sequences) ||
+               am_refuse(r, AM_WRONG_VALUE, table, "block_table must be of shape (%td, max_pages)",
+                         c->sequences);
+    if (rows == c->sequences) return true;
+    am_refuse(r, AM_WRONG_VALUE, k_cache, "k_cache must have %td rows, one a sequence", c->sequences);
+    if (rows > c->sequences) r->refusal->hint = "; write block_table= if they are pages";
+    return false;
+}
+
+bool am_cached_check(am_request *r, am_cached *c)
+{
+    if (!check_tokens(r, c, &c->query, "query", "H, D") || !check_caches(r, c) || !read_scales(r, c, 0) ||
+        !read_scales(r, c, 1))
+        return false;
+    if (!c->packed) c->sequences = c->query.shape[0];
+    return am_refuse_status(r, am_kv_cache_make(&c->layout, c->sequences)) && check_rows(r, c) &&
+           check_table(r, c);
+}
+
+/* --- Lengths and pages --- */
+
+bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *given)
+{
+    if (c->table.data && given->kind == AM_NOTHING)
+        return am_refuse(r, AM_WRONG_VALUE, NULL, "cache_seqlens must be given with block_table, got None");
+    ptrdiff_t *before = c->layout.before;
+    if (!am_convert_integers(r, given, c->sequences, c->caches[0].shape[1], before)) return false;
+    for (ptrdiff_t s = 0; s < c->sequences; s++) {
+        if (before[s] < 0)
+            return am_refuse(r, AM_WRONG_VALUE, NULL,
+                             "cache_seqlens must be at least 0, got %td at index %td", before[s], s);
+    }
+    return true;
+}
+
+static bool refuse_length(am_request *r, const am_cached *c, ptrdiff_t more, ptrdiff_t s)
+{
+    const ptrdiff_t *starts = c->q_starts, added = more && starts ? starts[s + 1] - starts[s] : more;
+    char new_ones[48] = "";
+    if (added) snprintf(new_ones, sizeof new_ones, " and %td new ones", added);
+    return am_refuse(r, AM_WRONG_VALUE, NULL,
+                     "cache_seqlens must be tokens that the cache has room for, %td a sequence, got %td%s at "
+                     "index %td",
+                     c->capacity, c->layout.before[s], new_ones, s);
+}
+
+/* The table is copied as it is checked. */
+static bool read_table(am_request *r, am_cached *c)
+{
+    const ptrdiff_t pages = c->caches[0].shape[0], size = c->caches[0].shape[1];
+    const am_view *v = &c->table;
+    const am_kv_table table = {v->data, v->type == AM_INT64, v->stride[0], v->stride[1], am_max(1, size)};
+    am_kv_entry wrong;
+    if (!am_refuse_status(r, am_kv_cache_read_table(&c->layout, &table, pages, &wrong))) return false;
+    if (wrong.sequence < 0) return true;
+    char allowed[64] = "name pages of k_cache, which has none";
+    if (pages) snprintf(allowed, sizeof allowed, "be from 0 to %td", pages - 1);
+    return am_refuse(r, AM_WRONG_INDEX, NULL, "block_table must %s, got %lld at index (%td, %td)", allowed,
+                     (long long)wrong.page, wrong.sequence, wrong.index);
+}
+
+bool am_cached_place(am_request *r, am_cached *c)
+{
+    const ptrdiff_t *q = am_cached_tokens(c, &c->query), size = c->caches[0].shape[1],
+                    more = c->rows[0].data ? *am_cached_tokens(c, &c->rows[0]) : 0,
+                    columns = c->table.data ? c->table.shape[1] : 1;
+    c->capacity = am_min(am_product(columns, size, 1), AM_LONGEST);
+    c->layout.q_starts = c->q_starts, c->layout.queries = q[0];
+    const ptrdiff_t wrong = am_kv_cache_place(&c->layout, more, c->capacity, &c->limits);
+    if (wrong >= 0) return refuse_length(r, c, more, wrong);
+    if (c->table.data && !read_table(r, c)) return false;
+    c->pages = am_kv_cache_pages(&c->layout, size);
+    r->mask.batch = c->packed ? 1 : c->sequences, r->mask.heads = q[1];
+    r->mask.queries = q[0], r->mask.keys = c->layout.keys;
+    return true;
+}
+
+bool am_cached_check_pages(am_request *r, const am_cached *c)
+{
+    am_kv_writers found;
+    if (!am_refuse_status(r, am_kv_find_writers(&c->pages, c->layout.before, &found))) return false;
+    if (found.page < 0) return true;
+    if (found.sequence == found.other)
+        return am_refuse(
+            r, AM_WRONG_VALUE, NULL,
+            "block_table must name a page once to write to it, got page %d twice for sequence %d",
+            (int)found.page, (int)found.sequence);
+    return am_refuse(r, AM_WRONG_VALUE, NULL,
+                     "block_table must give each sequence pages of its own to write to, got page %d for "
+                     "sequences %d and %d",
+                     (int)found.page, (int)found.sequence, (int)found.other);
+}
+
+/* --- The call --- */
+
+int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2])
+{
+    const int count = am_kv_cache_terms(&c->layout, &c->limits, terms);
+    if (count || has_others) return count;
+    terms[0] = (am_node){.kind = AM_TERM_ALL};
+    return 1;
+}
+
+void am_cached_describe(am_request *r, const am_cached *c, am_attn *attn)
+{
+    const ptrdiff_t *q = am_cached_tokens(c, &c->query);
+    attn->batch = r->mask.batch, attn->heads = q[1], attn->kv_heads = c->caches[0].shape[2];
+    attn->queries = q[0], attn->keys = r->mask.keys;
+    attn->head_dim = q[2], attn->value_dim = c->caches[1].shape[3];
+    attn->q = am_tokens_of(&c->query);
+    attn->k = am_tokens_of(&c->caches[0]), attn->v = am_tokens_of(&c->caches[1]);
+    attn->mask = &r->mask, attn->pages = c->pages;
+    attn->k_scales = c->scales[0], attn->v_scales = c->scales[1];
+    attn->normalize = true;
+    attn->relative.offsets = c->layout.moved, attn->relative.offset_step = 1;
+    attn->relative.q_starts = c->q_starts, attn->relative.sequences = c->packed ? c->sequences : 0;
+}
+
+am_status am_cached_append(const am_context *context, const am_cached *c)
+{
+    am_status status = AM_OK;
+    for (int side = 0; status == AM_OK && c->rows[side].data && side < 2; side++) {
+        const am_kv_append rows = {
+            .cache = am_tokens_of(&c->caches[side]),
+            .rows = am_tokens_of(&c->rows[side]),
+            .kv_heads = c->caches[side].shape[2],
+            .head_dim = c->caches[side].shape[3],
+            .pages = c->pages,
+            .begins = c->layout.before,
+            .starts = c->q_starts,
+            .scales = c->scales[side],
+        };
+        status = am_kv_append_rows(context, &rows);
+    }
+    return status;
+}

@@ -1,0 +1,50 @@
+/* request_cache.h – attention over a cache of keys and values, to which new tokens may be appended. */
+#ifndef AM_BIND_REQUEST_CACHE_H
+#define AM_BIND_REQUEST_CACHE_H
+
+#include "bind/request.h"
+#include "core/cache/layout.h"
+
+/* The door sets the first fields. Packed tokens have no axis for the batch. */
+typedef struct {
+    bool packed;
+    am_view query, caches[2], rows[2], factors[2]; /* rows: new keys and values; factors: their scales */
+    am_view table;                                 /* of int32 or int64; not given: the cache is contiguous */
+    const ptrdiff_t *q_starts;                     /* of packed queries */
+    ptrdiff_t sequences;
+
+    am_kv_limits limits; /* before am_cached_place */
+
+    ptrdiff_t capacity; /* of a sequence */
+    am_kv_cache layout;
+    am_pages pages;
+    am_kv_scales scales[2];
+} am_cached;
+
+void am_cached_free(am_cached *c);
+
+/* Checks types and shapes. */
+bool am_cached_check(am_request *r, am_cached *c);
+/* Reads the number of tokens that each sequence has: nothing says all of a contiguous cache. */
+bool am_cached_read_lengths(am_request *r, am_cached *c, const am_operand *lengths);
+/* Finds where tokens lie, reads the table, and sets the shape of the mask. */
+bool am_cached_place(am_request *r, am_cached *c);
+/* Checks that no page would be written to twice. */
+bool am_cached_check_pages(am_request *r, const am_cached *c);
+
+/* What the queries see: terms of the mask, at least one unless it has others. Returns their number. */
+int am_cached_terms(const am_cached *c, bool has_others, am_node terms[2]);
+
+/* Sets all of attention but its numbers, sinks, slopes and results. */
+void am_cached_describe(am_request *r, const am_cached *c, am_attn *attn);
+
+/* Writes new keys and values to the cache, if there are any. */
+am_status am_cached_append(const am_context *context, const am_cached *c);
+
+/* [tokens, heads, channels] of queries or new tokens. */
+static inline const ptrdiff_t *am_cached_tokens(const am_cached *c, const am_view *v)
+{
+    return v->shape + !c->packed;
+}
+
+#endif
