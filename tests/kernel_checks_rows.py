@@ -34,13 +34,13 @@ class Arithmetic:
         return BF16 if self.width == 2 else self.dtype
 
     @property
-    def amx(self) -> bool:
-        return self.kernels.amx
+    def packed_alone(self) -> bool:
+        return self.kernels.packed_alone
 
     @property
     def can_transpose(self) -> bool:
         """Only levels with long vectors have transposed tiles."""
-        return self.panel * self.size >= 128 and not self.amx
+        return self.panel * self.size >= 128 and not self.packed_alone
 
 
 def arithmetic_of(kernel: Kernel) -> Arithmetic:

@@ -333,7 +333,7 @@ def run_step(
 def draw_step(rng, arithmetic: Arithmetic) -> tuple[str, Problem, int]:
     """A kind for `run_step`, a problem, and the depth of the result."""
     width, panel = arithmetic.width, arithmetic.panel
-    kinds = ["packed", "packed"] + ([] if arithmetic.amx else ["unpacked"])
+    kinds = ["packed", "packed"] + ([] if arithmetic.packed_alone else ["unpacked"])
     kind = pick(rng, kinds + (["transposed", "transposed unpacked"] if arithmetic.can_transpose else []))
     out_depth = panel // 2 * int(rng.integers(6))
     value_depth = max(out_depth - int(rng.integers(panel // 2)), 0)
@@ -367,7 +367,7 @@ def check_step(kernel: Kernel, rng) -> None:
         old = draw_state(rng, arithmetic, len(p.q), out_depth, arithmetic.width == 2)
         p.v[:, :1] = pick(rng, [1, p.v[:, :1]])
         scales = None, None
-        if arithmetic.width == 2 and kind == "packed" and not arithmetic.amx:
+        if arithmetic.width == 2 and kind == "packed" and not arithmetic.packed_alone:
             scales = draw_scales(rng, arithmetic)
         if scales[0] is not None and p.terms.live is not None:
             for some in scales:

@@ -14,6 +14,8 @@ import numpy as np
 from attnmask import _core
 
 SCALARS = {
+    "am_dtype": ctypes.c_int,
+    "am_scaling": ctypes.c_int,
     "am_tile_layout": ctypes.c_int,
     "bool": ctypes.c_bool,
     "double": ctypes.c_double,

@@ -18,15 +18,15 @@ USUAL = {
     "panel": 32,
     "size": 4,
     "factor": 0.125,
-    "bf16x2": False,
-    "amx": False,
+    "width": 1,
+    "packed_alone": False,
     "products_alone": True,
     "packs_rounded": False,
     "queries_readable": True,
     "values_readable": True,
 }
 SUMS = {"products_alone": False}  # logits are more than products: no tile is transposed
-BF16 = {"bf16x2": True, "k_type": "bfloat16", **SUMS}
+BF16 = {"width": 2, "k_type": "bfloat16", **SUMS}
 AVX2, SSE = {"panel": 16}, {"panel": 8}
 LONG = {"head_dim": 128, "value_dim": 128}
 
@@ -56,16 +56,16 @@ STRATEGIES = [
     # Integers are multiplied for any number of rows, but not by bf16x2.
     ({"queries": 64, "k_type": "int8", "packs_rounded": True}, "unpacked"),
     ({"queries": 64, "k_type": "int8"}, "private"),
-    ({"queries": 17, "k_type": "int8", "packs_rounded": True, "bf16x2": True}, "private"),
+    ({"queries": 17, "k_type": "int8", "packs_rounded": True, "width": 2}, "private"),
     ({"queries": 13, "k_type": "int8", "packs_rounded": True, "head_dim": 32}, "private"),
     # float8: short rows are widened at once; as bf16x2 they take longer.
     ({"k_type": "float8_e4m3fn", "head_dim": 1024}, "unpacked"),
     ({"k_type": "float8_e4m3fn", "head_dim": 1025}, "private"),
-    ({"queries": 8, "k_type": "float8_e4m3fn", "bf16x2": True}, "unpacked"),
-    ({"queries": 9, "k_type": "float8_e4m3fn", "bf16x2": True}, "private"),
+    ({"queries": 8, "k_type": "float8_e4m3fn", "width": 2}, "unpacked"),
+    ({"queries": 9, "k_type": "float8_e4m3fn", "width": 2}, "private"),
     # Tiles of the processor pack sooner.
     ({"queries": 16, **BF16}, "unpacked"),
-    ({"queries": 13, **BF16, "amx": True}, "private"),
+    ({"queries": 13, **BF16, "packed_alone": True}, "private"),
     # Transposed: rows that fill vectors, of long panels, over more than two tiles.
     ({"queries": 12}, "unpacked"),
     ({"queries": 13}, "unpacked"),
@@ -82,9 +82,9 @@ STRATEGIES = [
     ({"queries": 32, **SUMS}, "private"),
     ({"queries": 32, "k_type": "int8"}, "private"),
     ({"queries": 32, "head_dim": 0}, "private"),
-    ({"queries": 32, "bf16x2": True, "k_type": "bfloat16"}, "transposed"),
-    ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "factor": -1.0}, "private"),
-    ({"queries": 32, "bf16x2": True, "k_type": "bfloat16", "amx": True}, "private"),
+    ({"queries": 32, "width": 2, "k_type": "bfloat16"}, "transposed"),
+    ({"queries": 32, "width": 2, "k_type": "bfloat16", "factor": -1.0}, "private"),
+    ({"queries": 32, "width": 2, "k_type": "bfloat16", "packed_alone": True}, "private"),
     # Several heads share keys: in one block, or in blocks that take tiles in lockstep.
     ({"heads_per_kv": 16}, "transposed"),
     ({"heads_per_kv": 16, **SUMS}, "unpacked"),
@@ -167,11 +167,11 @@ FLAGS = [
     ({"queries": 25, **SUMS, **AVX2}, "values_unpacked", False),
     ({"queries": 24, **SUMS, **AVX2}, "values_unpacked", True),
     ({"queries": 64, "q_blocks": 2}, "values_unpacked", False),
-    ({"queries": 40, **BF16, "amx": True}, "values_unpacked", False),
+    ({"queries": 40, **BF16, "packed_alone": True}, "values_unpacked", False),
     # Weights beside bfloat16 stay float32 where memory is what a block waits for.
     ({"queries": 4, **BF16}, "float_weights", True),
     ({"queries": 5, **BF16}, "float_weights", False),
-    ({"queries": 12, **BF16, "amx": True}, "float_weights", True),
+    ({"queries": 12, **BF16, "packed_alone": True}, "float_weights", True),
     ({"queries": 12, **BF16, "k_type": "int8"}, "float_weights", True),
     ({"queries": 4, **BF16, "k_type": "float8_e4m3fn"}, "float_weights", False),
     ({"queries": 4}, "float_weights", False),

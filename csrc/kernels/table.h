@@ -337,21 +337,32 @@ typedef void am_add_rows(void *dst, ptrdiff_t dst_step, const void *src, ptrdiff
 typedef void am_dot_rows(void *dst, const void *a, ptrdiff_t a_step, const void *b, ptrdiff_t b_step,
                          ptrdiff_t rows, ptrdiff_t head_dim);
 
-/* Attention in one arithmetic. */
+/* Where the factor of logits and the scales of tokens are multiplied: into queries or keys and into values,
+ * as these are copied or packed; or by the step, into products and P. */
+typedef enum { AM_SCALE_NUMBERS, AM_SCALE_PRODUCTS } am_scaling;
+
+/* Attention in one arithmetic: what it takes, how numbers lie in lanes, and its kernels. */
 typedef struct {
-    ptrdiff_t
-        panel; /* rows or columns of one; divides AM_FLASH_TILE; 0 if the processor has no such arithmetic */
-    bool amx;  /* the step multiplies by AMX tiles, and takes no unpacked values */
+    const char *name;
+    am_dtype type;          /* of sums and logits, as large as a lane */
+    am_dtype factors;       /* of what is multiplied, queries and packed keys and values; if it is not `type`,
+                             * weights are rounded to it */
+    ptrdiff_t width;        /* numbers of these in a lane */
+    ptrdiff_t panel;        /* rows or columns of one; divides AM_FLASH_TILE */
+    uint32_t queries, keys; /* bit t: it takes queries, or keys and values, of am_dtype t; 0 if the processor
+                             * has no such arithmetic */
+    am_scaling scaling;
+    bool packed_alone; /* the step takes no rows of keys and values */
     am_flash_step *step;
     am_flash_merge *merge;
-    am_kv_kernels kv[AM_OTHER]; /* by am_dtype; NULL: the arithmetic does not read this type */
+    am_kv_kernels kv[AM_OTHER]; /* by am_dtype */
     am_number_kernels numbers[AM_OTHER];
     am_flash_backward_step *backward;
     am_flash_find_row_max *find_row_max;
     am_load_rows *load_rows;
     am_add_rows *add_rows;
     am_dot_rows *dot_rows;
-} am_flash_kernels;
+} am_arithmetic;
 
 /* Convolutions of each channel along time, of `width` steps:
  *     dst[t] = bias + Σ weight[j] src[t + j], j from 0 up
@@ -414,18 +425,30 @@ typedef struct {
     am_transpose_bits *transpose_bits;
     am_unlike_bits *unlike_bits;
     am_keep_bits *keep_bits;
-    am_flash_kernels flash_f32, flash_f64;
+    am_arithmetic flash_f32, flash_f64;
     /* For bfloat16, where the processor multiplies it. A lane of float32 holds two (bf16x2): neighbours in
      * channels of what pack_keys packs and of the rows that are multiplied with it (`head_dim` of
      * am_flash_rows counts lanes) and of unpacked keys and values, neighbouring rows of what pack_values
      * packs. Keys and values of eight bits are so when they are packed; unpacked their numbers are counted,
      * and queries are packed for them. */
-    am_flash_kernels flash_bf16x2;
+    am_arithmetic flash_bf16x2;
     am_conv_kernels conv_f32, conv_f64;
     am_split *split_16, *split_32, *split_64;
     am_join *join_16, *join_32, *join_64;
     const am_linear_kernels *linear_f32, *linear_f64; /* kernels/linear/table.h */
 } am_kernels;
+
+/* The arithmetics of a level, of which the first that takes a call computes it. */
+enum { AM_ARITHMETICS = 3 };
+static inline const am_arithmetic *am_arithmetic_at(const am_kernels *kernels, int i)
+{
+    const am_arithmetic *const all[AM_ARITHMETICS] = {&kernels->flash_bf16x2, &kernels->flash_f64,
+                                                      &kernels->flash_f32};
+    return all[i];
+}
+
+/* Whether a type is in a set of bits. */
+static inline bool am_is_among(uint32_t types, am_dtype type) { return types >> type & 1; }
 
 /* A table of one topic at one level, which is empty but for its kernels. */
 #define AM_TOPIC(topic, level) am_##topic##_##level

@@ -503,10 +503,11 @@ static PyObject *task_data(const am_attn_base *base, const am_sections *sections
     PyObject *items = PyList_New(0);
     for (ptrdiff_t i = task_items.first; items && i < task_items.first + task_items.count; i++) {
         const am_attn_place at = am_item_place(base, sections, g, i);
+        const am_range seen = am_block_tiles(base, sections, g, &at);
         ptrdiff_t tiles = 0;
         for (ptrdiff_t split = 0; split < g->shape.splits; split++) {
             if (!s->splits_apart || split == task_items.split)
-                tiles += am_max(0, am_length(am_split_tiles(base, sections, g, &at, split)));
+                tiles += am_max(0, am_length(am_split_tiles(g, seen, split)));
         }
         PyObject *item = Py_BuildValue("(nn)", at.rows, tiles);
         if (!item || PyList_Append(items, item) < 0) Py_CLEAR(items);

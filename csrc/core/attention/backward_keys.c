@@ -5,16 +5,16 @@
 #include "core/arrays/convert.h"
 #include "core/attention/backward_plan.h"
 
-static void write_tokens(const am_backward_plan *p, const am_tokens *t, const am_attn_place *at,
-                         ptrdiff_t head, ptrdiff_t token, ptrdiff_t rows, const char *from, ptrdiff_t step,
-                         ptrdiff_t head_dim)
+/* Writes rows of the arithmetic type to those of an array from `to` on. */
+static void write_rows(const am_backward_plan *p, const am_tokens *t, const char *to, am_rows from,
+                       ptrdiff_t rows, ptrdiff_t count)
 {
-    for (ptrdiff_t r = 0; r < rows; r++, from += step * p->base.size) {
-        char *to = (char *)am_token(t, at->b, head, token + r);
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const char *row = (const char *)from.data + r * from.step;
         if (t->type == p->base.type)
-            memcpy(to, from, (size_t)(head_dim * p->base.size));
+            memcpy((char *)to + r * t->token, row, (size_t)(count * p->base.size));
         else
-            am_converter(p->base.type, t->type)(p->base.all_kernels, to, from, head_dim);
+            am_converter(p->base.type, t->type)(p->base.all_kernels, (char *)to + r * t->token, row, count);
     }
 }
 
@@ -24,13 +24,14 @@ static am_status add_ordered(const am_backward_plan *p, const am_attn_place *at,
                              ptrdiff_t sum, const char *d_q, am_team *team)
 {
     am_status status = am_await(team, &state->serving, sum);
+    char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
     if (status != AM_OK) return status;
     if (sum == state->first) {
-        write_tokens(p, &p->d_q, at, at->head, at->q, at->rows, d_q, p->step, p->base.attn->head_dim);
+        write_rows(p, &p->d_q, to, (am_rows){.data = d_q, .step = p->step * p->base.size}, at->rows,
+                   p->base.attn->head_dim);
     } else if (d_q) {
-        char *to = (char *)am_token(&p->d_q, at->b, at->head, at->q);
-        p->base.kernels->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
-                                  p->base.attn->head_dim);
+        p->base.arithmetic->add_rows(to, p->d_q.token / p->base.size, d_q, p->step, at->rows,
+                                     p->base.attn->head_dim);
     }
     atomic_store_explicit(&state->serving, sum + 1, memory_order_release);
     return AM_OK;
@@ -126,7 +127,7 @@ static bool sum_tiles(const am_backward_plan *p, block_walk *walk, am_range tile
         }
         if (!any) memset(s->d_q, 0, (size_t)(at->rows * p->step * p->base.size));
         any = true;
-        p->base.kernels->backward(&walk->rows, &tile);
+        p->base.arithmetic->backward(&walk->rows, &tile);
         if (p->table.result) am_table_add(&p->table, at, keys, s->d_bias, s->row, s->table);
         if (p->bias.result)
             *status =
@@ -200,10 +201,11 @@ static am_status write_keys(const am_backward_plan *p, const am_attn_place *at, 
         const am_range keys = am_range_at(&p->sections.tiles, task->tiles.begin + i);
         status = write_zeros(p, at, (am_range){behind, keys.begin}, team);
         if (!s->tiles[i].packed) clear_tile(p, i, am_length(keys), s);
-        write_tokens(p, &p->problem->d_k, at, at->kv_head, keys.begin, am_length(keys),
-                     s->d_k + i * p->k_bytes, p->step, f->head_dim);
-        write_tokens(p, &p->problem->d_v, at, at->kv_head, keys.begin, am_length(keys),
-                     s->d_v + i * p->v_bytes, p->value_step, f->value_dim);
+        const am_tokens *d_k = &p->problem->d_k, *d_v = &p->problem->d_v;
+        const am_rows k = {.data = s->d_k + i * p->k_bytes, .step = p->step * p->base.size},
+                      v = {.data = s->d_v + i * p->v_bytes, .step = p->value_step * p->base.size};
+        write_rows(p, d_k, am_token(d_k, at->b, at->kv_head, keys.begin), k, am_length(keys), f->head_dim);
+        write_rows(p, d_v, am_token(d_v, at->b, at->kv_head, keys.begin), v, am_length(keys), f->value_dim);
         behind = keys.end;
     }
     return status == AM_OK ? write_zeros(p, at, (am_range){behind, task->tokens.end}, team) : status;
@@ -248,7 +250,8 @@ am_status am_finish_d_q(void *arg, ptrdiff_t index, am_team *team)
 {
     const am_backward_plan *p = arg;
     const am_attn_place at = am_backward_block(p, index);
-    write_tokens(p, &p->problem->d_q, &at, at.head, at.q, at.rows, am_token(&p->d_q, at.b, at.head, at.q),
-                 p->d_q.token / p->base.size, p->base.attn->head_dim);
+    const am_tokens *to = &p->problem->d_q;
+    const am_rows from = {.data = am_token(&p->d_q, at.b, at.head, at.q), .step = p->d_q.token};
+    write_rows(p, to, am_token(to, at.b, at.head, at.q), from, at.rows, p->base.attn->head_dim);
     return am_checkpoint(team);
 }

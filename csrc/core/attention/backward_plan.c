@@ -22,8 +22,8 @@ ptrdiff_t am_backward_lay_out(const am_backward_plan *p, char *memory, am_backwa
     const bool keeps_ds = p->problem->d_bias || p->problem->d_table;
     s->q = am_take(memory, &used, p->k_bytes);
     s->d_out = am_take(memory, &used, p->v_bytes);
-    s->q_rows = p->base.bf16x2 ? am_take(memory, &used, p->k_bytes) : s->q;
-    s->d_out_rows = p->base.bf16x2 ? am_take(memory, &used, p->v_bytes) : s->d_out;
+    s->q_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->k_bytes) : s->q;
+    s->d_out_rows = am_width(&p->base) > 1 ? am_take(memory, &used, p->v_bytes) : s->d_out;
     s->d_q = am_take(memory, &used, p->k_bytes);
     s->p = am_take(memory, &used, tile_bytes);
     s->ds = am_take(memory, &used, tile_bytes);
@@ -69,7 +69,7 @@ static ptrdiff_t choose(am_backward_plan *p)
 {
     const am_attn *f = p->base.attn;
     if (f->sink_count > 0) p->base.unit = AM_LOG2_E; /* the unit of sinks, as a base may be one */
-    const ptrdiff_t panel = p->base.kernels->panel, size = p->base.size,
+    const ptrdiff_t panel = p->base.arithmetic->panel, size = p->base.size,
                     head_dim = am_ceil_div(f->head_dim, panel) * panel;
     p->step = step_of(p, head_dim);
     p->value_step = step_of(p, am_ceil_div(f->value_dim, panel) * panel);
@@ -77,7 +77,7 @@ static ptrdiff_t choose(am_backward_plan *p)
     p->v_bytes = TILE * p->value_step * size;
     p->k_columns_bytes = TILE * am_lanes(&p->base, f->head_dim) * size;
     p->v_columns_bytes = TILE * am_lanes(&p->base, f->value_dim) * size;
-    p->k_panels_bytes = TILE * head_dim * size / (p->base.bf16x2 ? 2 : 1);
+    p->k_panels_bytes = TILE * head_dim * size / am_width(&p->base);
     const ptrdiff_t bytes =
         p->k_bytes + p->v_bytes + p->k_columns_bytes + p->v_columns_bytes + p->k_panels_bytes;
     ptrdiff_t seen = 0, tiles = 0;

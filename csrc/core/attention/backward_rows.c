@@ -26,13 +26,13 @@ static bool load_block(const am_backward_plan *p, const am_tokens *t, const am_a
                        ptrdiff_t to_step, char *scratch, char *to, char *packed)
 {
     const ptrdiff_t count = t == &p->base.attn->q ? p->base.attn->head_dim : p->base.attn->value_dim;
-    if (p->base.bf16x2) {
+    if (am_width(&p->base) > 1) {
         const am_rows rows =
             am_copy_lanes(to, t, am_token(t, at->b, at->head, at->q), at->rows, count, am_width(&p->base));
         return am_kv_own(&p->base)->pack_values(packed, &rows, at->rows, count, NULL);
     }
     const am_rows rows = read_block(p, t, at, count, scratch);
-    return p->base.kernels->load_rows(to, to_step, rows.data, rows.step / p->base.size, at->rows, count);
+    return p->base.arithmetic->load_rows(to, to_step, rows.data, rows.step / p->base.size, at->rows, count);
 }
 
 am_backward_rows am_begin_backward_rows(const am_backward_plan *p, const am_attn_place *at,
@@ -110,7 +110,7 @@ static am_status find_row_maxima(const am_backward_plan *p, const am_attn_place 
         if (!am_find_backward_terms(p, at, keys, s, &tile)) continue;
         const am_rows k = am_read_keys(&p->base, &f->k, at, keys, f->head_dim, s->row);
         p->base.kv->pack_keys(s->k_columns, &k, am_length(keys), am_lanes(&p->base, f->head_dim), 1, NULL);
-        p->base.kernels->find_row_max(&block, &tile);
+        p->base.arithmetic->find_row_max(&block, &tile);
         am_status status = am_checkpoint(team);
         if (status != AM_OK) return status;
     }
@@ -134,8 +134,8 @@ static void find_row_stats(const am_backward_plan *p, const am_attn_place *at, c
          *add = am_row_stats_of(p, at, AM_ROW_ADD), *share = am_row_stats_of(p, at, AM_ROW_SHARE);
     const am_rows out = read_block(p, &f->out, at, f->value_dim, s->row),
                   d_out = read_block(p, &p->problem->d_out, at, f->value_dim, other);
-    p->base.kernels->dot_rows(add, d_out.data, d_out.step / p->base.size, out.data, out.step / p->base.size,
-                              at->rows, f->value_dim);
+    p->base.arithmetic->dot_rows(add, d_out.data, d_out.step / p->base.size, out.data,
+                                 out.step / p->base.size, at->rows, f->value_dim);
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         double reference = given_row_stat(p, &p->problem->lse, at, r) * AM_LOG2_E / p->base.unit, power = 0;
         double d_lse = p->problem->d_lse.data ? given_row_stat(p, &p->problem->d_lse, at, r) : 0;

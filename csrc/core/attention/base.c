@@ -30,21 +30,28 @@ static bool is_small(const am_attn *f)
     return true;
 }
 
+/* The first that takes queries and keys of these types; the last takes all others. */
+static const am_arithmetic *choose_arithmetic(const am_kernels *kernels, const am_attn *f)
+{
+    for (int i = 0;; i++) {
+        const am_arithmetic *a = am_arithmetic_at(kernels, i);
+        const bool takes = am_is_among(a->queries, f->q.type) && am_is_among(a->keys, f->k.type);
+        if (i + 1 == AM_ARITHMETICS || (takes && !am_rounds_too_much(&a->kv[f->k.type], f->head_dim)))
+            return a;
+    }
+}
+
 am_attn_base am_attn_base_of(const am_context *context, const am_attn *attn)
 {
     const am_kernels *k = context->kernels;
-    const am_kv_kernels *pairs = &k->flash_bf16x2.kv[attn->k.type];
-    const bool wide = attn->q.type == AM_FLOAT64, bf16x2 = attn->q.type == AM_BFLOAT16 && pairs->pack_keys &&
-                                                           !am_rounds_too_much(pairs, attn->head_dim);
-    const am_flash_kernels *kernels = wide ? &k->flash_f64 : bf16x2 ? &k->flash_bf16x2 : &k->flash_f32;
+    const am_arithmetic *arithmetic = choose_arithmetic(k, attn);
     return (am_attn_base){
         .attn = attn,
         .all_kernels = k,
-        .kernels = kernels,
-        .kv = &kernels->kv[attn->k.type],
-        .type = wide ? AM_FLOAT64 : AM_FLOAT32,
-        .size = wide ? 8 : 4,
-        .bf16x2 = bf16x2,
+        .arithmetic = arithmetic,
+        .kv = &arithmetic->kv[attn->k.type],
+        .type = arithmetic->type,
+        .size = (ptrdiff_t)am_size_of(arithmetic->type),
         .heads_per_kv = attn->kv_heads ? attn->heads / attn->kv_heads : 0,
         .unit = is_small(attn) ? 1 : AM_LOG2_E,
         .by_head = am_mask_is_by_head(attn->mask),

@@ -24,15 +24,14 @@ static inline bool am_is_too_deep(const am_attn *f)
 typedef struct {
     const am_attn *attn;
     const am_kernels *all_kernels;
-    const am_flash_kernels *kernels; /* of the arithmetic */
-    const am_kv_kernels *kv;         /* of keys and values as they lie in memory */
-    am_dtype type;                   /* of sums */
-    ptrdiff_t size;                  /* of their elements */
-    bool bf16x2;                     /* a lane of queries and of packed keys and values holds two bfloat16 */
-    ptrdiff_t heads_per_kv;          /* query heads that share a key head */
-    double unit;                     /* of logits: e^logit is 2^(unit logit) */
-    uint32_t threshold;              /* of dropout, 0 for none */
-    bool by_head;                    /* heads may see different keys */
+    const am_arithmetic *arithmetic;
+    const am_kv_kernels *kv; /* of keys and values as they lie in memory */
+    am_dtype type;           /* of sums */
+    ptrdiff_t size;          /* of their elements */
+    ptrdiff_t heads_per_kv;  /* query heads that share a key head */
+    double unit;             /* of logits: e^logit is 2^(unit logit) */
+    uint32_t threshold;      /* of dropout, 0 for none */
+    bool by_head;            /* heads may see different keys */
 } am_attn_base;
 
 /* The greatest number of 32 bits for which am_keep_bits drops a weight. */
@@ -75,7 +74,7 @@ static inline ptrdiff_t am_query_of(const am_attn_place *at, ptrdiff_t row)
 }
 
 /* The numbers of a lane, and the lanes that hold so many numbers of a query or key. */
-static inline ptrdiff_t am_width(const am_attn_base *base) { return base->bf16x2 ? 2 : 1; }
+static inline ptrdiff_t am_width(const am_attn_base *base) { return base->arithmetic->width; }
 static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
 {
     return am_ceil_div(numbers, am_width(base));
@@ -85,7 +84,12 @@ static inline ptrdiff_t am_lanes(const am_attn_base *base, ptrdiff_t numbers)
  * are packed. */
 static inline ptrdiff_t am_kv_width(const am_attn_base *base)
 {
-    return base->bf16x2 && base->attn->k.type == AM_BFLOAT16 ? 2 : 1;
+    return base->attn->k.type == base->arithmetic->factors ? am_width(base) : 1;
+}
+
+static inline bool am_scales_products(const am_attn_base *base)
+{
+    return base->arithmetic->scaling == AM_SCALE_PRODUCTS;
 }
 
 /* Read and write numbers of the arithmetic type. */
@@ -136,7 +140,7 @@ static inline double am_power(double unit, double logit, double from)
 /* The kernels for keys that lie in memory as the arithmetic takes them. */
 static inline const am_kv_kernels *am_kv_own(const am_attn_base *base)
 {
-    return &base->kernels->kv[base->bf16x2 ? AM_BFLOAT16 : base->type];
+    return &base->arithmetic->kv[base->arithmetic->factors];
 }
 
 /* Whether kernels round queries too much: the more channels, the fewer digits a sum of int32 has room for,

@@ -51,7 +51,7 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
     const am_tokens *out = &f->out;
     const ptrdiff_t size = (ptrdiff_t)am_size_of(out->type);
     const bool direct = out->element == size;
-    am_flash_write *write = base->kernels->numbers[out->type].write;
+    am_flash_write *write = base->arithmetic->numbers[out->type].write;
     const char *row = block->out;
     if (f->v_scales.by_channel)
         am_scale_channels(&f->v_scales, at->kv_head, block->out, block->rows, f->value_dim, block->out_dim);
@@ -63,7 +63,7 @@ void am_write_rows(const am_attn_base *base, const am_sink_sum *sinks, const am_
             const double factor = end_row(base, sinks ? &sinks[head] : NULL, block, r, lse_index);
             write(direct ? dst : scratch, row, factor, f->value_dim);
             if (f->wide_out.data)
-                base->kernels->numbers[base->type].write(
+                base->arithmetic->numbers[base->type].write(
                     (char *)am_token(&f->wide_out, at->b, head, at->q + q), row, factor, f->value_dim);
             if (!direct) am_copy_2d(dst, 0, out->element, scratch, 0, size, 1, f->value_dim, (size_t)size);
             row += block->out_dim * base->size;

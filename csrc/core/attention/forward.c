@@ -40,10 +40,11 @@ typedef struct {
     am_flash_rows rows, split; /* split: with the accumulators of a later split, if it is the same item's */
 } item;
 
-/* Where a task is: at one split of the blocks from `at` on. */
+/* Where a task is: at one split of the blocks from `at` on, which see some tiles. */
 typedef struct {
     const am_scheduled *section;
     am_attn_place at;
+    am_range tiles; /* of all splits */
     ptrdiff_t split;
 } position;
 
@@ -94,7 +95,8 @@ static void set_accumulators(const forward *f, const am_scheduled *g, am_flash_r
     rows->out = memory;
     rows->ref_max = stats, rows->sum = stats + stat_bytes;
     rows->row_max = f->base.attn->normalize ? NULL : stats + 2 * stat_bytes;
-    const bool rounds = f->base.bf16x2 && !g->shape.float_weights;
+    const am_arithmetic *a = f->base.arithmetic;
+    const bool rounds = a->factors != a->type && !g->shape.float_weights;
     rows->exact_sum = rounds && f->base.attn->lse ? stats + 3 * stat_bytes : NULL;
 }
 
@@ -105,7 +107,7 @@ static am_flash_rows rows_of(const forward *f, const am_scheduled *g, char *memo
         .head_dim = query_lanes(f, g),
         .out_dim = f->schedule.out_dim,
         .cap = f->base.attn->cap,
-        .factor = f->base.bf16x2 && !packs_queries(f, g) ? f->schedule.factor : 1,
+        .factor = am_scales_products(&f->base) && !packs_queries(f, g) ? f->schedule.factor : 1,
         .q_factor = f->schedule.factor,
         .float_weights = g->shape.float_weights,
         .unit = f->base.unit,
@@ -154,8 +156,8 @@ static item item_of(const forward *f, const am_scheduled *g, const workspace *w,
     return it;
 }
 
-/* Copies the queries of one head as bf16x2; those of scaled channels are rounded again. */
-static void load_pairs(const am_attn_base *base, const item *it, const char *src, char *scratch, char *to)
+/* Copies the queries of one head in whole lanes; those of scaled channels are rounded again. */
+static void load_lanes(const am_attn_base *base, const item *it, const char *src, char *scratch, char *to)
 {
     const am_tokens *q = &base->attn->q;
     const am_kv_scales *scales = &base->attn->k_scales;
@@ -168,9 +170,9 @@ static void load_pairs(const am_attn_base *base, const item *it, const char *src
     am_read_rows(base, q, src, count, head_dim, scratch); /* of another type, and so copied */
     float *rows = (float *)scratch;
     am_scale_channels(scales, it->at.kv_head, rows, count, head_dim, head_dim);
-    if (head_dim % 2) memset(to, 0, (size_t)(count * row_bytes));
+    if (head_dim % am_width(base)) memset(to, 0, (size_t)(count * row_bytes));
     for (ptrdiff_t r = 0; r < count; r++, rows += head_dim)
-        base->kernels->numbers[q->type].write(to + r * row_bytes, rows, 1, head_dim);
+        base->arithmetic->numbers[q->type].write(to + r * row_bytes, rows, 1, head_dim);
 }
 
 /* Copies the queries of a block, scaled and packed as its strategy wants them. */
@@ -179,23 +181,23 @@ static void load_queries(const forward *f, const am_scheduled *g, const item *it
     const am_attn_base *base = &f->base;
     const am_tokens *q = &base->attn->q;
     const ptrdiff_t head_dim = base->attn->head_dim, row_bytes = query_lanes(f, g) * base->size;
-    const bool packs = packs_queries(f, g), pairs = base->bf16x2 && !packs,
+    const bool packs = packs_queries(f, g), in_lanes = am_scales_products(base) && !packs,
                scaled = g->shape.scales_keys || (packs && base->kv->scales_products);
     const double factor = scaled ? 1 : f->schedule.factor;
     char *to = it->q;
     for (ptrdiff_t h = 0; !g->shape.queries_direct && h < it->at.heads; h++) {
         const char *src = am_token(q, it->at.b, it->at.head + h, it->at.q);
-        if (pairs) {
-            load_pairs(base, it, src, scratch, to);
+        if (in_lanes) {
+            load_lanes(base, it, src, scratch, to);
             to += it->at.queries * row_bytes;
             continue;
         }
         const am_rows rows = am_read_rows(base, q, src, it->at.queries, head_dim, scratch);
         for (ptrdiff_t r = 0; r < it->at.queries; r++, to += row_bytes)
-            base->kernels->numbers[base->type].write(to, (const char *)rows.data + r * rows.step, factor,
-                                                     head_dim);
+            base->arithmetic->numbers[base->type].write(to, (const char *)rows.data + r * rows.step, factor,
+                                                        head_dim);
     }
-    if (base->attn->k_scales.by_channel && !pairs)
+    if (base->attn->k_scales.by_channel && !in_lanes)
         am_scale_channels(&base->attn->k_scales, it->at.kv_head, (float *)it->q, it->at.rows, head_dim,
                           head_dim);
     if (packs) {
@@ -218,7 +220,7 @@ typedef struct {
  * row for the most part, so that the row is seldom rescaled. */
 static tile_order tile_order_of(const forward *f, const position *where)
 {
-    const am_range tiles = am_split_tiles(&f->base, &f->sections, where->section, &where->at, where->split);
+    const am_range tiles = am_split_tiles(where->section, where->tiles, where->split);
     tile_order order = {tiles, tiles.begin};
     if (!f->base.attn->relative.slopes) return order;
     const ptrdiff_t key = am_nearest_key(&f->base, &where->at);
@@ -337,7 +339,7 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
             if (unpacked)
                 base->kv->step_unpacked(rows, some, live);
             else
-                base->kernels->step(rows[0], some);
+                base->arithmetic->step(rows[0], some);
             const am_status status = am_checkpoint(team);
             if (status != AM_OK) return status;
         }
@@ -345,11 +347,12 @@ static am_status advance_items(const forward *f, item *items, ptrdiff_t count, c
     return AM_OK;
 }
 
-/* Takes items in lockstep over their keys, and writes their results. `next`: what this thread may begin after
- * them. */
-static am_status run_items(const forward *f, const am_scheduled *g, const workspace *w, am_task_items task,
+/* Takes items in lockstep over their keys from a position on, and writes their results. `next`: what this
+ * thread may begin after them. */
+static am_status run_items(const forward *f, const workspace *w, am_task_items task, position here,
                            const position *next, am_kv_workspace *kv, am_team *team)
 {
+    const am_scheduled *g = here.section;
     const bool apart = am_is_apart(&f->schedule, g);
     item items[AM_MOST_ITEMS];
     for (ptrdiff_t i = 0; i < task.count; i++) {
@@ -357,18 +360,18 @@ static am_status run_items(const forward *f, const am_scheduled *g, const worksp
         load_queries(f, g, &items[i], kv->row);
         am_begin_logits(&f->base, &items[i].at, &items[i].terms);
     }
-    const am_attn_place at = am_item_place(&f->base, &f->sections, g, task.first);
-    const ptrdiff_t splits = am_splits_of(&f->base, &f->sections, g, &at),
+    const ptrdiff_t splits = am_splits_of(g, here.tiles),
                     end = apart ? am_min(task.split + 1, splits) : splits;
-    for (ptrdiff_t split = apart ? task.split : 0; split < end; split++) {
-        const position here = {g, at, split}, then = {g, at, split + 1};
+    for (; here.split < end; here.split++) {
+        position then = here;
+        then.split++;
         for (item *it = items; it < items + task.count; it++)
-            am_clear_rows(&f->base, split > 0 ? &it->split : &it->rows);
+            am_clear_rows(&f->base, here.split > 0 ? &it->split : &it->rows);
         am_status status =
-            advance_items(f, items, task.count, &here, split + 1 < end ? &then : next, kv, team);
+            advance_items(f, items, task.count, &here, then.split < end ? &then : next, kv, team);
         if (status != AM_OK) return status;
-        for (item *it = items; !apart && split > 0 && it < items + task.count; it++)
-            f->base.kernels->merge(&it->rows, &it->split);
+        for (item *it = items; !apart && here.split > 0 && it < items + task.count; it++)
+            f->base.arithmetic->merge(&it->rows, &it->split);
     }
     for (item *it = items; !apart && it < items + task.count; it++)
         am_write_rows(&f->base, f->sinks, &it->at, &it->rows, kv->row);
@@ -384,7 +387,8 @@ typedef struct {
 
 static position position_of(const forward *f, const am_scheduled *g, ptrdiff_t index, ptrdiff_t split)
 {
-    return (position){g, am_item_place(&f->base, &f->sections, g, index),
+    const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
+    return (position){g, at, am_block_tiles(&f->base, &f->sections, g, &at),
                       am_is_apart(&f->schedule, g) ? split : 0};
 }
 
@@ -411,13 +415,15 @@ static am_status blocks_task(void *arg, ptrdiff_t index, am_team *team)
     am_kv_workspace kv = w.kv;
     kv.kv = &f->kv, kv.section = g;
     am_status status = AM_OK;
+    position here = position_of(f, g, some.first, some.split);
     for (; status == AM_OK && some.first < end; some.first += lockstep) {
         some.count = am_min(lockstep, end - some.first);
         const ptrdiff_t then = some.first + some.count;
         const position next =
             then < end ? position_of(f, g, then, some.split)
                        : task_begin(f, am_task_at(&f->schedule, am_min(index + 1, f->schedule.tasks - 1)));
-        status = run_items(f, g, &w, some, &next, &kv, team);
+        status = run_items(f, &w, some, here, &next, &kv, team);
+        here = next;
     }
     am_workspace_release(&f->workspaces, memory);
     return status;
@@ -434,10 +440,10 @@ static am_status merge_task(void *arg, ptrdiff_t task, am_team *team)
     for (ptrdiff_t index = some.first; index < some.first + some.count; index++) {
         const am_attn_place at = am_item_place(&f->base, &f->sections, g, index);
         const am_flash_rows whole = rows_of(f, g, partial_of(f, g, index, 0), at.rows);
-        const ptrdiff_t splits = am_splits_of(&f->base, &f->sections, g, &at);
+        const ptrdiff_t splits = am_splits_of(g, am_block_tiles(&f->base, &f->sections, g, &at));
         for (ptrdiff_t split = 1; split < splits; split++) {
             const am_flash_rows other = rows_of(f, g, partial_of(f, g, index, split), at.rows);
-            f->base.kernels->merge(&whole, &other);
+            f->base.arithmetic->merge(&whole, &other);
         }
         am_write_rows(&f->base, f->sinks, &at, &whole, scratch);
     }

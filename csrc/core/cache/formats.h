@@ -17,7 +17,7 @@ typedef void am_kv_widen(float *to, const void *from, ptrdiff_t count);
 /* To the nearest number; beyond the largest to that. */
 typedef void am_kv_narrow(void *to, const float *from, ptrdiff_t count);
 
-/* Kernels may read a format faster than these functions (`kv` of am_flash_kernels). What no kernel of a level
+/* Kernels may read a format faster than these functions (`kv` of am_arithmetic). What no kernel of a level
  * reads is widened to float32. */
 typedef struct {
     const char *name; /* of its dtype in NumPy, or in ml_dtypes */

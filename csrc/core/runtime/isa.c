@@ -99,8 +99,8 @@ static am_kernels *begin_level(int level, const char *name)
 /* What bf16x2 has in common with float32, as sums are float32. */
 static void share_float32(am_kernels *to)
 {
-    const am_flash_kernels *from = &to->flash_f32;
-    am_flash_kernels *bf16x2 = &to->flash_bf16x2;
+    const am_arithmetic *from = &to->flash_f32;
+    am_arithmetic *bf16x2 = &to->flash_bf16x2;
     bf16x2->merge = from->merge;
     bf16x2->kv[AM_BFLOAT16].pack_keys = from->kv[AM_FLOAT32].pack_keys; /* of lanes, whatever is in them */
     memcpy(bf16x2->numbers, from->numbers, sizeof from->numbers);
@@ -120,7 +120,7 @@ static void join_levels(void)
 #endif
 #ifdef AM_HAVE_AVX2
     to = begin_level(AVX2, "avx2");
-    to->flash_bf16x2 = (am_flash_kernels){0};
+    to->flash_bf16x2 = (am_arithmetic){0};
     AM_EACH_TOPIC(ADD, avx2)
 #endif
 #ifdef AM_HAVE_AVX512
@@ -138,6 +138,7 @@ static void join_levels(void)
     ADD(flash_bf16x2, avx512bf16)
     ADD(kv_bf16x2, avx512bf16)
     ADD(kv_f8x2, avx512bf16)
+    to->flash_bf16x2.keys |= 1 << AM_INT8 | 1 << AM_FLOAT8;
 #endif
 #ifdef AM_HAVE_AMX
     to = begin_level(AMX, "amx");

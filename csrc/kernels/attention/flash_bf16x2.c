@@ -21,7 +21,14 @@ void SHARED_BF16X2(add_packed_bf16x2)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff
 const am_kernels TABLE(flash_bf16x2) = {
     .flash_bf16x2 =
         {
+            .name = "bf16x2",
+            .type = AM_FLOAT32,
+            .factors = AM_BFLOAT16,
+            .width = 2,
             .panel = PANEL_f32,
+            .queries = 1 << AM_BFLOAT16,
+            .keys = 1 << AM_BFLOAT16,
+            .scaling = AM_SCALE_PRODUCTS,
             .step = flash_step_bf16x2,
             .backward = backward_bf16x2,
             .find_row_max = find_row_max_bf16x2,

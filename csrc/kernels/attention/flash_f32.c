@@ -42,7 +42,14 @@ void SHARED(add_packed_f32)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t head_di
 const am_kernels TABLE(flash_f32) = {
     .flash_f32 =
         {
+            .name = "float32",
+            .type = AM_FLOAT32,
+            .factors = AM_FLOAT32,
+            .width = 1,
             .panel = PANEL_f32,
+            .queries = 1 << AM_FLOAT16 | 1 << AM_BFLOAT16 | 1 << AM_FLOAT32,
+            .keys = 1 << AM_FLOAT16 | 1 << AM_BFLOAT16 | 1 << AM_FLOAT32 | 1 << AM_INT8 | 1 << AM_FLOAT8,
+            .scaling = AM_SCALE_NUMBERS,
             .step = flash_step_f32,
             .merge = merge_f32,
             .numbers = {[AM_FLOAT32] = {read_bias_f32, write_f32},

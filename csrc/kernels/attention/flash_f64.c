@@ -40,7 +40,14 @@
 const am_kernels TABLE(flash_f64) = {
     .flash_f64 =
         {
+            .name = "float64",
+            .type = AM_FLOAT64,
+            .factors = AM_FLOAT64,
+            .width = 1,
             .panel = PANEL_f64,
+            .queries = 1 << AM_FLOAT64,
+            .keys = 1 << AM_FLOAT64,
+            .scaling = AM_SCALE_NUMBERS,
             .step = flash_step_f64,
             .merge = merge_f64,
             .kv = {[AM_FLOAT64] = KV_KERNELS(f64)},

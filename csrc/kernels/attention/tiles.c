@@ -14,7 +14,11 @@
 const am_kernels TABLE(tiles) = {
     .flash_bf16x2 =
         {
-            .amx = true,
+            .name = "amx",
+            .queries = 1 << AM_BFLOAT16,
+            .keys = 1 << AM_BFLOAT16,
+            .scaling = AM_SCALE_PRODUCTS,
+            .packed_alone = true,
             .step = flash_step_amx,
             .backward = backward_bf16x2,
             .find_row_max = find_row_max_bf16x2,

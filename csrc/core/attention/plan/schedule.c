@@ -47,7 +47,7 @@ static bool can_read_queries(const am_attn_base *base)
 {
     const am_tokens *q = &base->attn->q;
     if (q->token % L1_WAY == 0 || base->attn->k_scales.by_channel) return false;
-    if (base->bf16x2) return am_is_aligned(q, base->attn->head_dim, 2);
+    if (am_width(base) > 1) return am_is_aligned(q, base->attn->head_dim, am_width(base));
     return q->type == base->type && am_is_plain(q, base->attn->head_dim, 1);
 }
 
@@ -55,7 +55,7 @@ static bool can_read_queries(const am_attn_base *base)
 static bool can_read_values(const am_attn_base *base)
 {
     const am_tokens *v = &base->attn->v;
-    const ptrdiff_t width = am_width(base), panel = base->kernels->panel, count = base->attn->value_dim;
+    const ptrdiff_t width = am_width(base), panel = base->arithmetic->panel, count = base->attn->value_dim;
     if (v->token <= 0 || !am_is_plain(v, count, width)) return false;
     if (width > 1) return am_kv_width(base) == width && count % panel == 0;
     return count % (panel / 2) == 0 && v->type == base->type;
@@ -75,11 +75,11 @@ static am_work work_of(const am_schedule *s, const am_attn_base *base, const am_
         .value_dim = f->value_dim,
         .type = base->type,
         .k_type = f->k.type,
-        .panel = base->kernels->panel,
+        .panel = base->arithmetic->panel,
         .size = base->size,
         .factor = s->factor,
-        .bf16x2 = base->bf16x2,
-        .amx = base->kernels->amx,
+        .width = am_width(base),
+        .packed_alone = base->arithmetic->packed_alone,
         .products_alone = !(base->threshold || f->cap > 0 || am_adds_to_products(f)),
         .packs_rounded = base->kv->rounds_queries && am_query_packer(base),
         .queries_readable = can_read_queries(base),
@@ -245,8 +245,8 @@ static am_status order_tasks(am_schedule *s, const am_attn_base *base, const am_
         const am_scheduled *g = am_scheduled_of(s, task);
         const am_task_items some = am_items_of(g, task);
         const am_attn_place at = am_item_place(base, sections, g, some.first);
-        const ptrdiff_t tiles = am_length(am_split_tiles(base, sections, g, &at, some.split));
-        works[task] = (task_work){some.count * at.rows * am_max(0, tiles), task};
+        const am_range tiles = am_split_tiles(g, am_block_tiles(base, sections, g, &at), some.split);
+        works[task] = (task_work){some.count * at.rows * am_max(0, am_length(tiles)), task};
     }
     if (works && s->order) {
         qsort(works, (size_t)s->tasks, sizeof *works, compare_work);
@@ -268,20 +268,20 @@ static bool is_like(const am_sections *sections, const am_section *a, const am_s
 am_status am_schedule_make(am_schedule *s, const am_attn_base *base, const am_sections *sections, int threads)
 {
     const am_attn *f = base->attn;
-    const ptrdiff_t panel = base->kernels->panel, panels = am_ceil_div(f->value_dim, panel);
+    const ptrdiff_t panel = base->arithmetic->panel, panels = am_ceil_div(f->value_dim, panel);
     *s = (am_schedule){
         .count = sections->count,
         .sections = malloc((size_t)am_product(am_max(sections->count, 1), sizeof *s->sections, 1)),
         .factor = f->scale * AM_LOG2_E / base->unit,
         .lanes = am_lanes(base, f->head_dim),
         .out_dim = am_ceil_div(2 * f->value_dim, panel) * panel / 2,
-        .scale_bytes = base->bf16x2 && f->k_scales.data ? TILE * base->size : 0,
+        .scale_bytes = am_scales_products(base) && f->k_scales.data ? TILE * base->size : 0,
         .local_tiles = 1,
     };
     if (!s->sections) return AM_NO_MEMORY;
-    if (base->bf16x2) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */
+    if (am_scales_products(base)) s->factor = (float)s->factor; /* as kernels round it, which may be to 0 */
     s->k_bytes = TILE * s->lanes * base->size + s->scale_bytes;
-    s->v_bytes = TILE * panels * panel * base->size / (base->bf16x2 ? 2 : 1) + s->scale_bytes;
+    s->v_bytes = TILE * panels * panel * base->size / am_width(base) + s->scale_bytes;
     ptrdiff_t items = 0, all_splits = 0;
     for (ptrdiff_t i = 0; i < sections->count; i++) {
         const am_section *section = &sections->list[i];
@@ -342,28 +342,12 @@ am_attn_place am_item_place(const am_attn_base *base, const am_sections *section
                        am_min(h->block_heads, base->heads_per_kv - in_kv_head));
 }
 
-/* The tiles that a block sees; where it takes them all, also some that it does not. */
-static am_range tiles_of(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
-                         const am_attn_place *at)
+am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
+                        const am_attn_place *at)
 {
     if (g->shape.q_blocks == 1) return g->section.tiles;
     return g->shape.splits == 1 ? am_tiles_within_reach(base, sections, at)
                                 : am_tiles_seen(base, sections, at);
-}
-
-am_range am_split_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
-                        const am_attn_place *at, ptrdiff_t split)
-{
-    const am_range tiles = tiles_of(base, sections, g, at);
-    const ptrdiff_t begin = tiles.begin + split * g->shape.split_tiles;
-    return (am_range){begin, am_min(tiles.end, begin + g->shape.split_tiles)};
-}
-
-ptrdiff_t am_splits_of(const am_attn_base *base, const am_sections *sections, const am_scheduled *g,
-                       const am_attn_place *at)
-{
-    if (g->shape.splits == 1) return 1;
-    return am_max(1, am_ceil_div(am_length(tiles_of(base, sections, g, at)), g->shape.split_tiles));
 }
 
 am_wave am_next_wave(const am_schedule *s, const am_attn_base *base, ptrdiff_t first_task)

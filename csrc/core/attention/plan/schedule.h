@@ -66,13 +66,22 @@ am_task_items am_items_of(const am_scheduled *section, ptrdiff_t task);
 am_attn_place am_item_place(const am_attn_base *base, const am_sections *sections,
                             const am_scheduled *section, ptrdiff_t item);
 
-/* The tiles that a block sees in a split. */
-am_range am_split_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
-                        const am_attn_place *at, ptrdiff_t split);
+/* The tiles that a block sees; where it takes them all, also some that it does not. */
+am_range am_block_tiles(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
+                        const am_attn_place *at);
 
-/* The splits that a block has tiles of, or 1: splits are counted from its own first tile. */
-ptrdiff_t am_splits_of(const am_attn_base *base, const am_sections *sections, const am_scheduled *section,
-                       const am_attn_place *at);
+/* Those of a split, and the splits that have some, at least 1. Splits are counted from the block's first
+ * tile. */
+static inline am_range am_split_tiles(const am_scheduled *section, am_range tiles, ptrdiff_t split)
+{
+    const ptrdiff_t begin = tiles.begin + split * section->shape.split_tiles;
+    return (am_range){begin, am_min(tiles.end, begin + section->shape.split_tiles)};
+}
+static inline ptrdiff_t am_splits_of(const am_scheduled *section, am_range tiles)
+{
+    return section->shape.splits == 1 ? 1
+                                      : am_max(1, am_ceil_div(am_length(tiles), section->shape.split_tiles));
+}
 
 /* Tasks that run in one parallel loop, and the shared tiles that they pack. */
 typedef struct {

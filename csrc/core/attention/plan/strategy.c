@@ -48,7 +48,7 @@ static bool can_transpose(const am_work *w, const am_shape *h)
     if (h->head_blocks > 1 || w->head_dim == 0 || w->tiles <= FEW_TILES || h->rows < FEWEST_TRANSPOSED)
         return false;
     if (!w->products_alone || !am_is_floating(w->k_type)) return false;
-    if (w->bf16x2 && (w->factor <= 0 || w->amx)) return false;
+    if (w->packed_alone || (w->width > 1 && w->factor <= 0)) return false;
     const bool one_vector = w->k_type == w->type && h->rows <= w->panel / 2;
     const ptrdiff_t part = one_vector ? w->panel / 2 : w->panel, lanes = am_ceil_div(h->rows, part) * part;
     /* With more lanes empty it is 0.82 to 1.08 times as fast. */
@@ -63,11 +63,11 @@ static ptrdiff_t most_unpacked_rows(const am_work *w)
     const ptrdiff_t head_dim = am_min(w->head_dim, w->value_dim), panel_bytes = w->panel * w->size;
     const bool widened = w->k_type != w->type,
                whole = w->head_dim % WHOLE_PART == 0 && w->value_dim % WHOLE_PART == 0;
-    if (w->bf16x2 && w->k_type == AM_FLOAT8) return FEW_ROWS_F8X2;
-    if (widened && (!whole || head_dim < LONG_ROW || panel_bytes < LONG_PANEL / 2 || (w->bf16x2 && w->amx)))
+    if (w->width > 1 && w->k_type == AM_FLOAT8) return FEW_ROWS_F8X2;
+    if (widened && (!whole || head_dim < LONG_ROW || panel_bytes < LONG_PANEL / 2 || w->packed_alone))
         return FEW_WIDENED;
     /* The kernels multiply integers, but packed keys would be float32. */
-    if (w->packs_rounded && !w->bf16x2) return AM_FLASH_ROWS;
+    if (w->packs_rounded && w->width == 1) return AM_FLASH_ROWS;
     return whole && head_dim >= 2 * LONG_ROW && panel_bytes >= LONG_PANEL ? MORE_ROWS : FEW_ROWS;
 }
 
@@ -84,9 +84,9 @@ static am_strategy choose_strategy(const am_work *w, const am_shape *h)
  * would be interleaved for each strip. */
 static bool can_leave_values(const am_work *w, const am_shape *h)
 {
-    const bool always = w->panel * w->size >= LONG_PANEL && !w->bf16x2;
+    const bool always = w->panel * w->size >= LONG_PANEL && w->width == 1;
     return h->head_blocks * h->q_blocks == 1 && h->rows <= (always ? AM_FLASH_ROWS : w->panel * 3 / 2) &&
-           w->values_readable && !w->amx;
+           w->values_readable && !w->packed_alone;
 }
 
 /* Whether weights of a block are not rounded to bfloat16 though others are. A pair of values then takes two
@@ -95,8 +95,9 @@ static bool can_leave_values(const am_work *w, const am_shape *h)
  * it to a core. Intel's processors start four times as many of float32. */
 static bool has_float_weights(const am_work *w, const am_shape *h)
 {
-    if (!w->bf16x2 || h->strategy != AM_UNPACKED) return false;
-    return w->k_type == AM_INT8 || (w->k_type == AM_BFLOAT16 && (h->rows <= FLOAT_WEIGHTS || w->amx));
+    if (w->width == 1 || h->strategy != AM_UNPACKED) return false;
+    return w->k_type == AM_INT8 ||
+           (w->k_type == AM_BFLOAT16 && (h->rows <= FLOAT_WEIGHTS || w->packed_alone));
 }
 
 am_shape am_choose_shape(const am_work *w)
@@ -110,9 +111,9 @@ am_shape am_choose_shape(const am_work *w)
     /* Where few keys are packed for one block, these are scaled instead of queries, unless the factor could
      * make one infinite. */
     const bool few = h.strategy != AM_SHARED_PACKING && h.strategy != AM_UNPACKED && w->tiles <= FEW_TILES;
-    h.scales_keys = few && !w->bf16x2 && fabs(w->factor) <= 1;
+    h.scales_keys = few && w->width == 1 && fabs(w->factor) <= 1;
     h.queries_direct =
-        few && h.block_heads == 1 && w->queries_readable && (w->bf16x2 || h.scales_keys || w->factor == 1);
+        few && h.block_heads == 1 && w->queries_readable && (w->width > 1 || h.scales_keys || w->factor == 1);
     h.values_unpacked = can_leave_values(w, &h);
     h.float_weights = has_float_weights(w, &h);
     return h;

@@ -31,7 +31,8 @@ typedef struct {
     am_dtype type, k_type; /* of sums, and of keys and values in memory */
     ptrdiff_t panel, size; /* numbers of a panel of the kernels, and bytes of a number */
     double factor;         /* turns products into logits */
-    bool bf16x2, amx;      /* products of bfloat16, by tiles of the processor */
+    ptrdiff_t width;       /* numbers of a lane of queries; where it holds two, the step scales products */
+    bool packed_alone;     /* the step takes no rows of keys and values */
     bool products_alone;   /* logits are products times the factor: no bias, cap or dropout */
     bool packs_rounded;    /* kernels for unpacked keys multiply queries that they round as integers */
     bool queries_readable; /* queries can be read where they lie, but for the factor */
@@ -48,7 +49,7 @@ typedef struct {
     bool scales_keys;                /* keys are scaled as they are packed, else queries as they are copied */
     bool queries_direct;             /* queries are read where they lie, else they are copied */
     bool values_unpacked;            /* values are read where they lie, in full tiles */
-    bool float_weights;              /* weights are not rounded to bfloat16 though the arithmetic is bf16x2 */
+    bool float_weights;              /* weights are not rounded though others of the arithmetic are */
 } am_shape;
 
 /* All but the splits. */

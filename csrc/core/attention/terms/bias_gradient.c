@@ -63,9 +63,9 @@ static am_status add_ordered(const bias_gradient *g, const am_attn_place *at, pt
     ticket t = ticket_of(g, at, task);
     am_status status = am_await(team, t.serving, t.own);
     if (status == AM_OK)
-        g->base->kernels->add_rows(g->sums + index_of(g, at, keys.begin) * g->base->size, g->shape[3], from,
-                                   TILE, g->shape[2] == 1 ? 1 : at->rows,
-                                   g->shape[3] == 1 ? 1 : am_length(keys));
+        g->base->arithmetic->add_rows(g->sums + index_of(g, at, keys.begin) * g->base->size, g->shape[3],
+                                      from, TILE, g->shape[2] == 1 ? 1 : at->rows,
+                                      g->shape[3] == 1 ? 1 : am_length(keys));
     return status;
 }
 
@@ -88,7 +88,7 @@ static void fold(const bias_gradient *g, char *tile, ptrdiff_t rows)
         am_set_number(g->base, tile, r * TILE, sum);
     }
     if (g->shape[2] == 1)
-        g->base->kernels->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
+        g->base->arithmetic->add_rows(tile, 0, tile + TILE * g->base->size, TILE, rows - 1, TILE);
 }
 
 /* What all queries share is first summed up for the whole task: with a ticket for each block, the tasks that
@@ -114,7 +114,7 @@ am_status am_bias_add(const bias_gradient *g, const am_attn_place *at, ptrdiff_t
     }
     fold(g, tile, at->rows);
     if (g->shape[2] != 1) return add_ordered(g, at, task, keys, tile, team);
-    g->base->kernels->add_rows(scratch + scratch_offset(g, at, index), TILE, tile, TILE, 1, TILE);
+    g->base->arithmetic->add_rows(scratch + scratch_offset(g, at, index), TILE, tile, TILE, 1, TILE);
     return AM_OK;
 }
 

@@ -154,8 +154,8 @@ static am_tile read_bias(const am_attn_base *base, const am_attn_place *at, ptrd
 {
     const am_attn *f = base->attn;
     const bool plain = f->bias_column == (ptrdiff_t)am_size_of(f->bias_type);
-    am_flash_read_bias *own = base->kernels->numbers[base->type].read_bias,
-                       *direct = plain ? base->kernels->numbers[f->bias_type].read_bias : NULL;
+    am_flash_read_bias *own = base->arithmetic->numbers[base->type].read_bias,
+                       *direct = plain ? base->arithmetic->numbers[f->bias_type].read_bias : NULL;
     uint64_t any = 0;
     for (ptrdiff_t r = 0; r < at->rows; r++) {
         const char *src = f->bias + at->b * f->bias_batch + am_head_of(at, r) * f->bias_head +
@@ -218,8 +218,7 @@ static uint64_t mixed(uint64_t x)
     return x ^ x >> 31;
 }
 
-/* The key of one row for am_keep_bits. */
-static uint64_t row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q)
+uint64_t am_dropout_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q)
 {
     uint64_t key = mixed(seed + 0x9e3779b97f4a7c15u);
     key = mixed(key ^ (uint64_t)b) + 0x9e3779b97f4a7c15u;
@@ -230,8 +229,8 @@ static uint64_t row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q)
 void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am_logit_scratch *scratch)
 {
     for (ptrdiff_t r = 0; base->threshold && r < at->rows; r++)
-        scratch->row_keys[r] =
-            row_key(base->attn->seed, at->b, am_head_of(at, r), base->attn->first_query + am_query_of(at, r));
+        scratch->row_keys[r] = am_dropout_row_key(base->attn->seed, at->b, am_head_of(at, r),
+                                                  base->attn->first_query + am_query_of(at, r));
 }
 
 typedef struct {
@@ -248,7 +247,7 @@ static am_status keep_task(void *arg, ptrdiff_t index, am_team *team)
     const ptrdiff_t heads = job->shape[1], queries = job->shape[2], keys = job->shape[3],
                     step = job->strides[3];
     const ptrdiff_t b = index / queries / heads, h = index / queries % heads, q = index % queries;
-    uint64_t key = row_key(job->seed, b, h, q);
+    uint64_t key = am_dropout_row_key(job->seed, b, h, q);
     uint8_t *row = job->kept + b * job->strides[0] + h * job->strides[1] + q * job->strides[2];
     am_status status = index % 64 == 0 ? am_checkpoint(team) : AM_OK;
     for (ptrdiff_t k = 0; status == AM_OK && k < keys; k += 64) {

@@ -18,6 +18,9 @@ typedef struct {
     ptrdiff_t bias_step;         /* so many numbers apart */
 } am_logit_terms;
 
+/* The key of one row for am_keep_bits. */
+uint64_t am_dropout_row_key(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t q);
+
 /* Once for each block: the keys of its rows for dropout. */
 void am_begin_logits(const am_attn_base *base, const am_attn_place *at, const am_logit_scratch *scratch);
 

@@ -91,9 +91,9 @@ bool am_relative_terms(const am_attn_base *base, const am_attn_place *at, ptrdif
         char *to = scratch->bias + r * TILE * base->size;
         first = window + (run.rows - 1) * base->size;
         if (*bias)
-            base->kernels->add_rows(to, TILE, first, -1, run.rows, TILE);
+            base->arithmetic->add_rows(to, TILE, first, -1, run.rows, TILE);
         else if (!direct)
-            base->kernels->load_rows(to, TILE, first, -1, run.rows, TILE);
+            base->arithmetic->load_rows(to, TILE, first, -1, run.rows, TILE);
         for (ptrdiff_t i = 0; infinite && i < run.rows; i++) {
             for (ptrdiff_t c = 0; c < TILE; c++) {
                 if (am_number(base, window, run.rows - 1 - i + c) == -INFINITY)
@@ -149,8 +149,8 @@ void am_table_add(const am_table_gradient *g, const am_attn_place *at, am_range 
         run = run_from(base, at, r);
         const ptrdiff_t count = run.rows - 1 + am_length(keys), distance = run.distance + keys.begin;
         memset(window, 0, (size_t)(count * base->size));
-        base->kernels->add_rows(window + (run.rows - 1) * base->size, -1, d_s + r * TILE * base->size, TILE,
-                                run.rows, am_length(keys));
+        base->arithmetic->add_rows(window + (run.rows - 1) * base->size, -1, d_s + r * TILE * base->size,
+                                   TILE, run.rows, am_length(keys));
         fill(own, (am_range){table_index(x, distance), table_index(x, distance + count - 1) + 1});
         for (ptrdiff_t i = 0; i < count; i++)
             own->sums[table_index(x, distance + i)] += am_number(base, window, i);
