@@ -401,6 +401,7 @@ typedef struct am_linear_kernels am_linear_kernels;
 
 typedef struct {
     const char *name;
+    bool plain; /* attention is that of core/attention/plain.c */
     am_cumsum_rows *cumsum_rows_f16, *cumsum_rows_bf16, *cumsum_rows_f32, *cumsum_rows_f64;
     am_cumsum_scan *cumsum_scan_f16, *cumsum_scan_bf16, *cumsum_scan_f32, *cumsum_scan_f64;
     am_transpose *transpose_32, *transpose_64;

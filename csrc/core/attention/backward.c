@@ -12,6 +12,7 @@
 #include <stdlib.h>
 
 #include "core/attention/backward_plan.h"
+#include "core/attention/plain.h"
 #include "core/runtime/float_mode.h"
 
 enum {
@@ -107,6 +108,7 @@ static am_status backward(const am_context *context, const am_attn_gradients *pr
 {
     const am_attn *f = &problem->forward;
     if (am_is_too_deep(f)) return AM_NO_MEMORY;
+    if (context->kernels->plain) return am_plain_backward(context, problem);
     if (f->head_dim == 0 && f->value_dim == 0 && !problem->d_bias && !problem->d_sinks && !problem->d_table)
         return AM_OK;
     if (!problem->d_bias || problem->bias_shape[0] > 1 || f->batch == 1)

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "core/attention/epilogue.h"
+#include "core/attention/plain.h"
 #include "core/attention/tiles/tiles.h"
 #include "core/attention/terms/relative.h"
 #include "core/arrays/convert.h"
@@ -494,6 +495,7 @@ am_status am_attn_forward(const am_context *context, const am_attn *attn)
     if (attn->batch == 0 || attn->heads == 0 || attn->queries == 0) return AM_OK;
     if (attn->value_dim == 0 && !attn->lse) return AM_OK;
     if (am_is_too_deep(attn)) return AM_NO_MEMORY;
+    if (context->kernels->plain) return am_plain_forward(context, attn);
     forward f = {.base = am_attn_base_of(context, attn)};
     workspace unused;
     ptrdiff_t shared = 0;

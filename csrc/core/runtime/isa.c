@@ -70,7 +70,7 @@ bool am_prefetch_near;
 
 /* The kernels of each level. A compiler that cannot build one level cannot build those above it. */
 enum { BASELINE, AVX2, AVX512, AVX512VNNI, AVX512BF16, AMX, LEVELS };
-static am_kernels ladder[LEVELS];
+static am_kernels ladder[LEVELS], plain;
 static int built; /* the highest of them that this build has */
 
 /* Puts what a topic has in the table of a level. What it lacks is 0, of which other topics have the rest. */
@@ -113,6 +113,8 @@ static void join_levels(void)
 {
     am_kernels *to = begin_level(BASELINE, "baseline");
     AM_EACH_TOPIC(ADD, baseline)
+    plain = *to;
+    plain.name = "plain", plain.plain = true;
 #ifdef AM_EMULATE
     share_float32(to);
     ADD(flash_bf16x2, baseline)
@@ -180,5 +182,5 @@ const am_kernels *am_isa_find(const char *name)
     for (int level = 0; (kernels = am_isa_level(level)); level++) {
         if (strcmp(kernels->name, name) == 0) return kernels;
     }
-    return NULL;
+    return strcmp(name, plain.name) == 0 ? &plain : NULL;
 }

@@ -14,7 +14,8 @@ const am_kernels *am_isa_level(int level);
 /* The fastest level, which is the last one as a rule. */
 const am_kernels *am_isa_best(void);
 
-/* The level called `name`, or NULL if it is unknown or does not run here. */
+/* The level called `name`, or NULL if it is unknown or does not run here. Beside those above there is
+ * `plain`, whose attention is core/attention/plain.c, and whose other kernels are those of level 0. */
 const am_kernels *am_isa_find(const char *name);
 
 #endif

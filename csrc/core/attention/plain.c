@@ -1,0 +1,380 @@
+/* plain.c – all of attention in plain C. Read this first: the rest of core/attention computes the same by
+ * tiles. The level `plain` runs it, and tests compare the other levels with it.
+ *
+ * Query q of a head, and the keys k that it sees, each with its value v:
+ *
+ *     logit = q·k scale + bias + relative terms,  then cap tanh(logit / cap)
+ *     p = e^(logit - highest),   sum = Σ p + Σ e^(sink - highest),   lse = highest + log sum
+ *     out = Σ p v / sum
+ *
+ * Backward, with p = e^(logit - lse):
+ *
+ *     ds = p (d_out·v - d_out·out + d_lse),  times the slope of the cap
+ *     d_v += p d_out,   d_bias += ds,   d_q += ds scale k,   d_k += ds scale q
+ *
+ * Dropout makes p 0 where it multiplies v or d_out, and d_out·v, or else divides them by 1 - dropout. */
+#include "core/attention/plain.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arrays/convert.h"
+#include "core/attention/base.h"
+#include "core/attention/terms/logit_terms.h"
+#include "core/cache/formats.h"
+#include "core/sequences/packed.h"
+#include "kernels/vec/half.h"
+
+typedef struct {
+    const am_attn *f;
+    const am_attn_gradients *g; /* NULL: forward */
+    const am_kernels *kernels;
+    double *d_bias; /* sums of the gradient of the bias */
+    am_workspaces workspaces;
+} plain;
+
+/* A query of a head. */
+typedef struct {
+    ptrdiff_t b, head, kv_head, q;
+    double *query, *out, *number; /* number: a key or a value */
+    double *logits, *slopes;      /* of each key; slopes are those of the cap */
+    uint64_t *live, *kept;        /* a bit for each key */
+    double highest, sum, own;     /* own: the part of the sum that is of keys */
+    double equal;                 /* how many logits and sinks are as great as the highest */
+    double *d_out, *d_q;
+    double *d_k, *d_v; /* of all rows of the key head: [keys][head_dim], [keys][value_dim] */
+} row;
+
+/* --- Numbers in memory --- */
+
+static double read_number(am_dtype type, const char *from)
+{
+    double wide;
+    float number;
+    uint16_t half;
+    switch (type) {
+    case AM_FLOAT64: return memcpy(&wide, from, sizeof wide), wide;
+    case AM_FLOAT32: return memcpy(&number, from, sizeof number), (double)number;
+    case AM_FLOAT16: return memcpy(&half, from, sizeof half), (double)am_widen_one_f16(half);
+    case AM_BFLOAT16: return memcpy(&half, from, sizeof half), (double)am_widen_one_bf16(half);
+    default: return am_kv_format_of(type)->widen(&number, from, 1), (double)number;
+    }
+}
+
+static void write_number(const plain *p, am_dtype type, char *to, double x)
+{
+    const float number = (float)x;
+    if (type == AM_FLOAT64)
+        memcpy(to, &x, sizeof x);
+    else if (type == AM_FLOAT32)
+        memcpy(to, &number, sizeof number);
+    else
+        am_converter(AM_FLOAT32, type)(p->kernels, to, &number, 1);
+}
+
+static void read_row(const am_tokens *t, const char *from, ptrdiff_t count, double *to)
+{
+    for (ptrdiff_t i = 0; i < count; i++) to[i] = read_number(t->type, from + i * t->element);
+}
+
+static void write_row(const plain *p, const am_tokens *t, const char *to, ptrdiff_t count, const double *from)
+{
+    for (ptrdiff_t i = 0; i < count; i++) write_number(p, t->type, (char *)to + i * t->element, from[i]);
+}
+
+/* Where a key or value is, or its scale: in its page, if there are pages. */
+static const char *key_at(const am_attn *f, const am_tokens *t, const row *r, ptrdiff_t k)
+{
+    const am_pages *x = &f->pages;
+    if (!x->table) return am_token(t, r->b, r->kv_head, k);
+    const ptrdiff_t s = x->starts ? am_sequence_of(x->starts, x->sequences, k) : r->b,
+                    token = k - (x->starts ? x->starts[s] : 0);
+    return am_token(t, x->table[s * x->table_step + token / x->size], r->kv_head, token % x->size);
+}
+
+/* Reads a key or a value, times its scales. */
+static const double *read_key(const am_attn *f, const row *r, bool value, ptrdiff_t k)
+{
+    const am_tokens *t = value ? &f->v : &f->k;
+    const am_kv_scales *s = value ? &f->v_scales : &f->k_scales;
+    const am_tokens scales = {s->data, AM_FLOAT32, s->batch, s->token, s->head, 0};
+    const ptrdiff_t count = value ? f->value_dim : f->head_dim, step = s->by_channel ? s->element : 0;
+    read_row(t, key_at(f, t, r, k), count, r->number);
+    if (!s->data) return r->number;
+    const char *at = s->by_channel ? s->data + r->kv_head * s->head : key_at(f, &scales, r, k);
+    for (ptrdiff_t i = 0; i < count; i++) r->number[i] *= read_number(AM_FLOAT32, at + i * step);
+    return r->number;
+}
+
+static double dot(const double *a, const double *b, ptrdiff_t count)
+{
+    double sum = 0;
+    for (ptrdiff_t i = 0; i < count; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static void add(double *to, double factor, const double *from, ptrdiff_t count)
+{
+    for (ptrdiff_t i = 0; i < count; i++) to[i] += factor * from[i];
+}
+
+/* --- Logits --- */
+
+static bool has(const uint64_t *bits, ptrdiff_t k) { return bits[k / 64] >> k % 64 & 1; }
+
+/* The batch row or sequence whose offset and slopes a query has, and the distance of a key. */
+static ptrdiff_t relative_row(const am_relative *x, const row *r)
+{
+    return x->q_starts ? am_sequence_of(x->q_starts, x->sequences, r->q) : r->b;
+}
+static ptrdiff_t distance_of(const am_relative *x, const row *r, ptrdiff_t k)
+{
+    return k - r->q - x->offsets[relative_row(x, r) * x->offset_step];
+}
+
+/* The number of the relative bias that a pair has; its ends stand for all that is farther. */
+static ptrdiff_t table_index(const am_relative *x, const row *r, ptrdiff_t k)
+{
+    return r->head * x->length + am_max(0, am_min(distance_of(x, r, k) - x->low, x->length - 1));
+}
+
+/* What is added to the product of a pair. -INFINITY makes it dead. */
+static double terms_of(const am_attn *f, const row *r, ptrdiff_t k)
+{
+    const am_relative *x = &f->relative;
+    double terms = 0;
+    if (f->bias)
+        terms = read_number(f->bias_type, f->bias + r->b * f->bias_batch + r->head * f->bias_head +
+                                              r->q * f->bias_row + k * f->bias_column);
+    if (x->slopes && terms != -INFINITY)
+        terms -= x->slopes[relative_row(x, r) * x->slope_step + r->head] * fabs((double)distance_of(x, r, k));
+    return x->table && terms != -INFINITY ? terms + x->table[table_index(x, r, k)] : terms;
+}
+
+static double sink_of(const am_attn *f, const row *r, ptrdiff_t i)
+{
+    const double sink = f->sinks[r->head * f->sink_count + i];
+    return f->q.type == AM_FLOAT64 ? sink : (double)(float)sink;
+}
+
+static double power_of(double logit, double reference)
+{
+    return logit == -INFINITY ? 0 : exp(logit - reference);
+}
+
+/* Finds the keys that a query sees and that dropout keeps, its logits and their sum. */
+static void find_logits(const plain *p, row *r)
+{
+    const am_attn *f = p->f;
+    const uint32_t threshold = f->dropout > 0 ? am_threshold_of(f->dropout) : 0;
+    const uint64_t key = am_dropout_row_key(f->seed, r->b, r->head, f->first_query + r->q);
+    read_row(&f->q, am_token(&f->q, r->b, r->head, r->q), f->head_dim, r->query);
+    r->highest = -INFINITY, r->own = r->equal = 0;
+    for (ptrdiff_t k = 0; k < f->keys; k += 64) {
+        r->live[k / 64] = am_mask_row(f->mask, r->b, r->head, r->q, k, am_min(64, f->keys - k));
+        r->kept[k / 64] = UINT64_MAX;
+        if (threshold) r->kept[k / 64] = p->kernels->keep_bits(key, (uint32_t)(k + f->first_key), threshold);
+    }
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k)) continue;
+        const double terms = terms_of(f, r, k);
+        double logit = dot(r->query, read_key(f, r, false, k), f->head_dim) * f->scale + terms, bent = 0;
+        if (f->cap > 0) bent = tanh(logit / f->cap), logit = f->cap * bent;
+        r->logits[k] = logit, r->slopes[k] = 1 - bent * bent;
+        if (terms == -INFINITY)
+            r->live[k / 64] &= ~((uint64_t)1 << k % 64);
+        else
+            r->highest = fmax(r->highest, logit);
+    }
+    for (ptrdiff_t i = 0; i < f->sink_count; i++) r->highest = fmax(r->highest, sink_of(f, r, i));
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k)) continue;
+        r->own += power_of(r->logits[k], r->highest);
+        r->equal += r->logits[k] == r->highest;
+    }
+    r->sum = r->own;
+    for (ptrdiff_t i = 0; i < f->sink_count; i++) {
+        const double sink = sink_of(f, r, i);
+        r->sum += sink == r->highest ? 1 : power_of(sink, r->highest);
+        r->equal += sink == r->highest;
+    }
+}
+
+static double lse_of(const row *r) { return r->sum == 0 ? -INFINITY : r->highest + log(r->sum); }
+
+/* --- Forward --- */
+
+static void forward_row(const plain *p, row *r)
+{
+    const am_attn *f = p->f;
+    const ptrdiff_t index = (r->b * f->heads + r->head) * f->queries + r->q;
+    memset(r->out, 0, (size_t)f->value_dim * sizeof *r->out);
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k)) continue;
+        const double power = has(r->kept, k) ? power_of(r->logits[k], r->highest) : 0;
+        add(r->out, power, read_key(f, r, true, k), f->value_dim);
+    }
+    const double factor = (r->own == 0 ? 0 : f->normalize ? 1 / r->sum : 1) / (1 - f->dropout);
+    for (ptrdiff_t i = 0; i < f->value_dim; i++) r->out[i] *= factor;
+    write_row(p, &f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
+    if (f->wide_out.data)
+        write_row(p, &f->wide_out, am_token(&f->wide_out, r->b, r->head, r->q), f->value_dim, r->out);
+    if (f->lse && f->q.type == AM_FLOAT64)
+        ((double *)f->lse)[index] = lse_of(r);
+    else if (f->lse)
+        ((float *)f->lse)[index] = (float)lse_of(r);
+}
+
+/* --- Backward --- */
+
+static double given(const plain *p, const am_row_stats *stats, const row *r)
+{
+    const am_dtype type = p->f->q.type == AM_FLOAT64 ? AM_FLOAT64 : AM_FLOAT32;
+    return read_number(type, stats->data + r->b * stats->batch + r->head * stats->head + r->q * stats->token);
+}
+
+/* What the gradient of a row is made of: p = e^(logit - reference), ds = p (d_out·v + shift) - share. */
+typedef struct {
+    double reference, shift, share; /* share: of the highest logits, if results are not normalized */
+} row_gradient;
+
+/* The lse may be of other keys, too. If it is that of these, it is taken before it was rounded. */
+static row_gradient row_gradient_of(const plain *p, const row *r)
+{
+    const am_attn *f = p->f;
+    const double epsilon = f->q.type == AM_FLOAT64 ? DBL_EPSILON : FLT_EPSILON;
+    double lse = given(p, &p->g->lse, r), d_lse = 0, delta = 0;
+    if (p->g->d_lse.data) d_lse = given(p, &p->g->d_lse, r);
+    if (!(fabs(lse - lse_of(r)) > 4 * epsilon * fabs(lse))) lse = lse_of(r);
+    for (ptrdiff_t i = 0; i < f->value_dim; i++) delta += r->out[i] == 0 ? 0 : r->out[i] * r->d_out[i];
+    if (f->normalize) return (row_gradient){lse, d_lse - delta, 0};
+    return (row_gradient){r->highest, d_lse * exp(r->highest - lse), delta / fmax(r->equal, 1)};
+}
+
+static ptrdiff_t bias_index(const ptrdiff_t shape[4], const row *r, ptrdiff_t k)
+{
+    const ptrdiff_t at[] = {r->b, r->head, r->q, k};
+    ptrdiff_t index = 0;
+    for (int i = 0; i < 4; i++) index = index * shape[i] + (shape[i] == 1 ? 0 : at[i]);
+    return index;
+}
+
+/* Adds what a row contributes to all gradients, and writes its d_q. */
+static void backward_row(const plain *p, row *r)
+{
+    const am_attn *f = p->f;
+    const am_attn_gradients *g = p->g;
+    read_row(&f->out, am_token(&f->out, r->b, r->head, r->q), f->value_dim, r->out);
+    read_row(&g->d_out, am_token(&g->d_out, r->b, r->head, r->q), f->value_dim, r->d_out);
+    memset(r->d_q, 0, (size_t)f->head_dim * sizeof *r->d_q);
+    const row_gradient x = row_gradient_of(p, r);
+    for (ptrdiff_t k = 0; k < f->keys; k++) {
+        if (!has(r->live, k)) continue;
+        const double power = power_of(r->logits[k], x.reference),
+                     factor = has(r->kept, k) ? 1 / (1 - f->dropout) : 0,
+                     product = dot(r->d_out, read_key(f, r, true, k), f->value_dim),
+                     dp = factor == 0 ? 0 : product * factor,
+                     share = r->logits[k] == r->highest ? x.share : 0,
+                     ds = (power * (dp + x.shift) - share) * r->slopes[k];
+        add(r->d_v + k * f->value_dim, power * factor, r->d_out, f->value_dim);
+        add(r->d_k + k * f->head_dim, ds * f->scale, r->query, f->head_dim);
+        add(r->d_q, ds * f->scale, read_key(f, r, false, k), f->head_dim);
+        if (g->d_bias) p->d_bias[bias_index(g->bias_shape, r, k)] += ds;
+        if (g->d_table) g->d_table[table_index(&f->relative, r, k)] += ds;
+    }
+    for (ptrdiff_t i = 0; g->d_sinks && i < f->sink_count; i++) {
+        const double sink = sink_of(f, r, i), share = sink == r->highest ? x.share : 0;
+        if (sink == -INFINITY) continue;
+        g->d_sinks[r->head * f->sink_count + i] += exp(sink - x.reference) * x.shift - share;
+    }
+    write_row(p, &g->d_q, am_token(&g->d_q, r->b, r->head, r->q), f->head_dim, r->d_q);
+}
+
+/* --- Calls --- */
+
+/* Lays out the memory of a key head, which may be NULL; returns its length. */
+static ptrdiff_t lay_out(const plain *p, char *memory, row *r)
+{
+    const am_attn *f = p->f;
+    const ptrdiff_t size = sizeof(double), key = f->head_dim * size, value = f->value_dim * size,
+                    words = am_ceil_div(f->keys, 64) * (ptrdiff_t)sizeof *r->live;
+    ptrdiff_t used = 0;
+    r->query = (double *)am_take(memory, &used, key);
+    r->out = (double *)am_take(memory, &used, value);
+    r->number = (double *)am_take(memory, &used, am_max(key, value));
+    r->logits = (double *)am_take(memory, &used, f->keys * size);
+    r->slopes = (double *)am_take(memory, &used, f->keys * size);
+    r->live = (uint64_t *)am_take(memory, &used, words);
+    r->kept = (uint64_t *)am_take(memory, &used, words);
+    if (!p->g) return used;
+    r->d_out = (double *)am_take(memory, &used, value);
+    r->d_q = (double *)am_take(memory, &used, key);
+    r->d_k = (double *)am_take(memory, &used, f->keys * key);
+    r->d_v = (double *)am_take(memory, &used, f->keys * value);
+    return used;
+}
+
+/* Takes all rows of a key head. */
+static am_status head_task(void *arg, ptrdiff_t index, am_team *team)
+{
+    const plain *p = arg;
+    const am_attn *f = p->f;
+    const ptrdiff_t rows = f->heads / f->kv_heads * f->queries;
+    char *memory = am_workspace_acquire(&p->workspaces);
+    row r = {.b = index / f->kv_heads, .kv_head = index % f->kv_heads};
+    am_status status = AM_OK;
+    lay_out(p, memory, &r);
+    if (p->g) memset(r.d_k, 0, (size_t)(f->keys * f->head_dim) * sizeof *r.d_k);
+    if (p->g) memset(r.d_v, 0, (size_t)(f->keys * f->value_dim) * sizeof *r.d_v);
+    for (ptrdiff_t i = r.kv_head * rows; status == AM_OK && i < (r.kv_head + 1) * rows; i++) {
+        r.head = i / f->queries, r.q = i % f->queries;
+        find_logits(p, &r);
+        if (p->g)
+            backward_row(p, &r);
+        else
+            forward_row(p, &r);
+        status = am_checkpoint(team);
+    }
+    for (ptrdiff_t k = 0; p->g && status == AM_OK && k < f->keys; k++) {
+        const am_tokens *d_k = &p->g->d_k, *d_v = &p->g->d_v;
+        write_row(p, d_k, am_token(d_k, r.b, r.kv_head, k), f->head_dim, r.d_k + k * f->head_dim);
+        write_row(p, d_v, am_token(d_v, r.b, r.kv_head, k), f->value_dim, r.d_v + k * f->value_dim);
+    }
+    am_workspace_release(&p->workspaces, memory);
+    return status;
+}
+
+static am_status take_heads(const am_context *context, plain *p)
+{
+    row unused;
+    am_status status = am_workspaces_make(&p->workspaces, context->threads, lay_out(p, NULL, &unused));
+    if (status == AM_OK) status = am_parallel(context, p->f->batch * p->f->kv_heads, 1, head_task, p);
+    am_workspaces_free(&p->workspaces);
+    return status;
+}
+
+am_status am_plain_forward(const am_context *context, const am_attn *attn)
+{
+    return take_heads(context, &(plain){.f = attn, .kernels = context->kernels});
+}
+
+am_status am_plain_backward(const am_context *context, const am_attn_gradients *g)
+{
+    const am_attn *f = &g->forward;
+    const ptrdiff_t *shape = g->bias_shape, size = (ptrdiff_t)am_size_of(f->bias_type),
+                    count = g->d_bias ? am_product(shape[0] * shape[1], shape[2], shape[3]) : 0;
+    plain p = {.f = f, .g = g, .kernels = context->kernels};
+    am_context one_thread = *context; /* heads may add to the same gradients */
+    one_thread.threads = 1;
+    p.d_bias = calloc((size_t)am_max(count, 1), sizeof *p.d_bias);
+    if (!p.d_bias) return AM_NO_MEMORY;
+    if (g->d_table) memset(g->d_table, 0, (size_t)(f->heads * f->relative.length) * sizeof *g->d_table);
+    if (g->d_sinks) memset(g->d_sinks, 0, (size_t)(f->heads * f->sink_count) * sizeof *g->d_sinks);
+    const am_status status = take_heads(&one_thread, &p);
+    for (ptrdiff_t i = 0; status == AM_OK && i < count; i++)
+        write_number(&p, f->bias_type, g->d_bias + i * size, p.d_bias[i]);
+    free(p.d_bias);
+    return status;
+}
