@@ -204,6 +204,53 @@ def kernel_table(name: str, /) -> tuple[int, int]: ...
 def mask_to_segment_ids(
     mask: ArrayLike, per_head: bool, strict: bool, /
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
+def check_linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    decay: ArrayLike | None,
+    beta: ArrayLike | None,
+    scale: float | None,
+    initial_state: ArrayLike | None,
+    cu_seqlens: ArrayLike | None,
+    normalize_qk: bool,
+    chunk_size: SupportsIndex,
+    /,
+) -> tuple[int, int]: ...
+def check_linear_attention_step(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    state: NDArray[Any],
+    decay: ArrayLike | None,
+    beta: ArrayLike | None,
+    scale: float | None,
+    normalize_qk: bool,
+    state_indices: ArrayLike | None,
+    out: NDArray[Any] | None,
+    /,
+) -> None: ...
+def check_short_convolution(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None,
+    silu: bool,
+    cu_seqlens: ArrayLike | None,
+    initial_state: ArrayLike | None,
+    return_state: bool,
+    out: NDArray[Any] | None,
+    /,
+) -> None: ...
+def check_short_convolution_step(
+    x: ArrayLike,
+    weight: ArrayLike,
+    state: NDArray[Any],
+    bias: ArrayLike | None,
+    silu: bool,
+    state_indices: ArrayLike | None,
+    out: NDArray[Any] | None,
+    /,
+) -> None: ...
 def linear_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -368,4 +415,4 @@ def set_num_threads(n: int, /) -> None: ...
 def tensor_attention(exchange: object, other: Callable[..., Any], /) -> Callable[..., Any]: ...
 def use(main_thread: int | None, /, **helpers: Callable[..., Any]) -> None: ...
 def use_isa(name: str, /) -> str: ...
-def xla_handlers() -> tuple[Any, Any, Any]: ...
+def xla_handlers() -> tuple[Any, ...]: ...

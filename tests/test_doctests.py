@@ -105,8 +105,12 @@ def test_the_reference_has_everything_public():
             "KVCacheResult",
             "flash_attention",
             "flash_attention_with_kvcache",
+            "linear_attention",
+            "linear_attention_step",
             "register",
             "ring_attention",
+            "short_convolution",
+            "short_convolution_step",
         ],
         "torch": [
             "flash_attention",

@@ -52,8 +52,24 @@ from attnmask.jax import _callback as in_python
 from attnmask.jax import _ring as ring
 from attnmask.jax._arguments import LEARNED, TRACED, check, is_traced, sinks_of, specify
 from attnmask.jax._cache import KVCacheResult
+from attnmask.jax._linear import (
+    linear_attention,
+    linear_attention_step,
+    short_convolution,
+    short_convolution_step,
+)
 
-__all__ = ["KVCacheResult", "flash_attention", "flash_attention_with_kvcache", "register", "ring_attention"]
+__all__ = [
+    "KVCacheResult",
+    "flash_attention",
+    "flash_attention_with_kvcache",
+    "linear_attention",
+    "linear_attention_step",
+    "register",
+    "ring_attention",
+    "short_convolution",
+    "short_convolution_step",
+]
 
 jax.tree_util.register_pytree_node_class(MaskInfo)
 

@@ -30,6 +30,12 @@ TARGETS = (  # names of the handlers
     "attnmask_flash_forward",
     "attnmask_flash_backward",
     "attnmask_flash_kvcache",
+    "attnmask_linear_forward",
+    "attnmask_linear_backward",
+    "attnmask_linear_step",
+    "attnmask_convolution_forward",
+    "attnmask_convolution_backward",
+    "attnmask_convolution_step",
 )
 _VERSION = 1  # of the words
 _NORMALIZE, _BIAS, _SINKS, _GRAD_BIAS, _GRAD_SINKS, _GRAD_LSE = (1 << i for i in range(6))

@@ -308,6 +308,24 @@ fail:
     return result;
 }
 
+/* Checks the arguments alone; returns the shape of what linear_forward_vjp keeps. */
+static PyObject *check_linear_attention(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    arguments a = {0};
+    ptrdiff_t states, numbers;
+    PyObject *result = NULL;
+    const am_param params[] = {PROBLEM(&a)};
+    (void)module;
+    if (am_parse("check_linear_attention", args, nargs, params, PROBLEM_PARAMS) == 0 && check(&a) == 0) {
+        if (am_linear_kept(&a.linear, &states, &numbers))
+            result = Py_BuildValue("nn", states, numbers);
+        else
+            PyErr_NoMemory();
+    }
+    release(&a);
+    return result;
+}
+
 static PyObject *linear_forward_vjp(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     arguments a = {0};
@@ -486,7 +504,9 @@ static PyObject *compute_step(PyObject *module, token_step *s)
     return am_raise(status, NULL);
 }
 
-static PyObject *linear_attention_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* `compute_it` is NULL where the arguments are only checked. */
+static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
+                           PyObject *(*compute_it)(PyObject *, token_step *))
 {
     token_step s = {.a.chunk = 16};
     PyObject *result = NULL;
@@ -502,8 +522,8 @@ static PyObject *linear_attention_step(PyObject *module, PyObject *const *args, 
         {"state_indices", to_array_or_none, &s.indices},
         {"out", am_to_out, &s.a.out},
     };
-    if (am_parse("linear_attention_step", args, nargs, params, 10) == 0 && check_step(&s) == 0)
-        result = compute_step(module, &s);
+    if (am_parse(name, args, nargs, params, 10) == 0 && check_step(&s) == 0)
+        result = compute_it ? compute_it(module, &s) : Py_NewRef(Py_None);
     Py_XDECREF(s.state.array);
     Py_XDECREF(s.indices);
     free(s.slots);
@@ -511,10 +531,23 @@ static PyObject *linear_attention_step(PyObject *module, PyObject *const *args, 
     return result;
 }
 
+static PyObject *linear_attention_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return take_step(module, args, nargs, "linear_attention_step", compute_step);
+}
+
+static PyObject *check_linear_attention_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return take_step(module, args, nargs, "check_linear_attention_step", NULL);
+}
+
 PyMethodDef am_linear_attention_methods[] = {
     {"linear_attention", (PyCFunction)(void *)linear_attention, METH_FASTCALL,
      "linear_attention($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
      "normalize_qk, chunk_size, return_state, out, /)\n--\n\n"},
+    {"check_linear_attention", (PyCFunction)(void *)check_linear_attention, METH_FASTCALL,
+     "check_linear_attention($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
+     "normalize_qk, chunk_size, /)\n--\n\n"},
     {"linear_forward_vjp", (PyCFunction)(void *)linear_forward_vjp, METH_FASTCALL,
      "linear_forward_vjp($module, query, key, value, decay, beta, scale, initial_state, cu_seqlens, "
      "normalize_qk, chunk_size, out, /)\n--\n\n"},
@@ -523,6 +556,9 @@ PyMethodDef am_linear_attention_methods[] = {
      "normalize_qk, chunk_size, kept, dout, dstate, /)\n--\n\n"},
     {"linear_attention_step", (PyCFunction)(void *)linear_attention_step, METH_FASTCALL,
      "linear_attention_step($module, query, key, value, state, decay, beta, scale, normalize_qk, "
+     "state_indices, out, /)\n--\n\n"},
+    {"check_linear_attention_step", (PyCFunction)(void *)check_linear_attention_step, METH_FASTCALL,
+     "check_linear_attention_step($module, query, key, value, state, decay, beta, scale, normalize_qk, "
      "state_indices, out, /)\n--\n\n"},
     {.ml_name = NULL},
 };

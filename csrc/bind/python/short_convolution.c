@@ -221,7 +221,11 @@ fail:
     return result;
 }
 
-static PyObject *short_convolution(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+typedef PyObject *computation(PyObject *module, arguments *a);
+
+/* `compute_it` is NULL where the arguments are only checked. */
+static PyObject *convolve(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
+                          computation *compute_it)
 {
     arguments a = {0};
     PyObject *result = NULL;
@@ -235,10 +239,20 @@ static PyObject *short_convolution(PyObject *module, PyObject *const *args, Py_s
         {"return_state", am_to_bool, &a.return_state},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse("short_convolution", args, nargs, params, 8) == 0 && check_sequences(&a) == 0)
-        result = compute(module, &a);
+    if (am_parse(name, args, nargs, params, 8) == 0 && check_sequences(&a) == 0)
+        result = compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
     release(&a);
     return result;
+}
+
+static PyObject *short_convolution(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return convolve(module, args, nargs, "short_convolution", compute);
+}
+
+static PyObject *check_short_convolution(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return convolve(module, args, nargs, "check_short_convolution", NULL);
 }
 
 /* A new array like `array`; NULL for NULL. */
@@ -353,7 +367,8 @@ static PyObject *compute_step(PyObject *module, arguments *a)
     return am_raise(status, NULL);
 }
 
-static PyObject *short_convolution_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *take_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs, const char *name,
+                           computation *compute_it)
 {
     arguments a = {0};
     PyObject *result = NULL;
@@ -363,10 +378,20 @@ static PyObject *short_convolution_step(PyObject *module, PyObject *const *args,
         {"silu", am_to_bool, &a.silu},  {"state_indices", to_array_or_none, &a.indices},
         {"out", am_to_out, &a.out},
     };
-    if (am_parse("short_convolution_step", args, nargs, params, 7) == 0 && check_step(&a) == 0)
-        result = compute_step(module, &a);
+    if (am_parse(name, args, nargs, params, 7) == 0 && check_step(&a) == 0)
+        result = compute_it ? compute_it(module, &a) : Py_NewRef(Py_None);
     release(&a);
     return result;
+}
+
+static PyObject *short_convolution_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return take_step(module, args, nargs, "short_convolution_step", compute_step);
+}
+
+static PyObject *check_short_convolution_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return take_step(module, args, nargs, "check_short_convolution_step", NULL);
 }
 
 PyMethodDef am_short_convolution_methods[] = {
@@ -378,5 +403,10 @@ PyMethodDef am_short_convolution_methods[] = {
      "/)\n--\n\n"},
     {"short_convolution_step", (PyCFunction)(void *)short_convolution_step, METH_FASTCALL,
      "short_convolution_step($module, x, weight, state, bias, silu, state_indices, out, /)\n--\n\n"},
+    {"check_short_convolution", (PyCFunction)(void *)check_short_convolution, METH_FASTCALL,
+     "check_short_convolution($module, x, weight, bias, silu, cu_seqlens, initial_state, return_state, out, "
+     "/)\n--\n\n"},
+    {"check_short_convolution_step", (PyCFunction)(void *)check_short_convolution_step, METH_FASTCALL,
+     "check_short_convolution_step($module, x, weight, state, bias, silu, state_indices, out, /)\n--\n\n"},
     {.ml_name = NULL},
 };

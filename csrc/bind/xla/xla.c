@@ -451,7 +451,7 @@ static void advise_pages(const am_xla_buffer *buffer)
 static bool find_calls(am_xla_call *c)
 {
     const am_xla_call_frame *frame = c->frame;
-    if (frame->arguments.count < 3 || frame->results.count < 1 || am_xla_result(c, 0)->rank < 4)
+    if (frame->arguments.count < 2 || frame->results.count < 1 || am_xla_result(c, 0)->rank < 4)
         return am_xla_fail(c, "there are too few arguments or results");
     c->vmap_axes = am_xla_result(c, 0)->rank - 4;
     c->vmap_shape = am_xla_result(c, 0)->shape;
@@ -518,9 +518,18 @@ static am_xla_error *handle(const am_xla_call_frame *frame, do_call *compute)
     return frame->api->create_error(&args);
 }
 
-static am_xla_error *forward_handler(am_xla_call_frame *frame) { return handle(frame, forward); }
-static am_xla_error *backward_handler(am_xla_call_frame *frame) { return handle(frame, backward); }
-static am_xla_error *kvcache_handler(am_xla_call_frame *frame) { return handle(frame, am_xla_kvcache); }
+#define HANDLER(compute)                                                                                     \
+    static am_xla_error *compute##_handler(am_xla_call_frame *frame) { return handle(frame, compute); }
+HANDLER(forward)
+HANDLER(backward)
+HANDLER(am_xla_kvcache)
+HANDLER(am_xla_linear)
+HANDLER(am_xla_linear_gradients)
+HANDLER(am_xla_linear_step)
+HANDLER(am_xla_convolution)
+HANDLER(am_xla_convolution_gradients)
+HANDLER(am_xla_convolution_step)
+#undef HANDLER
 
 static PyObject *xla_handlers(PyObject *module, PyObject *unused)
 {
@@ -529,7 +538,17 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
         Py_INCREF(module); /* XLA keeps handlers for good */
         state = am_state_of(module);
     }
-    am_xla_handler *const handlers[] = {forward_handler, backward_handler, kvcache_handler};
+    am_xla_handler *const handlers[] = {
+        forward_handler,
+        backward_handler,
+        am_xla_kvcache_handler,
+        am_xla_linear_handler,
+        am_xla_linear_gradients_handler,
+        am_xla_linear_step_handler,
+        am_xla_convolution_handler,
+        am_xla_convolution_gradients_handler,
+        am_xla_convolution_step_handler,
+    };
     enum { COUNT = sizeof handlers / sizeof *handlers };
     PyObject *capsules = PyTuple_New(COUNT);
     for (int i = 0; capsules && i < COUNT; i++) {
@@ -546,7 +565,7 @@ static PyObject *xla_handlers(PyObject *module, PyObject *unused)
 
 PyMethodDef am_xla_methods[] = {
     {"xla_handlers", xla_handlers, METH_NOARGS,
-     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, as capsules: forward, "
-     "backward and over a cache."},
+     "xla_handlers($module, /)\n--\n\nHandlers of XLA's foreign function interface, as capsules, in the "
+     "order of attnmask.jax's names."},
     {.ml_name = NULL},
 };

@@ -16,4 +16,12 @@ bool am_xla_read_slopes(am_xla_call *c, const am_operand *slopes, ptrdiff_t rows
 /* Attention over a cache, to which new tokens are appended. */
 bool am_xla_kvcache(am_xla_call *c);
 
+/* Linear attention and short convolutions (linear.c). */
+bool am_xla_linear(am_xla_call *c);
+bool am_xla_linear_gradients(am_xla_call *c);
+bool am_xla_linear_step(am_xla_call *c);
+bool am_xla_convolution(am_xla_call *c);
+bool am_xla_convolution_gradients(am_xla_call *c);
+bool am_xla_convolution_step(am_xla_call *c);
+
 #endif

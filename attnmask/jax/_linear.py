@@ -1,0 +1,460 @@
+"""Linear attention and short convolutions for JAX, with gradients, and their steps.
+
+They are calls of XLA's foreign function interface; the counterpart is ``csrc/bind/xla/linear.c``. Where nothing is
+traced, NumPy's functions compute.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+from jax.custom_derivatives import SymbolicZero  # type: ignore[import-not-found, unused-ignore]
+
+from attnmask._common.arguments import as_array, flag, one_of, real
+from attnmask._common.loading import _core
+from attnmask._linear import attention
+from attnmask._linear import short_convolution as convolution
+from attnmask.jax import _call as call
+from attnmask.jax._arguments import is_traced, like, starts_like
+
+__all__ = ["linear_attention", "linear_attention_step", "short_convolution", "short_convolution_step"]
+
+_VERSION = 1  # of the words
+_DECAY, _BETA, _STATE, _STARTS, _NORMALIZE, _KEEP, _GRAD_STATE, _BIAS, _SILU, _INDICES = (
+    1 << i for i in range(10)
+)
+_FLAGS = {
+    "decay": _DECAY,
+    "beta": _BETA,
+    "initial_state": _STATE,
+    "cu_seqlens": _STARTS,
+    "bias": _BIAS,
+    "state_indices": _INDICES,
+}
+_Arrays = dict[str, Any]
+
+
+def _arrays(given: Mapping[str, Any]) -> _Arrays:
+    """Return what is given, each as an array."""
+    return {
+        name: x if isinstance(x, jax.Array) else as_array(x, name)
+        for name, x in given.items()
+        if x is not None
+    }
+
+
+def _stand_in(name: str, x: Any, tokens: int) -> Any:
+    """Return what stands for an array where types and shapes are checked: itself, if it has integers that are known."""
+    if name == "cu_seqlens":
+        return starts_like(x, tokens) if is_traced(x) else as_array(x, name)
+    if name == "state_indices":
+        return np.full(x.shape, -1, x.dtype) if is_traced(x) and x.dtype.kind == "i" else as_array(x, name)
+    return np.zeros(x.shape, x.dtype) if name == "state" else like(x)
+
+
+def _integers(x: Any) -> Any:
+    return x if is_traced(x) else np.asarray(x, np.int32)
+
+
+def _words(flags: int, scale: float = 1.0, chunk_size: int = 64) -> Any:
+    return np.array([_VERSION, flags, *struct.unpack("q", struct.pack("d", scale)), chunk_size], np.int64)
+
+
+def _flags_of(arrays: Mapping[str, Any]) -> int:
+    return sum(_FLAGS.get(name, 0) for name in arrays)
+
+
+def _to_jax(result: Any) -> Any:
+    """Hand fresh results to JAX: large ones in place, because they are aligned; small ones are copied."""
+    return jax.tree.map(lambda x: jax.device_put(x) if x.nbytes >= 2**20 else jax.numpy.asarray(x), result)
+
+
+def _on_host(arrays: _Arrays) -> _Arrays:
+    return {name: as_array(x, name) for name, x in arrays.items()}
+
+
+def _check_static(given: Mapping[str, Any]) -> None:
+    for name, x in given.items():
+        if is_traced(x):
+            raise TypeError(f"{name} must be known at compile time, got a traced value")
+
+
+def _register() -> None:
+    if not call.registered():
+        raise RuntimeError("JAX refuses the C functions of this build of attnmask")
+
+
+def _wide(dtype: Any) -> Any:
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def _differentiable(
+    targets: tuple[str, str],
+    words: Callable[[int], Any],
+    arrays: _Arrays,
+    results: Sequence[Any],
+    kept: Sequence[Any],
+) -> tuple[Any, Any]:
+    """Return the result and the state of handlers that take `arrays` in this order; `kept` is for gradients."""
+    _register()
+    order = list(arrays)
+    others = {name: _integers(x) for name, x in arrays.items() if name == "cu_seqlens"}
+    learned = {name: jax.numpy.asarray(x) for name, x in arrays.items() if name not in others}
+    no_gradients = "linear attention and short convolutions have gradients, but no gradients of these"
+
+    def run(target: str, flags: int, given: _Arrays, more: Sequence[Any], shapes: Sequence[Any]) -> Any:
+        first = [given[name] for name in order]
+        return call.call_handler(
+            target, words(flags | _flags_of(given)), [*first, *more], shapes, no_gradients
+        )
+
+    @jax.custom_vjp  # type: ignore[untyped-decorator, unused-ignore]
+    def compute(learned: Any, others: Any) -> Any:
+        return run(targets[0], 0, learned | others, (), results)
+
+    def forward(learned: Any, others: Any) -> Any:
+        learned, others = jax.tree.map(lambda x: x.value, (learned, others))
+        found = run(targets[0], _KEEP if kept else 0, learned | others, (), [*results, *kept])
+        return tuple(found[:2]), (learned, others, found[2:])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        learned, others, held = residuals
+        dout, dstate = cotangents
+        if isinstance(dout, SymbolicZero):
+            dout = jax.numpy.zeros(dout.shape, dout.dtype)
+        states = [] if isinstance(dstate, SymbolicZero) else [dstate]
+        names = [name for name in order if name in learned]
+        shapes = [(learned[name].shape, learned[name].dtype) for name in names]
+        flags = _GRAD_STATE if states else 0
+        found = run(targets[1], flags, learned | others, [*held, dout, *states], shapes)
+        return dict(zip(names, found, strict=True)), None
+
+    compute.defvjp(forward, backward, symbolic_zeros=True)
+    leaves, structure = jax.tree.flatten((learned, others))
+    out, state = compute(*jax.tree.unflatten(structure, call.alike(leaves)))
+    return out, state
+
+
+def _in_place(target: str, words: Callable[[int], Any], arrays: _Arrays, result: Any, name: str) -> Any:
+    """Return the result and the state of a handler that writes to the state."""
+    _register()
+    order = {name: _integers(x) if name == "state_indices" else x for name, x in arrays.items()}
+    state = order["state"]
+    return call.call_handler(
+        target,
+        words(_flags_of(arrays)),
+        list(order.values()),
+        [result, (state.shape, state.dtype)],
+        f"attnmask.jax.{name} has no gradients: {name.removesuffix('_step')} has them",
+        "sequential",  # each call of a mapped function writes to a state of its own
+        {list(order).index("state"): 1},
+    )
+
+
+# Linear attention
+
+
+def linear_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    normalize_qk: bool = False,
+    chunk_size: int = 64,
+    return_state: bool = False,
+) -> Any:
+    """Apply `attnmask.linear_attention` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
+
+    `query`, `key`, `value`, `decay`, `beta` and `initial_state` have gradients; higher-order ones are not supported.
+
+    Parameters
+    ----------
+    query, key : array, shape [B, T, Hk, K]
+    value : array, shape [B, T, H, V]
+    decay : array, shape [H], [B, T, H] or [B, T, H, K], optional
+    beta : array, shape [B, T, H], optional
+    initial_state : array, shape [N, H, K, V], optional
+    cu_seqlens : array of integers, shape [N + 1], optional
+        May be traced, like all arrays.
+    scale, normalize_qk, chunk_size, return_state
+        As in `attnmask.linear_attention`. They must be known at compile time.
+
+    Returns
+    -------
+    array, or tuple of two if `return_state`
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> query, value = jnp.ones((1, 3, 1, 1)), jnp.array([10.0, 20.0, 30.0]).reshape(1, 3, 1, 1)
+    >>> decay = jnp.log(jnp.array([0.5]))
+    >>> attend = jax.jit(lambda value: attnmask.jax.linear_attention(query, query, value, decay=decay))
+    >>> attend(value).ravel().tolist()
+    [10.0, 25.0, 42.5]
+    >>> jax.grad(lambda value: attend(value).sum())(value).ravel().tolist()
+    [1.75, 1.5, 1.0]
+    """
+    _check_static({"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size})
+    with_state = flag(return_state, "return_state")
+    arrays = _arrays(
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "decay": decay,
+            "beta": beta,
+            "cu_seqlens": cu_seqlens,
+            "initial_state": initial_state,
+        }
+    )
+    static = {"scale": scale, "normalize_qk": normalize_qk, "chunk_size": chunk_size}
+    if not any(map(is_traced, arrays.values())):
+        return _to_jax(attention.linear_attention(**_on_host(arrays), **static, return_state=with_state))  # type: ignore[arg-type, unused-ignore]
+    tokens = arrays["query"].shape[1] if arrays["query"].ndim > 1 else 0
+    known = {name: _stand_in(name, x, tokens) for name, x in arrays.items()}
+    problem = ("query", "key", "value", "decay", "beta", "scale", "initial_state", "cu_seqlens")
+    states, numbers = _core.check_linear_attention(
+        *((known | static).get(name) for name in problem), normalize_qk, chunk_size
+    )
+    batch, _, heads, columns = arrays["value"].shape
+    rows, wide = arrays["query"].shape[3], _wide(arrays["query"].dtype)
+    sequences = batch
+    if cu_seqlens is not None:
+        sequences = arrays["cu_seqlens"].shape[0] - 1
+        states += (
+            sequences * heads if is_traced(arrays["cu_seqlens"]) else 0
+        )  # each may end with a short chunk
+    normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
+    factor = rows**-0.5 if scale is None and rows else 1.0 if scale is None else real(scale, "scale")
+    out, state = _differentiable(
+        call.TARGETS[3:5],
+        lambda flags: _words(flags | normalize, factor, chunk_size),
+        arrays,
+        [(arrays["value"].shape, arrays["query"].dtype), ((sequences, heads, rows, columns), wide)],
+        [((batch, states // batch if batch else 0, numbers), wide)],
+    )
+    return (out, state) if with_state else out
+
+
+def linear_attention_step(
+    query: Any,
+    key: Any,
+    value: Any,
+    state: Any,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    state_indices: Any = None,
+) -> tuple[Any, Any]:
+    """Apply `attnmask.linear_attention_step` in JAX, and return the states with the token in them.
+
+    Compiled functions write to their states in place if ``donate_argnums`` names them or a loop carries them. Otherwise
+    the states are copied, as in eager calls. Gradients are not supported.
+
+    Parameters
+    ----------
+    query, key : array, shape [B, Hk, K]
+    value : array, shape [B, H, V]
+    state : array, shape [slots, H, K, V]
+    decay : array, shape [H], [B, H] or [B, H, K], optional
+    beta : array, shape [B, H], optional
+    state_indices : array of integers, shape [B], optional
+    scale, normalize_qk
+        As in `attnmask.linear_attention_step`. They must be known at compile time.
+
+    Returns
+    -------
+    out : array, shape [B, H, V]
+    state : array, shape [slots, H, K, V]
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> step = jax.jit(lambda *given: attnmask.jax.linear_attention_step(*given, scale=1.0), donate_argnums=3)
+    >>> state, key = jnp.zeros((1, 1, 2, 1)), jnp.array([[[1.0, 0.0]]])
+    >>> for number in (10.0, 20.0):
+    ...     out, state = step(key, key, jnp.full((1, 1, 1), number), state)
+    >>> out.item(), state.ravel().tolist()
+    (30.0, [30.0, 0.0])
+    """
+    static = {"scale": scale, "normalize_qk": normalize_qk}
+    _check_static(static)
+    arrays = _arrays(
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "decay": decay,
+            "beta": beta,
+            "state": state,
+            "state_indices": state_indices,
+        }
+    )
+    if not any(map(is_traced, arrays.values())):
+        held = _on_host(arrays)
+        held["state"] = np.array(held["state"])
+        return _to_jax((attention.linear_attention_step(**held, **static), held["state"]))  # type: ignore[arg-type, unused-ignore]
+    known = {name: _stand_in(name, x, 0) for name, x in arrays.items()}
+    problem = ("query", "key", "value", "state", "decay", "beta", "scale", "normalize_qk", "state_indices")
+    _core.check_linear_attention_step(*((known | static).get(name) for name in problem), None)
+    rows = arrays["query"].shape[2]
+    factor = rows**-0.5 if scale is None and rows else 1.0 if scale is None else real(scale, "scale")
+    normalize = _NORMALIZE if flag(normalize_qk, "normalize_qk") else 0
+    by_row = {
+        name: x
+        if name.startswith("state") or (name == "decay" and x.ndim == 1)
+        else jax.numpy.asarray(x)[:, None]
+        for name, x in arrays.items()
+    }
+    out, after = _in_place(
+        call.TARGETS[5],
+        lambda flags: _words(flags | normalize, factor),
+        by_row,
+        (by_row["value"].shape, arrays["query"].dtype),
+        "linear_attention_step",
+    )
+    return out[:, 0], after
+
+
+# Short convolutions
+
+
+def short_convolution(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    activation: str | None = None,
+    cu_seqlens: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+) -> Any:
+    """Apply `attnmask.short_convolution` in JAX: under ``jit``, ``grad`` and ``vmap``, on the CPU.
+
+    `x`, `weight`, `bias` and `initial_state` have gradients; higher-order ones are not supported.
+
+    Parameters
+    ----------
+    x : array, shape [B, T, C]
+    weight : array, shape [C, W]
+    bias : array, shape [C], optional
+    cu_seqlens : array of integers, shape [N + 1], optional
+        May be traced, like all arrays.
+    initial_state : array, shape [N, C, W - 1], optional
+    activation, return_state
+        As in `attnmask.short_convolution`.
+
+    Returns
+    -------
+    array, or tuple of two if `return_state`
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> x, weight = jnp.arange(1.0, 6).reshape(1, 5, 1), jnp.array([[100.0, 10, 1]])
+    >>> convolve = jax.jit(lambda weight: attnmask.jax.short_convolution(x, weight, cu_seqlens=[0, 2, 5]))
+    >>> convolve(weight).ravel().tolist()
+    [1.0, 12.0, 3.0, 34.0, 345.0]
+    >>> jax.grad(lambda weight: convolve(weight).sum())(weight).tolist()
+    [[3.0, 8.0, 15.0]]
+    """
+    one_of(activation, "activation", (None, "silu"))
+    with_state = flag(return_state, "return_state")
+    arrays = _arrays(
+        {"x": x, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
+    )
+    if not any(map(is_traced, arrays.values())):
+        found = convolution.short_convolution(  # type: ignore[call-overload, unused-ignore]
+            **_on_host(arrays), activation=activation, return_state=with_state
+        )
+        return _to_jax(found)
+    tokens = arrays["x"].shape[1] if arrays["x"].ndim > 1 else 0
+    known = {name: _stand_in(name, given, tokens) for name, given in arrays.items()}
+    given = [known.get(name) for name in ("x", "weight", "bias")]
+    starts, before = known.get("cu_seqlens"), known.get("initial_state")
+    _core.check_short_convolution(*given, activation is not None, starts, before, with_state, None)
+    dtype, (channels, width) = arrays["x"].dtype, arrays["weight"].shape
+    sequences = arrays["x"].shape[0] if starts is None else starts.shape[0] - 1
+    arrays["x"] = jax.numpy.asarray(arrays["x"])[..., None]
+    silu = 0 if activation is None else _SILU
+    out, state = _differentiable(
+        call.TARGETS[6:8],
+        lambda flags: _words(flags | silu),
+        arrays,
+        [(arrays["x"].shape, dtype), ((sequences, channels, width - 1), dtype)],
+        [],
+    )
+    return (out[..., 0], state) if with_state else out[..., 0]
+
+
+def short_convolution_step(
+    x: Any,
+    weight: Any,
+    state: Any,
+    bias: Any = None,
+    *,
+    activation: str | None = None,
+    state_indices: Any = None,
+) -> tuple[Any, Any]:
+    """Apply `attnmask.short_convolution_step` in JAX, and return the states with the token in them.
+
+    Compiled functions write to their states in place if ``donate_argnums`` names them or a loop carries them. Otherwise
+    the states are copied, as in eager calls. Gradients are not supported.
+
+    Parameters
+    ----------
+    x : array, shape [B, C]
+    weight : array, shape [C, W]
+    state : array, shape [slots, C, W - 1]
+    bias : array, shape [C], optional
+    state_indices : array of integers, shape [B], optional
+    activation
+        As in `attnmask.short_convolution_step`.
+
+    Returns
+    -------
+    out : array, shape [B, C]
+    state : array, shape [slots, C, W - 1]
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import attnmask.jax
+    >>> weight, state = jnp.array([[100.0, 10, 1]]), jnp.zeros((1, 1, 2))
+    >>> for token in (1.0, 2.0, 3.0):
+    ...     out, state = attnmask.jax.short_convolution_step(jnp.array([[token]]), weight, state)
+    >>> out.item(), state.ravel().tolist()
+    (123.0, [2.0, 3.0])
+    """
+    one_of(activation, "activation", (None, "silu"))
+    arrays = _arrays({"x": x, "weight": weight, "bias": bias, "state": state, "state_indices": state_indices})
+    if not any(map(is_traced, arrays.values())):
+        held = _on_host(arrays)
+        held["state"] = np.array(held["state"])
+        out = convolution.short_convolution_step(**held, activation=activation)  # type: ignore[arg-type, unused-ignore]
+        return _to_jax((out, held["state"]))
+    known = {name: _stand_in(name, given, 0) for name, given in arrays.items()}
+    given = [known.get(name) for name in ("x", "weight", "state", "bias")]
+    _core.check_short_convolution_step(*given, activation is not None, known.get("state_indices"), None)
+    arrays["x"] = jax.numpy.asarray(arrays["x"])[:, None, :, None]
+    silu = 0 if activation is None else _SILU
+    out, after = _in_place(
+        call.TARGETS[8],
+        lambda flags: _words(flags | silu),
+        arrays,
+        (arrays["x"].shape, arrays["x"].dtype),
+        "short_convolution_step",
+    )
+    return out[:, 0, :, 0], after

@@ -1,0 +1,423 @@
+"""attnmask.jax: linear attention, short convolutions and their steps give in traced functions what NumPy's give."""
+
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+
+import attnmask
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+import attnmask.jax as ours  # noqa: E402
+from attnmask.jax import _call as call  # noqa: E402
+from attnmask.jax import _linear  # noqa: E402
+
+B, T, HK, H, K, V = 2, 70, 2, 4, 5, 6
+STARTS = [0, 3, 3, 40, T]
+rng = np.random.default_rng(0)
+
+
+def draw(*shape, low=-1.0, high=1.0):
+    return rng.uniform(low, high, shape).astype(np.float32)
+
+
+def attention_arrays(batch=B, decay="token", delta=True, state=True, sequences=None):
+    shapes = {None: None, "head": (H,), "token": (batch, T, H), "channel": (batch, T, H, K)}
+    given = {
+        "query": draw(batch, T, HK, K),
+        "key": draw(batch, T, HK, K),
+        "value": draw(batch, T, H, V),
+        "decay": shapes[decay] and draw(*shapes[decay], low=-1, high=0),
+        "beta": draw(batch, T, H, low=0) if delta else None,
+        "initial_state": draw(sequences or batch, H, K, V) if state else None,
+    }
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def convolution_arrays(batch=B, bias=True, state=True, sequences=None):
+    given = {
+        "x": draw(batch, T, 7),
+        "weight": draw(7, 4),
+        "bias": draw(7) if bias else None,
+        "initial_state": draw(sequences or batch, 7, 3) if state else None,
+    }
+    return {name: x for name, x in given.items() if x is not None}
+
+
+CASES = {
+    "plain": ("linear_attention", attention_arrays(decay=None, delta=False, state=False), {}),
+    "heads": ("linear_attention", attention_arrays(decay="head", delta=False), {"scale": 0.3}),
+    "tokens": ("linear_attention", attention_arrays(), {"normalize_qk": True, "chunk_size": 16}),
+    "channels": ("linear_attention", attention_arrays(decay="channel"), {}),
+    "packed": (
+        "linear_attention",
+        attention_arrays(1, "channel", sequences=4),
+        {"cu_seqlens": STARTS, "normalize_qk": True},
+    ),
+    "packed, without a state": (
+        "linear_attention",
+        attention_arrays(1, "head", state=False),
+        {"cu_seqlens": STARTS},
+    ),
+    "convolution": ("short_convolution", convolution_arrays(), {"activation": "silu"}),
+    "convolution of little": ("short_convolution", convolution_arrays(bias=False, state=False), {}),
+    "packed convolution": ("short_convolution", convolution_arrays(1, sequences=4), {"cu_seqlens": STARTS}),
+}
+
+
+def split(x, count):
+    """Weights of results, for sums with gradients that all differ."""
+    return np.cos(np.arange(x.size, dtype=np.float32) + count).reshape(x.shape).astype(x.dtype)
+
+
+def both(name, arrays, static):
+    """Results and gradients by NumPy's functions."""
+    (out, state), vjp = getattr(attnmask, f"{name}_vjp")(**arrays, **static, return_state=True)
+    grads = vjp(split(out, 0), split(state, 1))
+    return out, state, {name: getattr(grads, name) for name in arrays}
+
+
+def loss(name, arrays, **static):
+    out, state = getattr(ours, name)(**arrays, **static, return_state=True)
+    total = (out * split(out, 0)).sum() + (state * split(state, 1)).sum()
+    return total, (out, state)
+
+
+@pytest.mark.parametrize("traced_starts", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients(case, traced_starts):
+    """The same bits as eager ones."""
+    name, arrays, static = CASES[case]
+    out, state, grads = both(name, arrays, static)
+    for given in (arrays, {name: jnp.asarray(x) for name, x in arrays.items()}):
+        eager = getattr(ours, name)(**given, **static, return_state=True)
+        assert isinstance(eager[0], jax.Array)
+        np.testing.assert_array_equal(eager[0], out)
+        np.testing.assert_array_equal(eager[1], state)
+        np.testing.assert_array_equal(getattr(ours, name)(**given, **static), out)
+    static = dict(static)
+    more = {}
+    if traced_starts and "cu_seqlens" in static:
+        more["cu_seqlens"] = jnp.asarray(static.pop("cu_seqlens"))
+    compute = jax.jit(jax.value_and_grad(lambda x, more: loss(name, x, **static, **more), has_aux=True))
+    (_, actual), found = compute(arrays, more)
+    np.testing.assert_array_equal(actual[0], out)
+    np.testing.assert_array_equal(actual[1], state)
+    assert found.keys() == grads.keys()
+    for of, expected in grads.items():
+        np.testing.assert_array_equal(found[of], expected, err_msg=of)
+    alone = jax.jit(lambda x, more: getattr(ours, name)(**x, **static, **more))
+    np.testing.assert_array_equal(alone(arrays, more), out)
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "short_convolution"])
+def test_gradients_of_one_of_two_results(name):
+    arrays = attention_arrays() if name == "linear_attention" else convolution_arrays()
+    for result in (0, 1):
+
+        def chosen(arrays, result=result):
+            return (getattr(ours, name)(**arrays, return_state=True)[result] ** 2).sum()
+
+        (out, state), vjp = getattr(attnmask, f"{name}_vjp")(**arrays, return_state=True)
+        douts = [np.zeros_like(out), np.zeros_like(state)]
+        douts[result] = 2 * (out, state)[result]
+        for of, expected in zip(arrays, vjp(*douts), strict=False):
+            np.testing.assert_allclose(jax.grad(chosen)(arrays)[of], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_types_of_16_bits(dtype):
+    """Gates stay float32, and so do states."""
+    arrays = {
+        name: jnp.asarray(x, dtype if name in ("query", "key", "value") else np.float32)
+        for name, x in attention_arrays().items()
+    }
+    out, state, grads = both("linear_attention", {k: np.asarray(x) for k, x in arrays.items()}, {})
+    (_, actual), found = jax.jit(jax.value_and_grad(lambda x: loss("linear_attention", x), has_aux=True))(
+        arrays
+    )
+    assert actual[0].dtype == dtype
+    assert actual[1].dtype == np.float32
+    np.testing.assert_array_equal(actual[0], out)
+    np.testing.assert_array_equal(actual[1], state)
+    for name, expected in grads.items():
+        assert found[name].dtype == arrays[name].dtype
+        np.testing.assert_array_equal(found[name], expected)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        arrays = {name: jnp.asarray(x, np.float64) for name, x in attention_arrays().items()}
+        out, state, _ = both("linear_attention", {k: np.asarray(x) for k, x in arrays.items()}, {})
+        actual = jax.jit(partial(ours.linear_attention, return_state=True))(**arrays)
+        assert actual[0].dtype == actual[1].dtype == np.float64
+        np.testing.assert_array_equal(actual[0], out)
+        np.testing.assert_array_equal(actual[1], state)
+
+
+# vmap: calls become rows of one, or there is one after the other
+
+
+@pytest.mark.parametrize("shared", ["", "decay", "query beta", "initial_state", "bias", "weight bias"])
+@pytest.mark.parametrize("case", ["heads", "tokens", "packed", "convolution"])
+def test_vmap(case, shared):
+    """What is shared has one gradient, the sum over calls."""
+    name, arrays, static = CASES[case]
+    shared = [x for x in shared.split() if x in arrays]
+    calls = [{k: x if k in shared else x * (1 - 0.1 * i) for k, x in arrays.items()} for i in range(3)]
+    stacked = {k: x if k in shared else np.stack([given[k] for given in calls]) for k, x in arrays.items()}
+    axes = {k: None if k in shared else 0 for k in arrays}
+
+    def total(given):
+        found = jax.vmap(lambda x: loss(name, x, **static), in_axes=(axes,))(given)
+        return found[0].sum(), found[1]
+
+    (_, (out, state)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(stacked)
+    expected = [both(name, given, static) for given in calls]
+    for i, (x, y, _) in enumerate(expected):
+        np.testing.assert_array_equal(out[i], x)
+        np.testing.assert_array_equal(state[i], y)
+    for k in arrays:
+        parts = np.stack([g[k] for _, _, g in expected])
+        wanted = parts.sum(axis=0) if k in shared else parts
+        np.testing.assert_allclose(grads[k], wanted, rtol=1e-4, atol=1e-5, err_msg=k)
+
+
+def test_vmap_of_vmap_and_of_starts():
+    arrays = attention_arrays(1, state=False)
+    starts = jnp.array([[0, 3, T], [0, 30, T]])
+    attend = jax.vmap(jax.vmap(lambda x, s: ours.linear_attention(**x, cu_seqlens=s), (None, 0)), (0, None))
+    twice = {name: np.stack([x, x / 2]) for name, x in arrays.items()}
+    out = jax.jit(attend)(twice, starts)
+    for i in range(2):
+        for j in range(2):
+            given = {name: x[i] for name, x in twice.items()}
+            expected = attnmask.linear_attention(**given, cu_seqlens=np.asarray(starts[j]))
+            np.testing.assert_array_equal(out[i, j], expected)
+
+
+# Steps
+
+
+def step_arrays(name):
+    if name == "linear_attention_step":
+        return {
+            "query": draw(3, HK, K),
+            "key": draw(3, HK, K),
+            "value": draw(3, H, V),
+            "decay": draw(3, H, K, high=0),
+            "beta": draw(3, H, low=0),
+            "state": draw(5, H, K, V),
+        }
+    return {"x": draw(3, 7), "weight": draw(7, 4), "bias": draw(7), "state": draw(5, 7, 3)}
+
+
+@pytest.mark.parametrize("slots", [[4, -1, 0], None])
+@pytest.mark.parametrize("name", ["linear_attention_step", "short_convolution_step"])
+def test_steps(name, slots):
+    """In place in donated states, and in loops."""
+    arrays = step_arrays(name)
+    if slots is None:
+        arrays["state"] = arrays["state"][:3]
+    state = arrays["state"].copy()
+    expected = getattr(attnmask, name)(**arrays | {"state": state}, state_indices=slots)
+    indices = None if slots is None else jnp.array(slots)
+    for function in (getattr(ours, name), jax.jit(getattr(ours, name))):
+        out, after = function(**arrays, state_indices=indices)
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(after, state)
+    out, after = jax.jit(partial(getattr(ours, name), state_indices=slots))(**arrays)
+    np.testing.assert_array_equal(after, state)
+    function = getattr(ours, name)
+    step = jax.jit(lambda state, x: function(**x, state=state, state_indices=indices), donate_argnums=0)
+    rest = {k: x for k, x in arrays.items() if k != "state"}
+    given = jnp.asarray(arrays["state"]) * 1  # memory of JAX's own
+    place = given.unsafe_buffer_pointer()
+    assert step(given, rest)[1].unsafe_buffer_pointer() == place
+    looped = jax.jit(lambda state: jax.lax.fori_loop(0, 3, lambda _, s: step(s, rest)[1], state))(
+        arrays["state"]
+    )
+    held = arrays["state"].copy()
+    for _ in range(3):
+        getattr(attnmask, name)(**rest, state=held, state_indices=slots)
+    np.testing.assert_array_equal(looped, held)
+    several = jax.vmap(lambda s: getattr(ours, name)(**rest, state=s, state_indices=indices))(
+        jnp.stack([arrays["state"], arrays["state"] / 2])
+    )
+    np.testing.assert_array_equal(several[1][0], state)
+
+
+def test_by_heads():
+    arrays = step_arrays("linear_attention_step") | {"decay": draw(H, high=0)}
+    arrays["state"] = arrays["state"][:3]
+    state = arrays["state"].copy()
+    expected = attnmask.linear_attention_step(**arrays | {"state": state}, scale=0.5)
+    out, after = jax.jit(partial(ours.linear_attention_step, scale=0.5))(**arrays)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(after, state)
+
+
+def test_no_tokens_and_no_channels():
+    for shape in ((0, 4, H, V), (2, 0, H, V), (2, 4, H, 0), (2, 4, 0, V)):
+        query = jnp.zeros((*shape[:2], min(HK, shape[2]), K))
+        out, state = jax.jit(partial(ours.linear_attention, return_state=True))(
+            query, query, jnp.zeros(shape)
+        )
+        assert out.shape == shape
+        assert not state.any()
+        grads = jax.grad(lambda q, shape=shape: ours.linear_attention(q, q, jnp.zeros(shape)).sum())(query)
+        assert not grads.any()
+    x = jnp.zeros((2, 0, 3))
+    out, state = jax.jit(partial(ours.short_convolution, return_state=True))(x, jnp.ones((3, 4)))
+    assert out.shape == x.shape
+    assert not state.any()
+
+
+def test_exported():
+    """An exported program names the handlers, which it finds again."""
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ours.register()]
+    arrays = attention_arrays()
+    exported = jax.export.export(jax.jit(lambda x: ours.linear_attention(**x)), disabled_checks=checks)(
+        arrays
+    )
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(arrays), attnmask.linear_attention(**arrays))
+
+
+def test_shard_map():
+    """Rows on a mesh of one device, with gradients."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
+    spec = jax.sharding.PartitionSpec("rows")
+    arrays = attention_arrays(decay="token")
+    attend = jax.shard_map(lambda x: ours.linear_attention(**x), mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_array_equal(jax.jit(attend)(arrays), attnmask.linear_attention(**arrays))
+    grads = jax.jit(jax.grad(lambda x: (attend(x) * split(x["value"], 0)).sum()))(arrays)
+    out, vjp = attnmask.linear_attention_vjp(**arrays)
+    np.testing.assert_array_equal(grads["beta"], vjp(split(out, 0)).beta)
+
+
+# Bad input
+
+
+BAD = [
+    ({"key": draw(B, T, HK, K + 1)}, ValueError, "key must be"),
+    ({"value": draw(B, T, 3, V)}, ValueError, "value must have a multiple"),
+    ({"decay": draw(B, T)}, ValueError, "decay must be"),
+    ({"decay": np.zeros((B, T, H), np.int32)}, TypeError, "decay must be float32"),
+    ({"beta": draw(B, T, H, K)}, ValueError, "beta must be"),
+    ({"initial_state": draw(3, H, K, V)}, ValueError, "initial_state must be"),
+    ({"cu_seqlens": np.array([0, T])}, ValueError, "batch size 1"),
+    ({"chunk_size": 48}, ValueError, "chunk_size must be a power of two"),
+    ({"scale": float("nan")}, ValueError, "scale must be a number"),
+    ({"normalize_qk": 1}, TypeError, "normalize_qk must be"),
+]
+
+
+@pytest.mark.parametrize(("more", "error", "message"), BAD, ids=[next(iter(more)) for more, *_ in BAD])
+def test_bad_input(more, error, message):
+    """When a function is traced, in the words of NumPy's."""
+    given = attention_arrays() | more
+    static = {name: given.pop(name) for name in ("chunk_size", "scale", "normalize_qk") if name in given}
+    with pytest.raises(error, match=message):
+        jax.jit(partial(ours.linear_attention, **static))(**given)
+
+
+def test_bad_steps_and_convolutions():
+    arrays = step_arrays("linear_attention_step")
+    with pytest.raises(ValueError, match="state must have 3 slots"):
+        jax.jit(ours.linear_attention_step)(**arrays)
+    with pytest.raises(ValueError, match="state_indices must be of shape"):
+        jax.jit(ours.linear_attention_step)(**arrays, state_indices=jnp.arange(2))
+    arrays = convolution_arrays()
+    with pytest.raises(ValueError, match=r"weight must be \[C, W\]"):
+        jax.jit(ours.short_convolution)(arrays["x"], draw(6, 4))
+    with pytest.raises(ValueError, match="activation must be"):
+        jax.jit(partial(ours.short_convolution, activation="gelu"))(arrays["x"], arrays["weight"])
+    with pytest.raises(TypeError, match="scale must be known at compile time"):
+        jax.jit(ours.linear_attention)(**attention_arrays(), scale=0.5)
+
+
+def test_numbers_are_checked_when_they_are_there():
+    arrays = attention_arrays(1, state=False)
+    attend = jax.jit(lambda x, starts: ours.linear_attention(**x, cu_seqlens=starts))
+    for starts in ([0, 3, T - 1], [1, 3, T], [0, 5, 3, T]):
+        with pytest.raises(Exception, match="cu_seqlens must"):
+            jax.block_until_ready(attend(arrays, jnp.array(starts)))
+    for name in ("linear_attention_step", "short_convolution_step"):
+        step = jax.jit(lambda x, indices, name=name: getattr(ours, name)(**x, state_indices=indices))
+        with pytest.raises(
+            Exception, match=re.escape("state_indices must be from -1 to 4, got 5 at index 1")
+        ):
+            jax.block_until_ready(step(step_arrays(name), jnp.array([0, 5, 1])))
+        with pytest.raises(Exception, match=re.escape("must name each slot once, got 2 again at index 2")):
+            jax.block_until_ready(step(step_arrays(name), jnp.array([2, 1, 2])))
+
+
+def test_no_gradients_of_gradients():
+    arrays = attention_arrays()
+    grads = jax.grad(lambda x: loss("linear_attention", arrays | {"query": x})[0])
+    with pytest.raises(NotImplementedError, match="no gradients of these"):
+        jax.grad(lambda x: grads(x).sum())(arrays["query"])
+    given = step_arrays("linear_attention_step")
+    given["state"] = given["state"][:3]
+    grads = jax.grad(lambda x: ours.linear_attention_step(**given | {"query": x})[0].sum())
+    with pytest.raises(NotImplementedError, match="linear_attention has them"):
+        grads(given["query"])
+
+
+def test_handlers_refuse_what_does_not_fit():
+    """Other callers, such as exported programs that were changed: no handler reads beyond a buffer."""
+    call.registered()
+    random = np.random.default_rng(1)
+    shapes = {
+        "attention": [(B, T, HK, K), (B, T, HK, K), (B, T, H, V), (B, T, H), (B, T, H), (B, H, K, V)],
+        "step": [(B, 1, HK, K), (B, 1, HK, K), (B, 1, H, V), (B, 1, H), (B, 1, H), (B, H, K, V)],
+        "convolution": [(B, T, 7, 1), (7, 4), (7,), (B, 7, 3)],
+        "convolution step": [(B, 1, 7, 1), (7, 4), (7,), (B, 7, 3)],
+    }
+    out, state, kept = (B, T, H, V), (B, H, K, V), (B, 2 * H * 2, K * 16)
+    calls = [
+        (3, "attention", [], 7, [out, state]),
+        (3, "attention", [], 7 | 32, [out, state, kept]),
+        (4, "attention", [kept, out, state], 7 | 64, shapes["attention"]),
+        (5, "step", [], 3, [(B, 1, H, V), state]),
+        (6, "convolution", [], 4 | 128, [(B, T, 7, 1), (B, 7, 3)]),
+        (7, "convolution", [(B, T, 7, 1), (B, 7, 3)], 4 | 64 | 128, shapes["convolution"]),
+        (8, "convolution step", [], 128, [(B, 1, 7, 1), (B, 7, 3)]),
+    ]
+    refused = 0
+    for target, kind, more, flags, results in calls:
+        for trial in range(16):
+            arguments, given = [*shapes[kind], *more], list(results)
+            words = _linear._words(flags)
+            if trial % 4 == 0:
+                words[random.integers(4)] += random.integers(1, 100)
+            lists = arguments if trial % 4 in (1, 3) else given
+            if trial % 4 and trial > 3:
+                i = random.integers(len(lists))
+                shape = list(lists[i])
+                if trial % 2:
+                    shape[random.integers(len(shape))] -= 1
+                else:
+                    shape = shape[1:]
+                lists[i] = tuple(shape)
+            if trial % 5 == 4:
+                lists.pop()
+            aliases = (
+                {len(arguments) - 1: 1}
+                if "step" in kind and len(given) > 1 and arguments[-1] == given[1]
+                else {}
+            )
+            run = jax.ffi.ffi_call(
+                call.TARGETS[target],
+                [jax.ShapeDtypeStruct(shape, np.float32) for shape in given],
+                input_output_aliases=aliases,
+            )
+            try:
+                jax.block_until_ready(run(*[jnp.zeros(shape) for shape in arguments], words=words))
+            except jax.errors.JaxRuntimeError as error:
+                refused += "INVALID_ARGUMENT" in str(error)
+    assert refused > 60
